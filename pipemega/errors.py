@@ -1,0 +1,37 @@
+"""Every error that pipemega raises on purpose.  Floor 0: imports nothing of ours."""
+
+
+class PipemegaError(Exception):
+    """Root of the family, so that a caller can catch ours and nothing else."""
+
+
+class ConfigError(PipemegaError, ValueError):
+    """The configuration asks for something that cannot be; the message names the key."""
+
+
+class MeshError(PipemegaError, ValueError):
+    """The ranks that were started do not fit the mesh that was asked for."""
+
+
+class ScheduleError(PipemegaError, ValueError):
+    """A plan breaks a rule of pipeline schedules; the message shows the plan."""
+
+
+class DataError(PipemegaError, ValueError):
+    """A file, a sample or a batch is missing, damaged or not what was announced."""
+
+
+class PipelineError(PipemegaError, RuntimeError):
+    """A step could not be carried out; the message names rank, stage and micro-batch."""
+
+
+class PeerError(PipelineError):
+    """Another rank failed or is gone; the message carries that rank's own first cause."""
+
+
+class LossScaleError(PipemegaError, RuntimeError):
+    """fp16 overflowed at the smallest loss scale; the message carries the history."""
+
+
+class CheckpointError(PipemegaError, RuntimeError):
+    """A checkpoint is missing, incomplete, damaged, or of another model or mesh."""

@@ -1,0 +1,151 @@
+"""The topology made real: process groups along each axis, with torch's DeviceMesh over them."""
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from pipemega.errors import MeshError
+from pipemega.topology import AXES, AxisName, Topology
+
+# A step must never wait longer than this for another rank; config key mesh.timeout_seconds.
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One line of ranks through this process: what a layer or a reduction talks over.
+
+    Args:
+        name: "pipeline", "data", "tensor", or "world" for all ranks.
+        ranks: the global ranks along the axis, in order.
+        rank: the position of this process among them.
+        group: their process group; None for an axis of one rank, which never talks.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """Where this process stands on each axis, and the device that it computes on."""
+
+    topology: Topology
+    pipeline: Axis
+    data: Axis
+    tensor: Axis
+    world: Axis
+    device: torch.device
+    timeout: timedelta = DEFAULT_TIMEOUT
+    device_mesh: DeviceMesh | None = field(default=None, repr=False)
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return self.world.rank
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> "Mesh":
+        """One process that talks to nobody."""
+        axes = {name: Axis(name) for name in (*AXES, "world")}
+        return cls(topology=Topology(), device=torch.device(device), **axes)
+
+
+def launched_world_size() -> int:
+    """How many ranks were started: from torch.distributed, else torchrun's variables, else 1."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
+    """The device of this process; on a node with several GPUs, the one of its LOCAL_RANK.
+
+    Raises:
+        MeshError: "cuda" was asked for and there is none, or fewer than ranks on this node.
+    """
+    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MeshError("mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu'")
+    local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= found:
+        raise MeshError(
+            f"local rank {local_rank} has no GPU of its own: this node has {found}; start at most "
+            f"{found} ranks here (torchrun --nproc_per_node={found})"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def build_mesh(
+    topology: Topology, device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT
+) -> Mesh:
+    """Joins the processes that were launched into the axes of `topology`; every rank calls it.
+
+    Starts torch.distributed where torchrun's variables ask for it and nobody has yet.
+
+    Raises:
+        MeshError: the number of processes is not the size of the topology.
+    """
+    world_size = launched_world_size()
+    if world_size != topology.world_size:
+        raise MeshError(f"{world_size} ranks were started, and the mesh {topology} takes "
+                        f"{topology.world_size}")
+    if world_size == 1 and not dist.is_initialized():
+        return Mesh.single(device)
+    if not dist.is_initialized():
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,
+        )
+    rank = dist.get_rank()
+    axes = {name: _axis(name, topology, rank, timeout) for name in AXES}
+    assert dist.group.WORLD is not None
+    return Mesh(
+        topology=topology,
+        world=Axis("world", tuple(range(world_size)), rank, dist.group.WORLD),
+        device=device,
+        timeout=timeout,
+        device_mesh=_device_mesh(topology, device, axes),
+        **axes,
+    )
+
+
+def _axis(name: AxisName, topology: Topology, rank: int, timeout: timedelta) -> Axis:
+    ranks = topology.along(name, rank)
+    group = None
+    if len(ranks) > 1:
+        # Local synchronisation: each line of ranks meets by itself, so that start-up does not
+        # grow with the number of lines.
+        group = dist.new_group(
+            list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
+        )
+    return Axis(name, ranks, ranks.index(rank), group)
+
+
+def _device_mesh(
+    topology: Topology, device: torch.device, axes: dict[AxisName, Axis]
+) -> DeviceMesh | None:
+    """torch's view of the same groups, for whatever in torch wants a DeviceMesh."""
+    wide = [name for name in AXES if axes[name].size > 1]
+    groups = [group for name in wide if (group := axes[name].group) is not None]
+    if not groups:
+        return None
+    grid = torch.arange(topology.world_size).view([topology.size(name) for name in wide])
+    if len(groups) == 1:
+        return DeviceMesh.from_group(groups[0], device.type, mesh_dim_names=(wide[0],))
+    return DeviceMesh.from_group(groups, device.type, mesh=grid, mesh_dim_names=tuple(wide))

@@ -1,0 +1,118 @@
+"""A pool of gloo ranks that lives as long as the test session, and runs functions on all of them.
+
+Starting four ranks that import torch takes 10 s; a fork server that has imported it once starts
+them in a fraction of one.  A rank that hangs or dies costs its test, not the session: the pool is
+started anew for the next.
+"""
+
+import multiprocessing
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+class RanksFailed(AssertionError):
+    """What each failed rank had to say."""
+
+    def __init__(self, errors: dict[int, tuple[str, str]]) -> None:
+        self.errors = errors  # rank -> (str(exception) with its class, traceback)
+        super().__init__("\n".join(f"--- rank {r}\n{text}" for r, (_, text) in errors.items()))
+
+
+class RankPool:
+    """Runs a function in `size` processes that form one gloo world."""
+
+    def __init__(self, size: int = 4) -> None:
+        self._size = size
+        self._ranks: list[tuple[Any, Connection]] = []
+
+    def run(
+        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0
+    ) -> list[Any]:
+        """`function(*args)` on ranks 0 to world_size - 1, and their results by rank.
+
+        Raises:
+            RanksFailed: some raised, died, or were not done in `timeout` seconds.
+        """
+        if len(self._ranks) < self._size:
+            self._start()
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
+                pipe.send((rank, world_size, os.path.join(folder, "store"), function, args))
+            results, errors = self._collect(world_size, timeout)
+        if errors:
+            self.close()
+            raise RanksFailed(errors)
+        return [results[rank] for rank in range(world_size)]
+
+    def _collect(
+        self, world_size: int, timeout: float
+    ) -> tuple[dict[int, Any], dict[int, tuple[str, str]]]:
+        results: dict[int, Any] = {}
+        errors: dict[int, tuple[str, str]] = {}
+        waiting = {self._ranks[rank][1]: rank for rank in range(world_size)}
+        while waiting:
+            ready = wait(list(waiting), timeout)
+            if not ready:
+                errors |= {r: ("hang", f"not done after {timeout} s") for r in waiting.values()}
+                break
+            for pipe in ready:
+                rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                try:
+                    failed, value = pipe.recv()  # type: ignore[union-attr]
+                except (EOFError, ConnectionError):
+                    failed, value = True, ("died", "the process is gone")
+                (errors if failed else results)[rank] = value
+        return results, errors
+
+    def _start(self) -> None:
+        self.close()
+        _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "pipemega"])
+        for _ in range(self._size):
+            here, there = _CONTEXT.Pipe()
+            process = _CONTEXT.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._ranks.append((process, here))
+
+    def close(self) -> None:
+        for process, pipe in self._ranks:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._ranks = []
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    while True:
+        try:
+            rank, world_size, store, function, args = pipe.recv()
+        except EOFError:
+            return
+        try:
+            torch.manual_seed(0)
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=60),
+            )
+            pipe.send((False, function(*args)))
+        except BaseException as error:
+            pipe.send((True, (f"{type(error).__name__}: {error}", traceback.format_exc())))
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
