@@ -1,0 +1,128 @@
+"""Weights & Biases: online where there is a key and a network, else offline, to be synced later."""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipemega.errors import ConfigError
+from pipemega.monitor.records import PREFIX, Record
+from pipemega.monitor.sinks import Sink, State
+
+# How long a start may wait for the server before the run goes on offline.
+INIT_TIMEOUT_SECONDS = 30.0
+
+
+class WandbSink(Sink):
+    """One wandb run, that a resumed training goes on with.
+
+    Each point carries `step` and `samples`; the curves are drawn over samples, and any panel can
+    be switched to step.  No step number is handed to wandb itself: it silently drops points of a
+    step that it has seen, and a run that resumes from an older checkpoint has such steps.
+
+    Args:
+        folder: wandb makes its own folder `wandb/` in there.
+        config: the resolved configuration, uploaded with the run.
+        mode: "online", "offline", "shared" or "disabled"; None: what wandb is set up for
+            (`wandb offline`, WANDB_MODE), else online.  Online needs a key and a server that
+            answers; without them the run is offline, and the log says so.
+        entity: the team (DeepSpeed's `team`).
+        run_id: of the run to go on with; None starts a new one.
+        resume: wandb's own word: "allow", "must", "never" or "auto".
+        logger: is told when the run goes offline.
+        module: stands in for the wandb package in tests.
+
+    Raises:
+        ConfigError: wandb is not installed.
+    """
+
+    name = "wandb"
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        logger: logging.Logger,
+        config: Mapping[str, Any] | None = None,
+        mode: str | None = None,
+        project: str | None = None,
+        entity: str | None = None,
+        group: str | None = None,
+        run_name: str | None = None,
+        tags: Sequence[str] = (),
+        run_id: str | None = None,
+        resume: str | None = "allow",
+        module: Any = None,
+    ) -> None:
+        wandb = _wandb() if module is None else module
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        arguments = {
+            "dir": str(folder),
+            "config": dict(config or {}),
+            "project": project,
+            "entity": entity,
+            "group": group,
+            "name": run_name,
+            "tags": list(tags),
+            "id": run_id,
+            "resume": resume,
+        }
+        self._run = _start(wandb, mode, arguments, logger)
+        self._run.define_metric("step")
+        self._run.define_metric("samples")
+        self._run.define_metric(PREFIX + "*", step_metric="samples")
+
+    def write(self, record: Record) -> None:
+        axes = {"step": record.step, "samples": record.consumed_samples}
+        self._run.log(record.scalars() | axes)
+
+    def close(self) -> None:
+        self._run.finish()
+
+    def state_dict(self) -> State:
+        """The run's id: the next sink takes it as `run_id`."""
+        return {"id": self._run.id}
+
+
+def _start(wandb: Any, mode: str | None, arguments: dict[str, Any], logger: logging.Logger) -> Any:
+    """The run, online if it can be and was not forbidden."""
+    asked = mode or wandb.setup().settings.mode
+    if asked not in ("online", None):
+        return _init(wandb, asked, arguments)
+    try:
+        if _has_key(wandb):
+            return _init(wandb, "online", arguments)
+        reason = "there is no API key (wandb login)"
+    except wandb.Error as error:  # no network, a key that is refused, no right to the project
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+    logger.warning(
+        "wandb goes on offline, to be uploaded with 'wandb sync' from %s: %s",
+        arguments["dir"],
+        reason,
+    )
+    return _init(wandb, "offline", arguments)
+
+
+def _init(wandb: Any, mode: str, arguments: dict[str, Any]) -> Any:
+    if mode == "offline":  # nothing to resume from where no server is asked; the id is kept
+        arguments = arguments | {"resume": None}
+    settings = wandb.Settings(init_timeout=INIT_TIMEOUT_SECONDS)
+    return wandb.init(mode=mode, settings=settings, **arguments)
+
+
+def _has_key(wandb: Any) -> bool:
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:  # releases that cannot be told not to ask
+        return bool(wandb.api.api_key)
+
+
+def _wandb() -> Any:
+    try:
+        import wandb
+    except ImportError as error:
+        raise ConfigError(
+            "wandb.enabled is true, but wandb is not installed: pip install wandb, or set "
+            "wandb.enabled to false"
+        ) from error
+    return wandb

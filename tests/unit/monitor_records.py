@@ -1,0 +1,21 @@
+"""Records for the tests of the monitor room."""
+
+from typing import Any
+
+from pipemega.monitor import StepRecord
+
+
+def step_record(step: int = 1, **changes: Any) -> StepRecord:
+    """Step `step` of a run with 32 samples a step."""
+    fields: dict[str, Any] = {
+        "step": step,
+        "consumed_samples": 32 * step,
+        "consumed_tokens": 4096 * step,
+        "loss": 6.5 / step,
+        "lr": 3e-4,
+        "grad_norm": 1.25,
+        "step_seconds": 0.5,
+        "samples_per_second": 64.0,
+        "tokens_per_second": 8192.4,
+    }
+    return StepRecord(**(fields | changes))
