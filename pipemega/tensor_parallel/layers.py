@@ -1,0 +1,249 @@
+"""Linear layers whose weight is shared out over the tensor ranks.
+
+    x --copy--> [ column-parallel ] --> activation --> [ row-parallel ] --all-reduce--> y
+
+and under sequence parallelism, with x and y a slice of the sequence on each rank:
+
+    x --all-gather--> [ column-parallel ] --> ... --> [ row-parallel ] --reduce-scatter--> y
+
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pipemega.mesh import Axis
+from pipemega.parameters import Draw, Shard, describe, even_share, normal
+from pipemega.tensor_parallel.collectives import (
+    SEQUENCE_DIM,
+    gather_from_tensor,
+    reduce_scatter_sequence,
+    start_all_gather,
+    start_all_reduce,
+    start_reduce_scatter,
+    sum_in_place,
+)
+
+
+class ColumnParallelLinear(nn.Module):
+    """y = x Wᵀ + b, with the rows of W shared out over the tensor ranks.
+
+        W  [out, in]   =   W_0   rank 0   [out / T, in]
+                           W_1   rank 1   [out / T, in]
+
+    Follow it with a `RowParallelLinear`, which takes its output as it is: the pair costs one
+    all-reduce forward and one backward.
+
+    Args:
+        in_features: columns of W, whole on every rank.
+        out_features: rows of W; or the sizes of the blocks that W stacks (query, key, value; gate,
+            up), each of which is shared out by itself, so that every rank holds a part of each.
+        axis: the tensor axis of the mesh.
+        gather_output: y whole on every rank, in the order of the unsplit layer.
+        sequence_parallel: x is this rank's slice of the sequence, and is gathered first.
+        draw: how `initialize_parameters` draws W; until then it holds NaN.  b starts at 0.
+
+    Shape:
+        x [..., in], equal on all tensor ranks  ->  y [..., out / T], a slice per rank
+        sequence_parallel:   x [batch, seq / T, in]  ->  y [batch, seq, out / T]
+        gather_output:   y [..., out], equal on all tensor ranks
+
+    Raises:
+        ConfigError: out_features, or a block of it, does not divide by T.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int | Sequence[int],
+        *,
+        axis: Axis,
+        bias: bool = True,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        draw: Draw = normal(0.02),  # noqa: B008 (a pure function's value)
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        whole = isinstance(out_features, int)
+        blocks = [out_features] if isinstance(out_features, int) else list(out_features)
+        self.in_features, self.out_features = in_features, sum(blocks)
+        self.axis, self.gather_output = axis, gather_output
+        self.sequence_parallel = sequence_parallel
+        self.local_blocks = [
+            even_share(size, axis.size, "out_features" if whole else f"out_features[{i}]")
+            for i, size in enumerate(blocks)
+        ]
+        ranges = _block_ranges(blocks, axis)
+        new = partial(torch.full, dtype=dtype, device=device)
+        local = sum(self.local_blocks)
+        self.weight = describe(
+            nn.Parameter(new((local, in_features), torch.nan)),
+            Shard((self.out_features, in_features), dim=0, ranges=ranges, draw=draw),
+        )
+        self.bias = None
+        if bias:
+            self.bias = describe(
+                nn.Parameter(new((local,), 0.0)), Shard((self.out_features,), dim=0, ranges=ranges)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = column_product(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        if not self.gather_output or self.axis.size == 1:
+            return y
+        # Block by block: the ranks' outputs end to end would be q0 k0 v0 q1 k1 v1.
+        return torch.cat(
+            [
+                gather_from_tensor(block, self.axis)
+                for block in torch.split(y, self.local_blocks, -1)
+            ],
+            -1,
+        )
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features}, out={self.out_features} / {self.axis.size}"
+
+
+class RowParallelLinear(nn.Module):
+    """y = x Wᵀ + b, with the columns of W shared out over the tensor ranks.
+
+        W  [out, in]   =   W_0 | W_1          y  =  x_0 W_0ᵀ + x_1 W_1ᵀ + b
+
+    b is whole on every rank, and added once, after the sum.
+
+    Args:
+        in_features: columns of W; a multiple of the tensor ranks T.
+        out_features: rows of W, whole on every rank.
+        axis: the tensor axis of the mesh.
+        sequence_parallel: each rank keeps its slice of the sequence of the sum; b then sees a
+            slice only, and its gradient is a part (`Shard.partial_gradient`).
+        draw: how `initialize_parameters` draws W; until then it holds NaN.  b starts at 0.
+
+    Shape:
+        x [..., in / T], a slice per rank  ->  y [..., out], equal on all tensor ranks
+        sequence_parallel:   x [batch, seq, in / T]  ->  y [batch, seq / T, out]
+
+    Raises:
+        ConfigError: in_features does not divide by T; in forward, the sequence does not.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        axis: Axis,
+        bias: bool = True,
+        sequence_parallel: bool = False,
+        draw: Draw = normal(0.02),  # noqa: B008 (a pure function's value)
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.axis = in_features, out_features, axis
+        self.sequence_parallel = sequence_parallel
+        local = even_share(in_features, axis.size, "in_features")
+        new = partial(torch.full, dtype=dtype, device=device)
+        self.weight = describe(
+            nn.Parameter(new((out_features, local), torch.nan)),
+            Shard(
+                (out_features, in_features),
+                dim=1,
+                ranges=_block_ranges([in_features], axis),
+                draw=draw,
+            ),
+        )
+        self.bias = None
+        if bias:
+            self.bias = describe(
+                nn.Parameter(new((out_features,), 0.0)),
+                Shard((out_features,), partial_gradient=sequence_parallel and axis.size > 1),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.axis.size == 1:
+            return F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.weight)
+        if self.sequence_parallel:
+            y = reduce_scatter_sequence(y, self.axis)
+        else:
+            y = sum_in_place(y, self.axis)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"in={self.in_features} / {self.axis.size}, out={self.out_features}"
+
+
+def column_product(
+    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool = False
+) -> Tensor:
+    """x Wᵀ + b for this rank's rows of W; backward, talking and multiplying overlap.
+
+        backward           gather x ...        sum or scatter dx ...
+                           dx = dy W           dW = dyᵀ x
+
+    The gathers are those of sequence parallelism, which keeps only the slice of x in between.
+    """
+    if axis.size == 1:
+        return F.linear(x, weight, bias)
+    y: Tensor = _ColumnProduct.apply(  # type: ignore[no-untyped-call]
+        x, weight, bias, axis, sequence_parallel
+    )
+    return y
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, gather: bool
+    ) -> Tensor:
+        ctx.axis, ctx.gather = axis, gather
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        whole = start_all_gather(x, axis, SEQUENCE_DIM)() if gather else x
+        return F.linear(whole, weight, bias)
+
+    @staticmethod
+    def backward(
+        ctx: Any, dy: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
+        axis = ctx.axis
+        gathering = summing = None
+        if need_dw and ctx.gather:
+            gathering = start_all_gather(x, axis, SEQUENCE_DIM)
+        if need_dx:
+            dx = dy.matmul(weight)
+            if gathering is not None:
+                x, gathering = gathering(), None
+            if ctx.gather:
+                summing = start_reduce_scatter(dx, axis, SEQUENCE_DIM)
+            else:
+                summing = start_all_reduce(dx, axis)
+        if gathering is not None:
+            x = gathering()
+        dw = weight_gradient(dy, x) if need_dw else None
+        db = dy.reshape(-1, dy.shape[-1]).sum(0) if need_db else None
+        return summing() if summing is not None else None, dw, db, None, None
+
+
+def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
+    """dW of y = x Wᵀ, over all leading dims: dyᵀ x, [out, in]."""
+    return dy.reshape(-1, dy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
+
+
+def _block_ranges(blocks: Sequence[int], axis: Axis) -> tuple[tuple[int, int], ...]:
+    """[start, stop) of this rank's even share of each of the blocks, which lie end to end."""
+    ranges, offset = [], 0
+    for size in blocks:
+        share = size // axis.size
+        ranges.append((offset + axis.rank * share, offset + (axis.rank + 1) * share))
+        offset += size
+    return tuple(ranges)
