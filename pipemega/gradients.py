@@ -1,0 +1,282 @@
+"""The gradients of one rank in flat buffers, and how they become those of the unsplit model.
+
+    flat    | partial .. | replicated .. | cut over the tensor ranks .. |     one per dtype
+              ^ view of a parameter: where its gradient is summed up
+
+A step goes through the reductions in the order in which they stand below: the parts that tensor
+ranks hold of one gradient, then the copies of tied parameters, then the data ranks.  After them
+every rank holds the gradients of its shards of the logical parameters, and the squared norm
+counts each of those once.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipemega.errors import ConfigError
+from pipemega.mesh import Axis
+from pipemega.parameters import shard_of
+
+# Every view starts on a multiple of this many elements, for aligned loads; the gaps stay zero.
+_ALIGNMENT = 64
+# Elements of a flat buffer that are turned to fp64 at a time on a CPU; they stay in the cache.
+_NORM_BLOCK = 1 << 18
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """The place of one parameter's gradient: elements [start, start + numel) of its flat."""
+
+    name: str
+    parameter: nn.Parameter
+    dtype: torch.dtype
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Where the next slot starts: the end of the view, aligned."""
+        return self.start + -(-self.parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+
+
+class GradientBuffer:
+    """One flat buffer per dtype, with a view for each trainable parameter.
+
+    Where buffer and parameter agree in dtype `parameter.grad` is the view, and autograd adds to
+    it in place.  Otherwise a hook adds what autograd gives to the view, and drops it.  Either way
+    gradients add up in the order of the backward passes.  A parameter that gets no gradient keeps
+    zeros, which an optimizer takes as a gradient of zero.
+
+    A `grad` set to None by others (`optimizer.zero_grad()`) says that what was summed up is not
+    wanted: `attach` takes it so.
+
+    Args:
+        named_parameters: (logical name, parameter), each parameter once; those that need no
+            gradient are left out.
+        dtype: to sum up in; None for the dtype of each parameter.
+        device: of the buffers; None for that of the parameters.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        self.slots: tuple[Slot, ...] = _lay_out(named, dtype)
+        """In the order of the layout."""
+        self.flats: dict[torch.dtype, Tensor] = {}
+        """The buffers: [elements]."""
+        for slot in self.slots:
+            if slot.dtype not in self.flats:
+                size = max(s.stop for s in self.slots if s.dtype == slot.dtype)
+                where = device if device is not None else slot.parameter.device
+                self.flats[slot.dtype] = torch.zeros(size, dtype=slot.dtype, device=where)
+        self._views = {
+            id(s.parameter): self.flats[s.dtype][s.start : s.start + s.parameter.numel()].view(
+                s.parameter.shape
+            )
+            for s in self.slots
+        }
+        for slot in self.slots:
+            if not self._in_place(slot):
+                slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._take_gradient
+                )
+        self._hang_in()
+
+    def view(self, parameter: nn.Parameter) -> Tensor:
+        """Where the gradient of `parameter` is summed up; of its shape."""
+        return self._views[id(parameter)]
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Adds a gradient that autograd does not bring: that of a weight-gradient job."""
+        self.view(parameter).add_(gradient)
+
+    def zero(self) -> None:
+        """Forgets all gradients, for the next step."""
+        for flat in self.flats.values():
+            flat.zero_()
+        self._hang_in()
+
+    def attach(self) -> None:
+        """Takes back a `grad` that was set to None or replaced since the buffer was zeroed."""
+        for slot in self.slots:
+            gradient, view = slot.parameter.grad, self.view(slot.parameter)
+            if not self._in_place(slot) or gradient is view:
+                continue
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient)
+            slot.parameter.grad = view
+
+    def _in_place(self, slot: Slot) -> bool:
+        return slot.dtype == slot.parameter.dtype
+
+    def _hang_in(self) -> None:
+        for slot in self.slots:
+            in_place = self._in_place(slot)
+            slot.parameter.grad = self.view(slot.parameter) if in_place else None
+
+    def _take_gradient(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._views[id(parameter)].add_(parameter.grad)
+        parameter.grad = None
+
+
+def _lay_out(
+    named: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype | None
+) -> tuple[Slot, ...]:
+    """Places in the flats; what is reduced or counted alike lies side by side."""
+
+    def kind(parameter: nn.Parameter) -> int:
+        shard = shard_of(parameter)
+        return 2 if shard.dim is not None else 0 if shard.partial_gradient else 1
+
+    slots: list[Slot] = []
+    ends: dict[torch.dtype, int] = {}
+    for name, parameter in sorted(named, key=lambda item: kind(item[1])):
+        of = dtype if dtype is not None else parameter.dtype
+        slots.append(Slot(name, parameter, of, ends.get(of, 0)))
+        ends[of] = slots[-1].stop
+    return tuple(slots)
+
+
+@dataclass(frozen=True)
+class DataReduction:
+    """How gradients are put together over the data ranks.
+
+    Args:
+        op: "mean" or "sum" (`gradient_allreduce_op`).
+        prescale: divide by the number of ranks before, not after (`prescale_gradients`).
+        predivide_factor: divide by this before, and make up for it after.
+        dtype: sent in this dtype (`communication_data_type`); None for that of the buffer.
+
+    Raises:
+        ConfigError: the factor is not above 0.
+    """
+
+    op: Literal["mean", "sum"] = "mean"
+    prescale: bool = False
+    predivide_factor: float = 1.0
+    dtype: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        if not self.predivide_factor > 0:
+            raise ConfigError(
+                f"gradient_predivide_factor is {self.predivide_factor}: it must be above 0"
+            )
+
+    def factors(self, size: int) -> tuple[float, float]:
+        """What gradients are multiplied by before and after they are summed over `size` ranks."""
+        before = 1 / size if self.prescale else 1 / self.predivide_factor
+        if self.op == "sum":
+            return before, float(size) if self.prescale else self.predivide_factor
+        return before, 1.0 if self.prescale else self.predivide_factor / size
+
+
+def reduce_partial(gradients: GradientBuffer, tensor: Axis) -> None:
+    """Sums over the tensor axis what each of its ranks saw only a part of: one all-reduce."""
+    if tensor.size == 1:
+        return
+    ends: dict[torch.dtype, int] = {}
+    for slot in gradients.slots:
+        if shard_of(slot.parameter).partial_gradient:
+            ends[slot.dtype] = slot.stop
+    for dtype, end in ends.items():
+        dist.all_reduce(gradients.flats[dtype][:end], group=tensor.group)
+
+
+def reduce_tied(gradients: GradientBuffer, tied: Mapping[str, Axis]) -> None:
+    """Sums the gradients of tied parameters over the pipeline ranks that hold a copy.
+
+    Args:
+        tied: logical name -> the ranks that hold it; entries of other ranks do no harm.
+    """
+    # By name: ranks that share several tied parameters must meet for them in one order.
+    for slot in sorted(gradients.slots, key=lambda slot: slot.name):
+        axis = tied.get(slot.name)
+        if axis is not None and axis.size > 1:
+            dist.all_reduce(gradients.view(slot.parameter), group=axis.group)
+
+
+def reduce_data(gradients: GradientBuffer, data: Axis, reduction: DataReduction) -> float:
+    """Sums over the data axis: one all-reduce per flat.
+
+    Returns:
+        the factor that the gradients still have to be multiplied by.  The caller folds it into
+        the pass that it makes over them anyway.
+    """
+    if data.size == 1:
+        return 1.0
+    before, after = reduction.factors(data.size)
+    for flat in gradients.flats.values():
+        if before != 1.0:
+            flat.mul_(before)
+        if reduction.dtype is None or reduction.dtype == flat.dtype:
+            dist.all_reduce(flat, group=data.group)
+        else:
+            sent = flat.to(reduction.dtype)
+            dist.all_reduce(sent, group=data.group)
+            flat.copy_(sent)
+    return after
+
+
+def squared_norm(
+    gradients: GradientBuffer, *, tensor: Axis, data: Axis, tied: Mapping[str, Axis]
+) -> Tensor:
+    """What this rank adds to the squared norm of all logical parameters, after the reductions.
+
+    Each logical parameter counts once in the world: a copy on several tensor ranks on the first
+    of them, a tied copy on its first holder, everything on the first data rank only.
+
+    Returns:
+        [2] fp64: the share of the squared norm, and 1 where this rank holds any inf or nan (in
+        what counts elsewhere too: a copy that went wrong must not pass unseen), else 0.
+    """
+    first = next(iter(gradients.flats.values()), None)
+    total = torch.zeros(2, dtype=torch.float64, device=None if first is None else first.device)
+    for dtype, start, stop, counted in _runs(gradients, tensor, data, tied):
+        square = square_sum(gradients.flats[dtype][start:stop])
+        if counted:
+            total[0] += square
+        total[1] += ~torch.isfinite(square)
+    total[1].clamp_(max=1.0)
+    return total
+
+
+def _runs(
+    gradients: GradientBuffer, tensor: Axis, data: Axis, tied: Mapping[str, Axis]
+) -> list[tuple[torch.dtype, int, int, bool]]:
+    """(dtype, start, stop, counted): stretches of the flats that count, or not, as one."""
+    runs: list[tuple[torch.dtype, int, int, bool]] = []
+    for dtype in gradients.flats:
+        for slot in (slot for slot in gradients.slots if slot.dtype == dtype):
+            counted = data.rank == 0
+            counted &= tensor.rank == 0 or shard_of(slot.parameter).dim is not None
+            counted &= slot.name not in tied or tied[slot.name].rank == 0
+            if runs and runs[-1][0] == dtype and runs[-1][3] == counted:
+                runs[-1] = (dtype, runs[-1][1], slot.stop, counted)
+            else:
+                runs.append((dtype, slot.start, slot.stop, counted))
+    return runs
+
+
+def square_sum(tensor: Tensor) -> Tensor:
+    """The sum of squares in fp64, which fp32 gradients cannot overflow: not finite only if an
+    element is not."""
+    if tensor.device.type != "cpu":
+        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
+        return norm.square()
+    # vector_norm with a dtype is ten times slower on a CPU (docs/optimizer.md).
+    total = torch.zeros((), dtype=torch.float64)
+    for block in torch.split(tensor.reshape(-1), _NORM_BLOCK):
+        block = block.double()
+        total += torch.dot(block, block)
+    return total

@@ -1,0 +1,17 @@
+"""From gradients to the next parameters: the step, its optimizers, its learning rates."""
+
+from pipemega.optimizer.build import build_optimizer, parameter_groups
+from pipemega.optimizer.lamb import Lamb
+from pipemega.optimizer.lr_schedules import SCHEDULES, LRSchedule, build_schedule
+from pipemega.optimizer.step import OptimizerStep, StepReport
+
+__all__ = [
+    "SCHEDULES",
+    "LRSchedule",
+    "Lamb",
+    "OptimizerStep",
+    "StepReport",
+    "build_optimizer",
+    "build_schedule",
+    "parameter_groups",
+]

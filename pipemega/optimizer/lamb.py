@@ -1,0 +1,119 @@
+"""LAMB on parameters that are cut over tensor ranks."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipemega.gradients import square_sum
+from pipemega.mesh import Axis
+from pipemega.parameters import shard_of
+
+
+class Lamb(torch.optim.Optimizer):
+    """Adam whose step on each parameter is as long as a share of that parameter's own length.
+
+        u = m / (sqrt(v) + eps) + weight_decay w        m, v with Adam's bias correction
+        w = w - lr clamp(|w| / |u|) u
+
+    The two norms are those of the *logical* parameter: for one that is cut over tensor ranks the
+    squares are summed over them, all in one all-reduce.  Tied copies see equal weights and
+    gradients, so they need to say nothing to each other.  A parameter or an update of length 0
+    moves by lr u.
+
+    Args:
+        params: parameters or groups.  All ranks of the axis hold theirs in the same order.
+        axis: the tensor axis of the mesh.
+        max_coeff, min_coeff: bounds of |w| / |u|.
+
+    Source: You et al. 2019, arXiv:1904.00962, algorithm 2; the bounds are DeepSpeed's.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        axis: Axis | None = None,
+    ) -> None:
+        if lr < 0:
+            raise ValueError(f"lr is {lr}: it must not be below 0")
+        if not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"betas are {tuple(betas)}: each must be in [0, 1)")
+        if not 0 < min_coeff <= max_coeff:
+            raise ValueError(
+                f"min_coeff ({min_coeff}) must be above 0 and not above max_coeff ({max_coeff})"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "max_coeff": max_coeff,
+            "min_coeff": min_coeff,
+        }
+        self._axis = axis if axis is not None else Axis("tensor")
+        super().__init__(params, defaults)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        moving: list[tuple[dict[str, Any], Tensor, Tensor]] = [
+            (group, parameter, self._direction(group, parameter))
+            for group in self.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        if not moving:
+            return loss
+        ratios = self._trust_ratios([(w, u) for _, w, u in moving])
+        for (group, parameter, update), ratio in zip(moving, ratios, strict=True):
+            bounded = ratio.clamp(group["min_coeff"], group["max_coeff"])
+            bounded = torch.where(ratio == 0, torch.ones_like(ratio), bounded)
+            parameter.sub_(update.mul_((bounded * group["lr"]).to(update.dtype)))
+        return loss
+
+    def _direction(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
+        """u of the formula; takes this step's gradient into m and v."""
+        gradient, state = parameter.grad, self.state[parameter]
+        assert gradient is not None
+        if not state:
+            state["step"] = torch.zeros(())
+            state["exp_avg"] = torch.zeros_like(parameter)
+            state["exp_avg_sq"] = torch.zeros_like(parameter)
+        beta1, beta2 = group["betas"]
+        state["step"] += 1
+        state["exp_avg"].lerp_(gradient, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        first = second = 1.0
+        if group["bias_correction"]:
+            steps = int(state["step"])
+            first, second = 1 - beta1**steps, 1 - beta2**steps
+        denominator = (state["exp_avg_sq"] / second).sqrt_().add_(group["eps"])
+        update: Tensor = (state["exp_avg"] / first).div_(denominator)
+        update.add_(parameter, alpha=group["weight_decay"])
+        return update
+
+    def _trust_ratios(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
+        """|w| / |u| of each logical parameter, 0 where one of them is 0: [parameters] fp64."""
+        squares = torch.stack([square_sum(t) for pair in pairs for t in pair])
+        squares = squares.view(-1, 2)  # [parameters, (w, u)]
+        cut = [i for i, (w, _) in enumerate(pairs) if shard_of(w).dim is not None]
+        if cut and self._axis.size > 1:
+            of_cut = squares[cut]
+            dist.all_reduce(of_cut, group=self._axis.group)
+            squares[cut] = of_cut
+        weight, update = squares.sqrt().unbind(1)
+        return torch.where(update > 0, weight / update, torch.zeros_like(update))

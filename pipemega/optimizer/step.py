@@ -1,0 +1,279 @@
+"""The optimizer step, written once, in the order in which everything below stands.
+
+    sum over tensor ranks what each saw a part of          \\
+    sum over the copies of tied parameters                  >  gradients.py
+    sum over data ranks                                    /
+    one all-reduce over the world: norm, finiteness, loss, weight, micro-batches
+    skip, or: one multiplication (mean, loss scale, weight, clipping), the step on the masters,
+    masters to parameters
+    gradients to zero
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from pipemega.errors import PipelineError
+from pipemega.gradients import (
+    DataReduction,
+    GradientBuffer,
+    reduce_data,
+    reduce_partial,
+    reduce_tied,
+    squared_norm,
+)
+from pipemega.mesh import Axis, Mesh
+from pipemega.optimizer.lr_schedules import LRSchedule
+from pipemega.optimizer.state import pack, unpack
+from pipemega.precision import LossScale, StaticLossScale
+
+_log = logging.getLogger(__name__)
+
+# Of torch.nn.utils.clip_grad_norm_, so that clipping here is clipping there.
+_CLIP_EPSILON = 1e-6
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """What one step saw and did; the same on every rank.
+
+    Args:
+        loss: over the whole batch, by weight; nan is shown as nan.
+        grad_norm: of all logical parameters, before clipping, without the loss scale.
+        loss_scale: with which this step's gradients were made.
+        learning_rate: of the first parameter group in this step.
+        skipped: parameters and optimizer state are as before.
+        overflow: because gradients held inf or nan.
+        weight: tokens (or micro-batches) that the loss is the mean of.
+    """
+
+    loss: float
+    grad_norm: float
+    loss_scale: float
+    learning_rate: float
+    skipped: bool
+    overflow: bool
+    weight: float
+
+
+@dataclass(frozen=True)
+class _World:
+    """What the one all-reduce brings: sums over all ranks."""
+
+    squared_norm: float
+    nonfinite_ranks: float
+    loss: float
+    weight: float
+    num_microbatches: float
+
+
+class OptimizerStep:
+    """Takes the gradients that a batch has left in a `GradientBuffer` to the next parameters.
+
+    The buffer must hold, summed over the micro-batches i of this data rank, the gradients of
+
+        loss_i * loss scale / num_microbatches
+
+    where loss_i is the mean loss of the micro-batch (its weight is 1) or the sum over its tokens
+    (its weight is their number).  The step makes of that the gradients of
+    sum(loss_i) / sum(weight_i) over all micro-batches of all data ranks; with the reduction "sum"
+    that times the number of data ranks.
+
+    Args:
+        optimizer: over the masters where there are any, else over the parameters.
+        gradients: of the trainable parameters of this rank.
+        mesh: whose axes are reduced over.
+        masters: logical name -> master weight; empty without masters.
+        tied: logical name -> the ranks that hold a copy of a tied parameter.
+        loss_scale: None for 1.
+        schedule: stepped after each step that was not skipped; None keeps the rates.
+        reduction: over the data axis.
+        clip: largest norm of the gradients; 0 for no clipping.
+        skip_nonfinite: skip and count steps with inf or nan in a gradient; otherwise raise.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        gradients: GradientBuffer,
+        mesh: Mesh,
+        *,
+        masters: Mapping[str, nn.Parameter] | None = None,
+        tied: Mapping[str, Axis] | None = None,
+        loss_scale: LossScale | None = None,
+        schedule: LRSchedule | None = None,
+        reduction: DataReduction | None = None,
+        clip: float = 0.0,
+        skip_nonfinite: bool = False,
+    ) -> None:
+        self.optimizer = optimizer
+        self.gradients = gradients
+        self.schedule = schedule
+        self.loss_scale: LossScale = loss_scale if loss_scale is not None else StaticLossScale()
+        self.steps = 0
+        """Calls so far, skipped ones included."""
+        self.skipped_steps = 0
+        self._mesh = mesh
+        self._masters = dict(masters or {})
+        self._tied = dict(tied or {})
+        self._reduction = reduction if reduction is not None else DataReduction()
+        self._clip = clip
+        self._skip_nonfinite = skip_nonfinite
+        # What the optimizer works on: the master, or the parameter itself.
+        self._targets = {
+            slot.name: self._masters.get(slot.name, slot.parameter) for slot in gradients.slots
+        }
+
+    def __call__(
+        self, loss_sum: Tensor | float, weight_sum: float, num_microbatches: int
+    ) -> StepReport:
+        """One step; every rank of the world calls it.
+
+        Args:
+            loss_sum: sum of loss_i over the micro-batches of this data rank, without the loss
+                scale.  The ranks of the last stage that are first on the tensor axis give it; all
+                others give 0 here and in the next two.
+            weight_sum: sum of their weights.
+            num_microbatches: how many they were.
+
+        Raises:
+            PipelineError: a gradient is not finite, and such steps are not skipped.
+            LossScaleError: fp16 overflowed at the smallest loss scale.
+        """
+        factor = self._reduce()
+        world = self._agree(loss_sum, weight_sum, num_microbatches)
+        if world.weight > 0:
+            factor *= world.num_microbatches / world.weight
+        scale = self.loss_scale.scale
+        norm = math.sqrt(world.squared_norm) * factor / scale
+        overflow = world.nonfinite_ranks > 0 or not math.isfinite(norm)
+        report = StepReport(
+            loss=world.loss / world.weight if world.weight else math.nan,
+            grad_norm=norm,
+            loss_scale=scale,
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            skipped=overflow or not world.weight,
+            overflow=overflow,
+            weight=world.weight,
+        )
+        self.steps += 1
+        try:
+            self._decide(report, factor / scale, world)
+        finally:
+            # After an error too: whoever catches it starts from whole parameters and no gradients.
+            self.gradients.zero()
+        return report
+
+    def _reduce(self) -> float:
+        """Gradients of logical parameters, but for the factor that is returned."""
+        self.gradients.attach()
+        reduce_partial(self.gradients, self._mesh.tensor)
+        reduce_tied(self.gradients, self._tied)
+        return reduce_data(self.gradients, self._mesh.data, self._reduction)
+
+    def _agree(self, loss_sum: Tensor | float, weight_sum: float, num_microbatches: int) -> _World:
+        """One all-reduce and one read decide for the whole world."""
+        device = self._mesh.device
+        shares = torch.empty(5, dtype=torch.float64, device=device)
+        shares[:2] = squared_norm(
+            self.gradients, tensor=self._mesh.tensor, data=self._mesh.data, tied=self._tied
+        )
+        shares[2] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
+        shares[3], shares[4] = weight_sum, num_microbatches
+        if self._mesh.world.size > 1:
+            dist.all_reduce(shares, group=self._mesh.world.group)
+        return _World(*shares.tolist())
+
+    def _decide(self, report: StepReport, factor: float, world: _World) -> None:
+        if report.overflow and not self._skip_nonfinite:
+            raise PipelineError(self._not_finite(report, world))
+        if not report.skipped:
+            if self._clip > 0:
+                factor *= min(1.0, self._clip / (report.grad_norm + _CLIP_EPSILON))
+            self._step(factor)
+        else:
+            self.skipped_steps += 1
+            if not report.overflow:
+                _log.warning(
+                    "step %d is skipped: the batch has no token that counts (its weight is 0), so "
+                    "its loss is nan",
+                    self.steps,
+                )
+        if report.overflow or not report.skipped:
+            self.loss_scale.update(report.overflow)
+
+    def _not_finite(self, report: StepReport, world: _World) -> str:
+        return (
+            f"the gradient norm of step {self.steps} is {report.grad_norm} (loss {report.loss:g}): "
+            f"{world.nonfinite_ranks:g} of {self._mesh.world.size} ranks hold a gradient with inf "
+            "or nan. Parameters and optimizer state are those of the step before. Lower the "
+            "learning rate or look for a division by 0 in the model; with bf16, "
+            "bf16.check_grad_overflow true skips such steps"
+        )
+
+    def _step(self, factor: float) -> None:
+        if factor != 1.0:
+            for flat in self.gradients.flats.values():
+                flat.mul_(factor)
+        self._lend()
+        self.optimizer.step()
+        if self.schedule is not None:
+            self.schedule.step()
+        for slot in self.gradients.slots:
+            target = self._targets[slot.name]
+            if target.dtype != slot.dtype:
+                target.grad = None
+        self._publish()
+
+    def _lend(self) -> None:
+        """Gives the optimizer its gradients: the views themselves, where dtypes agree."""
+        for slot in self.gradients.slots:
+            view, target = self.gradients.view(slot.parameter), self._targets[slot.name]
+            target.grad = view if view.dtype == target.dtype else view.to(target.dtype)
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Masters to the parameters that compute."""
+        held = [slot for slot in self.gradients.slots if slot.name in self._masters]
+        if held:
+            torch._foreach_copy_(
+                [slot.parameter for slot in held], [self._masters[slot.name] for slot in held]
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next step depends on besides the parameters and their masters' cast.
+
+        Returns:
+            "parameters": logical name -> {"master": ..., and what the optimizer keeps for it
+            ("exp_avg", "step", ...)}: tensors as they are, not copies; "loss_scale", "schedule":
+            their states; "steps", "skipped_steps".
+
+        The optimizer's settings are left out: those are the config's, also on resuming.
+        """
+        return {
+            "parameters": pack(self.optimizer, self._targets, set(self._masters)),
+            "loss_scale": self.loss_scale.state_dict(),
+            "schedule": {} if self.schedule is None else self.schedule.state_dict(),
+            "steps": self.steps,
+            "skipped_steps": self.skipped_steps,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up a `state_dict`, copying its tensors; the parameters follow their masters.
+
+        Raises:
+            CheckpointError: a parameter of this rank is missing there, or of another shape.
+        """
+        unpack(self.optimizer, self._targets, set(self._masters), state["parameters"])
+        self._publish()
+        self.loss_scale.load_state_dict(state["loss_scale"])
+        if self.schedule is not None and state["schedule"]:
+            self.schedule.load_state_dict(state["schedule"])
+        self.steps, self.skipped_steps = int(state["steps"]), int(state["skipped_steps"])
