@@ -1,0 +1,264 @@
+"""The map-style dataset over Megatron's token files: sample i -> (tokens, labels)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from pipemega.data.caching import Say, cached_arrays, digest_of, user_cache_folder, writable_folder
+from pipemega.data.indexed import IndexedDataset
+from pipemega.data.samples import (
+    SampleIndices,
+    build_indices,
+    count_windows,
+    index_folder,
+    plan_epochs,
+)
+from pipemega.errors import DataError
+
+IGNORE = -100
+# Stands for "no token here" before it becomes token 0 with an ignored label, as in Megatron.
+PAD = -1
+
+Sample = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class SampleFormat:
+    """How windows of tokens become samples.
+
+    Attributes:
+        seq_length: tokens of a sample.
+        vocab_size: ids must lie below it.
+        eod: the end-of-document token; needed by the next two.
+        eod_mask_loss: no loss where the *input* token is the end of a document.
+        reset_position_ids: positions start from 0 again after each end of a document; the inputs
+            are then (tokens, position_ids).
+        add_extra_token: read one token more than seq_length, for the last label; otherwise the
+            last label is ignored.
+        keep_partial: keep the last window though it is not full (Megatron's
+            drop_last_partial_validation_sequence turned off): padded, its labels ignored.
+    """
+
+    seq_length: int
+    vocab_size: int
+    eod: int | None = None
+    eod_mask_loss: bool = False
+    reset_position_ids: bool = False
+    add_extra_token: bool = True
+    keep_partial: bool = False
+
+    def __post_init__(self) -> None:
+        if self.seq_length < 1:
+            raise DataError(f"model.seq_length is {self.seq_length}, and samples need tokens")
+        for key in ("eod_mask_loss", "reset_position_ids"):
+            if getattr(self, key) and self.eod is None:
+                raise DataError(
+                    f"data.{key} needs to know the token that ends a document, and there is no "
+                    "tokenizer that says so: set data.tokenizer"
+                )
+
+
+class GPTDataset(Dataset[Sample]):
+    """Megatron's GPT samples of one split of one pair of token files.
+
+    Args:
+        data: the token files.
+        sequences: the split, a part of range(len(data)); see `samples.split_ranges`.
+        name: the split's name, "train", "valid" or "test".
+        sample_format: how windows become samples.
+        num_samples: at least so many, over as many epochs as that takes; None: one epoch.
+        seed: of the shuffling.
+        cache: where indices are kept; None: beside the data, else in the user's cache folder.
+        say: takes a line of progress when building takes long.
+
+    Shape:
+        [i] -> (tokens int64 [seq], labels int64 [seq]), or ((tokens, position_ids int64 [seq]),
+        labels); labels are -100 where no loss is to be taken
+
+    Raises:
+        DataError: a split without documents or too short for one sample; on reading, a token
+            outside the vocabulary.
+    """
+
+    # The loader reads in order what is already shuffled, as Megatron does.
+    already_shuffled = True
+
+    def __init__(
+        self,
+        data: IndexedDataset,
+        sequences: range,
+        *,
+        name: str,
+        sample_format: SampleFormat,
+        num_samples: int | None,
+        seed: int,
+        cache: Path | None = None,
+        say: Say | None = None,
+    ) -> None:
+        self.data = data
+        self.sequences = sequences
+        self.name = name
+        self.format = sample_format
+        self.num_samples = num_samples
+        self.tokens_per_epoch = int(
+            data.lengths[sequences.start : sequences.stop].sum(dtype=np.int64)
+        )
+        self._extra = int(sample_format.add_extra_token)
+        self._refuse_too_little()
+        self.epochs = plan_epochs(
+            self.tokens_per_epoch, sample_format.seq_length, num_samples, self._extra
+        )
+        self._description = self._describe(seed)
+        self.fingerprint = digest_of(self._description)
+        self._indices = self._load_indices(seed, cache, say)
+
+    def __len__(self) -> int:
+        return len(self._indices.shuffle)
+
+    def __getitem__(self, index: int) -> Sample:
+        """One sample; a negative index counts from the end."""
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        window = int(self._indices.shuffle[index])
+        text = self._read(window)
+        return self._sample_of(text)
+
+    def split_tokens(self) -> npt.NDArray[np.generic]:
+        """All tokens of the split once, in the order of the file; no copy."""
+        return self.data.span(self.sequences.start, self.sequences.stop)
+
+    def describe(self) -> str:
+        """One line: how much there is, and how often it will be read."""
+        per_epoch = count_windows(
+            self.tokens_per_epoch, self.format.seq_length, 1, self._extra, self.format.keep_partial
+        )
+        asked = ""
+        if self.num_samples is not None:
+            needed = self.num_samples * self.format.seq_length + self._extra
+            asked = (
+                f"; {self.num_samples:,} asked for = {needed / self.tokens_per_epoch:.2f} epochs"
+            )
+        return (
+            f"{self.name}: {self.tokens_per_epoch:,} tokens in {len(self.sequences):,} sequences "
+            f"of {self.data.prefix}, {per_epoch:,} samples of {self.format.seq_length} in an "
+            f"epoch{asked}"
+        )
+
+    def _refuse_too_little(self) -> None:
+        if not len(self.sequences):
+            raise DataError(
+                f"data.split leaves no document of {self.data.prefix} for {self.name}: it has "
+                f"{len(self.data)} sequences; give {self.name} a larger share"
+            )
+        if self.data.dtype.kind == "f":
+            raise DataError(f"{self.data.bin_path} holds {self.data.dtype.name}, and no token ids")
+        needed = self.format.seq_length + self._extra
+        enough = self.tokens_per_epoch >= needed
+        if self.tokens_per_epoch < 2 or (self.num_samples is None and not enough):
+            raise DataError(
+                f"{self.name} has {self.tokens_per_epoch} tokens in {self.data.prefix}, and one "
+                f"sample takes {needed}: give it a larger share of data.split"
+            )
+
+    def _describe(self, seed: int) -> dict[str, object]:
+        """All that the indices depend on; not where the files lie, nor the number of samples."""
+        return {
+            "dataset": self.data.fingerprint(),
+            "split": self.name,
+            "first sequence": self.sequences.start,
+            "last sequence": self.sequences.stop,
+            "sequence length": self.format.seq_length,
+            "epochs": self.epochs.count,
+            "last epoch apart": self.epochs.last_apart,
+            "seed": seed,
+            "extra token": self._extra,
+            "keep partial": self.format.keep_partial,
+        }
+
+    def _load_indices(self, seed: int, cache: Path | None, say: Say | None) -> SampleIndices:
+        def build() -> dict[str, npt.NDArray[np.generic]]:
+            indices = build_indices(
+                self.data.lengths,
+                self.sequences,
+                self.format.seq_length,
+                self.epochs,
+                seed,
+                add_extra_token=self.format.add_extra_token,
+                keep_partial=self.format.keep_partial,
+            )
+            return {f"{key}_index": array for key, array in indices._asdict().items()}
+
+        default = index_folder(self.data.prefix), user_cache_folder() / "GPTDataset_indices"
+        arrays = cached_arrays(
+            writable_folder(*default) if cache is None else writable_folder(cache, cache),
+            f"GPTDataset-{self.name}",
+            self._description,
+            [f"{key}_index" for key in SampleIndices._fields],
+            build,
+            what=f"the {self.name} index of {self.data.prefix}",
+            say=say,
+        )
+        return SampleIndices(*(arrays[f"{key}_index"] for key in SampleIndices._fields))  # type: ignore[arg-type]
+
+    def _read(self, window: int) -> npt.NDArray[np.int64]:
+        """The tokens of one window, padded if there are too few. [seq + extra]"""
+        (first, start), (last, end) = self._indices.sample[window : window + 2].tolist()
+        documents: Sequence[int] = self._indices.document[first : last + 1].tolist()
+        text = np.full(self.format.seq_length + self._extra, PAD, dtype=np.int64)
+        filled = 0
+        for place, document in enumerate(documents):
+            offset = start if place == 0 else 0
+            length = end + self._extra - offset if place == len(documents) - 1 else None
+            part = self.data.get(document, offset, length)
+            text[filled : filled + len(part)] = part
+            filled += len(part)
+        read = text[:filled]
+        if read.size and (read.max() >= self.format.vocab_size or read.min() < 0):
+            self._refuse_foreign_token(documents)
+        return text
+
+    def _refuse_foreign_token(self, sequences: Sequence[int]) -> None:
+        for sequence in sequences:
+            part = self.data.get(sequence).astype(np.int64)
+            foreign = part[(part < 0) | (part >= self.format.vocab_size)]
+            if foreign.size:
+                raise DataError(
+                    f"token id {foreign[0]} in document {self.data.document_of(sequence)} of "
+                    f"{self.data.bin_path} lies outside the vocabulary of "
+                    f"{self.format.vocab_size}: the data was made with another tokenizer, or "
+                    "model.vocab_size is too small"
+                )
+        raise AssertionError("a token was seen to be foreign and is not")
+
+    def _sample_of(self, text: npt.NDArray[np.int64]) -> Sample:
+        """Text [seq + extra] -> the sample of `SampleFormat`."""
+        if self._extra:
+            inputs, labels = text[:-1].copy(), text[1:].copy()
+        else:
+            inputs, labels = text, np.append(text[1:], PAD)
+        labels[labels == PAD] = IGNORE
+        inputs[inputs == PAD] = 0
+        if self.format.eod_mask_loss:
+            labels[inputs == self.format.eod] = IGNORE
+        tokens = torch.from_numpy(inputs)
+        if self.format.reset_position_ids:
+            positions = torch.from_numpy(positions_within_documents(inputs, self.format.eod))
+            return (tokens, positions), torch.from_numpy(labels)
+        return tokens, torch.from_numpy(labels)
+
+
+def positions_within_documents(
+    tokens: npt.NDArray[np.int64], eod: int | None
+) -> npt.NDArray[np.int64]:
+    """0, 1, 2, ... starting from 0 again after each end-of-document token. [seq] -> [seq]"""
+    places = np.arange(len(tokens), dtype=np.int64)
+    starts = np.zeros(len(tokens), dtype=np.int64)
+    after_eod = np.flatnonzero(tokens[:-1] == eod) + 1
+    starts[after_eod] = after_eod
+    return places - np.maximum.accumulate(starts)
