@@ -154,6 +154,9 @@ class OptimizerStep:
         scale = self.loss_scale.scale
         norm = math.sqrt(world.squared_norm) * factor / scale
         overflow = world.nonfinite_ranks > 0 or not math.isfinite(norm)
+        if overflow and math.isfinite(norm):
+            # Only a copy that counts elsewhere went wrong: still no norm to believe in.
+            norm = math.nan
         report = StepReport(
             loss=world.loss / world.weight if world.weight else math.nan,
             grad_norm=norm,
