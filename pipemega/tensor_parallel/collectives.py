@@ -50,9 +50,13 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
     if axis.size == 1:
         return lambda: x
     x = x.contiguous()
-    landed = x.new_empty(axis.size, *x.shape)
-    work = _all_gather(landed, x, group=axis.group, async_op=True)
-    return _after(work, lambda: landed.movedim(0, dim).flatten(dim, dim + 1))
+    landed = x.new_empty(axis.size * x.numel())
+    work = _all_gather(landed, x.view(-1), group=axis.group, async_op=True)
+
+    def joined() -> Tensor:
+        return landed.view(axis.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
+
+    return _after(work, joined)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
@@ -69,7 +73,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
         work = dist.all_to_all_single(landed, parts, group=axis.group, async_op=True)
         return _after(work, lambda: landed.sum(0))
     mine = torch.empty_like(parts[0])
-    work = _reduce_scatter(mine, parts, group=axis.group, async_op=True)
+    work = _reduce_scatter(mine.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return _after(work, lambda: mine)
 
 
@@ -90,11 +94,12 @@ def slice_of(x: Tensor, axis: Axis, dim: int) -> Tensor:
 def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
     """`reduce_from_tensor` of a fresh product that nobody else holds: no copy, no node.
 
-    The gradient of a sum passes to each part as it is, so autograd need not know.  Were the
-    product saved for a backward, torch would notice by its version and refuse.
+    The gradient of a sum passes to each part as it is, so autograd need not know.
     """
     if axis.size > 1:
         start_all_reduce(x.detach(), axis)()
+        # A backward that had kept the product would now be wrong: this lets torch refuse it.
+        torch.autograd.graph.increment_version(x)
     return x
 
 
