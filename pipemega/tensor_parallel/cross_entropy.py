@@ -31,7 +31,7 @@ def vocab_parallel_cross_entropy(
     """The loss of each token, as `F.cross_entropy(..., reduction="none")` of the whole logits.
 
     Keeps one buffer of the size of `logits` from forward to backward, which becomes the gradient
-    in place; so the backward runs once.  On one rank it takes half of the time of torch's.
+    in place; so the backward runs once.
 
     Args:
         logits: this rank's slice of the padded vocabulary; what is in the padding does not matter.
