@@ -1,0 +1,129 @@
+"""`python -m pipemega schedule`: a schedule on paper, drawn, timed, or as a file."""
+
+import argparse
+import sys
+
+from pipemega.errors import ScheduleError
+from pipemega.pipeline.costs import CostModel
+from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.lowering import lower
+from pipemega.pipeline.render import draw
+from pipemega.pipeline.schedules import (
+    SCHEDULES,
+    ScheduleFamily,
+    ShareCosts,
+    Sizes,
+    build_plan,
+    find_schedule,
+)
+from pipemega.pipeline.simulate import simulate
+from pipemega.pipeline.validate import validate
+
+_DESCRIPTION = """\
+Builds a pipeline schedule for any number of ranks, proves that it is complete and cannot
+deadlock, and shows it. Needs no GPU and starts no process.
+
+  text   a drawing with ranks down and time across (F3 and B3: forward and backward of micro-batch
+         3; -- it goes on; .. the rank waits), makespan, bubble and memory
+  json   {"name", "num_microbatches", "rank_of_stage": [...], "programs": [["F0@0", ...], ...]},
+         one list per rank; F0@0 is the forward of micro-batch 0 at stage 0
+  csv    one row per rank, as torch.distributed.pipelining writes schedules: 0F0 is stage 0,
+         forward, micro-batch 0
+"""
+
+
+def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds the command `schedule`."""
+    parser = subparsers.add_parser(
+        "schedule",
+        help="draw, time or export a pipeline schedule, on paper",
+        description=_DESCRIPTION,
+        epilog="example: python -m pipemega schedule 1f1b --pp 4 --microbatches 8 --costs 1,1,1,.1",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("name", metavar="NAME", help=f"one of: {', '.join(SCHEDULES)}")
+    parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline ranks")
+    parser.add_argument(
+        "--microbatches", type=int, required=True, metavar="M", help="micro-batches in a step"
+    )
+    parser.add_argument(
+        "--chunks", type=int, default=1, metavar="V", help="stages per rank (default: 1)"
+    )
+    parser.add_argument(
+        "--costs",
+        type=_costs,
+        default=ShareCosts(),
+        metavar="F,I,W,c",
+        help="times of one rank's share of a micro-batch's forward, input-gradient and "
+        "weight-gradient pass, and of a message between ranks, in any one unit "
+        "(default: 1,1,1,0)",
+    )
+    parser.add_argument(
+        "--format", choices=("text", "json", "csv"), default="text", help="(default: text)"
+    )
+    parser.set_defaults(func=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Prints the schedule and returns the exit code.
+
+    Raises:
+        ScheduleError: there is no such schedule, or not for these sizes.
+    """
+    family = find_schedule(arguments.name)
+    sizes = Sizes(arguments.pp, arguments.microbatches, arguments.chunks)
+    plan = build_plan(family.name, *sizes)
+    validate(lower(plan))
+    if arguments.format == "json":
+        sys.stdout.write(plan.to_json() + "\n")
+    elif arguments.format == "csv":
+        sys.stdout.write(plan.to_csv())
+    else:
+        sys.stdout.write(_text(family, sizes, plan, arguments.costs) + "\n")
+    return 0
+
+
+def _text(family: ScheduleFamily, sizes: Sizes, plan: Plan, costs: ShareCosts) -> str:
+    timeline = simulate(plan, CostModel.shared(plan.rank_of_stage, *costs))
+    stages = f"{sizes.chunks} stages per rank, " if sizes.chunks > 1 else ""
+    by_formula = family.bubble(sizes, costs)
+    return "\n".join(
+        (
+            f"{plan.name}: {sizes.pp_size} ranks, {stages}{sizes.num_microbatches} micro-batches; "
+            f"F={costs.forward:g} I={costs.backward_input:g} W={costs.backward_weight:g} "
+            f"c={costs.message:g} per rank's share   ({family.source})",
+            "",
+            draw(timeline),
+            "",
+            f"makespan   {timeline.makespan:g}   (first step to last; formula: "
+            f"{family.makespan_formula})",
+            f"span       {timeline.span:g}   (the longest that one rank is busy or waits)",
+            f"bubble     {timeline.bubble:.2%} simulated, {by_formula:.2%} by the formula",
+            f"memory     {_peaks(timeline.peak)} micro-batches held at most, by rank (formula: "
+            f"{family.peak_formula})",
+        )
+    )
+
+
+def _peaks(peaks: tuple[float, ...], most: int = 16) -> str:
+    words = [f"{peak:g}" for peak in peaks]
+    if len(words) > most:
+        words[most:] = [f".. (the highest: {max(peaks):g})"]
+    return " ".join(words)
+
+
+def _costs(text: str) -> ShareCosts:
+    parts = text.split(",")
+    try:
+        costs = ShareCosts(*map(float, parts))
+    except (ValueError, TypeError):
+        parts = []
+    if len(parts) not in (3, 4):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: give three or four numbers, F,I,W or F,I,W,c, as in 1,1,1,0.1"
+        )
+    try:
+        CostModel.shared((0,), *costs)
+    except ScheduleError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return costs

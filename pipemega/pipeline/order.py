@@ -1,0 +1,84 @@
+"""In which order the instructions of a plan can run, and who stands in whose way if none can.
+
+Each rank runs its own program from front to back, and an instruction waits for the one that it
+needs (`Plan.needs`), on this rank or another. Nothing else waits: sends are asynchronous, and a
+receive is only posted.
+"""
+
+from collections.abc import Iterator, Mapping
+
+from pipemega.errors import ScheduleError
+from pipemega.pipeline.instructions import Instruction, Plan, Program
+
+
+def running_order(plan: Plan) -> Iterator[tuple[int, Instruction, Instruction | None]]:
+    """Every instruction of `plan` after what it needs: (rank, instruction, what it needed).
+
+    Takes time in proportion to the instructions: a rank that must wait is woken by the
+    instruction that it waits for.
+
+    Raises:
+        ScheduleError: the plan stands still, once all has run that could; the message says who
+            waits for what.
+    """
+    done: set[Instruction] = set()
+    waiting: dict[Instruction, list[int]] = {}
+    cursor = [0] * plan.num_ranks
+    awake = list(reversed(range(plan.num_ranks)))
+    while awake:
+        rank = awake.pop()
+        program, at = plan.programs[rank], cursor[rank]
+        while at < len(program):
+            step = program[at]
+            need = plan.needs(step)
+            if need is not None and need not in done:
+                waiting.setdefault(need, []).append(rank)
+                break
+            yield rank, step, need
+            done.add(step)
+            at += 1
+            if step in waiting:
+                awake += waiting.pop(step)
+        cursor[rank] = at
+    stuck = {r: at for r, at in enumerate(cursor) if at < len(plan.programs[r])}
+    if stuck:
+        raise ScheduleError(f"schedule {plan.name!r} stands still:\n{_who_waits(plan, stuck)}")
+
+
+def _who_waits(plan: Plan, stuck: Mapping[int, int], most: int = 16) -> str:
+    steps = [(rank, plan.programs[rank][at]) for rank, at in stuck.items()]
+    waits = [f"  rank {rank} waits at {step} for {plan.needs(step)}" for rank, step in steps]
+    if len(waits) > most:
+        waits[most:] = [f"  and {len(waits) - most} ranks more"]
+    return "\n".join([*waits, excerpt(plan, stuck)])
+
+
+def excerpt(plan: Plan, marks: Mapping[int, int], around: int = 5, most: int = 16) -> str:
+    """The part of the plan's table that a message is about, one row per rank.
+
+        rank 0   F0@0 F1@0 > B0@0
+        rank 1   > F1@1 F0@1 B0@1 ..
+
+    Args:
+        marks: rank -> position in its program; an arrow stands before it.
+        around: instructions to show on either side; `..` stands for the others.
+        most: rows to show, those with a mark first.
+    """
+    chosen = sorted(range(plan.num_ranks), key=lambda rank: (rank not in marks, rank))[:most]
+    rows = [
+        f"    rank {rank:<3} {_row(plan.programs[rank], marks.get(rank), around)}"
+        for rank in sorted(chosen)
+    ]
+    if plan.num_ranks > most:
+        rows.append(f"    and {plan.num_ranks - most} ranks more")
+    return "\n".join(rows)
+
+
+def _row(program: Program, mark: int | None, around: int) -> str:
+    start = max(0, (mark or 0) - around)
+    stop = (mark or 0) + around + 1
+    words = [
+        f"> {step}" if at == mark else str(step)
+        for at, step in enumerate(program[start:stop], start)
+    ]
+    return " ".join([".."] * (start > 0) + words + [".."] * (stop < len(program)))

@@ -1,0 +1,121 @@
+"""Plans and timelines as people look at them: ranks down, time across.
+
+    rank 0   F0 F1 F2 .. .. .. .. B0 -- F3 B1 --
+    rank 1   .. F0 F1 .. .. B0 -- F2 B1 -- F3 ..
+
+One column is as long as the shortest step; `--` means that the step before goes on, `..` that the
+rank waits. Where a rank holds several stages, each step names its own: `F0@4`. What is too wide is
+drawn without numbers:
+
+    rank 0   FFF....B-FB-..B-..B-
+    rank 1   .FF..B-FB-FB-..B-...
+"""
+
+from collections.abc import Iterator
+
+from pipemega.pipeline.instructions import Instruction
+from pipemega.pipeline.schedules import SCHEDULES, Sizes
+from pipemega.pipeline.simulate import Timeline
+
+_ROUNDING = 1e-9
+
+
+def draw(timeline: Timeline, width: int = 120, max_ranks: int = 32) -> str:
+    """The timeline as text, one row per rank, at most `width` characters wide.
+
+    A timeline too long for that is drawn with one letter per column, and if that is still too long,
+    its middle is left out; a last line says what is missing. A step that took no time gets a
+    column all the same, so that none is lost.
+    """
+    plan = timeline.plan
+    tick = _tick(timeline)
+    several = plan.num_stages > plan.num_ranks
+    rows = [_columns(timeline, rank, tick, several) for rank in range(plan.num_ranks)]
+    columns = max(map(len, rows))
+    for row in rows:
+        row += ["."] * (columns - len(row))
+    margin = len(f"rank {plan.num_ranks - 1}") + 3
+    cell = max(len(word) for row in rows for word in row)
+    cut = 0
+    if (cell + 1) * columns - 1 > width - margin:
+        cell = 1
+        cut = max(0, columns - max(2, width - margin - 3))
+    lines = [
+        f"rank {rank}".ljust(margin) + _line(row, cell, cut)
+        for rank, row in enumerate(rows[:max_ranks])
+    ]
+    if cut or plan.num_ranks > max_ranks:
+        lines.append(
+            f"(drawn: {columns - cut} of {columns} columns, {min(max_ranks, plan.num_ranks)} of "
+            f"{plan.num_ranks} ranks)"
+        )
+    return "\n".join(lines)
+
+
+def _line(row: list[str], cell: int, cut: int) -> str:
+    """The columns of one rank, `cell` characters each, without `cut` of them in the middle."""
+    space = " " if cell > 1 else ""
+    words = [word * cell if word in ("-", ".") else word[:cell].ljust(cell) for word in row]
+    left = (len(words) - cut + 1) // 2
+    if not cut:
+        return space.join(words).rstrip()
+    return space.join(words[:left]) + " … " + space.join(words[left + cut :])
+
+
+def _tick(timeline: Timeline) -> float:
+    """How long one column is: the shortest step, or half of it where that fits all the others."""
+    times = sorted({end - start for start, end in _intervals(timeline)})
+    shortest = next((time for time in times if time > _ROUNDING), 1.0)
+    for tick in (shortest, shortest / 2):
+        if all(abs(time / tick - round(time / tick)) < 1e-6 for time in times):
+            return tick
+    return shortest
+
+
+def _intervals(timeline: Timeline) -> Iterator[tuple[float, float]]:
+    for rank in range(timeline.plan.num_ranks):
+        yield from zip(timeline.start[rank], timeline.end[rank], strict=True)
+
+
+def _columns(timeline: Timeline, rank: int, tick: float, several: bool) -> list[str]:
+    """One word per column: a step where it starts, "-" while it goes on, "." while none runs."""
+    origin = min(start for start, _ in _intervals(timeline))
+    columns: list[str] = []
+    for step, start, end in timeline.steps(rank):
+        first = int((start - origin) / tick + _ROUNDING)
+        last = int((end - origin) / tick + _ROUNDING)
+        columns += ["."] * (first - len(columns))
+        columns.append(_word(step, several))
+        columns += ["-"] * (last - len(columns))
+    return columns
+
+
+def _word(step: Instruction, several: bool) -> str:
+    return str(step) if several else f"{step.kind.value}{step.microbatch}"
+
+
+def table_of_schedules(pp_size: int = 4, num_microbatches: int = 8) -> str:
+    """A table in Markdown of every schedule that there is, with its formulas and an example."""
+    header = (
+        "schedule",
+        "also called",
+        "needs",
+        "makespan",
+        f"bubble at p={pp_size}, m={num_microbatches}",
+        "peak micro-batches on rank r",
+        "source",
+    )
+    rows = [
+        (
+            f"`{family.name}`",
+            ", ".join(f"`{alias}`" for alias in family.aliases) or "-",
+            family.needs,
+            f"`{family.makespan_formula}`",
+            f"{family.bubble(Sizes(pp_size, num_microbatches)):.1%}",
+            f"`{family.peak_formula}`",
+            family.source,
+        )
+        for family in SCHEDULES.values()
+    ]
+    lines = [header, ("---",) * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -1,0 +1,87 @@
+"""Pipeline schedules by name.  Each is a pure function from sizes to a `Plan` of compute steps.
+
+A schedule says only what each rank computes, in order. `lowering` adds the messages, `validate`
+proves the rules, `simulate` says how long it takes. A new schedule is one file, with one
+`ScheduleFamily` in it, and one line here.
+"""
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Final
+
+from pipemega.errors import ScheduleError
+from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.schedules.evaluation import forward_only
+from pipemega.pipeline.schedules.family import ScheduleFamily, ShareCosts, Sizes
+from pipemega.pipeline.schedules.gpipe import GPIPE, gpipe
+from pipemega.pipeline.schedules.one_f_one_b import ONE_F_ONE_B, one_f_one_b
+from pipemega.pipeline.schedules.sequential import SEQUENTIAL, sequential
+
+SCHEDULES: Final[Mapping[str, ScheduleFamily]] = MappingProxyType(
+    {family.name: family for family in (SEQUENTIAL, GPIPE, ONE_F_ONE_B)}
+)
+
+# Known by name, so that whoever asks for one hears that it is to come, not that it is unknown.
+NOT_YET: Final = (
+    "interleaved",
+    "looped-bfs",
+    "zb-h1",
+    "zb-h2",
+    "interleaved-zb",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "1f1b-v",
+    "dualpipe-v",
+    "auto",
+)
+
+__all__ = [
+    "NOT_YET",
+    "SCHEDULES",
+    "ScheduleFamily",
+    "ShareCosts",
+    "Sizes",
+    "build_plan",
+    "find_schedule",
+    "forward_only",
+    "gpipe",
+    "one_f_one_b",
+    "sequential",
+]
+
+
+def find_schedule(name: str) -> ScheduleFamily:
+    """The schedule that goes by `name`, its own or an alias.
+
+    Raises:
+        ScheduleError: there is none; the message has the nearest name.
+    """
+    by_name = {alias: family for family in SCHEDULES.values() for alias in family.aliases}
+    by_name |= SCHEDULES
+    if name in by_name:
+        return by_name[name]
+    there = f"the schedules are {', '.join(SCHEDULES)}"
+    if name in NOT_YET:
+        raise ScheduleError(f"schedule {name!r} is not there yet; {there}")
+    near = get_close_matches(name.casefold(), [*by_name, *NOT_YET], n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    later = "(That one is not there yet.) " if near and near[0] in NOT_YET else ""
+    raise ScheduleError(f"unknown schedule {name!r}; {hint}{later}{there[0].upper()}{there[1:]}")
+
+
+def build_plan(name: str, pp_size: int, num_microbatches: int, chunks: int = 1) -> Plan:
+    """The plan of the schedule `name` for `pp_size` ranks that hold `chunks` stages each.
+
+    Raises:
+        ScheduleError: there is no such schedule, or it cannot take these sizes.
+    """
+    family = find_schedule(name)
+    sizes = Sizes(pp_size, num_microbatches, chunks)
+    for what, size in zip(("pipeline ranks", "micro-batches", "chunks"), sizes, strict=True):
+        if size < 1:
+            raise ScheduleError(f"schedule {family.name!r} for {size} {what}: give at least 1")
+    if (reason := family.refuses(sizes)) is not None:
+        raise ScheduleError(f"schedule {family.name!r} {reason}")
+    return family.build(sizes)
