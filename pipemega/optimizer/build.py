@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pipemega.config.nearest import did_you_mean
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
 from pipemega.mesh import Axis
 from pipemega.optimizer.lamb import Lamb
-from pipemega.optimizer.names import suggest
 from pipemega.parameters import shard_of
 
 # Any: each class has a constructor of its own.
@@ -84,7 +84,7 @@ def build_optimizer(
     known = _known()
     name = {n.lower(): n for n in known}.get(type_name.lower())
     if name is None:
-        raise ConfigError(f"unknown optimizer.type '{type_name}'{suggest(type_name, known)}")
+        raise ConfigError(f"unknown optimizer.type '{type_name}'{did_you_mean(type_name, known)}")
     if name in _REFUSED:
         raise ConfigError(f"optimizer.type '{name}' does not work here: {_REFUSED[name]}")
     if tensor.size > 1 and name not in _ELEMENTWISE | {"Lamb"}:
@@ -134,7 +134,7 @@ def _check_keys(name: str, kind: OptimizerClass, arguments: Mapping[str, Any]) -
             )
         if key not in known:
             raise ConfigError(
-                f"unknown key 'optimizer.params.{key}' of {name}{suggest(key, known)}"
+                f"unknown key 'optimizer.params.{key}' of {name}{did_you_mean(key, known)}"
             )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from pipemega.config.nearest import did_you_mean
 from pipemega.errors import ConfigError
 from pipemega.optimizer.lr_formulas import (
     megatron,
@@ -19,7 +20,6 @@ from pipemega.optimizer.lr_formulas import (
     warmup_cosine,
     warmup_decay,
 )
-from pipemega.optimizer.names import suggest
 
 Rate = Callable[[int], float]
 Betas = Callable[[int], tuple[float, float]]
@@ -121,7 +121,9 @@ def build_schedule(
     names = {name.lower(): name for name in SCHEDULES}
     name = names.get(type_name.lower())
     if name is None:
-        raise ConfigError(f"unknown scheduler.type '{type_name}'{suggest(type_name, SCHEDULES)}")
+        raise ConfigError(
+            f"unknown scheduler.type '{type_name}'{did_you_mean(type_name, SCHEDULES)}"
+        )
     rest = dict(params or {})
     step = int(rest.pop("last_batch_iteration", -1)) + 1
     cycles_betas = name == "OneCycle" and rest.pop("cycle_momentum", True)
@@ -132,7 +134,7 @@ def build_schedule(
         beta_keys = set(inspect.signature(one_cycle_betas).parameters) - _GIVEN
     for key in rest:
         if key not in keys | beta_keys:
-            hint = suggest(key, keys | beta_keys)
+            hint = did_you_mean(key, keys | beta_keys)
             raise ConfigError(f"unknown key 'scheduler.params.{key}' of {name}{hint}")
     for key in ("total_num_steps", "decay_steps"):
         if key in keys and total_steps is not None:

@@ -132,7 +132,7 @@ class OptimizerStep:
         }
 
     def __call__(
-        self, loss_sum: Tensor | float, weight_sum: float, num_microbatches: int
+        self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
     ) -> StepReport:
         """One step; every rank of the world calls it.
 
@@ -156,7 +156,7 @@ class OptimizerStep:
         overflow = world.nonfinite_ranks > 0 or not math.isfinite(norm)
         if overflow and math.isfinite(norm):
             # Only a copy that counts elsewhere went wrong: still no norm to believe in.
-            norm = math.nan
+            norm = math.inf
         report = StepReport(
             loss=world.loss / world.weight if world.weight else math.nan,
             grad_norm=norm,
@@ -181,7 +181,9 @@ class OptimizerStep:
         reduce_tied(self.gradients, self._tied)
         return reduce_data(self.gradients, self._mesh.data, self._reduction)
 
-    def _agree(self, loss_sum: Tensor | float, weight_sum: float, num_microbatches: int) -> _World:
+    def _agree(
+        self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
+    ) -> _World:
         """One all-reduce and one read decide for the whole world."""
         device = self._mesh.device
         shares = torch.empty(5, dtype=torch.float64, device=device)

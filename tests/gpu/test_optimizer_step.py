@@ -1,0 +1,71 @@
+"""The optimizer step on a GPU against the same step on the CPU."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from pipemega.gradients import GradientBuffer
+from pipemega.kernels import Kernels
+from pipemega.mesh import Mesh
+from pipemega.optimizer import OptimizerStep, build_optimizer, parameter_groups
+from pipemega.precision import DynamicLossScale, Precision
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def build(weight, precision, name, **settings):
+    named = [("w", weight)]
+    masters = precision.cast_parameters(named)
+    groups = parameter_groups([(n, masters.get(n, p)) for n, p in named])
+    kernels = Kernels.detect(weight.device)
+    return OptimizerStep(
+        build_optimizer(name, {"lr": 0.01}, groups, kernels=kernels),
+        GradientBuffer(named, dtype=precision.accumulation_dtype),
+        Mesh.single(weight.device),
+        masters=masters,
+        skip_nonfinite=precision.skip_nonfinite,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb", "RMSprop"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_step_on_the_gpu_is_the_step_on_the_cpu(name, dtype):
+    start, gradients = torch.randn(300), torch.randn(3, 300)
+    results = []
+    for device in ("cpu", "cuda"):
+        weight = nn.Parameter(start.to(device))
+        step = build(weight, Precision(dtype), name, clip=1.0)
+        for gradient in gradients:
+            (weight.float() * gradient.to(device)).sum().backward()
+            report = step(torch.tensor(1.0, device=device), 1.0, 1)
+        state = step.state_dict()["parameters"]["w"]
+        results.append((report.grad_norm, state.get("master", weight).detach().cpu()))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
+    torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
+
+
+def test_fp16_recovers_from_an_overflow_and_takes_up_its_state_on_the_gpu():
+    weight = nn.Parameter(torch.ones(4, device="cuda"))
+    fp16 = Precision(torch.float16, skip_nonfinite=True)
+    step = build(weight, fp16, "AdamW", loss_scale=DynamicLossScale(2.0**17, hysteresis=1))
+    reports = []
+    for _ in range(3):
+        (weight * step.loss_scale.scale).sum().backward()  # fp16 ends at 65504
+        reports.append(step(1.0, 1.0, 1))
+    assert [report.skipped for report in reports] == [True, True, False]
+    assert reports[-1].grad_norm == pytest.approx(math.sqrt(4))
+    state = copy.deepcopy(step.state_dict())
+    other = build(nn.Parameter(torch.zeros(4, device="cuda")), fp16, "AdamW",
+                  loss_scale=DynamicLossScale())  # fmt: skip
+    other.load_state_dict(state)
+    assert torch.equal(
+        other.state_dict()["parameters"]["w"]["master"], state["parameters"]["w"]["master"]
+    )
+    assert other.loss_scale.scale == 2.0**15
