@@ -1,0 +1,116 @@
+"""One rank of one measurement, in a process of its own: `run.py` starts it and reads its JSON."""
+
+import argparse
+import ctypes
+import json
+import os
+import resource
+import time
+from collections.abc import Callable
+from importlib import import_module
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.pipeline_cpu.model import Sizes
+from benchmarks.pipeline_cpu.peers import Place, Step
+
+# Allocations grow from the first step, that makes the optimizer's state, to the second.
+MEMORY_STEPS = 3
+
+MB = 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--system", required=True, help="MODULE:FUNCTION")
+    parser.add_argument("--phase", choices=["time", "memory"], required=True)
+    parser.add_argument("--sizes", type=json.loads, required=True)
+    parser.add_argument("--split", type=int, required=True)
+    parser.add_argument("--warmup", type=int, required=True)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo")
+    module, function = options.system.split(":")
+    make: Callable[[Sizes, Place], Step] = getattr(import_module(module), function)
+    sizes, place = Sizes(**options.sizes), Place(rank, world_size, options.split)
+
+    def build() -> Step:
+        return make(sizes, place)
+
+    if options.phase == "time":
+        result = measure_time(build, options.warmup, options.steps)
+    else:
+        result = {"live_mb": peak_live_bytes(build, MEMORY_STEPS) / MB}
+    options.out.write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_time(build: Callable[[], Step], warmup: int, steps: int) -> dict[str, Any]:
+    """Seconds of the timed steps on this rank, the losses of all, and the growth of its memory."""
+    before = _reset_peak_rss()
+    step = build()
+    losses = [step(number) for number in range(warmup)]
+    dist.barrier()
+    start, cpu_start = time.perf_counter(), time.process_time()
+    ends = []
+    for number in range(warmup, warmup + steps):
+        losses.append(step(number))
+        ends.append(time.perf_counter() - start)
+    return {
+        "seconds": ends[-1],
+        "cpu_seconds": time.process_time() - cpu_start,
+        "step_seconds": [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)],
+        "losses": losses,
+        "rss_growth_mb": (_peak_rss() - before) / MB,
+        "ru_maxrss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB,
+    }
+
+
+def peak_live_bytes(build: Callable[[], Step], steps: int) -> int:
+    """Most bytes that torch's CPU allocator had handed out and not got back.
+
+    The profiler tells each allocation and each release; the peak is the largest sum of a
+    beginning of that list.  It starts before the model is built, so that nothing is missed, and
+    in a process of its own, because the recording costs time.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
+        step = build()
+        for number in range(steps):
+            step(number)
+    events = [
+        event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"
+    ]
+    events.sort(key=lambda event: event.start_ns())
+    return max(accumulate(event.nbytes() for event in events))
+
+
+def _reset_peak_rss() -> int:
+    """Give freed memory back, restart the kernel's mark of the peak; the resident bytes of now."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return _status_bytes("VmRSS")
+
+
+def _peak_rss() -> int:
+    return _status_bytes("VmHWM")
+
+
+def _status_bytes(key: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"/proc/self/status has no {key}")
+
+
+if __name__ == "__main__":
+    main()
