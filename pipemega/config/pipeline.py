@@ -1,0 +1,134 @@
+"""`pipeline`: how the layers are shared out, and in which order the stages run.  Floor 1."""
+
+import re
+from itertools import pairwise
+from typing import Any, Literal
+
+from pydantic import field_validator, model_validator
+
+from pipemega.config.keys import Auto, Count, Section, Whole, honoured, ignored, own, refused
+from pipemega.config.nearest import did_you_mean, nearest
+
+Schedule = Literal["sequential", "gpipe", "1f1b"]
+_ALIASES = {"f-then-b": "gpipe"}
+_LATER = (
+    "interleaved", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min",
+    "1f1b-v", "dualpipe-v", "auto",
+)  # fmt: skip
+_PARTITIONS = ("parameters", "best", "uniform", "profile")
+_NOT_YET = "this schedule is not here yet; use '1f1b', 'gpipe' or 'sequential'"
+
+
+class PipelineSection(Section):
+    """How the layers are shared out over the pipeline ranks, and in which order they run."""
+
+    stages: Count | Auto = honoured(
+        "auto",
+        "Pipeline ranks, for configs that have no `mesh`: the same as `mesh.pipeline`, and no "
+        "other number.",
+    )
+    partition: Literal["parameters", "best", "uniform", "profile"] | str | tuple[Whole, ...] = (
+        honoured(
+            "parameters",
+            'What is shared out evenly: `"parameters"` (`"best"` is the same), `"uniform"` '
+            '(layers), `"profile"` (measured time), `"type:REGEX"` (layers whose class matches); '
+            "or the bounds themselves, such as [0, 5, 9, 14].",
+        )
+    )
+    seed_layers: bool = honoured(
+        False, "Draw each layer's random numbers from a seed of its own, whatever the stage."
+    )
+    activation_checkpoint_interval: Whole = honoured(
+        0, "Layers that keep only their input and are computed again backward; 0: none."
+    )
+    pipe_partitioned: bool | None = ignored(
+        None,
+        "DeepSpeed: cut what crosses a stage over the tensor ranks.",
+        "what crosses a stage is sent whole; with mesh.sequence_parallel it is cut already",
+        agrees=[False],
+    )
+    grad_partitioned: bool | None = ignored(
+        None,
+        "DeepSpeed: cut the gradients that cross a stage over the tensor ranks.",
+        "what crosses a stage is sent whole; with mesh.sequence_parallel it is cut already",
+        agrees=[False],
+    )
+    use_reentrant: bool | None = ignored(
+        None,
+        "DeepSpeed: which of torch's two checkpoint functions runs.",
+        "recomputation is our own, of one kind",
+    )
+    schedule: Schedule = refused(
+        "1f1b",
+        'Order of forwards and backwards; `"f-then-b"` is another name for `"gpipe"`.',
+        dict.fromkeys(_LATER, _NOT_YET),
+        own=True,
+    )
+    chunks: Count = refused(
+        1,
+        "Stages on each rank.",
+        "several stages on a rank need an interleaved schedule, which is not here yet; leave it 1",
+        own=True,
+    )
+    shapes: Literal["cached", "declared", "exchanged"] = own(
+        "cached",
+        "How a stage learns the shapes that it receives: exchanged once and then checked, declared "
+        "by the model, or exchanged each time.",
+    )
+
+    @classmethod
+    def prepare(cls, raw: Any) -> Any:
+        name = raw.get("schedule") if isinstance(raw, dict) else None
+        if isinstance(name, str) and name in _ALIASES:
+            return raw | {"schedule": _ALIASES[name]}
+        return raw
+
+    @field_validator("partition")
+    @classmethod
+    def _a_known_partition(cls, partition: str | tuple[int, ...]) -> str | tuple[int, ...]:
+        if isinstance(partition, tuple):
+            rising = all(a < b for a, b in pairwise(partition))
+            if len(partition) < 2 or partition[0] != 0 or not rising:
+                raise ValueError(
+                    f"pipeline.partition {list(partition)} must begin with 0 and rise, one more "
+                    "number than there are stages: stage i has the layers from number i up to, "
+                    "and without, number i + 1"
+                )
+        elif partition.startswith("type:"):
+            _check_pattern(partition.removeprefix("type:"))
+        elif partition not in _PARTITIONS:
+            raise ValueError(
+                "pipeline.partition must be 'parameters', 'best', 'uniform', 'profile', "
+                f"'type:REGEX' or a list of bounds, not {partition!r}{_suggested(partition)}"
+            )
+        return partition
+
+    @model_validator(mode="after")
+    def _as_many_bounds_as_stages(self) -> "PipelineSection":
+        if self.stages != "auto":
+            check_bounds(self.partition, self.stages)
+        return self
+
+
+def _suggested(partition: str) -> str:
+    return did_you_mean(partition, _PARTITIONS) if nearest(partition, _PARTITIONS) else ""
+
+
+def _check_pattern(pattern: str) -> None:
+    try:
+        re.compile(pattern)
+    except (re.error, RecursionError, OverflowError) as error:
+        raise ValueError(
+            f"pipeline.partition 'type:{pattern}' is no regular expression: {error}"
+        ) from None
+    if not pattern:
+        raise ValueError("pipeline.partition 'type:' needs a regular expression after the colon")
+
+
+def check_bounds(partition: str | tuple[int, ...], num_stages: int) -> None:
+    """Raises ValueError if explicit bounds are for another number of stages."""
+    if isinstance(partition, tuple) and len(partition) != num_stages + 1:
+        raise ValueError(
+            f"pipeline.partition has {len(partition)} bounds, for {len(partition) - 1} stages, and "
+            f"there are {num_stages}: write {num_stages + 1} numbers"
+        )
