@@ -58,8 +58,14 @@ class Mesh:
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> "Mesh":
         """One process that talks to nobody."""
-        axes = {name: Axis(name) for name in (*AXES, "world")}
-        return cls(topology=Topology(), device=torch.device(device), **axes)
+        return cls(
+            Topology(),
+            Axis("pipeline"),
+            Axis("data"),
+            Axis("tensor"),
+            Axis("world"),
+            torch.device(device),
+        )
 
 
 def launched_world_size() -> int:
@@ -100,8 +106,9 @@ def build_mesh(
     """
     world_size = launched_world_size()
     if world_size != topology.world_size:
-        raise MeshError(f"{world_size} ranks were started, and the mesh {topology} takes "
-                        f"{topology.world_size}")
+        raise MeshError(
+            f"{world_size} ranks were started, and the mesh {topology} takes {topology.world_size}"
+        )
     if world_size == 1 and not dist.is_initialized():
         return Mesh.single(device)
     if not dist.is_initialized():
@@ -116,12 +123,14 @@ def build_mesh(
     axes = {name: _axis(name, topology, rank, timeout) for name in AXES}
     assert dist.group.WORLD is not None
     return Mesh(
-        topology=topology,
-        world=Axis("world", tuple(range(world_size)), rank, dist.group.WORLD),
-        device=device,
-        timeout=timeout,
-        device_mesh=_device_mesh(topology, device, axes),
-        **axes,
+        topology,
+        axes["pipeline"],
+        axes["data"],
+        axes["tensor"],
+        Axis("world", tuple(range(world_size)), rank, dist.group.WORLD),
+        device,
+        timeout,
+        _device_mesh(topology, device, axes),
     )
 
 

@@ -1,0 +1,273 @@
+"""From a config and a model to an engine: the one place that knows all the rooms."""
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipemega.config import Batch, Config, load
+from pipemega.data.loader import BatchLoader
+from pipemega.engine import Engine
+from pipemega.errors import ConfigError
+from pipemega.gradients import DataReduction, GradientBuffer
+from pipemega.kernels import Kernels
+from pipemega.mesh import Mesh, build_mesh, launched_world_size, pick_device
+from pipemega.monitor import MultiTimer, get_logger
+from pipemega.optimizer import (
+    LRSchedule,
+    OptimizerStep,
+    build_optimizer,
+    build_schedule,
+    parameter_groups,
+)
+from pipemega.pipeline.build import LocalModel, build_local_model, log_stages
+from pipemega.pipeline.cut import Sample, stage_bounds
+from pipemega.pipeline.executor import Executor
+from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.lowering import lower
+from pipemega.pipeline.messages import Header
+from pipemega.pipeline.module import Building, Loss, PipelineModule
+from pipemega.pipeline.schedules import build_plan
+from pipemega.pipeline.transport import Transport
+from pipemega.pipeline.validate import validate
+from pipemega.precision import DynamicLossScale, LossScale, Precision, StaticLossScale
+from pipemega.topology import Topology
+
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+def build_mesh_of(config: Config) -> Mesh:
+    """Joins the ranks that were started into the mesh that the config asks for."""
+    device = pick_device(config.mesh.device)
+    topology = Topology.fit(
+        launched_world_size(), config.mesh.pipeline, config.mesh.tensor, config.mesh.data
+    )
+    return build_mesh(topology, device, timedelta(seconds=config.mesh.timeout_seconds))
+
+
+def initialize(
+    model: PipelineModule,
+    config: str | Path | Mapping[str, Any] | Config,
+    training_data: Any = None,
+    *,
+    overrides: Sequence[str] = (),
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    mesh: Mesh | None = None,
+) -> tuple[Engine, Optimizer | None, BatchLoader | None, LRSchedule | None]:
+    """Builds this rank's part of `model` and everything that trains it.
+
+    Works under torchrun, in a process group that the caller has started, and as a single process.
+
+    Args:
+        model: the description; only the local stages of it are built.
+        config: a path, a mapping of the same shape, or a Config.
+        training_data: a dataset of (inputs, labels) samples; without it `train_batch` wants an
+            iterator over micro-batches.
+        overrides: "pipeline.schedule=gpipe" and the like, laid over the config.
+        collate_fn: from a list of samples to the (inputs, labels) of a micro-batch.
+        mesh: where the caller has built it before.
+
+    Returns:
+        (engine, optimizer, loader, lr_scheduler); what there is none of is None.
+
+    Raises:
+        ConfigError: the config cannot be run, by itself or with this model.
+        MeshError: the ranks that were started do not fit it.
+    """
+    config = load(config, overrides)
+    mesh = mesh or build_mesh_of(config)
+    batch = config.batch(mesh.data.size)
+    log = get_logger(mesh.rank)
+    for warning in (*config.warnings, *batch.warnings):
+        log.warning(warning)
+    kernels = Kernels.detect(mesh.device)
+    loader = _loader(config, mesh, batch, training_data, collate_fn)
+    plan = validate(
+        lower(
+            build_plan(
+                config.pipeline.schedule,
+                mesh.pipeline.size,
+                batch.num_microbatches,
+                config.pipeline.chunks,
+            )
+        )
+    )
+    building = Building(
+        tensor=mesh.tensor,
+        device=mesh.device,
+        seed=config.seed,
+        seed_layers=config.pipeline.seed_layers,
+        checkpoint_interval=_checkpoint_interval(config, len(model)),
+    )
+    bounds = stage_bounds(
+        model, config.pipeline.partition, plan.num_stages, mesh, building, _sample(loader)
+    )
+    local = build_local_model(model, mesh, bounds, plan.rank_of_stage, building)
+    log_stages(log, model, bounds, plan.rank_of_stage)
+    log.info(batch.equation)
+    log.info(kernels.description)
+    precision = _precision(config)
+    step = _optimizer_step(config, mesh, local, precision, kernels)
+    timers = MultiTimer(
+        enabled=config.wall_clock_breakdown,
+        synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else None,
+    )
+    executor = Executor(
+        mesh.pipeline.rank,
+        local.stages,
+        plan.num_stages,
+        _transport(config, mesh, model, plan, bounds),
+        _loss(config, local.loss_fn),
+        precision.cast_inputs,
+        timers,
+    )
+    engine = Engine(config, mesh, batch, local, executor, plan, step, loader, timers)
+    return engine, engine.optimizer, loader, engine.lr_scheduler
+
+
+def _loader(
+    config: Config, mesh: Mesh, batch: Batch, data: Any, collate_fn: Any
+) -> BatchLoader | None:
+    if data is None:
+        return None
+    return BatchLoader(
+        data,
+        train_batch_size=batch.train_batch_size,
+        micro_batch_size=batch.micro_batch_size,
+        data_rank=mesh.data.rank,
+        data_size=mesh.data.size,
+        seed=config.seed,
+        drop_last=config.dataloader_drop_last,
+        prefetch=config.data.prefetch,
+        num_workers=config.data.num_workers,
+        collate_fn=collate_fn,
+    )
+
+
+def _sample(loader: BatchLoader | None) -> Sample | None:
+    return None if loader is None else loader.peek
+
+
+def _checkpoint_interval(config: Config, num_layers: int) -> int:
+    """Layers between two checkpoints, from either of the two keys that can say it."""
+    number = config.activation_checkpointing.number_checkpoints
+    if number is not None:
+        return -(-num_layers // number)
+    return config.pipeline.activation_checkpoint_interval
+
+
+def _precision(config: Config) -> Precision:
+    grad_dtype = config.data_types.grad_accum_dtype
+    accumulate = None if grad_dtype is None else _DTYPES[grad_dtype]
+    if config.bf16.enabled:
+        return Precision(torch.bfloat16, accumulate, skip_nonfinite=config.bf16.check_grad_overflow)
+    if config.fp16.enabled:
+        return Precision(torch.float16, accumulate, cast=config.fp16.auto_cast, skip_nonfinite=True)
+    return Precision(grad_dtype=accumulate)
+
+
+def _loss_scale(config: Config) -> LossScale:
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return StaticLossScale()
+    if fp16.loss_scale:
+        return StaticLossScale(fp16.loss_scale)
+    return DynamicLossScale(
+        2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        minimum=fp16.min_loss_scale,
+    )
+
+
+def _optimizer_step(
+    config: Config, mesh: Mesh, local: LocalModel, precision: Precision, kernels: Kernels
+) -> OptimizerStep | None:
+    named = list(local.parameters.items())
+    masters = precision.cast_parameters(named)
+    if config.optimizer is None:
+        return None
+    trainable = [(name, p) for name, p in named if p.requires_grad]
+    groups = parameter_groups(
+        [(name, masters.get(name, p)) for name, p in trainable],
+        decay_norms_and_biases=config.training.weight_decay_norms_and_biases,
+    )
+    optimizer = build_optimizer(
+        config.optimizer.type,
+        config.optimizer.arguments,
+        groups,
+        kernels=kernels,
+        tensor=mesh.tensor,
+    )
+    schedule = None
+    if config.scheduler is not None:
+        schedule = build_schedule(
+            optimizer,
+            config.scheduler.type,
+            config.scheduler.arguments,
+            total_steps=config.training.train_steps,
+        )
+    communication = config.communication_data_type
+    return OptimizerStep(
+        optimizer,
+        GradientBuffer(trainable, dtype=precision.accumulation_dtype),
+        mesh,
+        masters=masters,
+        tied=local.tied,
+        loss_scale=_loss_scale(config),
+        schedule=schedule,
+        reduction=DataReduction(
+            op=config.gradient_allreduce_op,
+            prescale=config.prescale_gradients,
+            predivide_factor=config.gradient_predivide_factor,
+            dtype=None if communication is None else _DTYPES[communication],
+        ),
+        clip=config.gradient_clipping,
+        skip_nonfinite=precision.skip_nonfinite,
+    )
+
+
+def _transport(
+    config: Config, mesh: Mesh, model: PipelineModule, plan: Plan, bounds: Sequence[int]
+) -> Transport | None:
+    if mesh.pipeline.size == 1:
+        return None
+    declared: dict[int, Header] = {}
+    if config.pipeline.shapes == "declared":
+        for boundary, position in enumerate(bounds[1:-1]):
+            message = model.boundary(position)
+            if message is None:
+                raise ConfigError(
+                    "pipeline.shapes is 'declared', and the model declares none: give "
+                    "PipelineModule(..., boundary=...), or use 'cached'"
+                )
+            declared[boundary] = Header.of(message)
+    return Transport(
+        mesh.pipeline,
+        plan.rank_of_stage,
+        mesh.device,
+        config.pipeline.shapes,
+        declared,
+        mesh.timeout,
+    )
+
+
+def _loss(config: Config, loss_fn: Loss | None) -> Loss | None:
+    """The loss as the engine averages it: by weight, or each micro-batch alike."""
+    if loss_fn is None or config.training.loss_reduction == "token":
+        return loss_fn
+
+    def mean(output: Any, labels: Any) -> Tensor | tuple[Tensor, Tensor]:
+        loss = loss_fn(output, labels)
+        if not isinstance(loss, tuple):
+            return loss
+        total, weight = loss
+        # A micro-batch without a token that counts has no loss; not nan.
+        return total / torch.where(weight > 0, weight, torch.ones_like(weight))
+
+    return mean

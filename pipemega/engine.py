@@ -1,0 +1,378 @@
+"""The engine: one config, one model, and one rank's part of the work.
+
+Every method is collective unless it says otherwise: all ranks call it, in the same order.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from pipemega import checkpoint
+from pipemega.checkpoint import RunState
+from pipemega.config import Batch, Config
+from pipemega.data.loader import BatchLoader
+from pipemega.errors import ConfigError, DataError
+from pipemega.failure import FailureBoard
+from pipemega.mesh import Mesh
+from pipemega.monitor import MultiTimer
+from pipemega.optimizer import LRSchedule, OptimizerStep, StepReport
+from pipemega.parameters import shard_of
+from pipemega.pipeline.build import LocalModel
+from pipemega.pipeline.executor import Executor, MicroBatches, Results
+from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.lowering import lower
+from pipemega.pipeline.module import Draws
+from pipemega.pipeline.schedules import forward_only
+from pipemega.random import preserve_rng, rng_state, set_rng_state
+
+
+class Engine:
+    """One rank of a training run; made by `pipemega.initialize`.
+
+    Attributes:
+        config, mesh, batch: what it was made from; `batch` is the solved batch equation.
+        module: the local stages, an `nn.ModuleList` in the order of the model.
+        optimizer: torch's optimizer, over master weights where there are any.
+        lr_scheduler: stepped by `train_batch`; None for a constant rate.
+        loader: over the training data; None where the caller brings iterators.
+        plan: what every pipeline rank does in a step.
+        global_steps: batches trained on, skipped ones included.
+        consumed_samples: samples trained on, over all data ranks.
+        last_step: what the last `train_batch` saw and did; None before the first.
+        timers: data, forward, backward, communication, optimizer; on with wall_clock_breakdown.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        batch: Batch,
+        model: LocalModel,
+        executor: Executor,
+        plan: Plan,
+        step: OptimizerStep | None,
+        loader: BatchLoader | None,
+        timers: MultiTimer,
+    ) -> None:
+        self.config, self.mesh, self.batch = config, mesh, batch
+        self.plan, self.loader, self.timers = plan, loader, timers
+        self.module = nn.ModuleList(model.stages.values())
+        self.global_steps = 0
+        self.consumed_samples = 0
+        self.last_step: StepReport | None = None
+        self._model, self._executor, self._step = model, executor, step
+        self._failures = FailureBoard(mesh)
+        rank, ranks = mesh.pipeline.rank, plan.rank_of_stage
+        self._is_first, self._is_last = rank == ranks[0], rank == ranks[-1]
+
+    @property
+    def optimizer(self) -> Optimizer | None:
+        return self._step.optimizer if self._step else None
+
+    @property
+    def lr_scheduler(self) -> LRSchedule | None:
+        return self._step.schedule if self._step else None
+
+    @property
+    def skipped_steps(self) -> int:
+        return self._step.skipped_steps if self._step else 0
+
+    def get_global_grad_norm(self) -> float | None:
+        """Of the last step, before clipping; None before the first. Not collective."""
+        return self.last_step.grad_norm if self.last_step else None
+
+    # Training and evaluation
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
+        """One optimizer step on one global batch.
+
+        Args:
+            data_iter: yields the (inputs, labels) of this data rank's micro-batches; read on the
+                pipeline ranks of the first and the last stage. None: the training data given to
+                `initialize`.
+
+        Returns:
+            the loss, averaged over the whole batch; the same on every rank.
+
+        Raises:
+            StopIteration: the data ended with the batch before.
+            DataError: the data ended within this batch.
+            PipelineError: a layer, or another rank, failed.
+        """
+        with self._failing_together():
+            if self._step is None:
+                raise ConfigError("train_batch needs an optimizer: add the section 'optimizer'")
+            with self.timers("data"):
+                inputs, labels = self._training_data(data_iter)
+            step, count = self.global_steps, self.batch.num_microbatches
+            # By its place in the global batch, so that dropout is the same on every mesh.
+            places = (m * self.mesh.data.size + self.mesh.data.rank for m in range(count))
+            batch = MicroBatches(
+                inputs=inputs,
+                labels=labels,
+                draws=[Draws(self.config.seed, step, place) for place in places],
+                loss_factor=self._step.loss_scale.scale / count,
+            )
+            with preserve_rng(self.mesh.device):
+                results = self._executor.run(self.plan, batch)
+            with self.timers("optimizer"):
+                self.last_step = self._step(*self._totals(results))
+            self.global_steps += 1
+            self.consumed_samples += self.batch.train_batch_size
+            return self.last_step.loss
+
+    def eval_batch(
+        self,
+        data_iter: Iterable[Any],
+        num_micro_batches: int | None = None,
+        *,
+        return_outputs: bool = False,
+    ) -> Any:
+        """The loss on some micro-batches, without gradients; between any two training steps.
+
+        Args:
+            data_iter: as for `train_batch`; micro-batches may have any size.
+            num_micro_batches: how many to read; by default as many as a training step has.
+            return_outputs: also return what the last layer gave.
+
+        Returns:
+            the loss, the same on every rank; or (loss, outputs), where outputs is a list on the
+            ranks of the last stage (a slice per tensor rank if the layer gives slices) and None
+            elsewhere.
+        """
+        with self._failing_together():
+            count = num_micro_batches or self.batch.num_microbatches
+            inputs, labels = self._read(iter(data_iter), count)
+            results = self._forward(inputs, labels, return_outputs)
+            loss, weight, _ = self._totals(results)
+            sums = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in (loss, weight)])
+            sums = sums.to(self.mesh.device)
+            if self.mesh.world.size > 1:
+                dist.all_reduce(sums, group=self.mesh.world.group)
+            total, of = sums.tolist()
+            value = total / of if of else float("nan")
+            if not return_outputs:
+                return value
+            return value, self._outputs(results)
+
+    def infer(self, inputs: Sequence[Any]) -> list[Any] | None:
+        """What the last layer gives for each micro-batch, on the ranks of the last stage."""
+        with self._failing_together():
+            return self._outputs(self._forward(self._to_device(inputs), (), keep_outputs=True))
+
+    def _forward(self, inputs: Sequence[Any], labels: Sequence[Any], keep_outputs: bool) -> Results:
+        plan = lower(forward_only(self.plan.rank_of_stage, max(len(inputs), len(labels))))
+        with preserve_rng(self.mesh.device):
+            return self._executor.run(plan, MicroBatches(inputs, labels, keep_outputs=keep_outputs))
+
+    def _outputs(self, results: Results) -> list[Any] | None:
+        if not self._is_last:
+            return None
+        return [results.outputs[m] for m in sorted(results.outputs)]
+
+    def _totals(self, results: Results) -> tuple[Tensor | float, Tensor | float, int]:
+        """Sums over this rank's micro-batches: losses, weights, number; each counted once."""
+        if not results.losses or self.mesh.tensor.rank > 0:
+            return 0.0, 0.0, 0
+        # In the order of micro-batches, whatever the schedule was.
+        order = sorted(results.losses)
+        losses = torch.stack([results.losses[m].double() for m in order]).sum()
+        weights = torch.stack([results.weights[m].double() for m in order]).sum()
+        return losses, weights, len(order)
+
+    # Data
+
+    def _training_data(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
+        if data_iter is not None:
+            return self._read(data_iter, self.batch.num_microbatches)
+        if self.loader is None:
+            raise ConfigError(
+                "train_batch() has no data: give initialize() training_data, or call "
+                "train_batch(iterator over (inputs, labels))"
+            )
+        if not self.loader.is_map_style:
+            return self._read(self.loader, self.batch.num_microbatches)
+        # It begins another epoch at the end, on every rank alike: there is nothing to agree on.
+        if not (self._is_first or self._is_last):
+            return [None] * self.batch.num_microbatches, []
+        return self._pairs(self.loader.next_step())
+
+    def _read(self, data_iter: Iterator[Any], count: int) -> tuple[list[Any], list[Any]]:
+        """The next `count` micro-batches; all ranks agree on whether there are so many.
+
+        Raises:
+            StopIteration: there are none; on every rank.
+            DataError: there are some, but too few; on every rank.
+        """
+        reads = self._is_first or self._is_last
+        got = list(itertools.islice(data_iter, count)) if reads else [None] * count
+        fewest = self._smallest(len(got))
+        if fewest == count:
+            return self._pairs(got) if reads else (got, [])
+        if fewest == 0 and self._smallest(-len(got) if reads else 0) == 0:
+            raise StopIteration
+        raise DataError(
+            f"the data ended within a batch: {count} micro-batches are needed, and the iterator of "
+            f"a data rank had {fewest} left (this rank: {len(got)}); give a multiple of {count}, "
+            f"or drop the rest"
+        )
+
+    def _smallest(self, number: int) -> int:
+        if self.mesh.world.size == 1:
+            return number
+        tensor = torch.tensor(number, device=self.mesh.device)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.mesh.world.group)
+        return int(tensor.item())
+
+    def _pairs(self, batches: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        for at, batch in enumerate(batches):
+            if not isinstance(batch, tuple | list) or len(batch) != 2:
+                raise DataError(
+                    f"micro-batch {at} is a {type(batch).__name__}, and must be a pair "
+                    f"(inputs, labels); each of them may be any tree of tensors"
+                )
+        inputs = [batch[0] for batch in batches]
+        labels = [batch[1] for batch in batches]
+        return (
+            self._to_device(inputs) if self._is_first else [None] * len(batches),
+            self._to_device(labels) if self._is_last else [],
+        )
+
+    def _to_device(self, tree: Any) -> Any:
+        device = self.mesh.device
+        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), tree)
+
+    # State
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+    ) -> Path:
+        """Writes everything that the next step depends on; returns the checkpoint's folder.
+
+        Args:
+            tag: its name; `global_step<N>` by default.
+            client_state: the caller's own, given back by `load_checkpoint`: tensors and plain
+                values, the same on every rank.
+            save_latest: make it the one that is loaded by default.
+
+        Raises:
+            CheckpointError: a rank could not write; what was saved before is untouched.
+        """
+        tag = tag or f"global_step{self.global_steps}"
+        with self._failing_together():
+            report = checkpoint.save(
+                Path(save_dir), tag, self._run_state(client_state), self.mesh, point=save_latest
+            )
+        return report.path
+
+    def _run_state(self, client_state: Any) -> RunState:
+        step = self._step.state_dict() if self._step else {}
+        step.pop("parameters", None)
+        return RunState(
+            tensors=checkpoint.logical_tensors(self._model, self._step, self.mesh),
+            shared={
+                "global_steps": self.global_steps,
+                "consumed_samples": self.consumed_samples,
+                "optimizer_step": step,
+                "loader": self.loader.state_dict() if self.loader else None,
+                "config": self.config.to_dict(),
+            },
+            own={"rng": rng_state(self.mesh.device)},
+            client=client_state,
+        )
+
+    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[Path, Any]:
+        """Continues where a checkpoint was written: the next step is the one that came then.
+
+        Args:
+            tag: which one; by default the newest.
+
+        Returns:
+            the checkpoint's folder, and its client_state.
+
+        Raises:
+            CheckpointError: it is missing, half-written, damaged, of another model or mesh.
+        """
+        with self._failing_together():
+            report, state = checkpoint.load(
+                Path(load_dir),
+                tag,
+                self.mesh,
+                lambda stored: checkpoint.room_for(stored, self._model, self._step, self.mesh),
+            )
+            shared = state.shared
+            checkpoint.restore(state.tensors, shared["optimizer_step"], self._model, self._step)
+            self.global_steps = shared["global_steps"]
+            self.consumed_samples = shared["consumed_samples"]
+            if self.loader is not None and shared["loader"] is not None:
+                self.loader.load_state_dict(shared["loader"])
+            set_rng_state(state.own["rng"], self.mesh.device)
+        return report.path, state.client
+
+    @torch.no_grad()
+    def parameter_state(self) -> dict[str, Tensor]:
+        """Logical name -> the whole tensor, on the CPU of every rank; for tests and small models.
+
+        With bf16 or fp16 it is the fp32 master.
+        """
+        state = self._step.state_dict()["parameters"] if self._step else {}
+        return self._gather(
+            {
+                name: state.get(name, {}).get("master", parameter.detach())
+                for name, parameter in self._model.parameters.items()
+            }
+        )
+
+    def _gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors from what each rank holds of `values`, which go by parameter."""
+        owned = self._model.owned
+        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: (shard_of(owned[name]).shape, values[name].dtype) for name in owned
+        }
+        if self.mesh.world.size > 1:
+            gathered: list[Any] = [None] * self.mesh.world.size
+            dist.all_gather_object(gathered, shapes, group=self.mesh.world.group)
+            shapes = {name: entry for part in gathered for name, entry in part.items()}
+        wholes = {}
+        for name in sorted(shapes, key=_by_position):
+            shape, dtype = shapes[name]
+            whole = torch.zeros(shape, dtype=dtype, device=self.mesh.device)
+            if name in owned and self.mesh.data.rank == 0:
+                shard = shard_of(owned[name])
+                if shard.dim is not None or self.mesh.tensor.rank == 0:
+                    shard.put(values[name], whole)
+            if self.mesh.world.size > 1:
+                # Everybody else adds zeros, which changes no bit.
+                dist.all_reduce(whole, group=self.mesh.world.group)
+            wholes[name] = whole.cpu()
+        return wholes
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Lets an error here end the other ranks too, and theirs end this one."""
+        try:
+            yield
+        except StopIteration:
+            raise
+        except Exception as error:
+            explained = self._failures.explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+
+
+def _by_position(name: str) -> tuple[int, str]:
+    _, position, rest = name.split(".", 2)
+    return int(position), rest

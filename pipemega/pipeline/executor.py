@@ -1,0 +1,269 @@
+"""One pipeline rank at work: runs a plan, instruction by instruction, and knows none by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils import _pytree as pytree
+
+from pipemega.errors import PipelineError
+from pipemega.monitor import MultiTimer
+from pipemega.pipeline.instructions import Instruction, Kind, Plan
+from pipemega.pipeline.messages import TensorMeta
+from pipemega.pipeline.module import Draws, Loss, Stage
+from pipemega.pipeline.transport import Channel, Receive, Transport
+
+Key = tuple[int, int]  # (stage, micro-batch)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What one data rank feeds into one run of a plan.
+
+    Args:
+        inputs: of each micro-batch; read on the rank of the first stage only.
+        labels: of each micro-batch; read on the rank of the last stage only.
+        draws: of each micro-batch, for dropout; None in evaluation.
+        loss_factor: what the gradient of each micro-batch's loss is seeded with; carries the
+            loss scale and the mean over micro-batches.
+        keep_outputs: hand back the outputs of the last layer.
+    """
+
+    inputs: Sequence[Any]
+    labels: Sequence[Any]
+    draws: Sequence[Draws] | None = None
+    loss_factor: float = 1.0
+    keep_outputs: bool = False
+
+
+@dataclass
+class Results:
+    """What a run leaves on the rank of the last stage; empty on the others.
+
+    `losses[m]` and `weights[m]` are scalars, still on the device; a mean has weight 1.
+    """
+
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class _InFlight:
+    """What a stage keeps of a micro-batch between its forward and its backward.
+
+    Of the output only the graph is kept: its numbers are at the next stage.
+    """
+
+    inputs: list[Tensor]  # the inputs that want a gradient
+    edges: list[GradientEdge]
+    metas: list[TensorMeta]
+
+
+class Executor:
+    """Runs the program of one pipeline rank.
+
+    Args:
+        rank: the pipeline rank.
+        stages: the local stages, by number.
+        num_stages: of the whole model.
+        transport: to the neighbouring stages; None where all stages are here.
+        loss_fn: of the model; None lets only outputs be computed.
+        cast_inputs: applied to what enters the first stage.
+        timers: take the seconds of forward, backward and communication.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        stages: Mapping[int, Stage],
+        num_stages: int,
+        transport: Transport | None,
+        loss_fn: Loss | None,
+        cast_inputs: Callable[[Any], Any] = lambda tree: tree,
+        timers: MultiTimer | None = None,
+    ) -> None:
+        self._rank, self._stages, self._last = rank, stages, num_stages - 1
+        self._transport, self._loss_fn, self._cast_inputs = transport, loss_fn, cast_inputs
+        self._timers = timers or MultiTimer(enabled=False)
+        self._run_kind: Mapping[Kind, Callable[[Instruction], None]] = {
+            Kind.FORWARD: self._forward,
+            Kind.BACKWARD: self._backward,
+            Kind.SEND_ACTIVATION: self._send_activation,
+            Kind.RECV_ACTIVATION: self._receive_activation,
+            Kind.SEND_GRADIENT: self._send_gradient,
+            Kind.RECV_GRADIENT: self._receive_gradient,
+        }
+        self._clear()
+
+    def _clear(self) -> None:
+        self._flying: dict[Key, _InFlight] = {}
+        self._arriving: dict[Key, Receive] = {}  # activations that will enter a stage
+        self._returning: dict[Key, Receive] = {}  # gradients that will enter a stage
+        self._handed_on: dict[Key, Any] = {}  # activations for a stage on this rank, or to send
+        self._handed_back: dict[Key, list[Tensor]] = {}  # gradients likewise
+        self._results = Results()
+        self._batch = MicroBatches((), ())
+        self._train = True
+
+    def run(self, plan: Plan, batch: MicroBatches) -> Results:
+        """Runs this rank's program of the lowered `plan` once; gradients add up in the parameters.
+
+        Raises:
+            PipelineError: says which instruction failed, at which stage and layer.
+        """
+        self._clear()
+        self._batch, self._train = batch, not plan.forward_only
+        if self._transport is not None:
+            self._transport.exchange_all(plan.forward_only)
+        for stage in self._stages.values():
+            stage.train(self._train)
+        with torch.set_grad_enabled(self._train):
+            for step in plan.programs[self._rank]:
+                try:
+                    self._run_kind[step.kind](step)
+                except PipelineError as error:
+                    raise PipelineError(f"{self._at(step)}: {error}") from error
+                except Exception as error:
+                    raise PipelineError(
+                        f"{self._at(step)}: {type(error).__name__}: {error}"
+                    ) from error
+        if self._transport is not None:
+            self._transport.flush("the end of the step")
+        assert not self._flying, f"never run backward: {list(self._flying)}"
+        results, self._results = self._results, Results()
+        return results
+
+    def _at(self, step: Instruction) -> str:
+        what = {"F": "forward", "B": "backward"}.get(step.kind.value, step.kind.name.lower())
+        return f"{what} of micro-batch {step.microbatch} at stage {step.stage} ({step})"
+
+    # Forward
+
+    def _forward(self, step: Instruction) -> None:
+        key = (step.stage, step.microbatch)
+        x = self._input_of(step)
+        draws = self._batch.draws[step.microbatch] if self._batch.draws is not None else None
+        with self._timers("forward"):
+            output = self._stages[step.stage](x, draws)
+            if step.stage == self._last:
+                output = self._finish_forward(step, output)
+            else:
+                self._handed_on[key] = output
+        if self._train:
+            self._flying[key] = _in_flight(x, output)
+
+    def _input_of(self, step: Instruction) -> Any:
+        key = (step.stage, step.microbatch)
+        if step.stage == 0:
+            return self._cast_inputs(self._batch.inputs[step.microbatch])
+        if key in self._arriving:
+            assert self._transport is not None
+            with self._timers("communication"):
+                return self._transport.wait(self._arriving.pop(key), f"pipeline rank {self._rank}")
+        return _cut(self._handed_on.pop((step.stage - 1, step.microbatch)))
+
+    def _finish_forward(self, step: Instruction, output: Any) -> Any:
+        """The loss of the micro-batch, which takes the place of the output."""
+        m = step.microbatch
+        if self._batch.keep_outputs:
+            self._results.outputs[m] = pytree.tree_map_only(Tensor, Tensor.detach, output)
+        if self._loss_fn is None:
+            if self._train:
+                raise PipelineError("training needs a loss_fn; give one to PipelineModule")
+            return output
+        if m >= len(self._batch.labels):
+            return output
+        loss = self._loss_fn(output, self._batch.labels[m])
+        total, weight = loss if isinstance(loss, tuple) else (loss, None)
+        for name, value in (("loss", total), ("weight", weight)):
+            if value is not None and (not isinstance(value, Tensor) or value.numel() != 1):
+                found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise PipelineError(
+                    f"loss_fn must return a scalar, or a pair of scalars (sum, weight); its {name} "
+                    f"is {found}: reduce it, with .mean() for one"
+                )
+        self._results.losses[m] = total.detach().reshape(())
+        self._results.weights[m] = (
+            torch.ones((), device=total.device) if weight is None else weight.detach().reshape(())
+        )
+        return total
+
+    def _send_activation(self, step: Instruction) -> None:
+        assert self._transport is not None
+        message = self._handed_on.pop((step.stage, step.microbatch))
+        self._transport.send(Channel("activation", step.stage), step.microbatch, message)
+
+    def _receive_activation(self, step: Instruction) -> None:
+        assert self._transport is not None
+        channel = Channel("activation", step.stage - 1)
+        self._arriving[step.stage, step.microbatch] = self._transport.receive(
+            channel, step.microbatch
+        )
+
+    # Backward
+
+    def _backward(self, step: Instruction) -> None:
+        key = (step.stage, step.microbatch)
+        gradients = self._gradients_of(step)
+        flying = self._flying.pop(key)
+        if flying.edges:
+            with self._timers("backward"):
+                torch.autograd.backward(flying.edges, gradients)
+        if step.stage > 0:
+            self._handed_back[key] = [
+                torch.zeros_like(x) if x.grad is None else x.grad for x in flying.inputs
+            ]
+
+    def _gradients_of(self, step: Instruction) -> list[Tensor]:
+        key = (step.stage, step.microbatch)
+        flying = self._flying[key]
+        if step.stage == self._last:
+            device = self._results.losses[step.microbatch].device
+            factor = self._batch.loss_factor
+            return [torch.full(m.shape, factor, dtype=m.dtype, device=device) for m in flying.metas]
+        if key in self._returning:
+            assert self._transport is not None
+            with self._timers("communication"):
+                gradients = self._transport.wait(
+                    self._returning.pop(key), f"pipeline rank {self._rank}"
+                )
+            # The answer proves that the output was used over there.
+            self._transport.release(Channel("activation", step.stage), step.microbatch)
+            return list(gradients)
+        return self._handed_back.pop((step.stage + 1, step.microbatch))
+
+    def _send_gradient(self, step: Instruction) -> None:
+        assert self._transport is not None
+        gradients = self._handed_back.pop((step.stage, step.microbatch))
+        self._transport.send(Channel("gradient", step.stage - 1), step.microbatch, gradients)
+
+    def _receive_gradient(self, step: Instruction) -> None:
+        assert self._transport is not None
+        key = (step.stage, step.microbatch)
+
+        def shapes() -> list[TensorMeta] | None:
+            return self._flying[key].metas if key in self._flying else None
+
+        self._returning[key] = self._transport.receive(
+            Channel("gradient", step.stage), step.microbatch, shapes
+        )
+
+
+def _in_flight(x: Any, output: Any) -> _InFlight:
+    wanted = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    return _InFlight(
+        inputs=[t for t in pytree.tree_leaves(x) if isinstance(t, Tensor) and t.requires_grad],
+        edges=[get_gradient_edge(tensor) for tensor in wanted],
+        metas=[TensorMeta(tuple(t.shape), t.dtype, False) for t in wanted],
+    )
+
+
+def _cut(message: Any) -> Any:
+    """The same message without its graph, for a stage on the same rank."""
+    return pytree.tree_map_only(
+        Tensor, lambda t: t.detach().requires_grad_(t.requires_grad), message
+    )

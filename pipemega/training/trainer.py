@@ -1,0 +1,234 @@
+"""The loop that users script: train, evaluate, show, save."""
+
+import math
+import resource
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipemega.checkpoint import prune
+from pipemega.config import Config
+from pipemega.data.loader import BatchLoader
+from pipemega.engine import Engine
+from pipemega.errors import ConfigError
+from pipemega.monitor import (
+    EvalRecord,
+    Monitor,
+    ResumePoint,
+    StepRecord,
+    breakdown_line,
+    breakdown_scalars,
+    build_sinks,
+    get_logger,
+    peak_tflops,
+    tflops_per_device,
+)
+
+
+class Trainer:
+    """Trains an engine for `training.train_steps` steps, from where it stands.
+
+    Args:
+        engine: from `pipemega.initialize`, with training data.
+        valid: held-out data of the same kind; None skips evaluation.
+        tokens_per_sample, flops_per_token: for tokens/s, TFLOP/s and MFU; 0 leaves them out.
+
+    Attributes:
+        monitor: where records go; on rank 0 only.
+        validation: (step, loss) of each evaluation so far.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        valid: Any = None,
+        *,
+        tokens_per_sample: int = 0,
+        flops_per_token: float = 0.0,
+    ) -> None:
+        self.engine, self.config = engine, engine.config
+        self.validation: list[tuple[int, float]] = []
+        self._valid = valid
+        self._tokens_per_sample, self._flops_per_token = tokens_per_sample, flops_per_token
+        self._nan_steps = 0
+        self._log = get_logger(engine.mesh.rank)
+        self._peak = self.config.monitor.peak_tflops or _device_peak(engine.mesh.device)
+        state = self._resume()
+        self.monitor = self._open_monitor(state)
+
+    def _resume(self) -> dict[str, Any]:
+        """Loads `checkpoint.load`, if the config asks for it; returns the trainer's own state."""
+        folder = self.config.checkpoint.load
+        if folder is None:
+            return {}
+        path, client = self.engine.load_checkpoint(folder, self.config.checkpoint.tag)
+        state: dict[str, Any] = (client or {}).get("trainer", {})
+        self._nan_steps = state.get("nan_steps", 0)
+        self.validation = [(int(s), float(loss)) for s, loss in state.get("validation", [])]
+        self._log.info(f"resumed from {path} at step {self.engine.global_steps}")
+        return state
+
+    def _open_monitor(self, state: dict[str, Any]) -> Monitor:
+        engine = self.engine
+        resume = None
+        if engine.global_steps:
+            resume = ResumePoint(engine.global_steps, engine.consumed_samples)
+        return build_sinks(
+            self.config,
+            run_folder(self.config),
+            is_main=engine.mesh.rank == 0,
+            logger=self._log,
+            resume=resume,
+            state=state.get("monitor"),
+        )
+
+    def fit(self) -> float:
+        """Runs to `training.train_steps`; returns the last training loss.
+
+        Raises:
+            ConfigError: training.train_steps is missing.
+        """
+        settings, engine = self.config.training, self.engine
+        if settings.train_steps is None:
+            raise ConfigError("training.train_steps is missing: how many steps shall be trained?")
+        loss = math.nan
+        try:
+            if self._valid is not None and settings.eval_interval and not self.validation:
+                self.evaluate()
+            while engine.global_steps < settings.train_steps:
+                loss = self._train_step()
+                last = engine.global_steps == settings.train_steps
+                if self._due(settings.eval_interval) or (last and settings.eval_interval):
+                    self.evaluate()
+                if self._due(self.config.checkpoint.interval) or last:
+                    self.save()
+        finally:
+            self.monitor.close()
+        return loss
+
+    def _due(self, interval: int) -> bool:
+        return interval > 0 and self.engine.global_steps % interval == 0
+
+    def _train_step(self) -> float:
+        engine, started = self.engine, time.perf_counter()
+        loss = engine.train_batch()
+        seconds = time.perf_counter() - started
+        report = engine.last_step
+        assert report is not None
+        if not (math.isfinite(loss) and math.isfinite(report.grad_norm)):
+            self._nan_steps += 1
+        breakdown = self._breakdown()
+        samples = engine.batch.train_batch_size
+        tokens = samples * self._tokens_per_sample
+        tflops = None
+        if self._flops_per_token:
+            flops = self._flops_per_token * tokens
+            tflops = tflops_per_device(flops, seconds, engine.mesh.world.size)
+        self.monitor.write(
+            StepRecord(
+                step=engine.global_steps,
+                consumed_samples=engine.consumed_samples,
+                consumed_tokens=engine.consumed_samples * self._tokens_per_sample,
+                loss=loss,
+                lr=report.learning_rate,
+                grad_norm=report.grad_norm,
+                loss_scale=report.loss_scale if self.config.fp16.enabled else None,
+                step_seconds=seconds,
+                samples_per_second=samples / seconds,
+                tokens_per_second=tokens / seconds,
+                tflops_per_device=tflops,
+                mfu=tflops / self._peak if tflops and self._peak else None,
+                skipped_steps=engine.skipped_steps,
+                nan_steps=self._nan_steps,
+                memory_gib=self._memory() if self._prints() else None,
+                extra=breakdown,
+            )
+        )
+        return loss
+
+    def _prints(self) -> bool:
+        return self._due(self.config.steps_per_print or 0)
+
+    def _breakdown(self) -> dict[str, float]:
+        if not self.config.wall_clock_breakdown:
+            return {}
+        seconds = self.engine.timers.lap()
+        if self._prints():
+            self._log.info(breakdown_line(self.engine.global_steps, seconds))
+        return breakdown_scalars(seconds)
+
+    def _memory(self) -> float:
+        """Peak GiB of the fullest rank: on a GPU what was allocated, on a CPU the process."""
+        mesh = self.engine.mesh
+        if mesh.device.type == "cuda":
+            peak = float(torch.cuda.max_memory_allocated(mesh.device))
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        if self.config.memory_breakdown:
+            self._log.info(f"memory of rank {mesh.rank}: peak {peak / 2**30:.2f} GiB")
+        tensor = torch.tensor(peak, dtype=torch.float64, device=mesh.device)
+        if mesh.world.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=mesh.world.group)
+        return float(tensor.item()) / 2**30
+
+    def evaluate(self) -> float:
+        """The validation loss on the first `training.eval_steps` batches; the same each time."""
+        engine, started = self.engine, time.perf_counter()
+        count = self.config.training.eval_steps * engine.batch.num_microbatches
+        loader = self._validation_loader()
+        try:
+            loss = float(engine.eval_batch(islice(loader, count), count))
+        finally:
+            loader.close()
+        self.validation.append((engine.global_steps, loss))
+        self.monitor.write(
+            EvalRecord(
+                step=engine.global_steps,
+                consumed_samples=engine.consumed_samples,
+                loss=loss,
+                seconds=time.perf_counter() - started,
+            )
+        )
+        return loss
+
+    def _validation_loader(self) -> BatchLoader:
+        batch, mesh = self.engine.batch, self.engine.mesh
+        return BatchLoader(
+            self._valid,
+            train_batch_size=batch.train_batch_size,
+            micro_batch_size=batch.micro_batch_size,
+            data_rank=mesh.data.rank,
+            data_size=mesh.data.size,
+            shuffle=False,
+        )
+
+    def save(self) -> None:
+        """Writes a checkpoint into `checkpoint.save`, if the config names a folder."""
+        folder = self.config.checkpoint.save
+        if folder is None:
+            return
+        state = {
+            "monitor": self.monitor.state_dict(),
+            "nan_steps": self._nan_steps,
+            "validation": self.validation,
+        }
+        started = time.perf_counter()
+        path = self.engine.save_checkpoint(folder, client_state={"trainer": state})
+        self._log.info(f"saved {path} in {time.perf_counter() - started:.1f} s")
+        if self.config.checkpoint.keep_last and self.engine.mesh.rank == 0:
+            prune(Path(folder), self.config.checkpoint.keep_last)
+
+
+def run_folder(config: Config) -> Path:
+    """Where a run leaves what it writes beside its checkpoints."""
+    return Path(config.checkpoint.save or "runs/latest")
+
+
+def _device_peak(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    return peak_tflops(torch.cuda.get_device_name(device))

@@ -1,0 +1,45 @@
+"""Pretrains a GPT over a data x tensor x pipeline mesh.
+
+    torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json
+    torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json \\
+        --set pipeline.schedule=gpipe --set training.train_steps=50
+"""
+
+import argparse
+
+import pipemega
+from pipemega.training import Trainer
+from pipemega.training.pretrain import datasets_of, flops_per_token, model_of, report
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True, help="the JSON file; docs/config.md has its keys")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change one key of the file, as in --set mesh.pipeline=2 (repeatable)",
+    )
+    args = parser.parse_args()
+
+    with pipemega.run():
+        config = pipemega.load_config(args.config, args.set)
+        mesh = pipemega.build_mesh(config)
+        data = datasets_of(config, mesh)
+        engine, *_ = pipemega.initialize(model_of(config, mesh, data), config, data.train, mesh=mesh)
+        trainer = Trainer(
+            engine,
+            data.valid,
+            tokens_per_sample=config.model.seq_length,
+            flops_per_token=flops_per_token(config, data.vocab_size),
+        )
+        trainer.fit()
+        report(trainer, data)
+
+
+if __name__ == "__main__":
+    main()
