@@ -38,7 +38,7 @@ SURPLUS = 0.005
 MAX_DATASETS = 32767
 
 
-def normalized(weights: Sequence[float]) -> Floats:
+def normalized(weights: Sequence[float] | Floats) -> Floats:
     """Weights that add up to one.
 
     Raises:
@@ -63,7 +63,7 @@ def sizes_of_parts(weights: Sequence[float], num_samples: int, surplus: float = 
     ]
 
 
-def blend(weights: Sequence[float], num_samples: int) -> Blend:
+def blend(weights: Sequence[float] | Floats, num_samples: int) -> Blend:
     """Which dataset each sample comes from, and which of its samples that is.
 
     Shape:
@@ -163,7 +163,7 @@ class BlendedDataset(Dataset[Sample]):
     Args:
         datasets: of one split, each large enough for its share; see `sizes_of_parts`.
         weights: their shares; None: every sample of each, once.
-        num_samples: how many to mix; None, without weights only: all.
+        num_samples: how many to mix; without weights there are no more than all, and None is all.
         cache: where the index is kept.
 
     Raises:
@@ -187,12 +187,15 @@ class BlendedDataset(Dataset[Sample]):
         if num_samples is None and weights is not None:
             raise DataError("a blend by weight needs a number of samples")
         self.weights = normalized(sizes if weights is None else weights)
-        whole = num_samples is None
-        size = sum(sizes) if num_samples is None else num_samples
+        everything = sum(sizes)
+        size = everything if num_samples is None else num_samples
+        whole = weights is None
+        if whole:
+            size = min(size, everything)
 
         def build() -> dict[str, npt.NDArray[np.generic]]:
-            index = blend_exhaustively(sizes) if whole else blend(self.weights.tolist(), size)
-            return dict(zip(("dataset_index", "dataset_sample_index"), index, strict=True))
+            chosen, taken = blend_exhaustively(sizes) if whole else blend(self.weights, size)
+            return {"dataset_index": chosen[:size], "dataset_sample_index": taken[:size]}
 
         parts = [dataset.fingerprint for dataset in self.datasets]
         identity: dict[str, object] = {

@@ -147,7 +147,7 @@ def prepare(
         {
             "format": FORMAT,
             "corpus": corpus.identity,
-            "tokenizer": vocab_size if given is None else _digest(given),
+            "tokenizer": vocab_size if given is None else digest_of_tokenizer(given),
             "append eod": append_eod,
         }
     )
@@ -200,7 +200,11 @@ class _Job:
         except DataError:
             return None
         same = (len(data), data.num_tokens) == (manifest.documents, manifest.tokens)
-        return manifest if same and _digest(tokenizer) == manifest.tokenizer_digest else None
+        return (
+            manifest
+            if same and digest_of_tokenizer(tokenizer) == manifest.tokenizer_digest
+            else None
+        )
 
     def run(self, given: TextTokenizer | None, vocab_size: int) -> Prepared:
         """Train if need be, tokenize, write."""
@@ -231,7 +235,7 @@ class _Job:
             documents=documents,
             tokens=tokens,
             dtype=dtype.name,
-            tokenizer_digest=_digest(tokenizer),
+            tokenizer_digest=digest_of_tokenizer(tokenizer),
         )
         with atomic_path(manifest_of(self.prefix)) as path:
             path.write_text(json.dumps(asdict(manifest), indent=2) + "\n", encoding="utf-8")
@@ -342,5 +346,6 @@ def _one_thread() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
-def _digest(tokenizer: TextTokenizer) -> str:
+def digest_of_tokenizer(tokenizer: TextTokenizer) -> str:
+    """Stands for the tokenizer, wherever its file lies."""
     return hashlib.sha256(tokenizer.to_json().encode()).hexdigest()

@@ -1,0 +1,140 @@
+"""The loss of a token bigram model: what a trained model must beat to have learned more than pairs.
+
+    P(b | a) = w * (count(a, b) + s * P(b)) / (count(a) + s) + (1 - w) * P(b)
+    P(b)     = (count(b) + 1) / (n + V)
+
+Seen often, a token predicts its successor by its own counts; seen rarely, it falls back on how
+common each token is; w keeps a share for pairs never seen. Strength s and weight w are chosen
+where they may be: counts from the first nine tenths of the training tokens, the least loss on the
+last tenth. Then all training tokens are counted.
+
+Source: Jelinek and Mercer 1980 for w; MacKay and Peto 1995 for s.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pipemega.errors import DataError
+
+Tokens = npt.NDArray[np.generic]
+Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+STRENGTHS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+WEIGHTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+HELD_OUT = 0.1
+# Pairs are counted in portions, so that memory grows with the distinct pairs only.
+PORTION = 1 << 22
+
+
+class Smoothing(NamedTuple):
+    """The s and w of the formula above."""
+
+    strength: float
+    weight: float
+
+
+@dataclass(frozen=True)
+class BigramLoss:
+    """Mean loss per token on the validation tokens, in nats.
+
+    Attributes:
+        loss: of the bigram model.
+        unigram_loss: of P(b) alone, for comparison.
+        smoothing: what was chosen.
+        tokens: how many were predicted.
+    """
+
+    loss: float
+    unigram_loss: float
+    smoothing: Smoothing
+    tokens: int
+
+
+class BigramCounts:
+    """Counts of tokens and of pairs, pairs kept sparsely.
+
+    Args:
+        tokens: one stream; pairs across the borders of documents count too, as they do in
+            training samples.
+        vocab_size: ids must lie below it.
+
+    Raises:
+        DataError: fewer than two tokens, or one outside the vocabulary.
+    """
+
+    def __init__(self, tokens: Tokens, vocab_size: int) -> None:
+        if len(tokens) < 2:
+            raise DataError(f"a bigram model cannot be counted from {len(tokens)} tokens")
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise DataError(
+                f"token ids from {tokens.min()} to {tokens.max()} do not fit the vocabulary of "
+                f"{vocab_size}"
+            )
+        self.vocab_size = vocab_size
+        self.single: Ints = np.bincount(tokens, minlength=vocab_size)
+        self.first: Ints = self.single.copy()
+        self.first[int(tokens[-1])] -= 1  # the last token is first of no pair
+        self.pairs, self.pair_counts = _count_pairs(tokens, vocab_size)
+
+    def losses(self, tokens: Tokens, smoothings: Sequence[Smoothing]) -> tuple[float, Floats]:
+        """Mean nats per token of a stream, its first token apart.
+
+        Returns:
+            of P(b) alone, and of P(b | a) under each smoothing
+        """
+        common = (self.single + 1.0) / (self.single.sum() + self.vocab_size)
+        distinct, how_often = _count_pairs(tokens, self.vocab_size)
+        a, b = np.divmod(distinct, self.vocab_size)
+        place = np.minimum(np.searchsorted(self.pairs, distinct), len(self.pairs) - 1)
+        seen = np.where(self.pairs[place] == distinct, self.pair_counts[place], 0)
+        before, after = self.first[a], common[b]
+        total = how_often.sum()
+        losses = []
+        for s, w in smoothings:
+            chance = w * (seen + s * after) / (before + s) + (1 - w) * after
+            losses.append(-(how_often @ np.log(chance)) / total)
+        return float(-(how_often @ np.log(after)) / total), np.array(losses)
+
+
+def bigram_loss(train: Tokens, valid: Tokens, vocab_size: int) -> BigramLoss:
+    """Fit on the training tokens, judge on the validation tokens.
+
+    Raises:
+        DataError: one of them is too short, or holds foreign ids.
+    """
+    cut = len(train) - int(len(train) * HELD_OUT)
+    held_out = train[cut:]
+    if len(held_out) < 2 or len(valid) < 2:
+        raise DataError(
+            f"{len(train)} training and {len(valid)} validation tokens are too few for a bigram "
+            "model"
+        )
+    choices = [Smoothing(*choice) for choice in product(STRENGTHS, WEIGHTS)]
+    _, losses = BigramCounts(train[:cut], vocab_size).losses(held_out, choices)
+    best = choices[int(losses.argmin())]
+    unigram, loss = BigramCounts(train, vocab_size).losses(valid, [best])
+    return BigramLoss(float(loss[0]), unigram, best, len(valid) - 1)
+
+
+def _count_pairs(tokens: Tokens, vocab_size: int) -> tuple[Ints, Ints]:
+    """Distinct pairs a * V + b, sorted, and how often each occurs."""
+    pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    for start in range(0, len(tokens) - 1, PORTION):
+        part = tokens[start : start + PORTION + 1].astype(np.int64)
+        new, new_counts = np.unique(part[:-1] * vocab_size + part[1:], return_counts=True)
+        pairs, counts = _merge(np.append(pairs, new), np.append(counts, new_counts))
+    return pairs, counts
+
+
+def _merge(pairs: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """Add up the counts of equal pairs."""
+    order = np.argsort(pairs, kind="stable")
+    pairs, counts = pairs[order], counts[order]
+    firsts = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1]))
+    return pairs[firsts], np.add.reduceat(counts, firsts)
