@@ -25,7 +25,7 @@ from pipemega.optimizer import (
     parameter_groups,
 )
 from pipemega.pipeline.build import LocalModel, build_local_model, log_stages
-from pipemega.pipeline.cut import Sample, stage_bounds
+from pipemega.pipeline.cut import stage_bounds
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.lowering import lower
@@ -82,8 +82,13 @@ def initialize(
     mesh = mesh or build_mesh_of(config)
     batch = config.batch(mesh.data.size)
     log = get_logger(mesh.rank)
-    for warning in (*config.warnings, *batch.warnings):
-        log.warning(warning)
+    for note in config.notes:
+        log.info(note)
+    if mesh.rank == 0:
+        for warning in (*config.warnings, *batch.warnings):
+            log.warning(warning)
+    if config.dump_state:
+        log.info(config.to_json())
     kernels = Kernels.detect(mesh.device)
     loader = _loader(config, mesh, batch, training_data, collate_fn)
     plan = validate(
@@ -104,7 +109,12 @@ def initialize(
         checkpoint_interval=_checkpoint_interval(config, len(model)),
     )
     bounds = stage_bounds(
-        model, config.pipeline.partition, plan.num_stages, mesh, building, _sample(loader)
+        model,
+        config.pipeline.partition,
+        plan.num_stages,
+        mesh,
+        building,
+        lambda: _first_microbatch(loader),
     )
     local = build_local_model(model, mesh, bounds, plan.rank_of_stage, building)
     log_stages(log, model, bounds, plan.rank_of_stage)
@@ -148,8 +158,17 @@ def _loader(
     )
 
 
-def _sample(loader: BatchLoader | None) -> Sample | None:
-    return None if loader is None else loader.peek
+def _first_microbatch(loader: BatchLoader | None) -> tuple[Any, Any]:
+    """For measuring; the loader still begins with it."""
+    if loader is None or not loader.is_map_style:
+        raise ConfigError(
+            "pipeline.partition 'profile' measures the layers on a micro-batch, and there is none: "
+            "give initialize() a map-style training_data, or use 'parameters'"
+        )
+    state = loader.state_dict()
+    inputs, labels = next(loader)
+    loader.load_state_dict(state)
+    return inputs, labels
 
 
 def _checkpoint_interval(config: Config, num_layers: int) -> int:
@@ -199,7 +218,7 @@ def _optimizer_step(
     )
     optimizer = build_optimizer(
         config.optimizer.type,
-        config.optimizer.arguments,
+        config.optimizer.params.arguments(),
         groups,
         kernels=kernels,
         tensor=mesh.tensor,
@@ -209,7 +228,7 @@ def _optimizer_step(
         schedule = build_schedule(
             optimizer,
             config.scheduler.type,
-            config.scheduler.arguments,
+            config.scheduler.params.arguments(config.training.train_steps),
             total_steps=config.training.train_steps,
         )
     communication = config.communication_data_type

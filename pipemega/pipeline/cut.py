@@ -26,13 +26,13 @@ def stage_bounds(
     num_stages: int,
     mesh: Mesh,
     building: Building,
-    sample: Sample | None = None,
+    sample: Sample,
 ) -> tuple[int, ...]:
     """Stage s is layers bounds[s] to bounds[s + 1] - 1.  Collective for "profile".
 
     Args:
         method: "parameters" (or "best"), "uniform", "type:REGEX", "profile" or the bounds.
-        sample: for "profile".
+        sample: a micro-batch, for "profile"; raises ConfigError where there is none.
 
     Raises:
         ConfigError: names pipeline.partition; more stages than layers, nothing matches, ...
@@ -46,11 +46,6 @@ def stage_bounds(
     if method.startswith("type:"):
         return tuple(partition.by_type(method.removeprefix("type:"), net.layer_names, num_stages))
     if method == "profile":
-        if sample is None:
-            raise ConfigError(
-                "pipeline.partition 'profile' measures the layers on a micro-batch, and there is "
-                "none: give initialize() training_data, or use 'parameters'"
-            )
         return tuple(partition.partition(layer_seconds(net, mesh, building, sample), num_stages))
     raise ConfigError(
         f"pipeline.partition is {method!r}; it may be 'parameters', 'uniform', 'type:REGEX', "

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.engine import Engine
-from pipemega.tensor_parallel import gather_from_tensor
+from pipemega.tensor_parallel.collectives import gather_from_tensor
 
 
 def generate(

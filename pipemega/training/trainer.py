@@ -65,7 +65,7 @@ class Trainer:
         folder = self.config.checkpoint.load
         if folder is None:
             return {}
-        path, client = self.engine.load_checkpoint(folder, self.config.checkpoint.tag)
+        path, client = self.engine.load_checkpoint(folder, self.config.checkpoint.load_tag)
         state: dict[str, Any] = (client or {}).get("trainer", {})
         self._nan_steps = state.get("nan_steps", 0)
         self.validation = [(int(s), float(loss)) for s, loss in state.get("validation", [])]
