@@ -97,7 +97,8 @@ def _text(family: ScheduleFamily, sizes: Sizes, plan: Plan, costs: ShareCosts) -
             "",
             f"makespan   {timeline.makespan:g}   (first step to last; formula: "
             f"{family.makespan_formula})",
-            f"span       {timeline.span:g}   (the longest that one rank is busy or waits)",
+            f"span       {timeline.span:g}   (the longest of any one rank, from its own first step "
+            f"to its own last)",
             f"bubble     {timeline.bubble:.2%} simulated, {by_formula:.2%} by the formula",
             f"memory     {_peaks(timeline.peak)} micro-batches held at most, by rank (formula: "
             f"{family.peak_formula})",

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.instructions import Kind
 
 
 @dataclass(frozen=True)
@@ -118,15 +117,9 @@ class CostModel:
     def held_after_input(self) -> tuple[float, ...]:
         return self.kept if self.kept is not None else self.held_after_forward
 
-    def time(self, kind: Kind) -> tuple[float, ...]:
-        """How long a compute step of `kind` takes, per stage."""
-        if kind is Kind.FORWARD:
-            return self.forward
-        if kind is Kind.BACKWARD_INPUT:
-            return self.backward_input
-        if kind is Kind.BACKWARD_WEIGHT:
-            return self.backward_weight
-        assert kind is Kind.BACKWARD, f"{kind} is a message"
+    @property
+    def whole_backward(self) -> tuple[float, ...]:
+        """Time of B, per stage."""
         if self.backward is not None:
             return self.backward
         return tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))

@@ -1,4 +1,4 @@
-"""The words that a pipeline schedule is written in.  Floor 1: no torch, no processes, no clock.
+"""The words that a pipeline schedule is written in.  No torch, no processes, no clock.
 
     rank         position along the pipeline axis of the mesh
     stage        position in the model, 0 first; one rank may hold several

@@ -45,12 +45,32 @@ def running_order(plan: Plan) -> Iterator[tuple[int, Instruction, Instruction | 
         raise ScheduleError(f"schedule {plan.name!r} stands still:\n{_who_waits(plan, stuck)}")
 
 
-def _who_waits(plan: Plan, stuck: Mapping[int, int], most: int = 16) -> str:
-    steps = [(rank, plan.programs[rank][at]) for rank, at in stuck.items()]
-    waits = [f"  rank {rank} waits at {step} for {plan.needs(step)}" for rank, step in steps]
-    if len(waits) > most:
-        waits[most:] = [f"  and {len(waits) - most} ranks more"]
-    return "\n".join([*waits, excerpt(plan, stuck)])
+def _who_waits(plan: Plan, stuck: Mapping[int, int]) -> str:
+    """The ring of ranks that wait for each other, how many stand behind them, and the table."""
+    ring = _ring(plan, stuck)
+    waits = []
+    for rank in ring:
+        step = plan.programs[rank][stuck[rank]]
+        waits.append(f"  rank {rank} waits at {step} for {plan.needs(step)}")
+    if behind := len(stuck) - len(ring):
+        waits.append(f"  and {behind} more behind them")
+    ring_first = {rank: stuck[rank] for rank in (*ring, *stuck)}
+    return "\n".join([*waits, excerpt(plan, ring_first)])
+
+
+def _ring(plan: Plan, stuck: Mapping[int, int]) -> list[int]:
+    """The ranks in `stuck` that nobody else can free, in order; one, where it waits for itself."""
+    path: list[int] = []
+    rank = next(iter(stuck))
+    while rank not in path:
+        path.append(rank)
+        need = plan.needs(plan.programs[rank][stuck[rank]])
+        assert need is not None, "what needs nothing does not wait"
+        holder = plan.rank_of_stage[need.stage]
+        if holder not in stuck:  # it ran to its end, and what was needed is not in it
+            return [rank]
+        rank = holder
+    return sorted(path[path.index(rank) :])
 
 
 def excerpt(plan: Plan, marks: Mapping[int, int], around: int = 5, most: int = 16) -> str:
@@ -62,9 +82,9 @@ def excerpt(plan: Plan, marks: Mapping[int, int], around: int = 5, most: int = 1
     Args:
         marks: rank -> position in its program; an arrow stands before it.
         around: instructions to show on either side; `..` stands for the others.
-        most: rows to show, those with a mark first.
+        most: rows to show, the marked ones before the others.
     """
-    chosen = sorted(range(plan.num_ranks), key=lambda rank: (rank not in marks, rank))[:most]
+    chosen = list(dict.fromkeys((*marks, *range(plan.num_ranks))))[:most]
     rows = [
         f"    rank {rank:<3} {_row(plan.programs[rank], marks.get(rank), around)}"
         for rank in sorted(chosen)

@@ -1,14 +1,14 @@
 """Plans and timelines as people look at them: ranks down, time across.
 
-    rank 0   F0 F1 F2 .. .. .. .. B0 -- F3 B1 --
-    rank 1   .. F0 F1 .. .. B0 -- F2 B1 -- F3 ..
+    rank 0   F0 F1 F2 .. .. .. .. B0 -- F3 B1 -- .. B2 -- .. B3 --
+    rank 1   .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
 
 One column is as long as the shortest step; `--` means that the step before goes on, `..` that the
 rank waits. Where a rank holds several stages, each step names its own: `F0@4`. What is too wide is
 drawn without numbers:
 
-    rank 0   FFF....B-FB-..B-..B-
-    rank 1   .FF..B-FB-FB-..B-...
+    rank 0   FFF....B-FB-.B-.B-
+    rank 1   .FF..B-FB-FB-.B-..
 """
 
 from collections.abc import Iterator

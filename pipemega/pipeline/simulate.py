@@ -79,7 +79,12 @@ def simulate(plan: Plan, costs: CostModel) -> Timeline:
             f"schedule {plan.name!r} has {plan.num_stages} stages, and the costs are of "
             f"{costs.num_stages}"
         )
-    time = {kind: costs.time(kind) for kind in Kind if not kind.is_message}
+    time = {
+        Kind.FORWARD: costs.forward,
+        Kind.BACKWARD: costs.whole_backward,
+        Kind.BACKWARD_INPUT: costs.backward_input,
+        Kind.BACKWARD_WEIGHT: costs.backward_weight,
+    }
     home = plan.rank_of_stage
     clock = [0.0] * plan.num_ranks
     done: dict[Instruction, float] = {}

@@ -54,12 +54,12 @@ def _check_places(plan: Plan) -> None:
             f"{plan.num_microbatches} micro-batches and {plan.num_stages} stages; both are at "
             f"least 1",
         )
-    for rank in range(plan.num_ranks):
-        if not plan.stages_of(rank):
-            _fail(plan, f"rank {rank} holds no stage; rank_of_stage is {list(plan.rank_of_stage)}")
     for stage, rank in enumerate(plan.rank_of_stage):
         if not 0 <= rank < plan.num_ranks:
             _fail(plan, f"stage {stage} lives on rank {rank}, and there are {plan.num_ranks} ranks")
+    for rank in range(plan.num_ranks):
+        if not plan.stages_of(rank):
+            _fail(plan, f"rank {rank} holds no stage; rank_of_stage is {list(plan.rank_of_stage)}")
     for rank, program in enumerate(plan.programs):
         for at, step in enumerate(program):
             if not 0 <= step.stage < plan.num_stages:

@@ -64,11 +64,12 @@ def find_schedule(name: str) -> ScheduleFamily:
         return by_name[name]
     there = f"the schedules are {', '.join(SCHEDULES)}"
     if name in NOT_YET:
-        raise ScheduleError(f"schedule {name!r} is not there yet; {there}")
+        raise ScheduleError(f"schedule {name!r} is not there yet: {there}")
     near = get_close_matches(name.casefold(), [*by_name, *NOT_YET], n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    later = "(That one is not there yet.) " if near and near[0] in NOT_YET else ""
-    raise ScheduleError(f"unknown schedule {name!r}; {hint}{later}{there[0].upper()}{there[1:]}")
+    if not near:
+        raise ScheduleError(f"unknown schedule {name!r}: {there}")
+    later = " (That one is not there yet.)" if near[0] in NOT_YET else ""
+    raise ScheduleError(f"unknown schedule {name!r}; did you mean {near[0]!r}?{later} {there}")
 
 
 def build_plan(name: str, pp_size: int, num_microbatches: int, chunks: int = 1) -> Plan:

@@ -45,7 +45,6 @@ def _makespan(sizes: Sizes, costs: ShareCosts) -> float:
 
 ONE_F_ONE_B = ScheduleFamily(
     name="1f1b",
-    aliases=("dapple", "pipedream-flush"),
     build=lambda sizes: one_f_one_b(sizes.pp_size, sizes.num_microbatches),
     refuses=needs_one_chunk,
     makespan=_makespan,

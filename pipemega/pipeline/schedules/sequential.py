@@ -42,7 +42,6 @@ def _makespan(sizes: Sizes, costs: ShareCosts) -> float:
 
 SEQUENTIAL = ScheduleFamily(
     name="sequential",
-    aliases=("naive",),
     build=lambda sizes: sequential(sizes.pp_size, sizes.num_microbatches),
     refuses=needs_one_chunk,
     makespan=_makespan,

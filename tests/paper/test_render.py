@@ -1,0 +1,86 @@
+"""Drawings in text."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from pipemega.pipeline import render
+from pipemega.pipeline.costs import CostModel
+from pipemega.pipeline.render import draw, table_of_schedules
+from pipemega.pipeline.schedules import SCHEDULES, one_f_one_b
+from pipemega.pipeline.schedules.placement import v
+from pipemega.pipeline.simulate import simulate
+from tests.paper.plans import hand_made
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def _drawn(plan, **options):
+    return draw(simulate(plan, CostModel.uniform(plan.num_stages)), **options).splitlines()
+
+
+def test_drawings_read_as_in_the_file_that_makes_them():
+    rows = [line.strip() for line in render.__doc__.splitlines() if "    rank" in line]
+    plan = one_f_one_b(3, 4)
+    assert rows == _drawn(plan)[:2] + _drawn(plan, width=50)[:2]
+
+
+def test_a_step_that_goes_on_is_drawn_as_long_as_it_takes():
+    plan = hand_made("F0 I0 W0", "F0 B0")
+    assert draw(simulate(plan, CostModel.uniform(2, 1, 2, 3))).splitlines() == [
+        "rank 0   F0 .. .. .. .. .. .. I0 -- W0 -- --",
+        "rank 1   .. F0 B0 -- -- -- -- .. .. .. .. ..",
+    ]
+
+
+def test_a_column_is_half_the_shortest_step_where_that_fits_all():
+    plan = hand_made("F0 B0")
+    assert (
+        draw(simulate(plan, CostModel.uniform(1, 1.0, backward=1.5))) == "rank 0   F0 -- B0 -- --"
+    )
+
+
+def test_steps_of_several_stages_name_theirs():
+    plan = hand_made("F0@0 F0@3 B0@3 B0@0", "F0@1 F0@2 B0@2 B0@1", rank_of_stage=v(2))
+    costs = CostModel.uniform(4, backward=1.0)
+    assert draw(simulate(plan, costs)).splitlines() == [
+        "rank 0   F0@0 .... .... F0@3 B0@3 .... .... B0@0",
+        "rank 1   .... F0@1 F0@2 .... .... B0@2 B0@1 ....",
+    ]
+
+
+def test_steps_that_take_no_time_are_drawn_all_the_same():
+    plan = hand_made("F0 F1 B0 B1")
+    assert draw(simulate(plan, CostModel.uniform(1, 0, 0, 0))) == "rank 0   F0 F1 B0 B1"
+    assert draw(simulate(plan, CostModel.uniform(1, 0, 1, 1))) == "rank 0   F0 F1 B0 B1"
+
+
+@pytest.mark.parametrize("width", [40, 80, 120])
+def test_what_is_too_wide_or_too_high_is_cut_and_says_so(width):
+    lines = _drawn(one_f_one_b(40, 64), width=width, max_ranks=8)
+    assert len(lines) == 9
+    assert all(len(line) <= width for line in lines[:-1])
+    drawn, columns, ranks, of = map(int, re.findall(r"\d+", lines[-1]))
+    assert (columns, ranks, of) == (3 * (64 + 39), 8, 40)
+    left, right = lines[0].removeprefix("rank 0").strip().split(" … ")
+    assert len(left) + len(right) == drawn
+    assert left.startswith("FFF")
+    assert right.endswith("B-")
+
+
+def test_the_table_of_schedules_names_each_with_its_formulas():
+    rows = table_of_schedules().splitlines()[2:]
+    assert len(rows) == len(SCHEDULES)
+    for row, family in zip(rows, SCHEDULES.values(), strict=True):
+        for word in (family.name, family.makespan_formula, family.peak_formula, family.source):
+            assert word in row
+    assert "| 27.3% |" in rows[-1]  # 3 / (8 + 3)
+
+
+def test_the_docs_show_this_table_and_these_drawings():
+    text = (DOCS / "schedules.md").read_text()
+    assert table_of_schedules() in text
+    for family in SCHEDULES.values():
+        plan = family.build(render.Sizes(4, 8))
+        assert draw(simulate(plan, CostModel.uniform(4, backward=1.0))) in text
