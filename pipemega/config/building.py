@@ -7,7 +7,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pipemega.config.keys import Section, choices, marks, section_in, spell
-from pipemega.config.nearest import did_you_mean, nearest
+from pipemega.config.nearest import did_you_mean, nearest, one_of
 from pipemega.config.reading import Invalid, KeyPath, dotted, show
 
 S = TypeVar("S", bound=Section)
@@ -25,6 +25,7 @@ def build(kind: type[S], raw: Any, path: KeyPath = ()) -> S:
         raise Invalid(path, str(error)) from None
     if not isinstance(raw, Mapping):
         raise Invalid(path, f"{dotted(path)} must be an object, not {show(raw)}")
+    raw = _renamed(kind, raw, path)
     for key in raw:
         if key not in kind.model_fields:
             raise _unknown(kind, key, path)
@@ -40,15 +41,26 @@ def build(kind: type[S], raw: Any, path: KeyPath = ()) -> S:
 
 
 def _unknown(kind: type[Section], key: str, path: KeyPath) -> Invalid:
-    hint = did_you_mean(key, kind.model_fields)
+    known = (*kind.model_fields, *kind.old_names)
+    # Right, but one floor too high: `schedule` belongs to `pipeline`.
     below = [
         f"{name}.{key}"
         for name, field in kind.model_fields.items()
         if (part := section_in(field.annotation)) is not None and key in part.model_fields
     ]
-    if below and not nearest(key, kind.model_fields):
-        hint = f"; did you mean {' or '.join(repr(dotted((*path, name))) for name in below)}?"
+    names = [kind.old_names.get(name, name) for name in nearest(key, known)] + below
+    hint = one_of(names) if names else did_you_mean(key, kind.model_fields)
     return Invalid((*path, key), f"unknown key '{dotted((*path, key))}'{hint}")
+
+
+def _renamed(kind: type[Section], raw: Mapping[str, Any], path: KeyPath) -> Mapping[str, Any]:
+    """Old names of keys -> new ones."""
+    for old, new in kind.old_names.items():
+        if old in raw and new in raw:
+            raise Invalid(
+                (*path, old), f"{old} is an old name of {new}, and both are given: keep one"
+            )
+    return {kind.old_names.get(key, key): value for key, value in raw.items()}
 
 
 def _left_open(field: FieldInfo, value: Any) -> bool:
@@ -98,7 +110,7 @@ def _check_block(found: Mapping[str, Any], value: Any, path: KeyPath) -> None:
             raise Invalid((*path, key), f"unknown key '{dotted((*path, key))}'{hint}")
     if (key := _switched_on(value, found["on"])) is not None:
         where = (*path, *key)
-        raise Invalid(where, f"{dotted(where)} is on, and it is not here: {found['why']}")
+        raise Invalid(where, f"{dotted(where)} is on, and nothing here does it yet: {found['why']}")
 
 
 def _switched_on(value: Mapping[str, Any], on: str) -> KeyPath | None:
@@ -142,7 +154,7 @@ def _explained(
 def _wrong(field: FieldInfo, value: Any, path: KeyPath) -> str:
     words = [word for word in choices(field.annotation) if isinstance(word, str)]
     near = nearest(value, words) if isinstance(value, str) else []
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    hint = one_of(near) if near else ""
     return (
         f"{dotted(path)} must be {spell(field.annotation, field.metadata)}, not {show(value)}{hint}"
     )

@@ -34,6 +34,7 @@ class CheckpointSection(Section):
 
     save: Name | None = own(None, "Folder to save in; null: nothing is saved.")
     load: Name | None = own(None, "Folder to go on from; null: a new run.")
+    load_tag: Name | None = own(None, "Which checkpoint of `load`; null: the newest.")
     interval: Whole = own(0, "Steps between checkpoints; 0: only at the end.")
     keep_last: Count | None = own(None, "Newest checkpoints that are kept; null: all.")
     tag_validation: Literal["Warn", "Ignore", "Fail"] = honoured(

@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
@@ -49,6 +49,8 @@ class RunKeys(Section):
 class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     """A run, as one file says it.  Frozen: what follows from the keys is a property or a method."""
 
+    old_names: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
+
     mesh: MeshSection = section(MeshSection, "How the ranks are laid out.", own=True)
     model: ModelSection | None = own(None, "The built-in GPT; null: a model of your own.")
     data: DataSection = section(DataSection, "What it is trained on.", own=True)
@@ -72,7 +74,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:
-        return _mesh_of_stages(_new_name_of_bf16(raw)) if isinstance(raw, Mapping) else raw
+        return _mesh_of_stages(raw) if isinstance(raw, Mapping) else raw
 
     def batch(self, data_size: int) -> Batch:
         """The batch equation on `data_size` data ranks.
@@ -154,14 +156,6 @@ def load(
         raise found.error(invalid) from None
 
 
-def _new_name_of_bf16(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    if "bfloat16" not in raw:
-        return raw
-    if "bf16" in raw:
-        raise ValueError("bf16 and bfloat16 are two names of one section: keep bf16")
-    return {{"bfloat16": "bf16"}.get(key, key): value for key, value in raw.items()}
-
-
 def _mesh_of_stages(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """`pipeline.stages` stands in for a `mesh.pipeline` that is not written."""
     pipeline, mesh = raw.get("pipeline"), raw.get("mesh", {})
@@ -239,7 +233,7 @@ def _warnings(config: Config) -> Iterator[str]:
             if found["status"] == "ignored" and value not in found["accepts"]:
                 yield f"{dotted((*path, name))} is ignored: {found['why']}"
             elif found["status"] == "block" and value:
-                yield f"{dotted((*path, name))} is switched off and ignored: nothing here answers to it"
+                yield f"{dotted((*path, name))} is off, and ignored: nothing here reads it"
         yield from part.remarks()
     every = config.pipeline.activation_checkpoint_interval
     whole = config.model is not None and config.model.recompute == "full"

@@ -13,7 +13,7 @@ import json
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal, Union
+from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -33,6 +33,9 @@ class Section(BaseModel):
     """One object of the config file: frozen, and closed to keys that it does not know."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    old_names: ClassVar[Mapping[str, str]] = {}
+    """Keys under the names that they had before."""
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:

@@ -33,9 +33,13 @@ def nearest(word: str, known: Iterable[str]) -> list[str]:
     return found.get(limit, [])
 
 
+def one_of(names: Iterable[str]) -> str:
+    return f"; did you mean {' or '.join(map(repr, names))}?"
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: the nearest, or all there are."""
     names = list(dict.fromkeys(known))
     if near := nearest(word, names):
-        return f"; did you mean {' or '.join(map(repr, near))}?"
+        return one_of(near)
     return f"; known here: {', '.join(names)}" if names else "; nothing is known here"

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pipemega.config.keys import Count, Section, Whole, own
+from pipemega.config.keys import Count, NotNegative, Section, Whole, own
 
 
 class TrainingSection(Section):
@@ -23,4 +23,6 @@ class TrainingSection(Section):
         True, "false: parameters of one dim (norms, biases) are not decayed."
     )
     generate_tokens: Whole = own(0, "Length of the text that is shown after training; 0: none.")
+    generate_prompt: str = own("", "How that text begins.")
+    generate_temperature: NotNegative = own(0.0, "0 takes the likeliest token, more draws freely.")
     progress: bool = own(True, "Show a progress bar, where there is a terminal.")

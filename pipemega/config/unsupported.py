@@ -46,14 +46,14 @@ class UnsupportedKeys(Section):
     )
     elasticity: Block = block(
         "Batch sizes that fit many numbers of ranks.",
-        f"not here yet; give the batch by train_batch_size and its parts, and {_REMOVE}",
+        f"give the batch by train_batch_size and its parts, and {_REMOVE}",
         "enabled max_train_batch_size micro_batch_sizes min_gpus max_gpus min_time "
         "prefer_larger_batch version ignore_non_elastic_batch_info num_gpus_per_node "
         "model_parallel_size",
     )
     autotuning: Block = block(
         "Tries configs and keeps the best.",
-        f"not here; {_REMOVE}",
+        _REMOVE,
         "enabled start_step end_step metric_path arg_mappings metric model_info results_dir "
         "exps_dir overwrite fast start_profile_step end_profile_step tuner_type "
         "tuner_early_stopping tuner_num_trials model_info_path mp_size max_train_batch_size "
@@ -62,18 +62,18 @@ class UnsupportedKeys(Section):
     )
     curriculum_learning: Block = block(
         "Sequences that grow during training.",
-        f"not here; {_REMOVE}",
+        _REMOVE,
         "enabled curriculum_type min_difficulty max_difficulty schedule_type schedule_config",
     )
     data_efficiency: Block = block(
         "Sampling by difficulty, and dropping of tokens.",
-        f"not here; {_REMOVE}",
+        _REMOVE,
         "enabled seed data_sampling data_routing",
         on="nested",
     )
     compression_training: Block = block(
         "Quantisation and pruning during training.",
-        f"not here; {_REMOVE}",
+        _REMOVE,
         "weight_quantization activation_quantization sparse_pruning row_pruning head_pruning "
         "channel_pruning layer_reduction",
         on="nested",
@@ -88,16 +88,16 @@ class UnsupportedKeys(Section):
         on="mode",
     )
     progressive_layer_drop: Block = block(
-        "Leaves out layers at random.", f"not here; {_REMOVE}", "enabled theta gamma"
+        "Leaves out layers at random.", _REMOVE, "enabled theta gamma"
     )
     eigenvalue: Block = block(
         "Measures the curvature of the loss.",
-        f"not here; {_REMOVE}",
+        _REMOVE,
         "enabled verbose max_iter tol stability gas_boundary_resolution layer_name layer_num",
     )
     hybrid_engine: Block = block(
         "Training and fast generation in turns.",
-        f"not here; {_REMOVE}",
+        _REMOVE,
         "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters "
         "tp_gather_partition_size",
     )
@@ -109,7 +109,7 @@ class UnsupportedKeys(Section):
     )
     compile: Block = block(
         "Compiles the model.",
-        f"not here; {_REMOVE}",
+        _REMOVE,
         "enabled deepcompile backend kwargs free_activation offload_activation "
         "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters",
         on="enabled deepcompile",
@@ -127,7 +127,7 @@ class UnsupportedKeys(Section):
         None, "Reading and writing a fast disk.", "nothing is moved to a disk during a step"
     )
     graph_harvesting: bool = refused(
-        False, "DeepSpeed: capture the step as a CUDA graph.", "not here; set it to false"
+        False, "DeepSpeed: capture the step as a CUDA graph.", "set it to false"
     )
     log_level: str | None = ignored(
         None, "How much DeepSpeed logs.", "set the level of Python's logger 'pipemega' instead"
