@@ -62,20 +62,10 @@ class BigramCounts:
     Args:
         tokens: one stream; pairs across the borders of documents count too, as they do in
             training samples.
-        vocab_size: ids must lie below it.
-
-    Raises:
-        DataError: fewer than two tokens, or one outside the vocabulary.
+        vocab_size: ids lie below it.
     """
 
     def __init__(self, tokens: Tokens, vocab_size: int) -> None:
-        if len(tokens) < 2:
-            raise DataError(f"a bigram model cannot be counted from {len(tokens)} tokens")
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            raise DataError(
-                f"token ids from {tokens.min()} to {tokens.max()} do not fit the vocabulary of "
-                f"{vocab_size}"
-            )
         self.vocab_size = vocab_size
         self.single: Ints = np.bincount(tokens, minlength=vocab_size)
         self.first: Ints = self.single.copy()
@@ -115,6 +105,12 @@ def bigram_loss(train: Tokens, valid: Tokens, vocab_size: int) -> BigramLoss:
             f"{len(train)} training and {len(valid)} validation tokens are too few for a bigram "
             "model"
         )
+    for tokens in (train, valid):
+        if tokens.min() < 0 or tokens.max() >= vocab_size:
+            raise DataError(
+                f"token ids from {tokens.min()} to {tokens.max()} do not fit the vocabulary of "
+                f"{vocab_size}"
+            )
     choices = [Smoothing(*choice) for choice in product(STRENGTHS, WEIGHTS)]
     _, losses = BigramCounts(train[:cut], vocab_size).losses(held_out, choices)
     best = choices[int(losses.argmin())]

@@ -3,6 +3,7 @@
 import glob
 import gzip
 import json
+import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -192,14 +193,16 @@ def python_stdlib() -> Corpus:
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
-    for path in sorted(root.rglob("*.py")):
-        place = path.relative_to(root).parts
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = [
+            name
+            for name in subfolders
+            if name not in STDLIB_LEFT_OUT and not name.startswith("config-")
+        ]
         # _sysconfigdata and config-* say how and where this Python was built.
-        built_here = any(part.startswith(("_sysconfigdata", "config-")) for part in place)
-        if built_here or not STDLIB_LEFT_OUT.isdisjoint(place):
-            continue
-        if path.is_file() and path.stat().st_size >= STDLIB_SMALLEST_BYTES:
-            files.append(path)
+        found = (Path(folder) / name for name in names if not name.startswith("_sysconfigdata"))
+        files += [path for path in found if path.suffix == ".py" and path.is_file()]
+    files = sorted(path for path in files if path.stat().st_size >= STDLIB_SMALLEST_BYTES)
     if not files:
         raise DataError(
             f"this Python has no sources in {root}, so there is no {PYTHON_STDLIB!r} corpus: "

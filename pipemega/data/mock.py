@@ -5,7 +5,8 @@ import torch
 from torch.utils.data import Dataset
 
 from pipemega.data.caching import digest_of
-from pipemega.data.gpt_dataset import Sample, SampleFormat, positions_within_documents
+from pipemega.data.gpt_dataset import Sample, SampleFormat
+from pipemega.data.samples import SPLITS
 
 STRIDES = 7
 SAMPLES_OF_AN_EPOCH = 1024
@@ -45,13 +46,10 @@ class MockDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < self._size:
             raise IndexError(f"sample {index} of {self._size}")
-        random = np.random.RandomState([self.seed % 2**32, len(self.name), index])
+        random = np.random.RandomState([self.seed % 2**32, SPLITS.index(self.name), index])
         start, stride = random.randint(self.format.vocab_size), 1 + random.randint(STRIDES)
         text = (start + stride * np.arange(self.format.seq_length + 1)) % self.format.vocab_size
         tokens, labels = text[:-1].copy(), text[1:].copy()
-        if self.format.reset_position_ids:
-            positions = torch.from_numpy(positions_within_documents(tokens, self.format.eod))
-            return (torch.from_numpy(tokens), positions), torch.from_numpy(labels)
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 
     def describe(self) -> str:

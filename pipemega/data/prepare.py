@@ -256,9 +256,7 @@ class _Job:
             yield text[:room]
             room -= len(text)
             if room <= 0:
-                self._tell(
-                    f"the vocabulary is trained on the first {TRAINING_CHARACTERS:,} letters"
-                )
+                self._tell(f"its first {TRAINING_CHARACTERS:,} letters are enough for that")
                 return
 
     def _encode(self, chunks: Iterable[Chunk], tokenizer: Path, dtype: str) -> Iterator[Encoded]:
