@@ -28,6 +28,9 @@ import torch
 from benchmarks.pipeline_cpu.model import Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
+# What each rank of one measurement wrote.
+Results = list[dict[str, Any]]
+
 HERE = "benchmarks.pipeline_cpu"
 LOSS_TOLERANCE = 1e-5
 ENOUGH_OF_A_CORE = 0.97
@@ -35,12 +38,14 @@ ENOUGH_OF_A_CORE = 0.97
 
 @dataclass(frozen=True)
 class System:
-    """A row of the table: what runs, in how many processes, and which package it needs."""
+    """A row of the table: what runs, in how many processes, which package it needs, and whether
+    the comparison can do without it."""
 
     name: str
     function: str
     processes: int
     needs: str | None = None
+    is_optional: bool = False
 
     @property
     def is_pipeline(self) -> bool:
@@ -53,7 +58,9 @@ SYSTEMS = (
     System("two processes, alone each", f"{HERE}.peers:one_process", 2),
     System("torch 1F1B", f"{HERE}.peers:torch_1f1b", 2),
     System("torch GPipe", f"{HERE}.peers:torch_gpipe", 2),
-    System("DeepSpeed 1F1B", f"{HERE}.peers:deepspeed_1f1b", 2, needs="deepspeed"),
+    System(
+        "DeepSpeed 1F1B", f"{HERE}.peers:deepspeed_1f1b", 2, needs="deepspeed", is_optional=True
+    ),
     System("pipemega 1F1B", f"{HERE}.ours:pipemega_1f1b", 2, needs=f"{HERE}.ours"),
 )
 REFERENCE, LIMIT = SYSTEMS[0], SYSTEMS[1]
@@ -67,14 +74,22 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     sizes = Sizes()
     systems, notes = _available(options.systems)
-    runs: dict[str, list[list[dict[str, Any]]]] = {system.name: [] for system in systems}
+    memory: dict[str, Results] = {}
+    for system in list(systems):
+        try:
+            memory[system.name] = _measure(system, "memory", sizes, options)
+        except Failed as error:
+            if not system.is_optional:
+                raise
+            systems.remove(system)
+            notes.append(f"{system.name} was left out: {str(error).splitlines()[-1]}")
+    runs: dict[str, list[Results]] = {system.name: [] for system in systems}
     for turn in range(options.rounds):
         first = turn % len(systems)
         for system in systems[first:] + systems[:first]:
             results = _measure(system, "time", sizes, options)
             runs[system.name].append(results)
             _tell(f"round {turn + 1}: {system.name}: {_rate(system, results, sizes):.0f} tokens/s")
-    memory = {system.name: _measure(system, "memory", sizes, options) for system in systems}
     rows = [
         _row(system, runs[system.name], memory[system.name], sizes, runs[REFERENCE.name])
         for system in systems
@@ -133,9 +148,7 @@ def _available(words: list[str]) -> tuple[list[System], list[str]]:
     return chosen, notes
 
 
-def _measure(
-    system: System, phase: str, sizes: Sizes, options: argparse.Namespace
-) -> list[dict[str, Any]]:
+def _measure(system: System, phase: str, sizes: Sizes, options: argparse.Namespace) -> Results:
     """One set of processes; their results by rank.  Raises: Failed."""
     with tempfile.TemporaryDirectory() as folder:
         port = str(_free_port())
@@ -195,20 +208,21 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _rate(system: System, results: list[dict[str, Any]], sizes: Sizes) -> float:
+def _rate(system: System, results: Results, sizes: Sizes) -> float:
     """Tokens per second of all processes together."""
     tokens = sizes.tokens * len(results[0]["step_seconds"])
+    seconds = [float(result["seconds"]) for result in results]
     if system.is_pipeline:
-        return tokens / max(result["seconds"] for result in results)
-    return sum(tokens / result["seconds"] for result in results)
+        return tokens / max(seconds)
+    return sum(tokens / own for own in seconds)
 
 
 def _row(
     system: System,
-    rounds: list[list[dict[str, Any]]],
-    memory: list[dict[str, Any]],
+    rounds: list[Results],
+    memory: Results,
     sizes: Sizes,
-    reference: list[list[dict[str, Any]]],
+    reference: list[Results],
 ) -> dict[str, Any]:
     rates = [_rate(system, results, sizes) for results in rounds]
     expected = reference[0][0]["losses"]
@@ -237,13 +251,13 @@ def _distance(loss: float, expected: float) -> float:
     return math.inf if math.isnan(loss) else abs(loss - expected)
 
 
-def _by_rank(rounds: list[list[dict[str, Any]]], key: str) -> list[float]:
+def _by_rank(rounds: list[Results], key: str) -> list[float]:
     """The median over the rounds, for each rank."""
     by_round = [[result[key] for result in results] for results in rounds]
     return [median(values) for values in zip(*by_round, strict=True)]
 
 
-def _busy(runs: dict[str, list[list[dict[str, Any]]]]) -> list[str]:
+def _busy(runs: dict[str, list[Results]]) -> list[str]:
     """A note when the references, that wait for nobody, did not have a core each."""
     results = [r for s in (REFERENCE, LIMIT) for round_ in runs[s.name] for r in round_]
     share = min(result["cpu_seconds"] / result["seconds"] for result in results)

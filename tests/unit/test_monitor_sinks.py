@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pipemega.config import load
 from pipemega.errors import ConfigError
 from pipemega.monitor import (
     CsvSink,
@@ -212,6 +213,24 @@ def config(**sections):
         tensorboard=section(**(off | sections.get("tensorboard", {}))),
         wandb=section(enabled=False),
     )
+
+
+def test_every_section_of_a_real_configuration_is_read(tmp_path):
+    pytest.importorskip("wandb")
+    sections = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    real = load(
+        {
+            "train_batch_size": 8,
+            "steps_per_print": 5,
+            "training": {"train_steps": 3},
+            "csv_monitor": sections,
+            "tensorboard": sections,
+            "wandb": {"enabled": True, "mode": "disabled", "tags": ["a"]},
+        }
+    )
+    monitor = build_sinks(real, tmp_path, is_main=True, logger=LOGGER)
+    assert monitor.names == ("console", "jsonl", "csv_monitor", "tensorboard", "wandb")
+    monitor.close()
 
 
 def test_only_the_main_rank_writes(tmp_path):
