@@ -1,11 +1,11 @@
 """From the configuration's data section to the datasets of a run."""
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
+from pipemega.config.data import DataSection
 from pipemega.data.bigram import BigramLoss, bigram_loss
 from pipemega.data.blending import SURPLUS, BlendedDataset, normalized, sizes_of_parts
 from pipemega.data.caching import Say, digest_of, user_cache_folder, writable_folder
@@ -25,29 +25,6 @@ from pipemega.data.tokenizer import TextTokenizer
 from pipemega.errors import ConfigError, DataError
 
 AnyDataset: TypeAlias = GPTDataset | BlendedDataset | MockDataset
-
-
-class DataSection(Protocol):
-    """What is read of the configuration's `data`; see docs/config.md for each key."""
-
-    @property
-    def corpus(self) -> str | Sequence[str] | None: ...
-    @property
-    def data_path(self) -> str | Sequence[str | float] | None: ...
-    @property
-    def mock(self) -> bool: ...
-    @property
-    def split(self) -> str: ...
-    @property
-    def tokenizer(self) -> str | None: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def cache_path(self) -> str | None: ...
-    @property
-    def eod_mask_loss(self) -> bool: ...
-    @property
-    def reset_position_ids(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -83,37 +60,16 @@ class Datasets:
 
 @dataclass(frozen=True)
 class Blend:
-    """What `data.data_path` says: prefixes, and weights if it gives any."""
+    """The token files to read, and their weights if any were given."""
 
     prefixes: tuple[Path, ...]
-    weights: tuple[float, ...] | None
+    weights: tuple[float, ...] | None = None
 
-
-def parse_data_path(value: str | Sequence[str | float]) -> Blend:
-    """ "p", ["p", "q"] or [0.3, "p", 0.7, "q"] (weights may be written as strings, too).
-
-    Raises:
-        ConfigError: empty, or weights and prefixes that do not alternate.
-    """
-    entries = [value] if isinstance(value, str) else list(value)
-    numbers = [_as_number(entry) for entry in entries]
-    if entries and all(number is None for number in numbers):
-        return Blend(tuple(prefix_of(str(entry)) for entry in entries), None)
-    weights = [number for number in numbers[0::2] if number is not None]
-    names_are_names = all(number is None for number in numbers[1::2])
-    if not entries or len(entries) % 2 or len(weights) != len(entries) // 2 or not names_are_names:
-        raise ConfigError(
-            f"data.data_path {entries} must be one prefix, prefixes, or weights and prefixes in "
-            "turn: [0.3, 'a', 0.7, 'b']"
-        )
-    normalized(weights)
-    return Blend(tuple(prefix_of(str(entry)) for entry in entries[1::2]), tuple(weights))
-
-
-def _as_number(entry: str | float) -> float | None:
-    if isinstance(entry, str):
-        return float(entry) if re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", entry) else None
-    return float(entry)
+    @classmethod
+    def of(cls, pairs: tuple[tuple[float | None, str], ...]) -> "Blend":
+        """From `DataSection.blend`: (weight or None, prefix) for each."""
+        weights = tuple(weight for weight, _ in pairs if weight is not None)
+        return cls(tuple(prefix_of(prefix) for _, prefix in pairs), weights or None)
 
 
 def build_datasets(
@@ -144,15 +100,13 @@ def build_datasets(
         deadline_seconds: how long to wait for another rank that prepares text.
 
     Raises:
-        ConfigError: the keys of `section` contradict each other.
+        ConfigError: `section` names no data, or weights without a number of samples.
         DataError: files, tokens or splits are not what they must be.
     """
-    chosen = [key for key in ("corpus", "data_path", "mock") if getattr(section, key)]
-    if len(chosen) != 1:
-        given = " and ".join(f"data.{key}" for key in chosen) or "none of them"
+    if not (section.corpus or section.data_path or section.mock):
         raise ConfigError(
-            f"give one of data.corpus (text), data.data_path (token files) and data.mock; "
-            f"{given} was given"
+            "there is nothing to read: give data.corpus (text; 'python-stdlib' is always there), "
+            "data.data_path (token files) or data.mock"
         )
     samples = dict(zip(SPLITS, (train_samples, valid_samples, test_samples), strict=True))
     if section.mock:
@@ -160,11 +114,10 @@ def build_datasets(
     lines: list[str] = []
     if section.corpus:
         prefix, line = _prepare_corpus(section, say, progress, deadline_seconds)
-        blend = Blend((prefix,), None)
+        blend = Blend((prefix,))
         lines.append(line)
     else:
-        assert section.data_path, "one of the three is given"
-        blend = parse_data_path(section.data_path)
+        blend = Blend.of(section.blend)
     origin = _Origin.find(blend.prefixes, section.tokenizer)
     sample_format = SampleFormat(
         seq_length=seq_length,
@@ -174,7 +127,7 @@ def build_datasets(
         reset_position_ids=section.reset_position_ids,
     )
     cache = Path(section.cache_path).expanduser() if section.cache_path else None
-    builder = _SplitBuilder(blend, section.split, sample_format, seed, cache, say)
+    builder = _SplitBuilder(blend, section.split_weights, sample_format, seed, cache, say)
     splits = {name: builder.build(name, number) for name, number in samples.items()}
     lines += [dataset.describe() for dataset in splits.values() if dataset is not None]
     return Datasets(
@@ -313,7 +266,7 @@ class _SplitBuilder:
     def __init__(
         self,
         blend: Blend,
-        split: str,
+        split: tuple[float, float, float],
         sample_format: SampleFormat,
         seed: int,
         cache: Path | None,

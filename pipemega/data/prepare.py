@@ -5,6 +5,7 @@ as it says, they are used as they are; otherwise they are made again, each under
 until it is whole.
 """
 
+import glob
 import hashlib
 import json
 import multiprocessing
@@ -209,6 +210,9 @@ class _Job:
     def run(self, given: TextTokenizer | None, vocab_size: int) -> Prepared:
         """Train if need be, tokenize, write."""
         started = time.monotonic()
+        # What a killed run left; the lock is ours, so nobody writes them any more.
+        for left in self.prefix.parent.glob(f".{glob.escape(self.prefix.name)}.*.tmp"):
+            left.unlink(missing_ok=True)
         tokenizer = given or self._train(vocab_size)
         dtype = smallest_dtype(tokenizer.vocab_size)
         skipped = Skipped()

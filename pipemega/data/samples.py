@@ -12,15 +12,13 @@ Source: Megatron-LM, core/datasets/gpt_dataset.py and helpers.cpp, whose results
 loops are cumulative sums and binary searches here.
 """
 
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-
-from pipemega.errors import DataError
 
 Ints = npt.NDArray[np.integer]
 
@@ -29,26 +27,15 @@ SPLITS = ("train", "valid", "test")
 WHOLE_ENOUGH = 0.80
 
 
-def split_ranges(split: str, num_sequences: int) -> dict[str, range]:
+def split_ranges(shares: Sequence[float], num_sequences: int) -> dict[str, range]:
     """{"train", "valid", "test"} -> the sequences of each, cut at rounded shares of the whole.
 
     Args:
-        split: up to three shares, as in "969,30,1"; they need not add up to anything.
-
-    Raises:
-        DataError: no share, more than three, or none above zero.
+        shares: of train, valid and test; they add up to 1.
     """
-    shares = [float(number) for number in re.findall(r"\d+\.?\d*|\.\d+", split)]
-    if not 1 <= len(shares) <= 3 or not sum(shares) > 0 or "-" in split:
-        raise DataError(
-            f"data.split {split!r} must be one to three shares of train, valid and test that are "
-            "not all zero, like '969,30,1'"
-        )
-    shares += [0.0] * (3 - len(shares))
-    total = float(np.sum(np.array(shares)))
     bounds = [0.0]
     for share in shares:
-        bounds.append(bounds[-1] + share / total)
+        bounds.append(bounds[-1] + share)
     cuts = [round(bound * float(num_sequences)) for bound in bounds]
     return {name: range(cuts[i], cuts[i + 1]) for i, name in enumerate(SPLITS)}
 

@@ -2,15 +2,15 @@
 
 import math
 from itertools import pairwise
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from pipemega.config import load
 from pipemega.data import bigram as bigram_module
 from pipemega.data.bigram import bigram_loss
 from pipemega.data.blending import BlendedDataset
-from pipemega.data.build import build_datasets, parse_data_path
+from pipemega.data.build import build_datasets
 from pipemega.data.gpt_dataset import GPTDataset
 from pipemega.data.indexed import IndexedWriter
 from pipemega.data.loader import BatchLoader
@@ -19,22 +19,13 @@ from pipemega.data.prepare import prepare, tokenizer_of
 from pipemega.data.tokenizer import TextTokenizer
 from pipemega.errors import ConfigError, DataError
 
+BATCH = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
 TEXTS = [f"def function_{i}(x):\n    return x + {i * i}\n" * 3 for i in range(40)]
 
 
 def section(tmp_path, **keys):
-    defaults = {
-        "corpus": None,
-        "data_path": None,
-        "mock": False,
-        "split": "80,10,10",
-        "tokenizer": None,
-        "vocab_size": 300,
-        "cache_path": str(tmp_path / "cache"),
-        "eod_mask_loss": False,
-        "reset_position_ids": False,
-    }
-    return SimpleNamespace(**(defaults | keys))
+    defaults = {"split": "80,10,10", "vocab_size": 300, "cache_path": str(tmp_path / "cache")}
+    return load({"data": defaults | keys, **BATCH}).data
 
 
 def build(data, train=20, valid=5, test=0, **options):
@@ -125,37 +116,19 @@ def test_masks_and_positions_reach_the_samples(prefixes, tmp_path):
     assert seen
 
 
-@pytest.mark.parametrize(
-    ("value", "prefixes", "weights"),
-    [
-        ("p", ["p"], None),
-        (["p.bin", "q.idx"], ["p", "q"], None),
-        ([0.3, "p", 0.7, "q"], ["p", "q"], (0.3, 0.7)),
-        (["0.3", "p", "7e-1", "q"], ["p", "q"], (0.3, 0.7)),
-        ([1, "2024"], None, None),
-    ],
-)
-def test_a_data_path_is_a_prefix_prefixes_or_weights_and_prefixes(value, prefixes, weights):
-    if prefixes is None:
-        with pytest.raises(ConfigError, match="must be one prefix, prefixes, or weights and pref"):
-            parse_data_path(value)
-        return
-    blend = parse_data_path(value)
-    assert [str(prefix) for prefix in blend.prefixes] == prefixes
-    assert blend.weights == weights
+def test_files_may_be_named_in_place_of_their_prefix(prefixes, tmp_path):
+    named = build(section(tmp_path, data_path=[f"{prefixes[0]}.bin", f"{prefixes[1]}.idx"]))
+    assert [str(part.data.prefix) for part in named.train.datasets] == list(prefixes)
 
 
-@pytest.mark.parametrize("value", [[], [0.5, "p", "q"], ["p", 0.5], [0.5, 0.5], [0.3, "p", 0.7]])
-def test_a_data_path_out_of_step_is_refused(value):
-    with pytest.raises(ConfigError, match=r"data.data_path \[.*must be one prefix, prefixes, or"):
-        parse_data_path(value)
+def test_a_weight_of_zero_is_refused(prefixes, tmp_path):
+    with pytest.raises(DataError, match=r"weight 0.0 of dataset 1 in data.data_path must be posit"):
+        build(section(tmp_path, data_path=[1, prefixes[0], 0, prefixes[1]]))
 
 
-def test_one_source_must_be_given(tmp_path):
-    with pytest.raises(ConfigError, match=r"give one of data.corpus .* none of them was given"):
+def test_some_data_must_be_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"nothing to read: give data.corpus .*python-stdlib"):
         build(section(tmp_path))
-    with pytest.raises(ConfigError, match=r"data.corpus and data.mock was given"):
-        build(section(tmp_path, corpus="x", mock=True))
 
 
 def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(prefixes, tmp_path):

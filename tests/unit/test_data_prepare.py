@@ -3,6 +3,9 @@
 import argparse
 import gzip
 import json
+import multiprocessing
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import numpy as np
 import pytest
 
 from pipemega.cli import data as cli
+from pipemega.data import caching
 from pipemega.data import corpus as corpus_module
 from pipemega.data import prepare as prepare_module
 from pipemega.data.corpus import Skipped, find_corpus
@@ -221,8 +225,6 @@ def test_the_files_do_not_depend_on_the_number_of_workers(lines, tmp_path, monke
 
 
 def kill_worker(*_):
-    import os
-
     os._exit(1)
 
 
@@ -286,6 +288,31 @@ def test_an_exception_in_the_middle_leaves_the_files_of_before(lines, tmp_path, 
         prepare(lines, tmp_path / "out", tokenizer=tokenizer_of(tmp_path / "out"))
     assert read_manifest(tmp_path / "out") == first
     assert IndexedDataset(tmp_path / "out").num_tokens == first.tokens
+
+
+def _prepare_and_be_killed(lines, prefix):
+    def be_killed(*_):
+        os.kill(os.getpid(), 9)
+
+    prepare_module.encode_chunk = be_killed
+    prepare(lines, prefix, vocab_size=300)
+
+
+def test_a_kill_in_the_middle_leaves_nothing_under_a_final_name_and_the_next_run_cleans_up(
+    lines, tmp_path, monkeypatch
+):
+    process = multiprocessing.get_context("spawn").Process(
+        target=_prepare_and_be_killed, args=(lines, tmp_path / "out")
+    )
+    process.start()
+    process.join()
+    assert process.exitcode == -9
+    left = [path.name for path in tmp_path.iterdir() if path != lines]
+    assert len(left) == 3  # the lock, and the beginnings of .bin and .tokenizer.json
+    assert all(name.startswith(".out.") for name in left)
+    monkeypatch.setattr(caching, "SILENCE_OF_THE_DEAD_SECONDS", 0.1)
+    prepare(lines, tmp_path / "out", vocab_size=300)
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_corpus_without_text_is_refused(tmp_path):
@@ -387,8 +414,6 @@ def test_a_tokenizer_and_a_vocabulary_size_exclude_each_other(lines, capsys):
 
 
 def test_preparing_text_loads_no_torch():
-    import subprocess
-
     code = "import sys, pipemega.data.prepare, pipemega.cli.data; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
