@@ -118,10 +118,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--split",
         type=int,
-        default=4,
+        default=5,
         metavar="LAYERS",
         help="transformer layers on stage 0, for all systems; the embedding is there too, the "
-        "final norm and the head are on stage 1 (default: 4)",
+        "final norm and the head are on stage 1 (default: 5)",
     )
     parser.add_argument("--json", type=Path, help="write the whole result to this file")
     parser.add_argument(
