@@ -106,6 +106,8 @@ class BatchLoader:
             shuffle = self.is_map_style and not getattr(dataset, "already_shuffled", False)
         self._set_order(seed, shuffle)
         self._doing = "nothing was asked for yet"
+        self._was_read = False
+        self._peeked: Delivery | None = None
         self._source: Prefetcher[Delivery] | Generator[Delivery, None, None] | None = None
         self._start_at(self._position_of(consumed_samples))
 
@@ -141,17 +143,17 @@ class BatchLoader:
         return self
 
     def __next__(self) -> MicroBatch:
-        if self._source is None:
-            self._source = self._open()
-        source = self._source
-        try:
-            batch, position = source.get() if isinstance(source, Prefetcher) else next(source)
-        except DataError:
-            # Asked again, the loader tries the same samples again, and never skips them.
-            self.close()
-            raise
-        self._position = position
+        (batch, self._position), self._peeked = self._peeked or self._take(), None
         return batch
+
+    def peek(self) -> MicroBatch:
+        """The next micro-batch, which stays the next one; also right for a generator.
+
+        Raises:
+            StopIteration, DataError: as iterating does.
+        """
+        self._peeked = self._peeked or self._take()
+        return self._peeked[0]
 
     def next_step(self) -> list[MicroBatch]:
         """The micro-batches of one optimizer step.
@@ -207,6 +209,7 @@ class BatchLoader:
 
     def close(self) -> None:
         """Stop the threads; the loader begins again where it was if it is iterated once more."""
+        self._peeked = None
         source, self._source = self._source, None
         if source is not None:
             source.close()
@@ -239,7 +242,26 @@ class BatchLoader:
         self.close()
         self._position = position
 
+    def _take(self) -> Delivery:
+        if self._source is None:
+            self._source = self._open()
+        source = self._source
+        try:
+            return source.get() if isinstance(source, Prefetcher) else next(source)
+        except DataError:
+            # Asked again, the loader tries the same samples again, and never skips them.
+            self.close()
+            raise
+
     def _open(self) -> "Prefetcher[Delivery] | Generator[Delivery, None, None]":
+        # A generator is its own iterator: what was read of it, or read ahead, is gone.
+        once = not self.is_map_style and iter(self.dataset) is self.dataset
+        if once and self._was_read:
+            raise DataError(
+                f"{self.name} can be read only once, and the loader was closed or moved after it "
+                "had begun: give a dataset whose __iter__ begins anew"
+            )
+        self._was_read = True
         make = self._map_style if self.is_map_style else self._iterable
         items = make(self._position)
         if not self._prefetch:

@@ -243,6 +243,28 @@ def test_an_iterable_begins_again_and_a_generator_ends():
     loader.close()
 
 
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_micro_batch_can_be_looked_at_before_it_is_taken(prefetch):
+    once = ((torch.tensor([i]), torch.tensor([-i])) for i in range(8))
+    loader = BatchLoader(once, train_batch_size=4, micro_batch_size=2, prefetch=prefetch)
+    assert numbers_of(loader.peek()) == numbers_of(loader.peek()) == [0, 1]
+    assert loader.consumed_samples == 0
+    assert [numbers_of(batch) for batch in loader.next_step()] == [[0, 1], [2, 3]]
+    assert numbers_of(loader.peek()) == [4, 5]
+    assert loader.consumed_samples == 4
+    loader.close()
+
+
+def test_a_generator_that_was_begun_cannot_be_read_from_another_place():
+    once = ((torch.tensor([i]), torch.tensor([-i])) for i in range(9))
+    loader = BatchLoader(once, train_batch_size=4, micro_batch_size=4)
+    state = loader.state_dict()
+    next(loader)
+    loader.load_state_dict(state)
+    with pytest.raises(DataError, match="generator can be read only once, and the loader was clo"):
+        next(loader)
+
+
 def test_an_iterable_that_gives_nothing_is_an_error():
     loader = BatchLoader(Stream(0), train_batch_size=4, micro_batch_size=4)
     with pytest.raises(DataError, match="Stream gave no sample in epoch 0"):
