@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipemega.errors import ConfigError
 from pipemega.mesh import Axis
 from pipemega.parameters import shard_of
+from pipemega.ties import sum_over_holders
 
 # Every view starts on a multiple of this many elements, for aligned loads; the gaps stay zero.
 _ALIGNMENT = 64
@@ -203,7 +204,7 @@ def reduce_tied(gradients: GradientBuffer, tied: Mapping[str, Axis]) -> None:
     for slot in sorted(gradients.slots, key=lambda slot: slot.name):
         axis = tied.get(slot.name)
         if axis is not None and axis.size > 1:
-            dist.all_reduce(gradients.view(slot.parameter), group=axis.group)
+            sum_over_holders(gradients.view(slot.parameter), axis)
 
 
 def reduce_data(gradients: GradientBuffer, data: Axis, reduction: DataReduction) -> float:

@@ -14,6 +14,7 @@ from torch import nn
 from pipemega.mesh import Axis, Mesh
 from pipemega.parameters import shard_of
 from pipemega.pipeline.module import Building, Loss, PipelineModule, Stage, build_stages
+from pipemega.ties import copy_from_first
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,8 +70,7 @@ def build_local_model(
     _agree_on_built_modules(net, mesh, stages)
     with torch.no_grad():
         for name in sorted(local.tied):
-            axis = local.tied[name]
-            dist.broadcast(parameters[name].data, src=axis.ranks[0], group=axis.group)
+            copy_from_first(parameters[name].data, local.tied[name])
     return local
 
 
@@ -86,15 +86,7 @@ def _tied_axes(
         if len(holders) == 1 or mesh.pipeline.rank not in holders:
             continue
         ranks = tuple(mesh.pipeline.ranks[r] for r in holders)
-        group = mesh.pipeline.group
-        if len(holders) < mesh.pipeline.size:
-            group = dist.new_group(
-                sorted(ranks),
-                timeout=mesh.timeout,
-                use_local_synchronization=True,
-                group_desc=f"tied {key}",
-            )
-        axis = Axis(f"tied {key}", ranks, holders.index(mesh.pipeline.rank), group)
+        axis = Axis(f"tied {key}", ranks, holders.index(mesh.pipeline.rank), mesh.pipeline.group)
         spec = net.specs[positions[0]]
         axes |= {f"layers.{positions[0]}.{n}": axis for n in spec.tied_weight_attr}  # type: ignore[attr-defined]
     return axes

@@ -44,6 +44,7 @@ PLAN = {
         "tensor_parallel/vocabulary.py",
         "parameters.py",
         "failure.py",
+        "ties.py",
         "data/",
         "tensor_parallel/collectives.py",
         "pipeline/spec.py",

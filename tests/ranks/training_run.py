@@ -99,7 +99,9 @@ def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
     result["parameters"] = engine.parameter_state()
     result["eval"] = engine.eval_batch(data(engine, 99))
     # Plain numbers travel between processes without shared memory.
-    result["gradients"] = [{n: g.double().numpy() for n, g in gs.items()} for gs in result["gradients"]]
+    result["gradients"] = [
+        {n: g.double().numpy() for n, g in gs.items()} for gs in result["gradients"]
+    ]
     result["parameters"] = {n: p.double().numpy() for n, p in result["parameters"].items()}
     return result
 

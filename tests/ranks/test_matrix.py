@@ -1,0 +1,191 @@
+"""One oracle rules: the unsplit model in one process.
+
+Every mesh, schedule, precision and way to recompute must give its losses, gradients, norms and
+parameters. The default run takes each mesh with each schedule, and each other choice on some
+meshes; `pytest -m sweep` takes all of them with all.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy
+import pytest
+
+from tests.ranks import training_run
+from tests.ranks.pool import RankPool
+from tests.ranks.training_run import settings
+
+MESHES = [
+    (data, tensor, pipeline)
+    for data, tensor, pipeline in itertools.product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3, 4))
+    if data * tensor * pipeline <= 4
+]
+SCHEDULES = ("sequential", "gpipe", "1f1b")
+
+# Each choice laid over the plain run, and the dtype that it runs in.
+Choice = tuple[dict[str, Any], str]
+CHOICES: dict[str, Choice] = {
+    "plain": ({}, "float64"),
+    "clipped": ({"gradient_clipping": 0.05}, "float64"),
+    "untied": ({"model": {"untie_embeddings_and_output_weights": True}}, "float64"),
+    "sequence parallel": ({"mesh": {"sequence_parallel": True}}, "float64"),
+    "recompute full": ({"model": {"recompute": "full"}}, "float64"),
+    "recompute selective": ({"model": {"recompute": "selective"}}, "float64"),
+    "checkpoint every 2 layers": ({"pipeline": {"activation_checkpoint_interval": 2}}, "float64"),
+    "number of checkpoints": ({"activation_checkpointing": {"number_checkpoints": 3}}, "float64"),
+    "mean of micro-batches": ({"training": {"loss_reduction": "micro_batch"}}, "float64"),
+    "llama style": (
+        {
+            "model": {
+                "position_embedding_type": "rope",
+                "normalization": "RMSNorm",
+                "swiglu": True,
+                "add_bias_linear": False,
+                "num_query_groups": 2,
+                "untie_embeddings_and_output_weights": True,
+            }
+        },
+        "float64",
+    ),
+    "label smoothing": ({"model": {"label_smoothing": 0.1}}, "float64"),
+    "exchanged shapes": ({"pipeline": {"shapes": "exchanged"}}, "float64"),
+    "layers seeded one by one": ({"pipeline": {"seed_layers": True}}, "float64"),
+    "cut evenly": ({"pipeline": {"partition": "uniform"}}, "float64"),
+    "cut by type": ({"pipeline": {"partition": "type:block|norm|head"}}, "float64"),
+    "SGD": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
+        "float64",
+    ),
+    "LAMB": ({"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, "float64"),
+    "prescaled": (
+        {"prescale_gradients": True, "gradient_allreduce_op": "mean"},
+        "float64",
+    ),
+    "fp32": ({}, "float32"),
+    "bf16": ({"bf16": {"enabled": True}}, "float32"),
+    "fp16": ({"fp16": {"enabled": True, "initial_scale_power": 8}}, "float32"),
+}
+
+# Of the largest value, for sums whose order differs between meshes; the masters are fp32.
+TOLERANCE = {"float64": 1e-10, "float32": 2e-4, "bf16": 6e-2, "fp16": 1e-2}
+
+
+def config_of(mesh: tuple[int, int, int], schedule: str, choice: str) -> dict[str, Any]:
+    changes, _ = CHOICES[choice]
+    data, tensor, pipeline = mesh
+    config = settings(**changes)
+    config["mesh"] = {"tensor": tensor, "pipeline": pipeline, "data": data} | config.get("mesh", {})
+    config["pipeline"] = {"schedule": schedule} | config.get("pipeline", {})
+    # Sequence parallelism on one tensor rank is only a warning; stages need a matching layer.
+    if choice == "cut by type" and pipeline > 3:
+        config["pipeline"]["partition"] = "type:.*"
+    if choice == "LAMB":
+        config["optimizer"] = {"type": "Lamb", "params": {"lr": 0.01}}
+    if choice == "SGD":
+        config["optimizer"] = {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    return config
+
+
+Oracle = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def oracle(pool: RankPool) -> Oracle:
+    """The unsplit model in one process, for each choice."""
+
+    @cache
+    def run(choice: str) -> dict[str, Any]:
+        config = config_of((1, 1, 1), "sequential", choice)
+        (result,) = pool.run(1, training_run.train, config, CHOICES[choice][1])
+        return result
+
+    return run
+
+
+def run_all(pool: RankPool, mesh: tuple[int, int, int], cases: list[tuple[str, str]]) -> list[Any]:
+    """The results of (schedule, choice) cases on one mesh, checked to agree over its ranks."""
+    configs = [(config_of(mesh, s, choice), CHOICES[choice][1]) for s, choice in cases]
+    data, tensor, pipeline = mesh
+    by_rank = pool.run(data * tensor * pipeline, training_run.train_all, configs, timeout=300.0)
+    for results in zip(*by_rank, strict=True):
+        for other in results[1:]:
+            assert other["loss"] == results[0]["loss"], "the loss is the same float on every rank"
+            assert other["norm"] == results[0]["norm"]
+            assert other["eval"] == results[0]["eval"]
+    return list(by_rank[0])
+
+
+def largest_difference(got: dict[str, Any], want: dict[str, Any]) -> float:
+    """Of any logical tensor, relative to its largest element."""
+    assert set(got) == set(want)
+    return max(
+        float(numpy.abs(got[n] - want[n]).max() / max(numpy.abs(want[n]).max(), 1e-3)) for n in want
+    )
+
+
+def assert_like_the_oracle(got: Any, want: Any, choice: str) -> None:
+    tolerance = TOLERANCE[choice if choice in TOLERANCE else CHOICES[choice][1]]
+    for key in ("loss", "norm"):
+        assert got[key] == pytest.approx(want[key], rel=tolerance), key
+    assert got["eval"] == pytest.approx(want["eval"], rel=tolerance)
+    assert got["skipped"] == want["skipped"]
+    for mine, theirs in zip(got["gradients"], want["gradients"], strict=True):
+        assert largest_difference(mine, theirs) < tolerance
+    assert largest_difference(got["parameters"], want["parameters"]) < tolerance
+
+
+def assert_bitwise(results: list[Any]) -> None:
+    first = results[0]
+    for other in results[1:]:
+        for key in ("loss", "norm", "eval", "scale"):
+            assert other[key] == first[key]
+        for name, value in first["parameters"].items():
+            assert numpy.array_equal(other["parameters"][name], value), name
+        for mine, theirs in zip(other["gradients"], first["gradients"], strict=True):
+            for name, value in theirs.items():
+                assert numpy.array_equal(mine[name], value), name
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_mesh_trains_like_one_process_and_no_schedule_changes_a_bit(
+    pool: RankPool, oracle: Oracle, mesh: tuple[int, int, int]
+) -> None:
+    results = run_all(pool, mesh, [(schedule, "plain") for schedule in SCHEDULES])
+    assert_bitwise(results)
+    assert_like_the_oracle(results[0], oracle("plain"), "plain")
+
+
+def _some() -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Each choice on the largest mesh of each kind, and where it matters most."""
+    for choice in CHOICES:
+        if choice == "plain":
+            continue
+        yield choice, (1, 2, 2)
+        if choice in ("mean of micro-batches", "prescaled", "fp32", "bf16", "fp16", "clipped"):
+            yield choice, (2, 1, 2)
+        if choice in ("sequence parallel", "LAMB", "llama style"):
+            yield choice, (2, 2, 1)
+        if choice in ("untied", "exchanged shapes", "recompute full"):
+            yield choice, (1, 1, 4)
+
+
+@pytest.mark.parametrize(("choice", "mesh"), list(_some()), ids=str)
+def test_every_choice_trains_like_one_process(
+    pool: RankPool, oracle: Oracle, choice: str, mesh: tuple[int, int, int]
+) -> None:
+    results = run_all(pool, mesh, [("1f1b", choice), ("gpipe", choice)])
+    assert_bitwise(results)
+    assert_like_the_oracle(results[0], oracle(choice), choice)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_choice_on_every_mesh_trains_like_one_process(
+    pool: RankPool, oracle: Oracle, choice: str, mesh: tuple[int, int, int]
+) -> None:
+    results = run_all(pool, mesh, [(schedule, choice) for schedule in SCHEDULES])
+    assert_bitwise(results)
+    assert_like_the_oracle(results[0], oracle(choice), choice)
