@@ -137,7 +137,7 @@ def _explained(
         where = (*path, key) if key else path
         if key in found:  # each member of a union complains for itself
             continue
-        if detail["type"] == "missing":
+        if detail["type"] == "missing" and len(detail["loc"]) == 1:
             message = f"{dotted(where)} is missing, and has no default: {_meaning(kind, key)}"
         elif detail["type"] == "value_error":
             message = str(detail["ctx"]["error"])

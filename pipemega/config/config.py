@@ -227,7 +227,8 @@ def _sizes(config: Config) -> None:
 
 def _warnings(config: Config) -> Iterator[str]:
     for path, part in sections(config):
-        for name in part.model_fields_set:
+        written = [name for name in type(part).model_fields if name in part.model_fields_set]
+        for name in written:
             found = marks(type(part).model_fields[name])
             value = getattr(part, name)
             if found["status"] == "ignored" and value not in found["accepts"]:

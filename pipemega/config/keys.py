@@ -183,8 +183,8 @@ def _bounds(kind: Any, constraints: Iterable[Any]) -> str:
     signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
     found = [
         f"{sign} {getattr(constraint, name):g}"
-        for constraint in constraints
         for name, sign in signs.items()
+        for constraint in constraints
         if hasattr(constraint, name)
     ]
     return (" " + " and ".join(found)) if found else ""

@@ -3,11 +3,15 @@
 from collections.abc import Iterable
 
 
-def distance(a: str, b: str) -> int:
+def distance(a: str, b: str, limit: int | None = None) -> int:
     """Edits from `a` to `b`: one character put in, left out or changed, or two neighbours swapped.
+
+    Args:
+        limit: where it does not matter how much farther; anything above it may come back then.
 
     Source: optimal string alignment, Damerau 1964 and Wagner & Fischer 1974.
     """
+    limit = len(a) + len(b) if limit is None else limit
     before: list[int] = []
     last = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
@@ -18,19 +22,20 @@ def distance(a: str, b: str) -> int:
                 cost = min(cost, before[j - 2] + 1)
             row.append(cost)
         before, last = last, row
+        # A swap reaches back over two rows.
+        if min(last) > limit and min(before) > limit:
+            return limit + 1
     return last[-1]
 
 
 def nearest(word: str, known: Iterable[str]) -> list[str]:
     """The known names at the smallest distance, in their order; none if all are far away."""
-    limit = max(1, len(word) // 3)
-    found: dict[int, list[str]] = {}
-    for name in known:
-        if abs(len(name) - len(word)) <= limit:
-            steps = distance(word.lower(), name.lower())
-            found.setdefault(steps, []).append(name)
-            limit = min(limit, steps)
-    return found.get(limit, [])
+    names, word = list(known), word.lower()
+    for limit in range(max(1, len(word) // 3) + 1):
+        close = [name for name in names if abs(len(name) - len(word)) <= limit]
+        if found := [name for name in close if distance(word, name.lower(), limit) <= limit]:
+            return found
+    return []
 
 
 def one_of(names: Iterable[str]) -> str:

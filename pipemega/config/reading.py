@@ -71,7 +71,7 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
         # utf-8-sig: editors on Windows begin a file with a mark that JSON does not know.
         text = path.read_text(encoding="utf-8-sig")
     except OSError as error:
-        raise ConfigError(f"cannot read the config {path}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the config {str(path)!r}: {error.strerror}") from error
     except ValueError as error:  # not UTF-8, or a path that no file can have
         raise ConfigError(f"cannot read the config {str(path)!r}: {error}") from error
     return _plain(_parsed(text, str(path)))

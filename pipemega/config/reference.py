@@ -57,10 +57,7 @@ def schema() -> dict[str, Any]:
     """The JSON Schema of a config file."""
     found = Config.model_json_schema()
     for kind in (found, *found.get("$defs", {}).values()):
-        if kind.get("type") == "object":
-            kind["patternProperties"] = {"^_comment": {}}
-        for name, value in kind.get("properties", {}).items():
-            kind["properties"][name] = _for_editors(value)
+        _open_to_comments(kind)
     found["properties"]["bfloat16"] = {"$ref": "#/$defs/Bf16Section"}
     for name, table in (
         ("OptimizerSection", optimizer.PARAMS),
@@ -68,6 +65,12 @@ def schema() -> dict[str, Any]:
     ):
         _params_by_type(found["$defs"], name, table)
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+
+
+def _open_to_comments(kind: dict[str, Any]) -> None:
+    """One object: comments are allowed anywhere, and each property is made fit for editors."""
+    kind["patternProperties"] = {"^_comment": {}}
+    kind["properties"] = {k: _for_editors(v) for k, v in kind["properties"].items()}
 
 
 def _for_editors(value: dict[str, Any]) -> dict[str, Any]:
@@ -91,7 +94,7 @@ def _params_by_type(
     cases = []
     for word, kind in table.items():
         part = kind.model_json_schema()
-        part["properties"] = {k: _for_editors(v) for k, v in part["properties"].items()}
+        _open_to_comments(part)
         definitions[kind.__name__] = part
         cases.append(
             {
@@ -157,7 +160,7 @@ def _first_line(kind: type[Section]) -> str:
 
 
 def _is_for_reference(field: FieldInfo) -> bool:
-    return bool(marks(field)["status"] == "honoured")
+    return bool(marks(field)["status"] == "honoured" or marks(field).get("own"))
 
 
 def _is_deepspeeds(field: FieldInfo) -> bool:
@@ -166,7 +169,9 @@ def _is_deepspeeds(field: FieldInfo) -> bool:
 
 def _reference_row(name: str, field: FieldInfo) -> str:
     kind = spell(field.annotation, field.metadata)
-    return _row(name, kind, _default(field), field.description or "")
+    why = marks(field).get("why")
+    text = f"{field.description} *{_sentence(why)}*" if why else field.description
+    return _row(name, kind, _default(field), text or "")
 
 
 def _deepspeed_row(name: str, field: FieldInfo) -> str:

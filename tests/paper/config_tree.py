@@ -1,0 +1,56 @@
+"""Every key that a config may have, found by walking the schema; and a config to write it into."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipemega.config import optimizer, scheduler
+from pipemega.config.config import Config
+from pipemega.config.keys import Section, marks
+from pipemega.config.reference import groups
+
+MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
+BASE: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "model": MODEL,
+    "training": {"train_steps": 100},
+}
+
+# What a params object of that class needs, and a type that has it.
+REQUIRED: dict[type[Section], dict[str, Any]] = {
+    scheduler.OneCycleParams: {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+    scheduler.WsdParams: {"wsd_decay_steps": 10},
+}
+
+
+def objects() -> Iterator[tuple[tuple[str, ...], dict[str, Any], dict[str, str]]]:
+    """(path of an object, a config in which it is there, {key: the key to suggest for it})."""
+    for _, path, kind in groups():
+        names = {name: name for name in kind.model_fields} | dict(kind.old_names)
+        yield path, _holding(path, kind), names
+        for name, field in kind.model_fields.items():
+            if keys := marks(field).get("keys"):
+                yield (*path, name), _put(BASE, (*path, name), {}), {key: key for key in keys}
+
+
+def _holding(path: tuple[str, ...], kind: type[Section]) -> dict[str, Any]:
+    if path[-1:] == ("params",):
+        table: Any = optimizer.PARAMS if path[0] == "optimizer" else scheduler.PARAMS
+        name = next(name for name, params in table.items() if params is kind)
+        return {**BASE, path[0]: {"type": name, "params": REQUIRED.get(kind, {})}}
+    if path in (("optimizer",), ("scheduler",)):
+        return {**BASE, path[0]: {"type": "Adam" if path[0] == "optimizer" else "constant"}}
+    return BASE if kind is Config or path == ("model",) else _put(BASE, path, {})
+
+
+def _put(tree: Any, path: tuple[str, ...], value: Any) -> Any:
+    """`tree` with the members of `value` added to the object at `path`."""
+    if not path:
+        return {**tree, **value}
+    below = tree.get(path[0], {})
+    return {**tree, path[0]: _put(below, path[1:], value)}
+
+
+def put(tree: dict[str, Any], path: tuple[str, ...], key: str, value: Any) -> dict[str, Any]:
+    """A copy of `tree` with one more key in the object at `path`."""
+    result: dict[str, Any] = _put(tree, path, {key: value})
+    return result

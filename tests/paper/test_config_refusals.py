@@ -1,0 +1,369 @@
+"""What is refused, ignored with a warning, or noted; each message is read."""
+
+import pytest
+
+from pipemega.config import load
+from pipemega.config.keys import marks
+from pipemega.config.reference import groups
+from pipemega.errors import ConfigError
+from tests.paper.config_tree import BASE, MODEL, objects, put
+
+
+def refusal_of(change: dict) -> str:
+    with pytest.raises(ConfigError) as refusal:
+        load(BASE | change)
+    message = str(refusal.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"seed": True}, "seed must be an integer >= 0, not true"),
+        ({"seed": -1}, "seed must be an integer >= 0, not -1"),
+        ({"seed": None}, "seed must be an integer >= 0, not null"),
+        ({"steps_per_print": 0}, "steps_per_print must be an integer >= 1 or null, not 0"),
+        ({"mesh": {"tensor": "16"}}, 'mesh.tensor must be an integer >= 1, not "16"'),
+        ({"mesh": {"data": "all"}}, 'mesh.data must be an integer >= 1 or "auto", not "all"'),
+        ({"mesh": {"tensor": 0, "data": 0}}, "not 0; and look at mesh.data"),
+        ({"mesh": {"device": "cda"}}, "did you mean 'cuda'?"),
+        ({"mesh": 4}, "mesh must be an object, not 4"),
+        ({"mesh": None}, "mesh must be an object, not null"),
+        ({"fp16": {"enabled": 1}}, "fp16.enabled must be true or false, not 1"),
+        ({"fp16": {"enabled": "yes"}}, 'fp16.enabled must be true or false, not "yes"'),
+        ({"gradient_clipping": "1.0"}, 'gradient_clipping must be a number >= 0, not "1.0"'),
+        ({"communication_data_type": "fp8"}, '"fp32" or "fp16" or "bf16" or null, not "fp8"'),
+        ({"wandb": {"tags": "x"}}, 'wandb.tags must be a list of (text) or null, not "x"'),
+        ({"training": {"train_steps": 1e5}}, "an integer >= 1 or null, not 100000.0"),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_with_the_type_that_is_right(change, message):
+    assert message in refusal_of(change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 66}, "the nearest that fit are 64 and 68; or give model.kv_channels"),
+        ({"hidden_size": 3}, "the nearest that fits is 4"),
+        ({"num_query_groups": 3}, "(4) must be a multiple of model.num_query_groups (3)"),
+        ({"attention_dropout": 1.0}, "model.attention_dropout must be a number >= 0 and < 1"),
+        (
+            {"position_embedding_type": "rope", "hidden_size": 12},
+            "3 channels of each head would be turned",
+        ),
+        ({"num_layers": None}, "model.num_layers must be an integer >= 1, not null"),
+        ({"num_layers": "auto"}, 'model.num_layers must be an integer >= 1, not "auto"'),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(change, message):
+    assert message in refusal_of({"model": MODEL | change})
+
+
+def test_keys_that_are_missing_are_all_named():
+    assert refusal_of({"model": {}}) == (
+        "model.num_layers is missing, and has no default: Transformer blocks; and look at "
+        "model.hidden_size, model.num_attention_heads, model.seq_length"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"mesh": {"tensor": 8}},
+            "model.num_attention_heads (4) must be a multiple of mesh.tensor",
+        ),
+        (
+            {"model": MODEL | {"num_query_groups": 2}, "mesh": {"tensor": 4}},
+            "model.num_query_groups (2) must be a multiple of mesh.tensor (4)",
+        ),
+        (
+            {"model": MODEL | {"ffn_hidden_size": 30}, "mesh": {"tensor": 4}},
+            "model.ffn_hidden_size (30) must be a multiple of mesh.tensor (4), which cuts it; the "
+            "nearest that fit are 28 and 32",
+        ),
+        (
+            {
+                "model": MODEL | {"seq_length": 31},
+                "mesh": {"tensor": 2, "sequence_parallel": True},
+            },
+            "model.seq_length (31) must be a multiple of mesh.tensor (2)",
+        ),
+        (
+            {"mesh": {"pipeline": 7}},
+            "mesh.pipeline (7) is more than the layers there are: model.num_layers + embedding + "
+            "head = 4 + 1 + 1 = 6",
+        ),
+        (
+            {"mesh": {"pipeline": 2}, "pipeline": {"stages": 4}},
+            "pipeline.stages (4) must be mesh.pipeline (2)",
+        ),
+        (
+            {"mesh": {"pipeline": 2}, "pipeline": {"partition": [0, 2, 4, 6]}},
+            "pipeline.partition has 4 bounds, for 3 stages, and there are 2: write 3 numbers",
+        ),
+        (
+            {"pipeline": {"stages": 2, "partition": [0, 6]}},
+            "pipeline.partition has 2 bounds, for 1 stages, and there are 2: write 3 numbers",
+        ),
+        (
+            {
+                "pipeline": {"activation_checkpoint_interval": 1},
+                "activation_checkpointing": {"number_checkpoints": 2},
+            },
+            "say the same thing in two ways: keep one",
+        ),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "are both true: keep one"),
+        ({"bfloat16": {}, "bf16": {}}, "bfloat16 is an old name of bf16, and both are given"),
+        (
+            {"fp16": {"enabled": True, "initial_scale_power": 1, "min_loss_scale": 4}},
+            "fp16.initial_scale_power 1 begins at 2, below fp16.min_loss_scale (4)",
+        ),
+        ({"checkpoint": {"interval": 5}}, "there is no folder to save in: give checkpoint.save"),
+        ({"data": {"corpus": "a", "mock": True}}, "data.corpus and data.mock are given: keep one"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_refused_with_both_numbers(change, message):
+    assert message in refusal_of(change)
+
+
+@pytest.mark.parametrize(
+    ("partition", "message"),
+    [
+        ("unifrm", "did you mean 'uniform'?"),
+        ("type:(", "'type:(' is no regular expression: missing )"),
+        ("type:", "needs a regular expression after the colon"),
+        ([], "must begin with 0 and rise"),
+        ([1, 6], "must begin with 0 and rise"),
+        ([0, 3, 3, 6], "must begin with 0 and rise"),
+        ([0, -1], "pipeline.partition must be"),
+        ([0, 2.0], "pipeline.partition must be"),
+        (3, "pipeline.partition must be"),
+    ],
+)
+def test_a_partition_that_cannot_be_is_refused(partition, message):
+    assert message in refusal_of({"pipeline": {"partition": partition}})
+
+
+@pytest.mark.parametrize(
+    "split", ["1,2", "1,2,3,4", "a,b,c", "0,0,0", "-1,1,1", "nan,1,1", "inf,1,1", ""]
+)
+def test_a_split_that_is_not_three_shares_is_refused(split):
+    assert "data.split must be three shares" in refusal_of({"data": {"split": split}})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ([1, "a", 2], "must be a prefix, a list of prefixes, or a list of weight, prefix"),
+        (["a", 1], "must be a prefix, a list of prefixes, or a list of weight, prefix"),
+        ([], "must be a prefix, a list of prefixes, or a list of weight, prefix"),
+        ([-1, "a"], "must be shares above 0"),
+        ([0, "a", 0, "b"], "must be shares above 0"),
+        ([True, "a"], "data.data_path must be"),
+    ],
+)
+def test_a_blend_that_cannot_be_read_is_refused(given, message):
+    assert message in refusal_of({"data": {"data_path": given}})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "message"),
+    [
+        ({"type": "Adm"}, "optimizer.type 'Adm' is not known; did you mean 'Adam'?"),
+        ({}, "optimizer.type is missing; known here: Adam, AdamW, Lamb, SGD"),
+        ({"type": 3}, "optimizer.type must be a text, not 3"),
+        ({"type": "auto"}, "optimizer.type 'auto' is not known"),
+        ({"type": "OneBitAdam"}, "needs an all-reduce that compresses"),
+        ({"type": "zerooneadam"}, "needs an all-reduce that compresses"),
+        ({"type": "MuAdamW"}, "belongs to the mup package"),
+        ({"type": "LBFGS"}, "evaluates the model several times a step"),
+        ({"type": "Adam", "params": {"max_grad_norm": 1.0}}, "set gradient_clipping at the top"),
+        ({"type": "Adam", "params": {"betas": [0.9]}}, "must be [a number >= 0 and < 1, a number"),
+        ({"type": "Adam", "params": {"lr": -1}}, "optimizer.params.lr must be a number >= 0"),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.9]}}, "unknown key 'optimizer.params.betas'"),
+        ({"type": "Adam", "params": 3}, "optimizer.params must be an object, not 3"),
+        (["Adam"], 'optimizer must be an object, not ["Adam"]'),
+    ],
+)
+def test_an_optimizer_that_cannot_be_is_refused(optimizer, message):
+    assert message in refusal_of({"optimizer": optimizer})
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("warmup", {}, "scheduler.type 'warmup' is not known"),
+        ("WSD", {}, "scheduler.params.wsd_decay_steps is missing"),
+        ("OneCycle", {"cycle_min_lr": 0.1}, "scheduler.params.cycle_max_lr is missing"),
+        ("WarmupLR", {"total_num_steps": 5}, "unknown key 'scheduler.params.total_num_steps'"),
+        ("WarmupLR", {"warmup_type": "lin"}, 'must be "log" or "linear", not "lin"'),
+        ("linear", {"warmup_steps": 1, "warmup_fraction": 0.1}, "are both given: keep one"),
+        ("linear", {"warmup_steps": 100}, "(100) must be above the warm-up's 100 steps"),
+        ("WSD", {"wsd_decay_steps": 91, "warmup_steps": 10}, "(91) must be at most decay_steps"),
+        ("cosine", {"wsd_decay_steps": 5}, "unknown key 'scheduler.params.wsd_decay_steps'"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(kind, params, message):
+    assert message in refusal_of({"scheduler": {"type": kind, "params": params}})
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        ("WarmupDecayLR", {}, "total_num_steps is missing, and so is training.train_steps"),
+        ("WarmupCosineLR", {}, "total_num_steps is missing, and so is training.train_steps"),
+        ("cosine", {}, "decay_steps is missing, and so is training.train_steps"),
+        ("constant", {"warmup_fraction": 0.1}, "is a share of scheduler.params.decay_steps"),
+    ],
+)
+def test_a_schedule_needs_the_length_of_the_run_from_somewhere(kind, params, message):
+    assert message in refusal_of({"training": {}, "scheduler": {"type": kind, "params": params}})
+
+
+LATER = ["interleaved", "looped-bfs", "zb-h1", "zb-h2", "zb-v", "v-half", "dualpipe-v", "auto"]
+
+
+@pytest.mark.parametrize("schedule", LATER)
+def test_a_schedule_that_comes_later_is_refused_as_not_here_yet(schedule):
+    message = refusal_of({"pipeline": {"schedule": schedule}})
+    assert f'pipeline.schedule cannot be "{schedule}": this schedule is not here yet' in message
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"zero_optimization": {"stage": 1}}, "is not here yet; set it to 0"),
+        ({"zero_optimization": True}, "zero_optimization.stage cannot be 1"),
+        ({"zero_optimization": {"stage": 2}}, "2 + 2 + 12 bytes"),
+        ({"zero_optimization": {"stage": 3}}, "each of a pipeline's micro-batches"),
+        ({"zero_optimization": {"stage": 4}}, "stage must be an integer >= 0 and <= 3, not 4"),
+        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "not here yet"),
+        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "not here yet"),
+        ({"zero_optimization": {"cpu_offload": True}}, "not here yet"),
+        ({"pipeline": {"chunks": 2}}, "need an interleaved schedule, which is not here yet"),
+        ({"checkpoint": {"load_universal": True}}, "loading on another mesh is not here yet"),
+        ({"data": {"reset_attention_mask": True}}, "separate documents with data.eod_mask_loss"),
+        ({"activation_checkpointing": {"partition_activations": True}}, "mesh.sequence_parallel"),
+        ({"activation_checkpointing": {"cpu_checkpointing": True}}, "use model.recompute"),
+        ({"sparse_gradients": True}, "gradients lie in flat, dense buffers"),
+        ({"graph_harvesting": True}, "set it to false"),
+        ({"fp16": {"fp16_master_weights_and_grads": True}}, "are kept in fp32"),
+        ({"data_types": {"param_dtype": "bf16"}}, "follows from fp16.enabled and bf16.enabled"),
+        ({"amp": {"enabled": True}}, "amp.enabled is on, and nothing here does it yet"),
+        ({"amp": True}, "amp cannot be true"),
+        ({"torch_autocast": {"enabled": True}}, "use bf16.enabled or fp16.enabled"),
+        ({"flops_profiler": {"enabled": True}}, "TFLOP/s and MFU are in every line"),
+        ({"comms_logger": {"enabled": "yes"}}, "comms_logger.enabled is on"),
+        ({"comet": {"enabled": True}}, "use wandb, tensorboard or csv_monitor"),
+        ({"elasticity": {"enabled": True}}, "give the batch by train_batch_size"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile is on"),
+        ({"tensor_parallel": {"autotp_size": 2}}, "set mesh.tensor to that size"),
+        ({"expert_parallel": {"ep": 2}}, "there are no experts here"),
+        ({"sparse_attention": {"mode": "fixed"}}, "attention is dense"),
+        (
+            {"compression_training": {"weight_quantization": {"a": {"enabled": True}}}},
+            "compression_training.weight_quantization.a.enabled is on",
+        ),
+        ({"data_efficiency": {"data_routing": {"enabled": True}}}, "data_routing.enabled is on"),
+    ],
+)
+def test_what_is_not_here_is_refused_with_the_way_out(change, message):
+    assert message in refusal_of(change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"zero_optimization": {"stage": 0, "cpu_offload": False}},
+        {"zero_optimization": {"offload_optimizer": {"device": None}}},
+        {"zero_optimization": {"offload_param": {"device": "none"}}},
+        {"pipeline": {"chunks": 1, "pipe_partitioned": False}},
+        {"checkpoint": {"load_universal": False, "tag_validation": "WARN"}},
+        {"timers": {"throughput": {"enabled": True}}},
+        {"managed_gradient_accumulation": True, "sparse_gradients": False},
+        {"amp": None},
+    ],
+)
+def test_what_is_switched_off_or_done_anyway_is_accepted_in_silence(change):
+    assert load(BASE | change).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("change", "warning"),
+    [
+        ({"vocabulary_size": 50257}, "vocabulary_size is ignored: model.vocab_size is padded"),
+        ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation is ignored"),
+        ({"disable_allgather": True}, "disable_allgather is ignored"),
+        ({"log_level": "info"}, "set the level of Python's logger 'pipemega' instead"),
+        ({"pipeline": {"use_reentrant": True}}, "pipeline.use_reentrant is ignored"),
+        ({"pipeline": {"pipe_partitioned": True}}, "pipeline.pipe_partitioned is ignored"),
+        ({"activation_checkpointing": {"profile": True}}, "use wall_clock_breakdown"),
+        ({"zero_optimization": {"overlap_comm": True}}, "ZeRO is off (stage 0)"),
+        ({"zero_optimization": {"reduce_bucket_size": 5e8}}, "reduce_bucket_size is ignored"),
+        ({"timers": {"throughput": {"synchronized": False}}}, "synchronized is ignored"),
+        ({"checkpoint": {"parallel_write": {"pipeline_stage": False}}}, ""),
+        ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer is ignored"),
+        ({"bf16": {"immediate_grad_update": True}}, ""),
+        ({"amp": {"enabled": False}}, "amp is off, and ignored"),
+        ({"optimizer": {"type": "Adam", "legacy_fusion": True}}, "legacy_fusion is ignored"),
+        ({"seq_parallel_communication_data_type": "bf16"}, "dtype of the gradients"),
+        ({"mesh": {"sequence_parallel": True}}, "does nothing while mesh.tensor is 1"),
+        (
+            {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}},
+            "optimizer Adam decays the weights as AdamW does",
+        ),
+        (
+            {"scheduler": {"type": "constant", "params": {"min_lr": 0.1}}},
+            "scheduler.params.min_lr is ignored: a constant rate does not fall",
+        ),
+        (
+            {
+                "model": MODEL | {"recompute": "full"},
+                "pipeline": {"activation_checkpoint_interval": 1},
+            },
+            "one of the two is enough",
+        ),
+    ],
+)
+def test_what_is_ignored_is_said_once(change, warning):
+    warnings = load(BASE | change).warnings
+    assert len(warnings) == (1 if warning else 0)
+    assert warning in "".join(warnings)
+
+
+def test_adam_that_is_told_how_to_decay_needs_no_warning():
+    for params in ({"weight_decay": 0.1, "adam_w_mode": True}, {"weight_decay": 0.0}):
+        assert load(BASE | {"optimizer": {"type": "Adam", "params": params}}).warnings == ()
+
+
+def test_clipping_that_is_not_given_is_told_with_its_value():
+    assert "gradient_clipping is not given and is 1" in load(BASE).notes[0]
+    assert load(BASE | {"gradient_clipping": 0.0}).notes == ()
+
+
+def test_a_key_that_is_not_honoured_warns_or_is_refused_whatever_it_is_switched_to():
+    """No key is accepted and silently dropped: walks the whole table."""
+    count = 0
+    for (path, tree, _), (_, _, kind) in zip(
+        (o for o in objects() if o[0] in {g[1] for g in groups()}), groups(), strict=True
+    ):
+        for name, field in kind.model_fields.items():
+            if marks(field)["status"] not in ("ignored", "refused"):
+                continue
+            silent = marks(field)["accepts"]
+            values = [v for v in (True, False, 1, 7, "fp16", "x", {"a": 1}) if v not in silent]
+            told = 0
+            for value in values:
+                try:
+                    warnings = load(put(tree, path, name, value)).warnings
+                except ConfigError:
+                    told += 1
+                else:
+                    assert any(name in warning for warning in warnings), (path, name, value)
+                    told += 1
+            assert told == len(values) > 0
+            count += 1
+    assert count > 50
