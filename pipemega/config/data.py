@@ -37,7 +37,7 @@ class DataSection(Section):
         None,
         "Where indices and prepared text are kept; null: beside the data, or the user's cache.",
     )
-    num_workers: Whole = own(0, "Processes that read samples; 0: in the training process.")
+    num_workers: Whole = own(0, "Further threads that read samples; 0: none.")
     prefetch: Whole = own(2, "Micro-batches that are read ahead; 0: none.")
     eod_mask_loss: bool = own(False, "No loss where the input is the end of a document.")
     reset_position_ids: bool = own(False, "Positions begin again after the end of a document.")

@@ -1,10 +1,12 @@
 """What is said about the config is made from what is checked."""
 
+import re
 from pathlib import Path
 
 import pytest
 
-from pipemega.config.keys import marks
+import pipemega
+from pipemega.config.keys import marks, section_in
 from pipemega.config.reference import deepspeed_page, groups, reference_page, schema
 from tests.paper.config_tree import objects
 
@@ -54,3 +56,20 @@ def test_the_schema_asks_of_each_optimizer_type_its_own_params():
     cases = schema()["$defs"]["OptimizerSection"]["allOf"]
     sgd = next(case for case in cases if case["if"]["properties"]["type"]["const"] == "SGD")
     assert sgd["then"]["properties"]["params"] == {"$ref": "#/$defs/SgdParams"}
+
+
+def test_no_honoured_key_is_dead():
+    """Weak but wide: each is read, by its name, somewhere outside the config room."""
+    package = Path(pipemega.__file__).parent
+    files = [path for path in package.rglob("*.py") if path.parent.name != "config"]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    solved = {"train_micro_batch_size_per_gpu", "gradient_accumulation_steps"}  # by Config.batch
+    dead = [
+        ".".join((*path, name))
+        for _, path, kind in groups()
+        if path[-1:] != ("params",)
+        for name, field in kind.model_fields.items()
+        if marks(field)["status"] == "honoured" and section_in(field.annotation) is None
+        if name not in solved and not re.search(rf"\.{name}\b", text)
+    ]
+    assert dead == []
