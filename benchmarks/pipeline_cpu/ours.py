@@ -1,0 +1,93 @@
+"""pipemega in the comparison: its own GPT, with the weights that all systems start from."""
+
+import logging
+from collections.abc import Callable
+
+import torch
+
+import pipemega
+from benchmarks.pipeline_cpu.model import Sizes, initial_state, micro_batches
+from benchmarks.pipeline_cpu.peers import Place
+from pipemega.models import GPTConfig, gpt
+from pipemega.pipeline.module import Stage
+
+# Ours -> the peers' names, within a block.
+_BLOCK = {
+    "attention_norm": "norm1",
+    "attention.qkv": "qkv",
+    "attention.output": "out",
+    "mlp_norm": "norm2",
+    "mlp.up": "up",
+    "mlp.down": "down",
+}
+
+
+def pipemega_1f1b(sizes: Sizes, place: Place) -> Callable[[int], float | None]:
+    """The engine under 1F1B, cut where the others are."""
+    return _train(sizes, place, "1f1b")
+
+
+def pipemega_gpipe(sizes: Sizes, place: Place) -> Callable[[int], float | None]:
+    """The engine with all forwards first."""
+    return _train(sizes, place, "gpipe")
+
+
+def _train(sizes: Sizes, place: Place, schedule: str) -> Callable[[int], float | None]:
+    logging.getLogger("pipemega").setLevel(logging.WARNING)
+    # The peers' layer 0 is two of ours, words and positions; their last one is norm and head.
+    bounds = [0, place.split + 1, sizes.layers + 4]
+    config = {
+        "train_micro_batch_size_per_gpu": sizes.micro_batch,
+        "gradient_accumulation_steps": sizes.num_microbatches,
+        "gradient_clipping": 0.0,
+        "mesh": {"pipeline": place.world_size, "device": "cpu"},
+        "pipeline": {"schedule": schedule, "partition": bounds},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": sizes.lr, "weight_decay": sizes.weight_decay},
+        },
+    }
+    engine, *_ = pipemega.initialize(gpt(_gpt_config(sizes)), config)
+    state = initial_state(sizes)
+    with torch.no_grad():
+        for stage in engine.module:
+            assert isinstance(stage, Stage)
+            for name, parameter in stage.logical_names().items():
+                theirs = state[_their_name(name, sizes)]
+                # The vocabulary is padded inside; it is a multiple of the padding here.
+                assert theirs.shape == parameter.shape, name
+                parameter.copy_(theirs)
+
+    def step(number: int) -> float:
+        return engine.train_batch(iter(micro_batches(sizes, number)))
+
+    return step
+
+
+def _gpt_config(sizes: Sizes) -> GPTConfig:
+    return GPTConfig(
+        vocab_size=sizes.vocab,
+        seq_length=sizes.seq,
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        ffn_hidden_size=4 * sizes.hidden,
+        num_query_groups=sizes.heads,
+        kv_channels=sizes.hidden // sizes.heads,
+        untie_embeddings_and_output_weights=True,
+    )
+
+
+def _their_name(name: str, sizes: Sizes) -> str:
+    _, position, inner = name.split(".", 2)
+    place, last = int(position), sizes.layers + 3
+    if place == 0:
+        return "layers.0.token.weight"
+    if place == 1:
+        return "layers.0.position.weight"
+    if place == last - 1:
+        return f"layers.{sizes.layers + 1}.{inner}"
+    if place == last:
+        return f"layers.{sizes.layers + 1}.project.weight"
+    part, _, kind = inner.rpartition(".")
+    return f"layers.{place - 1}.{_BLOCK[part]}.{kind}"
