@@ -16,7 +16,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--config", required=True, help="the JSON file; docs/config.md has its keys")
+    parser.add_argument("--config", required=True, help="the JSON file; see docs/config.md")
     parser.add_argument(
         "--set",
         action="append",
@@ -30,7 +30,8 @@ def main() -> None:
         config = pipemega.load_config(args.config, args.set)
         mesh = pipemega.build_mesh(config)
         data = datasets_of(config, mesh)
-        engine, *_ = pipemega.initialize(model_of(config, mesh, data), config, data.train, mesh=mesh)
+        model = model_of(config, mesh, data)
+        engine, *_ = pipemega.initialize(model, config, data.train, mesh=mesh)
         trainer = Trainer(
             engine,
             data.valid,

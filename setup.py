@@ -1,24 +1,26 @@
 """Packaging of pipemega; the tools' settings are in pyproject.toml."""
 
+from pathlib import Path
+
 from setuptools import find_packages, setup
 
 setup(
     name="pipemega",
     version="0.1.0",
     description="Train large transformers over data, tensor and pipeline ranks, from one JSON file",
-    long_description=open("README.md", encoding="utf-8").read(),
+    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["pipemega", "pipemega.*"]),
     package_data={"pipemega": ["py.typed"]},
     install_requires=[
-        "torch>=2.6,<3",
+        "torch>=2.8,<3",
         "pydantic>=2.7,<3",
         "numpy>=1.24",
         "einops>=0.7",
         "json5>=0.9.14",
-        "tokenizers>=0.15",
+        "tokenizers>=0.15.1",
         "tqdm>=4.60",
         "wandb>=0.16",
     ],

@@ -64,7 +64,7 @@ def flops_per_token(config: Config, vocab_size: int) -> float:
 
 
 def report(trainer: Trainer, datasets: Datasets) -> None:
-    """What came out: the validation loss beside a bigram model's, and a text if one is asked for."""
+    """What came out: the validation loss beside a bigram model's, and a text if asked for."""
     _report_losses(trainer, datasets)
     _report_text(trainer, datasets)
 

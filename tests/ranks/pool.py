@@ -48,7 +48,8 @@ class RankPool:
                 pipe.send((rank, world_size, os.path.join(folder, "store"), function, args))
             results, errors = self._collect(world_size, timeout)
         if errors:
-            self.close()
+            if any(kind in ("hang", "died") for kind, _ in errors.values()):
+                self.close()
             raise RanksFailed(errors)
         return [results[rank] for rank in range(world_size)]
 
@@ -61,7 +62,7 @@ class RankPool:
         while waiting:
             ready = wait(list(waiting), timeout)
             if not ready:
-                errors |= {r: ("hang", f"not done after {timeout} s") for r in waiting.values()}
+                errors |= dict.fromkeys(waiting.values(), ("hang", f"not done after {timeout} s"))
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
@@ -74,7 +75,15 @@ class RankPool:
 
     def _start(self) -> None:
         self.close()
-        _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "pipemega"])
+        _CONTEXT.set_forkserver_preload(
+            [
+                "torch",
+                "torch.distributed",
+                "pipemega.assemble",
+                "pipemega.models",
+                "pipemega.training",
+            ]
+        )
         for _ in range(self._size):
             here, there = _CONTEXT.Pipe()
             process = _CONTEXT.Process(target=_serve, args=(there,), daemon=True)

@@ -1,4 +1,4 @@
-"""Trains a small GPT for a few steps, on any mesh, and hands back everything that can be compared."""
+"""Trains a small GPT for a few steps, on any mesh, and hands back all that can be compared."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -81,7 +81,8 @@ def build(config: Mapping[str, Any]) -> Engine:
 def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
     engine = build(config)
     gradients: list[dict[str, Tensor]] = []
-    assert engine.optimizer is not None and engine._step is not None
+    assert engine.optimizer is not None
+    assert engine._step is not None
     targets = engine._step._targets
 
     def keep(*_: Any) -> None:

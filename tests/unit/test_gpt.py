@@ -150,7 +150,7 @@ def test_projections_into_the_residual_stream_are_drawn_smaller_by_its_depth() -
 
 def test_a_sample_longer_than_the_positions_is_refused_with_both_lengths() -> None:
     model = build(replace(LLAMA, position_embedding_type="learned_absolute"))
-    with pytest.raises(Exception, match="12 tokens, and the model has .* 8") as caught:
+    with pytest.raises(Exception, match=r"12 tokens, and the model has .* 8") as caught:
         model.stages[0](tokens(100, length=12)[:, :-1])
     assert isinstance(caught.value.__cause__, DataError)
 
