@@ -4,7 +4,6 @@ What is stored are logical tensors: by the name that they have in the unsplit mo
 padding, as if one process had written them. Each rank writes and reads only its own rows of them.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -38,13 +37,18 @@ class Piece:
         return torch.Size(self.shard.shape)
 
     def _chunks(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
-        """Where each stretch of the local tensor lies in the logical one, and the stretch."""
+        """Where each stretch of the local tensor lies in the logical one, and the stretch.
+
+        Padding is in none of them; a rank that holds nothing but padding has no stretch.
+        """
         shape, dim = self.shard.shape, self.shard.dim
         zeros = [0] * len(shape)
         if dim is None:
             return [(ChunkStorageMetadata(torch.Size(zeros), torch.Size(shape)), self.local)]
         chunks = []
         for start, length, offset in self.shard.pieces:
+            if not length:
+                continue
             offsets, sizes = zeros.copy(), list(shape)
             offsets[dim], sizes[dim] = start, length
             chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
@@ -75,8 +79,3 @@ class Piece:
             if chunk.offsets == index.offset:
                 return part
         raise AssertionError(f"{index} is not a part that this rank holds")
-
-
-def nbytes(pieces: Mapping[str, Piece]) -> int:
-    """What this rank writes."""
-    return sum(p.local.numel() * p.local.element_size() for p in pieces.values() if p.writes)
