@@ -13,6 +13,7 @@ from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
 from pipemega.engine import Engine
 from pipemega.errors import ConfigError
+from pipemega.failure import FailureBoard
 from pipemega.gradients import DataReduction, GradientBuffer
 from pipemega.kernels import Kernels
 from pipemega.mesh import Mesh, build_mesh, launched_world_size, pick_device
@@ -80,6 +81,18 @@ def initialize(
     """
     config = load(config, overrides)
     mesh = mesh or build_mesh_of(config)
+    with FailureBoard(mesh.world).failing_together("initialize"):
+        engine = _assemble(model, config, mesh, training_data, collate_fn)
+    return engine, engine.optimizer, engine.loader, engine.lr_scheduler
+
+
+def _assemble(
+    model: PipelineModule,
+    config: Config,
+    mesh: Mesh,
+    training_data: Any,
+    collate_fn: Callable[[list[Any]], Any] | None,
+) -> Engine:
     batch = config.batch(mesh.data.size)
     log = get_logger(mesh.rank)
     for note in config.notes:
@@ -135,8 +148,7 @@ def initialize(
         precision.cast_inputs,
         timers,
     )
-    engine = Engine(config, mesh, batch, local, executor, plan, step, loader, timers)
-    return engine, engine.optimizer, loader, engine.lr_scheduler
+    return Engine(config, mesh, batch, local, executor, plan, step, loader, timers)
 
 
 def _loader(
@@ -283,7 +295,7 @@ def _loss(config: Config, loss_fn: Loss | None) -> Loss | None:
 
     def mean(output: Any, labels: Any) -> Tensor | tuple[Tensor, Tensor]:
         loss = loss_fn(output, labels)
-        if not isinstance(loss, tuple):
+        if not isinstance(loss, tuple) or len(loss) != 2:
             return loss
         total, weight = loss
         # A micro-batch without a token that counts has no loss; not nan.

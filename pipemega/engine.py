@@ -5,7 +5,6 @@ Every method is collective unless it says otherwise: all ranks call it, in the s
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +68,7 @@ class Engine:
         self.consumed_samples = 0
         self.last_step: StepReport | None = None
         self._model, self._executor, self._step = model, executor, step
-        self._failures = FailureBoard(mesh)
+        self._failures = FailureBoard(mesh.world)
         rank, ranks = mesh.pipeline.rank, plan.rank_of_stage
         self._is_first, self._is_last = rank == ranks[0], rank == ranks[-1]
 
@@ -107,9 +106,12 @@ class Engine:
             DataError: the data ended within this batch.
             PipelineError: a layer, or another rank, failed.
         """
-        with self._failing_together():
+        with self._failures.failing_together("train_batch"):
             if self._step is None:
-                raise ConfigError("train_batch needs an optimizer: add the section 'optimizer'")
+                raise ConfigError(
+                    "train_batch needs an optimizer: add the section 'optimizer'",
+                    on_every_rank=True,
+                )
             with self.timers("data"):
                 inputs, labels = self._training_data(data_iter)
             step, count = self.global_steps, self.batch.num_microbatches
@@ -148,7 +150,7 @@ class Engine:
             ranks of the last stage (a slice per tensor rank if the layer gives slices) and None
             elsewhere.
         """
-        with self._failing_together():
+        with self._failures.failing_together("eval_batch"):
             count = num_micro_batches or self.batch.num_microbatches
             inputs, labels = self._read(iter(data_iter), count)
             results = self._forward(inputs, labels, return_outputs)
@@ -165,7 +167,7 @@ class Engine:
 
     def infer(self, inputs: Sequence[Any]) -> list[Any] | None:
         """What the last layer gives for each micro-batch, on the ranks of the last stage."""
-        with self._failing_together():
+        with self._failures.failing_together("infer"):
             return self._outputs(self._forward(self._to_device(inputs), (), keep_outputs=True))
 
     def _forward(self, inputs: Sequence[Any], labels: Sequence[Any], keep_outputs: bool) -> Results:
@@ -193,6 +195,9 @@ class Engine:
     def _training_data(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
         if data_iter is not None:
             return self._read(data_iter, self.batch.num_microbatches)
+        if self.loader is None and not (self._is_first or self._is_last):
+            # Between the first and the last stage there is nothing to read, so nothing to pass.
+            return self._read(iter(()), self.batch.num_microbatches)
         if self.loader is None:
             raise ConfigError(
                 "train_batch() has no data: give initialize() training_data, or call "
@@ -222,7 +227,8 @@ class Engine:
         raise DataError(
             f"the data ended within a batch: {count} micro-batches are needed, and the iterator of "
             f"a data rank had {fewest} left (this rank: {len(got)}); give a multiple of {count}, "
-            f"or drop the rest"
+            f"or drop the rest",
+            on_every_rank=True,
         )
 
     def _smallest(self, number: int) -> int:
@@ -270,26 +276,31 @@ class Engine:
         Raises:
             CheckpointError: a rank could not write; what was saved before is untouched.
         """
-        tag = tag or f"global_step{self.global_steps}"
-        with self._failing_together():
-            report = checkpoint.save(
-                Path(save_dir), tag, self._run_state(client_state), self.mesh, point=save_latest
+        tag = tag or checkpoint.step_tag(self.global_steps)
+        with self._failures.failing_together("save_checkpoint"):
+            return checkpoint.save(
+                Path(save_dir),
+                tag,
+                self._run_state(client_state),
+                self.mesh,
+                tag_validation=self.config.checkpoint.tag_validation,
+                point=save_latest,
             )
-        return report.path
 
     def _run_state(self, client_state: Any) -> RunState:
-        step = self._step.state_dict() if self._step else {}
-        step.pop("parameters", None)
         return RunState(
             tensors=checkpoint.logical_tensors(self._model, self._step, self.mesh),
             shared={
                 "global_steps": self.global_steps,
                 "consumed_samples": self.consumed_samples,
-                "optimizer_step": step,
+                "optimizer_step": checkpoint.step_state(self._step),
                 "loader": self.loader.state_dict() if self.loader else None,
                 "config": self.config.to_dict(),
             },
-            own={"rng": rng_state(self.mesh.device)},
+            own={
+                "rng": rng_state(self.mesh.device),
+                "buffers": checkpoint.own_buffers(self._model, self.mesh),
+            },
             client=client_state,
         )
 
@@ -305,21 +316,27 @@ class Engine:
         Raises:
             CheckpointError: it is missing, half-written, damaged, of another model or mesh.
         """
-        with self._failing_together():
-            report, state = checkpoint.load(
+        with self._failures.failing_together("load_checkpoint"):
+            path, state = checkpoint.load(
                 Path(load_dir),
                 tag,
                 self.mesh,
                 lambda stored: checkpoint.room_for(stored, self._model, self._step, self.mesh),
             )
             shared = state.shared
-            checkpoint.restore(state.tensors, shared["optimizer_step"], self._model, self._step)
+            checkpoint.restore(
+                state.tensors,
+                shared["optimizer_step"],
+                state.own["buffers"],
+                self._model,
+                self._step,
+            )
             self.global_steps = shared["global_steps"]
             self.consumed_samples = shared["consumed_samples"]
             if self.loader is not None and shared["loader"] is not None:
                 self.loader.load_state_dict(shared["loader"])
             set_rng_state(state.own["rng"], self.mesh.device)
-        return report.path, state.client
+        return path, state.client
 
     @torch.no_grad()
     def parameter_state(self) -> dict[str, Tensor]:
@@ -328,12 +345,12 @@ class Engine:
         With bf16 or fp16 it is the fp32 master.
         """
         state = self._step.state_dict()["parameters"] if self._step else {}
-        return self._gather(
-            {
-                name: state.get(name, {}).get("master", parameter.detach())
-                for name, parameter in self._model.parameters.items()
-            }
-        )
+        values = {
+            name: state.get(name, {}).get("master", parameter.detach())
+            for name, parameter in self._model.parameters.items()
+        }
+        with self._failures.failing_together("parameter_state"):
+            return self._gather(values)
 
     def _gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Whole tensors from what each rank holds of `values`, which go by parameter."""
@@ -358,19 +375,6 @@ class Engine:
                 dist.all_reduce(whole, group=self.mesh.world.group)
             wholes[name] = whole.cpu()
         return wholes
-
-    @contextmanager
-    def _failing_together(self) -> Iterator[None]:
-        """Lets an error here end the other ranks too, and theirs end this one."""
-        try:
-            yield
-        except StopIteration:
-            raise
-        except Exception as error:
-            explained = self._failures.explain(error)
-            if explained is error:
-                raise
-            raise explained from error
 
 
 def _by_position(name: str) -> tuple[int, str]:

@@ -2,7 +2,16 @@
 
 
 class PipemegaError(Exception):
-    """Root of the family, so that a caller can catch ours and nothing else."""
+    """Root of the family, so that a caller can catch ours and nothing else.
+
+    Args:
+        on_every_rank: all ranks raise it, at the same point. Then nobody waits for anybody, and a
+            caller who catches it may go on; any other error ends the run on all ranks.
+    """
+
+    def __init__(self, *args: object, on_every_rank: bool = False) -> None:
+        super().__init__(*args)
+        self.on_every_rank = on_every_rank
 
 
 class ConfigError(PipemegaError, ValueError):

@@ -1,17 +1,29 @@
 """How a training script ends: in order when all went well, with one message when it did not."""
 
+import os
+import signal
+import socket
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import torch.distributed as dist
 
 from pipemega.errors import PeerError, PipemegaError
+from pipemega.failure import FailureBoard, Stopped, is_loss
+from pipemega.mesh import launched_rank, launched_world_size, world_axis
 
 # torchrun stops all ranks as soon as one has ended; this long they get to say why they do.
-_LAST_WORDS = 1.5
+_LAST_WORDS = 2.0
+
+# How long a rank that was stopped may take to find out why, before it is ended as it stands.
+_GRACE = 8.0
+
+_INTERRUPTED = 130
 
 
 @contextmanager
@@ -22,36 +34,108 @@ def run() -> Iterator[None]:
             engine, *_ = pipemega.initialize(...)
             ...
 
-    A `PipemegaError` ends the process with exit code 1 and one message, with the trace of the
-    user's own code if that is where it came from. At the end process groups are shut down in
-    order: torn down by the interpreter's exit they may abort a run that had succeeded.
+    An error on any rank, wherever it was raised, ends all of them with exit code 1, and each says
+    why in one message; the rank that failed shows the trace of the user's own code before it. At
+    the end process groups are shut down in order: torn down by the interpreter's exit they may
+    abort a run that had succeeded.
     """
-    try:
-        yield
-    except PipemegaError as error:
-        sys.stdout.flush()
-        print(_message(error), file=sys.stderr, flush=True)
-        if dist.is_initialized() and dist.get_world_size() > 1 and not isinstance(error, PeerError):
-            time.sleep(_LAST_WORDS)
-        sys.exit(1)
+    with _heeding_sigterm():
+        code: str | int | None = None
+        try:
+            try:
+                yield
+            except SystemExit as wish:
+                if wish.code not in (None, 0):
+                    raise
+            if dist.is_initialized():
+                dist.barrier()
+        except BaseException as error:
+            code = _end(error)
+        if code is not None:
+            sys.exit(code)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _end(error: BaseException) -> str | int:
+    """Tells why the run ends; returns the exit code."""
+    if threading.current_thread() is threading.main_thread():
+        # That of torchrun, when another rank was quicker, must not cut the words short.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    board = FailureBoard(world_axis())
+    explained = board.explain(error, "the script")
+    sys.stdout.flush()
+    if explained is not error or not isinstance(error, SystemExit):
+        print(_told(explained), file=sys.stderr, flush=True)
     if dist.is_initialized():
-        dist.barrier()
-        dist.destroy_process_group()
+        board.wait_for_last_words(_LAST_WORDS)
+    elif launched_world_size() > 1:
+        # The ranks have not met, and do not start at the same moment.
+        time.sleep(_LAST_WORDS)
+    if isinstance(error, SystemExit) and error.code is not None:
+        return error.code
+    return _INTERRUPTED if isinstance(explained, KeyboardInterrupt) else 1
 
 
-def _message(error: PipemegaError) -> str:
-    rank = f"rank {dist.get_rank()}: " if dist.is_initialized() else ""
+def _told(error: BaseException) -> str:
+    rank = f"rank {launched_rank()}: " if launched_world_size() > 1 else ""
     origin = _origin(error)
     trace = "".join(traceback.format_exception(origin)) if origin is not None else ""
-    return f"{trace}error: {rank}{error}"
+    if isinstance(error, PipemegaError | Stopped):
+        return f"{trace}error: {rank}{error}"
+    return f"{trace}error: {rank}{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _origin(error: BaseException) -> BaseException | None:
-    """The error of foreign code, a layer's for one, that ours came from."""
-    if isinstance(error, PeerError):
+    """The error of foreign code, a layer's for one, whose trace shows the way to the mistake."""
+    if isinstance(error, PeerError | KeyboardInterrupt) or is_loss(error):
         return None
-    while isinstance(error, PipemegaError):
-        if error.__cause__ is None:
-            return None
-        error = error.__cause__
-    return None if isinstance(error, OSError) else error
+    if not isinstance(error, PipemegaError):
+        return error
+    cause = error.__cause__
+    # What the system says of a file is in our message already.
+    return None if cause is None or isinstance(cause, OSError) else _origin(cause)
+
+
+@contextmanager
+def _heeding_sigterm() -> Iterator[None]:
+    """Makes an exception of SIGTERM, so that the rank can find out why and say so.
+
+    Python raises it between two of its own instructions. A rank that waits inside torch for
+    something that never comes gets there no more: a thread gives it time, and then ends it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        # Once: what follows is the end already.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise Stopped("stopped by SIGTERM")
+
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    before = signal.signal(signal.SIGTERM, stop)
+    woken_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+    threading.Thread(target=_end_the_deaf, args=(ours,), daemon=True, name="sigterm").start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(woken_before)
+        signal.signal(signal.SIGTERM, before)
+        theirs.close()
+
+
+def _end_the_deaf(signals: socket.socket) -> None:
+    """Ends the process a while after a SIGTERM that it did not end by itself."""
+    with signals:
+        while (number := signals.recv(1)) != bytes([signal.SIGTERM]):
+            if not number:
+                return
+    time.sleep(_GRACE)
+    print(
+        f"error: rank {launched_rank()}: stopped by SIGTERM, deep in a call that did not return",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)

@@ -75,6 +75,18 @@ def launched_world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def launched_rank() -> int:
+    """The global rank of this process: from the same sources, else 0."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def world_axis() -> Axis:
+    """All ranks of torch.distributed; this process alone where it has not been started."""
+    if not dist.is_initialized():
+        return Axis("world")
+    return Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
+
+
 def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
     """The device of this process; on a node with several GPUs, the one of its LOCAL_RANK.
 
@@ -121,13 +133,14 @@ def build_mesh(
         )
     rank = dist.get_rank()
     axes = {name: _axis(name, topology, rank, timeout) for name in AXES}
-    assert dist.group.WORLD is not None
+    # A rank that failed right behind this would break the connections that others still make.
+    dist.barrier()
     return Mesh(
         topology,
         axes["pipeline"],
         axes["data"],
         axes["tensor"],
-        Axis("world", tuple(range(world_size)), rank, dist.group.WORLD),
+        world_axis(),
         device,
         timeout,
         _device_mesh(topology, device, axes),

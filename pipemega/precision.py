@@ -126,7 +126,7 @@ class DynamicLossScale:
             self._hysteresis -= 1
             return
         if self._scale <= self._minimum:
-            raise LossScaleError(self._at_minimum())
+            raise LossScaleError(self._at_minimum(), on_every_rank=True)
         self._set(max(self._scale / 2, self._minimum))
 
     def _grow_when_due(self) -> None:

@@ -198,7 +198,7 @@ class OptimizerStep:
 
     def _decide(self, report: StepReport, factor: float, world: _World) -> None:
         if report.overflow and not self._skip_nonfinite:
-            raise PipelineError(self._not_finite(report, world))
+            raise PipelineError(self._not_finite(report, world), on_every_rank=True)
         if not report.skipped:
             if self._clip > 0:
                 factor *= min(1.0, self._clip / (report.grad_norm + _CLIP_EPSILON))

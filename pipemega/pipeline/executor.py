@@ -177,8 +177,13 @@ class Executor:
             return output
         if m >= len(self._batch.labels):
             return output
-        loss = self._loss_fn(output, self._batch.labels[m])
-        total, weight = loss if isinstance(loss, tuple) else (loss, None)
+        try:
+            loss = self._loss_fn(output, self._batch.labels[m])
+        except PipelineError:
+            raise
+        except Exception as error:
+            raise PipelineError(f"loss_fn failed: {type(error).__name__}: {error}") from error
+        total, weight = loss if isinstance(loss, tuple) and len(loss) == 2 else (loss, None)
         for name, value in (("loss", total), ("weight", weight)):
             if value is not None and (not isinstance(value, Tensor) or value.numel() != 1):
                 found = list(value.shape) if isinstance(value, Tensor) else type(value).__name__

@@ -286,16 +286,18 @@ class Transport:
                 raise PipelineError(
                     f"{reason}: the {channel.direction} between stage {channel.source} and stage "
                     f"{channel.target} did not get through, waiting for rank {peer} (stage {there})"
-                    f" with a deadline of {self._timeout.total_seconds():g} s: {_brief(error)}"
+                    f": {self._brief(error)}"
                 ) from error
+
+    def _brief(self, error: RuntimeError) -> str:
+        """The last part of a backend's message, without the file that it was built from."""
+        text = str(error).split("] ", 1)[-1].strip().splitlines()[0]
+        if "timed out" in text.lower():
+            return f"timed out after mesh.timeout_seconds ({self._timeout.total_seconds():g} s)"
+        return text
 
 
 def _wire(tensor: Tensor) -> Tensor:
     """`tensor` as it can be sent: contiguous, and bool as bytes, which every backend carries."""
     tensor = tensor.contiguous()
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
-
-
-def _brief(error: RuntimeError) -> str:
-    """The last part of a backend's message, without the file that it was built from."""
-    return str(error).split("] ", 1)[-1].strip().splitlines()[0]
