@@ -100,7 +100,7 @@ class Trainer:
             if self._valid is not None and settings.eval_interval and not self.validation:
                 self.evaluate()
             while engine.global_steps < settings.train_steps:
-                loss = self._train_step()
+                loss = self.train_step()
                 last = engine.global_steps == settings.train_steps
                 if self._due(settings.eval_interval) or (last and settings.eval_interval):
                     self.evaluate()
@@ -113,7 +113,8 @@ class Trainer:
     def _due(self, interval: int) -> bool:
         return interval > 0 and self.engine.global_steps % interval == 0
 
-    def _train_step(self) -> float:
+    def train_step(self) -> float:
+        """One optimizer step and its record; returns the loss."""
         engine, started = self.engine, time.perf_counter()
         loss = engine.train_batch()
         seconds = time.perf_counter() - started
