@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -83,6 +84,9 @@ def initialize(
     mesh = mesh or build_mesh_of(config)
     with FailureBoard(mesh.world).failing_together("initialize"):
         engine = _assemble(model, config, mesh, training_data, collate_fn)
+        if mesh.world.size > 1:
+            # A rank that could not build its part ends all of them here, not in the first step.
+            dist.barrier(mesh.world.group)
     return engine, engine.optimizer, engine.loader, engine.lr_scheduler
 
 

@@ -191,6 +191,11 @@ class Executor:
                     f"loss_fn must return a scalar, or a pair of scalars (sum, weight); its {name} "
                     f"is {found}: reduce it, with .mean() for one"
                 )
+        if self._train and not total.requires_grad:
+            raise PipelineError(
+                "the loss has no gradient: it was computed under no_grad, detached or rounded, or "
+                "no parameter of the model can be trained"
+            )
         self._results.losses[m] = total.detach().reshape(())
         self._results.weights[m] = (
             torch.ones((), device=total.device) if weight is None else weight.detach().reshape(())

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from pipemega.errors import ConfigError
+from pipemega.errors import ConfigError, PipemegaError
 from pipemega.mesh import Axis
 
 
@@ -60,12 +60,19 @@ class LayerSpec:
         """The layer itself, on `device` (default: torch's).
 
         Raises:
-            ConfigError: the constructor returned something else than a module.
+            ConfigError: the constructor failed, or returned something else than a module.
         """
         args = [tensor if arg is TENSOR_AXIS else arg for arg in self.args]
         kwargs = {key: tensor if arg is TENSOR_AXIS else arg for key, arg in self.kwargs.items()}
-        with torch.device(device) if device is not None else nullcontext():
-            layer = self.typename(*args, **kwargs)
+        try:
+            with torch.device(device) if device is not None else nullcontext():
+                layer = self.typename(*args, **kwargs)
+        except PipemegaError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self!r} could not be built: {type(error).__name__}: {error}"
+            ) from error
         if not isinstance(layer, nn.Module):
             raise ConfigError(f"{self!r} built {type(layer).__name__}, which is no nn.Module")
         return layer

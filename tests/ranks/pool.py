@@ -119,6 +119,8 @@ def _serve(pipe: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=60),
             )
+            # Who fails at once must not break connections that others still make.
+            dist.barrier()
             pipe.send((False, function(*args)))
         except BaseException as error:
             pipe.send((True, (f"{type(error).__name__}: {error}", traceback.format_exc())))
