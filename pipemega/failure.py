@@ -126,9 +126,10 @@ class FailureBoard:
             number = self._store.add(_LOST, 1)
             self._store.set(f"{_LOST}/{number}", json.dumps(asdict(mine)))
         except RuntimeError:
-            # The store lives in one of the processes, which is gone.
             return _Report(
-                None, f"{message}; the rank that holds the store of the ranks is gone, too"
+                None,
+                f"{message}; and the store of the ranks, which is in rank 0 unless torchrun has "
+                f"it, is gone",
             )
         finally:
             # At once: the sooner all are woken, the surer it is who is missing.

@@ -21,7 +21,7 @@ from pipemega.mesh import launched_rank, launched_world_size, world_axis
 _LAST_WORDS = 2.0
 
 # How long a rank that was stopped may take to find out why, before it is ended as it stands.
-_GRACE = 8.0
+_GRACE = 6.0
 
 _INTERRUPTED = 130
 

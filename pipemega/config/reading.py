@@ -106,7 +106,7 @@ def _parsed(text: str, name: str) -> Source:
             f"{name} is not JSON: line {said}"
             if said[:1].isdigit()
             else f"{name} is not JSON: {said or type(error).__name__}"
-        ) from error
+        ) from None
     return Source(tree, name, key_lines(text))
 
 
