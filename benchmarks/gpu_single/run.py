@@ -1,0 +1,262 @@
+"""Speed, memory and fp16's recovery from overflow of a GPT of 1.3 B parameters on one GPU.
+
+    python -m benchmarks.gpu_single.run --json result.json         from the root of the repository
+    python -m benchmarks.gpu_single.run --device cpu --tiny        does it run at all?
+
+Trains through `pipemega.initialize` on mock data, in bf16, with each kind of recomputation; then in
+fp16 from a loss scale that is too high.  The exit status is 1 when the losses of two recomputations
+differ, when fp16 does not recover, or when a skipped step changes a weight.
+"""
+
+import argparse
+import gc
+import json
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pipemega
+from benchmarks.gpu_single.estimate import MODES, Recompute, Sizes, estimate
+from benchmarks.gpu_single.machine import (
+    attention_kernel,
+    data_sheet_tflops,
+    describe,
+    matrix_tflops,
+    seconds_of,
+)
+from benchmarks.gpu_single.report import markdown
+from pipemega import Engine
+from pipemega.data.gpt_dataset import SampleFormat
+from pipemega.data.mock import MockDataset
+from pipemega.kernels import Kernels
+from pipemega.models import GPTConfig, gpt
+from pipemega.monitor import gpt_flops_per_token
+
+TINY = Sizes(hidden=32, layers=2, heads=2, seq=32, vocab=256, micro_batch=2, num_microbatches=2)
+
+# Of the loss.  Recomputing repeats the same, but the backward pass of fused attention adds in an
+# order of its own each time, and steps carry that on.
+LOSS_TOLERANCE = 5e-3
+
+# 2 to this power overflows fp16 at the first gradient already, that of the logits.
+SCALE_POWER = 32
+OVERFLOW_STEPS = 40  # at most
+GOOD_STEPS = 5  # in a row, and fp16 has recovered
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = _parse(argv)
+    device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        print("error: torch sees no CUDA device; --device cpu --tiny tries the script without one")
+        return 2
+    sizes = TINY if options.tiny else Sizes()
+    sizes = replace(
+        sizes,
+        micro_batch=options.micro_batch or sizes.micro_batch,
+        num_microbatches=options.accumulate or sizes.num_microbatches,
+    )
+    arguments = sys.argv[1:] if argv is None else argv
+    matrix = 128 if options.tiny else 8192
+    report: dict[str, Any] = {
+        "command": shlex.join(["python", "-m", "benchmarks.gpu_single.run", *arguments]),
+        "machine": describe(device),
+        "sizes": asdict(sizes) | {"parameters": sizes.parameters, "tokens_per_step": sizes.tokens},
+        "options": {"steps": options.steps, "warmup": options.warmup, "matrix": matrix},
+        "attention": attention_kernel(sizes, device),
+        "peak_tflops": {
+            "measured": matrix_tflops(device, matrix),
+            "data_sheet": data_sheet_tflops(device),
+        },
+    }
+    report["rows"] = [
+        _attempt(mode, partial(_row, sizes, mode, options, device, report["peak_tflops"]))
+        for mode in options.recompute
+    ]
+    report["overflow"] = _attempt("fp16", partial(overflow, sizes, device))
+    report["faults"] = _faults(report)
+    if options.json is not None:
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(markdown(report))
+    return 1 if report["faults"] else 0
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="sizes for a look at the script")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps; the median counts")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before")
+    parser.add_argument("--micro-batch", type=int, help="samples at a time (default: 8)")
+    parser.add_argument("--accumulate", type=int, help="micro-batches in a step (default: 4)")
+    parser.add_argument("--recompute", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--json", type=Path, help="write the whole result to this file")
+    return parser.parse_args(argv)
+
+
+def _attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` found, under its name; or that the memory did not suffice, to go on without."""
+    print(f"{name} ...", file=sys.stderr, flush=True)
+    # Of the run before: engines hold themselves by the hooks of their parameters.
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    try:
+        return {"name": name, "error": None, **work()}
+    except Exception as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        if not isinstance(cause, torch.OutOfMemoryError):
+            raise
+        return {"name": name, "error": f"out of memory: {str(cause).splitlines()[0]}"}
+
+
+def build(sizes: Sizes, recompute: Recompute, device: torch.device, **precision: Any) -> Engine:
+    """An engine on mock data; dropout is off, as in most comparisons of speed."""
+    config = pipemega.load_config(
+        {
+            "train_micro_batch_size_per_gpu": sizes.micro_batch,
+            "gradient_accumulation_steps": sizes.num_microbatches,
+            "steps_per_print": None,
+            "mesh": {"device": device.type},
+            "model": {
+                "num_layers": sizes.layers,
+                "hidden_size": sizes.hidden,
+                "num_attention_heads": sizes.heads,
+                "seq_length": sizes.seq,
+                "vocab_size": sizes.vocab,
+                "hidden_dropout": 0.0,
+                "attention_dropout": 0.0,
+                "recompute": recompute,
+            },
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+            **precision,
+        }
+    )
+    mesh = pipemega.build_mesh(config)
+    model = gpt(GPTConfig.of(config, sizes.vocab), Kernels.detect(mesh.device))
+    samples = MockDataset("train", SampleFormat(sizes.seq, sizes.vocab), None, config.seed)
+    engine, *_ = pipemega.initialize(model, config, samples, mesh=mesh)
+    return engine
+
+
+def _row(
+    sizes: Sizes,
+    recompute: Recompute,
+    options: argparse.Namespace,
+    device: torch.device,
+    peaks: dict[str, float | None],
+) -> dict[str, Any]:
+    """Times, losses and memory of one kind of recomputation."""
+    is_cuda = device.type == "cuda"
+    before = torch.cuda.memory_allocated(device) if is_cuda else None
+    engine = build(sizes, recompute, device, bf16={"enabled": True})
+    losses = [engine.train_batch() for _ in range(options.warmup)]
+    if is_cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    seconds = [
+        seconds_of(lambda: losses.append(engine.train_batch()), device)
+        for _ in range(options.steps)
+    ]
+    peak = torch.cuda.max_memory_allocated(device) if is_cuda else None
+    # The parts are timed in a step of their own: each stands still for the clock.
+    engine.timers.enabled = True
+    losses.append(engine.train_batch())
+    parts = engine.timers.lap()
+    _close(engine)
+    flops = sizes.tokens * gpt_flops_per_token(
+        num_layers=sizes.layers,
+        hidden_size=sizes.hidden,
+        num_attention_heads=sizes.heads,
+        ffn_hidden_size=4 * sizes.hidden,
+        seq_length=sizes.seq,
+        vocab_size=sizes.vocab,
+    )
+    tflops = flops / median(seconds) / 1e12
+    return {
+        "step_seconds": median(seconds),
+        "all_seconds": seconds,
+        "tokens_per_second": sizes.tokens / median(seconds),
+        "tflops": tflops,
+        "mfu": {name: tflops / value if value else None for name, value in peaks.items()},
+        "peak_bytes": peak,
+        "bytes_before": before,
+        "estimate_bytes": estimate(sizes, recompute),
+        "part_seconds": parts,
+        "losses": losses,
+    }
+
+
+def overflow(sizes: Sizes, device: torch.device) -> dict[str, Any]:
+    """fp16 from a loss scale of 2^32: each step, and whether a skipped one left all as it was."""
+    fp16 = {"enabled": True, "initial_scale_power": SCALE_POWER, "hysteresis": 1}
+    engine = build(sizes, "none", device, fp16=fp16)
+    steps: list[dict[str, Any]] = []
+    while len(steps) < OVERFLOW_STEPS and not _recovered(steps):
+        before = [tensor.clone() for tensor in _weights(engine)]
+        engine.train_batch()
+        report = engine.last_step
+        assert report is not None
+        pairs = zip(before, _weights(engine), strict=True)
+        steps.append(
+            {
+                "loss": report.loss,
+                "loss_scale": report.loss_scale,
+                "grad_norm": report.grad_norm,
+                "skipped": report.skipped,
+                "unchanged": all(torch.equal(old, new) for old, new in pairs),
+            }
+        )
+    _close(engine)
+    return {"steps": steps, "skipped": engine.skipped_steps, "recovered": _recovered(steps)}
+
+
+def _weights(engine: Engine) -> list[Tensor]:
+    """The weights that compute, and the masters that the optimizer steps."""
+    assert engine.optimizer is not None
+    masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    return [p.detach() for p in (*engine.module.parameters(), *masters)]
+
+
+def _recovered(steps: list[dict[str, Any]]) -> bool:
+    last = steps[-GOOD_STEPS:]
+    return len(last) == GOOD_STEPS and not any(step["skipped"] for step in last)
+
+
+def _close(engine: Engine) -> None:
+    assert engine.loader is not None
+    engine.loader.close()
+
+
+def _faults(report: dict[str, Any]) -> list[str]:
+    """What makes the run a failure; empty when all is well."""
+    faults = [f"{r['name']}: {r['error']}" for r in report["rows"] if r["error"]]
+    rows = [row for row in report["rows"] if not row["error"]]
+    for row in rows[1:]:
+        pairs = zip(rows[0]["losses"], row["losses"], strict=True)
+        worst = max(abs(a - b) / abs(a) for a, b in pairs)
+        if not worst <= LOSS_TOLERANCE:
+            faults.append(f"losses of {row['name']} and {rows[0]['name']} differ by {worst:.1e}")
+    fp16 = report["overflow"]
+    if fp16["error"]:
+        return [*faults, f"fp16: {fp16['error']}"]
+    if not fp16["recovered"] or not fp16["skipped"]:
+        faults.append(f"fp16 skipped {fp16['skipped']} steps and did not overflow and recover")
+    if not all(step["unchanged"] for step in fp16["steps"] if step["skipped"]):
+        faults.append("a skipped step changed a weight")
+    return faults
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,109 @@
+"""The benchmark of one GPU, tried without one: the script, and its estimate of memory."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.gpu_single.estimate import MODES, Sizes, estimate
+from benchmarks.gpu_single.run import build, main
+from benchmarks.pipeline_cpu.worker import peak_live_bytes
+from pipemega.config import load
+from pipemega.models import GPTConfig, gpt
+
+# So many samples that activations outweigh what the optimizer step holds on a CPU for the norm.
+SMALL = Sizes(hidden=64, layers=3, heads=2, seq=64, vocab=512, micro_batch=32, num_microbatches=2)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("benchmark") / "result.json"
+    arguments = ["--device", "cpu", "--tiny", "--steps", "2", "--warmup", "1", "--json", str(path)]
+    assert main(arguments) == 0
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
+
+
+def test_every_recomputation_trains_alike(report: dict[str, Any]) -> None:
+    rows = {row["name"]: row for row in report["rows"]}
+    assert list(rows) == list(MODES)
+    assert rows["none"]["losses"] == rows["selective"]["losses"] == rows["full"]["losses"]
+    for row in rows.values():
+        assert row["tokens_per_second"] == pytest.approx(128 / row["step_seconds"])
+        assert row["mfu"] == {
+            "measured": pytest.approx(row["tflops"] / report["peak_tflops"]["measured"]),
+            "data_sheet": None,
+        }
+
+
+def test_fp16_halves_its_scale_at_each_overflow_and_a_skipped_step_changes_no_weight(
+    report: dict[str, Any],
+) -> None:
+    steps = report["overflow"]["steps"]
+    skipped = report["overflow"]["skipped"]
+    assert skipped > 3
+    assert [step["skipped"] for step in steps] == [True] * skipped + [False] * 5
+    assert [step["unchanged"] for step in steps] == [True] * skipped + [False] * 5
+    scales = [step["loss_scale"] for step in steps]
+    assert scales == [2.0 ** (32 - min(number, skipped)) for number in range(len(steps))]
+
+
+def test_the_report_is_a_page_that_can_be_committed(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [
+        "--device",
+        "cpu",
+        "--tiny",
+        "--steps",
+        "1",
+        "--warmup",
+        "0",
+        "--recompute",
+        "full",
+    ]
+    assert main(arguments) == 0
+    page = capsys.readouterr().out
+    assert "| full |" in page
+    assert "| 0 | 4.29497e+09 |" in page
+    assert "- fault: none" in page
+    assert f"`python -m benchmarks.gpu_single.run {' '.join(arguments)}`" in page
+
+
+def test_without_a_gpu_the_script_says_how_to_try_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main([]) == 2
+    assert "--device cpu --tiny" in capsys.readouterr().out
+
+
+def test_the_parameters_are_those_of_the_model() -> None:
+    section = {"num_layers": 3, "hidden_size": 64, "num_attention_heads": 2, "seq_length": 64}
+    config = load({"train_batch_size": 1, "model": section})
+    net = gpt(GPTConfig.of(config, SMALL.vocab))
+    again = net.count_parameters()[-1]  # the head, which is the embedding
+    assert sum(net.count_parameters()) - again == SMALL.parameters
+    assert Sizes().parameters == pytest.approx(1.3e9, rel=0.02)
+
+
+# With the wide vocabulary the peak is at the loss, with the narrow one in a layer's backward pass.
+@pytest.mark.parametrize("vocab", [2048, 128])
+@pytest.mark.parametrize("recompute", MODES)
+def test_the_estimate_is_the_peak_of_what_a_step_really_holds(recompute: Any, vocab: int) -> None:
+    sizes = replace(SMALL, vocab=vocab)
+
+    def trained() -> Callable[[int], float]:
+        engine = build(sizes, recompute, torch.device("cpu"), bf16={"enabled": True})
+        return lambda _: engine.train_batch()
+
+    peak = peak_live_bytes(trained, 2)
+    assert peak == pytest.approx(estimate(sizes, recompute)["total"], rel=0.01)
+
+
+def test_a_result_is_written_beside_the_page(report: dict[str, Any], tmp_path: Path) -> None:
+    assert set(report["machine"]) >= {"device", "driver", "torch", "cuda", "python"}
+    assert report["sizes"]["tokens_per_step"] == 128
+    assert report["command"].startswith("python -m benchmarks.gpu_single.run --device cpu --tiny")
