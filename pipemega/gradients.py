@@ -26,6 +26,8 @@ from pipemega.ties import sum_over_holders
 _ALIGNMENT = 64
 # Elements of a flat buffer that are turned to fp64 at a time on a CPU; they stay in the cache.
 _NORM_BLOCK = 1 << 18
+# The same on other devices: 128 MiB of fp64, where the whole would be twice the gradients.
+_DEVICE_NORM_BLOCK = 1 << 24
 
 
 @dataclass(frozen=True, eq=False)
@@ -273,8 +275,10 @@ def square_sum(tensor: Tensor) -> Tensor:
     """The sum of squares in fp64, which fp32 gradients cannot overflow: not finite only if an
     element is not."""
     if tensor.device.type != "cpu":
-        norm: Tensor = torch.linalg.vector_norm(tensor, dtype=torch.float64)
-        return norm.square()
+        # In blocks: vector_norm first makes an fp64 copy of all that it is given.
+        blocks = torch.split(tensor.reshape(-1), _DEVICE_NORM_BLOCK)
+        norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
+        return torch.stack(norms).square().sum()
     # vector_norm with a dtype is ten times slower on a CPU (docs/optimizer.md).
     total = torch.zeros((), dtype=torch.float64)
     for block in torch.split(tensor.reshape(-1), _NORM_BLOCK):
