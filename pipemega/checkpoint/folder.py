@@ -11,6 +11,7 @@ One run at a time saves in a folder; any number may read.
 """
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,8 +25,12 @@ STATE_FILE = "state.json"
 POINTER = "latest"
 FORMAT = 1
 
+_log = logging.getLogger(__name__)
+
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-_STEP_TAG = re.compile(r"global_step\d+")
+_STEP_log = logging.getLogger(__name__)
+
+_TAG = re.compile(r"global_step\d+")
 
 
 def step_tag(step: int) -> str:
@@ -106,10 +111,8 @@ def tidy(folder: Path) -> None:
 def prune(folder: Path, keep_last: int) -> None:
     """Deletes all but the newest `keep_last` checkpoints of those that go by their step.
 
-    Never the one that is pointed at, and never one that somebody gave a name.
-
-    Raises:
-        OSError: one cannot be deleted.
+    Never the one that is pointed at, and never one that somebody gave a name. What cannot be
+    deleted is left, with a warning: it is no reason to end a run.
     """
     paths = [path for path in complete(folder) if _STEP_TAG.fullmatch(path.name)]
     pointed = latest(folder)
@@ -117,9 +120,11 @@ def prune(folder: Path, keep_last: int) -> None:
         if path.name != pointed:
             # Renamed first, so that no half-deleted folder bears the name of a checkpoint.
             unfinished = _unfinished(folder, path.name)
-            shutil.rmtree(unfinished, ignore_errors=True)
-            path.rename(unfinished)
-            shutil.rmtree(unfinished)
+            try:
+                path.rename(unfinished)
+                shutil.rmtree(unfinished)
+            except OSError as error:
+                _log.warning("could not delete the old checkpoint %s: %s", path, error)
 
 
 def latest(folder: Path) -> str | None:

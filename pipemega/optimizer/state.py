@@ -92,12 +92,11 @@ def _check(
             "bf16 or fp16; load the module only, or set the precision as it was"
         )
     for key, value in packed[name].items():
-        # A scalar is a count; what has as many dims as the parameter is kept per element.
+        # Per element, or, where some dims are 1, per row or column: Adafactor's.
         if (
             isinstance(value, Tensor)
-            and value.dim() == target.dim() > 0
-            and key != "step"
-            and value.shape != target.shape
+            and value.dim() == target.dim()
+            and any(n not in (1, m) for n, m in zip(value.shape, target.shape, strict=True))
         ):
             raise CheckpointError(
                 f"the checkpoint's {key} of '{name}' has the shape {tuple(value.shape)}, and the "

@@ -1,0 +1,332 @@
+"""Runs that are saved and go on, run in the ranks of the pool."""
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from torch import Tensor, nn
+
+from pipemega import LayerSpec, PipelineModule
+from pipemega.assemble import initialize
+from pipemega.checkpoint import folder as folders
+from pipemega.config import load
+from pipemega.engine import Engine
+from pipemega.errors import CheckpointError
+from pipemega.models import GPTConfig, gpt
+from tests.ranks.training_run import LENGTH, VOCAB
+
+BEFORE, AFTER = 3, 3
+
+
+class Sentences(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Random tokens; an epoch is not a whole number of steps."""
+
+    fingerprint = "forty random sentences"
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(VOCAB, (LENGTH + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        labels[: index % 3] = -100
+        return tokens[:-1], labels
+
+
+def build(config: Mapping[str, Any], dtype: str) -> Engine:
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        loaded = load(config)
+        engine, *_ = initialize(gpt(GPTConfig.of(loaded, VOCAB)), loaded, Sentences())
+        return engine
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def steps(engine: Engine, count: int) -> dict[str, Any]:
+    """What can be seen of the next `count` steps, and of what they lead to; for `==`."""
+    seen: dict[str, Any] = {"steps": []}
+    for _ in range(count):
+        loss = engine.train_batch()
+        last = engine.last_step
+        assert last is not None
+        # As text, since nan is not nan.
+        seen["steps"].append(
+            (repr(loss), repr(last.grad_norm), last.loss_scale, last.learning_rate)
+        )
+    assert engine.loader is not None
+    seen["parameters"] = {
+        name: p.view(-1).view(torch.uint8).numpy().tobytes()
+        for name, p in engine.parameter_state().items()
+    }
+    seen["counters"] = (engine.global_steps, engine.consumed_samples, engine.skipped_steps)
+    seen["loader"] = engine.loader.state_dict()
+    seen["draws"] = (torch.rand(2).tolist(), numpy.random.rand(2).tolist(), random.random())
+    return seen
+
+
+def seed_streams(seed: int) -> None:
+    """The caller's own random streams, different on each rank."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
+
+
+def resume(config: Mapping[str, Any], dtype: str, folder: str) -> dict[str, Any]:
+    """A run that saves in the middle and goes on, and one that begins where it was saved."""
+    first = build(config, dtype)
+    seed_streams(1 + first.mesh.rank)
+    before = steps(first, BEFORE)
+    path = first.save_checkpoint(folder, client_state={"best": 1.5, "table": torch.arange(3)})
+    went_on = steps(first, AFTER)
+    second = build(config, dtype)
+    seed_streams(99)
+    found, client = second.load_checkpoint(folder)
+    assert found == path
+    assert client["best"] == 1.5
+    assert client["table"].tolist() == [0, 1, 2]
+    return {"before": before, "went on": went_on, "resumed": steps(second, AFTER)}
+
+
+def resume_all(
+    cases: list[tuple[Mapping[str, Any], str]], folder: str
+) -> list[tuple[list[Any], list[str]]]:
+    """The steps of each case, and in which of the things that can be seen the two runs differ."""
+    seen = []
+    for number, (config, dtype) in enumerate(cases):
+        run = resume(config, dtype, f"{folder}/{number}")
+        keys = run["went on"]
+        differ = [key for key in keys if run["resumed"][key] != run["went on"][key]]
+        seen.append((run["before"]["steps"] + keys["steps"], differ))
+    return seen
+
+
+def unsaved(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """The same steps without a checkpoint."""
+    engine = build(config, dtype)
+    seed_streams(1 + engine.mesh.rank)
+    steps(engine, BEFORE)
+    return steps(engine, AFTER)
+
+
+def save_at(config: Mapping[str, Any], folder: str, tags: list[str | None]) -> list[str]:
+    """A checkpoint after each step; returns their paths."""
+    engine = build(config, "float64")
+    paths = []
+    for tag in tags:
+        engine.train_batch()
+        paths.append(str(engine.save_checkpoint(folder, tag=tag)))
+    return paths
+
+
+def load_step(config: Mapping[str, Any], folder: str, tag: str | None = None) -> int | str:
+    """The step that was found, or what is wrong; then a step, to see that the ranks still talk."""
+    engine = build(config, "float64")
+    try:
+        engine.load_checkpoint(folder, tag)
+    except CheckpointError as error:
+        if not error.on_every_rank:
+            raise
+        return str(error)
+    found = engine.global_steps
+    engine.train_batch()
+    return found
+
+
+def load_each(config: Mapping[str, Any], folders: list[str]) -> list[int | str]:
+    return [load_step(config, folder) for folder in folders]
+
+
+def save_with(config: Mapping[str, Any], folder: str, tags: list[str], client: Any = None) -> str:
+    """Saves under a tag for each rank; the path or the error."""
+    engine = build(config, "float64")
+    try:
+        return str(engine.save_checkpoint(folder, tags[engine.mesh.rank], client_state=client))
+    except CheckpointError as error:
+        if not error.on_every_rank:
+            raise
+        return str(error)
+
+
+def save_in_a_folder_each(config: Mapping[str, Any], folders: list[str]) -> str:
+    engine = build(config, "float64")
+    try:
+        return str(engine.save_checkpoint(folders[engine.mesh.rank]))
+    except CheckpointError as error:
+        return str(error)
+
+
+def fill_the_disk(config: Mapping[str, Any], disk: str, leave: list[int]) -> list[tuple[str, int]]:
+    """Saves on a disk with so many bytes left; (error, step then loaded) for each number.
+
+    Training goes on after each failure, and the last save, with room, succeeds.
+    """
+    engine = build(config, "float64")
+    engine.train_batch()
+    engine.save_checkpoint(disk)
+    seen = []
+    for number in leave:
+        engine.train_batch()
+        filler = Path(disk) / "filler"
+        engine.mesh.world.group.barrier().wait()
+        if engine.mesh.rank == 0:
+            with filler.open("wb") as file:
+                file.write(bytes(max(0, shutil.disk_usage(disk).free - number)))
+        engine.mesh.world.group.barrier().wait()
+        try:
+            engine.save_checkpoint(disk)
+            said = "saved"
+        except CheckpointError as error:
+            if not error.on_every_rank:
+                raise
+            said = str(error)
+        engine.mesh.world.group.barrier().wait()
+        if engine.mesh.rank == 0:
+            filler.unlink()
+        other = build(config, "float64")
+        other.load_checkpoint(disk)
+        seen.append((said, other.global_steps))
+    engine.save_checkpoint(disk)
+    return seen
+
+
+def save_with_small_files(config: Mapping[str, Any], folder: str, limit: int) -> str:
+    """Rank 1 cannot write more than `limit` bytes to a file."""
+    import resource
+
+    engine = build(config, "float64")
+    engine.train_batch()
+    engine.save_checkpoint(folder)
+    engine.train_batch()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if engine.mesh.rank == 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        return str(engine.save_checkpoint(folder))
+    except CheckpointError as error:
+        if not error.on_every_rank:
+            raise
+        return str(error)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def save_forever(config: Mapping[str, Any], folder: str, pids: str, tag: str | None) -> None:
+    engine = build(config, "float64")
+    (Path(pids) / f"{engine.mesh.rank}").write_text(str(os.getpid()))
+    while True:
+        engine.train_batch()
+        engine.save_checkpoint(folder, tag)
+
+
+def die_at(config: Mapping[str, Any], folder: str, call: int, tag: str | None) -> int:
+    """Rank 0 is killed before the `call`-th thing that it asks of the disk in its second save.
+
+    Returns:
+        how often it asked, if that was less.
+    """
+    engine = build(config, "float64")
+    engine.train_batch()
+    engine.save_checkpoint(folder, tag)
+    engine.train_batch()
+    calls = 0
+
+    def counted(function: Any) -> Any:
+        def then(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+
+        return then
+
+    before = {name: getattr(os, name) for name in ("fsync", "rename", "mkdir", "unlink", "rmdir")}
+    if engine.mesh.rank == 0:
+        for name, function in before.items():
+            setattr(os, name, counted(function))
+    try:
+        engine.save_checkpoint(folder, tag)
+    finally:
+        for name, function in before.items():
+            setattr(os, name, function)
+    return calls
+
+
+class Frozen(nn.Linear):
+    """A layer that is not trained."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.requires_grad_(False)
+
+
+def small_net(*, statistics: bool) -> PipelineModule:
+    """A frozen layer, a parameter that is a single number, and running statistics."""
+    return PipelineModule(
+        [
+            LayerSpec(nn.Linear, 6, 8),
+            LayerSpec(nn.BatchNorm1d, 8) if statistics else LayerSpec(nn.LayerNorm, 8),
+            LayerSpec(Frozen, 8, 8),
+            LayerSpec(nn.PReLU),
+            LayerSpec(nn.Linear, 8, 4),
+        ],
+        loss_fn=nn.functional.mse_loss,
+    )
+
+
+def small_config(optimizer: str, params: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": optimizer, "params": dict(params)},
+        **changes,
+    }
+
+
+def small_data(engine: Engine, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1000 * step + engine.mesh.data.rank)
+    for _ in range(engine.batch.num_microbatches):
+        yield torch.randn(4, 6, generator=generator), torch.randn(4, 4, generator=generator)
+
+
+def resume_small(
+    config: Mapping[str, Any], folder: str, net: PipelineModule | None = None
+) -> list[str]:
+    """Like `resume`, of a small net; with evaluation, which sees the running statistics."""
+
+    def run(engine: Engine, first: int) -> dict[str, Any]:
+        losses = [engine.train_batch(small_data(engine, s)) for s in range(first, first + 2)]
+        state = {name: p.tolist() for name, p in engine.parameter_state().items()}
+        buffers = {name: b.tolist() for name, b in engine.module.named_buffers()}
+        evaluated = engine.eval_batch(small_data(engine, 99))
+        return {"losses": losses, "state": state, "buffers": buffers, "eval": evaluated}
+
+    # torch's own batch norm takes no bf16 beside fp32 statistics.
+    net = net or small_net(statistics=not config["bf16"]["enabled"])
+    engine, *_ = initialize(net, config)
+    run(engine, 0)
+    engine.save_checkpoint(folder)
+    went_on = run(engine, 2)
+    # Into an engine that has state of its own, as on going back after a bad step.
+    engine.load_checkpoint(folder)
+    again = run(engine, 2)
+    other, *_ = initialize(net, config)
+    other.load_checkpoint(folder)
+    resumed = run(other, 2)
+    assert folders.latest(Path(folder)) == "global_step2"
+    return [key for key in went_on if not went_on[key] == resumed[key] == again[key]]
+
+
+def matrices() -> PipelineModule:
+    """What Muon takes."""
+    layers = [LayerSpec(nn.Linear, m, n, bias=False) for m, n in ((6, 8), (8, 4))]
+    return PipelineModule(layers, loss_fn=nn.functional.mse_loss)
