@@ -25,12 +25,10 @@ STATE_FILE = "state.json"
 POINTER = "latest"
 FORMAT = 1
 
-_log = logging.getLogger(__name__)
-
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-_STEP_log = logging.getLogger(__name__)
+_STEP_TAG = re.compile(r"global_step\d+")
 
-_TAG = re.compile(r"global_step\d+")
+_log = logging.getLogger(__name__)
 
 
 def step_tag(step: int) -> str:
