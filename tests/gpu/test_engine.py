@@ -1,0 +1,163 @@
+"""A whole engine on one GPU: against the CPU, against itself, and never waiting for the device.
+
+Where bits are compared, attention is torch's plain one: the fused kernels add in no fixed order in
+their backward pass.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from pipemega.engine import Engine
+from tests.ranks.training_run import build, data, settings, train
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+DEVICE = "cuda"
+RECOMPUTE = ["none", "selective", "full"]
+# Heads of 16 channels, which the fused kernels take.
+WIDER: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 128}
+DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+NO_DROPOUT: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+
+
+def on(device: str, **changes: Any) -> dict[str, Any]:
+    return settings(mesh={"device": device}, **changes)
+
+
+def test_fp32_trains_to_the_losses_and_parameters_of_the_cpu() -> None:
+    ours, theirs = (
+        train(on(device, model=NO_DROPOUT), "float32", steps=5) for device in (DEVICE, "cpu")
+    )
+    for key in ("loss", "norm", "eval"):
+        assert ours[key] == pytest.approx(theirs[key], rel=5e-4), key
+    for name, gradient in theirs["gradients"][0].items():
+        numpy.testing.assert_allclose(ours["gradients"][0][name], gradient, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("position", ["learned_absolute", "rope"])
+def test_the_loss_falls_in_16_bits(dtype: str, position: str) -> None:
+    model = {**WIDER, **NO_DROPOUT, "position_embedding_type": position}
+    engine = build(on(DEVICE, model=model, **{dtype: {"enabled": True}}))
+    losses = [engine.train_batch(data(engine, 0)) for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0]
+    assert all(p.dtype != torch.float32 for p in engine.module.parameters())
+
+
+def test_an_fp16_overflow_skips_the_step_and_halves_the_scale() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
+    engine = build(on(DEVICE, fp16=fp16))
+    before = engine.parameter_state()
+    for step in range(3):
+        engine.train_batch(data(engine, step))
+        report = engine.last_step
+        assert report is not None
+        assert (report.skipped, report.overflow) == (True, True)
+        assert report.loss_scale == 2.0 ** (32 - step)
+    after = engine.parameter_state()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert engine.skipped_steps == 3
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_dropout_gives_the_very_gradients(recompute: str) -> None:
+    with sdpa_kernel(SDPBackend.MATH):
+        kept, again, other = (
+            train(on(DEVICE, model={**model, "recompute": mode}), "float32", steps=2)
+            for mode, model in (("none", DROPOUT), (recompute, DROPOUT), ("none", NO_DROPOUT))
+        )
+    assert kept["loss"] == again["loss"]
+    assert kept["loss"] != other["loss"]
+    for first, second in zip(kept["gradients"], again["gradients"], strict=True):
+        for name in first:
+            numpy.testing.assert_array_equal(first[name], second[name], err_msg=name)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_recomputed_dropout_of_fused_attention_draws_the_same_mask(recompute: str) -> None:
+    kept, again = (
+        train(
+            on(DEVICE, model={**WIDER, **DROPOUT, "recompute": mode}, bf16={"enabled": True}),
+            "float32",
+            steps=1,
+        )
+        for mode in ("none", recompute)
+    )
+    assert again["loss"] == pytest.approx(kept["loss"], rel=1e-6)
+    for name, gradient in kept["gradients"][0].items():
+        # Another mask would change a gradient by as much as it is large.
+        difference = numpy.linalg.norm(again["gradients"][0][name] - gradient)
+        assert difference <= 0.02 * numpy.linalg.norm(gradient), name
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_a_resumed_run_repeats_every_bit(dtype: str, tmp_path: Path) -> None:
+    precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+    config = on(DEVICE, model=DROPOUT, **precision)
+    with sdpa_kernel(SDPBackend.MATH):
+        first = build(config)
+        for step in range(2):
+            first.train_batch(data(first, step))
+        first.save_checkpoint(tmp_path)
+        drawn = torch.rand(3, device=DEVICE)
+        losses = [first.train_batch(data(first, step)) for step in (2, 3)]
+
+        second = build(config)
+        second.load_checkpoint(tmp_path)
+        assert torch.equal(torch.rand(3, device=DEVICE), drawn)
+        assert [second.train_batch(data(second, step)) for step in (2, 3)] == losses
+    ours, theirs = second.parameter_state(), first.parameter_state()
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@contextmanager
+def no_waiting() -> Iterator[None]:
+    """Lets torch refuse what makes the host wait for the GPU."""
+    with warnings.catch_warnings():
+        # It says that it is a prototype.
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_makes_the_host_wait_is_noticed() -> None:
+    number = torch.ones((), device=DEVICE)
+    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+        number.item()
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_the_host_waits_for_the_gpu_only_at_the_end_of_a_step(
+    dtype: str, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+    model = {**WIDER, **DROPOUT, "recompute": recompute}
+    engine: Engine = build(on(DEVICE, model=model, **precision))
+    # The first step makes what stays: work spaces, handles, the optimizer's state.
+    engine.train_batch(data(engine, 0))
+    run, watched = engine._executor.run, []
+
+    def run_without_waiting(*args: Any) -> Any:
+        with no_waiting():
+            watched.append(run(*args))
+        return watched[-1]
+
+    monkeypatch.setattr(engine._executor, "run", run_without_waiting)
+    engine.train_batch(data(engine, 1))
+    assert len(watched) == 1
+    assert len(watched[0].losses) == engine.batch.num_microbatches

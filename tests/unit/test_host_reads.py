@@ -1,0 +1,124 @@
+"""Nothing in the middle of a step reads a number from the device: on a GPU the host would wait.
+
+Shown without a GPU, on torch's meta device: its tensors have shapes and no numbers, so that
+whatever asks for one (`.item()`, `bool(tensor)`, a mask as an index) raises an error.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipemega import LayerSpec, PipelineModule
+from pipemega.assemble import initialize
+from pipemega.config import load
+from pipemega.engine import Engine
+from pipemega.errors import PipelineError
+from pipemega.gradients import square_sum
+from pipemega.mesh import Mesh
+from pipemega.models import GPTConfig, gpt
+from pipemega.pipeline.executor import MicroBatches, Results
+from pipemega.pipeline.module import Draws
+
+VOCAB = 50  # padded inside, so that the padding is masked
+
+GPT2 = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8}
+LLAMA = {
+    **GPT2,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "label_smoothing": 0.1,
+}
+
+
+def build(net: PipelineModule, **changes: Any) -> Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **changes,
+    }
+    return initialize(net, config, mesh=Mesh.single("meta"))[0]
+
+
+def run(engine: Engine, inputs: Any, labels: Any) -> Results:
+    draws = [Draws(1, 0, place) for place in range(2)]
+    batch = MicroBatches([inputs] * 2, [labels] * 2, draws=draws, loss_factor=0.5)
+    return engine._executor.run(engine.plan, batch)
+
+
+@pytest.mark.parametrize(
+    "precision", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}]
+)
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["GPT-2", "Llama"])
+@pytest.mark.parametrize("reduction", ["token", "micro_batch"])
+def test_a_step_of_the_gpt_reads_nothing_before_its_end(
+    model: dict[str, Any], recompute: str, dtype: str, reduction: str
+) -> None:
+    config = {"train_batch_size": 2, "model": {**model, "recompute": recompute}}
+    net = gpt(GPTConfig.of(load(config), VOCAB))
+    precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+    engine = build(net, training={"loss_reduction": reduction}, **precision)
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    results = run(engine, tokens, tokens)
+    assert sorted(results.losses) == [0, 1]
+    assert engine._step is not None
+    # And the end of it reads, once.
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        engine._step(*engine._totals(results))
+
+
+class Peeks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.sum().item() > 0 else x
+
+
+def test_a_layer_that_reads_a_number_is_noticed() -> None:
+    net = PipelineModule([LayerSpec(Peeks)], nn.functional.mse_loss)
+    x = torch.empty(2, 4, device="meta")
+    with pytest.raises(PipelineError, match="Peeks"):
+        run(build(net), x, x)
+
+
+class _Norms(TorchDispatchMode):
+    """Notes of how many elements norms are taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.linalg_vector_norm.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_on_a_device_makes_no_copy_of_all_gradients() -> None:
+    gradients = torch.empty(5 << 24, device="meta")
+    with _Norms() as norms:
+        assert square_sum(gradients + 0).dtype == torch.float64
+    # vector_norm holds an fp64 copy of what it is given.
+    assert max(norms.sizes) * 8 <= 2**27
+    assert sum(norms.sizes) == gradients.numel()
+
+
+def test_the_norm_on_a_device_is_the_norm_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    expected = square_sum(gradients)
+
+    class Elsewhere(torch.Tensor):
+        device = torch.device("meta")  # type: ignore[assignment]
+
+    monkeypatch.setattr("pipemega.gradients._DEVICE_NORM_BLOCK", 300)
+    assert square_sum(gradients.as_subclass(Elsewhere)).item() == pytest.approx(expected.item())
