@@ -53,9 +53,7 @@ def run(engine: Engine, inputs: Any, labels: Any) -> Results:
     return engine._executor.run(engine.plan, batch)
 
 
-@pytest.mark.parametrize(
-    "precision", [{}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}]
-)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["GPT-2", "Llama"])
 @pytest.mark.parametrize("reduction", ["token", "micro_batch"])
