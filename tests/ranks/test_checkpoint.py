@@ -35,7 +35,7 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
 MESHES = {
     (1, 1, 1): tuple(CHOICES),
     (2, 1, 1): ("fp32", "bf16", "SGD"),
-    (1, 2, 1): ("fp64", "fp16"),
+    (1, 2, 1): ("fp16", "fp64"),
     (1, 1, 2): ("fp16", "LAMB"),
     (1, 2, 2): ("fp64", "bf16"),
 }
@@ -68,7 +68,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(pool: RankPool, mesh, choices, tmp_pa
             name: [] for name in choices
         }
         steps = dict(zip(choices, (steps for steps, _ in seen), strict=True))
-        rates = [rate for *_, rate in steps[choices[0]]]
+        rates = [rate for *_, rate in steps[choices[-1]]]
         assert rates[2] < rates[3] < rates[4], "saved while the learning rate was warming up"
         scales = [int(math.log2(scale)) for *_, scale, _ in steps.get("fp16", ())]
         assert scales[:2] in ([], [20, 19]), "saved when the loss scale had fallen"
@@ -333,7 +333,7 @@ def test_a_rank_killed_while_saving_leaves_the_checkpoint_before(
 
 @pytest.mark.parametrize(
     "calls",
-    [(12, 17), pytest.param(tuple(range(1, 40)), marks=pytest.mark.sweep)],
+    [(9, 19, 24), pytest.param(tuple(range(1, 40)), marks=pytest.mark.sweep)],
     ids=["some", "all"],
 )
 def test_a_kill_between_any_two_calls_to_the_disk_leaves_one_or_the_other(

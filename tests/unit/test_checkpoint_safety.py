@@ -4,6 +4,8 @@ import io
 import json
 import os
 import pickle
+import re
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from pipemega import initialize
@@ -33,7 +34,7 @@ def build() -> Engine:
 def saved(tmp_path: Path) -> Path:
     engine = build()
     engine.train_batch(small_data(engine, 0))
-    return engine.save_checkpoint(tmp_path, client_state={"a": 1})
+    return engine.save_checkpoint(tmp_path / "runs/mine", "global_step100", {"a": 1})
 
 
 class Payload:
@@ -165,27 +166,28 @@ def test_tensors_of_every_dtype_can_be_indexed(tmp_path, dtype):
         Reader(tmp_path)
 
 
-def test_plain_torch_reads_all_tensors_by_their_logical_names(saved, tmp_path):
-    """The recipe of docs/checkpoints.md."""
-    dcp_to_torch_save(saved / "tensors", tmp_path / "all.pt")
-    everything = torch.load(tmp_path / "all.pt", weights_only=True)
+def test_plain_torch_reads_the_tensors_by_their_logical_names(saved, tmp_path, monkeypatch):
+    """With the recipes of the page."""
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    recipes = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    names: dict[str, Any] = {"engine": build()}
+    for recipe in recipes[1:]:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            exec(recipe, names)
+    everything = torch.load("all.pt", weights_only=True)
     engine = build()
-    engine.load_checkpoint(tmp_path)
+    engine.load_checkpoint(saved.parent)
     for name, whole in engine.parameter_state().items():
         assert torch.equal(everything[f"parameters/{name}"], whole)
     assert everything["buffers/layers.1.running_mean"].shape == (8,)
     assert everything["optimizer/exp_avg/layers.0.weight"].shape == (8, 6)
     assert everything["optimizer/step/layers.0.weight"] == 1
-
-
-def test_plain_torch_reads_some_tensors(saved):
-    """The other recipe."""
-    wanted = {WEIGHT: torch.empty(8, 6)}
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp.load(wanted, checkpoint_id=saved / "tensors")
-    engine = build()
-    engine.load_checkpoint(saved.parent)
-    assert torch.equal(wanted[WEIGHT], engine.parameter_state()["layers.0.weight"])
+    assert torch.equal(names["weights"][WEIGHT], everything[WEIGHT])
+    # And how the page uses them.
+    exec(recipes[0], names)
+    assert names["path"].name == "best"
 
 
 @pytest.mark.parametrize("name", sorted(PARAMS))
