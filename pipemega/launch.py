@@ -66,7 +66,9 @@ def _end(error: BaseException) -> str | int:
     explained = board.explain(error, "the script")
     sys.stdout.flush()
     if explained is not error or not isinstance(error, SystemExit):
-        print(_told(explained), file=sys.stderr, flush=True)
+        # In one write: the ranks share the terminal, and print() would write the newline apart.
+        sys.stderr.write(f"{_told(explained)}\n")
+        sys.stderr.flush()
     if dist.is_initialized():
         board.wait_for_last_words(_LAST_WORDS)
     elif launched_world_size() > 1:
@@ -133,9 +135,8 @@ def _end_the_deaf(signals: socket.socket) -> None:
             if not number:
                 return
     time.sleep(_GRACE)
-    print(
-        f"error: rank {launched_rank()}: stopped by SIGTERM, deep in a call that did not return",
-        file=sys.stderr,
-        flush=True,
+    sys.stderr.write(
+        f"error: rank {launched_rank()}: stopped by SIGTERM, deep in a call that did not return\n"
     )
+    sys.stderr.flush()
     os._exit(1)

@@ -5,6 +5,7 @@ import io
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor, nn
 
 import pipemega
 from pipemega import LayerSpec, PipelineModule
+from pipemega.checkpoint import folder as checkpoint_folder
 from pipemega.engine import Engine
 from pipemega.errors import DataError, PipelineError
-from tests.ranks.faults import Fault, plant, run_with
+from tests.ranks.faults import ACTIONS, Fault, plant, run_with
 from tests.ranks.pool import RankPool, RanksFailed
 from tests.ranks.training_run import build, data, settings
 
@@ -516,15 +518,29 @@ def test_an_error_while_loading_or_saving_on_one_rank_reaches_all(
 
 
 def save_where_one_rank_cannot(folder: str) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    save_where_rank_1_does(refuse, folder)
+
+
+def save_where_rank_1_does(action: Callable[..., None], folder: str) -> None:
+    """Saves a checkpoint; rank 1 runs `action` in place of writing."""
     engine = small_engine("nothing", TWO_STAGES)
-    if engine.mesh.rank == 1:
-
-        def refuse(*_: Any, **__: Any) -> None:
-            raise OSError(28, "No space left on device")
-
-        pipemega.checkpoint.folder.write = refuse  # type: ignore[attr-defined]
-    engine.save_checkpoint(folder)
+    real = checkpoint_folder.write
+    with mock.patch.object(checkpoint_folder, "write", action if engine.mesh.rank == 1 else real):
+        engine.save_checkpoint(folder)
 
 
 def load_what_is_not_there(folder: str) -> None:
     small_engine("nothing", TWO_STAGES).load_checkpoint(folder)
+
+
+def test_a_rank_killed_while_a_checkpoint_is_saved_is_named(pool: RankPool, tmp_path: Any) -> None:
+    told = messages(pool, 2, save_until_killed, str(tmp_path))
+    assert told[1] == "died"
+    assert told[0].startswith("PeerError: no sign of life from rank 1: killed")
+
+
+def save_until_killed(folder: str) -> None:
+    save_where_rank_1_does(lambda *_: ACTIONS["kill"](), folder)

@@ -62,7 +62,7 @@ CONFIG = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 4,
     "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-    "mesh": {"pipeline": 2, "device": "cpu", "timeout_seconds": 3},
+    "mesh": {"pipeline": 2, "device": "cpu", "timeout_seconds": 60},
 }
 
 
@@ -183,10 +183,13 @@ def test_a_rank_that_hangs_in_torch_is_missed_after_the_deadline_and_ended(
     scripts: Scripts,
 ) -> None:
     store = "torch.distributed.distributed_c10d._get_default_store()"
-    ended = scripts.run(fault=f'{store}.wait(["never written"], timedelta(minutes=9))')
+    ended = scripts.run(
+        fault=f'{store}.wait(["never written"], timedelta(minutes=9))',
+        config={**CONFIG, "mesh": {"pipeline": 2, "device": "cpu", "timeout_seconds": 5}},
+    )
     assert ended.code == 1
     assert "no sign of life from rank 1" in ended.of_rank(0)
-    assert "mesh.timeout_seconds (3 s)" in ended.of_rank(0)
+    assert "mesh.timeout_seconds (5 s)" in ended.of_rank(0)
     assert ended.of_rank(1) == "stopped by SIGTERM, deep in a call that did not return"
 
 
