@@ -21,6 +21,8 @@ from tests.ranks.training_run import build, data, settings, train
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    # Of the thread that runs backward passes, when its first matrix product meets it unprepared.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 
 DEVICE = "cuda"
