@@ -58,6 +58,7 @@ class Trainer:
         self._log = get_logger(engine.mesh.rank)
         self._peak = self.config.monitor.peak_tflops or _device_peak(engine.mesh.device)
         state = self._resume()
+        self._keep_config()
         self.monitor = self._open_monitor(state)
 
     def _resume(self) -> dict[str, Any]:
@@ -71,6 +72,13 @@ class Trainer:
         self.validation = [(int(s), float(loss)) for s, loss in state.get("validation", [])]
         self._log.info(f"resumed from {path} at step {self.engine.global_steps}")
         return state
+
+    def _keep_config(self) -> None:
+        """The resolved config beside what the run writes, so that it can be run again."""
+        if self.engine.mesh.rank == 0:
+            folder = run_folder(self.config)
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(self.config.to_json() + "\n", encoding="utf-8")
 
     def _open_monitor(self, state: dict[str, Any]) -> Monitor:
         engine = self.engine

@@ -40,6 +40,8 @@ def train(folder: str, overrides: list[str], stop_after: int | None = None) -> d
         trainer.save()
         trainer.monitor.close()
         return {"last": last}
+    if mesh.rank == 0:
+        assert pipemega.load_config(f"{folder}/run/config.json") == config
     last = trainer.fit()
     report(trainer, data)
     lines = (Path(folder) / "run/metrics.jsonl").read_text().splitlines()

@@ -118,7 +118,8 @@ def train(model: str, steps: int = 2, **config: Any) -> dict[str, Any]:
     torch.set_default_dtype(torch.float64)
     try:
         engine = engine_of(globals()[model](), **config)
-        losses = [engine.train_batch(microbatches(s, 4)) for s in range(steps)]
+        count = engine.batch.num_microbatches
+        losses = [engine.train_batch(microbatches(s, count)) for s in range(steps)]
         parameters = {n: p.numpy() for n, p in engine.parameter_state().items()}
         return {"loss": losses, "parameters": parameters}
     finally:

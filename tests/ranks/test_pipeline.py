@@ -39,6 +39,18 @@ def test_layers_tied_on_several_stages_stay_one_parameter(pool: RankPool, ranks:
     assert_like_one_process(pool, "tied_thrice", ranks, mesh={"pipeline": ranks})
 
 
+@pytest.mark.parametrize("schedule", ["sequential", "gpipe", "1f1b"])
+@pytest.mark.parametrize("count", [1, 2, 3, 5])
+def test_there_may_be_fewer_microbatches_than_stages_or_any_other_number(
+    pool: RankPool, schedule: str, count: int
+) -> None:
+    config = {"gradient_accumulation_steps": count}
+    (want,) = pool.run(1, call, small_models.train, "plain", config)
+    config |= {"mesh": {"pipeline": 4}, "pipeline": {"schedule": schedule}}
+    for got in pool.run(4, call, small_models.train, "plain", config):
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-12)
+
+
 def test_frozen_parameters_stay_as_they_are(pool: RankPool) -> None:
     assert_like_one_process(pool, "partly_frozen", 3, mesh={"pipeline": 3})
 
