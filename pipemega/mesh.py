@@ -123,14 +123,12 @@ def build_mesh(
         )
     if world_size == 1 and not dist.is_initialized():
         return Mesh.single(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            timeout=timeout,
-            device_id=device if device.type == "cuda" else None,
-        )
+        # Without device_id: given one, NCCL puts all single sends and receives of a group into one
+        # row, and a receive that was posted early would hold up the sends behind it.
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
     rank = dist.get_rank()
     axes = {name: _axis(name, topology, rank, timeout) for name in AXES}
     # A rank that failed right behind this would break the connections that others still make.

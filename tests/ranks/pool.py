@@ -103,6 +103,8 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
+    # Gloo ranks, also on a machine with GPUs, which they would otherwise share.
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     while True:

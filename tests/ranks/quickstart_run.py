@@ -21,6 +21,7 @@ def train(folder: str, overrides: list[str], stop_after: int | None = None) -> d
         "training.eval_interval=0",
         "data.split=1,0,0",
         "steps_per_print=5",
+        "mesh.device=cpu",
         "training.progress=false",
         f'checkpoint.save="{folder}/run"',
     ]
