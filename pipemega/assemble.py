@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pipemega.allocator import keep_freed_memory
 from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
 from pipemega.engine import Engine
@@ -106,6 +107,8 @@ def _assemble(
             log.warning(warning)
     if config.dump_state:
         log.info(config.to_json())
+    if mesh.device.type == "cpu" and config.mesh.keep_cpu_memory:
+        keep_freed_memory()
     kernels = Kernels.detect(mesh.device)
     loader = _loader(config, mesh, batch, training_data, collate_fn)
     plan = validate(

@@ -18,6 +18,11 @@ class MeshSection(Section):
     device: Literal["auto", "cpu", "cuda"] = own(
         "auto", 'Where the model runs; `"auto"`: CUDA where there is one.'
     )
+    keep_cpu_memory: bool = own(
+        True,
+        "On a CPU: freed memory stays with the process for the next micro-batch, in place of going "
+        "back to the system and coming again page by page.",
+    )
     timeout_seconds: Positive = own(600.0, "How long a rank waits for another before it gives up.")
 
     def remarks(self) -> Iterable[str]:

@@ -34,6 +34,7 @@ PLAN = {
     3: [
         "mesh.py",
         "random.py",
+        "allocator.py",
         "kernels.py",
         "pipeline/messages.py",
         "pipeline/validate.py",
