@@ -1,9 +1,9 @@
 """Where each rank stands in the mesh, as arithmetic.  Floor 1: knows no torch and no processes.
 
-    world = pipeline x data x tensor, the last axis fastest:
+world = pipeline x data x tensor, the last axis fastest:
 
-        pipeline=2, data=1, tensor=2     rank 0  (0, 0, 0)     rank 2  (1, 0, 0)
-                                         rank 1  (0, 0, 1)     rank 3  (1, 0, 1)
+    pipeline=2, data=1, tensor=2     rank 0  (0, 0, 0)     rank 2  (1, 0, 0)
+                                     rank 1  (0, 0, 1)     rank 3  (1, 0, 1)
 """
 
 from dataclasses import dataclass
