@@ -14,7 +14,7 @@ _NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> bool:
-    """Lets this process keep freed memory for itself; False where the C library has no say in it."""
+    """Lets this process keep what it frees; False where the C library has no say in it."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
