@@ -114,7 +114,7 @@ def _assemble(
                 config.pipeline.schedule,
                 mesh.pipeline.size,
                 batch.num_microbatches,
-                config.pipeline.chunks,
+                config.pipeline.stages_per_rank,
             )
         )
     )
