@@ -21,8 +21,8 @@ def dual_pipe_v(pp_size: int, num_microbatches: int) -> Plan:
     Made for at least 2 * pp_size micro-batches; fewer run in the order that they would have among
     so many.
 
-    Source: DeepSeek-AI, DualPipe (github.com/deepseek-ai/DualPipe), "cut in half" to one copy of
-    the parameters, as proposed in sail.sea.com/blog/articles/63; DeepSeek-V3, arXiv:2412.19437.
+    Source: DualPipeV of github.com/deepseek-ai/DualPipe: DualPipe of DeepSeek-V3, arXiv:2412.19437,
+    cut in half, which Qi et al. of Sea AI Lab proposed, so that one copy of the parameters will do.
     """
     full = max(num_microbatches, 2 * pp_size)
     programs = tuple(_program(pp_size, full, rank) for rank in range(pp_size))

@@ -19,7 +19,7 @@ def zb_h1(pp_size: int, num_microbatches: int) -> Plan:
     A third of the bubble of 1F1B at the memory of its first rank: pp_size micro-batches on every
     rank, on their way or waiting for W.
 
-    Source: Qi et al. 2023, arXiv:2401.10241, section 2.2 ("ZB-H1").
+    Source: Qi et al. 2023, arXiv:2401.10241, section 2 ("ZB-H1").
     """
 
     def program(rank: int) -> Program:
@@ -42,7 +42,7 @@ def zb_h2(pp_size: int, num_microbatches: int) -> Plan:
     No rank waits between its first step and its last; that is worth something where the next step
     of the first rank need not wait for the last rank of this one. Twice the memory of 1F1B.
 
-    Source: Qi et al. 2023, arXiv:2401.10241, section 2.3 ("ZB-H2").
+    Source: Qi et al. 2023, arXiv:2401.10241, section 2 ("ZB-H2").
     """
 
     def program(rank: int) -> Program:
@@ -61,8 +61,9 @@ def interleaved_zb(pp_size: int, num_microbatches: int, chunks: int = 2) -> Plan
         rank 0   F0 F1 f0 f1 .. i0 w0 F2 i1 w1 F3 I0 W0 f2 I1 W1 f3 i2 w2 i3 w3 I2 W2 I3 W3
         rank 1   .. F0 F1 f0 i0 f1 i1 w0 F2 I0 w1 F3 I1 W0 f2 i2 W1 f3 i3 w2 I2 w3 I3 W2 W3
 
-    The bubble of ZB-H1 divided by the chunks at no more memory, for as many times the messages,
-    which this order waits for each time. Micro-batches go in groups as in `interleaved`.
+    The bubble of ZB-H1 divided by the chunks, for as many times the messages, which this order
+    waits for each time. Micro-batches go in groups as in `interleaved`; with groups of pp_size it
+    holds no more than ZB-H1.
 
     Source: `ScheduleInterleavedZeroBubble` of torch.distributed.pipelining, after Qi et al. 2023,
     arXiv:2401.10241.
