@@ -9,11 +9,11 @@ from pydantic import field_validator, model_validator
 from pipemega.config.keys import Auto, Count, Section, Whole, honoured, ignored, own, refused
 from pipemega.config.nearest import did_you_mean, nearest
 
-# A schedule moves from the second list to the first once the executor runs what it is made of.
-Schedule = Literal["sequential", "gpipe", "1f1b", "interleaved", "looped-bfs", "1f1b-v"]
-_LATER = (
-    "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min", "dualpipe-v", "auto",
-)  # fmt: skip
+Schedule = Literal[
+    "sequential", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb",
+    "zb-v", "v-half", "v-min", "1f1b-v", "dualpipe-v",
+]  # fmt: skip
+_LATER = ("auto",)
 _ALIASES = {"f-then-b": "gpipe"}
 # Stages per rank, for the schedules that take one number alone.
 FIXED_CHUNKS = {
