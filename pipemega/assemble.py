@@ -30,11 +30,12 @@ from pipemega.optimizer import (
 from pipemega.pipeline.build import LocalModel, build_local_model, log_stages
 from pipemega.pipeline.cut import stage_bounds
 from pipemega.pipeline.executor import Executor
-from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.instructions import Kind, Plan
 from pipemega.pipeline.lowering import lower
 from pipemega.pipeline.messages import Header
 from pipemega.pipeline.module import Building, Loss, PipelineModule
 from pipemega.pipeline.schedules import build_plan
+from pipemega.pipeline.split_backward import WeightGradients, split
 from pipemega.pipeline.transport import Transport
 from pipemega.pipeline.validate import validate
 from pipemega.precision import DynamicLossScale, LossScale, Precision, StaticLossScale
@@ -117,7 +118,7 @@ def _assemble(
                 config.pipeline.schedule,
                 mesh.pipeline.size,
                 batch.num_microbatches,
-                config.pipeline.chunks,
+                config.pipeline.stages_per_rank,
             )
         )
     )
@@ -146,6 +147,10 @@ def _assemble(
         enabled=config.wall_clock_breakdown,
         synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else None,
     )
+    weights = None
+    if step is not None and any(s.kind is Kind.BACKWARD_INPUT for s in plan.steps()):
+        weights = WeightGradients(step.gradients)
+        split(local.stages.values(), weights)
     executor = Executor(
         mesh.pipeline.rank,
         local.stages,
@@ -154,6 +159,7 @@ def _assemble(
         _loss(config, local.loss_fn),
         precision.cast_inputs,
         timers,
+        weights,
     )
     return Engine(config, mesh, batch, local, executor, plan, step, loader, timers)
 
@@ -228,6 +234,11 @@ def _optimizer_step(
 ) -> OptimizerStep | None:
     named = list(local.parameters.items())
     masters = precision.cast_parameters(named)
+    copies: dict[str, tuple[str, torch.nn.Parameter]] = {}
+    for name, others in local.copies.items():
+        for number, copy in enumerate(others, 1):
+            copy.data = local.parameters[name].data
+            copies[f"{name} (copy {number})"] = (name, copy)
     if config.optimizer is None:
         return None
     trainable = [(name, p) for name, p in named if p.requires_grad]
@@ -253,10 +264,14 @@ def _optimizer_step(
     communication = config.communication_data_type
     return OptimizerStep(
         optimizer,
-        GradientBuffer(trainable, dtype=precision.accumulation_dtype),
+        GradientBuffer(
+            [*trainable, *((name, copy) for name, (_, copy) in copies.items())],
+            dtype=precision.accumulation_dtype,
+        ),
         mesh,
         masters=masters,
         tied=local.tied,
+        copies={name: of for name, (of, _) in copies.items()},
         loss_scale=_loss_scale(config),
         schedule=schedule,
         reduction=DataReduction(
@@ -265,6 +280,7 @@ def _optimizer_step(
             predivide_factor=config.gradient_predivide_factor,
             dtype=None if communication is None else _DTYPES[communication],
         ),
+        num_layers=local.bounds[-1],
         clip=config.gradient_clipping,
         skip_nonfinite=precision.skip_nonfinite,
     )

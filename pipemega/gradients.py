@@ -9,9 +9,10 @@ every rank holds the gradients of its shards of the logical parameters, and the 
 counts each of those once.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -231,44 +232,67 @@ def reduce_data(gradients: GradientBuffer, data: Axis, reduction: DataReduction)
     return after
 
 
-def squared_norm(
-    gradients: GradientBuffer, *, tensor: Axis, data: Axis, tied: Mapping[str, Axis]
+def squared_norms(
+    gradients: GradientBuffer,
+    *,
+    tensor: Axis,
+    data: Axis,
+    tied: Mapping[str, Axis],
+    num_layers: int = 1,
 ) -> Tensor:
-    """What this rank adds to the squared norm of all logical parameters, after the reductions.
+    """What this rank adds to the squared norm of each layer, after the reductions.
 
     Each logical parameter counts once in the world: a copy on several tensor ranks on the first
-    of them, a tied copy on its first holder, everything on the first data rank only.
+    of them, a tied copy on its first holder, everything on the first data rank only. By layers,
+    so that their sum does not depend on which rank holds which: no schedule changes a bit of it.
 
     Returns:
-        [2] fp64: the share of the squared norm, and 1 where this rank holds any inf or nan (in
-        what counts elsewhere too: a copy that went wrong must not pass unseen), else 0.
+        [num_layers + 1] fp64: the shares, by the position in the logical name, and 1 where this
+        rank holds any inf or nan (in what counts elsewhere too: a copy that went wrong must not
+        pass unseen), else 0.
     """
     first = next(iter(gradients.flats.values()), None)
-    total = torch.zeros(2, dtype=torch.float64, device=None if first is None else first.device)
-    for dtype, start, stop, counted in _runs(gradients, tensor, data, tied):
+    device = None if first is None else first.device
+    total = torch.zeros(num_layers + 1, dtype=torch.float64, device=device)
+    for dtype, start, stop, counted, layer in _runs(gradients, tensor, data, tied):
         square = square_sum(gradients.flats[dtype][start:stop])
         if counted:
-            total[0] += square
-        total[1] += ~torch.isfinite(square)
-    total[1].clamp_(max=1.0)
+            total[layer] += square
+        total[-1] += ~torch.isfinite(square)
+    total[-1].clamp_(max=1.0)
     return total
+
+
+class _Run(NamedTuple):
+    """A stretch of a flat that counts, or not, for one layer."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    counted: bool
+    layer: int
 
 
 def _runs(
     gradients: GradientBuffer, tensor: Axis, data: Axis, tied: Mapping[str, Axis]
-) -> list[tuple[torch.dtype, int, int, bool]]:
-    """(dtype, start, stop, counted): stretches of the flats that count, or not, as one."""
-    runs: list[tuple[torch.dtype, int, int, bool]] = []
+) -> list[_Run]:
+    runs: list[_Run] = []
     for dtype in gradients.flats:
         for slot in (slot for slot in gradients.slots if slot.dtype == dtype):
             counted = data.rank == 0
             counted &= tensor.rank == 0 or shard_of(slot.parameter).dim is not None
             counted &= slot.name not in tied or tied[slot.name].rank == 0
-            if runs and runs[-1][0] == dtype and runs[-1][3] == counted:
-                runs[-1] = (dtype, runs[-1][1], slot.stop, counted)
-            else:
-                runs.append((dtype, slot.start, slot.stop, counted))
+            run = _Run(dtype, slot.start, slot.stop, counted, _layer_of(slot.name))
+            if runs and (runs[-1].dtype, *runs[-1][3:]) == (dtype, *run[3:]):
+                run = run._replace(start=runs.pop().start)
+            runs.append(run)
     return runs
+
+
+def _layer_of(name: str) -> int:
+    """The position in a logical name: layers.12.weight -> 12; 0 for any other name."""
+    found = re.match(r"layers\.(\d+)\.", name)
+    return int(found.group(1)) if found else 0
 
 
 def square_sum(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+import textwrap
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.costs import CostModel
@@ -24,12 +25,16 @@ Builds a pipeline schedule for any number of ranks, proves that it is complete a
 deadlock, and shows it. Needs no GPU and starts no process.
 
   text   a drawing with ranks down and time across (F3 and B3: forward and backward of micro-batch
-         3; -- it goes on; .. the rank waits), makespan, bubble and memory
+         3; I3 and W3: the two halves of its backward; small letters: the second stage of a rank;
+         -- it goes on; .. the rank waits), makespan, bubble and memory
   json   {"name", "num_microbatches", "rank_of_stage": [...], "programs": [["F0@0", ...], ...]},
          one list per rank; F0@0 is the forward of micro-batch 0 at stage 0
   csv    one row per rank, as torch.distributed.pipelining writes schedules: 0F0 is stage 0,
          forward, micro-batch 0
 """
+
+_NAMES = textwrap.fill("schedules: " + ", ".join(SCHEDULES), 79, break_on_hyphens=False)
+_EXAMPLE = "example: python -m pipemega schedule 1f1b --pp 4 --microbatches 8 --costs 1,1,1,.1"
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -38,16 +43,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "schedule",
         help="draw, time or export a pipeline schedule, on paper",
         description=_DESCRIPTION,
-        epilog="example: python -m pipemega schedule 1f1b --pp 4 --microbatches 8 --costs 1,1,1,.1",
+        epilog=f"{_NAMES}\n\n{_EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help=f"one of: {', '.join(SCHEDULES)}")
+    parser.add_argument("name", metavar="NAME", help="one of those below")
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline ranks")
     parser.add_argument(
         "--microbatches", type=int, required=True, metavar="M", help="micro-batches in a step"
     )
     parser.add_argument(
-        "--chunks", type=int, default=1, metavar="V", help="stages per rank (default: 1)"
+        "--chunks", type=int, metavar="V", help="stages per rank (default: what the schedule has)"
     )
     parser.add_argument(
         "--costs",
@@ -71,8 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
         ScheduleError: there is no such schedule, or not for these sizes.
     """
     family = find_schedule(arguments.name)
-    sizes = Sizes(arguments.pp, arguments.microbatches, arguments.chunks)
-    plan = build_plan(family.name, *sizes)
+    plan = build_plan(family.name, arguments.pp, arguments.microbatches, arguments.chunks)
+    sizes = Sizes(arguments.pp, arguments.microbatches, plan.num_stages // plan.num_ranks)
     validate(lower(plan))
     if arguments.format == "json":
         sys.stdout.write(plan.to_json() + "\n")
@@ -86,7 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
 def _text(family: ScheduleFamily, sizes: Sizes, plan: Plan, costs: ShareCosts) -> str:
     timeline = simulate(plan, CostModel.shared(plan.rank_of_stage, *costs))
     stages = f"{sizes.chunks} stages per rank, " if sizes.chunks > 1 else ""
-    by_formula = family.bubble(sizes, costs)
+    by_formula = f", {family.bubble(sizes, costs):.2%} by the formula"
+    if not family.exact(sizes, costs):
+        by_formula = f"; the formula is for {family.exact_formula}"
     return "\n".join(
         (
             f"{plan.name}: {sizes.pp_size} ranks, {stages}{sizes.num_microbatches} micro-batches; "
@@ -99,7 +106,7 @@ def _text(family: ScheduleFamily, sizes: Sizes, plan: Plan, costs: ShareCosts) -
             f"{family.makespan_formula})",
             f"span       {timeline.span:g}   (the longest of any one rank, from its own first step "
             f"to its own last)",
-            f"bubble     {timeline.bubble:.2%} simulated, {by_formula:.2%} by the formula",
+            f"bubble     {timeline.bubble:.2%} simulated{by_formula}",
             f"memory     {_peaks(timeline.peak)} micro-batches held at most, by rank (formula: "
             f"{family.peak_formula})",
         )

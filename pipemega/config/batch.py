@@ -46,7 +46,7 @@ class Batch:
         micro_batch_size: samples of one micro-batch.
         num_microbatches: micro-batches of one data rank in a step.
         data_size, tensor_size, pipeline_size: the axes of the mesh.
-        fills: whether the schedule overlaps the micro-batches at all.
+        fills: whether the bubble is (p - 1) / (m + p - 1), as of one whole stage per rank.
     """
 
     train_batch_size: int

@@ -90,7 +90,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
             data_size,
             tensor * pipeline,
         )
-        fills = self.pipeline.schedule != "sequential"
+        fills = self.pipeline.schedule in ("gpipe", "1f1b")
         return Batch(*solution, data_size, tensor, pipeline, fills)
 
     @property
@@ -188,9 +188,13 @@ def _model_on_mesh(config: Config) -> None:
                 f"cuts it; the nearest {near_multiples(size, mesh.tensor)}"
             )
     layers = model.num_layers + _LAYERS_BESIDE_BLOCKS
-    if mesh.pipeline > layers:
+    chunks = config.pipeline.stages_per_rank
+    if mesh.pipeline * chunks > layers:
+        stages = f"mesh.pipeline ({mesh.pipeline})"
+        if chunks > 1:
+            stages += f" * pipeline.chunks ({chunks}) = {mesh.pipeline * chunks}"
         raise ValueError(
-            f"mesh.pipeline ({mesh.pipeline}) is more than the layers there are: "
+            f"{stages} is more than the layers there are: "
             f"model.num_layers + embedding + head = {model.num_layers} + 1 + 1 = {layers}, and a "
             "stage needs one at least"
         )
@@ -203,7 +207,7 @@ def _stages(config: Config) -> None:
             f"pipeline.stages ({stages}) must be mesh.pipeline ({ranks}), one stage on each "
             'pipeline rank: make them equal, or pipeline.stages "auto"'
         )
-    check_bounds(config.pipeline.partition, ranks)
+    check_bounds(config.pipeline.partition, ranks * config.pipeline.stages_per_rank)
     every, parts = (
         config.pipeline.activation_checkpoint_interval,
         config.activation_checkpointing.number_checkpoints,

@@ -9,14 +9,19 @@ from pydantic import field_validator, model_validator
 from pipemega.config.keys import Auto, Count, Section, Whole, honoured, ignored, own, refused
 from pipemega.config.nearest import did_you_mean, nearest
 
-Schedule = Literal["sequential", "gpipe", "1f1b"]
+Schedule = Literal[
+    "sequential", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb",
+    "zb-v", "v-half", "v-min", "1f1b-v", "dualpipe-v",
+]  # fmt: skip
+_LATER = ("auto",)
 _ALIASES = {"f-then-b": "gpipe"}
-_LATER = (
-    "interleaved", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb", "zb-v", "v-half", "v-min",
-    "1f1b-v", "dualpipe-v", "auto",
-)  # fmt: skip
+# Stages per rank, for the schedules that take one number alone.
+FIXED_CHUNKS = {
+    "sequential": 1, "gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-h2": 1,
+    "zb-v": 2, "dualpipe-v": 2, "v-half": 2, "v-min": 2, "1f1b-v": 2,
+}  # fmt: skip
 _PARTITIONS = ("parameters", "best", "uniform", "profile")
-_NOT_YET = "this schedule is not here yet; use '1f1b', 'gpipe' or 'sequential'"
+_NOT_YET = "this schedule is not here yet; use '1f1b' or 'interleaved'"
 
 
 class PipelineSection(Section):
@@ -64,11 +69,10 @@ class PipelineSection(Section):
         dict.fromkeys(_LATER, _NOT_YET),
         own=True,
     )
-    chunks: Count = refused(
-        1,
-        "Stages on each rank.",
-        "several stages on a rank need an interleaved schedule, which is not here yet; leave it 1",
-        own=True,
+    chunks: Count | Auto = own(
+        "auto",
+        'Stages on each rank: any number for `interleaved` and `looped-bfs`, where `"auto"` is 2; '
+        'for the others `"auto"` is the one that they take.',
     )
     shapes: Literal["cached", "declared", "exchanged"] = own(
         "cached",
@@ -104,10 +108,27 @@ class PipelineSection(Section):
         return partition
 
     @model_validator(mode="after")
+    def _chunks_that_the_schedule_takes(self) -> "PipelineSection":
+        takes = FIXED_CHUNKS.get(self.schedule)
+        if takes is not None and self.chunks not in ("auto", takes):
+            stages = "one stage" if takes == 1 else f"{takes} stages"
+            others = ", or use pipeline.schedule 'interleaved'" if takes == 1 else ""
+            raise ValueError(
+                f"pipeline.chunks is {self.chunks}, and schedule {self.schedule!r} runs {stages} "
+                f"per rank: set it to {takes}{others}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _as_many_bounds_as_stages(self) -> "PipelineSection":
         if self.stages != "auto":
-            check_bounds(self.partition, self.stages)
+            check_bounds(self.partition, self.stages * self.stages_per_rank)
         return self
+
+    @property
+    def stages_per_rank(self) -> int:
+        """The chunks, with "auto" resolved."""
+        return FIXED_CHUNKS.get(self.schedule, 2) if self.chunks == "auto" else self.chunks
 
 
 def _suggested(partition: str) -> str:

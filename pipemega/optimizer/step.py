@@ -27,7 +27,7 @@ from pipemega.gradients import (
     reduce_data,
     reduce_partial,
     reduce_tied,
-    squared_norm,
+    squared_norms,
 )
 from pipemega.mesh import Axis, Mesh
 from pipemega.optimizer.lr_schedules import LRSchedule
@@ -92,9 +92,12 @@ class OptimizerStep:
         mesh: whose axes are reduced over.
         masters: logical name -> master weight; empty without masters.
         tied: logical name -> the ranks that hold a copy of a tied parameter.
+        copies: the name of a slot of `gradients` -> the logical name of the same parameter in an
+            earlier stage of this rank; its gradient goes there, and it has no other part in this.
         loss_scale: None for 1.
         schedule: stepped after each step that was not skipped; None keeps the rates.
         reduction: over the data axis.
+        num_layers: of the unsplit model: more than any position in a logical name.
         clip: largest norm of the gradients; 0 for no clipping.
         skip_nonfinite: skip and count steps with inf or nan in a gradient; otherwise raise.
     """
@@ -107,9 +110,11 @@ class OptimizerStep:
         *,
         masters: Mapping[str, nn.Parameter] | None = None,
         tied: Mapping[str, Axis] | None = None,
+        copies: Mapping[str, str] | None = None,
         loss_scale: LossScale | None = None,
         schedule: LRSchedule | None = None,
         reduction: DataReduction | None = None,
+        num_layers: int = 1,
         clip: float = 0.0,
         skip_nonfinite: bool = False,
     ) -> None:
@@ -124,11 +129,14 @@ class OptimizerStep:
         self._masters = dict(masters or {})
         self._tied = dict(tied or {})
         self._reduction = reduction if reduction is not None else DataReduction()
+        self._num_layers = num_layers
         self._clip = clip
         self._skip_nonfinite = skip_nonfinite
         # What the optimizer works on: the master, or the parameter itself.
+        self._copies = dict(copies or {})
+        self._slots = [slot for slot in gradients.slots if slot.name not in self._copies]
         self._targets = {
-            slot.name: self._masters.get(slot.name, slot.parameter) for slot in gradients.slots
+            slot.name: self._masters.get(slot.name, slot.parameter) for slot in self._slots
         }
 
     def __call__(
@@ -177,24 +185,37 @@ class OptimizerStep:
     def _reduce(self) -> float:
         """Gradients of logical parameters, but for the factor that is returned."""
         self.gradients.attach()
+        self._fold_copies()
         reduce_partial(self.gradients, self._mesh.tensor)
         reduce_tied(self.gradients, self._tied)
         return reduce_data(self.gradients, self._mesh.data, self._reduction)
+
+    def _fold_copies(self) -> None:
+        views = {slot.name: self.gradients.view(slot.parameter) for slot in self.gradients.slots}
+        for copy, name in self._copies.items():
+            if copy in views:
+                views[name].add_(views[copy])
+                views[copy].zero_()
 
     def _agree(
         self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
     ) -> _World:
         """One all-reduce and one read decide for the whole world."""
         device = self._mesh.device
-        shares = torch.empty(5, dtype=torch.float64, device=device)
-        shares[:2] = squared_norm(
-            self.gradients, tensor=self._mesh.tensor, data=self._mesh.data, tied=self._tied
+        shares = torch.empty(self._num_layers + 4, dtype=torch.float64, device=device)
+        shares[:-3] = squared_norms(
+            self.gradients,
+            tensor=self._mesh.tensor,
+            data=self._mesh.data,
+            tied=self._tied,
+            num_layers=self._num_layers,
         )
-        shares[2] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
-        shares[3], shares[4] = weight_sum, num_microbatches
+        shares[-3] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
+        shares[-2], shares[-1] = weight_sum, num_microbatches
         if self._mesh.world.size > 1:
             dist.all_reduce(shares, group=self._mesh.world.group)
-        return _World(*shares.tolist())
+        *squares, nonfinite_ranks, loss, weight, count = shares.tolist()
+        return _World(sum(squares), nonfinite_ranks, loss, weight, count)
 
     def _decide(self, report: StepReport, factor: float, world: _World) -> None:
         if report.overflow and not self._skip_nonfinite:
@@ -231,7 +252,7 @@ class OptimizerStep:
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
-        for slot in self.gradients.slots:
+        for slot in self._slots:
             target = self._targets[slot.name]
             if target.dtype != slot.dtype:
                 target.grad = None
@@ -239,14 +260,14 @@ class OptimizerStep:
 
     def _lend(self) -> None:
         """Gives the optimizer its gradients: the views themselves, where dtypes agree."""
-        for slot in self.gradients.slots:
+        for slot in self._slots:
             view, target = self.gradients.view(slot.parameter), self._targets[slot.name]
             target.grad = view if view.dtype == target.dtype else view.to(target.dtype)
 
     @torch.no_grad()
     def _publish(self) -> None:
         """Masters to the parameters that compute."""
-        held = [slot for slot in self.gradients.slots if slot.name in self._masters]
+        held = [slot for slot in self._slots if slot.name in self._masters]
         if held:
             torch._foreach_copy_(
                 [slot.parameter for slot in held], [self._masters[slot.name] for slot in held]

@@ -25,6 +25,8 @@ class LocalModel:
         stages: the local stages, by number, in the order of the model.
         bounds: stage s of the whole model is layers bounds[s] to bounds[s + 1] - 1.
         parameters: logical name -> local parameter.
+        copies: logical name -> the same parameter in later stages of this rank: other objects
+            with the same numbers.
         tied: logical name -> the pipeline ranks that hold a copy, the owner first; only of
             parameters that several ranks hold, this one among them.
         loss_fn: None where the model has none.
@@ -33,6 +35,7 @@ class LocalModel:
     stages: dict[int, Stage]
     bounds: tuple[int, ...]
     parameters: dict[str, nn.Parameter]
+    copies: dict[str, list[nn.Parameter]]
     tied: dict[str, Axis]
     loss_fn: Loss | None
 
@@ -58,12 +61,16 @@ def build_local_model(
     here = [s for s, rank in enumerate(rank_of_stage) if rank == mesh.pipeline.rank]
     stages = dict(build_stages(net, bounds, here, building))
     parameters: dict[str, nn.Parameter] = {}
+    copies: dict[str, list[nn.Parameter]] = {}
     for stage in stages.values():
-        parameters |= stage.logical_names()
+        for name, parameter in stage.logical_names().items():
+            if parameters.setdefault(name, parameter) is not parameter:
+                copies.setdefault(name, []).append(parameter)
     local = LocalModel(
         stages=stages,
         bounds=tuple(bounds),
         parameters=parameters,
+        copies=copies,
         tied=_tied_axes(net, mesh, bounds, rank_of_stage),
         loss_fn=net.build_loss(mesh.tensor),
     )

@@ -14,9 +14,16 @@ from pipemega.monitor import MultiTimer
 from pipemega.pipeline.instructions import Instruction, Kind, Plan
 from pipemega.pipeline.messages import TensorMeta
 from pipemega.pipeline.module import Draws, Loss, Stage
+from pipemega.pipeline.split_backward import WeightGradients
 from pipemega.pipeline.transport import Channel, Receive, Transport
 
 Key = tuple[int, int]  # (stage, micro-batch)
+
+
+_IN_WORDS = {
+    Kind.BACKWARD_INPUT: "input half of the backward",
+    Kind.BACKWARD_WEIGHT: "weight half of the backward",
+}
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,7 @@ class Executor:
         loss_fn: of the model; None lets only outputs be computed.
         cast_inputs: applied to what enters the first stage.
         timers: take the seconds of forward, backward and communication.
+        weights: holds the weight halves of backward, for plans that cut it in two.
     """
 
     def __init__(
@@ -85,13 +93,17 @@ class Executor:
         loss_fn: Loss | None,
         cast_inputs: Callable[[Any], Any] = lambda tree: tree,
         timers: MultiTimer | None = None,
+        weights: WeightGradients | None = None,
     ) -> None:
         self._rank, self._stages, self._last = rank, stages, num_stages - 1
         self._transport, self._loss_fn, self._cast_inputs = transport, loss_fn, cast_inputs
         self._timers = timers or MultiTimer(enabled=False)
+        self._weights = weights
         self._run_kind: Mapping[Kind, Callable[[Instruction], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
+            Kind.BACKWARD_INPUT: self._backward_input,
+            Kind.BACKWARD_WEIGHT: self._backward_weight,
             Kind.SEND_ACTIVATION: self._send_activation,
             Kind.RECV_ACTIVATION: self._receive_activation,
             Kind.SEND_GRADIENT: self._send_gradient,
@@ -138,7 +150,7 @@ class Executor:
         return results
 
     def _at(self, step: Instruction) -> str:
-        what = {"F": "forward", "B": "backward"}.get(step.kind.value, step.kind.name.lower())
+        what = _IN_WORDS.get(step.kind, step.kind.name.lower().replace("_", " "))
         return f"{what} of micro-batch {step.microbatch} at stage {step.stage} ({step})"
 
     # Forward
@@ -227,6 +239,16 @@ class Executor:
             self._handed_back[key] = [
                 torch.zeros_like(x) if x.grad is None else x.grad for x in flying.inputs
             ]
+
+    def _backward_input(self, step: Instruction) -> None:
+        assert self._weights is not None, "a plan with halves needs a queue for the second ones"
+        with self._weights.putting_off((step.stage, step.microbatch)):
+            self._backward(step)
+
+    def _backward_weight(self, step: Instruction) -> None:
+        assert self._weights is not None, "a plan with halves needs a queue for the second ones"
+        with self._timers("backward"):
+            self._weights.run((step.stage, step.microbatch))
 
     def _gradients_of(self, step: Instruction) -> list[Tensor]:
         key = (step.stage, step.microbatch)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipemega import random
 from pipemega.errors import ConfigError, PipelineError
 from pipemega.mesh import Axis
-from pipemega.parameters import initialize_parameters, shard_of
+from pipemega.parameters import describe, initialize_parameters, shard_of
 from pipemega.pipeline.recompute import recompute
 from pipemega.pipeline.spec import Layer, LayerSpec, TiedLayerSpec, as_spec
 
@@ -262,16 +262,25 @@ def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> Non
 def build_stages(
     net: PipelineModule, bounds: Sequence[int], numbers: Sequence[int], building: Building
 ) -> Mapping[int, Stage]:
-    """The stages `numbers` of `net`, cut at `bounds`; tied layers on one rank share parameters."""
+    """The stages `numbers` of `net`, cut at `bounds`.
+
+    Tied layers of one stage share a parameter. Those of several stages on this rank share its
+    numbers only: each stage sums up gradients of its own, as it would on a rank of its own, so
+    that the placement of stages changes no bit of their sum.
+    """
     stages = {n: Stage(net, n, bounds[n], bounds[n + 1], building) for n in numbers}
-    holders: dict[str, nn.Module] = {}
+    holders: dict[str, tuple[Stage, nn.Module]] = {}
     for stage in stages.values():
         for position, layer in enumerate(stage.layers.values(), stage.start):
             spec = net.specs[position]
             if not isinstance(spec, TiedLayerSpec):
                 continue
-            holder = holders.setdefault(spec.key, layer)
-            if holder is not layer:
-                for name in spec.tied_weight_attr:
-                    _set_parameter(layer, name, holder.get_parameter(name))
+            home, holder = holders.setdefault(spec.key, (stage, layer))
+            for name in spec.tied_weight_attr if holder is not layer else ():
+                shared = holder.get_parameter(name)
+                if home is not stage:
+                    shared = describe(
+                        nn.Parameter(shared.data, shared.requires_grad), shard_of(shared)
+                    )
+                _set_parameter(layer, name, shared)
     return stages

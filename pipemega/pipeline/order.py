@@ -2,17 +2,28 @@
 
 Each rank runs its own program from front to back, and an instruction waits for the one that it
 needs (`Plan.needs`), on this rank or another. Nothing else waits: sends are asynchronous, and a
-receive is only posted.
+receive is only posted. Where sends wait as well (`meeting`), each does until its receive is posted.
 """
 
 from collections.abc import Iterator, Mapping
 
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.instructions import Instruction, Plan, Program
+from pipemega.pipeline.instructions import Instruction, Kind, Plan, Program
+
+# From a send to its receive, and how far the receiver's stage is from the sender's.
+RECEIVE_OF = {
+    Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, +1),
+    Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, -1),
+}
 
 
-def running_order(plan: Plan) -> Iterator[tuple[int, Instruction, Instruction | None]]:
+def running_order(
+    plan: Plan, meeting: bool = False
+) -> Iterator[tuple[int, Instruction, Instruction | None]]:
     """Every instruction of `plan` after what it needs: (rank, instruction, what it needed).
+
+    With `meeting`, a send also waits for its receive to be posted, as where the transport keeps
+    nothing in between and the sender does nothing else meanwhile.
 
     Takes time in proportion to the instructions: a rank that must wait is woken by the
     instruction that it waits for.
@@ -31,6 +42,8 @@ def running_order(plan: Plan) -> Iterator[tuple[int, Instruction, Instruction | 
         while at < len(program):
             step = program[at]
             need = plan.needs(step)
+            if meeting and need in done and step.kind in RECEIVE_OF:
+                need = _receive_of(step)
             if need is not None and need not in done:
                 waiting.setdefault(need, []).append(rank)
                 break
@@ -42,32 +55,43 @@ def running_order(plan: Plan) -> Iterator[tuple[int, Instruction, Instruction | 
         cursor[rank] = at
     stuck = {r: at for r, at in enumerate(cursor) if at < len(plan.programs[r])}
     if stuck:
-        raise ScheduleError(f"schedule {plan.name!r} stands still:\n{_who_waits(plan, stuck)}")
+        how = " where each send waits for its receive" if meeting else ""
+        missing = {rank: need for need, ranks in waiting.items() for rank in ranks}
+        raise ScheduleError(
+            f"schedule {plan.name!r} stands still{how}:\n{_who_waits(plan, stuck, missing)}"
+        )
 
 
-def _who_waits(plan: Plan, stuck: Mapping[int, int]) -> str:
+def _receive_of(send: Instruction) -> Instruction:
+    kind, away = RECEIVE_OF[send.kind]
+    return Instruction(kind, send.stage + away, send.microbatch)
+
+
+def _who_waits(plan: Plan, stuck: Mapping[int, int], missing: Mapping[int, Instruction]) -> str:
     """The ring of ranks that wait for each other, how many stand behind them, and the table."""
-    ring = _ring(plan, stuck)
+    ring = _ring(plan, missing)
     waits = []
     for rank in ring:
         step = plan.programs[rank][stuck[rank]]
-        waits.append(f"  rank {rank} waits at {step} for {plan.needs(step)}")
+        waits.append(f"  rank {rank} waits at {step} for {missing[rank]}")
     if behind := len(stuck) - len(ring):
         waits.append(f"  and {behind} more behind them")
     ring_first = {rank: stuck[rank] for rank in (*ring, *stuck)}
     return "\n".join([*waits, excerpt(plan, ring_first)])
 
 
-def _ring(plan: Plan, stuck: Mapping[int, int]) -> list[int]:
-    """The ranks in `stuck` that nobody else can free, in order; one, where it waits for itself."""
+def _ring(plan: Plan, missing: Mapping[int, Instruction]) -> list[int]:
+    """The ranks that nobody else can free, in order; one, where it waits for itself.
+
+    Args:
+        missing: what each rank that stands still waits for.
+    """
     path: list[int] = []
-    rank = next(iter(stuck))
+    rank = min(missing)
     while rank not in path:
         path.append(rank)
-        need = plan.needs(plan.programs[rank][stuck[rank]])
-        assert need is not None, "what needs nothing does not wait"
-        holder = plan.rank_of_stage[need.stage]
-        if holder not in stuck:  # it ran to its end, and what was needed is not in it
+        holder = plan.rank_of_stage[missing[rank].stage]
+        if holder not in missing:  # it ran to its end, and what was needed is not in it
             return [rank]
         rank = holder
     return sorted(path[path.index(rank) :])

@@ -4,16 +4,16 @@
     rank 1   .. F0 F1 .. .. B0 -- F2 B1 -- F3 B2 -- .. B3 -- .. ..
 
 One column is as long as the shortest step; `--` means that the step before goes on, `..` that the
-rank waits. Where a rank holds several stages, each step names its own: `F0@4`. What is too wide is
-drawn without numbers:
+rank waits. Where ranks hold two stages, the steps of the second are in small letters; where they
+hold more, each step names its stage, `F0@4`. What is too wide is drawn without numbers:
 
     rank 0   FFF....B-FB-.B-.B-
     rank 1   .FF..B-FB-FB-.B-..
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from pipemega.pipeline.instructions import Instruction
+from pipemega.pipeline.instructions import Instruction, Plan
 from pipemega.pipeline.schedules import SCHEDULES, Sizes
 from pipemega.pipeline.simulate import Timeline
 
@@ -29,8 +29,7 @@ def draw(timeline: Timeline, width: int = 120, max_ranks: int = 32) -> str:
     """
     plan = timeline.plan
     tick = _tick(timeline)
-    several = plan.num_stages > plan.num_ranks
-    rows = [_columns(timeline, rank, tick, several) for rank in range(plan.num_ranks)]
+    rows = [_columns(timeline, rank, tick) for rank in range(plan.num_ranks)]
     columns = max(map(len, rows))
     for row in rows:
         row += ["."] * (columns - len(row))
@@ -77,45 +76,60 @@ def _intervals(timeline: Timeline) -> Iterator[tuple[float, float]]:
         yield from zip(timeline.start[rank], timeline.end[rank], strict=True)
 
 
-def _columns(timeline: Timeline, rank: int, tick: float, several: bool) -> list[str]:
+def _columns(timeline: Timeline, rank: int, tick: float) -> list[str]:
     """One word per column: a step where it starts, "-" while it goes on, "." while none runs."""
     origin = min(start for start, _ in _intervals(timeline))
     columns: list[str] = []
+    word = _words(timeline.plan)
     for step, start, end in timeline.steps(rank):
         first = int((start - origin) / tick + _ROUNDING)
         last = int((end - origin) / tick + _ROUNDING)
         columns += ["."] * (first - len(columns))
-        columns.append(_word(step, several))
+        columns.append(word(step))
         columns += ["-"] * (last - len(columns))
     return columns
 
 
-def _word(step: Instruction, several: bool) -> str:
-    return str(step) if several else f"{step.kind.value}{step.microbatch}"
+def _words(plan: Plan) -> Callable[[Instruction], str]:
+    """How the steps of `plan` are written."""
+    stages = [plan.stages_of(rank) for rank in range(plan.num_ranks)]
+    if max(map(len, stages)) > 2:
+        return str
+    second = {held[1] for held in stages if len(held) == 2}
+
+    def word(step: Instruction) -> str:
+        letter = step.kind.value
+        return f"{letter.lower() if step.stage in second else letter}{step.microbatch}"
+
+    return word
 
 
 def table_of_schedules(pp_size: int = 4, num_microbatches: int = 8) -> str:
     """A table in Markdown of every schedule that there is, with its formulas and an example."""
     header = (
         "schedule",
-        "also called",
-        "needs",
+        "stages per rank",
         "makespan",
+        "exact where",
         f"bubble at p={pp_size}, m={num_microbatches}",
         "peak micro-batches on rank r",
         "source",
     )
-    rows = [
-        (
-            f"`{family.name}`",
-            ", ".join(f"`{alias}`" for alias in family.aliases) or "-",
-            family.needs,
-            f"`{family.makespan_formula}`",
-            f"{family.bubble(Sizes(pp_size, num_microbatches)):.1%}",
-            f"`{family.peak_formula}`",
-            family.source,
+    rows = []
+    for family in SCHEDULES.values():
+        sizes = Sizes(pp_size, num_microbatches, family.usual_chunks)
+        aliases = "".join(f", `{alias}`" for alias in family.aliases)
+        stages = "any" if family.chunks is None else str(family.chunks)
+        rows.append(
+            (
+                f"`{family.name}`{aliases}",
+                stages + (", in a v" if family.placement == "v" else ""),
+                f"`{family.makespan_formula}`",
+                "always" if family.exact_formula == "True" else f"`{family.exact_formula}`",
+                f"{family.bubble(sizes):.1%}",
+                f"`{family.peak_formula}`",
+                family.source,
+            )
         )
-        for family in SCHEDULES.values()
-    ]
     lines = [header, ("---",) * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)

@@ -12,6 +12,7 @@ from pipemega.tensor_parallel.collectives import (
     reduce_scatter_sequence,
     sum_in_place,
 )
+from pipemega.tensor_parallel.layers import Product
 from pipemega.tensor_parallel.vocabulary import local_range, require_in_vocabulary, rows_per_rank
 
 
@@ -48,6 +49,8 @@ class _Vocabulary(nn.Module):
             ),
         )
 
+    product: Product = staticmethod(F.linear)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """The score of each token that this rank holds, padding included.
 
@@ -61,7 +64,7 @@ class _Vocabulary(nn.Module):
         if self.axis.size > 1:
             spread = gather_sequence if self.sequence_parallel else copy_to_tensor
             hidden = spread(hidden, self.axis)
-        return F.linear(hidden, self.weight)
+        return self.product(hidden, self.weight)
 
     def extra_repr(self) -> str:
         padded = self.weight.shape[0] * self.axis.size

@@ -12,7 +12,7 @@ arXiv:2205.05198, section 4.2.
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,13 +22,21 @@ from pipemega.mesh import Axis
 from pipemega.parameters import Draw, Shard, describe, even_share, normal
 from pipemega.tensor_parallel.collectives import (
     SEQUENCE_DIM,
+    copy_to_tensor,
     gather_from_tensor,
+    gather_sequence,
     reduce_scatter_sequence,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
     sum_in_place,
 )
+
+
+class Product(Protocol):
+    """F.linear, or what stands in for it where backward is cut in two (split_backward.py)."""
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor: ...
 
 
 class ColumnParallelLinear(nn.Module):
@@ -94,8 +102,14 @@ class ColumnParallelLinear(nn.Module):
                 nn.Parameter(new((local,), 0.0)), Shard((self.out_features,), dim=0, ranges=ranges)
             )
 
+    product: Product = staticmethod(F.linear)
+
     def forward(self, x: Tensor) -> Tensor:
-        y = column_product(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        if self.product is F.linear:
+            y = column_product(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        else:
+            spread = gather_sequence if self.sequence_parallel else copy_to_tensor
+            y = self.product(spread(x, self.axis), self.weight, self.bias)
         if not self.gather_output or self.axis.size == 1:
             return y
         # Block by block: the ranks' outputs end to end would be q0 k0 v0 q1 k1 v1.
@@ -167,10 +181,12 @@ class RowParallelLinear(nn.Module):
                 Shard((out_features,), partial_gradient=sequence_parallel and axis.size > 1),
             )
 
+    product: Product = staticmethod(F.linear)
+
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
-            return F.linear(x, self.weight, self.bias)
-        y = F.linear(x, self.weight)
+            return self.product(x, self.weight, self.bias)
+        y = self.product(x, self.weight)
         if self.sequence_parallel:
             y = reduce_scatter_sequence(y, self.axis)
         else:

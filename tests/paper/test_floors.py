@@ -51,6 +51,7 @@ PLAN = {
         "pipeline/spec.py",
         "pipeline/transport.py",
         "pipeline/recompute.py",
+        "pipeline/split_backward.py",
     ],
     5: ["precision.py", "gradients.py", "tensor_parallel/", "pipeline/module.py"],
     6: ["models/", "optimizer/", "pipeline/build.py", "pipeline/cut.py", "pipeline/executor.py"],

@@ -53,6 +53,20 @@ def test_text_draws_the_plan_and_gives_its_figures_twice(run):
     ]
 
 
+def test_a_formula_that_does_not_hold_says_where_it_would(run):
+    lines = run("zb-h1 --pp 2 --microbatches 3 --costs 1,1,2").splitlines()
+    (bubble,) = [line for line in lines if line.startswith("bubble")]
+    assert bubble.endswith(
+        "simulated; the formula is for m >= p and W <= min(F, I) and "
+        "(c == 0 or (m >= 2 * p and 2 * c <= W))"
+    )
+
+
+def test_chunks_are_those_that_the_schedule_usually_has(run):
+    assert run("zb-v --pp 2 --microbatches 4").startswith("zb-v: 2 ranks, 2 stages per rank, 4 ")
+    assert "4 stages per rank" in run("interleaved --pp 2 --microbatches 4 --chunks 4")
+
+
 def test_an_alias_is_shown_by_its_own_name(run):
     assert run("f-then-b --pp 2 --microbatches 2").startswith("gpipe: 2 ranks, 2 micro-batches")
 
@@ -69,7 +83,8 @@ def test_many_ranks_are_cut_short(run):
     [
         ("1f1b --pp 2 --microbatches 0", "schedule '1f1b' for 0 micro-batches: give at least 1"),
         ("1f1b --pp 2 --microbatches 2 --chunks 2", "pipeline.chunks is 2: set it to 1"),
-        ("zb-h1 --pp 2 --microbatches 2", "schedule 'zb-h1' is not there yet"),
+        ("auto --pp 2 --microbatches 2", "schedule 'auto' is not there yet"),
+        ("zb-v --pp 2 --microbatches 2 --chunks 4", "pipeline.chunks is 4: set it to 2"),
         ("gpip --pp 2 --microbatches 2", "did you mean 'gpipe'"),
     ],
 )

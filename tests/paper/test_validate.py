@@ -12,7 +12,7 @@ from pipemega.errors import ScheduleError
 from pipemega.pipeline.instructions import Instruction
 from pipemega.pipeline.lowering import lower
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, forward_only
-from pipemega.pipeline.validate import validate
+from pipemega.pipeline.validate import validate, validate_meeting
 from tests.paper.plans import hand_made, placements, runs_to_the_end, valid_plans
 
 FEW = settings(deadline=None, max_examples=80, suppress_health_check=[HealthCheck.filter_too_much])
@@ -212,6 +212,28 @@ def test_a_send_that_comes_too_late_for_the_other_rank_stands_still():
         ScheduleError, match=r"rank 0 waits at B0@0 for SG0@1\n  rank 1 waits at F0"
     ):
         validate(_with_row(plan, 0, row))
+
+
+def test_sends_that_wait_for_receives_that_come_later_stand_still_and_are_shown():
+    plan = lower(hand_made("F0 F1 B0 B1", "F0 B0 F1 B1"), ahead=0)
+    validate(plan)
+    with pytest.raises(ScheduleError) as refused:
+        validate_meeting(plan)
+    assert str(refused.value) == (
+        "schedule 'hand-made' stands still where each send waits for its receive:\n"
+        "  rank 0 waits at SA1@0 for RA1@1\n"
+        "  rank 1 waits at SG0@1 for RG0@0\n"
+        "    rank 0   F0@0 SA0@0 F1@0 > SA1@0 RG0@0 B0@0 RG1@0 B1@0\n"
+        "    rank 1   RA0@1 F0@1 B0@1 > SG0@1 RA1@1 F1@1 B1@1 SG1@1"
+    )
+    ahead = lower(plan, ahead=1)
+    assert validate_meeting(ahead) is ahead
+
+
+@FEW
+@given(valid_plans())
+def test_any_plan_runs_where_sends_wait_if_all_receives_are_posted_at_first(plan):
+    validate_meeting(lower(plan, ahead=max(map(len, plan.programs))))
 
 
 @pytest.mark.parametrize(

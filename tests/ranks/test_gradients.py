@@ -14,7 +14,7 @@ from pipemega.gradients import (
     reduce_data,
     reduce_partial,
     reduce_tied,
-    squared_norm,
+    squared_norms,
 )
 from pipemega.mesh import Axis
 from pipemega.parameters import Shard, describe
@@ -36,7 +36,10 @@ def reduced_gradients_are_those_of_the_whole(sizes):
     reduce_partial(buffer, mesh.tensor)
     reduce_tied(buffer, model.tied)
     factor = reduce_data(buffer, mesh.data, DataReduction())
-    share = squared_norm(buffer, tensor=mesh.tensor, data=mesh.data, tied=model.tied)
+    *layers, broken = squared_norms(
+        buffer, tensor=mesh.tensor, data=mesh.data, tied=model.tied, num_layers=3
+    )
+    share = torch.stack([sum(layers), broken])
     for name, parameter in model.named:
         mean = sum(whole_gradient(name, d, 0) for d in range(mesh.data.size)) / mesh.data.size
         torch.testing.assert_close(
@@ -160,7 +163,7 @@ def test_a_gradient_that_is_not_finite_is_seen_where_it_does_not_count_too(bad):
     buffer = GradientBuffer([("w", weight)])
     buffer.view(weight)[1] = bad
     second = Axis("tensor", (0, 1), 1)  # a copy: the first tensor rank counts it
-    share = squared_norm(buffer, tensor=second, data=Axis("data"), tied={})
+    share = squared_norms(buffer, tensor=second, data=Axis("data"), tied={})
     assert share.tolist() == [0, 1]
 
 
@@ -168,7 +171,7 @@ def test_the_largest_gradients_of_fp32_do_not_overflow_the_norm():
     weight = nn.Parameter(torch.ones(1000))
     buffer = GradientBuffer([("w", weight)])
     buffer.view(weight).fill_(3e38)
-    share = squared_norm(buffer, **SINGLE, tied={})
+    share = squared_norms(buffer, **SINGLE, tied={})
     assert math.sqrt(share[0]) == pytest.approx(3e38 * math.sqrt(1000), rel=1e-6)
     assert share[1] == 0
 
@@ -176,4 +179,4 @@ def test_the_largest_gradients_of_fp32_do_not_overflow_the_norm():
 def test_a_rank_without_trainable_parameters_adds_nothing():
     buffer = GradientBuffer([])
     buffer.zero()
-    assert squared_norm(buffer, **SINGLE, tied={}).tolist() == [0, 0]
+    assert squared_norms(buffer, **SINGLE, tied={}).tolist() == [0, 0]

@@ -23,6 +23,19 @@ MESHES = [
     if data * tensor * pipeline <= 4
 ]
 SCHEDULES = ("sequential", "gpipe", "1f1b")
+# Backward in two halves, one stage on a rank.
+SPLIT = ("zb-h1", "zb-h2")
+# Two stages on a rank, with whole backwards or halves.
+OF_TWO_STAGES = (
+    "interleaved",
+    "looped-bfs",
+    "interleaved-zb",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "1f1b-v",
+    "dualpipe-v",
+)
 
 # Each choice laid over the plain run, and the dtype that it runs in.
 Choice = tuple[dict[str, Any], str]
@@ -147,7 +160,10 @@ def assert_bitwise(results: list[Any]) -> None:
 def test_every_mesh_trains_like_one_process_and_no_schedule_changes_a_bit(
     pool: RankPool, oracle: Oracle, mesh: tuple[int, int, int]
 ) -> None:
-    results = run_all(pool, mesh, [(schedule, "plain") for schedule in SCHEDULES])
+    # The model has layers for two ranks of two stages. Alone, a rank of one stage adds up what a
+    # tied weight gets in one sum, and a rank of two stages in two.
+    schedules = SCHEDULES + SPLIT * (mesh[2] > 1) + OF_TWO_STAGES * (mesh[2] == 2)
+    results = run_all(pool, mesh, [(schedule, "plain") for schedule in schedules])
     assert_bitwise(results)
     assert_like_the_oracle(results[0], oracle("plain"), "plain")
 
@@ -170,7 +186,10 @@ def _some() -> Iterator[tuple[str, tuple[int, int, int]]]:
 def test_every_choice_trains_like_one_process(
     pool: RankPool, oracle: Oracle, choice: str, mesh: tuple[int, int, int]
 ) -> None:
-    results = run_all(pool, mesh, [("1f1b", choice), ("gpipe", choice)])
+    # A rank of two stages cuts the model elsewhere than the choice says.
+    cut = choice.startswith("cut")
+    split = "zb-v" if mesh[2] == 2 and not cut else "zb-h1" if mesh[2] > 1 else "sequential"
+    results = run_all(pool, mesh, [("1f1b", choice), ("gpipe", choice), (split, choice)])
     assert_bitwise(results)
     assert_like_the_oracle(results[0], oracle(choice), choice)
 
@@ -181,6 +200,8 @@ def test_every_choice_trains_like_one_process(
 def test_every_choice_on_every_mesh_trains_like_one_process(
     pool: RankPool, oracle: Oracle, choice: str, mesh: tuple[int, int, int]
 ) -> None:
-    results = run_all(pool, mesh, [(schedule, choice) for schedule in SCHEDULES])
+    schedules = SCHEDULES + SPLIT * (mesh[2] > 1)
+    schedules += OF_TWO_STAGES * (mesh[2] == 2 and not choice.startswith("cut"))
+    results = run_all(pool, mesh, [(schedule, choice) for schedule in schedules])
     assert_bitwise(results)
     assert_like_the_oracle(results[0], oracle(choice), choice)

@@ -42,6 +42,7 @@ def build_step(named, mesh, name="AdamW", precision=None, params=None, **setting
         optimizer,
         buffer,
         mesh,
+        num_layers=3,
         masters=masters,
         skip_nonfinite=precision.skip_nonfinite,
         **settings,

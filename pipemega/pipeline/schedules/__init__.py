@@ -12,30 +12,58 @@ from typing import Final
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.schedules.controllable_memory import (
+    ONE_F_ONE_B_V,
+    V_HALF,
+    V_MIN,
+    one_f_one_b_v,
+    v_half,
+    v_min,
+)
+from pipemega.pipeline.schedules.dual_pipe import DUALPIPE_V, dual_pipe_v
 from pipemega.pipeline.schedules.evaluation import forward_only
 from pipemega.pipeline.schedules.family import ScheduleFamily, ShareCosts, Sizes
 from pipemega.pipeline.schedules.gpipe import GPIPE, gpipe
+from pipemega.pipeline.schedules.interleaved import (
+    INTERLEAVED,
+    LOOPED_BFS,
+    interleaved,
+    looped_bfs,
+)
 from pipemega.pipeline.schedules.one_f_one_b import ONE_F_ONE_B, one_f_one_b
 from pipemega.pipeline.schedules.sequential import SEQUENTIAL, sequential
+from pipemega.pipeline.schedules.zero_bubble import (
+    INTERLEAVED_ZB,
+    ZB_H1,
+    ZB_H2,
+    interleaved_zb,
+    zb_h1,
+    zb_h2,
+)
+from pipemega.pipeline.schedules.zero_bubble_v import ZB_V, zb_v
+
+_FAMILIES = (
+    SEQUENTIAL,
+    GPIPE,
+    ONE_F_ONE_B,
+    INTERLEAVED,
+    LOOPED_BFS,
+    ZB_H1,
+    ZB_H2,
+    INTERLEAVED_ZB,
+    ZB_V,
+    DUALPIPE_V,
+    V_HALF,
+    V_MIN,
+    ONE_F_ONE_B_V,
+)
 
 SCHEDULES: Final[Mapping[str, ScheduleFamily]] = MappingProxyType(
-    {family.name: family for family in (SEQUENTIAL, GPIPE, ONE_F_ONE_B)}
+    {family.name: family for family in _FAMILIES}
 )
 
 # Known by name, so that whoever asks for one hears that it is to come, not that it is unknown.
-NOT_YET: Final = (
-    "interleaved",
-    "looped-bfs",
-    "zb-h1",
-    "zb-h2",
-    "interleaved-zb",
-    "zb-v",
-    "v-half",
-    "v-min",
-    "1f1b-v",
-    "dualpipe-v",
-    "auto",
-)
+NOT_YET: Final = ("auto",)
 
 __all__ = [
     "NOT_YET",
@@ -44,11 +72,21 @@ __all__ = [
     "ShareCosts",
     "Sizes",
     "build_plan",
+    "dual_pipe_v",
     "find_schedule",
     "forward_only",
     "gpipe",
+    "interleaved",
+    "interleaved_zb",
+    "looped_bfs",
     "one_f_one_b",
+    "one_f_one_b_v",
     "sequential",
+    "v_half",
+    "v_min",
+    "zb_h1",
+    "zb_h2",
+    "zb_v",
 ]
 
 
@@ -72,14 +110,16 @@ def find_schedule(name: str) -> ScheduleFamily:
     raise ScheduleError(f"unknown schedule {name!r}; did you mean {near[0]!r}?{later} {there}")
 
 
-def build_plan(name: str, pp_size: int, num_microbatches: int, chunks: int = 1) -> Plan:
+def build_plan(name: str, pp_size: int, num_microbatches: int, chunks: int | None = None) -> Plan:
     """The plan of the schedule `name` for `pp_size` ranks that hold `chunks` stages each.
+
+    Without `chunks`, they hold as many as the schedule usually has: one, or two.
 
     Raises:
         ScheduleError: there is no such schedule, or it cannot take these sizes.
     """
     family = find_schedule(name)
-    sizes = Sizes(pp_size, num_microbatches, chunks)
+    sizes = Sizes(pp_size, num_microbatches, family.usual_chunks if chunks is None else chunks)
     for what, size in zip(("pipeline ranks", "micro-batches", "chunks"), sizes, strict=True):
         if size < 1:
             raise ScheduleError(f"schedule {family.name!r} for {size} {what}: give at least 1")

@@ -11,8 +11,8 @@ def forward_only(rank_of_stage: Sequence[int], num_microbatches: int) -> Plan:
 
     Two ranks, placement v of two chunks (stages 0 and 3 on rank 0), num_microbatches=4:
 
-        rank 0   F0@0 F1@0 F2@0 F0@3 F3@0 F1@3 .... F2@3 .... F3@3
-        rank 1   .... F0@1 F0@2 F1@1 F1@2 F2@1 F2@2 F3@1 F3@2 ....
+        rank 0   F0 F1 F2 f0 F3 f1 .. f2 .. f3
+        rank 1   .. F0 f0 F1 f1 F2 f2 F3 f3 ..
 
     Made by playing it out: at each tick every rank runs the oldest micro-batch that has arrived,
     and a new one enters the model only while fewer than 2 * pp_size are under way. So no rank

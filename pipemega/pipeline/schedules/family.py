@@ -35,8 +35,8 @@ UNIT_COSTS: Final = ShareCosts()
 class ScheduleFamily:
     """One schedule: how it is built and what is known of it.
 
-    The two formulas are exact for stages of equal cost. Each is there twice: as a function, and
-    as people read it, with p ranks, m micro-batches, rank r, times F, I and W of one rank's share
+    The formulas are for stages of equal cost. Each is there twice: as a function, and as people
+    read it, with p ranks, m micro-batches, v chunks, rank r, times F, I and W of one rank's share
     and c of a message; a test holds both to the simulation.
 
     Args:
@@ -44,11 +44,12 @@ class ScheduleFamily:
         aliases: other names that it goes by.
         build: the plan for given sizes.
         placement: how the stages lie on the ranks.
-        refuses: why it cannot take these sizes and what to do, or None.
-        needs: the same in a few words, for the table.
-        makespan, makespan_formula: from the first step to the last.
+        chunks: stages on each rank; None: any number, usually 2.
+        makespan, makespan_formula: from the first step to the last, where `exact` says so.
+        exact, exact_formula: for which sizes and costs the makespan is that of the formula; for
+            others the simulation alone tells.
         peak, peak_formula: the most micro-batches whose activations a rank holds at one time, in
-            shares of the whole rank.
+            shares of the whole rank; no rank holds more, and the fullest holds as much.
         source: where it was published.
     """
 
@@ -61,17 +62,27 @@ class ScheduleFamily:
     source: str
     aliases: tuple[str, ...] = ()
     placement: Literal["loop", "v"] = "loop"
-    refuses: Callable[[Sizes], str | None] = lambda sizes: None
-    needs: str = "-"
+    chunks: int | None = 1
+    exact: Callable[[Sizes, ShareCosts], bool] = lambda sizes, costs: True
+    exact_formula: str = "True"
+
+    @property
+    def usual_chunks(self) -> int:
+        """Stages on each rank where nobody says how many."""
+        return self.chunks or 2
+
+    def refuses(self, sizes: Sizes) -> str | None:
+        """Why it cannot take these sizes, and what to do; None if it can."""
+        if self.chunks in (None, sizes.chunks):
+            return None
+        stages = "one stage" if self.chunks == 1 else f"{self.chunks} stages"
+        in_a_v = ", placed in a v" if self.placement == "v" else ""
+        return (
+            f"runs {stages} per rank{in_a_v}, and pipeline.chunks is {sizes.chunks}: set it to "
+            f"{self.chunks}"
+        )
 
     def bubble(self, sizes: Sizes, costs: ShareCosts = UNIT_COSTS) -> float:
         """The share of the makespan that a rank does not work, by formula, 0 to 1."""
         makespan = self.makespan(sizes, costs)
         return 1.0 - sizes.num_microbatches * costs.work / makespan if makespan else 0.0
-
-
-def needs_one_chunk(sizes: Sizes) -> str | None:
-    """Why a schedule of one stage per rank cannot take `sizes`, or None."""
-    if sizes.chunks == 1:
-        return None
-    return f"runs one stage per rank, and pipeline.chunks is {sizes.chunks}: set it to 1"

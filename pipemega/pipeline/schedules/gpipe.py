@@ -1,12 +1,7 @@
 """GPipe: all micro-batches forward, then all backward."""
 
 from pipemega.pipeline.instructions import Kind, Plan
-from pipemega.pipeline.schedules.family import (
-    ScheduleFamily,
-    ShareCosts,
-    Sizes,
-    needs_one_chunk,
-)
+from pipemega.pipeline.schedules.family import ScheduleFamily, ShareCosts, Sizes
 from pipemega.pipeline.schedules.phrases import steps
 from pipemega.pipeline.schedules.placement import loop
 
@@ -44,7 +39,6 @@ GPIPE = ScheduleFamily(
     name="gpipe",
     aliases=("f-then-b",),
     build=lambda sizes: gpipe(sizes.pp_size, sizes.num_microbatches),
-    refuses=needs_one_chunk,
     makespan=_makespan,
     makespan_formula="(m + p - 1) * (F + I + W) + 2 * (p - 1) * c",
     peak=lambda sizes, rank: sizes.num_microbatches,

@@ -1,12 +1,7 @@
 """1F1B: one forward, one backward, by turns."""
 
 from pipemega.pipeline.instructions import Kind, Plan, Program
-from pipemega.pipeline.schedules.family import (
-    ScheduleFamily,
-    ShareCosts,
-    Sizes,
-    needs_one_chunk,
-)
+from pipemega.pipeline.schedules.family import ScheduleFamily, ShareCosts, Sizes
 from pipemega.pipeline.schedules.phrases import by_turns, steps
 from pipemega.pipeline.schedules.placement import loop
 
@@ -46,7 +41,6 @@ def _makespan(sizes: Sizes, costs: ShareCosts) -> float:
 ONE_F_ONE_B = ScheduleFamily(
     name="1f1b",
     build=lambda sizes: one_f_one_b(sizes.pp_size, sizes.num_microbatches),
-    refuses=needs_one_chunk,
     makespan=_makespan,
     makespan_formula="(m + p - 1) * (F + I + W) + 2 * (p + m - 3 - (m - 2) // p) * c",
     peak=lambda sizes, rank: min(sizes.num_microbatches, sizes.pp_size - rank),

@@ -1,12 +1,7 @@
 """One micro-batch at a time: plain model parallelism."""
 
 from pipemega.pipeline.instructions import Kind, Plan
-from pipemega.pipeline.schedules.family import (
-    ScheduleFamily,
-    ShareCosts,
-    Sizes,
-    needs_one_chunk,
-)
+from pipemega.pipeline.schedules.family import ScheduleFamily, ShareCosts, Sizes
 from pipemega.pipeline.schedules.phrases import by_turns, steps
 from pipemega.pipeline.schedules.placement import loop
 
@@ -43,7 +38,6 @@ def _makespan(sizes: Sizes, costs: ShareCosts) -> float:
 SEQUENTIAL = ScheduleFamily(
     name="sequential",
     build=lambda sizes: sequential(sizes.pp_size, sizes.num_microbatches),
-    refuses=needs_one_chunk,
     makespan=_makespan,
     makespan_formula="m * (p * (F + I + W) + 2 * (p - 1) * c)",
     peak=lambda sizes, rank: 1,

@@ -1,0 +1,252 @@
+"""Backward in two halves gives the gradients of the whole one, bit for bit."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pipemega.gradients import GradientBuffer
+from pipemega.mesh import Axis
+from pipemega.parameters import initialize_parameters
+from pipemega.pipeline.split_backward import WeightGradients, split
+from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
+
+COUNT = 3
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * ctx.saved_tensors[0] * gradients[0]
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Squared.apply(self.linear(x)) * self.scale
+
+
+class Twice(nn.Module):
+    """One module, used two times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(torch.tanh(self.linear(x)))
+
+
+class Conditional(nn.Module):
+    """A top-1 router: an expert may get no tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(8, 2)
+        self.experts = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, 8)
+        weights, choice = self.router(rows).softmax(-1).max(-1)
+        out = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            mine = choice == number
+            out[mine] = expert(rows[mine]) * weights[mine, None]
+        return out.view_as(x)
+
+
+def frozen() -> nn.Module:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def parallel() -> nn.Module:
+    axis = Axis("tensor")
+    model = nn.Sequential(
+        ColumnParallelLinear(8, (8, 4, 4), axis=axis),
+        nn.GELU(),
+        RowParallelLinear(16, 8, axis=axis),
+        VocabParallelHead(50, 8, axis=axis),
+    )
+    initialize_parameters(model, "layers.0", 1)
+    return model
+
+
+def floats(*shape: int) -> Callable[[], Tensor]:
+    return lambda: torch.randn(*shape)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
+    "linears and norms": (
+        lambda: nn.Sequential(
+            nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4, bias=False)
+        ),
+        floats(2, 5, 8),
+    ),
+    "changed in place": (
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(inplace=True), nn.Linear(16, 4)),
+        floats(2, 5, 8),
+    ),
+    "convolutions": (
+        lambda: nn.Sequential(
+            nn.Conv2d(3, 8, 3, padding=1, stride=2), nn.ReLU(), nn.Conv2d(8, 4, 1, groups=2)
+        ),
+        floats(2, 3, 9, 9),
+    ),
+    "convolutions in one and three dims, padded in other ways": (
+        lambda: nn.Sequential(
+            nn.Conv1d(3, 4, 3, padding="same"),
+            nn.Conv1d(4, 4, 3, padding=1, padding_mode="circular"),
+            nn.Unflatten(-1, (2, 2, 2)),
+            nn.Conv3d(4, 2, 2, dilation=1),
+        ),
+        floats(2, 3, 8),
+    ),
+    "embedding and attention": (
+        lambda: nn.Sequential(
+            nn.Embedding(10, 8),
+            nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True),
+        ),
+        lambda: torch.randint(10, (2, 5)),
+    ),
+    "a function of the user's": (Custom, floats(2, 5, 8)),
+    "a module used twice": (Twice, floats(2, 5, 8)),
+    "a router": (Conditional, floats(2, 5, 8)),
+    "frozen weights": (frozen, floats(2, 5, 8)),
+    "tensor-parallel layers": (parallel, floats(2, 5, 8)),
+}
+
+
+def whole(model: nn.Module, inputs: list[Tensor], run: Callable[..., Tensor]) -> GradientBuffer:
+    buffer = GradientBuffer(list(model.named_parameters()))
+    for x in inputs:
+        run(model, x).square().sum().backward()
+    return buffer
+
+
+def in_halves(model: nn.Module, inputs: list[Tensor], run: Callable[..., Tensor]) -> GradientBuffer:
+    """All forwards, then all input halves, then all weight halves."""
+    buffer = GradientBuffer(list(model.named_parameters()))
+    queue = WeightGradients(buffer)
+    split([model], queue)
+    outputs = [run(model, x) for x in inputs]
+    for number, output in enumerate(outputs):
+        with queue.putting_off(number):
+            output.square().sum().backward()
+    for number in range(len(inputs)):
+        queue.run(number)
+    assert queue.pending == 0
+    return buffer
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_two_halves_give_the_bits_of_one_backward(
+    name: str, checkpointed: bool, dtype: torch.dtype
+) -> None:
+    build, draw = MODELS[name]
+    torch.manual_seed(0)
+    model = build().to(dtype)
+    inputs = [draw() for _ in range(COUNT)]
+    inputs = [
+        x.to(dtype).requires_grad_(number > 0) if x.is_floating_point() else x
+        for number, x in enumerate(inputs)
+    ]
+    again = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
+
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(module, x, use_reentrant=False) if checkpointed else module(x)
+
+    other = copy.deepcopy(model)
+    expected, found = whole(model, inputs, run), in_halves(other, again, run)
+    for (label, p), q in zip(model.named_parameters(), other.parameters(), strict=True):
+        if p.requires_grad and name != "a module used twice":
+            assert torch.equal(found.view(q), expected.view(p)), label
+        elif p.requires_grad:
+            # Its two contributions meet in another order.
+            torch.testing.assert_close(found.view(q), expected.view(p))
+    for x, y in zip(inputs, again, strict=True):
+        assert (x.grad is None and y.grad is None) or torch.equal(x.grad, y.grad)
+
+
+def test_a_checkpointed_region_is_computed_again_once() -> None:
+    runs: list[int] = []
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    model[1].register_forward_hook(lambda *_: runs.append(1))
+    in_halves(model, [torch.randn(2, 8)], lambda m, x: checkpoint(m, x, use_reentrant=False))
+    assert len(runs) == 2
+
+
+def test_names_and_state_stay_as_they_are() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Conv1d(2, 2, 1))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    split([model], WeightGradients(GradientBuffer([])))
+    assert {n: v.tolist() for n, v in model.state_dict().items()} == {
+        n: v.tolist() for n, v in before.items()
+    }
+    assert [type(m) for m in model] == [nn.Linear, nn.Conv1d]
+
+
+def test_a_hook_on_a_weight_still_sees_its_gradient() -> None:
+    seen: list[Tensor] = []
+    model = nn.Linear(8, 8)
+    model.weight.register_hook(lambda gradient: seen.append(gradient.clone()))
+    buffer = in_halves(model, [torch.randn(2, 8)], lambda m, x: m(x))
+    assert torch.equal(seen[0], buffer.view(model.weight))
+
+
+def test_autocast_computes_in_its_dtype_and_the_gradient_has_that_of_the_weight() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    other, x = copy.deepcopy(model), torch.randn(4, 8)
+
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return module(x).float()
+
+    expected, found = whole(model, [x], run), in_halves(other, [x], run)
+    assert found.view(other.weight).dtype == torch.float32
+    torch.testing.assert_close(found.view(other.weight), expected.view(model.weight))
+
+
+def test_without_gradients_nothing_is_queued() -> None:
+    model = nn.Linear(8, 8)
+    queue = WeightGradients(GradientBuffer(list(model.named_parameters())))
+    split([model], queue)
+    with torch.no_grad(), queue.putting_off(0):
+        model(torch.randn(2, 8))
+    assert queue.pending == 0
+
+
+def test_each_pair_is_let_go_as_soon_as_it_is_used() -> None:
+    buffer = GradientBuffer([])
+    queue = WeightGradients(buffer)
+    held: list[int] = []
+    weight = nn.Parameter(torch.zeros(1))
+    buffer._views[id(weight)] = torch.zeros(1)
+
+    def gradient() -> Tensor:
+        held.append(len(tensors))
+        return torch.ones(1)
+
+    tensors = {0: 1, 1: 1}
+    with queue.putting_off("I"):
+        for number in (0, 1):
+            queue.take(weight, lambda number=number: (tensors.pop(number), gradient())[1])
+    queue.run("I")
+    assert held == [1, 0]
