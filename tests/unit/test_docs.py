@@ -7,6 +7,9 @@ from typing import Any
 import pytest
 
 from pipemega.config import load
+from pipemega.pipeline.costs import CostModel
+from pipemega.pipeline.schedules import SCHEDULES, build_plan
+from pipemega.pipeline.simulate import simulate
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -34,6 +37,17 @@ def test_the_models_of_the_pipeline_page_are_models(tmp_path: Path) -> None:
 def test_the_readmes_config_is_one() -> None:
     (text,) = blocks(ROOT / "README.md", "json")
     assert load(text).batch(1).num_microbatches == 8
+
+
+def test_the_readmes_table_of_schedules_is_what_the_simulator_says() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `([\w-]+)`[^|]*\|[^|]*\| ([\d.]+) % \| ([\d.]+) \|", text, re.M)
+    assert [name for name, _, _ in rows] == sorted(SCHEDULES, key=[r[0] for r in rows].index)
+    for name, bubble, memory in rows:
+        plan = build_plan(name, 4, 8)
+        timeline = simulate(plan, CostModel.shared(plan.rank_of_stage, 1, 1, 1, 0))
+        assert float(bubble) == pytest.approx(100 * timeline.bubble, abs=0.05), name
+        assert float(memory) == max(timeline.peak), name
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
