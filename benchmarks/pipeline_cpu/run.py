@@ -62,6 +62,8 @@ SYSTEMS = (
         "DeepSpeed 1F1B", f"{HERE}.peers:deepspeed_1f1b", 2, needs="deepspeed", is_optional=True
     ),
     System("pipemega 1F1B", f"{HERE}.ours:pipemega_1f1b", 2, needs=f"{HERE}.ours"),
+    System("pipemega zb-h1", f"{HERE}.ours:pipemega_zb_h1", 2, needs=f"{HERE}.ours"),
+    System("pipemega zb-v", f"{HERE}.ours:pipemega_zb_v", 2, needs=f"{HERE}.ours"),
 )
 REFERENCE, LIMIT = SYSTEMS[0], SYSTEMS[1]
 
