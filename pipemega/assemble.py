@@ -1,5 +1,6 @@
 """From a config and a model to an engine: the one place that knows all the rooms."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -101,27 +102,12 @@ def _assemble(
 ) -> Engine:
     batch = config.batch(mesh.data.size)
     log = get_logger(mesh.rank)
-    for note in config.notes:
-        log.info(note)
-    if mesh.rank == 0:
-        for warning in (*config.warnings, *batch.warnings):
-            log.warning(warning)
-    if config.dump_state:
-        log.info(config.to_json())
+    _announce(config, batch, mesh, log)
     if mesh.device.type == "cpu" and config.mesh.keep_cpu_memory:
         keep_freed_memory()
     kernels = Kernels.detect(mesh.device)
     loader = _loader(config, mesh, batch, training_data, collate_fn)
-    plan = validate(
-        lower(
-            build_plan(
-                config.pipeline.schedule,
-                mesh.pipeline.size,
-                batch.num_microbatches,
-                config.pipeline.stages_per_rank,
-            )
-        )
-    )
+    plan = _plan(config, mesh, batch)
     building = Building(
         tensor=mesh.tensor,
         device=mesh.device,
@@ -162,6 +148,31 @@ def _assemble(
         weights,
     )
     return Engine(config, mesh, batch, local, executor, plan, step, loader, timers)
+
+
+def _announce(config: Config, batch: Batch, mesh: Mesh, log: logging.Logger) -> None:
+    """What the config means that its writer may not have meant; said once."""
+    for note in config.notes:
+        log.info(note)
+    if mesh.rank == 0:
+        for warning in (*config.warnings, *batch.warnings):
+            log.warning(warning)
+    if config.dump_state:
+        log.info(config.to_json())
+
+
+def _plan(config: Config, mesh: Mesh, batch: Batch) -> Plan:
+    """The plan of a training step, proven."""
+    return validate(
+        lower(
+            build_plan(
+                config.pipeline.schedule,
+                mesh.pipeline.size,
+                batch.num_microbatches,
+                config.pipeline.stages_per_rank,
+            )
+        )
+    )
 
 
 def _loader(
