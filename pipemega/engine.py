@@ -3,7 +3,6 @@
 Every method is collective unless it says otherwise: all ranks call it, in the same order.
 """
 
-import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils import _pytree as pytree
 
 from pipemega import checkpoint
 from pipemega.checkpoint import RunState
 from pipemega.config import Batch, Config
 from pipemega.data.loader import BatchLoader
-from pipemega.errors import ConfigError, DataError
+from pipemega.errors import ConfigError
 from pipemega.failure import FailureBoard
+from pipemega.feed import Feed
 from pipemega.mesh import Mesh
 from pipemega.monitor import MultiTimer
 from pipemega.optimizer import LRSchedule, OptimizerStep, StepReport
@@ -70,7 +69,14 @@ class Engine:
         self._model, self._executor, self._step = model, executor, step
         self._failures = FailureBoard(mesh.world)
         rank, ranks = mesh.pipeline.rank, plan.rank_of_stage
-        self._is_first, self._is_last = rank == ranks[0], rank == ranks[-1]
+        self._is_last = rank == ranks[-1]
+        self._feed = Feed(
+            mesh,
+            batch.num_microbatches,
+            loader,
+            reads_inputs=rank == ranks[0],
+            reads_labels=self._is_last,
+        )
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -113,7 +119,7 @@ class Engine:
                     on_every_rank=True,
                 )
             with self.timers("data"):
-                inputs, labels = self._training_data(data_iter)
+                inputs, labels = self._feed.batch(data_iter)
             step, count = self.global_steps, self.batch.num_microbatches
             # By its place in the global batch, so that dropout is the same on every mesh.
             places = (m * self.mesh.data.size + self.mesh.data.rank for m in range(count))
@@ -152,7 +158,7 @@ class Engine:
         """
         with self._failures.failing_together("eval_batch"):
             count = num_micro_batches or self.batch.num_microbatches
-            inputs, labels = self._read(iter(data_iter), count)
+            inputs, labels = self._feed.read(iter(data_iter), count)
             results = self._forward(inputs, labels, return_outputs)
             loss, weight, _ = self._totals(results)
             sums = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in (loss, weight)])
@@ -168,7 +174,7 @@ class Engine:
     def infer(self, inputs: Sequence[Any]) -> list[Any] | None:
         """What the last layer gives for each micro-batch, on the ranks of the last stage."""
         with self._failures.failing_together("infer"):
-            return self._outputs(self._forward(self._to_device(inputs), (), keep_outputs=True))
+            return self._outputs(self._forward(self._feed.to_device(inputs), (), keep_outputs=True))
 
     def _forward(self, inputs: Sequence[Any], labels: Sequence[Any], keep_outputs: bool) -> Results:
         plan = lower(forward_only(self.plan.rank_of_stage, max(len(inputs), len(labels))))
@@ -189,72 +195,6 @@ class Engine:
         losses = torch.stack([results.losses[m].double() for m in order]).sum()
         weights = torch.stack([results.weights[m].double() for m in order]).sum()
         return losses, weights, len(order)
-
-    # Data
-
-    def _training_data(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
-        if data_iter is not None:
-            return self._read(data_iter, self.batch.num_microbatches)
-        if self.loader is None and not (self._is_first or self._is_last):
-            # Between the first and the last stage there is nothing to read, so nothing to pass.
-            return self._read(iter(()), self.batch.num_microbatches)
-        if self.loader is None:
-            raise ConfigError(
-                "train_batch() has no data: give initialize() training_data, or call "
-                "train_batch(iterator over (inputs, labels))"
-            )
-        if not self.loader.is_map_style:
-            return self._read(self.loader, self.batch.num_microbatches)
-        # It begins another epoch at the end, on every rank alike: there is nothing to agree on.
-        if not (self._is_first or self._is_last):
-            return [None] * self.batch.num_microbatches, []
-        return self._pairs(self.loader.next_step())
-
-    def _read(self, data_iter: Iterator[Any], count: int) -> tuple[list[Any], list[Any]]:
-        """The next `count` micro-batches; all ranks agree on whether there are so many.
-
-        Raises:
-            StopIteration: there are none; on every rank.
-            DataError: there are some, but too few; on every rank.
-        """
-        reads = self._is_first or self._is_last
-        got = list(itertools.islice(data_iter, count)) if reads else [None] * count
-        fewest = self._smallest(len(got))
-        if fewest == count:
-            return self._pairs(got) if reads else (got, [])
-        if fewest == 0 and self._smallest(-len(got) if reads else 0) == 0:
-            raise StopIteration
-        raise DataError(
-            f"the data ended within a batch: {count} micro-batches are needed, and the iterator of "
-            f"a data rank had {fewest} left (this rank: {len(got)}); give a multiple of {count}, "
-            f"or drop the rest",
-            on_every_rank=True,
-        )
-
-    def _smallest(self, number: int) -> int:
-        if self.mesh.world.size == 1:
-            return number
-        tensor = torch.tensor(number, device=self.mesh.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self.mesh.world.group)
-        return int(tensor.item())
-
-    def _pairs(self, batches: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        for at, batch in enumerate(batches):
-            if not isinstance(batch, tuple | list) or len(batch) != 2:
-                raise DataError(
-                    f"micro-batch {at} is a {type(batch).__name__}, and must be a pair "
-                    f"(inputs, labels); each of them may be any tree of tensors"
-                )
-        inputs = [batch[0] for batch in batches]
-        labels = [batch[1] for batch in batches]
-        return (
-            self._to_device(inputs) if self._is_first else [None] * len(batches),
-            self._to_device(labels) if self._is_last else [],
-        )
-
-    def _to_device(self, tree: Any) -> Any:
-        device = self.mesh.device
-        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), tree)
 
     # State
 

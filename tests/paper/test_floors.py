@@ -53,7 +53,7 @@ PLAN = {
         "pipeline/recompute.py",
         "pipeline/split_backward.py",
     ],
-    5: ["precision.py", "gradients.py", "tensor_parallel/", "pipeline/module.py"],
+    5: ["feed.py", "precision.py", "gradients.py", "tensor_parallel/", "pipeline/module.py"],
     6: ["models/", "optimizer/", "pipeline/build.py", "pipeline/cut.py", "pipeline/executor.py"],
     7: ["checkpoint/"],
     8: ["engine.py"],
