@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # One thread a rank: several ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test lint bench clean
+.PHONY: help setup train test lint bench pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -33,6 +33,9 @@ lint: $(READY)  ## Lint and types only
 
 bench: $(READY)  ## Measure against the peers (minutes; results in benchmarks/*/README.md)
 	$(BIN)/python -m benchmarks.pipeline_cpu.run
+
+pictures: $(READY)  ## Draw the pictures of README and docs anew
+	$(BIN)/python -m docs.pictures
 
 clean:  ## Remove what was built
 	rm -rf $(VENV) build *.egg-info runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,7 +13,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["pipemega", "pipemega.*"]),
-    package_data={"pipemega": ["py.typed"]},
+    package_data={"pipemega": ["py.typed"], "pipemega.pipeline.pictures": ["page.*"]},
     install_requires=[
         "torch>=2.8,<3",
         "pydantic>=2.7,<3",
@@ -25,7 +25,15 @@ setup(
         "wandb>=0.16",
     ],
     extras_require={
-        "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.6", "mypy>=1.10", "tensorboard>=2.14"],
+        "dev": [
+            "pytest>=8",
+            "hypothesis>=6",
+            "ruff>=0.6",
+            "mypy>=1.10",
+            "tensorboard>=2.14",
+            "matplotlib>=3.8",
+        ],
+        "pictures": ["matplotlib>=3.8"],
         "tensorboard": ["tensorboard>=2.14"],
     },
     entry_points={"console_scripts": ["pipemega = pipemega.cli:main"]},

@@ -1,13 +1,14 @@
 """`python -m pipemega schedule`: a schedule on paper, drawn, timed, or as a file."""
 
 import argparse
-import sys
 import textwrap
 
+from pipemega.cli.pictures import FORMATS, FORMATS_HELP, add_options, deliver, show
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.costs import CostModel
 from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.lowering import lower
+from pipemega.pipeline.pictures import Panel
 from pipemega.pipeline.render import draw
 from pipemega.pipeline.schedules import (
     SCHEDULES,
@@ -20,18 +21,18 @@ from pipemega.pipeline.schedules import (
 from pipemega.pipeline.simulate import simulate
 from pipemega.pipeline.validate import validate
 
-_DESCRIPTION = """\
+_DESCRIPTION = f"""\
 Builds a pipeline schedule for any number of ranks, proves that it is complete and cannot
 deadlock, and shows it. Needs no GPU and starts no process.
 
   text   a drawing with ranks down and time across (F3 and B3: forward and backward of micro-batch
          3; I3 and W3: the two halves of its backward; small letters: the second stage of a rank;
          -- it goes on; .. the rank waits), makespan, bubble and memory
-  json   {"name", "num_microbatches", "rank_of_stage": [...], "programs": [["F0@0", ...], ...]},
+  json   {{"name", "num_microbatches", "rank_of_stage": [...], "programs": [["F0@0", ...], ...]}},
          one list per rank; F0@0 is the forward of micro-batch 0 at stage 0
   csv    one row per rank, as torch.distributed.pipelining writes schedules: 0F0 is stage 0,
          forward, micro-batch 0
-"""
+{FORMATS_HELP}"""
 
 _NAMES = textwrap.fill("schedules: " + ", ".join(SCHEDULES), 79, break_on_hyphens=False)
 _EXAMPLE = "example: python -m pipemega schedule 1f1b --pp 4 --microbatches 8 --costs 1,1,1,.1"
@@ -64,27 +65,35 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "(default: 1,1,1,0)",
     )
     parser.add_argument(
-        "--format", choices=("text", "json", "csv"), default="text", help="(default: text)"
+        "--format",
+        choices=("text", "json", "csv", *FORMATS),
+        default="text",
+        help="(default: text)",
     )
+    add_options(parser)
     parser.set_defaults(func=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the schedule and returns the exit code.
+    """Prints the schedule, or writes it to a file, and returns the exit code.
 
     Raises:
         ScheduleError: there is no such schedule, or not for these sizes.
+        ConfigError: the picture cannot be drawn here, or not be written there.
     """
     family = find_schedule(arguments.name)
     plan = build_plan(family.name, arguments.pp, arguments.microbatches, arguments.chunks)
     sizes = Sizes(arguments.pp, arguments.microbatches, plan.num_stages // plan.num_ranks)
     validate(lower(plan))
     if arguments.format == "json":
-        sys.stdout.write(plan.to_json() + "\n")
+        deliver(plan.to_json() + "\n", arguments.output)
     elif arguments.format == "csv":
-        sys.stdout.write(plan.to_csv())
+        deliver(plan.to_csv(), arguments.output)
+    elif arguments.format in FORMATS:
+        costs = CostModel.shared(plan.rank_of_stage, *arguments.costs)
+        show(arguments, [Panel(simulate(plan, costs), costs=costs)], family.name)
     else:
-        sys.stdout.write(_text(family, sizes, plan, arguments.costs) + "\n")
+        deliver(_text(family, sizes, plan, arguments.costs) + "\n", arguments.output)
     return 0
 
 

@@ -42,6 +42,7 @@ PLAN = {
     ],
     4: [
         "pipeline/render.py",
+        "pipeline/pictures/",
         "tensor_parallel/vocabulary.py",
         "parameters.py",
         "failure.py",
@@ -63,7 +64,13 @@ PLAN = {
 FLOOR_OF = {entry: floor for floor, entries in PLAN.items() for entry in entries}
 # No torch on these floors, and none in these rooms above them.
 PAPER_FLOORS = (0, 1, 2)
-PAPER_ROOMS = ("pipeline/validate.py", "pipeline/simulate.py", "pipeline/render.py", "cli/")
+PAPER_ROOMS = (
+    "pipeline/validate.py",
+    "pipeline/simulate.py",
+    "pipeline/render.py",
+    "pipeline/pictures/",
+    "cli/",
+)
 
 # What may be missing from a machine, and is therefore imported where it is used.
 OPTIONAL = {"apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib"}

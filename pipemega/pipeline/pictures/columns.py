@@ -14,19 +14,19 @@ from pipemega.pipeline.pictures.panel import Panel
 def columns(panel: Panel) -> dict[str, Any]:
     """One panel, its steps rank after rank.
 
-        title, figures        what stands above it
-        microbatches          how many
-        rank_of_stage, chunk_of_stage
-        counts                steps of each rank
-        kinds                 a letter per step
-        stages, batches       stage and micro-batch of each step
-        tick                  units of time in one tick
-        gaps, times           ticks from the end of the step before on its rank (or time 0), and
-                              that the step takes
-        waits                 of those that waited for a step of another rank: its position, and the
-                              position of what it waited for
-        memory_tick, during, after    what the rank holds while it runs and afterwards
-        peaks                 of each rank, as the timeline has them
+    title                 what stands above it
+    makespan              in units of time
+    chunks                the most stages on a rank
+    rank_of_stage, chunk_of_stage
+    counts                steps of each rank
+    kinds                 a letter per step
+    stages, batches       stage and micro-batch of each step
+    tick                  units of time in one tick
+    gaps, times           ticks from the end of the step before on its rank (or time 0), and
+                          that the step takes
+    waits                 of those that waited for a step of another rank: its position, and the
+                          position of what it waited for
+    memory_tick, during, after    what the rank holds while it runs and afterwards
     """
     timeline, plan = panel.timeline, panel.timeline.plan
     steps = list(plan.steps())
@@ -48,12 +48,12 @@ def columns(panel: Panel) -> dict[str, Any]:
             free = moments[2 * at + 1]
         for wait in panel.waits(rank):
             if wait.awaited is not None:
-                waits.append((first + wait.index, position[wait.awaited]))
+                waits.append((first + wait.at, position[wait.awaited]))
         first += len(program)
     return {
         "title": panel.heading,
         "makespan": timeline.makespan,
-        "microbatches": plan.num_microbatches,
+        "chunks": panel.num_chunks,
         "rank_of_stage": plan.rank_of_stage,
         "chunk_of_stage": panel.chunk_of_stage,
         "counts": [len(program) for program in plan.programs],
@@ -79,4 +79,4 @@ def _ticks(values: Iterable[float]) -> tuple[float, Sequence[int]]:
     fine = 10.0 ** (math.floor(math.log10(highest)) - 6)
     whole = [round(value / fine) for value in values]
     common = math.gcd(*whole) or 1
-    return fine * common, [number // common for number in whole]
+    return float(f"{fine * common:.12g}"), [number // common for number in whole]

@@ -5,8 +5,9 @@ time. Sizes are in inches, as matplotlib counts.
 """
 
 import io
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, Final
 
 from pipemega.errors import ConfigError
 from pipemega.pipeline.pictures.bars import IDLE, draw_bars, draw_memory, usual_time
@@ -21,17 +22,21 @@ if TYPE_CHECKING:
 
 _LEFT, _RIGHT, _TITLE, _GAP, _FOOT = 0.72, 0.4, 0.3, 0.12, 0.66
 _TEXT = "#15181d"
-_STYLE: Final = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
-    "font.size": 9,
-    "text.color": _TEXT,
-    "axes.linewidth": 0.6,
-    # Text stays text: smaller files, and a reader can search and select it.
-    "svg.fonttype": "none",
-    # The same picture gives the same file.
-    "svg.hashsalt": "pipemega",
-}
+_STYLE: Final[Mapping[str, Any]] = MappingProxyType(
+    {
+        "font.family": "sans-serif",
+        "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+        "font.size": 9,
+        "text.color": _TEXT,
+        "axes.linewidth": 0.6,
+        # Text stays text: smaller files, and a reader can search and select it.
+        "svg.fonttype": "none",
+        # A title is a title, dollar signs and all.
+        "text.parse_math": False,
+        # The same picture gives the same file.
+        "svg.hashsalt": "pipemega",
+    }
+)
 
 
 def png(
@@ -87,7 +92,7 @@ def _saved(panels: Sequence[Panel], unit: str, held: str | None, form: str, dpi:
         ) from error
     metadata = {"Date": None, "Creator": None, "Format": None, "Type": None}
     file = io.BytesIO()
-    with rc_context(_STYLE):
+    with rc_context(dict[Any, Any](_STYLE)):
         figure = draw(panels, unit, held)
         figure.savefig(
             file,
@@ -177,7 +182,9 @@ def _draw_legend(figure: "Figure", panels: Sequence[Panel]) -> None:
     chunks = max(panel.num_chunks for panel in panels)
     shades = range(chunks) if chunks <= 4 else (0, chunks // 2, chunks - 1)
     kinds = [kind for kind in WORDS if kind in present]
-    handles = [tuple(Patch(color=shade(kind, c, chunks)) for c in shades) for kind in kinds]
+    handles: list[Any] = [
+        tuple(Patch(color=shade(kind, c, chunks)) for c in shades) for kind in kinds
+    ]
     labels = [WORDS[kind] for kind in kinds]
     handles.append((Patch(color=IDLE),))
     labels.append("waiting")

@@ -14,13 +14,13 @@ class Wait(NamedTuple):
     """The time that a rank stood still before one of its steps.
 
     Args:
-        index: of the step in the program of its rank.
+        at: where the step stands in the program of its rank.
         time: from the end of the step before, or from time 0, to its start.
         awaited: the step of another rank whose result it waited for; None: the rank was free and
             had what it needed, as before the first step, or where time went elsewhere.
     """
 
-    index: int
+    at: int
     time: float
     awaited: Instruction | None
 
@@ -81,11 +81,11 @@ class Panel:
         """What `rank` stood still for, in order."""
         plan, timeline = self.timeline.plan, self.timeline
         found, free = [], self.origin
-        for index, (step, start, end) in enumerate(timeline.steps(rank)):
+        for at, (step, start, end) in enumerate(timeline.steps(rank)):
             if start > free:
                 need = plan.needs(step)
                 elsewhere = need is not None and plan.rank_of_stage[need.stage] != rank
-                found.append(Wait(index, start - free, need if elsewhere else None))
+                found.append(Wait(at, start - free, need if elsewhere else None))
             free = max(free, end)
         return found
 

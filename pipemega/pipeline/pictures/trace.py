@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from pipemega.pipeline.instructions import Instruction
 from pipemega.pipeline.pictures.palette import WORDS
-from pipemega.pipeline.pictures.panel import Panel, panels_of
+from pipemega.pipeline.pictures.panel import Panel, Wait, panels_of
 from pipemega.pipeline.simulate import Timeline
 
 _MICROSECONDS: Final[Mapping[str, float]] = MappingProxyType(
@@ -30,7 +30,7 @@ def trace(
     unit: str = "units",
     memory_unit: str = "micro-batches",
 ) -> str:
-    """The trace as JSON, one event per line.
+    """The trace, as JSON.
 
     Args:
         shown: a timeline; or panels, the ranks of each after those of the one before.
@@ -44,8 +44,7 @@ def trace(
     for panel in panels_of(shown, measured):
         events += _events(panel, first, scale, f"memory held ({memory_unit})")
         first += panel.timeline.plan.num_ranks
-    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
-    return f'{{"displayTimeUnit":"ms","traceEvents":[\n{lines}\n]}}\n'
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, separators=(",", ":"))
 
 
 def _events(panel: Panel, first: int, scale: float, counter: str) -> Iterator[Event]:
@@ -55,36 +54,44 @@ def _events(panel: Panel, first: int, scale: float, counter: str) -> Iterator[Ev
         first: process of its rank 0.
         scale: microseconds in its unit of time.
     """
-    timeline, plan = panel.timeline, panel.timeline.plan
+    plan = panel.timeline.plan
     places: dict[Instruction, tuple[int, float, float]] = {}  # step -> (process, start, end)
     for rank in range(plan.num_ranks):
         process = first + rank
         yield _named(process, "process_name", f"{panel.heading}: rank {rank}")
-        yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": _order(process)}
+        yield {
+            "ph": "M",
+            "name": "process_sort_index",
+            "pid": process,
+            "args": {"sort_index": process},
+        }
         yield _named(process, "thread_name", "compute")
-        waits = {wait.index: wait for wait in panel.waits(rank)}
-        held_before = None
-        rows = zip(timeline.steps(rank), panel.held(rank), strict=True)
-        for index, ((step, start, end), held) in enumerate(rows):
-            start, end = (start - panel.origin) * scale, (end - panel.origin) * scale
+        waits = {wait.at: wait for wait in panel.waits(rank)}
+        before = None
+        rows = zip(panel.timeline.steps(rank), panel.held(rank), strict=True)
+        for at, ((step, start, end), held) in enumerate(rows):
+            start, end = ((time - panel.origin) * scale for time in (start, end))
             places[step] = (process, start, end)
-            said: Event = {"kind": WORDS[step.kind], "micro-batch": step.microbatch}
-            said |= {"stage": step.stage, "rank": rank}
-            if (wait := waits.get(index)) is not None:
-                said["waited"] = round(wait.time, 9)
-                said["waited for"] = str(wait.awaited) if wait.awaited else "nothing"
-            place = {"pid": process, "tid": 0, "ts": round(start, 3)}
-            duration = round(round(end, 3) - round(start, 3), 3)
-            yield {"ph": "X", "name": str(step), "cat": WORDS[step.kind], **place, "dur": duration} | {
-                "args": said
-            }
-            for value, at in ((held.during, start), (held.after, end)):
-                if value != held_before:
-                    yield {"ph": "C", "name": counter, "pid": process, "ts": round(at, 3)} | {
-                        "args": {"held": round(value, 9)}
-                    }
-                    held_before = value
+            yield _slice(step, process, start, end, _said(step, rank, waits.get(at)))
+            for value, moment in ((held.during, start), (held.after, end)):
+                if value != before:
+                    yield _count(counter, process, moment, value)
+                    before = value
     yield from _arrows(panel, places, first)
+
+
+def _said(step: Instruction, rank: int, wait: Wait | None) -> Event:
+    """What is read of a step that is clicked on."""
+    said: Event = {
+        "kind": WORDS[step.kind],
+        "micro-batch": step.microbatch,
+        "stage": step.stage,
+        "rank": rank,
+    }
+    if wait is not None:
+        said["waited"] = round(wait.time, 9)
+        said["waited for"] = str(wait.awaited) if wait.awaited else "no other rank"
+    return said
 
 
 def _arrows(
@@ -106,9 +113,24 @@ def _arrows(
         yield {"ph": "f", "bp": "e", **arrow, "pid": process, "ts": round(start, 3)}
 
 
+def _slice(step: Instruction, process: int, start: float, end: float, said: Event) -> Event:
+    start, end = round(start, 3), round(end, 3)
+    return {
+        "ph": "X",
+        "name": str(step),
+        "cat": WORDS[step.kind],
+        "pid": process,
+        "tid": 0,
+        "ts": start,
+        "dur": round(end - start, 3),
+        "args": said,
+    }
+
+
+def _count(name: str, process: int, moment: float, value: float) -> Event:
+    held = {"held": round(value, 9)}
+    return {"ph": "C", "name": name, "pid": process, "ts": round(moment, 3), "args": held}
+
+
 def _named(process: int, what: str, name: str) -> Event:
     return {"ph": "M", "name": what, "pid": process, "tid": 0, "args": {"name": name}}
-
-
-def _order(process: int) -> Event:
-    return {"sort_index": process}
