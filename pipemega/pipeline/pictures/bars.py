@@ -19,7 +19,7 @@ _HELD: Final = "#6b7a8f"
 _DIGIT: Final = 0.64
 # Beyond these, numbers would be specks, and an SVG of single bars too large for a browser.
 _MOST_NUMBERS: Final = 4000
-_MOST_BARS: Final = 20000
+_MOST_BARS: Final = 10000
 # Up to here, each rank's memory is an area with its peak beside it; of more ranks, a row of grey.
 _MOST_AREAS: Final = 16
 _HALF = 0.43  # of a bar's height, in rows

@@ -75,7 +75,7 @@ def svg(
     """The picture as an SVG file, on white: the same input gives the same text.
 
     The bars of one colour are a group whose id says panel, kind and chunk, as in `bars-0-F-0`.
-    Where there are more than 20,000, they are an image inside of the file. Arguments and errors
+    Where there are more than 10,000, they are an image inside of the file. Arguments and errors
     are those of `png`.
     """
     panels = panels_of(shown, measured)

@@ -27,14 +27,14 @@ Shades = Mapping[Kind, tuple[str, str]]  # the darkest and the lightest of each 
 ON_WHITE: Final[Shades] = MappingProxyType(
     {
         Kind.FORWARD: ("#14467f", "#3470b4"),
-        Kind.BACKWARD: ("#dc6a2f", "#ee9a6b"),
-        Kind.BACKWARD_INPUT: ("#f3ab35", "#f8c66f"),
-        Kind.BACKWARD_WEIGHT: ("#f2d675", "#f9e9b4"),
+        Kind.BACKWARD: ("#dc6a2f", "#ec9464"),
+        Kind.BACKWARD_INPUT: ("#f3ab35", "#f7c065"),
+        Kind.BACKWARD_WEIGHT: ("#f3d97c", "#f9e9b4"),
     }
 )
 # Dark blue would be lost on a dark page.
 ON_BLACK: Final[Shades] = MappingProxyType(
-    {**ON_WHITE, Kind.FORWARD: ("#3f80cc", "#8fbdf0")},
+    {**ON_WHITE, Kind.FORWARD: ("#4787d2", "#8fbdf0")},
 )
 
 
