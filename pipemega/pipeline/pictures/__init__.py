@@ -1,6 +1,6 @@
 """Timelines as pictures: PNG, SVG, a page in HTML, a Chrome trace.
 
-    png(timeline)                                   bytes, as for wandb.Image
+    png(timeline)                                   the bytes of a file, as for PIL.Image.open
     png(predicted, measured=measured, unit="ms")    one above the other, on the same time axis
     svg([Panel(a), Panel(b)], memory=True)          several schedules, with what ranks hold
     html(timeline, title="plan", tables=[Table(...)])

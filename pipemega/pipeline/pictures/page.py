@@ -1,8 +1,8 @@
 """Timelines as one page in HTML that needs nothing beside itself: no network, no library.
 
 On the page each step can be pointed at, tapped, or reached by keys, and says what it is, when it
-ran, what it waited for and what its rank held then. `page.html`, `page.css` and `page.js` are what
-the page is put together from; the steps are in it as `columns.columns` writes them.
+ran, what it waited for and what its rank held then. The page is put together from `page.html`,
+`page.css`, `page_draws.js` and `page_acts.js`; the steps are in it as `columns.columns` writes them.
 """
 
 import html as escaping
@@ -78,7 +78,7 @@ def html(
         ),
         # Nothing in the data can end the script that it stands in.
         "data": json.dumps(data, separators=(",", ":")).replace("<", "\\u003c"),
-        "script": _part("page.js"),
+        "script": _part("page_draws.js") + _part("page_acts.js"),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _part("page.html"))
 
