@@ -13,7 +13,10 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["pipemega", "pipemega.*"]),
-    package_data={"pipemega": ["py.typed"], "pipemega.pipeline.pictures": ["*.html", "*.css", "*.js"]},
+    package_data={
+        "pipemega": ["py.typed"],
+        "pipemega.pipeline.pictures": ["*.html", "*.css", "*.js"],
+    },
     install_requires=[
         "torch>=2.8,<3",
         "pydantic>=2.7,<3",

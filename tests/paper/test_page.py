@@ -33,7 +33,7 @@ def test_the_page_has_the_figures_and_the_peak_of_each_rank():
     page = html(timeline(), unit="ms", memory_unit="GB")
     assert cells(page)[:5] == ["1f1b", "15", "15", "20.0%", "2"]
     assert cells(page)[5:] == ["0", "0", "12", "20.0%", "2", "1", "1", "12", "20.0%", "1"]
-    for word in ("makespan, ms", "most held, GB", "holds at most, GB"):
+    for word in ("makespan, ms", "held, GB", "holds at most, GB"):
         assert f">{word}<" in page
 
 
@@ -215,6 +215,8 @@ def test_on_a_phone_nothing_is_wider_than_the_screen_and_a_tap_tells(show, dark)
     box = page.ask("document.getElementById('detail').getBoundingClientRect().toJSON()")
     assert box["left"] >= 0
     assert box["right"] <= 360
+    row = page.ask("document.querySelector('canvas').getBoundingClientRect().y")
+    assert row + 20 < box["top"], "what is told does not lie over what it tells of"
     ground = page.ask("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(18, 21, 26)" if dark else "rgb(255, 255, 255)")
 

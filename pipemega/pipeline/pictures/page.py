@@ -2,7 +2,8 @@
 
 On the page each step can be pointed at, tapped, or reached by keys, and says what it is, when it
 ran, what it waited for and what its rank held then. The page is put together from `page.html`,
-`page.css`, `page_draws.js` and `page_acts.js`; the steps are in it as `columns.columns` writes them.
+`page.css`, `page_draws.js` and `page_acts.js`; the steps are in it as `columns.columns` writes
+them.
 """
 
 import html as escaping
@@ -119,7 +120,7 @@ def _names(panels: Sequence[Panel]) -> list[str]:
 
 
 def _figures(panels: Sequence[Panel], unit: str, memory_unit: str) -> Table:
-    header = ("", f"makespan, {unit}", f"span, {unit}", "bubble", f"most held, {memory_unit}")
+    header = ("", f"makespan, {unit}", f"span, {unit}", "bubble", f"held, {memory_unit}")
     rows = [
         (
             name,

@@ -53,6 +53,14 @@ function tell(x, y) {
   detail.style.top = `${Math.max(8, below ? y + 16 : y - room.height - 16)}px`;
 }
 
+// On a small screen what is told lies over the foot of the page: not over what it tells of.
+function uncover() {
+  const { panel, at } = chosen, box = document.getElementById("detail").getBoundingClientRect();
+  if (at < 0 || innerWidth > 639) return;
+  const foot = panel.canvas.getBoundingClientRect().top + (panel.rank[at] + 1) * panel.row;
+  if (foot > box.top - 8) scrollBy(0, foot - box.top + 8);
+}
+
 // The step under a point of the canvas; or the one that the rank waits to begin there.
 function under(panel, event) {
   const frame = panel.canvas.getBoundingClientRect();
@@ -80,6 +88,7 @@ function walk(panel, key) {
   if (panel.start[at] < view.from) look(panel.start[at], panel.start[at] + span);
   if (panel.end[at] > view.to) look(panel.end[at] - span, panel.end[at]);
   choose(panel, at, { pinned: true });
+  uncover();
 }
 
 // Listening
@@ -119,6 +128,7 @@ function listen(panel) {
     const again = chosen.pinned && chosen.panel === panel && chosen.at === found.at;
     if (found.at < 0 || again) forget();
     else choose(panel, found.at, { ...found, pinned: true, x: event.clientX, y: event.clientY });
+    uncover();
   });
   canvas.addEventListener("pointercancel", (event) => {
     down.delete(event.pointerId);
