@@ -9,7 +9,13 @@ function look(from, to) {
   redraw();
 }
 
-function zoom(factor, around = (view.from + view.to) / 2) {
+// What is chosen stays where it is, and else the middle.
+function centre() {
+  const start = chosen.at < 0 ? -1 : chosen.panel.start[chosen.at];
+  return start >= view.from && start <= view.to ? start : (view.from + view.to) / 2;
+}
+
+function zoom(factor, around = centre()) {
   const span = Math.min(longest, (view.to - view.from) / factor);
   const part = (around - view.from) / (view.to - view.from);
   look(around - part * span, around + (1 - part) * span);
@@ -145,9 +151,8 @@ function listen(panel) {
     event.preventDefault();
   }, { passive: false });
   canvas.addEventListener("keydown", (event) => {
-    const middle = chosen.panel === panel && chosen.at >= 0 ? panel.start[chosen.at] : undefined;
     const keys = {
-      "+": () => zoom(1.6, middle), "=": () => zoom(1.6, middle), "-": () => zoom(1 / 1.6, middle),
+      "+": () => zoom(1.6), "=": () => zoom(1.6), "-": () => zoom(1 / 1.6),
       0: () => look(0, longest), PageUp: () => shift(-0.5), PageDown: () => shift(0.5),
       Escape: () => (chosen.at < 0 ? canvas.blur() : forget()),
     };
