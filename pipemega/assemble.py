@@ -107,13 +107,13 @@ def _assemble(
         keep_freed_memory()
     kernels = Kernels.detect(mesh.device)
     loader = _loader(config, mesh, batch, training_data, collate_fn)
-    plan = _plan(config, mesh, batch)
+    plan = training_plan(config, mesh, batch)
     building = Building(
         tensor=mesh.tensor,
         device=mesh.device,
         seed=config.seed,
         seed_layers=config.pipeline.seed_layers,
-        checkpoint_interval=_checkpoint_interval(config, len(model)),
+        checkpoint_interval=checkpoint_interval(config, len(model)),
     )
     bounds = stage_bounds(
         model,
@@ -127,8 +127,8 @@ def _assemble(
     log_stages(log, model, bounds, plan.rank_of_stage)
     log.info(batch.equation)
     log.info(kernels.description)
-    precision = _precision(config)
-    step = _optimizer_step(config, mesh, local, precision, kernels)
+    precision = precision_of(config)
+    step = optimizer_step(config, mesh, local, precision, kernels)
     timers = MultiTimer(
         enabled=config.wall_clock_breakdown,
         synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else None,
@@ -142,7 +142,7 @@ def _assemble(
         local.stages,
         plan.num_stages,
         _transport(config, mesh, model, plan, bounds),
-        _loss(config, local.loss_fn),
+        loss_of(config, local.loss_fn),
         precision.cast_inputs,
         timers,
         weights,
@@ -161,7 +161,7 @@ def _announce(config: Config, batch: Batch, mesh: Mesh, log: logging.Logger) -> 
         log.info(config.to_json())
 
 
-def _plan(config: Config, mesh: Mesh, batch: Batch) -> Plan:
+def training_plan(config: Config, mesh: Mesh, batch: Batch) -> Plan:
     """The plan of a training step, proven."""
     return validate(
         lower(
@@ -207,7 +207,7 @@ def _first_microbatch(loader: BatchLoader | None) -> tuple[Any, Any]:
     return inputs, labels
 
 
-def _checkpoint_interval(config: Config, num_layers: int) -> int:
+def checkpoint_interval(config: Config, num_layers: int) -> int:
     """Layers between two checkpoints, from either of the two keys that can say it."""
     number = config.activation_checkpointing.number_checkpoints
     if number is not None:
@@ -215,7 +215,8 @@ def _checkpoint_interval(config: Config, num_layers: int) -> int:
     return config.pipeline.activation_checkpoint_interval
 
 
-def _precision(config: Config) -> Precision:
+def precision_of(config: Config) -> Precision:
+    """The dtypes that the sections `fp16`, `bf16` and `data_types` ask for."""
     grad_dtype = config.data_types.grad_accum_dtype
     accumulate = None if grad_dtype is None else _DTYPES[grad_dtype]
     if config.bf16.enabled:
@@ -240,9 +241,10 @@ def _loss_scale(config: Config) -> LossScale:
     )
 
 
-def _optimizer_step(
+def optimizer_step(
     config: Config, mesh: Mesh, local: LocalModel, precision: Precision, kernels: Kernels
 ) -> OptimizerStep | None:
+    """Casts the parameters and builds what trains them; None without a section `optimizer`."""
     named = list(local.parameters.items())
     masters = precision.cast_parameters(named)
     copies: dict[str, tuple[str, torch.nn.Parameter]] = {}
@@ -322,7 +324,7 @@ def _transport(
     )
 
 
-def _loss(config: Config, loss_fn: Loss | None) -> Loss | None:
+def loss_of(config: Config, loss_fn: Loss | None) -> Loss | None:
     """The loss as the engine averages it: by weight, or each micro-batch alike."""
     if loss_fn is None or config.training.loss_reduction == "token":
         return loss_fn

@@ -126,10 +126,11 @@ def initialize_parameters(module: nn.Module, prefix: str, seed: int) -> None:
     """Draws each described parameter by its logical name, so that no mesh changes the numbers.
 
     Only the blocks of rows that this rank's shard touches are drawn, so the whole need not fit.
+    On the meta device there are no numbers, and none are drawn.
     """
     for name, parameter in module.named_parameters():
         shard = shard_of(parameter)
-        if shard.draw is not None:
+        if shard.draw is not None and not parameter.is_meta:
             _draw(parameter, shard, shard.draw, f"{prefix}.{name}" if prefix else name, seed)
 
 

@@ -111,7 +111,7 @@ class Lamb(torch.optim.Optimizer):
         squares = torch.stack([square_sum(t) for pair in pairs for t in pair])
         squares = squares.view(-1, 2)  # [parameters, (w, u)]
         cut = [i for i, (w, _) in enumerate(pairs) if shard_of(w).dim is not None]
-        if cut and self._axis.size > 1:
+        if cut and self._axis.size > 1 and not squares.is_meta:
             of_cut = squares[cut]
             dist.all_reduce(of_cut, group=self._axis.group)
             squares[cut] = of_cut

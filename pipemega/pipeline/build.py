@@ -57,6 +57,22 @@ def build_local_model(
     building: Building,
 ) -> LocalModel:
     """Builds this rank's stages and brings all copies of a parameter to one value; collective."""
+    local = local_model(net, mesh, bounds, rank_of_stage, building)
+    _agree_on_built_modules(net, mesh, local.stages)
+    with torch.no_grad():
+        for name in sorted(local.tied):
+            copy_from_first(local.parameters[name].data, local.tied[name])
+    return local
+
+
+def local_model(
+    net: PipelineModule,
+    mesh: Mesh,
+    bounds: Sequence[int],
+    rank_of_stage: Sequence[int],
+    building: Building,
+) -> LocalModel:
+    """This rank's stages, with whatever values their constructors gave; talks to nobody."""
     net.check_ties()
     here = [s for s, rank in enumerate(rank_of_stage) if rank == mesh.pipeline.rank]
     stages = dict(build_stages(net, bounds, here, building))
@@ -66,7 +82,7 @@ def build_local_model(
         for name, parameter in stage.logical_names().items():
             if parameters.setdefault(name, parameter) is not parameter:
                 copies.setdefault(name, []).append(parameter)
-    local = LocalModel(
+    return LocalModel(
         stages=stages,
         bounds=tuple(bounds),
         parameters=parameters,
@@ -74,11 +90,6 @@ def build_local_model(
         tied=_tied_axes(net, mesh, bounds, rank_of_stage),
         loss_fn=net.build_loss(mesh.tensor),
     )
-    _agree_on_built_modules(net, mesh, stages)
-    with torch.no_grad():
-        for name in sorted(local.tied):
-            copy_from_first(parameters[name].data, local.tied[name])
-    return local
 
 
 def _tied_axes(
@@ -121,7 +132,7 @@ def log_stages(
         counts[position] for positions in net.tied().values() for position in positions[1:]
     )
     for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
-        names = ", ".join(_runs(net.layer_names[start:stop]))
+        names = ", ".join(runs_of(net.layer_names[start:stop]))
         log.info(
             f"stage {stage} on pipeline rank {rank_of_stage[stage]}: layers {start} to {stop - 1} "
             f"of {len(net)} ({names}), {sum(counts[start:stop]):,} parameters"
@@ -129,8 +140,8 @@ def log_stages(
     log.info(f"model: {len(net)} layers, {sum(counts) - tied_again:,} parameters")
 
 
-def _runs(names: Sequence[str]) -> list[str]:
-    """Block, Block, Block -> 3 x Block"""
+def runs_of(names: Sequence[str]) -> list[str]:
+    """Names with neighbouring equal ones folded: Block, Block, Block -> 3 x Block."""
     runs: list[list[Any]] = []
     for name in names:
         if runs and runs[-1][0] == name:

@@ -12,6 +12,8 @@
 The rule behind the table: a tensor that is whole on every rank and used alike by all has its whole
 gradient on every rank; one that each rank uses for its own part has a part of its gradient there.
 On an axis of one rank each of them returns its argument.  Sums keep the dtype of what is summed.
+On the meta device, where a run is planned, tensors have shapes and no numbers: there each gives
+what has the right shape, and talks to nobody.
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053 (the first four); Korthikanti et al. 2022,
 arXiv:2205.05198 (the sequence's three).
@@ -40,7 +42,7 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Sums `x` over the axis, in place; `x` must be contiguous and nobody else's."""
-    if axis.size == 1:
+    if axis.size == 1 or x.is_meta:
         return lambda: x
     return _after(dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
 
@@ -51,12 +53,13 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
         return lambda: x
     x = x.contiguous()
     landed = x.new_empty(axis.size * x.numel())
-    work = _all_gather(landed, x.view(-1), group=axis.group, async_op=True)
 
     def joined() -> Tensor:
         return landed.view(axis.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
 
-    return _after(work, joined)
+    if x.is_meta:
+        return joined
+    return _after(_all_gather(landed, x.view(-1), group=axis.group, async_op=True), joined)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
@@ -73,6 +76,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
         work = dist.all_to_all_single(landed, parts, group=axis.group, async_op=True)
         return _after(work, lambda: landed.sum(0))
     mine = torch.empty_like(parts[0])
+    if x.is_meta:
+        return lambda: mine
     work = _reduce_scatter(mine.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return _after(work, lambda: mine)
 

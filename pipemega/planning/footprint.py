@@ -1,0 +1,142 @@
+"""What one rank holds whatever the schedule does: weights, gradients, masters, optimizer state."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from pipemega.assemble import optimizer_step, precision_of
+from pipemega.config import Config
+from pipemega.gradients import GradientBuffer
+from pipemega.kernels import Kernels
+from pipemega.mesh import Mesh
+from pipemega.optimizer import OptimizerStep
+from pipemega.pipeline.build import LocalModel
+from pipemega.planning.kernels import DeviceType
+
+# What gradients.square_sum turns to fp64 at one time, by device.
+_NORM_BYTES = {"cpu": 8 << 18, "cuda": 8 << 24}
+_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes of one rank between two steps, and what the step itself needs beside them.
+
+    Args:
+        parameters: trainable and frozen elements here.
+        weights: parameters and buffers, as they compute.
+        gradients: the flat buffers, padding included.
+        masters: fp32 copies of the weights; 0 where the optimizer works on the weights.
+        optimizer: the optimizer's state.
+        exact: the optimizer's state was counted; otherwise it is at least this much.
+        step: needed while gradients are reduced and the norm is taken.
+    """
+
+    parameters: int
+    weights: int
+    gradients: int
+    masters: int
+    optimizer: int
+    exact: bool
+    step: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.masters + self.optimizer
+
+
+@dataclass(frozen=True, eq=False)
+class RankOnPaper:
+    """One rank's part of a run on the meta device: its model, gradients and footprint."""
+
+    local: LocalModel
+    gradients: GradientBuffer
+    footprint: Footprint
+
+
+def rank_on_paper(
+    config: Config, mesh: Mesh, local: LocalModel, device: DeviceType
+) -> RankOnPaper:
+    """Casts the parameters of `local` and builds their optimizer, as a run would.
+
+    Raises:
+        ConfigError: the optimizer cannot be built.
+    """
+    precision = precision_of(config)
+    step = optimizer_step(config, mesh, local, precision, Kernels.detect("meta"))
+    trainable = [(name, p) for name, p in local.parameters.items() if p.requires_grad]
+    gradients = (
+        step.gradients
+        if step is not None
+        else GradientBuffer(trainable, dtype=precision.accumulation_dtype)
+    )
+    buffers = [b for stage in local.stages.values() for b in stage.buffers()]
+    state, exact = _state_bytes(step.optimizer) if step is not None else (0, True)
+    footprint = Footprint(
+        parameters=sum(p.numel() for p in local.parameters.values()),
+        weights=_bytes([*local.parameters.values(), *buffers]),
+        gradients=_bytes(list(gradients.flats.values())),
+        masters=_bytes(_masters(step, local)),
+        optimizer=state,
+        exact=exact,
+        step=_step_bytes(config, mesh, local, gradients, device),
+    )
+    return RankOnPaper(local, gradients, footprint)
+
+
+def _bytes(tensors: list[Tensor]) -> int:
+    """Of their storages, each once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+def _masters(step: OptimizerStep | None, local: LocalModel) -> list[Tensor]:
+    """What the optimizer works on and is no parameter of the model."""
+    if step is None:
+        return []
+    own = {id(p) for p in local.parameters.values()}
+    groups = step.optimizer.param_groups
+    return [p for group in groups for p in group["params"] if id(p) not in own]
+
+
+def _state_bytes(optimizer: Optimizer) -> tuple[int, bool]:
+    """Bytes of the state after a first step, and whether that step could be made."""
+    targets = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.grad for p in targets]
+    for p in targets:
+        p.grad = torch.empty_like(p)
+    try:
+        optimizer.step()
+        exact = True
+    except (RuntimeError, NotImplementedError):
+        # It reads a number, and meta tensors have none; most have made their state by then.
+        exact = False
+    for p, gradient in zip(targets, before, strict=True):
+        p.grad = gradient
+    tensors = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, Tensor)
+    ]
+    return _bytes(tensors), exact
+
+
+def _step_bytes(
+    config: Config, mesh: Mesh, local: LocalModel, gradients: GradientBuffer, device: DeviceType
+) -> int:
+    """The most that the end of a step needs at one time, beside what is always there."""
+    flats = list(gradients.flats.values())
+    tied = 0
+    for name, axis in local.tied.items():
+        if local.parameters[name].requires_grad:
+            copies = axis.size - 1 if axis.rank == 0 else 1
+            tied = max(tied, copies * gradients.view(local.parameters[name]).numel() * 4)
+    sent = 0
+    dtype = config.communication_data_type
+    if mesh.data.size > 1 and dtype is not None:
+        sent = max((f.numel() * _DTYPES[dtype].itemsize for f in flats if f.dtype != _DTYPES[dtype]), default=0)
+    norm = min(_NORM_BYTES[device], max((8 * f.numel() for f in flats), default=0))
+    return max(tied, sent, norm)

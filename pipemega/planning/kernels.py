@@ -1,0 +1,98 @@
+"""On the meta device, the kernels that the real device would take.
+
+Some of torch's functions choose by device what they keep for backward. Meta tensors are of no
+device, and get the plainest choice, which keeps more:
+
+    function           on the meta device              here
+    attention          scores [seq, seq] kept          a fused kernel: queries, keys, values, output
+    dropout            a mask in the dtype of x        CUDA: a mask of bytes
+    RMSNorm            an fp32 copy of x               CUDA: x itself and one number a row
+"""
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+DeviceType = Literal["cpu", "cuda"]
+
+_aten = torch.ops.aten
+_HALVES = (torch.float16, torch.bfloat16)
+
+
+class KernelsOf(TorchFunctionMode):
+    """Within, meta tensors take the kernels of `device`.
+
+    As torch 2.13 chooses them: https://github.com/pytorch/pytorch,
+    aten/src/ATen/native/transformers/{sdp_utils_cpp.cpp,cuda/sdp_utils.cpp}.
+    """
+
+    def __init__(self, device: DeviceType) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if func is F.scaled_dot_product_attention:
+                return self._attention(*args, **kwargs)
+            if func is F.dropout and self._device == "cuda":
+                return _dropout(*args, **kwargs)
+            if func is F.rms_norm and self._device == "cuda":
+                return _rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        shared = enable_gqa and key.shape[1] != query.shape[1]
+        if attn_mask is None and self._device == "cpu" and dropout_p == 0:
+            flash = _aten._scaled_dot_product_flash_attention_for_cpu
+            return _first(flash(query, key, value, 0.0, is_causal, scale=scale))
+        if attn_mask is None and self._device == "cuda" and query.dtype in _HALVES:
+            flash = _aten._scaled_dot_product_flash_attention
+            return _first(flash(query, key, value, dropout_p, is_causal, scale=scale))
+        if self._device == "cuda" and query.dtype != torch.float64 and not shared:
+            efficient = _aten._scaled_dot_product_efficient_attention
+            return _first(
+                efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
+            )
+        # torch's plain attention, which keeps the scores, on the real device as well.
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _first(results: Sequence[Any]) -> Tensor:
+    result: Tensor = results[0]
+    return result
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or not 0 < p < 1:
+        return F.dropout(x, p, training, inplace)
+    return _first(torch.native_dropout(x, p, True))
+
+
+def _rms_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    if weight is not None and weight.dtype != x.dtype:
+        return F.rms_norm(x, list(normalized_shape), weight, eps)
+    return _first(_aten._fused_rms_norm(x, list(normalized_shape), weight, eps))
