@@ -12,6 +12,7 @@ from pipemega.errors import PipemegaError
 COMMANDS: Mapping[str, str] = {
     "check": "validate a config and show what it resolves to",
     "config": "the JSON Schema and the reference page of the config",
+    "plan": "what a config will do: memory, bubble, time, and whether it fits",
     "schedule": "draw, time or export a pipeline schedule, on paper",
     "data": "prepare text for training, look at token files",
 }
@@ -26,6 +27,7 @@ Training itself is started by torchrun; the commands below need no GPU and start
 _EXAMPLES = """\
 examples:
   python -m pipemega check configs/quickstart.json --world 8 --set pipeline.schedule=gpipe
+  python -m pipemega plan configs/gpt_1.3b_tp2_pp4.json --device-memory H100-80GB
   python -m pipemega config schema > pipemega.schema.json
   python -m pipemega schedule 1f1b --pp 4 --microbatches 8
   python -m pipemega data prepare --input python-stdlib --output-prefix data/python

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipemega.assemble import optimizer_step, precision_of
@@ -56,9 +56,7 @@ class RankOnPaper:
     footprint: Footprint
 
 
-def rank_on_paper(
-    config: Config, mesh: Mesh, local: LocalModel, device: DeviceType
-) -> RankOnPaper:
+def rank_on_paper(config: Config, mesh: Mesh, local: LocalModel, device: DeviceType) -> RankOnPaper:
     """Casts the parameters of `local` and builds their optimizer, as a run would.
 
     Raises:
@@ -102,11 +100,21 @@ def _masters(step: OptimizerStep | None, local: LocalModel) -> list[Tensor]:
 
 
 def _state_bytes(optimizer: Optimizer) -> tuple[int, bool]:
-    """Bytes of the state after a first step, and whether that step could be made."""
+    """Bytes of the state after a first step, and whether that step could be made.
+
+    One parameter of each shape takes the step, and stands for the others: the optimizer passes by
+    those that have no gradient.
+    """
+    alike: dict[tuple[int, torch.Size, torch.dtype], list[nn.Parameter]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for p in group["params"]:
+            alike.setdefault((number, p.shape, p.dtype), []).append(p)
     targets = [p for group in optimizer.param_groups for p in group["params"]]
     before = [p.grad for p in targets]
     for p in targets:
-        p.grad = torch.empty_like(p)
+        p.grad = None
+    for first, *_ in alike.values():
+        first.grad = torch.empty_like(first)
     try:
         optimizer.step()
         exact = True
@@ -115,13 +123,11 @@ def _state_bytes(optimizer: Optimizer) -> tuple[int, bool]:
         exact = False
     for p, gradient in zip(targets, before, strict=True):
         p.grad = gradient
-    tensors = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    return _bytes(tensors), exact
+    total = 0
+    for same in alike.values():
+        state = optimizer.state.get(same[0], {})
+        total += len(same) * _bytes([v for v in state.values() if isinstance(v, Tensor)])
+    return total, exact
 
 
 def _step_bytes(
@@ -137,6 +143,9 @@ def _step_bytes(
     sent = 0
     dtype = config.communication_data_type
     if mesh.data.size > 1 and dtype is not None:
-        sent = max((f.numel() * _DTYPES[dtype].itemsize for f in flats if f.dtype != _DTYPES[dtype]), default=0)
+        sent = max(
+            (f.numel() * _DTYPES[dtype].itemsize for f in flats if f.dtype != _DTYPES[dtype]),
+            default=0,
+        )
     norm = min(_NORM_BYTES[device], max((8 * f.numel() for f in flats), default=0))
     return max(tied, sent, norm)

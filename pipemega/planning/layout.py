@@ -17,13 +17,13 @@ from pipemega.pipeline.cut import stage_bounds
 from pipemega.pipeline.instructions import Kind, Plan
 from pipemega.pipeline.messages import Header
 from pipemega.pipeline.module import Building, PipelineModule
-from pipemega.pipeline.spec import LayerSpec, TiedLayerSpec
+from pipemega.pipeline.spec import LayerSpec
 from pipemega.pipeline.split_backward import WeightGradients, split
 from pipemega.planning.footprint import Footprint, rank_on_paper
 from pipemega.planning.kernels import DeviceType
 from pipemega.planning.measure import Probe, StageCosts
 from pipemega.random import preserve_rng
-from pipemega.topology import Topology
+from pipemega.topology import AxisName, Topology
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,25 @@ class Drawing:
         self._sample = sample
         loss = loss_of(config, net.build_loss(self.mesh(0).tensor))
         if loss is None:
-            raise ConfigError("the model has no loss_fn, and training needs one: give it to PipelineModule")
+            raise ConfigError(
+                "the model has no loss_fn, and training needs one: give it to PipelineModule"
+            )
         self._probe = Probe(device, loss, sample.labels, precision_of(config).cast_inputs)
         self._measured: list[tuple[_Key, tuple[StageCosts, Header]]] = []
         self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def mesh(self, pipeline_rank: int) -> Mesh:
         """The mesh as the first data and tensor rank of `pipeline_rank` sees it; no groups."""
-        rank = self.topology.rank(pipeline_rank, 0, 0)
-        lines = {name: self.topology.along(name, rank) for name in ("pipeline", "data", "tensor")}  # type: ignore[arg-type]
-        axes = {name: Axis(name, ranks, ranks.index(rank)) for name, ranks in lines.items()}
-        world = Axis("world", tuple(range(self.topology.world_size)), rank)
-        return Mesh(self.topology, **axes, world=world, device=torch.device("meta"))
+        topology = self.topology
+        rank = topology.rank(pipeline_rank, 0, 0)
+
+        def axis(name: AxisName) -> Axis:
+            ranks = topology.along(name, rank)
+            return Axis(name, ranks, ranks.index(rank))
+
+        world = Axis("world", tuple(range(topology.world_size)), rank)
+        device = torch.device("meta")
+        return Mesh(topology, axis("pipeline"), axis("data"), axis("tensor"), world, device)
 
     def bounds(self, num_stages: int) -> tuple[int, ...]:
         """Where the model is cut, as the config asks; by parameters where it cannot say."""
@@ -137,15 +144,22 @@ class Drawing:
         entering = Header.of(self._sample.inputs)
         for number, home in enumerate(rank_of_stage):
             rank = ranks[home]
-            key = _Key(self.net.specs[bounds[number] : bounds[number + 1]], entering, halves,
-                       number == 0, number == len(rank_of_stage) - 1)
+            key = _Key(
+                self.net.specs[bounds[number] : bounds[number + 1]],
+                entering,
+                halves,
+                number == 0,
+                number == len(rank_of_stage) - 1,
+            )
             found = next((result for known, result in self._measured if known.same_as(key)), None)
             if found is None:
                 weights = None
                 if halves:
                     weights = WeightGradients(rank.gradients)
                     split([rank.local.stages[number]], weights)
-                found = self._probe.measure(rank.local.stages[number], entering, rank.gradients, weights, key.is_last)
+                found = self._probe.measure(
+                    rank.local.stages[number], entering, rank.gradients, weights, key.is_last
+                )
                 self._measured.append((key, found))
             costs.append(found[0])
             entering = found[1]
@@ -170,7 +184,11 @@ class _Key:
     is_last: bool
 
     def same_as(self, other: "_Key") -> bool:
-        if (self.halves, self.is_first, self.is_last) != (other.halves, other.is_first, other.is_last):
+        if (self.halves, self.is_first, self.is_last) != (
+            other.halves,
+            other.is_first,
+            other.is_last,
+        ):
             return False
         return (
             len(self.specs) == len(other.specs)
@@ -185,11 +203,13 @@ def _alike(one: LayerSpec, other: LayerSpec) -> bool:
         return True
     if type(one) is not type(other) or one.already_built or one.typename is not other.typename:
         return False
-    if isinstance(one, TiedLayerSpec) and isinstance(other, TiedLayerSpec):
-        if one.forward_fn is not other.forward_fn:
-            return False
+    if getattr(one, "forward_fn", None) is not getattr(other, "forward_fn", None):
+        return False
     # By identity where there is no plain answer: tensors do not compare as one.
-    pairs = [*zip(one.args, other.args, strict=False), *((one.kwargs[k], other.kwargs.get(k)) for k in one.kwargs)]
+    pairs = [
+        *zip(one.args, other.args, strict=False),
+        *((one.kwargs[k], other.kwargs.get(k)) for k in one.kwargs),
+    ]
     same_size = len(one.args) == len(other.args) and one.kwargs.keys() == other.kwargs.keys()
     return same_size and all(a is b or (a == b) is True for a, b in pairs)
 

@@ -95,7 +95,7 @@ class _Ledger:
         return 0 <= stage < len(homes) and homes[stage] == self._rank
 
     def _shared(self, stage: int) -> int:
-        """What of the input of `stage` is counted elsewhere: with the batch, or the stage before."""
+        """Bytes of the input that count elsewhere: with the batch, or the stage before."""
         if stage == 0:
             return self._costs[0].input
         if self._here(stage - 1):

@@ -6,7 +6,7 @@ the output only the graph stays, of the input what wants a gradient.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipemega.gradients import GradientBuffer
-from pipemega.pipeline.messages import Header
+from pipemega.pipeline.messages import Header, TensorMeta
 from pipemega.pipeline.module import Draws, Loss, Stage
 from pipemega.pipeline.split_backward import WeightGradients
 from pipemega.planning.kernels import DeviceType, KernelsOf
@@ -87,6 +87,7 @@ class Probe:
         """
         stage.train()
         there = [*stage.parameters(), *stage.buffers(), *gradients.flats.values()]
+        there += _tensors(self.labels)
         with KernelsOf(self.device), Meter(there) as meter:
             return _Run(self, stage, meter, weights).all(entering, is_last)
 
@@ -100,40 +101,38 @@ class _Run:
         self._probe, self._stage, self._meter, self._weights = probe, stage, meter, weights
 
     def all(self, entering: Header, is_last: bool) -> tuple[StageCosts, Header]:
-        meter = self._meter
-        first = self._stage.number == 0
-        x = _fresh(entering)
+        """Runs them. What the executor lets go of, `flying` lets go of at the same points."""
+        meter, first = self._meter, self._stage.number == 0
+        flying = _Flying(_fresh(entering))
         arrived = meter.now
         layers = _LayerFlops(self._stage, meter)
-        (output, leaving), forward_working, forward_flops = self._during(
-            lambda: self._forward(x, is_last)
+        leaving, forward_working, forward_flops = self._during(
+            lambda: self._forward(flying, is_last)
         )
         layers.close()
-        inputs = [t for t in _tensors(x) if t.requires_grad and not first]
-        edges, shapes = _graph(output)
         with_output = meter.now
-        del output
+        flying.output = None
         extra = with_output - meter.now
-        # The micro-batches themselves stay to the end of the step.
-        batch = x if first else None
-        del x
+        if not first:
+            # The micro-batches of the first stage stay to the end of the step.
+            flying.x = None
         held = meter.now
-        gradients = [torch.empty(s, dtype=d, device="meta") for s, d in shapes]
+        flying.gradients = [
+            torch.empty(meta.shape, dtype=meta.dtype, device="meta") for meta in flying.shapes
+        ]
         gradient_in = meter.now - held
-        _, working, backward_flops = self._during(lambda: self._backward(edges, gradients))
-        del edges, gradients
-        after = meter.now
-        gradient_out = sum(t.grad.nbytes for t in inputs if t.grad is not None)
-        del inputs, batch
+        _, working, backward_flops = self._during(lambda: self._backward(flying))
+        gradient_out = sum(t.grad.nbytes for t in flying.inputs if t.grad is not None)
+        flying.x, flying.inputs = None, []
         kept = meter.now
         _, weight_working, weight_flops = self._during(self._weight_half)
         costs = StageCosts(
             input=arrived,
             held=held,
             output=0 if is_last else extra,
-            message=0 if is_last else sum(meta_bytes(leaving)),
+            message=0 if is_last else sum(_sizes(leaving)),
             gradient_in=0 if is_last else gradient_in,
-            gradient_out=0 if first else min(gradient_out, after),
+            gradient_out=0 if first else gradient_out,
             kept=kept,
             working=(forward_working, working, weight_working),
             flops=(forward_flops, backward_flops, weight_flops),
@@ -148,26 +147,44 @@ class _Run:
         result = work()
         return result, self._meter.peak - before, self._meter.flops - counted
 
-    def _forward(self, x: Any, is_last: bool) -> tuple[Any, Header]:
-        entering = self._probe.cast_inputs(x) if self._stage.number == 0 else x
-        output = self._stage(entering, _DRAWS)
+    def _forward(self, flying: "_Flying", is_last: bool) -> Header:
+        x = self._probe.cast_inputs(flying.x) if self._stage.number == 0 else flying.x
+        output = self._stage(x, _DRAWS)
         header = Header.of(output)
         if is_last:
             loss = self._probe.loss(output, self._probe.labels)
             output = loss[0] if isinstance(loss, tuple) else loss
-        return output, header
+        flying.output = output
+        wanted = [t for t in _tensors(output) if t.requires_grad]
+        flying.inputs = [t for t in _tensors(x) if t.requires_grad]
+        flying.edges = [get_gradient_edge(t) for t in wanted]
+        flying.shapes = [TensorMeta.of(t) for t in wanted]
+        return header
 
-    def _backward(self, edges: list[GradientEdge], gradients: list[Tensor]) -> None:
+    def _backward(self, flying: "_Flying") -> None:
         halves: AbstractContextManager[None] = (
             nullcontext() if self._weights is None else self._weights.putting_off(_SPLIT)
         )
         with halves:
-            if edges:
-                torch.autograd.backward(edges, gradients)
+            if flying.edges:
+                torch.autograd.backward(flying.edges, flying.gradients)
+        flying.edges, flying.gradients = [], []
 
     def _weight_half(self) -> None:
         if self._weights is not None:
             self._weights.run(_SPLIT)
+
+
+@dataclass
+class _Flying:
+    """What is alive of a micro-batch in a stage."""
+
+    x: Any
+    output: Any = None
+    inputs: list[Tensor] = field(default_factory=list)
+    edges: list[GradientEdge] = field(default_factory=list)
+    shapes: list[TensorMeta] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
 
 
 class _LayerFlops:
@@ -197,7 +214,7 @@ class _LayerFlops:
         return tuple(self._counts.values())
 
 
-def meta_bytes(header: Header) -> list[int]:
+def _sizes(header: Header) -> list[int]:
     """Bytes of each tensor of a message."""
     return [torch.Size(t.shape).numel() * t.dtype.itemsize for t in header.tensors]
 
@@ -212,9 +229,3 @@ def _fresh(header: Header) -> Any:
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-
-
-def _graph(output: Any) -> tuple[list[GradientEdge], list[tuple[torch.Size, torch.dtype]]]:
-    wanted = [t for t in _tensors(output) if t.requires_grad]
-    return [get_gradient_edge(t) for t in wanted], [(t.shape, t.dtype) for t in wanted]
-

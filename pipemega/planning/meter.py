@@ -26,7 +26,7 @@ _FORMULAS: dict[Any, Any] = {
 }
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Within, counts the storages that operations make, until each is let go, and FLOPs.
 
     A storage counts once, however many tensors look at it. What a kernel makes and drops inside
@@ -38,7 +38,7 @@ class Meter(TorchDispatchMode):
     """
 
     def __init__(self, ignoring: Iterable[Tensor] = ()) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         """Bytes alive."""
         self.peak = 0

@@ -26,7 +26,10 @@ def held_bytes(config: Mapping[str, Any]) -> dict[str, int]:
     assert settings.model is not None
     vocab, length = settings.model.vocab_size, settings.model.seq_length
     assert isinstance(vocab, int)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record, Meter() as meter:
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record,
+        Meter() as meter,
+    ):
         engine, *_ = initialize(gpt(GPTConfig.of(settings, vocab)), settings)
         for step in range(STEPS):
             engine.train_batch(
