@@ -40,11 +40,14 @@ def show(
     name: str,
     title: str | None = None,
     tables: Sequence[Table] = (),
+    *,
+    memory_unit: str = "micro-batches",
 ) -> None:
     """Draws `panels` as `arguments.format` says, into `arguments.output` or a file named `name`.
 
     Args:
         title, tables: of the page in HTML.
+        memory_unit: of what is held.
 
     Raises:
         ConfigError: matplotlib is wanted and missing, or the file cannot be written.
@@ -52,11 +55,11 @@ def show(
     unit, memory = arguments.unit, arguments.memory
     content: bytes | str
     if arguments.format == "png":
-        content = png(panels, unit=unit, memory=memory)
+        content = png(panels, unit=unit, memory=memory, memory_unit=memory_unit)
     elif arguments.format == "svg":
-        content = svg(panels, unit=unit, memory=memory)
+        content = svg(panels, unit=unit, memory=memory, memory_unit=memory_unit)
     elif arguments.format == "html":
-        content = html(panels, unit=unit, title=title, tables=tables)
+        content = html(panels, unit=unit, memory_unit=memory_unit, title=title, tables=tables)
     else:
         content = trace(panels, unit=unit)
     ending = "trace.json" if arguments.format == "trace" else arguments.format

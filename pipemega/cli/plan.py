@@ -3,17 +3,19 @@
 import argparse
 import json
 import shutil
-import sys
+from pathlib import Path
 
+from pipemega.cli.pictures import FORMATS, FORMATS_HELP, add_options, deliver, show
 from pipemega.config import load
 from pipemega.pipeline.schedules import SCHEDULES, ShareCosts
 from pipemega.planning.advice import recommendation, warnings_of, ways_to_fit
+from pipemega.planning.panels import MEMORY_UNIT, panels_of, tables_of
 from pipemega.planning.quantities import parse_bytes
 from pipemega.planning.rates import Rates
 from pipemega.planning.report import Request, as_json, draw_up
 from pipemega.planning.text import as_text
 
-_DESCRIPTION = """\
+_DESCRIPTION = f"""\
 Shows what a config will do: mesh, batch, stages, memory of each rank, bubble, time and traffic of a
 step. Needs no GPU, starts no process, and takes no memory for the model: its stages run once on
 torch's meta device, where tensors have shapes and no numbers, and what they keep is counted.
@@ -23,6 +25,10 @@ rank's mean forward by FLOPs, unless --tflops or --costs say more.
 
 Exit code 1 if it does not fit into --device-memory, and then what would help, each tried;
 2 and one line on standard error if anything is wrong.
+
+  text       everything, for a terminal
+  json       the same with sizes in bytes, and times in seconds where they are known
+{FORMATS_HELP}  With --compare, pictures show the schedules one above the other.
 """
 
 _EPILOG = """\
@@ -85,8 +91,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "micro-batch, and of a message",
     )
     parser.add_argument(
-        "--format", choices=("text", "json"), default="text", help="(default: text)"
+        "--format", choices=("text", "json", *FORMATS), default="text", help="(default: text)"
     )
+    add_options(parser)
+    parser.set_defaults(unit=None)
     parser.set_defaults(func=run)
 
 
@@ -111,11 +119,16 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.format == "json":
         advice = [best] if best else []
         advice += [f"{way.change}: {way.peak} bytes" for way in ways if way.fits]
-        json.dump(as_json(report, warnings, advice), sys.stdout, indent=2)
-        sys.stdout.write("\n")
-    else:
+        values = as_json(report, warnings, advice)
+        deliver(json.dumps(values, indent=2) + "\n", arguments.output)
+    elif arguments.format == "text":
         width = shutil.get_terminal_size((80, 24)).columns
-        sys.stdout.write(as_text(report, warnings, best, ways, width) + "\n")
+        deliver(as_text(report, warnings, best, ways, width) + "\n", arguments.output)
+    else:
+        arguments.unit = arguments.unit or ("s" if request.rates.known else "mean forwards")
+        name = Path(arguments.config).stem
+        tables, panels = tables_of(report), panels_of(report)
+        show(arguments, panels, f"{name}.plan", name, tables, memory_unit=MEMORY_UNIT)
     return 1 if report.fits is False else 0
 
 

@@ -19,6 +19,8 @@ UNEVEN = 1.15
 DEAR_HALVES = 2.0
 # A schedule is recommended over the config's own from this gain on.
 _GAIN = 0.02
+# How many changes are shown where none of them is enough.
+_NEARLY = 4
 
 
 def warnings_of(report: Report) -> list[str]:
@@ -124,7 +126,7 @@ class Way(NamedTuple):
 
 
 def ways_to_fit(report: Report) -> list[Way]:
-    """Changes of one key or two, each planned anew; those that help, the best first."""
+    """Changes of a key, each planned anew: those that fit, the best first, or the nearest to it."""
     ways = []
     for overrides, world in _changes(report):
         try:
@@ -138,7 +140,9 @@ def ways_to_fit(report: Report) -> list[Way]:
             if world is not None and world != report.topology.world_size:
                 change += f" on {world} ranks"
             ways.append(Way(change, peak, peak <= (report.request.limit or 0)))
-    return sorted(ways, key=lambda way: way.peak)
+    ways.sort(key=lambda way: way.peak)
+    fitting = [way for way in ways if way.fits]
+    return fitting or ways[:_NEARLY]
 
 
 def _changes(report: Report) -> Iterator[tuple[list[str], int | None]]:
@@ -159,7 +163,8 @@ def _changes(report: Report) -> Iterator[tuple[list[str], int | None]]:
     if report.topology.pipeline > 1:
         for name in ("1f1b", "1f1b-v", "v-half", "v-min"):
             if name in SCHEDULES and name != report.outcome.plan.name:
-                yield [f"pipeline.schedule={name}", "pipeline.chunks=auto"], world
+                chunks = [] if config.pipeline.chunks == "auto" else ['pipeline.chunks="auto"']
+                yield [f"pipeline.schedule={name}", *chunks], world
     for axis, size in (("pipeline", config.mesh.pipeline), ("tensor", config.mesh.tensor)):
         # Data ranks make room where there are any; otherwise it takes more ranks.
         total = report.topology.world_size * (1 if report.topology.data % 2 == 0 else 2)

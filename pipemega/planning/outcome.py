@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 
+from pipemega.pipeline.costs import CostModel
 from pipemega.pipeline.instructions import Kind, Plan
 from pipemega.pipeline.lowering import lower
 from pipemega.pipeline.schedules import SCHEDULES, ShareCosts, Sizes
@@ -55,6 +56,7 @@ class Outcome:
     Args:
         plan: lowered.
         layout: the stages and their costs.
+        costs: of the stages, in bytes, and in seconds or a rank's mean forwards.
         timeline: simulated.
         bubble_formula: the schedule's own, for stages of equal cost; None where there is none.
         memory: by pipeline rank.
@@ -63,6 +65,7 @@ class Outcome:
 
     plan: Plan
     layout: Layout
+    costs: CostModel
     timeline: Timeline
     bubble_formula: float | None
     memory: tuple[RankMemory, ...]
@@ -101,6 +104,7 @@ def outcome_of(drawing: Drawing, plan: Plan, rates: Rates) -> Outcome:
     return Outcome(
         plan=lowered,
         layout=layout,
+        costs=costs,
         timeline=timeline,
         bubble_formula=_by_formula(compute, costs.message, timeline),
         memory=tuple(

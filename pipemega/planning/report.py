@@ -118,14 +118,19 @@ def draw_up(request: Request) -> Report:
     """The report.
 
     Raises:
-        ConfigError, MeshError, ScheduleError: the config cannot be run.
-        PipelineError: a layer of a user's model failed on the meta device.
+        ConfigError, MeshError, ScheduleError: the config cannot be run, or the model not on paper.
     """
     config, topology = request.config, request.topology
     batch = config.batch(topology.data)
     drawing = _drawing(request, topology, batch)
     own = training_plan(config, drawing.mesh(0), batch)
-    outcome = outcome_of(drawing, own, request.rates)
+    try:
+        outcome = outcome_of(drawing, own, request.rates)
+    except PipelineError as error:
+        raise ConfigError(
+            f"{error}; a plan runs each layer on torch's meta device, where tensors have shapes "
+            f"and no numbers: a layer that reads a number there cannot be planned"
+        ) from error
     others, refused = _compare(request, drawing, outcome, batch.num_microbatches)
     counts = drawing.net.count_parameters()
     again = sum(counts[p] for places in drawing.net.tied().values() for p in places[1:])

@@ -4,7 +4,6 @@ import textwrap
 from collections.abc import Sequence
 
 from pipemega.planning.advice import Way
-from pipemega.planning.outcome import Outcome
 from pipemega.planning.quantities import show_bytes, show_count, show_time, unit_of
 from pipemega.planning.report import Report
 
@@ -24,7 +23,7 @@ def as_text(
     parts = [
         _heading(report, width),
         _section("stages", stage_table(report), width, flexible=2),
-        _section(f"memory per rank, {_unit(report)}", memory_table(report), width),
+        _section(memory_title(report), memory_table(report), width),
         _time(report, width),
     ]
     if report.others:
@@ -124,8 +123,9 @@ def comparison_table(report: Report) -> Table:
     return table
 
 
-def _unit(report: Report) -> str:
-    return unit_of([rank.total for rank in report.outcome.memory])[0]
+def memory_title(report: Report) -> str:
+    """Of the table of memory, with its unit."""
+    return f"memory per rank, {unit_of([rank.total for rank in report.outcome.memory])[0]}"
 
 
 def _heading(report: Report, width: int) -> str:
@@ -177,10 +177,10 @@ def _time(report: Report, width: int) -> str:
             f"{timeline.makespan:.1f} times a rank's mean forward, by FLOPs; for seconds give "
             f"--tflops or --costs"
         )
-    lines["traffic"] = (
-        f"{outcome.messages:,} messages, {show_bytes(outcome.message_bytes)} a step, along each of "
-        f"{report.topology.data * report.topology.tensor} pipelines"
-    )
+    pipelines = report.topology.data * report.topology.tensor
+    along = f", along each of {pipelines} pipelines" if pipelines > 1 else ""
+    sent = show_bytes(outcome.message_bytes)
+    lines["traffic"] = f"{outcome.messages:,} messages, {sent} a step{along}"
     return "\n".join(_entry(name, text, width) for name, text in lines.items())
 
 
@@ -239,8 +239,3 @@ def _section(title: str, table: Table, width: int, flexible: int | None = None) 
             ]
             lines.append(("  " + "  ".join(cells)).rstrip())
     return "\n".join(lines)
-
-
-def chosen(report: Report) -> tuple[Outcome, ...]:
-    """The outcomes that pictures show: those compared, or the config's own."""
-    return report.others or (report.outcome,)
