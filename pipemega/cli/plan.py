@@ -9,7 +9,7 @@ from pipemega.cli.pictures import FORMATS, FORMATS_HELP, add_options, deliver, s
 from pipemega.config import load
 from pipemega.pipeline.schedules import SCHEDULES, ShareCosts
 from pipemega.planning.advice import recommendation, warnings_of, ways_to_fit
-from pipemega.planning.panels import MEMORY_UNIT, panels_of, tables_of
+from pipemega.planning.panels import panels_of, tables_of
 from pipemega.planning.quantities import parse_bytes
 from pipemega.planning.rates import Rates
 from pipemega.planning.report import Request, as_json, draw_up
@@ -94,7 +94,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--format", choices=("text", "json", *FORMATS), default="text", help="(default: text)"
     )
     add_options(parser)
-    parser.set_defaults(unit=None)
     parser.set_defaults(func=run)
 
 
@@ -125,10 +124,12 @@ def run(arguments: argparse.Namespace) -> int:
         width = shutil.get_terminal_size((80, 24)).columns
         deliver(as_text(report, warnings, best, ways, width) + "\n", arguments.output)
     else:
-        arguments.unit = arguments.unit or ("s" if request.rates.known else "mean forwards")
+        if arguments.unit == "units":
+            arguments.unit = "s" if request.rates.known else "mean forwards"
         name = Path(arguments.config).stem
-        tables, panels = tables_of(report), panels_of(report)
-        show(arguments, panels, f"{name}.plan", name, tables, memory_unit=MEMORY_UNIT)
+        panels, memory_unit = panels_of(report)
+        tables = tables_of(report, warnings, best)
+        show(arguments, panels, f"{name}.plan", name, tables, memory_unit=memory_unit)
     return 1 if report.fits is False else 0
 
 

@@ -17,7 +17,7 @@ LARGE_BUBBLE = 0.2
 UNEVEN = 1.15
 # Bytes kept for W over bytes held for B, from which on halves cost memory.
 DEAR_HALVES = 2.0
-# A schedule is recommended over the config's own from this gain on.
+# Schedules whose times differ by less than this are alike.
 _GAIN = 0.02
 # How many changes are shown where none of them is enough.
 _NEARLY = 4
@@ -99,14 +99,15 @@ def recommendation(report: Report) -> str | None:
         return None
     if not fitting:
         return "none of these fits"
-    best, own = fitting[0], report.outcome
+    own, quickest = report.outcome, fitting[0].timeline.makespan
+    # Of those that are as good as the quickest, the one that holds least.
+    alike = [o for o in fitting if o.timeline.makespan <= (1 + _GAIN) * quickest]
+    best = own if own in alike else min(alike, key=lambda outcome: outcome.peak)
     if best is own:
-        return f"'{own.plan.name}', which the config has, is the quickest that fits"
+        return f"keep '{own.plan.name}': nothing that fits is quicker by more than {_GAIN:.0%}"
     gain = 1 - best.timeline.makespan / own.timeline.makespan
     if report.fits is False:
         return f"'{best.plan.name}', the quickest that fits: {_peak(best)} on the fullest rank"
-    if gain < _GAIN:
-        return f"keep '{own.plan.name}': the quickest, '{best.plan.name}', gains {gain:.1%}"
     return (
         f"'{best.plan.name}': {gain:.1%} less time than '{own.plan.name}', "
         f"{_peak(best)} against {_peak(own)} on the fullest rank"

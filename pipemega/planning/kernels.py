@@ -95,4 +95,20 @@ def _rms_norm(
 ) -> Tensor:
     if weight is not None and weight.dtype != x.dtype:
         return F.rms_norm(x, list(normalized_shape), weight, eps)
-    return _first(_aten._fused_rms_norm(x, list(normalized_shape), weight, eps))
+    y: Tensor = _FusedRMSNorm.apply(x, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    return y
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What CUDA's kernel keeps and gives: torch has its steps, not the kernel, for meta tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        rows = x.shape[: x.dim() - dims]
+        ctx.save_for_backward(x, weight, x.new_empty(rows, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None

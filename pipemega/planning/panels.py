@@ -1,35 +1,55 @@
 """A report as pictures show it: timelines with what ranks hold, and tables above them."""
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 from pipemega.pipeline.pictures import Panel, Table
 from pipemega.planning.outcome import Outcome
+from pipemega.planning.quantities import unit_of
 from pipemega.planning.report import Report
-from pipemega.planning.text import comparison_table, memory_table, memory_title, stage_table
+from pipemega.planning.text import (
+    Rows,
+    comparison_table,
+    memory_table,
+    memory_title,
+    stage_table,
+    verdict_of,
+    what_it_takes,
+    what_runs,
+)
 
-MEMORY_UNIT: Final = "GB of activations"
+
+def panels_of(report: Report) -> tuple[list[Panel], str]:
+    """The schedules that were compared, the quickest first, or the config's own; unit of memory."""
+    outcomes = report.others or (report.outcome,)
+    name, size = unit_of([int(max(outcome.timeline.peak)) for outcome in outcomes])
+    return [_panel(outcome, size) for outcome in outcomes], f"{name} of activations"
 
 
-def panels_of(report: Report) -> list[Panel]:
-    """The schedules that were compared, the quickest first, or the config's own."""
-    return [_panel(outcome) for outcome in report.others or (report.outcome,)]
+def _panel(outcome: Outcome, unit: int) -> Panel:
+    def scaled(sizes: Sequence[float]) -> tuple[float, ...]:
+        return tuple(round(size / unit, 2) for size in sizes)
 
-
-def _panel(outcome: Outcome) -> Panel:
-    costs = outcome.costs
-    gigabytes = replace(
-        costs,
-        activation=tuple(size / 1e9 for size in costs.held_after_forward),
-        kept=tuple(size / 1e9 for size in costs.held_after_input),
+    costs = replace(
+        outcome.costs,
+        activation=scaled(outcome.costs.held_after_forward),
+        kept=scaled(outcome.costs.held_after_input),
     )
-    peak = tuple(size / 1e9 for size in outcome.timeline.peak)
-    return Panel(replace(outcome.timeline, peak=peak), costs=gigabytes)
+    return Panel(replace(outcome.timeline, peak=scaled(outcome.timeline.peak)), costs=costs)
 
 
-def tables_of(report: Report) -> list[Table]:
-    """Stages, memory by rank, and the comparison where there is one."""
-    tables = {"stages": stage_table(report), memory_title(report): memory_table(report)}
+def tables_of(report: Report, warnings: Sequence[str], best: str | None) -> list[Table]:
+    """The report in tables: what runs, stages, memory by rank, the comparison if there is one."""
+    lines = [*what_runs(report).items(), *what_it_takes(report).items()]
+    lines += [("recommended", best)] if best else []
+    lines += [("warning", text) for text in warnings]
+    lines += [("note", text) for text in report.notes]
+    summary: Rows = [*lines, verdict_of(report)]
+    tables: dict[str, Rows] = {
+        "": [("", ""), *summary],
+        "stages": stage_table(report),
+        memory_title(report): memory_table(report),
+    }
     if report.others:
         tables["schedules side by side"] = comparison_table(report)
     return [Table(title, header, rows) for title, (header, *rows) in tables.items()]

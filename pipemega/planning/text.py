@@ -1,7 +1,7 @@
 """A report as text, for a terminal of 80 columns and more."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pipemega.planning.advice import Way
 from pipemega.planning.quantities import show_bytes, show_count, show_time, unit_of
@@ -21,10 +21,10 @@ def as_text(
     """The whole report, lines no longer than `width` where words allow it."""
     width = max(60, min(width, _WIDEST))
     parts = [
-        _heading(report, width),
+        _entries(what_runs(report), width),
         _section("stages", stage_table(report), width, flexible=2),
         _section(memory_title(report), memory_table(report), width),
-        _time(report, width),
+        _entries(what_it_takes(report), width),
     ]
     if report.others:
         parts.append(_section("schedules side by side", comparison_table(report), width))
@@ -38,16 +38,16 @@ def as_text(
     return "\n\n".join(part for part in parts if part)
 
 
-Table = list[tuple[str, ...]]
+Rows = list[tuple[str, ...]]
 """The header, then the rows."""
 
 
-def stage_table(report: Report) -> Table:
+def stage_table(report: Report) -> Rows:
     """Stages with their layers."""
     total = sum(stage.flops for stage in report.stages) or 1.0
     split = any(stage.kept is not None for stage in report.stages)
     header = ("stage", "rank", "layers", "parameters", "work", "held F to B")
-    table: Table = [(*header, "I to W") if split else header]
+    table: Rows = [(*header, "I to W") if split else header]
     for stage in report.stages:
         row = (
             str(stage.number),
@@ -61,11 +61,11 @@ def stage_table(report: Report) -> Table:
     return table
 
 
-def memory_table(report: Report) -> Table:
+def memory_table(report: Report) -> Rows:
     """Bytes by pipeline rank, in one unit."""
     memory = report.outcome.memory
     _, unit = unit_of([rank.total for rank in memory])
-    table: Table = [
+    table: Rows = [
         (
             "rank",
             "weights",
@@ -92,7 +92,7 @@ def memory_table(report: Report) -> Table:
     return table
 
 
-def comparison_table(report: Report) -> Table:
+def comparison_table(report: Report) -> Rows:
     """Schedules, the quickest first."""
     seconds, limit = report.request.rates.known, report.request.limit
     name, unit = unit_of([outcome.peak for outcome in report.others])
@@ -106,7 +106,7 @@ def comparison_table(report: Report) -> Table:
         "messages",
         "sent",
     )
-    table: Table = [(*header, "fits") if limit is not None else header]
+    table: Rows = [(*header, "fits") if limit is not None else header]
     for outcome in report.others:
         makespan = outcome.timeline.makespan
         row = (
@@ -128,7 +128,8 @@ def memory_title(report: Report) -> str:
     return f"memory per rank, {unit_of([rank.total for rank in report.outcome.memory])[0]}"
 
 
-def _heading(report: Report, width: int) -> str:
+def what_runs(report: Report) -> dict[str, str]:
+    """Mesh, batch, model and schedule, in a line each."""
     topology, outcome = report.topology, report.outcome
     ranks = [
         f"{p}: {topology.rank(p, 0, 0)}"
@@ -149,7 +150,7 @@ def _heading(report: Report, width: int) -> str:
     interval = report.request.config.pipeline.activation_checkpoint_interval
     if interval:
         recompute = f"every {interval} layers"
-    lines = {
+    return {
         "mesh": mesh,
         "batch": report.batch.equation.split("; ")[0],
         "model": f"{report.parameters:,} parameters, {report.num_layers} layers; "
@@ -157,10 +158,10 @@ def _heading(report: Report, width: int) -> str:
         "schedule": f"{outcome.plan.name}, {stages} per rank, "
         f"{report.batch.num_microbatches} micro-batches",
     }
-    return "\n".join(_entry(name, text, width) for name, text in lines.items())
 
 
-def _time(report: Report, width: int) -> str:
+def what_it_takes(report: Report) -> dict[str, str]:
+    """Bubble, time and traffic of a step, in a line each."""
     outcome, rates = report.outcome, report.request.rates
     timeline = outcome.timeline
     bubble = f"{timeline.bubble:.1%} simulated"
@@ -181,27 +182,36 @@ def _time(report: Report, width: int) -> str:
     along = f", along each of {pipelines} pipelines" if pipelines > 1 else ""
     sent = show_bytes(outcome.message_bytes)
     lines["traffic"] = f"{outcome.messages:,} messages, {sent} a step{along}"
-    return "\n".join(_entry(name, text, width) for name, text in lines.items())
+    return lines
 
 
-def _verdict(report: Report, ways: Sequence[Way], width: int) -> str:
+def verdict_of(report: Report) -> tuple[str, str]:
+    """Whether it fits, in a word and a line."""
     limit, peak = report.request.limit, report.outcome.peak
-    kind = report.request.device.upper() if report.request.device == "cpu" else "CUDA"
+    kind = "a CPU" if report.request.device == "cpu" else "CUDA"
     rest = f"with the kernels of {kind}; without the device's own context and fragmentation"
     full = [rank.total for rank in report.outcome.memory].index(peak)
     if limit is None:
-        return _entry("fullest", f"pipeline rank {full}: {show_bytes(peak)}, {rest}", width)
+        return "fullest", f"pipeline rank {full}: {show_bytes(peak)}, {rest}"
     if peak <= limit:
-        text = f"{show_bytes(peak)} of {show_bytes(limit)} on pipeline rank {full}, {rest}"
-        return _entry("fits", text, width)
-    text = (
-        f"pipeline rank {full} needs {show_bytes(peak)}, and there are {show_bytes(limit)}; {rest}"
+        return "fits", f"{show_bytes(peak)} of {show_bytes(limit)} on pipeline rank {full}, {rest}"
+    have = show_bytes(limit)
+    return (
+        "does not fit",
+        f"pipeline rank {full} needs {show_bytes(peak)}, and there are {have}; {rest}",
     )
-    lines = [_entry("does not fit", text, width)]
+
+
+def _verdict(report: Report, ways: Sequence[Way], width: int) -> str:
+    lines = [_entry(*verdict_of(report), width)]
     for way in ways:
         verdict = "fits" if way.fits else "not enough"
         lines.append(_entry("", f"{way.change}: {show_bytes(way.peak)}, {verdict}", width))
     return "\n".join(lines)
+
+
+def _entries(lines: Mapping[str, str], width: int) -> str:
+    return "\n".join(_entry(name, text, width) for name, text in lines.items())
 
 
 def _entry(name: str, text: str, width: int) -> str:
@@ -216,7 +226,7 @@ def _entry(name: str, text: str, width: int) -> str:
     )
 
 
-def _section(title: str, table: Table, width: int, flexible: int | None = None) -> str:
+def _section(title: str, table: Rows, width: int, flexible: int | None = None) -> str:
     """A table under its title; numbers to the right, one column folded to fit."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     if flexible is not None:

@@ -1,0 +1,79 @@
+"""What a plan says of memory is what real ranks come to hold."""
+
+from typing import Any
+
+import pytest
+
+from pipemega.config import load
+from pipemega.planning.report import Report, Request, draw_up
+from tests.ranks.memory_run import held_bytes
+from tests.ranks.pool import RankPool
+
+MODEL = {
+    "num_layers": 6,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "seq_length": 128,
+    "vocab_size": 512,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def config(
+    schedule: str, mesh: dict[str, Any], model: dict[str, Any], dtype: str | None = None
+) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 8,
+        "mesh": {"device": "cpu", **mesh},
+        "pipeline": {"schedule": schedule},
+        "model": {**MODEL, **model},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **({dtype: {"enabled": True}} if dtype else {}),
+    }
+
+
+CASES = {
+    "1f1b, dropout": config("1f1b", {"pipeline": 2}, {"hidden_dropout": 0.1}),
+    "1f1b, full recompute": config("1f1b", {"pipeline": 2}, {"recompute": "full"}),
+    "1f1b, selective, bf16": config("1f1b", {"pipeline": 2}, {"recompute": "selective"}, "bf16"),
+    "gpipe, Llama": config("gpipe", {"pipeline": 2}, LLAMA),
+    "one rank": config("1f1b", {}, {}),
+    "interleaved, tensor 2": config("interleaved", {"pipeline": 2, "tensor": 2}, {}),
+    "1f1b, tensor and sequence 2": config(
+        "1f1b", {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, {}
+    ),
+    "zb-h1 on 4 ranks": config("zb-h1", {"pipeline": 4}, {}),
+    "zb-h1, full recompute": config("zb-h1", {"pipeline": 2}, {"recompute": "full"}),
+    "zb-v": config("zb-v", {"pipeline": 2}, {}),
+}
+# Of the whole rank. Halves of a backward keep gradients that several stages look at, and each
+# counts them as its own.
+AGREEMENT = {"zb-h1 on 4 ranks": 0.03, "zb-h1, full recompute": 0.03, "zb-v": 0.03}
+
+
+def planned(settings: dict[str, Any]) -> Report:
+    return draw_up(Request(load(settings)))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rank_holds_what_its_plan_says(case: str, pool: RankPool) -> None:
+    report = planned(CASES[case])
+    topology = report.topology
+    measured = pool.run(topology.world_size, held_bytes, CASES[case])
+    for rank, memory in enumerate(report.outcome.memory):
+        real = measured[topology.rank(rank, 0, 0)]
+        for part in ("weights", "gradients", "masters", "optimizer"):
+            assert real[part] == getattr(memory.footprint, part), (rank, part)
+        assert memory.total == pytest.approx(real["peak"], rel=AGREEMENT.get(case, 0.01)), rank
+        # Nor may what is always there hide what comes and goes.
+        always = memory.footprint.total
+        assert memory.total - always == pytest.approx(real["peak"] - always, rel=0.06), rank
