@@ -55,7 +55,7 @@ CASES = {
     "zb-h1, full recompute": config("zb-h1", {"pipeline": 2}, {"recompute": "full"}),
     "zb-v": config("zb-v", {"pipeline": 2}, {}),
 }
-# Of the whole rank. Halves of a backward keep gradients that several stages look at, and each
+# Halves of a backward keep gradients that several stages look at, and each
 # counts them as its own.
 AGREEMENT = {"zb-h1 on 4 ranks": 0.03, "zb-h1, full recompute": 0.03, "zb-v": 0.03}
 
@@ -73,7 +73,8 @@ def test_a_rank_holds_what_its_plan_says(case: str, pool: RankPool) -> None:
         real = measured[topology.rank(rank, 0, 0)]
         for part in ("weights", "gradients", "masters", "optimizer"):
             assert real[part] == getattr(memory.footprint, part), (rank, part)
-        assert memory.total == pytest.approx(real["peak"], rel=AGREEMENT.get(case, 0.01)), rank
+        within = AGREEMENT.get(case, 0.01)
+        assert memory.total == pytest.approx(real["peak"], rel=within), rank
         # Nor may what is always there hide what comes and goes.
         always = memory.footprint.total
-        assert memory.total - always == pytest.approx(real["peak"] - always, rel=0.06), rank
+        assert memory.total - always == pytest.approx(real["peak"] - always, rel=within), rank

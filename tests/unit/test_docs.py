@@ -1,11 +1,13 @@
 """What the README and the docs show can be run as it stands."""
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipemega.cli import main
 from pipemega.config import load
 from pipemega.pipeline.costs import CostModel
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
@@ -32,6 +34,30 @@ def test_the_models_of_the_pipeline_page_are_models(tmp_path: Path) -> None:
     names: dict[str, Any] = {}
     exec(blocks(ROOT / "docs/pipeline.md", "python")[0], names)
     assert names["net"].count_parameters() == [64000, 64 * 65, 0, 128, 64000]
+
+
+def test_the_plan_pages_example_is_what_the_command_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = blocks(ROOT / "docs/plan.md", "")[0]
+    command, _, output = shown.partition("\n")
+    assert main(command.removeprefix("$ python -m pipemega ").split()) == 0
+    assert capsys.readouterr().out == output
+
+
+def test_the_plan_pages_model_can_be_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "my_model.py").write_text(blocks(ROOT / "docs/plan.md", "python")[0])
+    (tmp_path / "ds.json").write_text(
+        '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "mesh": {"pipeline": 2}}'
+    )
+    assert main(["plan", "ds.json", "--model", "my_model:build"]) == 0
+    assert "tanh, Linear" in capsys.readouterr().out
 
 
 def test_the_readmes_config_is_one() -> None:
