@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import (
     LRSchedule,
     OptimizerStep,
+    PostValidatedStep,
     build_optimizer,
     build_schedule,
     parameter_groups,
@@ -275,7 +277,7 @@ def optimizer_step(
             total_steps=config.training.train_steps,
         )
     communication = config.communication_data_type
-    return OptimizerStep(
+    return _kind_of_step(config, mesh)(
         optimizer,
         GradientBuffer(
             [*trainable, *((name, copy) for name, (_, copy) in copies.items())],
@@ -297,6 +299,18 @@ def optimizer_step(
         clip=config.gradient_clipping,
         skip_nonfinite=precision.skip_nonfinite,
     )
+
+
+def _kind_of_step(config: Config, mesh: Mesh) -> Callable[..., OptimizerStep]:
+    if config.pipeline.optimizer_sync == "fenced":
+        return OptimizerStep
+    if mesh.pipeline.size == 1:
+        get_logger(mesh.rank).info(
+            "pipeline.optimizer_sync 'post_validate' is of no use on one pipeline rank: each step "
+            "waits for its norm"
+        )
+        return OptimizerStep
+    return partial(PostValidatedStep, quiet_steps=config.pipeline.optimizer_sync_after)
 
 
 def _transport(

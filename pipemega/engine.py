@@ -16,13 +16,14 @@ from pipemega import checkpoint
 from pipemega.checkpoint import RunState
 from pipemega.config import Batch, Config
 from pipemega.data.loader import BatchLoader
-from pipemega.errors import ConfigError
+from pipemega.errors import ConfigError, PipemegaError
 from pipemega.failure import FailureBoard
 from pipemega.feed import Feed
 from pipemega.mesh import Mesh
 from pipemega.monitor import MultiTimer
-from pipemega.optimizer import LRSchedule, OptimizerStep, StepReport
+from pipemega.optimizer import LRSchedule, OptimizerStep, PostValidatedStep, StepReport
 from pipemega.parameters import shard_of
+from pipemega.pipeline.ahead import RunAhead
 from pipemega.pipeline.build import LocalModel
 from pipemega.pipeline.executor import Executor, MicroBatches, Results
 from pipemega.pipeline.instructions import Plan
@@ -44,7 +45,6 @@ class Engine:
         plan: what every pipeline rank does in a step.
         global_steps: batches trained on, skipped ones included.
         consumed_samples: samples trained on, over all data ranks.
-        last_step: what the last `train_batch` saw and did; None before the first.
         timers: data, forward, backward, communication, optimizer; on with wall_clock_breakdown.
     """
 
@@ -65,8 +65,8 @@ class Engine:
         self.module = nn.ModuleList(model.stages.values())
         self.global_steps = 0
         self.consumed_samples = 0
-        self.last_step: StepReport | None = None
         self._model, self._executor, self._step = model, executor, step
+        self._ahead = RunAhead(executor)
         self._failures = FailureBoard(mesh.world)
         rank, ranks = mesh.pipeline.rank, plan.rank_of_stage
         self._is_last = rank == ranks[-1]
@@ -87,8 +87,46 @@ class Engine:
         return self._step.schedule if self._step else None
 
     @property
+    def last_step(self) -> StepReport | None:
+        """What the last `train_batch` saw and did; None before the first. Not collective.
+
+        With `pipeline.optimizer_sync: "post_validate"` this waits for the norm of the step.
+        """
+        return self._step.last if self._step else None
+
+    @property
     def skipped_steps(self) -> int:
-        return self._step.skipped_steps if self._step else 0
+        """So far; waits as `last_step` does."""
+        return self._step.skipped_so_far if self._step else 0
+
+    def take_reports(self) -> list[StepReport]:
+        """Of the steps whose norm became known since the last call, in order, without waiting."""
+        return self._step.take_reports() if self._step else []
+
+    def settle(self) -> None:
+        """Makes parameters, optimizer and learning rate those after the last step.
+
+        With `pipeline.optimizer_sync: "post_validate"` they may still be taken back after
+        `train_batch` has returned. Evaluating, saving, loading and `parameter_state` settle by
+        themselves; whoever reads `module`, `optimizer` or `lr_scheduler` calls this before.
+
+        Raises:
+            PipelineError, LossScaleError: what the fenced step would have raised.
+        """
+        with self._failures.failing_together("settle"):
+            self._stands()
+
+    def _stands(self) -> bool:
+        """Settles; whether parameters stay as they were."""
+        if self._step is None:
+            return True
+        try:
+            return self._step.settle()
+        except PipemegaError:
+            # As if the step had waited, and `train_batch` had never come to its end.
+            self.global_steps -= 1
+            self.consumed_samples -= self.batch.train_batch_size
+            raise
 
     def get_global_grad_norm(self) -> float | None:
         """Of the last step, before clipping; None before the first. Not collective."""
@@ -110,7 +148,7 @@ class Engine:
         Raises:
             StopIteration: the data ended with the batch before.
             DataError: the data ended within this batch.
-            PipelineError: a layer, or another rank, failed.
+            PipelineError: a layer, or another rank, failed; or what `settle` raises.
         """
         with self._failures.failing_together("train_batch"):
             if self._step is None:
@@ -118,24 +156,47 @@ class Engine:
                     "train_batch needs an optimizer: add the section 'optimizer'",
                     on_every_rank=True,
                 )
-            with self.timers("data"):
-                inputs, labels = self._feed.batch(data_iter)
-            step, count = self.global_steps, self.batch.num_microbatches
-            # By its place in the global batch, so that dropout is the same on every mesh.
-            places = (m * self.mesh.data.size + self.mesh.data.rank for m in range(count))
-            batch = MicroBatches(
-                inputs=inputs,
-                labels=labels,
-                draws=[Draws(self.config.seed, step, place) for place in places],
-                loss_factor=self._step.loss_scale.scale / count,
-            )
+            inputs, labels = self._next_batch(data_iter)
             with preserve_rng(self.mesh.device):
-                results = self._executor.run(self.plan, batch)
+                results = self._run(inputs, labels)
             with self.timers("optimizer"):
-                self.last_step = self._step(*self._totals(results))
+                report = self._step(*self._totals(results))
             self.global_steps += 1
             self.consumed_samples += self.batch.train_batch_size
-            return self.last_step.loss
+            return report.loss
+
+    def _next_batch(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
+        with self.timers("data"):
+            try:
+                return self._feed.batch(data_iter)
+            except StopIteration:
+                # Whoever trains to the end of the data comes back to a last step that stands.
+                self._stands()
+                raise
+
+    def _run(self, inputs: list[Any], labels: list[Any]) -> Results:
+        """All forwards and backwards of a step."""
+        step, count = self._step, self.batch.num_microbatches
+        assert step is not None
+
+        def batch() -> MicroBatches:
+            # By its place in the global batch, so that dropout is the same on every mesh.
+            places = (m * self.mesh.data.size + self.mesh.data.rank for m in range(count))
+            return MicroBatches(
+                inputs=inputs,
+                labels=labels,
+                draws=[Draws(self.config.seed, self.global_steps, place) for place in places],
+                loss_factor=step.loss_scale.scale / count,
+            )
+
+        if not isinstance(step, PostValidatedStep):
+            return self._executor.run(self.plan, batch())
+        return self._ahead.run(
+            self.plan,
+            batch,
+            self._stands,
+            lambda results: step.forwards_done(*self._totals(results)),
+        )
 
     def eval_batch(
         self,
@@ -157,6 +218,7 @@ class Engine:
             elsewhere.
         """
         with self._failures.failing_together("eval_batch"):
+            self._stands()
             count = num_micro_batches or self.batch.num_microbatches
             inputs, labels = self._feed.read(iter(data_iter), count)
             results = self._forward(inputs, labels, return_outputs)
@@ -174,6 +236,7 @@ class Engine:
     def infer(self, inputs: Sequence[Any]) -> list[Any] | None:
         """What the last layer gives for each micro-batch, on the ranks of the last stage."""
         with self._failures.failing_together("infer"):
+            self._stands()
             return self._outputs(self._forward(self._feed.to_device(inputs), (), keep_outputs=True))
 
     def _forward(self, inputs: Sequence[Any], labels: Sequence[Any], keep_outputs: bool) -> Results:
@@ -216,11 +279,11 @@ class Engine:
         Raises:
             CheckpointError: a rank could not write; what was saved before is untouched.
         """
-        tag = tag or checkpoint.step_tag(self.global_steps)
         with self._failures.failing_together("save_checkpoint"):
+            self._stands()
             return checkpoint.save(
                 Path(save_dir),
-                tag,
+                tag or checkpoint.step_tag(self.global_steps),
                 self._run_state(client_state),
                 self.mesh,
                 tag_validation=self.config.checkpoint.tag_validation,
@@ -257,6 +320,7 @@ class Engine:
             CheckpointError: it is missing, half-written, damaged, of another model or mesh.
         """
         with self._failures.failing_together("load_checkpoint"):
+            self._stands()
             path, state = checkpoint.load(
                 Path(load_dir),
                 tag,
@@ -284,12 +348,13 @@ class Engine:
 
         With bf16 or fp16 it is the fp32 master.
         """
-        state = self._step.state_dict()["parameters"] if self._step else {}
-        values = {
-            name: state.get(name, {}).get("master", parameter.detach())
-            for name, parameter in self._model.parameters.items()
-        }
         with self._failures.failing_together("parameter_state"):
+            self._stands()
+            state = self._step.state_dict()["parameters"] if self._step else {}
+            values = {
+                name: state.get(name, {}).get("master", parameter.detach())
+                for name, parameter in self._model.parameters.items()
+            }
             return self._gather(values)
 
     def _gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -79,6 +79,16 @@ class PipelineSection(Section):
         "How a stage learns the shapes that it receives: exchanged once and then checked, declared "
         "by the model, or exchanged each time.",
     )
+    optimizer_sync: Literal["fenced", "post_validate"] = own(
+        "fenced",
+        'When a rank steps: `"fenced"`, when all ranks have the gradient norm; `"post_validate"`, '
+        "at once, to take the step back if the norm says so (docs/optimizer.md).",
+    )
+    optimizer_sync_after: Whole = own(
+        10,
+        "With `post_validate`: steps in a row without clipping or overflow before a rank steps "
+        "without waiting; 0: always.",
+    )
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:

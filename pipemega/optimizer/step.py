@@ -7,12 +7,13 @@
     skip, or: one multiplication (mean, loss scale, weight, clipping), the step on the masters,
     masters to parameters
     gradients to zero
+
+Its parts are methods of their own: `post_validate` steps before the all-reduce has answered.
 """
 
 import logging
-import math
+from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,48 +31,15 @@ from pipemega.gradients import (
     squared_norms,
 )
 from pipemega.mesh import Axis, Mesh
+from pipemega.optimizer.decision import Attempt, Decision, StepReport, World, decide
 from pipemega.optimizer.lr_schedules import LRSchedule
 from pipemega.optimizer.state import pack, unpack
 from pipemega.precision import LossScale, StaticLossScale
 
 _log = logging.getLogger(__name__)
 
-# Of torch.nn.utils.clip_grad_norm_, so that clipping here is clipping there.
-_CLIP_EPSILON = 1e-6
-
-
-@dataclass(frozen=True)
-class StepReport:
-    """What one step saw and did; the same on every rank.
-
-    Args:
-        loss: over the whole batch, by weight; nan is shown as nan.
-        grad_norm: of all logical parameters, before clipping, without the loss scale.
-        loss_scale: with which this step's gradients were made.
-        learning_rate: of the first parameter group in this step.
-        skipped: parameters and optimizer state are as before.
-        overflow: because gradients held inf or nan.
-        weight: tokens (or micro-batches) that the loss is the mean of.
-    """
-
-    loss: float
-    grad_norm: float
-    loss_scale: float
-    learning_rate: float
-    skipped: bool
-    overflow: bool
-    weight: float
-
-
-@dataclass(frozen=True)
-class _World:
-    """What the one all-reduce brings: sums over all ranks."""
-
-    squared_norm: float
-    nonfinite_ranks: float
-    loss: float
-    weight: float
-    num_microbatches: float
+# Reports kept for whoever asks for them all; a loop that asks after every step finds two at most.
+_KEPT_REPORTS = 8
 
 
 class OptimizerStep:
@@ -125,6 +93,8 @@ class OptimizerStep:
         self.steps = 0
         """Calls so far, skipped ones included."""
         self.skipped_steps = 0
+        self._last: StepReport | None = None
+        self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
         self._mesh = mesh
         self._masters = dict(masters or {})
         self._tied = dict(tied or {})
@@ -142,7 +112,7 @@ class OptimizerStep:
     def __call__(
         self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
     ) -> StepReport:
-        """One step; every rank of the world calls it.
+        """One step; every rank of the world calls it.  One all-reduce and one read decide for all.
 
         Args:
             loss_sum: sum of loss_i over the micro-batches of this data rank, without the loss
@@ -155,32 +125,45 @@ class OptimizerStep:
             PipelineError: a gradient is not finite, and such steps are not skipped.
             LossScaleError: fp16 overflowed at the smallest loss scale.
         """
-        factor = self._reduce()
-        world = self._agree(loss_sum, weight_sum, num_microbatches)
-        if world.weight > 0:
-            factor *= world.num_microbatches / world.weight
-        scale = self.loss_scale.scale
-        norm = math.sqrt(world.squared_norm) * factor / scale
-        overflow = world.nonfinite_ranks > 0 or not math.isfinite(norm)
-        if overflow and math.isfinite(norm):
-            # Only a copy that counts elsewhere went wrong: still no norm to believe in.
-            norm = math.inf
-        report = StepReport(
-            loss=world.loss / world.weight if world.weight else math.nan,
-            grad_norm=norm,
-            loss_scale=scale,
-            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
-            skipped=overflow or not world.weight,
-            overflow=overflow,
-            weight=world.weight,
-        )
-        self.steps += 1
-        try:
-            self._decide(report, factor / scale, world)
-        finally:
-            # After an error too: whoever catches it starts from whole parameters and no gradients.
-            self.gradients.zero()
+        attempt = self._attempt()
+        shares = self._shares(loss_sum, weight_sum, num_microbatches)
+        if self._mesh.world.size > 1:
+            dist.all_reduce(shares, group=self._mesh.world.group)
+        decision = decide(attempt, World.of(shares.tolist()), self._clip)
+        self._carry_out(decision)
+        return self._note(decision.report)
+
+    @property
+    def last(self) -> StepReport | None:
+        """Of the last step; None before the first."""
+        return self._last
+
+    @property
+    def skipped_so_far(self) -> int:
+        """`skipped_steps` with all that was asked for."""
+        return self.skipped_steps
+
+    def take_reports(self) -> list[StepReport]:
+        """Of the steps that were decided since the last call, in order."""
+        taken = list(self._reports)
+        self._reports.clear()
+        return taken
+
+    def settle(self) -> bool:
+        """Makes parameters and state final; True, since here they are at the end of each step."""
+        return True
+
+    def _note(self, report: StepReport) -> StepReport:
+        self._last = report
+        self._reports.append(report)
         return report
+
+    def _attempt(self) -> Attempt:
+        """Begins a step: its gradients become those of logical parameters, but for a factor."""
+        factor = self._reduce()
+        self.steps += 1
+        rate = float(self.optimizer.param_groups[0]["lr"])
+        return Attempt(factor, self.loss_scale.scale, rate, self.skipped_steps)
 
     def _reduce(self) -> float:
         """Gradients of logical parameters, but for the factor that is returned."""
@@ -197,12 +180,11 @@ class OptimizerStep:
                 views[name].add_(views[copy])
                 views[copy].zero_()
 
-    def _agree(
+    def _shares(
         self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
-    ) -> _World:
-        """One all-reduce and one read decide for the whole world."""
-        device = self._mesh.device
-        shares = torch.empty(self._num_layers + 4, dtype=torch.float64, device=device)
+    ) -> Tensor:
+        """What this rank adds to the `World`: [num_layers + 4] fp64, on the device."""
+        shares = torch.empty(self._num_layers + 4, dtype=torch.float64, device=self._mesh.device)
         shares[:-3] = squared_norms(
             self.gradients,
             tensor=self._mesh.tensor,
@@ -212,18 +194,24 @@ class OptimizerStep:
         )
         shares[-3] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
         shares[-2], shares[-1] = weight_sum, num_microbatches
-        if self._mesh.world.size > 1:
-            dist.all_reduce(shares, group=self._mesh.world.group)
-        *squares, nonfinite_ranks, loss, weight, count = shares.tolist()
-        return _World(sum(squares), nonfinite_ranks, loss, weight, count)
+        return shares
 
-    def _decide(self, report: StepReport, factor: float, world: _World) -> None:
+    def _carry_out(self, decision: Decision) -> None:
+        """Does it, and forgets the gradients.
+
+        After an error too: whoever catches it starts from whole parameters and no gradients.
+        """
+        try:
+            self._do(decision)
+        finally:
+            self.gradients.zero()
+
+    def _do(self, decision: Decision) -> None:
+        report = decision.report
         if report.overflow and not self._skip_nonfinite:
-            raise PipelineError(self._not_finite(report, world), on_every_rank=True)
+            raise PipelineError(self._not_finite(decision), on_every_rank=True)
         if not report.skipped:
-            if self._clip > 0:
-                factor *= min(1.0, self._clip / (report.grad_norm + _CLIP_EPSILON))
-            self._step(factor)
+            self._step(decision.factor)
         else:
             self.skipped_steps += 1
             if not report.overflow:
@@ -235,11 +223,12 @@ class OptimizerStep:
         if report.overflow or not report.skipped:
             self.loss_scale.update(report.overflow)
 
-    def _not_finite(self, report: StepReport, world: _World) -> str:
+    def _not_finite(self, decision: Decision) -> str:
+        report = decision.report
         return (
             f"the gradient norm of step {self.steps} is {report.grad_norm} (loss {report.loss:g}): "
-            f"{world.nonfinite_ranks:g} of {self._mesh.world.size} ranks hold a gradient with inf "
-            "or nan. Parameters and optimizer state are those of the step before. Lower the "
+            f"{decision.nonfinite_ranks:g} of {self._mesh.world.size} ranks hold a gradient with "
+            "inf or nan. Parameters and optimizer state are those of the step before. Lower the "
             "learning rate or look for a division by 0 in the model; with bf16, "
             "bf16.check_grad_overflow true skips such steps"
         )

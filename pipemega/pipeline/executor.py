@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipemega.errors import PipelineError
 from pipemega.monitor import MultiTimer
-from pipemega.pipeline.instructions import Instruction, Kind, Plan
+from pipemega.pipeline.instructions import Instruction, Kind, Plan, Program
 from pipemega.pipeline.messages import TensorMeta
 from pipemega.pipeline.module import Draws, Loss, Stage
 from pipemega.pipeline.split_backward import WeightGradients
@@ -127,14 +127,23 @@ class Executor:
         Raises:
             PipelineError: says which instruction failed, at which stage and layer.
         """
+        self.begin(plan, batch)
+        self.work(plan.programs[self._rank])
+        return self.end()
+
+    def begin(self, plan: Plan, batch: MicroBatches) -> None:
+        """Gets ready for `work`, which may take the program in pieces."""
         self._clear()
         self._batch, self._train = batch, not plan.forward_only
         if self._transport is not None:
             self._transport.exchange_all(plan.forward_only)
         for stage in self._stages.values():
             stage.train(self._train)
+
+    def work(self, steps: Program) -> None:
+        """Runs the next piece of the program."""
         with torch.set_grad_enabled(self._train):
-            for step in plan.programs[self._rank]:
+            for step in steps:
                 try:
                     self._run_kind[step.kind](step)
                 except PipelineError as error:
@@ -143,11 +152,43 @@ class Executor:
                     raise PipelineError(
                         f"{self._at(step)}: {type(error).__name__}: {error}"
                     ) from error
+
+    def end(self) -> Results:
+        """Waits until all that was sent has arrived; what the run leaves."""
         if self._transport is not None:
             self._transport.flush("the end of the step")
         assert not self._flying, f"never run backward: {list(self._flying)}"
         results, self._results = self._results, Results()
         return results
+
+    def throw_away(self, unread: Program) -> None:
+        """Forgets the forwards that were run, and takes what the others have sent for them.
+
+        Args:
+            unread: the receives that are not posted yet of what was sent to this rank.
+        """
+        for step in unread:
+            self._receive_activation(step)
+        if self._transport is not None:
+            for receive in self._arriving.values():
+                self._transport.wait(receive, "forwards that are run again")
+            self._transport.flush("forwards that are run again")
+        self._clear()
+
+    @property
+    def results(self) -> Results:
+        """Of the forwards that have run so far."""
+        return self._results
+
+    @property
+    def rank(self) -> int:
+        """The pipeline rank."""
+        return self._rank
+
+    @property
+    def stages(self) -> Mapping[int, Stage]:
+        """The local stages, by number."""
+        return self._stages
 
     def _at(self, step: Instruction) -> str:
         what = _IN_WORDS.get(step.kind, step.kind.name.lower().replace("_", " "))

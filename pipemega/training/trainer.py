@@ -3,6 +3,8 @@
 import math
 import resource
 import time
+from collections import deque
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -55,9 +57,12 @@ class Trainer:
         self._valid = valid
         self._tokens_per_sample, self._flops_per_token = tokens_per_sample, flops_per_token
         self._nan_steps = 0
+        self._drafts: deque[StepRecord] = deque()  # of steps whose norm is not known yet
         self._log = get_logger(engine.mesh.rank)
         self._peak = self.config.monitor.peak_tflops or _device_peak(engine.mesh.device)
         state = self._resume()
+        engine.settle()
+        engine.take_reports()  # of steps that were not ours
         self._keep_config()
         self.monitor = self._open_monitor(state)
 
@@ -114,6 +119,7 @@ class Trainer:
                     self.evaluate()
                 if self._due(self.config.checkpoint.interval) or last:
                     self.save()
+            self.settle()
         finally:
             self.monitor.close()
         return loss
@@ -125,39 +131,66 @@ class Trainer:
         """One optimizer step and its record; returns the loss."""
         engine, started = self.engine, time.perf_counter()
         loss = engine.train_batch()
-        seconds = time.perf_counter() - started
-        report = engine.last_step
-        assert report is not None
-        if not (math.isfinite(loss) and math.isfinite(report.grad_norm)):
-            self._nan_steps += 1
-        breakdown = self._breakdown()
+        draft = self._draft(loss, time.perf_counter() - started)
+        # A step that ended in an error, and is done again, has left one.
+        while self._drafts and self._drafts[-1].step >= draft.step:
+            self._drafts.pop()
+        self._drafts.append(draft)
+        self._write_decided()
+        return loss
+
+    def _draft(self, loss: float, seconds: float) -> StepRecord:
+        """What is known of a step as soon as it has run."""
+        engine = self.engine
         samples = engine.batch.train_batch_size
         tokens = samples * self._tokens_per_sample
         tflops = None
         if self._flops_per_token:
             flops = self._flops_per_token * tokens
             tflops = tflops_per_device(flops, seconds, engine.mesh.world.size)
-        self.monitor.write(
-            StepRecord(
-                step=engine.global_steps,
-                consumed_samples=engine.consumed_samples,
-                consumed_tokens=engine.consumed_samples * self._tokens_per_sample,
-                loss=loss,
-                lr=report.learning_rate,
-                grad_norm=report.grad_norm,
-                loss_scale=report.loss_scale if self.config.fp16.enabled else None,
-                step_seconds=seconds,
-                samples_per_second=samples / seconds,
-                tokens_per_second=tokens / seconds,
-                tflops_per_device=tflops,
-                mfu=tflops / self._peak if tflops and self._peak else None,
-                skipped_steps=engine.skipped_steps,
-                nan_steps=self._nan_steps,
-                memory_gib=self._memory() if self._prints() else None,
-                extra=breakdown,
-            )
+        return StepRecord(
+            step=engine.global_steps,
+            consumed_samples=engine.consumed_samples,
+            consumed_tokens=engine.consumed_samples * self._tokens_per_sample,
+            loss=loss,
+            lr=math.nan,
+            step_seconds=seconds,
+            samples_per_second=samples / seconds,
+            tokens_per_second=tokens / seconds,
+            tflops_per_device=tflops,
+            mfu=tflops / self._peak if tflops and self._peak else None,
+            memory_gib=self._memory() if self._prints() else None,
+            extra=self._breakdown(),
         )
-        return loss
+
+    def _write_decided(self) -> None:
+        """Writes the records of all steps that are decided.
+
+        That is the last one, or with `pipeline.optimizer_sync: "post_validate"` the one before.
+        """
+        for report in self.engine.take_reports():
+            draft = self._drafts.popleft()
+            if not (math.isfinite(draft.loss) and math.isfinite(report.grad_norm)):
+                self._nan_steps += 1
+            extra = dict(draft.extra)
+            if self.config.pipeline.optimizer_sync == "post_validate":
+                extra["rollbacks"] = report.rollbacks
+            self.monitor.write(
+                replace(
+                    draft,
+                    lr=report.learning_rate,
+                    grad_norm=report.grad_norm,
+                    loss_scale=report.loss_scale if self.config.fp16.enabled else None,
+                    skipped_steps=report.skipped_steps,
+                    nan_steps=self._nan_steps,
+                    extra=extra,
+                )
+            )
+
+    def settle(self) -> None:
+        """Writes the records of all steps so far, the last one included."""
+        self.engine.settle()
+        self._write_decided()
 
     def _prints(self) -> bool:
         return self._due(self.config.steps_per_print or 0)
@@ -186,6 +219,7 @@ class Trainer:
 
     def evaluate(self) -> float:
         """The validation loss on the first `training.eval_steps` batches; the same each time."""
+        self.settle()
         engine, started = self.engine, time.perf_counter()
         count = self.config.training.eval_steps * engine.batch.num_microbatches
         loader = self._validation_loader()
@@ -220,6 +254,7 @@ class Trainer:
         folder = self.config.checkpoint.save
         if folder is None:
             return
+        self.settle()
         state = {
             "monitor": self.monitor.state_dict(),
             "nan_steps": self._nan_steps,

@@ -30,6 +30,7 @@ PLAN = {
         "pipeline/schedules/",
         "pipeline/lowering.py",
         "pipeline/order.py",
+        "pipeline/warm_up.py",
     ],
     3: [
         "mesh.py",
@@ -56,7 +57,7 @@ PLAN = {
     ],
     5: ["feed.py", "precision.py", "gradients.py", "tensor_parallel/", "pipeline/module.py"],
     6: ["models/", "optimizer/", "pipeline/build.py", "pipeline/cut.py", "pipeline/executor.py"],
-    7: ["checkpoint/"],
+    7: ["checkpoint/", "pipeline/ahead.py"],
     8: ["engine.py"],
     9: ["assemble.py", "launch.py", "training/", "cli/"],
     10: ["__init__.py", "__main__.py", "planning/"],

@@ -1,0 +1,91 @@
+"""A step whose forwards begin before the last optimizer step is known to stand."""
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+
+from pipemega.errors import PipemegaError
+from pipemega.pipeline.executor import Executor, MicroBatches, Results
+from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.warm_up import WarmUp, warm_up
+
+
+class RunAhead:
+    """Runs plans with an executor, with a question between warm-up and first backward.
+
+    Args:
+        executor: of this pipeline rank.
+    """
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._of: Plan | None = None
+        self._cut: WarmUp | None = None
+
+    def run(
+        self,
+        plan: Plan,
+        batch: Callable[[], MicroBatches],
+        stands: Callable[[], bool],
+        forwards_done: Callable[[Results], None],
+    ) -> Results:
+        """Runs this rank's program of the lowered `plan` once.
+
+        Args:
+            batch: the same each time, but for the loss factor, which the answer may change.
+            stands: whether the parameters that the warm-up ran with are the right ones; if not
+                they are by then, and the warm-up is run again.  It must answer alike on every
+                rank, and may raise an error of ours on every rank.
+            forwards_done: told as soon as all forwards have run for good, with their losses.
+        """
+        cut, executor = self._cut_of(plan), self._executor
+        rank = executor.rank
+        program, stop, last = cut.plan.programs[rank], cut.stop[rank], cut.last_forward[rank]
+        buffers = BufferCopies(executor.stages.values())
+        executor.begin(cut.plan, batch())
+        executor.work(program[:stop])
+        try:
+            again = not stands()
+        except PipemegaError:
+            executor.throw_away(cut.unread[rank])
+            buffers.restore()
+            raise
+        if again:
+            executor.throw_away(cut.unread[rank])
+            buffers.restore()
+            executor.begin(cut.plan, batch())
+            executor.work(program[:stop])
+        executor.work(program[stop:last])
+        forwards_done(executor.results)
+        executor.work(program[last:])
+        return executor.end()
+
+    def _cut_of(self, plan: Plan) -> WarmUp:
+        if self._cut is None or self._of is not plan:
+            self._of, self._cut = plan, warm_up(plan)
+        return self._cut
+
+
+class BufferCopies:
+    """The buffers of some modules as they are now: running statistics, and whatever else.
+
+    Args:
+        modules: with all modules in them.
+    """
+
+    @torch.no_grad()
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = [
+            (module, name, buffer, buffer.clone())
+            for tree in modules
+            for module in tree.modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts the values back, and the tensors where others have taken their place."""
+        for module, name, buffer, value in self._kept:
+            module._buffers[name] = buffer.copy_(value)
