@@ -1,6 +1,7 @@
-"""A small GPT trained with and without the fence; run by test_post_validate.py in the pool's ranks."""
+"""A small GPT trained with and without the fence, in the ranks of the pool."""
 
 import copy
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.engine import Engine
 from pipemega.errors import LossScaleError, PipelineError
 from pipemega.optimizer import PostValidatedStep
+from pipemega.training import Trainer
+from tests.ranks.checkpoint_run import Sentences
+from tests.ranks.checkpoint_run import build as build_with_data
 from tests.ranks.training_run import build, data
 
 # By which the gradients of the step with that number are multiplied, on the first rank alone.
@@ -106,7 +110,9 @@ def train_both(
     folders = [None if folder is None else f"{folder}/{name}" for name in ("a", "b")]
     return (
         train(config, {"optimizer_sync": "fenced"}, folder=folders[0], **settings),
-        train(config, {"optimizer_sync": "post_validate"} | dict(sync), folder=folders[1], **settings),
+        train(
+            config, {"optimizer_sync": "post_validate"} | dict(sync), folder=folders[1], **settings
+        ),
     )
 
 
@@ -168,6 +174,21 @@ def overflow(config: Mapping[str, Any], at: int) -> tuple[str, dict[str, Any], l
             break
     state = seen_of(engine)
     return message, state, [engine.train_batch(data(engine, 20 + step)) for step in range(2)]
+
+
+def log_of(
+    config: Mapping[str, Any], sync: str, folder: str, pushes: Pushes
+) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl after a whole run of the Trainer."""
+    pipeline = {**config["pipeline"], "optimizer_sync": sync, "optimizer_sync_after": 0}
+    save = {"save": folder, "interval": 3}
+    engine = build_with_data({**config, "pipeline": pipeline, "checkpoint": save}, "float32")
+    push_gradients(engine, pushes)
+    Trainer(engine, Sentences()).fit()
+    if engine.mesh.rank > 0:
+        return []
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
 
 
 def bytes_kept(config: Mapping[str, Any]) -> tuple[int, int]:
