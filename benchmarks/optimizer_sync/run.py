@@ -148,9 +148,9 @@ def row(name: str, found: dict[str, list[float]], expected: dict[str, float]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0.02, help="of F, I and W of a rank")
+    parser.add_argument("--seconds", type=float, default=0.06, help="of F, I and W of a rank")
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6, help="in a round")
+    parser.add_argument("--steps", type=int, default=4, help="in a round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     arguments = parser.parse_args()
