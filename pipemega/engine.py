@@ -122,10 +122,11 @@ class Engine:
             return True
         try:
             return self._step.settle()
-        except PipemegaError:
-            # As if the step had waited, and `train_batch` had never come to its end.
-            self.global_steps -= 1
-            self.consumed_samples -= self.batch.train_batch_size
+        except PipemegaError as error:
+            if error.on_every_rank:
+                # As if the step had waited, and `train_batch` had never come to its end.
+                self.global_steps -= 1
+                self.consumed_samples -= self.batch.train_batch_size
             raise
 
     def get_global_grad_norm(self) -> float | None:

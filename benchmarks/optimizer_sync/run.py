@@ -157,8 +157,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, (folder, arguments), nprocs=RANKS)  # type: ignore[no-untyped-call]
         found: dict[str, Any] = json.loads(Path(folder, "found.json").read_text())
-    heads = "schedule|fenced: makespan|measured|post_validate: span|measured|gain: predicted|measured"
-    print(f"| {heads.replace('|', ' | ')} |\n|{' --- |' * 7}")
+    heads = ("schedule", "fenced: makespan", "measured", "post_validate: span", "measured")
+    print(f"| {' | '.join(heads)} | gain: predicted | measured |\n|{' --- |' * 7}")
     for schedule, times in found.items():
         print(row(schedule, times, predicted(schedule, arguments.microbatches, arguments.seconds)))
 

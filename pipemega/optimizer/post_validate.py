@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.errors import PipelineError
 from pipemega.mesh import Mesh
 from pipemega.optimizer.backup import Backup
 from pipemega.optimizer.decision import Attempt, Decision, StepReport, World, decide
@@ -40,11 +41,13 @@ class _Sums:
     """An all-reduce over the world that runs while its ranks do other things.
 
     Args:
+        name: what is summed up, for messages.
         shares: what this rank adds; the host reads it from the device.
         group: all ranks; None alone.
     """
 
-    def __init__(self, shares: Tensor, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, name: str, shares: Tensor, group: dist.ProcessGroup | None) -> None:
+        self._name = name
         self._shares = shares.cpu()
         self._work = (
             None if group is None else dist.all_reduce(self._shares, group=group, async_op=True)
@@ -52,10 +55,21 @@ class _Sums:
         self._world: World | None = None
 
     def wait(self) -> World:
-        """The sums of all ranks, as soon as the last has added its share."""
+        """The sums of all ranks, as soon as the last has added its share.
+
+        Raises:
+            PipelineError: it has not in time, or is gone.
+        """
         if self._world is None:
             if self._work is not None:
-                self._work.wait()
+                try:
+                    self._work.wait()
+                except RuntimeError as error:
+                    # Without the source file of gloo that it begins with.
+                    said = str(error).split("] ", 1)[-1]
+                    raise PipelineError(
+                        f"{self._name}: the sum over all ranks did not get through: {said}"
+                    ) from error
             self._world = World.of(self._shares.tolist())
         return self._world
 
@@ -104,7 +118,7 @@ class PostValidatedStep(OptimizerStep):
         shares = torch.zeros(self._num_layers + 4, dtype=torch.float64)
         shares[-3] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
         shares[-2], shares[-1] = weight_sum, num_microbatches
-        self._totals = _Sums(shares, self._group)
+        self._totals = _Sums("loss and weight", shares, self._group)
 
     def __call__(
         self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
@@ -123,7 +137,8 @@ class PostValidatedStep(OptimizerStep):
         assert self._totals is not None
         attempt, totals = self._attempt(), self._totals.wait()
         self._totals = None
-        sums = _Sums(self._shares(loss_sum, weight_sum, num_microbatches), self._group)
+        shares = self._shares(loss_sum, weight_sum, num_microbatches)
+        sums = _Sums(f"the gradient norm of step {self.steps}", shares, self._group)
         guess = decide(attempt, totals.without_norm(), self._clip)
         if self._quiet < self._quiet_steps:
             return self._wait_for(attempt, guess, sums)

@@ -47,7 +47,9 @@ class RunAhead:
         executor.work(program[:stop])
         try:
             again = not stands()
-        except PipemegaError:
+        except PipemegaError as error:
+            if not error.on_every_rank:
+                raise  # some rank is lost, and with it its messages
             executor.throw_away(cut.unread[rank])
             buffers.restore()
             raise

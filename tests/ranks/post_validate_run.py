@@ -16,6 +16,7 @@ from pipemega.optimizer import PostValidatedStep
 from pipemega.training import Trainer
 from tests.ranks.checkpoint_run import Sentences
 from tests.ranks.checkpoint_run import build as build_with_data
+from tests.ranks.faults import ACTIONS
 from tests.ranks.training_run import build, data
 
 # By which the gradients of the step with that number are multiplied, on the first rank alone.
@@ -189,6 +190,24 @@ def log_of(
         return []
     lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
+
+
+def fail_in_the_step(config: Mapping[str, Any], what: str, rank: int) -> None:
+    """Something happens on `rank` in its second optimizer step, before it adds its share."""
+    engine = build_with_data(config, "float32")
+    step = engine._step
+    assert step is not None
+    plain = step._reduce
+
+    def reduce() -> float:
+        if step.steps == 1 and engine.mesh.rank == rank:
+            ACTIONS[what]()
+        return plain()
+
+    step._reduce = reduce  # type: ignore[method-assign]
+    # From a dataset: before it reads from an iterator a rank waits for all others.
+    for _ in range(4):
+        engine.train_batch()
 
 
 def bytes_kept(config: Mapping[str, Any]) -> tuple[int, int]:

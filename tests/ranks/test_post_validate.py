@@ -1,5 +1,6 @@
 """The step that does not wait for the norm against the one that does: the same, to the last bit."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ def both(
     pool: RankPool, config: dict[str, Any], sync: dict[str, Any] = ALWAYS, **how: Any
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(fenced, not fenced) of the first rank, after every rank was found to agree."""
-    sizes = config["mesh"].values()
-    results = pool.run(int(numpy.prod(list(sizes))), _both, config, sync, how)
+    num_ranks = math.prod(config["mesh"].values())
+    results = pool.run(num_ranks, _both, config, sync, how)
     for fenced, free in results:
         assert_same(fenced, free)
     return results[0]
@@ -222,6 +223,36 @@ def test_a_rank_that_fails_while_a_verdict_is_out_ends_all(
             assert other == rank or "rank" in message
         else:
             assert "a spark flew" in message
+
+
+@pytest.mark.parametrize(("what", "rank"), [("raise", 0), ("raise", 3), ("kill", 1)])
+def test_a_rank_that_fails_before_its_share_of_the_norm_ends_all(
+    pool: RankPool, what: str, rank: int
+) -> None:
+    config = config_of("zb-h1", {"pipeline": 4})
+    config["pipeline"] |= {"optimizer_sync": "post_validate", **ALWAYS}
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(4, post_validate_run.fail_in_the_step, config, what, rank, timeout=30.0)
+    reports = {r: message for r, (message, _) in caught.value.errors.items()}
+    assert set(reports) == {0, 1, 2, 3}
+    for other, message in reports.items():
+        if other != rank:
+            assert f"rank {rank}" in message
+            assert "a spark flew" in message or what == "kill"
+
+
+def test_a_share_of_the_norm_that_does_not_come_is_waited_for_no_longer_than_all_else(
+    pool: RankPool,
+) -> None:
+    untied = {"untie_embeddings_and_output_weights": True}
+    config = config_of("zb-h1", {"pipeline": 4, "timeout_seconds": 2}, model=untied)
+    config["pipeline"] |= {"optimizer_sync": "post_validate", **ALWAYS}
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(4, post_validate_run.fail_in_the_step, config, "hang", 3, timeout=30.0)
+    reports = {r: message for r, (message, _) in caught.value.errors.items()}
+    for other in (0, 1, 2):
+        assert "the gradient norm of step 2: the sum over all ranks did not get" in reports[other]
+        assert "Timed out waiting 2000ms" in reports[other]
 
 
 def test_the_copy_takes_what_the_docs_say(pool: RankPool) -> None:
