@@ -3,7 +3,7 @@
 Every method is collective unless it says otherwise: all ranks call it, in the same order.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from pipemega.feed import Feed
 from pipemega.mesh import Mesh
 from pipemega.monitor import MultiTimer
 from pipemega.optimizer import LRSchedule, OptimizerStep, PostValidatedStep, StepReport
-from pipemega.parameters import shard_of
 from pipemega.pipeline.ahead import RunAhead
 from pipemega.pipeline.build import LocalModel
 from pipemega.pipeline.executor import Executor, MicroBatches, Results
@@ -30,6 +29,7 @@ from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.lowering import lower
 from pipemega.pipeline.module import Draws
 from pipemega.pipeline.schedules import forward_only
+from pipemega.pipeline.whole import whole_tensors
 from pipemega.random import preserve_rng, rng_state, set_rng_state
 
 
@@ -356,33 +356,4 @@ class Engine:
                 name: state.get(name, {}).get("master", parameter.detach())
                 for name, parameter in self._model.parameters.items()
             }
-            return self._gather(values)
-
-    def _gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Whole tensors from what each rank holds of `values`, which go by parameter."""
-        owned = self._model.owned
-        shapes: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
-            name: (shard_of(owned[name]).shape, values[name].dtype) for name in owned
-        }
-        if self.mesh.world.size > 1:
-            gathered: list[Any] = [None] * self.mesh.world.size
-            dist.all_gather_object(gathered, shapes, group=self.mesh.world.group)
-            shapes = {name: entry for part in gathered for name, entry in part.items()}
-        wholes = {}
-        for name in sorted(shapes, key=_by_position):
-            shape, dtype = shapes[name]
-            whole = torch.zeros(shape, dtype=dtype, device=self.mesh.device)
-            if name in owned and self.mesh.data.rank == 0:
-                shard = shard_of(owned[name])
-                if shard.dim is not None or self.mesh.tensor.rank == 0:
-                    shard.put(values[name], whole)
-            if self.mesh.world.size > 1:
-                # Everybody else adds zeros, which changes no bit.
-                dist.all_reduce(whole, group=self.mesh.world.group)
-            wholes[name] = whole.cpu()
-        return wholes
-
-
-def _by_position(name: str) -> tuple[int, str]:
-    _, position, rest = name.split(".", 2)
-    return int(position), rest
+            return whole_tensors(values, self._model, self.mesh)

@@ -57,7 +57,7 @@ PLAN = {
     ],
     5: ["feed.py", "precision.py", "gradients.py", "tensor_parallel/", "pipeline/module.py"],
     6: ["models/", "optimizer/", "pipeline/build.py", "pipeline/cut.py", "pipeline/executor.py"],
-    7: ["checkpoint/", "pipeline/ahead.py"],
+    7: ["checkpoint/", "pipeline/ahead.py", "pipeline/whole.py"],
     8: ["engine.py"],
     9: ["assemble.py", "launch.py", "training/", "cli/"],
     10: ["__init__.py", "__main__.py", "planning/"],

@@ -9,6 +9,7 @@ from torch import Tensor
 from pipemega.assemble import initialize
 from pipemega.engine import Engine
 from pipemega.models import GPTConfig, gpt
+from pipemega.pipeline.whole import whole_tensors
 
 VOCAB, LENGTH, MICRO = 50, 8, 2
 # A multiple of every data size from 1 to 4.
@@ -96,7 +97,7 @@ def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
         result["norm"].append(engine.last_step.grad_norm)
         result["scale"].append(engine.last_step.loss_scale)
         result["skipped"].append(engine.last_step.skipped)
-    result["gradients"] = [engine._gather(g) for g in gradients]
+    result["gradients"] = [whole_tensors(g, engine._model, engine.mesh) for g in gradients]
     result["parameters"] = engine.parameter_state()
     result["eval"] = engine.eval_batch(data(engine, 99))
     # Plain numbers travel between processes without shared memory.
