@@ -31,7 +31,18 @@ class DataError(PipemegaError, ValueError):
 
 
 class PipelineError(PipemegaError, RuntimeError):
-    """A step could not be carried out; the message names rank, stage and micro-batch."""
+    """A step could not be carried out; the message names rank, stage and micro-batch.
+
+    Args:
+        place: where in its plan the rank stood, where that is known; a
+            `pipeline.standstill.Place`.
+    """
+
+    def __init__(
+        self, *args: object, on_every_rank: bool = False, place: object | None = None
+    ) -> None:
+        super().__init__(*args, on_every_rank=on_every_rank)
+        self.place = place
 
 
 class PeerError(PipelineError):

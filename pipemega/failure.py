@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from pipemega.errors import PeerError, PipemegaError
 from pipemega.mesh import Axis
+from pipemega.pipeline.standstill import Place, describe
 
 _CAUSE = "pipemega/failure/cause"
 _LOST = "pipemega/failure/lost"
@@ -45,10 +46,14 @@ class Stopped(BaseException):
 
 @dataclass(frozen=True)
 class _Report:
-    """What a rank has to say; `rank` is None where it speaks for one that cannot."""
+    """What a rank has to say; `rank` is None where it speaks for one that cannot.
+
+    `at` is where it stood in its pipeline's plan, if it was at that.
+    """
 
     rank: int | None
     message: str
+    at: int | None = None
 
 
 class FailureBoard:
@@ -94,7 +99,7 @@ class FailureBoard:
         if isinstance(error, PipemegaError) and error.on_every_rank and not lost:
             return error
         if lost:
-            cause = self._ask_around(_brief(message))
+            cause = self._ask_around(message, _place_of(error))
         else:
             cause = self._write(_Report(self._world.rank, message))
             _break_connections()
@@ -119,17 +124,17 @@ class FailureBoard:
             while self._store.add(_ENDED, 0) < self._world.size and time.monotonic() < deadline:
                 time.sleep(_GLANCE)
 
-    def _ask_around(self, message: str) -> _Report:
+    def _ask_around(self, message: str, place: Place | None) -> _Report:
         """The cause behind a lost connection: what a rank has written, or who does not answer."""
-        mine = _Report(self._world.rank, message)
+        mine = _Report(self._world.rank, message, None if place is None else place.at)
         try:
             number = self._store.add(_LOST, 1)
             self._store.set(f"{_LOST}/{number}", json.dumps(asdict(mine)))
         except RuntimeError:
             return _Report(
                 None,
-                f"{message}; and the store of the ranks, which is in rank 0 unless torchrun has "
-                f"it, is gone",
+                f"{_brief(message)}; and the store of the ranks, which is in rank 0 unless "
+                f"torchrun has it, is gone",
             )
         finally:
             # At once: the sooner all are woken, the surer it is who is missing.
@@ -141,7 +146,7 @@ class FailureBoard:
             if (cause := self._read(_CAUSE)) is not None:
                 return cause
             signed = self._signed_in()
-        return self._write(self._verdict(signed or [mine]))
+        return self._write(self._verdict(signed or [mine], place))
 
     def _signed_in(self) -> list[_Report]:
         """Who has lost a connection so far, the first one first."""
@@ -151,16 +156,30 @@ class FailureBoard:
             return [report for report in reports if report is not None]
         return []
 
-    def _verdict(self, signed: list[_Report]) -> _Report:
+    def _verdict(self, signed: list[_Report], place: Place | None) -> _Report:
         missing = sorted(set(self._world.ranks) - _ranks(signed))
         first = signed[0]
+        text, *table = first.message.splitlines()
+        if place is not None:
+            table = [
+                describe(
+                    place,
+                    {r.rank: r.at for r in signed if r.rank is not None and r.at is not None},
+                    missing,
+                )
+            ]
         if not missing:
-            return first
+            return replace(first, message="\n".join([_brief(text), *table]))
         return _Report(
             None,
-            f"no sign of life from rank {', '.join(map(str, missing))}: killed, crashed, hanging, "
-            f"or slower than mesh.timeout_seconds; missed first by rank {first.rank} in "
-            f"{first.message}",
+            "\n".join(
+                [
+                    f"no sign of life from rank {', '.join(map(str, missing))}: killed, crashed, "
+                    f"hanging, or slower than mesh.timeout_seconds; missed first by rank "
+                    f"{first.rank} in {_brief(text)}",
+                    *table,
+                ]
+            ),
         )
 
     def _read(self, key: str) -> _Report | None:
@@ -175,6 +194,13 @@ class FailureBoard:
             standing = self._store.compare_set(_CAUSE, "", json.dumps(asdict(report)))
             return _Report(**json.loads(standing))
         return report
+
+
+def _place_of(error: BaseException) -> Place | None:
+    """Where this rank stood in its plan; of SIGTERM, what it came into."""
+    within = error.__context__ if isinstance(error, Stopped) else error
+    place = getattr(within, "place", None)
+    return place if isinstance(place, Place) else None
 
 
 def _ranks(reports: list[_Report]) -> set[int | None]:

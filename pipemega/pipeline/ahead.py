@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from pipemega.errors import PipemegaError
 from pipemega.pipeline.executor import Executor, MicroBatches, Results
 from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.recorder import OFF, Recorder
 from pipemega.pipeline.warm_up import WarmUp, warm_up
 
 
@@ -29,6 +30,7 @@ class RunAhead:
         batch: Callable[[], MicroBatches],
         stands: Callable[[], bool],
         forwards_done: Callable[[Results], None],
+        recorder: Recorder = OFF,
     ) -> Results:
         """Runs this rank's program of the lowered `plan` once.
 
@@ -38,12 +40,13 @@ class RunAhead:
                 they are by then, and the warm-up is run again.  It must answer alike on every
                 rank, and may raise an error of ours on every rank.
             forwards_done: told as soon as all forwards have run for good, with their losses.
+            recorder: times each instruction; of a warm-up that is run again, the second time.
         """
         cut, executor = self._cut_of(plan), self._executor
         rank = executor.rank
         program, stop, last = cut.plan.programs[rank], cut.stop[rank], cut.last_forward[rank]
         buffers = BufferCopies(executor.stages.values())
-        executor.begin(cut.plan, batch())
+        executor.begin(cut.plan, batch(), recorder)
         executor.work(program[:stop])
         try:
             again = not stands()
@@ -56,7 +59,7 @@ class RunAhead:
         if again:
             executor.throw_away(cut.unread[rank])
             buffers.restore()
-            executor.begin(cut.plan, batch())
+            executor.begin(cut.plan, batch(), recorder)
             executor.work(program[:stop])
         executor.work(program[stop:last])
         forwards_done(executor.results)

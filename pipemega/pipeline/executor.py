@@ -1,6 +1,7 @@
 """One pipeline rank at work: runs a plan, instruction by instruction, and knows none by name."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,20 +11,17 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from pipemega.errors import PipelineError
+from pipemega.failure import is_loss
 from pipemega.monitor import MultiTimer
 from pipemega.pipeline.instructions import Instruction, Kind, Plan, Program
 from pipemega.pipeline.messages import TensorMeta
 from pipemega.pipeline.module import Draws, Loss, Stage
+from pipemega.pipeline.recorder import OFF, Recorder
 from pipemega.pipeline.split_backward import WeightGradients
+from pipemega.pipeline.standstill import Place
 from pipemega.pipeline.transport import Channel, Receive, Transport
 
 Key = tuple[int, int]  # (stage, micro-batch)
-
-
-_IN_WORDS = {
-    Kind.BACKWARD_INPUT: "input half of the backward",
-    Kind.BACKWARD_WEIGHT: "weight half of the backward",
-}
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,7 @@ class Executor:
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.RECV_GRADIENT: self._receive_gradient,
         }
+        self._plan: Plan | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -120,43 +119,50 @@ class Executor:
         self._results = Results()
         self._batch = MicroBatches((), ())
         self._train = True
+        self._recorder = OFF
+        self._done = 0  # instructions of the program
 
-    def run(self, plan: Plan, batch: MicroBatches) -> Results:
+    def run(self, plan: Plan, batch: MicroBatches, recorder: Recorder = OFF) -> Results:
         """Runs this rank's program of the lowered `plan` once; gradients add up in the parameters.
 
+        Args:
+            recorder: times each instruction.
+
         Raises:
-            PipelineError: says which instruction failed, at which stage and layer.
+            PipelineError: says which instruction failed, at which stage and layer; of a wait in
+                vain, for what and for whom, with the plan's table.
         """
-        self.begin(plan, batch)
+        self.begin(plan, batch, recorder)
         self.work(plan.programs[self._rank])
         return self.end()
 
-    def begin(self, plan: Plan, batch: MicroBatches) -> None:
+    def begin(self, plan: Plan, batch: MicroBatches, recorder: Recorder = OFF) -> None:
         """Gets ready for `work`, which may take the program in pieces."""
         self._clear()
-        self._batch, self._train = batch, not plan.forward_only
+        self._plan, self._batch, self._recorder = plan, batch, recorder
+        self._train = not plan.forward_only
         if self._transport is not None:
             self._transport.exchange_all(plan.forward_only)
         for stage in self._stages.values():
             stage.train(self._train)
+        recorder.begin()
 
     def work(self, steps: Program) -> None:
         """Runs the next piece of the program."""
-        with torch.set_grad_enabled(self._train):
+        recorder = self._recorder
+        # What was done since the last piece is no work of the first instruction.
+        recorder.ready()
+        with torch.set_grad_enabled(self._train), self._explaining():
             for step in steps:
-                try:
-                    self._run_kind[step.kind](step)
-                except PipelineError as error:
-                    raise PipelineError(f"{self._at(step)}: {error}") from error
-                except Exception as error:
-                    raise PipelineError(
-                        f"{self._at(step)}: {type(error).__name__}: {error}"
-                    ) from error
+                self._run_kind[step.kind](step)
+                recorder.end()
+                self._done += 1
 
     def end(self) -> Results:
         """Waits until all that was sent has arrived; what the run leaves."""
-        if self._transport is not None:
-            self._transport.flush("the end of the step")
+        with self._explaining():
+            if self._transport is not None:
+                self._transport.flush()
         assert not self._flying, f"never run backward: {list(self._flying)}"
         results, self._results = self._results, Results()
         return results
@@ -171,8 +177,8 @@ class Executor:
             self._receive_activation(step)
         if self._transport is not None:
             for receive in self._arriving.values():
-                self._transport.wait(receive, "forwards that are run again")
-            self._transport.flush("forwards that are run again")
+                self._transport.wait(receive)
+            self._transport.flush()
         self._clear()
 
     @property
@@ -190,9 +196,26 @@ class Executor:
         """The local stages, by number."""
         return self._stages
 
-    def _at(self, step: Instruction) -> str:
-        what = _IN_WORDS.get(step.kind, step.kind.name.lower().replace("_", " "))
-        return f"{what} of micro-batch {step.microbatch} at stage {step.stage} ({step})"
+    @property
+    def plan(self) -> Plan:
+        """What was run last."""
+        assert self._plan is not None, "nothing was run yet"
+        return self._plan
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Says of an error at which instruction it came, and of a wait in vain where all stood."""
+        try:
+            yield
+        except Exception as error:
+            plan, at = self.plan, self._done
+            ranks = (0,) if self._transport is None else self._transport.ranks
+            place = Place(plan, ranks, self._rank, at)
+            program = plan.programs[self._rank]
+            where = _in_words(program[at]) if at < len(program) else "end of the step"
+            name = "" if isinstance(error, PipelineError) else f"{type(error).__name__}: "
+            table = f"\n{place.table}" if is_loss(error) else ""
+            raise PipelineError(f"{where}: {name}{error}{table}", place=place) from error
 
     # Forward
 
@@ -216,7 +239,9 @@ class Executor:
         if key in self._arriving:
             assert self._transport is not None
             with self._timers("communication"):
-                return self._transport.wait(self._arriving.pop(key), f"pipeline rank {self._rank}")
+                message = self._transport.wait(self._arriving.pop(key))
+            self._recorder.ready()
+            return message
         return _cut(self._handed_on.pop((step.stage - 1, step.microbatch)))
 
     def _finish_forward(self, step: Instruction, output: Any) -> Any:
@@ -301,9 +326,8 @@ class Executor:
         if key in self._returning:
             assert self._transport is not None
             with self._timers("communication"):
-                gradients = self._transport.wait(
-                    self._returning.pop(key), f"pipeline rank {self._rank}"
-                )
+                gradients = self._transport.wait(self._returning.pop(key))
+            self._recorder.ready()
             # The answer proves that the output was used over there.
             self._transport.release(Channel("activation", step.stage), step.microbatch)
             return list(gradients)
@@ -324,6 +348,15 @@ class Executor:
         self._returning[key] = self._transport.receive(
             Channel("gradient", step.stage), step.microbatch, shapes
         )
+
+
+def _in_words(step: Instruction) -> str:
+    words = {
+        Kind.BACKWARD_INPUT: "input half of the backward",
+        Kind.BACKWARD_WEIGHT: "weight half of the backward",
+    }
+    what = words.get(step.kind, step.kind.name.lower().replace("_", " "))
+    return f"{what} of micro-batch {step.microbatch} at stage {step.stage} ({step})"
 
 
 def _in_flight(x: Any, output: Any) -> _InFlight:

@@ -104,7 +104,8 @@ def excerpt(plan: Plan, marks: Mapping[int, int], around: int = 5, most: int = 1
         rank 1   > F1@1 F0@1 B0@1 ..
 
     Args:
-        marks: rank -> position in its program; an arrow stands before it.
+        marks: rank -> position in its program; an arrow stands before it, or at the end of a
+            program that was run through.
         around: instructions to show on either side; `..` stands for the others.
         most: rows to show, the marked ones before the others.
     """
@@ -125,4 +126,5 @@ def _row(program: Program, mark: int | None, around: int) -> str:
         f"> {step}" if at == mark else str(step)
         for at, step in enumerate(program[start:stop], start)
     ]
+    words += [">"] * (mark == len(program))
     return " ".join([".."] * (start > 0) + words + [".."] * (stop < len(program)))

@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from pipemega.errors import PipelineError
 from pipemega.mesh import Axis
+from pipemega.pipeline.instructions import Instruction, Kind
 from pipemega.pipeline.messages import Header, TensorMeta
 
 ShapeMode = Literal["declared", "cached", "exchanged"]
@@ -119,6 +120,11 @@ class Transport:
             for direction in ("activation", "gradient")
         }
 
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """The global rank of each pipeline rank."""
+        return self._pipeline.ranks
+
     def exchange_all(self, wish: bool) -> None:
         """Sends a header with every message from now on, whatever `shapes` says (evaluation)."""
         self._exchange_all = wish and self._shapes != "declared"
@@ -166,21 +172,22 @@ class Transport:
         self._post_known(channel)
         return receive
 
-    def wait(self, receive: Receive, reason: str) -> Any:
+    def wait(self, receive: Receive) -> Any:
         """What arrived: the message of an activation, the list of tensors of a gradient.
 
         Raises:
-            PipelineError: it did not come in time, or the other side is gone; says `reason`.
+            PipelineError: it did not come in time, or the other side is gone; says what did not
+                come, and from whom.
         """
         while not receive.posted:
             first = self._waiting[receive.channel][0]
             if first.channel.direction == "activation" and self._header_of(first) is None:
-                first.header = self._receive_header(first, reason)
+                first.header = self._receive_header(first)
                 if not self._exchange_all and self._shapes != "exchanged":
                     self._known[first.channel] = first.header
             assert self._metas(first) is not None, f"no shapes for micro-batch {first.microbatch}"
             self._post_known(receive.channel)
-        self._finish(receive.works, receive.channel, reason)
+        self._finish(receive.works, receive.channel, receive.microbatch)
         if receive.header is None:
             return receive.tensors
         for tensor, meta in zip(receive.tensors, receive.header.tensors, strict=True):
@@ -191,14 +198,14 @@ class Transport:
         """Lets go of a message that the other side must have used by now."""
         for at, (works, _, of, number) in enumerate(self._sending):
             if of == channel and number == microbatch:
-                self._finish(works, channel, "an answered send ends")
+                self._finish(works, channel, microbatch)
                 del self._sending[at]
                 return
 
-    def flush(self, reason: str) -> None:
+    def flush(self) -> None:
         """Waits until everything that was sent has arrived."""
         for works, _, channel, microbatch in self._sending:
-            self._finish(works, channel, f"{reason} (micro-batch {microbatch})")
+            self._finish(works, channel, microbatch)
         self._sending.clear()
 
     def _header_of(self, receive: Receive) -> Header | None:
@@ -237,11 +244,13 @@ class Transport:
         length = torch.tensor([payload.numel()])
         self._start(channel, microbatch, [length.to(self._device), payload.to(self._device)])
 
-    def _receive_header(self, receive: Receive, reason: str) -> Header:
+    def _receive_header(self, receive: Receive) -> Header:
+        """Reads it on the host: what the message is must be known before it can be received."""
+        channel, microbatch = receive.channel, receive.microbatch
         length = torch.empty(1, dtype=torch.int64, device=self._device)
-        self._finish([self._receive_one(receive.channel, length)], receive.channel, reason)
+        self._finish([self._receive_one(channel, length)], channel, microbatch)
         payload = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
-        self._finish([self._receive_one(receive.channel, payload)], receive.channel, reason)
+        self._finish([self._receive_one(channel, payload)], channel, microbatch)
         # From a rank of this same run, never from a file.
         header = pickle.loads(bytes(payload.tolist()))
         assert isinstance(header, Header)
@@ -271,10 +280,7 @@ class Transport:
         tag = 2 * channel.boundary + (channel.direction == "gradient")
         return self._pipeline.ranks[self._rank_of_stage[stage]], group, tag
 
-    def _finish(self, works: Sequence[dist.Work], channel: Channel, reason: str) -> None:
-        here = self._pipeline.rank
-        there = channel.target if self._rank_of_stage[channel.source] == here else channel.source
-        peer = self._pipeline.ranks[self._rank_of_stage[there]]
+    def _finish(self, works: Sequence[dist.Work], channel: Channel, microbatch: int) -> None:
         for work in works:
             try:
                 if self._device.type == "cuda":
@@ -283,11 +289,24 @@ class Transport:
                 else:
                     work.wait(self._timeout)
             except RuntimeError as error:
-                raise PipelineError(
-                    f"{reason}: the {channel.direction} between stage {channel.source} and stage "
-                    f"{channel.target} did not get through, waiting for rank {peer} (stage {there})"
-                    f": {self._brief(error)}"
-                ) from error
+                what = self._awaited(channel, microbatch)
+                raise PipelineError(f"{what}: {self._brief(error)}") from error
+
+    def _awaited(self, channel: Channel, microbatch: int) -> str:
+        """What this rank waits for, and from whom."""
+        sends = self._rank_of_stage[channel.source] == self._pipeline.rank
+        there = channel.target if sends else channel.source
+        peer = f"stage {there} on rank {self._pipeline.ranks[self._rank_of_stage[there]]}"
+        name = f"the {channel.direction} of micro-batch {microbatch}"
+        kinds = {
+            "activation": (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION),
+            "gradient": (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT),
+        }
+        step = Instruction(kinds[channel.direction][sends], there, microbatch)
+        here = f"pipeline rank {self._pipeline.rank} waited for"
+        if sends:
+            return f"{here} {peer} to take {name} ({step})"
+        return f"{here} {name} from {peer} ({step})"
 
     def _brief(self, error: RuntimeError) -> str:
         """The last part of a backend's message, without the file that it was built from."""

@@ -1,0 +1,130 @@
+"""A rank that does not go on: all end soon, with one message that says where everybody stood."""
+
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import pipemega
+from pipemega import LayerSpec, PipelineModule, failure
+from pipemega.engine import Engine
+from pipemega.pipeline.instructions import Instruction
+from tests.ranks.pool import RankPool, RanksFailed
+
+DEADLINE, PATIENCE = 0.6, 0.7
+# Of the rank that hangs: until all others have given up on it.
+ASLEEP = DEADLINE + PATIENCE + 0.5
+
+
+def engine_of(pipeline: int, schedule: str, num_microbatches: int = 4) -> Engine:
+    layers = [LayerSpec(nn.Linear, 4, 4) for _ in range(8)]
+    net = PipelineModule(layers, loss_fn=nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": num_microbatches,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "mesh": {"pipeline": pipeline},
+        "pipeline": {"schedule": schedule, "partition": "uniform"},
+    }
+    return pipemega.initialize(net, config)[0]
+
+
+def train_with_a_hang(pipeline: int, schedule: str, hang: str, sleep: float = ASLEEP) -> None:
+    """One good step, and one in which the rank of `hang` falls asleep in it."""
+    failure._PATIENCE = PATIENCE
+    engine = engine_of(pipeline, schedule)
+    data = [(torch.ones(2, 4), torch.ones(2, 4))] * 4
+    engine.train_batch(iter(data))
+    transport, run_kind = engine._executor._transport, dict(engine._executor._run_kind)
+    assert transport is not None
+    # After the start, which on a busy machine may take longer.
+    transport._timeout = type(transport._timeout)(seconds=DEADLINE)
+    faulty = Instruction.parse(hang)
+    real = run_kind[faulty.kind]
+
+    def fall_asleep(step: Instruction) -> None:
+        if step == faulty:
+            time.sleep(sleep)
+        real(step)
+
+    engine._executor._run_kind = {**run_kind, faulty.kind: fall_asleep}
+    engine.train_batch(iter(data))
+
+
+def told(pool: RankPool, pipeline: int, *args: Any) -> list[str]:
+    """What each rank raised; they all do, and soon."""
+    started = time.monotonic()
+    with pytest.raises(RanksFailed) as caught:
+        pool.run(pipeline, train_with_a_hang, pipeline, *args, timeout=30.0)
+    assert time.monotonic() - started < ASLEEP + 15.0
+    errors = caught.value.errors
+    assert sorted(errors) == list(range(pipeline)), "a rank went on as if nothing had happened"
+    return [errors[rank][0] for rank in range(pipeline)]
+
+
+# In the middle of the step; the rank of the instruction is the one that hangs in it.
+HANGS = {
+    (2, "1f1b"): ("F2@0", "B1@1", "SA2@0"),
+    (4, "1f1b"): ("B1@2", "RA2@2", "SG1@3"),
+    (2, "zb-v"): ("F1@1", "I1@3", "W1@2"),
+    (4, "zb-v"): ("W0@5", "SA2@1", "RG0@4"),
+}
+MORE_HANGS = {
+    (2, "1f1b"): ("RA2@1", "SG1@1", "RG1@0"),
+    (4, "1f1b"): ("F2@1", "SA2@1", "RG1@1"),
+    (2, "zb-v"): ("SA1@0", "RA1@3", "SG1@2", "RG1@0"),
+    (4, "zb-v"): ("F1@2", "I1@5", "RA1@6", "SG1@6"),
+}
+
+
+def cases(table: dict[tuple[int, str], tuple[str, ...]], *marks: Any) -> list[Any]:
+    rows = [(*run, hang) for run, hangs in table.items() for hang in hangs]
+    return [pytest.param(*row, marks=marks) for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "schedule", "hang"), [*cases(HANGS), *cases(MORE_HANGS, pytest.mark.sweep)]
+)
+def test_a_hang_in_any_instruction_ends_every_rank_with_its_name_and_the_table(
+    pool: RankPool, pipeline: int, schedule: str, hang: str
+) -> None:
+    stage = Instruction.parse(hang).stage
+    silent = min(stage, 2 * pipeline - 1 - stage) if schedule == "zb-v" else stage
+    messages = told(pool, pipeline, schedule, hang)
+    lines = messages[(silent + 1) % pipeline].splitlines()
+    assert re.match(
+        rf"PeerError: no sign of life from rank {silent}: killed, crashed, hanging, or slower than "
+        rf"mesh.timeout_seconds; missed first by rank \d in .* \(\w+@\d\): pipeline rank \d "
+        rf"waited for the \w+ of micro-batch \d from stage \d on rank \d \(S\w+@\d\): "
+        rf"timed out after mesh.timeout_seconds \({DEADLINE} s\)",
+        lines[0],
+    )
+    known = re.match(
+        rf"  rank {silent} has done S\S+ and not yet (S\S+), for which rank \d waits: it is at "
+        rf"one of (.*)",
+        lines[1],
+    )
+    assert known is not None
+    # A weight half, or the posting of a receive, may be passed over by what comes next.
+    assert hang in known[2].split()
+    assert known[2].endswith(known[1])
+    table = lines[2 : 2 + pipeline]
+    assert [row.split()[:2] for row in table] == [["rank", str(r)] for r in range(pipeline)]
+    assert all(row.count(">") == 1 for row in table)
+    assert f"> {known[2].split()[0]} " in table[silent]
+    # One error: all say the same, and where they were themselves.
+    for message in messages:
+        assert message.splitlines()[: 2 + pipeline] == lines[: 2 + pipeline]
+
+
+def test_a_rank_that_comes_back_late_says_where_it_is(pool: RankPool) -> None:
+    messages = told(pool, 2, "1f1b", "F2@0", DEADLINE + 0.2)
+    assert "timed out after mesh.timeout_seconds" in messages[0]
+    rows = [line.strip() for line in messages[0].splitlines() if line.startswith("    rank")]
+    assert len(rows) == 2
+    assert "> F2@1 " in rows[1]
+    assert ">" in rows[0]
+    assert "no sign of life" not in messages[0]
