@@ -43,6 +43,7 @@ from pipemega.pipeline.transport import Transport
 from pipemega.pipeline.validate import validate
 from pipemega.precision import DynamicLossScale, LossScale, Precision, StaticLossScale
 from pipemega.topology import Topology
+from pipemega.tracer import Tracer
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -149,7 +150,9 @@ def _assemble(
         timers,
         weights,
     )
-    return Engine(config, mesh, batch, local, executor, plan, step, loader, timers)
+    trace = config.monitor.trace
+    tracer = Tracer(mesh, trace.steps, trace.every, trace.memory)
+    return Engine(config, mesh, batch, local, executor, plan, step, loader, timers, tracer)
 
 
 def _announce(config: Config, batch: Batch, mesh: Mesh, log: logging.Logger) -> None:

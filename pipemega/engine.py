@@ -29,8 +29,11 @@ from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.lowering import lower
 from pipemega.pipeline.module import Draws
 from pipemega.pipeline.schedules import forward_only
+from pipemega.pipeline.simulate import Timeline
+from pipemega.pipeline.trace import Trace
 from pipemega.pipeline.whole import whole_tensors
 from pipemega.random import preserve_rng, rng_state, set_rng_state
+from pipemega.tracer import Tracer
 
 
 class Engine:
@@ -45,6 +48,7 @@ class Engine:
         plan: what every pipeline rank does in a step.
         global_steps: batches trained on, skipped ones included.
         consumed_samples: samples trained on, over all data ranks.
+        last_trace: the last step that was timed, instruction by instruction; on rank 0 only.
         timers: data, forward, backward, communication, optimizer; on with wall_clock_breakdown.
     """
 
@@ -59,15 +63,18 @@ class Engine:
         step: OptimizerStep | None,
         loader: BatchLoader | None,
         timers: MultiTimer,
+        tracer: Tracer | None = None,
     ) -> None:
         self.config, self.mesh, self.batch = config, mesh, batch
         self.plan, self.loader, self.timers = plan, loader, timers
         self.module = nn.ModuleList(model.stages.values())
         self.global_steps = 0
         self.consumed_samples = 0
+        self.last_trace: Trace | None = None
         self._model, self._executor, self._step = model, executor, step
         self._ahead = RunAhead(executor)
         self._failures = FailureBoard(mesh.world)
+        self._tracer = tracer or Tracer(mesh)
         rank, ranks = mesh.pipeline.rank, plan.rank_of_stage
         self._is_last = rank == ranks[-1]
         self._feed = Feed(
@@ -133,6 +140,19 @@ class Engine:
         """Of the last step, before clipping; None before the first. Not collective."""
         return self.last_step.grad_norm if self.last_step else None
 
+    def trace_next_step(self, memory: bool = False) -> None:
+        """Lets the next `train_batch` leave its times in `last_trace`, whatever the config says.
+
+        Args:
+            memory: also weigh what each instruction leaves in memory.
+        """
+        self._tracer.trace_next_step(memory)
+
+    @property
+    def last_timeline(self) -> Timeline | None:
+        """The compute steps of the last step that was timed; on rank 0 only. Not collective."""
+        return self.last_trace.timeline if self.last_trace else None
+
     # Training and evaluation
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
@@ -162,6 +182,8 @@ class Engine:
                 results = self._run(inputs, labels)
             with self.timers("optimizer"):
                 report = self._step(*self._totals(results))
+            trace = self._tracer.finish(self.global_steps + 1, self._executor.plan)
+            self.last_trace = trace or self.last_trace
             self.global_steps += 1
             self.consumed_samples += self.batch.train_batch_size
             return report.loss
@@ -190,13 +212,15 @@ class Engine:
                 loss_factor=step.loss_scale.scale / count,
             )
 
+        recorder = self._tracer.begin(self.global_steps + 1)
         if not isinstance(step, PostValidatedStep):
-            return self._executor.run(self.plan, batch())
+            return self._executor.run(self.plan, batch(), recorder)
         return self._ahead.run(
             self.plan,
             batch,
             self._stands,
             lambda results: step.forwards_done(*self._totals(results)),
+            recorder,
         )
 
     def eval_batch(

@@ -1,8 +1,35 @@
 """`monitor`, `tensorboard`, `wandb`, `csv_monitor`, `timers`: what a run tells.  Floor 1."""
 
-from typing import Literal
+from typing import Any, Literal
 
-from pipemega.config.keys import Name, Positive, Section, honoured, ignored, own, section
+from pipemega.config.keys import (
+    Count,
+    Name,
+    Positive,
+    Section,
+    Whole,
+    honoured,
+    ignored,
+    own,
+    section,
+)
+
+
+class TraceSection(Section):
+    """Which steps are timed instruction by instruction; a list is short for `{"steps": [...]}`."""
+
+    steps: tuple[Count, ...] = own((), "Numbers of the steps to time, the first one being 1.")
+    every: Whole = own(0, "Time every step whose number is a multiple of this; 0: none but those.")
+    memory: bool = own(
+        False, "Also weigh what each instruction leaves in memory, which takes longer on a CPU."
+    )
+    folder: Name | None = own(
+        None, "Where the timelines are written; null: `timelines` in the folder of the run."
+    )
+
+    @classmethod
+    def prepare(cls, raw: Any) -> Any:
+        return {"steps": raw} if isinstance(raw, list | tuple) else raw
 
 
 class MonitorSection(Section):
@@ -13,6 +40,9 @@ class MonitorSection(Section):
     )
     peak_tflops: Positive | None = own(
         None, "Peak of one device, for MFU; null: that of the device, where it is known."
+    )
+    trace: TraceSection = section(
+        TraceSection, "Timelines of single steps, measured and simulated.", own=True
     )
 
 

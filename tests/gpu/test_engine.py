@@ -16,6 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipemega.engine import Engine
+from pipemega.pipeline.measured import measured_costs
 from tests.ranks.training_run import build, data, settings, train
 
 pytestmark = [
@@ -163,3 +164,29 @@ def test_the_host_waits_for_the_gpu_only_at_the_end_of_a_step(
     engine.train_batch(data(engine, 1))
     assert len(watched) == 1
     assert len(watched[0].losses) == engine.batch.num_microbatches
+
+
+@pytest.mark.parametrize("schedule", ["sequential", "zb-h1"])
+def test_instructions_are_timed_by_the_device_without_waiting_for_it(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monitor = {"trace": {"steps": [2], "memory": True}}
+    engine = build(on(DEVICE, pipeline={"schedule": schedule}, model=WIDER, monitor=monitor))
+    engine.train_batch(data(engine, 0))
+    run = engine._executor.run
+
+    def run_without_waiting(*args: Any) -> Any:
+        with no_waiting():
+            return run(*args)
+
+    monkeypatch.setattr(engine._executor, "run", run_without_waiting)
+    engine.train_batch(data(engine, 1))
+    trace = engine.last_trace
+    assert trace is not None
+    assert trace.memory is not None
+    rows = list(trace.rows(0))
+    assert len(rows) == len(engine.plan.programs[0])
+    assert all(row.begin <= row.ready <= row.end for row in rows)
+    costs = measured_costs([trace])
+    assert all(time > 0 for time in (*costs.forward, *costs.whole_backward))
+    assert all(held > 0 for held in costs.held_after_forward)

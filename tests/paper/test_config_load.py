@@ -262,6 +262,18 @@ def test_the_bare_bool_of_zero_and_the_old_name_of_bf16_are_understood():
     assert config.bf16.enabled
 
 
+def test_the_steps_to_time_may_be_a_list_alone():
+    short, whole = (
+        load({"train_batch_size": 2, "monitor": {"trace": trace}})
+        for trace in ([1, 10], {"steps": [1, 10]})
+    )
+    assert short == whole
+    assert short.monitor.trace.steps == (1, 10)
+    assert load({"train_batch_size": 2}, ["monitor.trace=[3]"]).monitor.trace.steps == (3,)
+    with pytest.raises(ConfigError, match=r"monitor.trace.steps"):
+        load({"train_batch_size": 2, "monitor": {"trace": [0]}})
+
+
 def test_pipeline_stages_stand_in_for_a_mesh_that_is_not_written():
     assert load(BASE | {"pipeline": {"stages": 3}}).mesh.pipeline == 3
     with pytest.raises(ConfigError, match=r"pipeline\.stages must be an integer"):

@@ -20,7 +20,9 @@ from pipemega.gradients import square_sum
 from pipemega.mesh import Mesh
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.executor import MicroBatches, Results
+from pipemega.pipeline.instructions import Kind
 from pipemega.pipeline.module import Draws
+from pipemega.pipeline.recorder import OFF, Recorder, recorder_for
 
 VOCAB = 50  # padded inside, so that the padding is masked
 
@@ -47,10 +49,10 @@ def build(net: PipelineModule, **changes: Any) -> Engine:
     return initialize(net, config, mesh=Mesh.single("meta"))[0]
 
 
-def run(engine: Engine, inputs: Any, labels: Any) -> Results:
+def run(engine: Engine, inputs: Any, labels: Any, recorder: Recorder = OFF) -> Results:
     draws = [Draws(1, 0, place) for place in range(2)]
     batch = MicroBatches([inputs] * 2, [labels] * 2, draws=draws, loss_factor=0.5)
-    return engine._executor.run(engine.plan, batch)
+    return engine._executor.run(engine.plan, batch, recorder)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -71,6 +73,26 @@ def test_a_step_of_the_gpt_reads_nothing_before_its_end(
     # And the end of it reads, once.
     with pytest.raises(NotImplementedError, match="meta tensor"):
         engine._step(*engine._totals(results))
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["not timed", "timed"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_nor_does_a_backward_in_two_halves_nor_the_timing_of_instructions(
+    schedule: str, recompute: str, traced: bool
+) -> None:
+    config = {"train_batch_size": 2, "model": {**LLAMA, "recompute": recompute}}
+    net = gpt(GPTConfig.of(load(config), VOCAB))
+    engine = build(net, pipeline={"schedule": schedule})
+    kinds = {step.kind for step in engine.plan.steps()}
+    assert {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} <= kinds
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    recorder = recorder_for(torch.device("meta"), weighs=True) if traced else OFF
+    assert sorted(run(engine, tokens, tokens, recorder).losses) == [0, 1]
+    marks = recorder.marks()
+    assert (marks is not None) == traced
+    if marks is not None:
+        assert len(marks.end) == len(engine.plan.programs[0])
 
 
 class Peeks(nn.Module):
