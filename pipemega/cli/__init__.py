@@ -14,6 +14,7 @@ COMMANDS: Mapping[str, str] = {
     "config": "the JSON Schema and the reference page of the config",
     "plan": "what a config will do: memory, bubble, time, and whether it fits",
     "schedule": "draw, time or export a pipeline schedule, on paper",
+    "timeline": "look at a step that a run has measured",
     "data": "prepare text for training, look at token files",
 }
 

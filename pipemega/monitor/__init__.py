@@ -1,10 +1,10 @@
 """The monitor room: what a run says about itself, and where that goes."""
 
 from pipemega.monitor.build import build_sinks
-from pipemega.monitor.console import Console, eval_line, parse_line, step_line
+from pipemega.monitor.console import Console, eval_line, parse_line, step_line, timeline_line
 from pipemega.monitor.flops import gpt_flops_per_token, peak_tflops, tflops_per_device
 from pipemega.monitor.logger import get_logger
-from pipemega.monitor.records import EvalRecord, Record, StepRecord
+from pipemega.monitor.records import EvalRecord, Record, StepRecord, TimelineRecord
 from pipemega.monitor.sinks import (
     CsvSink,
     JsonLinesSink,
@@ -28,6 +28,7 @@ __all__ = [
     "Sink",
     "StepRecord",
     "TensorboardSink",
+    "TimelineRecord",
     "Timer",
     "WandbSink",
     "breakdown_line",
@@ -40,4 +41,5 @@ __all__ = [
     "peak_tflops",
     "step_line",
     "tflops_per_device",
+    "timeline_line",
 ]

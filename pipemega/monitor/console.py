@@ -8,7 +8,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from pipemega.monitor.records import EvalRecord, Record, StepRecord
+from pipemega.monitor.records import EvalRecord, Record, StepRecord, TimelineRecord
 from pipemega.monitor.sinks import Sink
 
 # One "key value" of a line: the value is the last word, whatever words the key has.
@@ -54,6 +54,9 @@ class Console(Sink):
     def write(self, record: Record) -> None:
         if isinstance(record, EvalRecord):
             self._say(eval_line(record))
+            return
+        if isinstance(record, TimelineRecord):
+            self._say(timeline_line(record))
             return
         self._seconds.append(record.step_seconds)
         self._advance(record)
@@ -130,6 +133,19 @@ def eval_line(record: EvalRecord) -> str:
         ("loss", _decimal(record.loss)),
         ("perplexity", _decimal(record.perplexity)),
         ("seconds", f"{record.seconds:.2f}"),
+    ]
+    return " | ".join(f"{key} {value}" for key, value in parts)
+
+
+def timeline_line(record: TimelineRecord) -> str:
+    """The line of one measured timeline, of the same form; its first key is "timeline step"."""
+    parts = [
+        ("timeline step", f"{record.step}"),
+        ("schedule", record.schedule),
+        ("makespan ms", f"{record.makespan * 1e3:.2f}"),
+        ("predicted ms", f"{record.predicted_makespan * 1e3:.2f}"),
+        ("span ms", f"{record.span * 1e3:.2f}"),
+        ("bubble %", f"{record.bubble * 100:.1f}"),
     ]
     return " | ".join(f"{key} {value}" for key, value in parts)
 

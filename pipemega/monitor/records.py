@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
@@ -126,7 +127,52 @@ class EvalRecord:
         }
 
 
-Record = StepRecord | EvalRecord
+@dataclass(frozen=True, kw_only=True)
+class TimelineRecord:
+    """One step that was timed instruction by instruction.
+
+    Args:
+        step: the number of that step.
+        consumed_samples: samples up to and with it.
+        schedule: whose plan it was.
+        makespan: seconds from the first instruction of any rank to the last.
+        span: the longest that any one rank took, from its own first instruction to its own last.
+        bubble: share of the makespan that ranks did not work, in the mean, 0 to 1.
+        predicted_makespan: what the simulator gives for the plan with the costs of this step.
+        busy, waited: seconds that each rank worked, and waited for messages.
+        picture: a PNG file of the timeline; None where none could be drawn.
+    """
+
+    step: int
+    consumed_samples: int
+    schedule: str
+    makespan: float
+    span: float
+    bubble: float
+    predicted_makespan: float
+    busy: tuple[float, ...]
+    waited: tuple[float, ...]
+    picture: Path | None = None
+
+    kind: ClassVar[str] = "timeline"
+    picture_tag: ClassVar[str] = PREFIX + "timeline"
+
+    def scalars(self) -> dict[str, float]:
+        """Tag -> value; the numbers of single ranks are in `row` alone."""
+        return {
+            _tag("pipeline_makespan"): self.makespan,
+            _tag("pipeline_span"): self.span,
+            _tag("pipeline_bubble"): self.bubble,
+            _tag("pipeline_predicted_makespan"): self.predicted_makespan,
+        }
+
+    def row(self) -> dict[str, object]:
+        """The fields by name, for a line of JSON; the picture by its file."""
+        picture = None if self.picture is None else str(self.picture)
+        return {"kind": self.kind} | self.__dict__ | {"picture": picture}
+
+
+Record = StepRecord | EvalRecord | TimelineRecord
 
 
 def _tag(name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipemega.errors import ConfigError
-from pipemega.monitor.records import Record
+from pipemega.monitor.records import Record, TimelineRecord
 
 State = dict[str, Any]
 
@@ -217,7 +217,15 @@ class TensorboardSink(Sink):
     def write(self, record: Record) -> None:
         for tag, value in record.scalars().items():
             self._writer.add_scalar(tag, value, record.consumed_samples)
+        if isinstance(record, TimelineRecord) and record.picture is not None:
+            self._add_picture(record.picture_tag, record.picture, record.consumed_samples)
         self._writer.flush()
+
+    def _add_picture(self, tag: str, file: Path, at: int) -> None:
+        # The picture was drawn by matplotlib, so that it is there.
+        from matplotlib.image import imread
+
+        self._writer.add_image(tag, imread(file), at, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()

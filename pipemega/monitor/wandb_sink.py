@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemega.errors import ConfigError
-from pipemega.monitor.records import PREFIX, Record
+from pipemega.monitor.records import PREFIX, Record, TimelineRecord
 from pipemega.monitor.sinks import Sink, State
 
 # How long a start may wait for the server before the run goes on offline.
@@ -67,6 +67,7 @@ class WandbSink(Sink):
             "id": run_id,
             "resume": resume,
         }
+        self._wandb = wandb
         self._run = _start(wandb, mode, arguments, logger)
         self._run.define_metric("step")
         self._run.define_metric("samples")
@@ -74,7 +75,10 @@ class WandbSink(Sink):
 
     def write(self, record: Record) -> None:
         axes = {"step": record.step, "samples": record.consumed_samples}
-        self._run.log(record.scalars() | axes)
+        pictures = {}
+        if isinstance(record, TimelineRecord) and record.picture is not None:
+            pictures[record.picture_tag] = self._wandb.Image(str(record.picture))
+        self._run.log(record.scalars() | axes | pictures)
 
     def close(self) -> None:
         self._run.finish()

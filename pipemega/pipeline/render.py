@@ -9,6 +9,13 @@ hold more, each step names its stage, `F0@4`. What is too wide is drawn without 
 
     rank 0   FFF....B-FB-.B-.B-
     rank 1   .FF..B-FB-FB-.B-..
+
+Times that are no multiples of one another, as those of a measured timeline, are drawn to scale: a
+column is one part of the width, a step has its number where it is long enough to hold it, and what
+is shorter than half a column may be missing:
+
+    rank 0   F0-F1--.......B0----F2--B1-----F3-B2-----...B3-----
+    rank 1   ....F0-B0-----F1-B1----.F2--B2----F3--B3----.......
 """
 
 from collections.abc import Callable, Iterator
@@ -25,10 +32,12 @@ def draw(timeline: Timeline, width: int = 120, max_ranks: int = 32) -> str:
 
     A timeline too long for that is drawn with one letter per column, and if that is still too long,
     its middle is left out; a last line says what is missing. A step that took no time gets a
-    column all the same, so that none is lost.
+    column all the same, so that none is lost. Uneven times are drawn to scale, see above.
     """
     plan = timeline.plan
     tick = _tick(timeline)
+    if tick is None:
+        return _to_scale(timeline, width, max_ranks)
     rows = [_columns(timeline, rank, tick) for rank in range(plan.num_ranks)]
     columns = max(map(len, rows))
     for row in rows:
@@ -61,14 +70,36 @@ def _line(row: list[str], cell: int, cut: int) -> str:
     return space.join(words[:left]) + " … " + space.join(words[left + cut :])
 
 
-def _tick(timeline: Timeline) -> float:
-    """How long one column is: the shortest step, or half of it where that fits all the others."""
+def _tick(timeline: Timeline) -> float | None:
+    """How long one column is: the shortest step, or half of it where that fits all the others.
+
+    None where neither fits, as with measured times.
+    """
     times = sorted({end - start for start, end in _intervals(timeline)})
     shortest = next((time for time in times if time > _ROUNDING), 1.0)
     for tick in (shortest, shortest / 2):
         if all(abs(time / tick - round(time / tick)) < 1e-6 for time in times):
             return tick
-    return shortest
+    return None
+
+
+def _to_scale(timeline: Timeline, width: int, max_ranks: int) -> str:
+    """A column is an equal part of the makespan; steps are cut to the columns that they fill."""
+    plan, origin = timeline.plan, min(start for start, _ in _intervals(timeline))
+    margin = len(f"rank {plan.num_ranks - 1}") + 3
+    columns = max(2, width - margin)
+    tick = timeline.makespan / columns
+    word = _words(plan)
+    lines = []
+    for rank in range(min(plan.num_ranks, max_ranks)):
+        row = ["."] * columns
+        for step, start, end in timeline.steps(rank):
+            first, last = round((start - origin) / tick), round((end - origin) / tick)
+            drawn = word(step) if len(word(step)) <= last - first else word(step)[0]
+            row[first:last] = drawn.ljust(last - first, "-")[: last - first]
+        lines.append(f"rank {rank}".ljust(margin) + "".join(row))
+    of = f"; {max_ranks} of {plan.num_ranks} ranks" if plan.num_ranks > max_ranks else ""
+    return "\n".join([*lines, f"(drawn to scale: {columns} columns of {tick:.3g}{of})"])
 
 
 def _intervals(timeline: Timeline) -> Iterator[tuple[float, float]]:

@@ -29,6 +29,7 @@ from pipemega.monitor import (
     peak_tflops,
     tflops_per_device,
 )
+from pipemega.training.timelines import write_timeline
 
 
 class Trainer:
@@ -137,6 +138,7 @@ class Trainer:
             self._drafts.pop()
         self._drafts.append(draft)
         self._write_decided()
+        self._write_timeline()
         return loss
 
     def _draft(self, loss: float, seconds: float) -> StepRecord:
@@ -191,6 +193,15 @@ class Trainer:
         """Writes the records of all steps so far, the last one included."""
         self.engine.settle()
         self._write_decided()
+
+    def _write_timeline(self) -> None:
+        """Of this step, if it was timed; on rank 0, which alone has it."""
+        engine, trace = self.engine, self.engine.last_trace
+        if trace is None or trace.step != engine.global_steps:
+            return
+        wanted = self.config.monitor.trace.folder
+        folder = Path(wanted) if wanted else run_folder(self.config) / "timelines"
+        self.monitor.write(write_timeline(trace, folder, engine.consumed_samples, self._log))
 
     def _prints(self) -> bool:
         return self._due(self.config.steps_per_print or 0)

@@ -10,7 +10,7 @@ from pipemega.pipeline.costs import CostModel
 from pipemega.pipeline.render import draw, table_of_schedules
 from pipemega.pipeline.schedules import SCHEDULES, one_f_one_b
 from pipemega.pipeline.schedules.placement import v
-from pipemega.pipeline.simulate import simulate
+from pipemega.pipeline.simulate import Timeline, simulate
 from tests.paper.plans import hand_made
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -23,7 +23,10 @@ def _drawn(plan, **options):
 def test_drawings_read_as_in_the_file_that_makes_them():
     rows = [line.strip() for line in render.__doc__.splitlines() if "    rank" in line]
     plan = one_f_one_b(3, 4)
-    assert rows == _drawn(plan)[:2] + _drawn(plan, width=50)[:2]
+    uneven = CostModel((2.1, 2.3), (1, 1), (1, 1), backward=(4.2, 3.9), message=0.15)
+    to_scale = draw(simulate(one_f_one_b(2, 4), uneven), width=60).splitlines()
+    assert rows == _drawn(plan)[:2] + _drawn(plan, width=50)[:2] + to_scale[:2]
+    assert to_scale[2:] == ["(drawn to scale: 51 columns of 0.625)"]
 
 
 def test_a_step_that_goes_on_is_drawn_as_long_as_it_takes():
@@ -59,6 +62,24 @@ def test_steps_that_take_no_time_are_drawn_all_the_same():
     plan = hand_made("F0 F1 B0 B1")
     assert draw(simulate(plan, CostModel.uniform(1, 0, 0, 0))) == "rank 0   F0 F1 B0 B1"
     assert draw(simulate(plan, CostModel.uniform(1, 0, 1, 1))) == "rank 0   F0 F1 B0 B1"
+
+
+def test_what_is_too_short_to_scale_is_a_letter_or_nothing():
+    plan = hand_made("F0 F1 F2 B0 B1 B2")
+    ends = [0.00111, 0.00312, 0.1003, 0.5077, 0.71, 1.0]
+    timeline = Timeline(plan, ((0.0, *ends[:-1]),), (tuple(ends),), (3.0,))
+    assert draw(timeline, width=29) == (
+        "rank 0   F2B0------B1--B2----\n(drawn to scale: 20 columns of 0.05)"
+    )
+    assert draw(timeline, width=18).startswith("rank 0   FB0--BB2-\n")
+
+
+def test_of_many_ranks_drawn_to_scale_the_first_are_shown():
+    costs = CostModel.uniform(40, 1.0, backward=2.1)
+    lines = draw(simulate(one_f_one_b(40, 4), costs), max_ranks=3).splitlines()
+    assert len(lines) == 4
+    assert all(len(line) <= 120 for line in lines)
+    assert lines[-1].endswith("3 of 40 ranks)")
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipemega.monitor import StepRecord
+from pipemega.monitor import StepRecord, TimelineRecord
 
 
 def step_record(step: int = 1, **changes: Any) -> StepRecord:
@@ -19,3 +19,19 @@ def step_record(step: int = 1, **changes: Any) -> StepRecord:
         "tokens_per_second": 8192.4,
     }
     return StepRecord(**(fields | changes))
+
+
+def timeline_record(**changes: Any) -> TimelineRecord:
+    """A step of two ranks."""
+    fields: dict[str, Any] = {
+        "step": 10,
+        "consumed_samples": 320,
+        "schedule": "zb-v",
+        "makespan": 0.25,
+        "span": 0.24,
+        "bubble": 0.125,
+        "predicted_makespan": 0.2,
+        "busy": (0.2, 0.15),
+        "waited": (0.01, 0.02),
+    }
+    return TimelineRecord(**(fields | changes))

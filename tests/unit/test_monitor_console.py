@@ -7,8 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from pipemega.monitor import Console, EvalRecord, eval_line, parse_line, step_line
-from tests.unit.monitor_records import step_record
+from pipemega.monitor import (
+    Console,
+    EvalRecord,
+    eval_line,
+    parse_line,
+    step_line,
+    timeline_line,
+)
+from tests.unit.monitor_records import step_record, timeline_record
 
 
 class Terminal(io.StringIO):
@@ -48,6 +55,16 @@ def test_the_line_of_a_validation_is_this_line():
         "validation step 20 | consumed samples 640 | loss 4.0000 | perplexity 54.5982 | "
         "seconds 1.50"
     )
+
+
+def test_the_line_of_a_timeline_is_this_line():
+    line = timeline_line(timeline_record())
+    assert line == (
+        "timeline step 10 | schedule zb-v | makespan ms 250.00 | predicted ms 200.00 | "
+        "span ms 240.00 | bubble % 12.5"
+    )
+    assert parse_line(line)["bubble %"] == "12.5"
+    assert shown([timeline_record()]) == [line]
 
 
 def test_what_is_not_known_has_no_part_in_the_line():

@@ -22,7 +22,7 @@ from pipemega.monitor import (
     TensorboardSink,
     build_sinks,
 )
-from tests.unit.monitor_records import step_record
+from tests.unit.monitor_records import step_record, timeline_record
 
 LOGGER = logging.getLogger("pipemega.test_monitor")
 AT_TWO = ResumePoint(step=2, consumed_samples=64)
@@ -135,6 +135,30 @@ def test_tensorboard_has_deepspeeds_tags_over_samples_and_hides_what_is_written_
     points = events.Scalars("Train/Samples/train_loss")
     assert [point.step for point in points] == [32, 64, 96, 128]
     assert {"Train/Samples/lr", "Train/Samples/grad_norm"} <= set(events.Tags()["scalars"])
+
+
+def test_tensorboard_shows_the_picture_of_a_timeline(tmp_path):
+    pytest.importorskip("tensorboard")
+    image = pytest.importorskip("matplotlib.image")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    image.imsave(tmp_path / "step-10.png", [[0.0, 1.0]])
+    sink = TensorboardSink(tmp_path / "events")
+    sink.write(timeline_record(picture=tmp_path / "step-10.png"))
+    sink.close()
+    events = EventAccumulator(str(tmp_path / "events")).Reload()
+    (shown,) = events.Images("Train/Samples/timeline")
+    assert (shown.step, shown.width, shown.height) == (320, 2, 1)
+    assert "Train/Samples/pipeline_makespan" in events.Tags()["scalars"]
+
+
+def test_a_timeline_is_a_line_of_json_with_the_numbers_of_each_rank(tmp_path):
+    sink = JsonLinesSink(tmp_path / "metrics.jsonl")
+    sink.write(timeline_record(picture=tmp_path / "a.png"))
+    sink.close()
+    (row,) = rows(tmp_path / "metrics.jsonl")
+    assert (row["kind"], row["step"], row["busy"]) == ("timeline", 10, [0.2, 0.15])
+    assert row["picture"] == str(tmp_path / "a.png")
 
 
 def test_tensorboard_that_is_not_installed_is_named_with_the_way_out(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 
 from pipemega.errors import ConfigError
 from pipemega.monitor import EvalRecord, Monitor, WandbSink
-from tests.unit.monitor_records import step_record
+from tests.unit.monitor_records import step_record, timeline_record
 
 LOGGER = logging.getLogger("pipemega.test_monitor")
 
@@ -51,6 +51,9 @@ class StandIn:
         self.id = arguments["id"] or "new-id"
         return self
 
+    def Image(self, path):
+        return "image", path
+
     def define_metric(self, name, step_metric=None):
         self.metrics[name] = step_metric
 
@@ -80,6 +83,18 @@ def test_a_point_carries_both_axes_and_deepspeeds_tags(tmp_path):
     assert evaluation["Train/Samples/eval_loss"] == 0.0
     assert wandb.metrics == {"step": None, "samples": None, "Train/Samples/*": "samples"}
     assert wandb.finished
+
+
+def test_a_timeline_brings_its_picture(tmp_path):
+    wandb = StandIn()
+    made = sink(tmp_path, wandb)
+    made.write(timeline_record(picture=tmp_path / "step-10.png"))
+    made.write(timeline_record())
+    drawn, plain = wandb.logged
+    assert drawn["Train/Samples/timeline"] == ("image", str(tmp_path / "step-10.png"))
+    assert drawn["Train/Samples/pipeline_bubble"] == 0.125
+    assert (drawn["step"], drawn["samples"]) == (10, 320)
+    assert "Train/Samples/timeline" not in plain
 
 
 def test_a_resumed_run_is_the_same_run(tmp_path):
@@ -164,7 +179,7 @@ def test_wandb_that_is_not_installed_is_named_with_the_way_out(tmp_path, monkeyp
 OFFLINE = """
 import logging, math, sys
 from pipemega.monitor import WandbSink
-from tests.unit.monitor_records import step_record
+from tests.unit.monitor_records import step_record, timeline_record
 
 assert "wandb" not in sys.modules, "imported before anybody asked for it"
 sink = WandbSink(sys.argv[1], logger=logging.getLogger("t"), mode="offline", config={"a": {"b": 1}})
