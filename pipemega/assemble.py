@@ -20,7 +20,7 @@ from pipemega.errors import ConfigError
 from pipemega.failure import FailureBoard
 from pipemega.gradients import DataReduction, GradientBuffer
 from pipemega.kernels import Kernels
-from pipemega.mesh import Mesh, build_mesh, launched_world_size, pick_device
+from pipemega.mesh import Mesh, build_mesh, from_first, launched_world_size, pick_device
 from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import (
     LRSchedule,
@@ -31,19 +31,18 @@ from pipemega.optimizer import (
     parameter_groups,
 )
 from pipemega.pipeline.build import LocalModel, build_local_model, log_stages
+from pipemega.pipeline.choice import plan_is_open, training_plan
 from pipemega.pipeline.cut import stage_bounds
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.instructions import Kind, Plan
-from pipemega.pipeline.lowering import lower
 from pipemega.pipeline.messages import Header
 from pipemega.pipeline.module import Building, Loss, PipelineModule
-from pipemega.pipeline.schedules import build_plan
 from pipemega.pipeline.split_backward import WeightGradients, split
 from pipemega.pipeline.transport import Transport
-from pipemega.pipeline.validate import validate
 from pipemega.precision import DynamicLossScale, LossScale, Precision, StaticLossScale
 from pipemega.topology import Topology
 from pipemega.tracer import Tracer
+from pipemega.tuning import begin_tuning
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -65,6 +64,7 @@ def initialize(
     overrides: Sequence[str] = (),
     collate_fn: Callable[[list[Any]], Any] | None = None,
     mesh: Mesh | None = None,
+    plan: Plan | None = None,
 ) -> tuple[Engine, Optimizer | None, BatchLoader | None, LRSchedule | None]:
     """Builds this rank's part of `model` and everything that trains it.
 
@@ -78,6 +78,8 @@ def initialize(
         overrides: "pipeline.schedule=gpipe" and the like, laid over the config.
         collate_fn: from a list of samples to the (inputs, labels) of a micro-batch.
         mesh: where the caller has built it before.
+        plan: what each pipeline rank computes in a step, in place of pipeline.schedule; the same
+            on every rank.
 
     Returns:
         (engine, optimizer, loader, lr_scheduler); what there is none of is None.
@@ -89,7 +91,7 @@ def initialize(
     config = load(config, overrides)
     mesh = mesh or build_mesh_of(config)
     with FailureBoard(mesh.world).failing_together("initialize"):
-        engine = _assemble(model, config, mesh, training_data, collate_fn)
+        engine = _assemble(model, config, mesh, training_data, collate_fn, plan)
         if mesh.world.size > 1:
             # A rank that could not build its part ends all of them here, not in the first step.
             dist.barrier(mesh.world.group)
@@ -102,6 +104,7 @@ def _assemble(
     mesh: Mesh,
     training_data: Any,
     collate_fn: Callable[[list[Any]], Any] | None,
+    given: Plan | None,
 ) -> Engine:
     batch = config.batch(mesh.data.size)
     log = get_logger(mesh.rank)
@@ -110,7 +113,12 @@ def _assemble(
         keep_freed_memory()
     kernels = Kernels.detect(mesh.device)
     loader = _loader(config, mesh, batch, training_data, collate_fn)
-    plan = training_plan(config, mesh, batch)
+    plan = from_first(
+        mesh.world,
+        lambda: training_plan(
+            config.pipeline, mesh.pipeline.size, batch.num_microbatches, len(model), given
+        ),
+    )
     building = Building(
         tensor=mesh.tensor,
         device=mesh.device,
@@ -126,6 +134,11 @@ def _assemble(
         building,
         lambda: _first_microbatch(loader),
     )
+    tuner = None
+    if plan_is_open(config.pipeline, mesh.pipeline.size, given):
+        about = {"layers": model.layer_names, "parameters": model.count_parameters()}
+        about |= {"bounds": bounds, **_what_costs_depend_on(config, mesh)}
+        plan, tuner = begin_tuning(plan, mesh, config.pipeline.memory_limit, about, log)
     local = build_local_model(model, mesh, bounds, plan.rank_of_stage, building)
     log_stages(log, model, bounds, plan.rank_of_stage)
     log.info(batch.equation)
@@ -137,7 +150,8 @@ def _assemble(
         synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else None,
     )
     weights = None
-    if step is not None and any(s.kind is Kind.BACKWARD_INPUT for s in plan.steps()):
+    halves = tuner is not None or any(s.kind is Kind.BACKWARD_INPUT for s in plan.steps())
+    if step is not None and halves:
         weights = WeightGradients(step.gradients)
         split(local.stages.values(), weights)
     executor = Executor(
@@ -152,7 +166,7 @@ def _assemble(
     )
     trace = config.monitor.trace
     tracer = Tracer(mesh, trace.steps, trace.every, trace.memory)
-    return Engine(config, mesh, batch, local, executor, plan, step, loader, timers, tracer)
+    return Engine(config, mesh, batch, local, executor, plan, step, loader, timers, tracer, tuner)
 
 
 def _announce(config: Config, batch: Batch, mesh: Mesh, log: logging.Logger) -> None:
@@ -166,18 +180,16 @@ def _announce(config: Config, batch: Batch, mesh: Mesh, log: logging.Logger) -> 
         log.info(config.to_json())
 
 
-def training_plan(config: Config, mesh: Mesh, batch: Batch) -> Plan:
-    """The plan of a training step, proven."""
-    return validate(
-        lower(
-            build_plan(
-                config.pipeline.schedule,
-                mesh.pipeline.size,
-                batch.num_microbatches,
-                config.pipeline.stages_per_rank,
-            )
-        )
-    )
+def _what_costs_depend_on(config: Config, mesh: Mesh) -> dict[str, Any]:
+    """What of a config and a mesh changes how long a stage takes for one micro-batch."""
+    sections = ("model", "activation_checkpointing", "fp16", "bf16", "data_types", "pipeline")
+    whole = config.to_dict()
+    return {
+        "mesh": str(mesh.topology),
+        "sequence_parallel": config.mesh.sequence_parallel,
+        "micro_batch": config.train_micro_batch_size_per_gpu,
+        **{name: whole.get(name) for name in sections},
+    }
 
 
 def _loader(

@@ -34,6 +34,7 @@ from pipemega.pipeline.trace import Trace
 from pipemega.pipeline.whole import whole_tensors
 from pipemega.random import preserve_rng, rng_state, set_rng_state
 from pipemega.tracer import Tracer
+from pipemega.tuning import ScheduleTuner
 
 
 class Engine:
@@ -64,6 +65,7 @@ class Engine:
         loader: BatchLoader | None,
         timers: MultiTimer,
         tracer: Tracer | None = None,
+        tuner: ScheduleTuner | None = None,
     ) -> None:
         self.config, self.mesh, self.batch = config, mesh, batch
         self.plan, self.loader, self.timers = plan, loader, timers
@@ -74,7 +76,7 @@ class Engine:
         self._model, self._executor, self._step = model, executor, step
         self._ahead = RunAhead(executor)
         self._failures = FailureBoard(mesh.world)
-        self._tracer = tracer or Tracer(mesh)
+        self._tracer, self._tuner = tracer or Tracer(mesh), tuner
         rank, ranks = mesh.pipeline.rank, plan.rank_of_stage
         self._is_last = rank == ranks[-1]
         self._feed = Feed(
@@ -178,12 +180,16 @@ class Engine:
                     on_every_rank=True,
                 )
             inputs, labels = self._next_batch(data_iter)
+            if self._tuner is not None:
+                self._tuner.prepare_step(self._tracer)
             with preserve_rng(self.mesh.device):
                 results = self._run(inputs, labels)
             with self.timers("optimizer"):
                 report = self._step(*self._totals(results))
             trace = self._tracer.finish(self.global_steps + 1, self._executor.plan)
             self.last_trace = trace or self.last_trace
+            if self._tuner is not None:
+                self.plan = self._tuner.after_step(trace) or self.plan
             self.global_steps += 1
             self.consumed_samples += self.batch.train_batch_size
             return report.loss

@@ -1,9 +1,10 @@
 """The topology made real: process groups along each axis, with torch's DeviceMesh over them."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -11,6 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipemega.errors import MeshError
 from pipemega.topology import AXES, AxisName, Topology
+
+T = TypeVar("T")
 
 # A step must never wait longer than this for another rank; config key mesh.timeout_seconds.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -85,6 +88,19 @@ def world_axis() -> Axis:
     if not dist.is_initialized():
         return Axis("world")
     return Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
+
+
+def from_first(axis: Axis, make: Callable[[], T]) -> T:
+    """What `make` gives on the first rank of `axis`, on all of them; collective.
+
+    Whatever it raises, it raises there; the others learn of it as of any failure of a rank.
+    """
+    if axis.size == 1:
+        return make()
+    values: list[Any] = [make() if axis.rank == 0 else None]
+    dist.broadcast_object_list(values, src=axis.ranks[0], group=axis.group)
+    made: T = values[0]
+    return made
 
 
 def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:

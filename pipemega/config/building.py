@@ -76,9 +76,15 @@ def _value(kind: type[Section], key: str, raw: Mapping[str, Any], path: KeyPath)
     below = kind.section_at(key, raw)
     if below is None or isinstance(value, Section):
         return value
-    if value is None and type(None) in get_args(field.annotation):
-        return None
+    if not isinstance(value, Mapping) and _has_other_forms(field, value):
+        return value
     return build(below, value, here)
+
+
+def _has_other_forms(field: FieldInfo, value: Any) -> bool:
+    """Whether the key takes more than an object; null counts only where null was written."""
+    kinds = [kind for kind in get_args(field.annotation) if section_in(kind) is None]
+    return any((kind is type(None)) is (value is None) for kind in kinds)
 
 
 def _check_status(field: FieldInfo, value: Any, path: KeyPath) -> None:

@@ -188,7 +188,7 @@ def _model_on_mesh(config: Config) -> None:
                 f"cuts it; the nearest {near_multiples(size, mesh.tensor)}"
             )
     layers = model.num_layers + _LAYERS_BESIDE_BLOCKS
-    chunks = config.pipeline.stages_per_rank
+    chunks = config.pipeline.stages_per_rank or 1
     if mesh.pipeline * chunks > layers:
         stages = f"mesh.pipeline ({mesh.pipeline})"
         if chunks > 1:
@@ -207,7 +207,8 @@ def _stages(config: Config) -> None:
             f"pipeline.stages ({stages}) must be mesh.pipeline ({ranks}), one stage on each "
             'pipeline rank: make them equal, or pipeline.stages "auto"'
         )
-    check_bounds(config.pipeline.partition, ranks * config.pipeline.stages_per_rank)
+    if config.pipeline.stages_per_rank is not None:
+        check_bounds(config.pipeline.partition, ranks * config.pipeline.stages_per_rank)
     every, parts = (
         config.pipeline.activation_checkpoint_interval,
         config.activation_checkpointing.number_checkpoints,

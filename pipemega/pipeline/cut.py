@@ -6,12 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipemega.errors import ConfigError
-from pipemega.mesh import Mesh
+from pipemega.mesh import Mesh, from_first
 from pipemega.pipeline import partition
 from pipemega.pipeline.module import Building, PipelineModule, build_stages
 
@@ -70,11 +69,7 @@ def layer_seconds(
         runs = [_seconds(stage, x, labels, closing) for _ in range(rounds + 1)]
         seconds.append(statistics.median(run for run, _ in runs[1:]))
         x = pytree.tree_map_only(Tensor, Tensor.detach, runs[-1][1])
-    if mesh.world.size > 1:
-        shared: list[Any] = [seconds]
-        dist.broadcast_object_list(shared, src=0, group=mesh.world.group)
-        seconds = shared[0]
-    return seconds
+    return from_first(mesh.world, lambda: seconds)
 
 
 def _seconds(layer: Any, x: Any, labels: Any, loss_fn: Any) -> tuple[float, Any]:

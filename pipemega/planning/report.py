@@ -4,18 +4,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipemega.assemble import precision_of, training_plan
+from pipemega.assemble import precision_of
 from pipemega.config import Batch, Config
+from pipemega.config.pipeline import PipelineSection
 from pipemega.errors import ConfigError, PipelineError, ScheduleError
 from pipemega.pipeline.build import runs_of
+from pipemega.pipeline.choice import best_plan, first_plan, plan_is_open, training_plan
 from pipemega.pipeline.instructions import Kind
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
+from pipemega.pipeline.synthesis import Layout
 from pipemega.planning.kernels import DeviceType
 from pipemega.planning.layout import Drawing
 from pipemega.planning.outcome import Outcome, outcome_of
 from pipemega.planning.rates import Rates
 from pipemega.planning.subject import gpt_and_sample, model_and_sample
 from pipemega.topology import Topology
+
+_AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -123,15 +128,19 @@ def draw_up(request: Request) -> Report:
     config, topology = request.config, request.topology
     batch = config.batch(topology.data)
     drawing = _drawing(request, topology, batch)
-    own = training_plan(config, drawing.mesh(0), batch)
+    section, size, count = config.pipeline, topology.pipeline, batch.num_microbatches
     try:
-        outcome = outcome_of(drawing, own, request.rates)
+        if plan_is_open(section, size):
+            outcome = _auto(request, drawing, section, count)
+        else:
+            own = training_plan(section, size, count, len(drawing.net))
+            outcome = outcome_of(drawing, own, request.rates)
     except PipelineError as error:
         raise ConfigError(
             f"{error}; a plan runs each layer on torch's meta device, where tensors have shapes "
             f"and no numbers: a layer that reads a number there cannot be planned"
         ) from error
-    others, refused = _compare(request, drawing, outcome, batch.num_microbatches)
+    others, refused = _compare(request, drawing, outcome, count)
     counts = drawing.net.count_parameters()
     again = sum(counts[p] for places in drawing.net.tied().values() for p in places[1:])
     return Report(
@@ -167,22 +176,45 @@ def _compare(
     """The other schedules asked for, and why some cannot be."""
     if not request.compare:
         return (), {}
-    names = SCHEDULES if "all" in request.compare else map(_name, request.compare)
+    names = [*SCHEDULES, _AUTO] if "all" in request.compare else map(_name, request.compare)
     outcomes, refused = [own], {}
     for name in dict.fromkeys(names):
         if name == own.plan.name:
             continue
-        chunks = own.chunks if find_schedule(name).chunks is None and own.chunks > 1 else None
         try:
-            plan = build_plan(name, own.plan.num_ranks, num_microbatches, chunks)
-            outcomes.append(outcome_of(drawing, plan, request.rates))
+            outcomes.append(_under(request, drawing, name, own, num_microbatches))
         except (ConfigError, ScheduleError, PipelineError) as error:
             refused[name] = str(error)
     return tuple(sorted(outcomes, key=lambda o: (o.timeline.makespan, o.peak))), refused
 
 
+def _under(
+    request: Request, drawing: Drawing, name: str, own: Outcome, num_microbatches: int
+) -> Outcome:
+    """What schedule `name` would do in place of the config's own."""
+    if name == _AUTO:
+        return _auto(request, drawing, PipelineSection(schedule="auto"), num_microbatches)
+    chunks = own.chunks if find_schedule(name).chunks is None and own.chunks > 1 else None
+    plan = build_plan(name, own.plan.num_ranks, num_microbatches, chunks)
+    return outcome_of(drawing, plan, request.rates)
+
+
+def _auto(
+    request: Request, drawing: Drawing, section: PipelineSection, num_microbatches: int
+) -> Outcome:
+    """What schedule "auto" comes to, if stages cost on the ranks what they cost on paper."""
+    size = request.topology.pipeline
+    plain = first_plan(section, size, num_microbatches, len(drawing.net))
+    known = outcome_of(drawing, plain, request.rates)
+    if not plan_is_open(section, size):
+        return known
+    layout = Layout(plain.rank_of_stage, known.costs)
+    best = best_plan([layout], num_microbatches, section.memory_limit)
+    return outcome_of(drawing, best.plan, request.rates)
+
+
 def _name(name: str) -> str:
-    return find_schedule(name).name
+    return name if name == _AUTO else find_schedule(name).name
 
 
 def _stages(drawing: Drawing, outcome: Outcome, counts: Sequence[int]) -> list[StageLine]:

@@ -8,6 +8,8 @@ from pipemega.config.reference import groups
 from pipemega.errors import ConfigError
 from tests.paper.config_tree import BASE, MODEL, objects, put
 
+BATCH = {"train_batch_size": 4, "mesh": {"pipeline": 2}}
+
 
 def refusal_of(change: dict) -> str:
     with pytest.raises(ConfigError) as refusal:
@@ -231,13 +233,52 @@ def test_a_schedule_needs_the_length_of_the_run_from_somewhere(kind, params, mes
     assert message in refusal_of({"training": {}, "scheduler": {"type": kind, "params": params}})
 
 
-LATER = ["auto"]
+COSTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
 
 
-@pytest.mark.parametrize("schedule", LATER)
-def test_a_schedule_that_comes_later_is_refused_as_not_here_yet(schedule):
-    message = refusal_of({"pipeline": {"schedule": schedule}})
-    assert f'pipeline.schedule cannot be "{schedule}": this schedule is not here yet' in message
+@pytest.mark.parametrize(
+    ("pipeline", "message"),
+    [
+        (
+            {"schedule": "1f1b", "costs": "auto"},
+            "pipeline.costs is for pipeline.schedule 'auto', and '1f1b' is the same plan for all "
+            "costs: leave pipeline.costs out, or set pipeline.schedule to 'auto'",
+        ),
+        (
+            {"schedule": {"file": "my.csv"}, "memory_limit": 5},
+            "pipeline.memory_limit is for pipeline.schedule 'auto', and 'my.csv' is a plan already",
+        ),
+        ({"costs": {**COSTS, "forward": -1.0}}, "pipeline.costs.forward"),
+        ({"costs": {**COSTS, "kept": float("nan")}}, "has finite numbers only"),
+        ({"costs": {"forward": 1.0}}, "pipeline.costs.backward_input is missing"),
+        ({"costs": {**COSTS, "backwards": 2}}, "unknown key 'pipeline.costs.backwards'"),
+        (
+            {"costs": dict.fromkeys(COSTS, 0.0)},
+            "pipeline.costs has no step that takes time",
+        ),
+        (
+            {"costs": {**COSTS, "forward": [1.0, 2.0]}},
+            "pipeline.costs.forward has one number for each stage, and "
+            "pipeline.costs.backward_input is one number for the share of a rank",
+        ),
+        (
+            {"costs": {**{name: [1.0, 2.0] for name in COSTS}, "activation": [1.0, 2.0, 3.0]}},
+            "different numbers of stages: 2 in forward, 2 in backward_input, 2 in "
+            "backward_weight, 3 in activation",
+        ),
+        ({"memory_limit": 0}, "pipeline.memory_limit must be"),
+        ({"schedule": {"path": "my.csv"}}, "unknown key 'pipeline.schedule.path'"),
+        ({"schedule": "autoo"}, "did you mean 'auto'"),
+    ],
+)
+def test_costs_and_plans_that_cannot_be_are_refused(pipeline, message):
+    assert message in refusal_of({"pipeline": pipeline})
+
+
+def test_costs_ask_for_the_schedule_that_reads_them():
+    assert load({"pipeline": {"costs": COSTS}, **BATCH}).pipeline.schedule == "auto"
+    assert load({"pipeline": {"costs": "auto"}, **BATCH}).pipeline.schedule == "auto"
+    assert load({"pipeline": {}, **BATCH}).pipeline.schedule == "1f1b"
 
 
 @pytest.mark.parametrize(

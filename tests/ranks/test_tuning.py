@@ -1,0 +1,112 @@
+"""Schedule "auto" on real ranks: measured, chosen, agreed, put in use, and not one bit changed."""
+
+import json
+import logging
+import os
+from typing import Any
+
+import pytest
+
+from pipemega.pipeline.instructions import Kind
+from pipemega.tuning import TIMED, WARM_UP
+from tests.ranks.training_run import build, data, settings
+
+ROUND = WARM_UP + TIMED
+
+
+def run(
+    pipeline: dict[str, Any], cache: str, steps: int, changes: dict[str, Any]
+) -> dict[str, Any]:
+    """Losses, the plans that the steps ran, and what rank 0 logged."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipemega").addHandler(handler)
+    try:
+        engine = build(settings(pipeline=pipeline, **changes))
+        losses, plans = [], []
+        for step in range(steps):
+            plans.append(engine.plan.to_json())
+            losses.append(engine.train_batch(data(engine, step)))
+        evaluated = engine.eval_batch(data(engine, 99))
+        parameters = {n: p.double().numpy() for n, p in engine.parameter_state().items()}
+    finally:
+        logging.getLogger("pipemega").removeHandler(handler)
+    said = [line for line in lines if "schedule auto" in line]
+    return {"losses": losses, "plans": plans, "said": said, "eval": evaluated, "state": parameters}
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return (
+        one["losses"] == other["losses"]
+        and one["eval"] == other["eval"]
+        and all((one["state"][name] == value).all() for name, value in other["state"].items())
+    )
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}])
+def test_auto_measures_then_changes_the_plan_and_not_one_bit(pool, tmp_path, mesh, chunks):
+    world, steps = 2 * mesh.get("tensor", 1), 2 * ROUND + 1
+    changes = {"mesh": mesh, "model": {"num_layers": 6}}
+    plain = pool.run(world, run, {"schedule": "1f1b"}, str(tmp_path), steps, changes)
+    auto = {"schedule": "auto", "chunks": chunks}
+    found = pool.run(world, run, auto, str(tmp_path), steps, changes)
+
+    assert same(found[0], plain[0]) or chunks == 2
+    for rank in found:
+        assert rank["plans"] == found[0]["plans"]
+        assert len(set(rank["plans"][:ROUND])) == 1
+        assert len(set(rank["plans"][ROUND : 2 * ROUND])) == 1
+    first, then = (json.loads(found[0]["plans"][at]) for at in (0, ROUND))
+    assert first["name"] == {1: "1f1b", 2: "1f1b-v"}[chunks]
+    assert first["rank_of_stage"] == then["rank_of_stage"]
+    begun, chosen, judged = found[0]["said"][:3]
+    assert f"the first {ROUND} steps run {first['name']} and are timed" in begun
+    assert f"from the next step on {then['name']}, predicted" in chosen
+    assert f"{then['name']} was predicted to take" in judged
+    assert not any(rank["said"] for rank in found[1:])
+
+
+def test_the_next_run_begins_with_the_best_plan_for_the_costs_that_were_kept(pool, tmp_path):
+    changes = {"mesh": {"pipeline": 2}, "model": {"num_layers": 2}}
+    first = pool.run(2, run, {"schedule": "auto"}, str(tmp_path), ROUND + 1, changes)
+    second = pool.run(2, run, {"schedule": "auto"}, str(tmp_path), 1, changes)
+    assert "with the costs of an earlier run" in second[0]["said"][0]
+    assert second[0]["plans"] == second[1]["plans"]
+    assert second[0]["plans"][0] == first[0]["plans"][ROUND]
+    (file,) = (tmp_path / "pipemega" / "schedules").glob("*.json")
+    # Damaged, it is as if there were none.
+    file.write_text("{")
+    third = pool.run(2, run, {"schedule": "auto"}, str(tmp_path), 1, changes)
+    assert "are timed" in third[0]["said"][0]
+
+
+def test_a_memory_limit_that_nothing_keeps_ends_all_ranks_with_the_least_that_would_do(
+    pool, tmp_path
+):
+    limited = {"schedule": "auto", "memory_limit": 10}
+    with pytest.raises(Exception, match="10") as failure:
+        pool.run(2, run, limited, str(tmp_path), ROUND + 1, {"mesh": {"pipeline": 2}})
+    assert "memory" in str(failure.value)
+
+
+def test_a_plan_from_a_file_trains_to_the_bits_of_its_schedule(pool, tmp_path):
+    from pipemega.pipeline.schedules import build_plan
+
+    file = tmp_path / "mine.csv"
+    file.write_text(build_plan("zb-h1", 2, 12).to_csv())
+    named = pool.run(2, run, {"schedule": "zb-h1"}, "", 2, {"mesh": {"pipeline": 2}})
+    brought = pool.run(2, run, {"schedule": {"file": str(file)}}, "", 2, {"mesh": {"pipeline": 2}})
+    assert same(brought[0], named[0])
+    assert json.loads(brought[1]["plans"][0])["name"] == "mine.csv"
+
+
+def test_costs_by_hand_train_under_the_best_plan_from_the_first_step(pool, tmp_path):
+    costs = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "message": 0.1}
+    changes = {"mesh": {"pipeline": 2}, "model": {"num_layers": 6}}
+    plain = pool.run(2, run, {}, "", 2, changes)
+    chosen = pool.run(2, run, {"costs": costs, "chunks": 1}, "", 2, changes)
+    assert same(chosen[0], plain[0])
+    assert any(Kind.BACKWARD_WEIGHT.value + "0@0" in plan for plan in chosen[0]["plans"])
