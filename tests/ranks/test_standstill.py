@@ -14,7 +14,7 @@ from pipemega.engine import Engine
 from pipemega.pipeline.instructions import Instruction
 from tests.ranks.pool import RankPool, RanksFailed
 
-DEADLINE, PATIENCE = 0.6, 0.7
+DEADLINE, PATIENCE = 0.8, 1.0
 # Of the rank that hangs: until all others have given up on it.
 ASLEEP = DEADLINE + PATIENCE + 0.5
 
@@ -75,7 +75,7 @@ HANGS = {
 MORE_HANGS = {
     (2, "1f1b"): ("RA2@1", "SG1@1", "RG1@0"),
     (4, "1f1b"): ("F2@1", "SA2@1", "RG1@1"),
-    (2, "zb-v"): ("SA1@0", "RA1@3", "SG1@2", "RG1@0"),
+    (2, "zb-v"): ("SA1@0", "RA1@3", "SG1@1", "RG1@0"),
     (4, "zb-v"): ("F1@2", "I1@5", "RA1@6", "SG1@6"),
 }
 
