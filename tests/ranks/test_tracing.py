@@ -73,6 +73,13 @@ LAYOUTS = {
     "1f1b": (2, {"mesh": {"pipeline": 2}, "pipeline": {"schedule": "1f1b"}}),
     "zb-v": (2, {"mesh": {"pipeline": 2}, "pipeline": {"schedule": "zb-v"}}),
     "zb-h1, 4 ranks": (4, {"mesh": {"pipeline": 4}, "pipeline": {"schedule": "zb-h1"}}),
+    "no fence": (
+        2,
+        {
+            "mesh": {"pipeline": 2},
+            "pipeline": {"schedule": "zb-h1", "optimizer_sync": "post_validate"},
+        },
+    ),
     "2 data ranks": (4, {"mesh": {"pipeline": 2, "data": 2}}),
     "no pipeline": (2, {"mesh": {"pipeline": 1, "data": 2}}),
 }
