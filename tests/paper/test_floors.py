@@ -46,6 +46,7 @@ PLAN = {
     4: [
         "pipeline/render.py",
         "pipeline/pictures/",
+        "pipeline/synthesis/",
         "pipeline/trace.py",
         "tensor_parallel/vocabulary.py",
         "parameters.py",
@@ -66,6 +67,8 @@ PLAN = {
         "tensor_parallel/",
         "pipeline/module.py",
         "pipeline/measured.py",
+        "pipeline/choice.py",
+        "pipeline/pipeline_graph.py",
         "tracer.py",
     ],
     6: [
@@ -75,6 +78,7 @@ PLAN = {
         "pipeline/cut.py",
         "pipeline/executor.py",
         "pipeline/comparison.py",
+        "tuning.py",
     ],
     7: ["checkpoint/", "pipeline/ahead.py", "pipeline/whole.py"],
     8: ["engine.py"],
