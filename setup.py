@@ -27,6 +27,7 @@ setup(
     extras_require={
         "dev": ["pytest>=8", "hypothesis>=6", "ruff>=0.6", "mypy>=1.10", "tensorboard>=2.14"],
         "tensorboard": ["tensorboard>=2.14"],
+        "solver": ["ortools>=9.10"],
     },
     entry_points={"console_scripts": ["pipemega = pipemega.cli:main"]},
 )

@@ -41,6 +41,7 @@ PLAN = {
         "pipeline/simulate.py",
     ],
     4: [
+        "pipeline/synthesis/",
         "pipeline/render.py",
         "tensor_parallel/vocabulary.py",
         "parameters.py",
@@ -63,10 +64,18 @@ PLAN = {
 FLOOR_OF = {entry: floor for floor, entries in PLAN.items() for entry in entries}
 # No torch on these floors, and none in these rooms above them.
 PAPER_FLOORS = (0, 1, 2)
-PAPER_ROOMS = ("pipeline/validate.py", "pipeline/simulate.py", "pipeline/render.py", "cli/")
+PAPER_ROOMS = (
+    "pipeline/validate.py",
+    "pipeline/simulate.py",
+    "pipeline/render.py",
+    "pipeline/synthesis/",
+    "cli/",
+)
 
 # What may be missing from a machine, and is therefore imported where it is used.
-OPTIONAL = {"apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib"}
+OPTIONAL = {
+    "apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "ortools",
+}  # fmt: skip
 
 FILES = sorted(str(path.relative_to(HOUSE)) for path in HOUSE.rglob("*.py"))
 
