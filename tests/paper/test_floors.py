@@ -99,11 +99,16 @@ PAPER_ROOMS = (
     "pipeline/trace.py",
     "pipeline/measured.py",
     "pipeline/comparison.py",
+    "pipeline/synthesis/",
+    "pipeline/choice.py",
+    "pipeline/pipeline_graph.py",
     "cli/",
 )
 
 # What may be missing from a machine, and is therefore imported where it is used.
-OPTIONAL = {"apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib"}
+OPTIONAL = {
+    "apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "ortools",
+}  # fmt: skip
 
 FILES = sorted(str(path.relative_to(HOUSE)) for path in HOUSE.rglob("*.py"))
 
