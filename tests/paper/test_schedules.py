@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipemega.config.pipeline import _LATER, FIXED_CHUNKS, Schedule
+from pipemega.config.pipeline import FIXED_CHUNKS, Schedule
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.costs import CostModel
 from pipemega.pipeline.instructions import Kind
@@ -343,9 +343,8 @@ def test_a_schedule_goes_by_its_other_names_too():
     assert build_plan("f-then-b", 2, 4) == build_plan("gpipe", 2, 4)
 
 
-def test_the_config_takes_or_refuses_by_name_every_schedule_that_there_is():
-    assert {*get_args(Schedule), *_LATER} == {*SCHEDULES, SYNTHESIZED}
-    assert not {*get_args(Schedule)} & {*_LATER}
+def test_the_config_takes_by_name_every_schedule_that_there_is():
+    assert {*get_args(Schedule)} == {*SCHEDULES, SYNTHESIZED}
 
 
 def test_the_config_knows_which_schedules_take_one_number_of_chunks_alone():
