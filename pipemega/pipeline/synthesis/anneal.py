@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
 
-from pipemega.pipeline.synthesis.clock import Run, replay, settle
+from pipemega.pipeline.synthesis.clock import NEVER, Measure, Run, makespan, replay, settle
 from pipemega.pipeline.synthesis.problem import (
     FORWARD,
     INPUT,
@@ -28,7 +28,7 @@ def anneal(
     run: Run,
     replays: int,
     warmth: float,
-    measure: Callable[[Run], float],
+    measure: Measure,
     seed: int,
     target: float = 0.0,
     over: Callable[[], bool] = lambda: False,
@@ -54,7 +54,7 @@ def anneal(
         rank, order, first = change
         u = rng.random()
         bar = current + warmth * (1 - trial / replays) ** 2 * u * u * u + ROUNDING
-        changed = replay(search.run, rank, order, first, bar if measure is makespan else 1e300)
+        changed = replay(search.run, rank, order, first, bar if measure is makespan else NEVER)
         if changed is None:
             continue
         reached = _smooth(changed, measure)
@@ -70,11 +70,7 @@ def anneal(
     return best
 
 
-def makespan(run: Run) -> float:
-    return max(run.clock)
-
-
-def _smooth(run: Run, measure: Callable[[Run], float]) -> float:
+def _smooth(run: Run, measure: Measure) -> float:
     # Among runs that are equally long, those whose ranks are done sooner lead on.
     return measure(run) + 0.02 * sum(run.clock) / len(run.clock)
 

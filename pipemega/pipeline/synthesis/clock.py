@@ -5,6 +5,7 @@ time (`replay`): what started before cannot have depended on it.
 """
 
 from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipemega.pipeline.synthesis.problem import WHOLE, Orders, Problem
@@ -32,13 +33,19 @@ class Run:
     ends: list[list[float]]
     places: list[list[int]]
 
-    @property
-    def makespan(self) -> float:
-        return max(self.clock)
 
-    @property
-    def span(self) -> float:
-        return max(end - row[0] for end, row in zip(self.clock, self.start, strict=True))
+# What a search makes short.
+Measure = Callable[[Run], float]
+
+
+def makespan(run: Run) -> float:
+    """From the first step of any rank, at 0, to the last."""
+    return max(run.clock)
+
+
+def span(run: Run) -> float:
+    """The longest that any one rank takes from its own first step to its own last."""
+    return max(end - row[0] for end, row in zip(run.clock, run.start, strict=True))
 
 
 def play(problem: Problem, orders: Orders) -> Run | None:

@@ -29,9 +29,12 @@ from pipemega.pipeline.synthesis.problem import (
 _NEVER = float("inf")
 
 
-def construct(problem: Problem, dates: Dates, policy: Policy) -> Orders:
-    """The orders that come of always doing the most urgent step that can be done."""
-    return _Construction(problem, dates, policy).run()
+def construct(problem: Problem, policy: Policy, until: float = _NEVER) -> Orders | None:
+    """The orders that come of always doing the most urgent step that can be done.
+
+    None if some rank waits so long that it cannot be done by `until`.
+    """
+    return _Construction(problem, policy.dates(problem), policy).run(until)
 
 
 class _Construction:
@@ -52,9 +55,10 @@ class _Construction:
         self.orders: Orders = [[] for _ in range(ranks)]
         self.least = [sum(problem.takes[s] for s in row) for row in problem.stages]
 
-    def run(self) -> Orders:
+    def run(self, until: float) -> Orders | None:
         """Lets the ranks decide, in the order of time, until all is done."""
         problem = self.problem
+        spare = [until - work for work in problem.least_work]
         free = [0.0] * problem.num_ranks
         idle = [True] * problem.num_ranks
         calls = [(0.0, rank) for rank in range(problem.num_ranks)]
@@ -69,7 +73,11 @@ class _Construction:
                 if until < _NEVER:
                     heappush(calls, (until, rank))
                 continue
-            idle[rank] = False
+            if idle[rank]:
+                idle[rank] = False
+                spare[rank] -= now - free[rank]
+                if spare[rank] < 0.0:
+                    return None
             free[rank] = now + problem.time[code]
             heappush(calls, (free[rank], rank))
             there = self._start(rank, code, free[rank])
@@ -80,8 +88,8 @@ class _Construction:
     def _choose(self, rank: int, now: float) -> tuple[int, float]:
         """The most urgent step that `rank` can start now, or -1 and until when it may wait."""
         problem, count, arrived, dates = self.problem, self.count, self.arrived, self.dates
-        num, held, limit = problem.num_stages, self.held[rank], self.limit[rank]
-        takes, soon = problem.takes, now + ROUNDING
+        num, takes, soon = problem.num_stages, problem.takes, now + ROUNDING
+        held, limit = self.held[rank], self.limit[rank]
         best, urgent = -1, _NEVER
         coming, urgent_coming = _NEVER, _NEVER
         crowded, crowded_code = _NEVER, -1  # an I for which there is no room

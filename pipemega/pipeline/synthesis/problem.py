@@ -14,6 +14,7 @@ micro-batches).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 
 from pipemega.pipeline.instructions import Instruction, Kind, Plan, Program
@@ -38,7 +39,8 @@ class Problem:
 
     Args:
         layout: stages, their ranks and costs.
-        num_microbatches: how many go through.
+        num_stages, num_ranks, num_microbatches: how many there are.
+        home: the rank of each stage.
         limit: the most that each rank may hold.
         time_unit: the time that is 1 here: the work of the busiest rank for one micro-batch.
         memory_unit: the memory that is 1 here: the most that a rank must hold under any plan.
@@ -52,7 +54,10 @@ class Problem:
     """
 
     layout: Layout
+    num_stages: int
+    num_ranks: int
     num_microbatches: int
+    home: tuple[int, ...]
     limit: tuple[float, ...]
     time_unit: float
     memory_unit: float
@@ -94,7 +99,10 @@ class Problem:
         ]
         return cls(
             layout,
+            num,
+            layout.num_ranks,
             num_microbatches,
+            home,
             tuple(size / memory_unit for size in limit),
             time_unit,
             memory_unit,
@@ -106,17 +114,18 @@ class Problem:
             stages,
         )
 
-    @property
-    def num_stages(self) -> int:
-        return len(self.layout.rank_of_stage)
-
-    @property
-    def num_ranks(self) -> int:
-        return len(self.stages)
-
-    @property
-    def home(self) -> tuple[int, ...]:
-        return self.layout.rank_of_stage
+    @cached_property
+    def least_work(self) -> tuple[float, ...]:
+        """How long each rank must work, with the quicker kind of backward."""
+        num, time = self.num_stages, self.time
+        return tuple(
+            self.num_microbatches
+            * sum(
+                time[s] + min(time[INPUT * num + s] + time[WEIGHT * num + s], time[WHOLE * num + s])
+                for s in row
+            )
+            for row in self.stages
+        )
 
     @property
     def size(self) -> int:
