@@ -15,6 +15,9 @@ from dataclasses import dataclass, replace
 
 from pipemega.pipeline.synthesis.problem import Problem
 
+# A lag that outlasts every step: only when nothing else is left.
+_LAST = 1e4
+
 # dates[code][n]: of the step of micro-batch n; for F, I and W.
 Dates = list[list[float]]
 
@@ -56,15 +59,34 @@ class Policy:
             forward=pick((0.5, 1, 1, 1.5, 2, 3)),
             backward=pick((0.5, 1, 1, 1.5, 2, 3)),
             gap=pick((0, 0, 1)),
-            weight_lag=pick((0, 1, 1, problem.num_ranks / 2, problem.num_ranks, 1e4)),
+            weight_lag=pick((0, 1, 1, problem.num_ranks / 2, problem.num_ranks, _LAST)),
             group=(group := pick((1, 1, 1, 2, 3, 4, problem.num_ranks))),
             spacing=pick((0.01, 0.2, 0.4, 0.7, 1)) if group > 1 else 1,
             pace=pick((1, 1, 1, 2)),
-            horizon=pick((-1e6, -1, 0, 0, 1)),
+            horizon=pick((-_LAST, -1, 0, 0, 1)),
             patience=pick((0, 0, 0, 0.5)),
             patience_of_weights=pick((0, 0, 1)),
             whole=problem.whole_backward_helps and rng.random() < 0.5,
         )
+
+    @classmethod
+    def proven(cls, problem: Problem) -> "list[Policy]":
+        """Policies that came out best elsewhere, over many sizes, costs and limits."""
+        p = problem.num_ranks
+        policies = [
+            cls(weight_lag=1, patience=0.5),
+            cls(1.4, 3, 0, _LAST, p, 0.35, 1.8, -0.1, 0.5, 1),
+            cls(2.4, 2.4, 1.6, 0.5, 1, 1, 1, -0.2, 0.5, 0),
+            cls(2.1, 1.5, 1.1, _LAST, p, 0.4, 1, -0.2, 0.5, 1),
+            cls(1.1, 1.2, 1.3, 7, 3, 0.4, 0.8, 0.1, 0.5, 1),
+            cls(0.5, 2, 0, _LAST, p, 0.4, 2, 0, 0.5, 1),
+            cls(1.5, 1.3, -0.8, 0, 4, 0.5, 2, -2, 0.5, 1),
+            cls(3, 1, 0, _LAST, 1, 1, 1, 1, 0.5, 0),
+            cls(1, 1.5, 1, 0, 1, 1, 1, 0, 0, 1),
+        ]
+        if problem.whole_backward_helps:
+            policies += [replace(policy, whole=True) for policy in policies]
+        return policies
 
     def varied(self, problem: Problem, rng: random.Random) -> "Policy":
         """This policy with one or two of its numbers changed."""
@@ -80,7 +102,7 @@ class Policy:
             name = rng.choice(tuple(vars(other)))
             return replace(self, **{name: getattr(other, name)})
         value = getattr(self, name)
-        if name in _SCALED:
+        if name in _SCALED or (name == "weight_lag" and rng.random() < 0.5):
             return replace(self, **{name: value * rng.uniform(0.6, 1.6)})
         return replace(self, **{name: value + rng.uniform(-1, 1)})
 

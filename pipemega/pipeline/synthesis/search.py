@@ -25,14 +25,18 @@ from pipemega.pipeline.synthesis.problem import INPUT, ROUNDING, WEIGHT, WHOLE, 
 # For a pipeline of this many steps: how many steps all constructions and all replays may take
 # together, which is some seconds of one core; smaller ones get more of it than their share.
 _USUAL = 1536
-_CONSTRUCTED = 900_000
-_REPLAYED = 8_000_000
+_CONSTRUCTED = 1_200_000
+_REPLAYED = 16_000_000
 # Rounds of construction: their share, and how many layouts still take part.
 _ROUNDS = ((0.35, 99), (0.35, 3), (0.3, 1))
 # How many of the best policies of a layout are varied further.
 _KEPT = 8
+# How many policies are drawn, instead of varied from the best.
+_FRESH = 0.25
 # Annealing: how many starts there are, their share each, and how warm the first trials are.
-_STARTS, _FIRST_SHARE, _WARMTHS = 4, 0.12, (0.15, 0.05)
+_STARTS, _FIRST_SHARE = 8, 0.06
+# Then: the place of the layout among the open ones, the share, the warmth.
+_THEN = ((0, 0.18, 0.15), (1, 0.17, 0.15), (0, 0.17, 0.05))
 
 
 @dataclass
@@ -60,7 +64,13 @@ class Pool:
     found: list[Found] = field(default_factory=list)
 
     def add(self, found: Found) -> None:
-        """Keeps `found` if it is among the best; after those that are as short."""
+        """Keeps `found` if it is among the best, instead of a construction that is as short: a
+        pool of equals would only breed their like."""
+        self.found = [
+            one
+            for one in self.found
+            if found.policy is None or one.policy is None or abs(one.least - found.least) > ROUNDING
+        ]
         self.found.append(found)
         self.found.sort(key=lambda one: one.least)
         del self.found[_KEPT:]
@@ -135,33 +145,34 @@ class Search:
         steps = share * _CONSTRUCTED * self.effort
         tries = round(steps / max(1, sum(pool.problem.size for pool in pools)))
         for pool in pools:
-            problem = pool.problem
-            for _ in range(tries):
-                parents = [one.policy for one in pool.found if one.policy is not None]
-                if most > len(self.pools) or not parents or self.rng.random() < 0.1:
-                    policy = Policy.drawn(problem, self.rng)
-                else:
-                    policy = self.rng.choice(parents).varied(problem, self.rng)
+            proven = Policy.proven(pool.problem) if most > len(self.pools) else []
+            for trial in range(tries):
+                policy = proven[trial] if trial < len(proven) else self._policy(pool)
                 full = len(pool.found) == _KEPT and self.measure is makespan
-                until = pool.found[-1].least if full else NEVER
-                orders = construct(problem, policy, until)
+                until = pool.found[-1].least + ROUNDING if full else NEVER
+                orders = construct(pool.problem, policy, until)
                 if orders is not None:
                     self._offer(pool, orders, "greedy", policy)
                 if self.over() or pool.found[0].least < pool.bound + ROUNDING:
                     break
+
+    def _policy(self, pool: Pool) -> Policy:
+        """Any policy, or a variant of one of the best."""
+        parents = [one.policy for one in pool.found if one.policy is not None]
+        if not parents or self.rng.random() < _FRESH:
+            return Policy.drawn(pool.problem, self.rng)
+        return self.rng.choice(parents).varied(pool.problem, self.rng)
 
     def _anneal(self) -> None:
         starts = sorted(
             ((pool, found) for pool in self._open() for found in _distinct(pool.found)),
             key=lambda start: start[1].least * start[0].problem.time_unit,
         )
-        shares = [_FIRST_SHARE] * len(starts[:_STARTS])
-        for (pool, found), share in zip(starts, shares, strict=False):
-            self._anneal_from(pool, found, share, _WARMTHS[0])
-        for warmth in _WARMTHS:
-            if pools := self._open():
-                rest = (1 - _FIRST_SHARE * _STARTS) / len(_WARMTHS)
-                self._anneal_from(pools[0], pools[0].found[0], rest, warmth)
+        for pool, found in starts[:_STARTS]:
+            self._anneal_from(pool, found, _FIRST_SHARE, _THEN[0][-1])
+        for place, share, warmth in _THEN:
+            if pools := self._open()[: place + 1]:
+                self._anneal_from(pools[-1], pools[-1].found[0], share, warmth)
 
     def _anneal_from(self, pool: Pool, found: Found, share: float, warmth: float) -> None:
         if pool not in self._open():
