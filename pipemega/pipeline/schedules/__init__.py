@@ -62,12 +62,12 @@ SCHEDULES: Final[Mapping[str, ScheduleFamily]] = MappingProxyType(
     {family.name: family for family in _FAMILIES}
 )
 
-# Known by name, so that whoever asks for one hears that it is to come, not that it is unknown.
-NOT_YET: Final = ("auto",)
+# No family: it is made for given costs and a memory limit, by `pipeline.synthesis`.
+SYNTHESIZED: Final = "auto"
 
 __all__ = [
-    "NOT_YET",
     "SCHEDULES",
+    "SYNTHESIZED",
     "ScheduleFamily",
     "ShareCosts",
     "Sizes",
@@ -94,20 +94,23 @@ def find_schedule(name: str) -> ScheduleFamily:
     """The schedule that goes by `name`, its own or an alias.
 
     Raises:
-        ScheduleError: there is none; the message has the nearest name.
+        ScheduleError: there is none, or it is `auto`, which is no function of sizes; the message
+            has the nearest name.
     """
     by_name = {alias: family for family in SCHEDULES.values() for alias in family.aliases}
     by_name |= SCHEDULES
     if name in by_name:
         return by_name[name]
-    there = f"the schedules are {', '.join(SCHEDULES)}"
-    if name in NOT_YET:
-        raise ScheduleError(f"schedule {name!r} is not there yet: {there}")
-    near = get_close_matches(name.casefold(), [*by_name, *NOT_YET], n=1, cutoff=0.5)
+    there = f"the schedules are {', '.join(SCHEDULES)} and {SYNTHESIZED}"
+    if name == SYNTHESIZED:
+        raise ScheduleError(
+            f"schedule {name!r} is not written down but looked for, by costs and a memory limit: "
+            f"python -m pipemega schedule auto, or pipemega.pipeline.synthesis.synthesize"
+        )
+    near = get_close_matches(name.casefold(), [*by_name, SYNTHESIZED], n=1, cutoff=0.5)
     if not near:
         raise ScheduleError(f"unknown schedule {name!r}: {there}")
-    later = " (That one is not there yet.)" if near[0] in NOT_YET else ""
-    raise ScheduleError(f"unknown schedule {name!r}; did you mean {near[0]!r}?{later} {there}")
+    raise ScheduleError(f"unknown schedule {name!r}; did you mean {near[0]!r}? {there}")
 
 
 def build_plan(name: str, pp_size: int, num_microbatches: int, chunks: int | None = None) -> Plan:

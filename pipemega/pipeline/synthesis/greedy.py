@@ -83,6 +83,7 @@ class _Construction:
             there = self._start(rank, code, free[rank])
             if there >= 0 and idle[neighbour := problem.home[there % problem.num_stages]]:
                 heappush(calls, (self.arrived[there][-1], neighbour))
+        assert set(self.count) == {problem.num_microbatches}, "a construction stands still"
         return self.orders
 
     def _choose(self, rank: int, now: float) -> tuple[int, float]:

@@ -106,7 +106,8 @@ class Search:
     @property
     def best(self) -> Pool:
         """The pool of the shortest; the first of those that are as short."""
-        return min(self.pools, key=lambda pool: round(pool.time, 12))
+        least = min(pool.time for pool in self.pools)
+        return next(pool for pool in self.pools if pool.time <= least * (1 + ROUNDING))
 
     @property
     def bound(self) -> float:
