@@ -38,6 +38,7 @@ setup(
         ],
         "pictures": ["matplotlib>=3.8"],
         "tensorboard": ["tensorboard>=2.14"],
+        "solver": ["ortools>=9.10"],
     },
     entry_points={"console_scripts": ["pipemega = pipemega.cli:main"]},
 )

@@ -3,6 +3,7 @@
 import argparse
 import textwrap
 
+from pipemega.cli import auto
 from pipemega.cli.pictures import FORMATS, FORMATS_HELP, add_options, deliver, show
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.costs import CostModel
@@ -12,13 +13,14 @@ from pipemega.pipeline.pictures import Panel
 from pipemega.pipeline.render import draw
 from pipemega.pipeline.schedules import (
     SCHEDULES,
+    SYNTHESIZED,
     ScheduleFamily,
     ShareCosts,
     Sizes,
     build_plan,
     find_schedule,
 )
-from pipemega.pipeline.simulate import simulate
+from pipemega.pipeline.simulate import Timeline, simulate
 from pipemega.pipeline.validate import validate
 
 _DESCRIPTION = f"""\
@@ -35,7 +37,15 @@ deadlock, and shows it. Needs no GPU and starts no process.
 {FORMATS_HELP}"""
 
 _NAMES = textwrap.fill("schedules: " + ", ".join(SCHEDULES), 79, break_on_hyphens=False)
-_EXAMPLE = "example: python -m pipemega schedule 1f1b --pp 4 --microbatches 8 --costs 1,1,1,.1"
+_AUTO = """\
+auto: not a schedule that is written down, but the best that can be found for these costs within
+--memory-limit, on any number of stages per rank (or --chunks); some seconds for 8 ranks
+"""
+_EXAMPLES = """\
+examples:
+  python -m pipemega schedule 1f1b --pp 4 --microbatches 8 --costs 1,1,1,.1
+  python -m pipemega schedule auto --pp 4 --microbatches 8 --costs 1,1.2,.8,.1 --memory-limit 3
+"""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -44,7 +54,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "schedule",
         help="draw, time or export a pipeline schedule, on paper",
         description=_DESCRIPTION,
-        epilog=f"{_NAMES}\n\n{_EXAMPLE}",
+        epilog="\n".join((_NAMES, "", _AUTO, auto.STAGE_COSTS, _EXAMPLES)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("name", metavar="NAME", help="one of those below")
@@ -65,6 +75,35 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "(default: 1,1,1,0)",
     )
     parser.add_argument(
+        "--stage-costs",
+        type=auto.stage_costs,
+        metavar="JSON",
+        help="for auto, instead of --costs: costs of stages that differ, see below",
+    )
+    parser.add_argument(
+        "--memory-limit",
+        type=_limit,
+        metavar="K",
+        help="the most that any rank may hold, in micro-batches of its share of the model, or in "
+        "the units of --stage-costs (default: any for a named schedule, P micro-batches for auto, "
+        "as 1f1b)",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help="what auto makes short: the time from the first step of any rank to the last, or the "
+        "longest of any one rank (default: makespan)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=_limit,
+        default=60.0,
+        metavar="S",
+        help="after which auto takes the best that it has found (default: 60, which is more than "
+        "it takes for up to 16 ranks and 64 micro-batches)",
+    )
+    parser.add_argument(
         "--format",
         choices=("text", "json", "csv", *FORMATS),
         default="text",
@@ -78,34 +117,65 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the schedule, or writes it to a file, and returns the exit code.
 
     Raises:
-        ScheduleError: there is no such schedule, or not for these sizes.
+        ScheduleError: there is no such schedule, or not for these sizes or this memory.
         ConfigError: the picture cannot be drawn here, or not be written there.
     """
+    if arguments.name == SYNTHESIZED:
+        found = auto.look_for(arguments)
+        costs = arguments.costs if arguments.stage_costs is None else None
+        text = auto.text(found, costs, arguments.objective)
+        return _show(arguments, Panel(found.timeline, costs=found.layout.costs), text)
+    if arguments.stage_costs is not None:
+        raise ScheduleError(f"--stage-costs is for auto, not for {arguments.name!r}: use --costs")
     family = find_schedule(arguments.name)
     plan = build_plan(family.name, arguments.pp, arguments.microbatches, arguments.chunks)
+    _check_memory(plan, arguments)
     sizes = Sizes(arguments.pp, arguments.microbatches, plan.num_stages // plan.num_ranks)
+    stage_costs = CostModel.shared(plan.rank_of_stage, *arguments.costs)
+    timeline = simulate(plan, stage_costs)
+    text = _text(family, sizes, timeline, arguments.costs)
+    return _show(arguments, Panel(timeline, costs=stage_costs), text)
+
+
+def _show(arguments: argparse.Namespace, panel: Panel, text: str) -> int:
+    plan = panel.timeline.plan
     validate(lower(plan))
     if arguments.format == "json":
         deliver(plan.to_json() + "\n", arguments.output)
     elif arguments.format == "csv":
         deliver(plan.to_csv(), arguments.output)
     elif arguments.format in FORMATS:
-        costs = CostModel.shared(plan.rank_of_stage, *arguments.costs)
-        show(arguments, [Panel(simulate(plan, costs), costs=costs)], family.name)
+        unit = "micro-batches" if arguments.stage_costs is None else "units"
+        show(arguments, [panel], plan.name, memory_unit=unit)
     else:
-        deliver(_text(family, sizes, plan, arguments.costs) + "\n", arguments.output)
+        deliver(text + "\n", arguments.output)
     return 0
 
 
-def _text(family: ScheduleFamily, sizes: Sizes, plan: Plan, costs: ShareCosts) -> str:
-    timeline = simulate(plan, CostModel.shared(plan.rank_of_stage, *costs))
+def _check_memory(plan: Plan, arguments: argparse.Namespace) -> None:
+    """Whether a named schedule keeps the limit, if there is one."""
+    limit = arguments.memory_limit
+    if limit is None:
+        return
+    held = simulate(plan, CostModel.shared(plan.rank_of_stage)).peak
+    if max(held) > limit * (1 + 1e-9):
+        raise ScheduleError(
+            f"schedule {plan.name!r} holds {max(held):g} micro-batches on rank "
+            f"{held.index(max(held))}, and --memory-limit is {limit:g}: give it as much, or use "
+            f"schedule 'auto', which keeps a limit"
+        )
+
+
+def _text(
+    family: ScheduleFamily, sizes: Sizes, timeline: Timeline, costs: ShareCosts
+) -> str:
     stages = f"{sizes.chunks} stages per rank, " if sizes.chunks > 1 else ""
     by_formula = f", {family.bubble(sizes, costs):.2%} by the formula"
     if not family.exact(sizes, costs):
         by_formula = f"; the formula is for {family.exact_formula}"
     return "\n".join(
         (
-            f"{plan.name}: {sizes.pp_size} ranks, {stages}{sizes.num_microbatches} micro-batches; "
+            f"{family.name}: {sizes.pp_size} ranks, {stages}{sizes.num_microbatches} micro-batches; "
             f"F={costs.forward:g} I={costs.backward_input:g} W={costs.backward_weight:g} "
             f"c={costs.message:g} per rank's share   ({family.source})",
             "",
@@ -116,17 +186,10 @@ def _text(family: ScheduleFamily, sizes: Sizes, plan: Plan, costs: ShareCosts) -
             f"span       {timeline.span:g}   (the longest of any one rank, from its own first step "
             f"to its own last)",
             f"bubble     {timeline.bubble:.2%} simulated{by_formula}",
-            f"memory     {_peaks(timeline.peak)} micro-batches held at most, by rank (formula: "
+            f"memory     {auto.peaks(timeline.peak)} micro-batches held at most, by rank (formula: "
             f"{family.peak_formula})",
         )
     )
-
-
-def _peaks(peaks: tuple[float, ...], most: int = 16) -> str:
-    words = [f"{peak:g}" for peak in peaks]
-    if len(words) > most:
-        words[most:] = [f".. (the highest: {max(peaks):g})"]
-    return " ".join(words)
 
 
 def _costs(text: str) -> ShareCosts:
@@ -144,3 +207,13 @@ def _costs(text: str) -> ShareCosts:
     except ScheduleError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return costs
+
+
+def _limit(text: str) -> float:
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    if not limit > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
+    return limit

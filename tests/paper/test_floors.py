@@ -44,6 +44,7 @@ PLAN = {
         "pipeline/standstill.py",
     ],
     4: [
+        "pipeline/synthesis/",
         "pipeline/render.py",
         "pipeline/pictures/",
         "pipeline/trace.py",
@@ -95,11 +96,14 @@ PAPER_ROOMS = (
     "pipeline/trace.py",
     "pipeline/measured.py",
     "pipeline/comparison.py",
+    "pipeline/synthesis/",
     "cli/",
 )
 
 # What may be missing from a machine, and is therefore imported where it is used.
-OPTIONAL = {"apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib"}
+OPTIONAL = {
+    "apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "ortools",
+}  # fmt: skip
 
 FILES = sorted(str(path.relative_to(HOUSE)) for path in HOUSE.rglob("*.py"))
 

@@ -7,8 +7,10 @@ import pytest
 
 from pipemega.cli import schedule
 from pipemega.errors import ScheduleError
+from pipemega.pipeline.costs import CostModel
 from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
+from pipemega.pipeline.simulate import simulate
 
 
 @pytest.fixture
@@ -83,7 +85,26 @@ def test_many_ranks_are_cut_short(run):
     [
         ("1f1b --pp 2 --microbatches 0", "schedule '1f1b' for 0 micro-batches: give at least 1"),
         ("1f1b --pp 2 --microbatches 2 --chunks 2", "pipeline.chunks is 2: set it to 1"),
-        ("auto --pp 2 --microbatches 2", "schedule 'auto' is not there yet"),
+        (
+            "auto --pp 2 --microbatches 2 --memory-limit 0.5",
+            "a memory limit of 0.5 is too little for rank 0",
+        ),
+        ("autoo --pp 2 --microbatches 2", "did you mean 'auto'"),
+        (
+            "1f1b --pp 4 --microbatches 8 --memory-limit 3",
+            "schedule '1f1b' holds 4 micro-batches on rank 0, and --memory-limit is 3: give it as "
+            "much, or use schedule 'auto', which keeps a limit",
+        ),
+        (
+            'gpipe --pp 1 --microbatches 1 --stage-costs {"forward":[1],"backward_input":[1],'
+            '"backward_weight":[1]}',
+            "--stage-costs is for auto, not for 'gpipe': use --costs",
+        ),
+        (
+            'auto --pp 2 --microbatches 1 --chunks 2 --stage-costs {"forward":[1,1],'
+            '"backward_input":[1,1],"backward_weight":[1,1]}',
+            "--stage-costs are of 2 stages, 1 on each of 2 ranks, and --chunks is 2",
+        ),
         ("zb-v --pp 2 --microbatches 2 --chunks 4", "pipeline.chunks is 4: set it to 2"),
         ("gpip --pp 2 --microbatches 2", "did you mean 'gpipe'"),
     ],
@@ -110,10 +131,99 @@ def test_costs_that_are_none_end_in_a_usage_error(run, capsys, costs, message):
     assert message in capsys.readouterr().err
 
 
+def test_auto_draws_what_it_found_and_says_how_good_it_is(run):
+    assert run("auto --pp 2 --microbatches 2 --chunks 1 --memory-limit 2").splitlines() == [
+        "auto: 2 ranks, 2 micro-batches; F=1 I=1 W=1 c=0 per rank's share",
+        "",
+        "rank 0   F0 F1 .. I0 W0 I1 W1",
+        "rank 1   .. F0 I0 F1 I1 W0 W1",
+        "",
+        "makespan   7   (first step to last)",
+        "span       7   (the longest of any one rank, from its own first step to its own last)",
+        "bubble     14.29%",
+        "memory     2 2 held at most, by rank",
+        "bound      7   (no plan has a shorter makespan within this memory; this one is at it)",
+        "made from  zb-h1",
+    ]
+
+
+def test_auto_holds_as_much_as_1f1b_unless_told(run):
+    text = run("auto --pp 3 --microbatches 4 --chunks 1 --format json")
+    plan = Plan.from_json(text)
+    assert plan.name == "auto"
+    assert max(simulate(plan, CostModel.uniform(3)).peak) <= 3
+
+
+def test_auto_takes_costs_of_stages_from_words_and_files(run, tmp_path):
+    costs = {"forward": [1, 2], "backward_input": [1, 2], "backward_weight": [1, 2], "message": 0.5}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(costs))
+    words = json.dumps(costs).replace(" ", "")
+    texts = [
+        run(f"auto --pp 2 --microbatches 3 --stage-costs {source}") for source in (words, file)
+    ]
+    assert texts[0] == texts[1]
+    assert texts[0].startswith("auto: 2 ranks, 3 micro-batches; costs per stage\n")
+
+
+@pytest.mark.parametrize(
+    ("costs", "message"),
+    [
+        ("nowhere.json", "neither JSON nor a file with it"),
+        ('{"forward":[1]}', "costs of stages have the keys forward, backward_input,"),
+        (
+            '{"forward":[1],"backward_input":[1],"backward_weight":1}',
+            "backward_weight of the costs of stages: give a list of numbers, one per stage",
+        ),
+        (
+            '{"forward":[1],"backward_input":[1],"backward_weight":[true]}',
+            "give a list of numbers, one per stage",
+        ),
+        (
+            '{"forward":[1],"backward_input":[1],"backward_weight":[1],"message":[1]}',
+            "message of the costs of stages: give a number",
+        ),
+        (
+            '{"forward":[1],"backward_input":[-1],"backward_weight":[1]}',
+            "the cost backward_input of stage 0 is -1.0",
+        ),
+        (
+            '{"forward":[1],"backward_input":[1],"backward_weight":[NaN]}',
+            "the cost backward_weight of stage 0 is nan",
+        ),
+    ],
+)
+def test_costs_of_stages_that_are_none_end_in_a_usage_error(run, capsys, costs, message):
+    with pytest.raises(SystemExit) as left:
+        run(f"auto --pp 1 --microbatches 2 --stage-costs {costs}")
+    assert left.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("limit", ["0", "-1", "nan", "much"])
+def test_a_limit_that_is_none_ends_in_a_usage_error(run, capsys, limit):
+    with pytest.raises(SystemExit) as left:
+        run(f"auto --pp 1 --microbatches 2 --memory-limit {limit}")
+    assert left.value.code == 2
+    assert f"{limit!r}: give a number above 0" in capsys.readouterr().err
+
+
 def test_the_help_is_enough(run, capsys):
     with pytest.raises(SystemExit) as left:
         run("--help")
     assert left.value.code == 0
     text = capsys.readouterr().out
-    for word in (*SCHEDULES, "--pp", "--microbatches", "--chunks", "--costs", "json", "csv"):
+    for word in (
+        *SCHEDULES,
+        "auto",
+        "--memory-limit",
+        "--stage-costs",
+        "--objective",
+        "--pp",
+        "--microbatches",
+        "--chunks",
+        "--costs",
+        "json",
+        "csv",
+    ):
         assert word in text

@@ -376,7 +376,9 @@ def test_an_unknown_schedule_is_answered_with_the_nearest(name, message):
 
 
 def test_the_one_that_is_looked_for_says_how():
-    message = "schedule 'auto' is not written down but looked for, by costs and a memory limit: python"
+    message = (
+        "schedule 'auto' is not written down but looked for, by costs and a memory limit: python"
+    )
     with pytest.raises(ScheduleError, match=message):
         find_schedule("auto")
 

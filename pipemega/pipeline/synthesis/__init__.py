@@ -10,7 +10,7 @@ improves them, `search.py` says how much of what is done.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pipemega.errors import ScheduleError
@@ -55,6 +55,7 @@ def synthesize(
     memory_limit: float | Sequence[float] | None = None,
     *,
     objective: Objective = "makespan",
+    effort: float = 1.0,
     seconds: float | None = 60.0,
 ) -> Synthesis:
     """The best plan found on any of `layouts` whose ranks hold no more than `memory_limit`.
@@ -68,6 +69,8 @@ def synthesize(
         memory_limit: of each rank, or one for all, in the units of the costs; None: no limit.
         objective: what is to be short; makespan is what an optimizer step that waits for all
             ranks sees.
+        effort: 1 takes some seconds for 8 ranks and 32 micro-batches, and rather more in proportion
+            for less; more finds better plans, slowly.
         seconds: after which the best that has been found will do; None: never.
 
     Raises:
@@ -77,15 +80,13 @@ def synthesize(
         raise ScheduleError(f"objective {objective!r}: it is 'makespan' or 'span'")
     limits = _limits(layouts, num_microbatches, memory_limit)
     problems = [
-        Problem.of(layout, num_microbatches, limits)
-        for layout in layouts
-        if _keeps(layout, limits)
+        Problem.of(layout, num_microbatches, limits) for layout in layouts if _keeps(layout, limits)
     ]
     if not problems:
         raise ScheduleError(_too_little(layouts, limits))
     measure, bound = _MEASURES[objective]
     deadline = math.inf if seconds is None else time.monotonic() + seconds
-    search = Search(problems, measure, bound, lambda: time.monotonic() > deadline)
+    search = Search(problems, measure, bound, lambda: time.monotonic() > deadline, effort)
     pool = search.run()
     best = pool.found[0]
     plan = pool.problem.plan_of("auto", best.run.orders)
@@ -129,9 +130,11 @@ def _keeps(layout: Layout, limits: Sequence[float]) -> bool:
 def _too_little(layouts: Sequence[Layout], limits: Sequence[float]) -> str:
     """Which rank has too little, and what would do."""
     least = min((layout.least_memory for layout in layouts), key=max)
-    rank = next(r for r, (need, limit) in enumerate(zip(least, limits, strict=True)) if need > limit)
+    short = (r for r, limit in enumerate(limits) if least[r] > limit)
+    # Another layout may need less there, and more elsewhere.
+    rank = next(short, max(range(len(least)), key=lambda r: least[r] / limits[r]))
     return (
-        f"a memory limit of {limits[rank]:g} is too little for rank {rank}: under any plan it holds "
-        f"one micro-batch at all of its stages, {least[rank]:g}; the least limit for all ranks is "
-        f"{max(least):g}"
+        f"a memory limit of {limits[rank]:g} is too little for rank {rank}: whatever the plan, it "
+        f"holds one micro-batch at all of its stages, {least[rank]:g}; the least limit that would "
+        f"do for all ranks is {max(least):g}"
     )

@@ -133,7 +133,7 @@ class _Search:
         own = places[(INPUT if kind == WHOLE else kind) * num + stage]
         n = bisect_left(own, at)
         bound = own[n - 1] if n else -1
-        if kind == INPUT or kind == WHOLE:
+        if kind in (INPUT, WHOLE):
             bound = max(bound, places[FORWARD * num + stage][n])
         elif kind == WEIGHT:
             bound = max(bound, places[INPUT * num + stage][n])
@@ -148,7 +148,7 @@ class _Search:
         own = places[(INPUT if kind == WHOLE else kind) * num + stage]
         n = bisect_left(own, at)
         bound = own[n + 1] if n + 1 < len(own) else length
-        if kind == FORWARD or kind == INPUT:
+        if kind in (FORWARD, INPUT):
             bound = min(bound, places[(kind + 1) * num + stage][n])
         return bound - 1
 

@@ -14,6 +14,7 @@ Source: the first three generalise (p - 1)(F / v + c), see docs/schedules.md; th
 argument of Qi et al. 2024, arXiv:2405.15362, that memory is proportional to lifespan.
 """
 
+import math
 from itertools import accumulate
 
 from pipemega.pipeline.synthesis.problem import FORWARD, INPUT, ROUNDING, WEIGHT, WHOLE, Problem
@@ -89,16 +90,17 @@ class _Ways:
 def _most_work(problem: Problem, rank: int, kind: int) -> float:
     """The most time that `rank` can spend on F, or on W, alone, before or after anything else."""
     num, room, done = problem.num_stages, problem.limit[rank] + ROUNDING, 0.0
-    codes = [kind * num + stage for stage in problem.stages[rank]]
-    sizes = {abs(problem.takes[code]) for code in codes}
-    # The most time for its memory first; all of a size can only be held in whole numbers.
-    whole_numbers = len(sizes) == 1
-    for code in sorted(codes, key=lambda c: problem.time[c] / max(abs(problem.takes[c]), 1e-12))[::-1]:
-        size = abs(problem.takes[code])
-        count = min(problem.num_microbatches, room / size if size else float("inf"))
-        if whole_numbers:
-            count = int(count)
-        done += count * problem.time[code]
+    steps = [
+        (abs(problem.takes[code]), problem.time[code])
+        for code in (kind * num + stage for stage in problem.stages[rank])
+    ]
+    # What gives most time for its memory first. Where all take the same, only whole ones count.
+    alike = len({size for size, _ in steps}) == 1
+    for size, time in sorted(steps, key=lambda step: -step[1] / max(step[0], ROUNDING)):
+        count = min(problem.num_microbatches, room / size if size else math.inf)
+        if alike:
+            count = math.floor(count)
+        done += count * time
         room -= count * size
     return done
 

@@ -64,9 +64,7 @@ def play(problem: Problem, orders: Orders) -> Run | None:
     return run if _finish(run, [0] * ranks, NEVER) else None
 
 
-def replay(
-    run: Run, rank: int, order: list[int], first: int, until: float = NEVER
-) -> Run | None:
+def replay(run: Run, rank: int, order: list[int], first: int, until: float = NEVER) -> Run | None:
     """`run` with another order on `rank`, which is the same before place `first`.
 
     None if it stands still, or if some rank cannot be done by `until`. The places are those of
@@ -124,10 +122,14 @@ def _finish(run: Run, cursor: list[int], until: float) -> bool:
     needs, gives = problem.needs, problem.gives
     sleeper = [-1] * len(ends)
     awake = list(range(problem.num_ranks))
-    spare = [
-        until - now - sum([time[code] for code in order[at:]])
-        for now, order, at in zip(clock, run.orders, cursor, strict=True)
-    ] if until < NEVER else [NEVER] * problem.num_ranks
+    spare = (
+        [
+            until - now - sum([time[code] for code in order[at:]])
+            for now, order, at in zip(clock, run.orders, cursor, strict=True)
+        ]
+        if until < NEVER
+        else [NEVER] * problem.num_ranks
+    )
     while awake:
         rank = awake.pop()
         order, at, now, row = run.orders[rank], cursor[rank], clock[rank], run.start[rank]

@@ -1,4 +1,4 @@
-"""The best plan of one layout, proven: for a few hundred steps at most, where OR-tools is installed.
+"""The best plan of one layout, proven: for a few hundred steps, where OR-tools is installed.
 
 Each F, I and W is an interval of time; those of a rank do not overlap, and what they hold is
 counted at every moment. CP-SAT finds the shortest makespan, or a bound and the best so far.
@@ -108,7 +108,9 @@ def _starts(model: Any, problem: Problem, tick: float, horizon: int) -> dict[tup
     time = [round(each * problem.time_unit / tick) for each in problem.time]
     travel = [round(each * problem.time_unit / tick) for each in problem.travels]
     start = {
-        (code, n): model.new_int_var(0, horizon, "") for code in range(3 * num) for n in range(count)
+        (code, n): model.new_int_var(0, horizon, "")
+        for code in range(3 * num)
+        for n in range(count)
     }
     maker = {result: code for code, result in enumerate(problem.gives[: 2 * num])}
     end = model.new_int_var(0, horizon, "")

@@ -88,6 +88,7 @@ class Search:
         problems: one per layout.
         measure, bound: what is to be short, and what it cannot stay below.
         over: whether time is up.
+        effort: what all shares are multiplied with.
     """
 
     def __init__(
@@ -96,12 +97,13 @@ class Search:
         measure: Measure,
         bound: Callable[[Problem], float],
         over: Callable[[], bool],
+        effort: float = 1.0,
     ) -> None:
         self.pools = [Pool(problem, bound(problem)) for problem in problems]
         self.measure, self.over = measure, over
         self.rng = random.Random(0)
         usual = 3 * 2 * problems[0].num_ranks * problems[0].num_microbatches / _USUAL
-        self.effort = max(usual, usual**0.5)
+        self.effort = effort * max(usual, usual**0.5)
 
     @property
     def best(self) -> Pool:
@@ -180,9 +182,7 @@ class Search:
             return
         replays = round(share * _REPLAYED * self.effort / pool.problem.size)
         seed = self.rng.randrange(2**31)
-        run = anneal(
-            found.run, replays, warmth, self.measure, seed, pool.bound, self.over
-        )
+        run = anneal(found.run, replays, warmth, self.measure, seed, pool.bound, self.over)
         least = self.measure(run)
         if least < found.least - ROUNDING:
             ends = ", annealed"
@@ -202,12 +202,9 @@ def named_plans(problem: Problem) -> list[Plan]:
     ranks, home = problem.num_ranks, problem.home
     chunks, rest = divmod(problem.num_stages, ranks)
     sizes = Sizes(ranks, problem.num_microbatches, chunks)
-    plans = [
-        family.build(sizes)
-        for family in SCHEDULES.values()
-        if not rest and family.refuses(sizes) is None and {"loop": loop, "v": v}[family.placement](ranks, chunks) == home
-    ]
-    return [plan for plan in plans if plan.rank_of_stage == home]
+    families = [f for f in SCHEDULES.values() if not rest and f.refuses(sizes) is None]
+    places = {"loop": loop(ranks, chunks), "v": v(ranks, chunks)}
+    return [f.build(sizes) for f in families if places[f.placement] == home]
 
 
 def _in_halves(problem: Problem, orders: Orders) -> Orders:
