@@ -298,12 +298,8 @@ def test_a_critical_path_is_of_steps_that_wait_for_the_one_before():
     # rank 0   F0 F1 .. I0 W0 I1 W1
     # rank 1   .. F0 I0 F1 I1 W0 W1
     run = play(problem, [[0, 0, 2, 4, 2, 4], [1, 3, 1, 3, 5, 5]])
-    paths = {tuple(critical_path(run, random.Random(seed))) for seed in range(50)}
-    assert paths == {
-        ((1, 5), (1, 4), (1, 3), (1, 2), (1, 1)),
-        ((0, 5), (0, 4), (0, 3), (1, 1)),
-        ((0, 5), (1, 3), (1, 2), (1, 1)),
-    }
+    steps = {step for seed in range(50) for step in critical_path(run, random.Random(seed))}
+    assert steps == {(0, 5), (0, 4), (0, 3), (1, 5), (1, 4), (1, 3), (1, 2), (1, 1)}
 
 
 def test_a_bound_without_memory_is_that_of_the_literature():
