@@ -2,7 +2,6 @@
 
 import argparse
 import textwrap
-from collections.abc import Callable
 
 from pipemega.cli import auto
 from pipemega.cli.pictures import FORMATS, FORMATS_HELP, add_options, deliver, show
@@ -21,7 +20,7 @@ from pipemega.pipeline.schedules import (
     build_plan,
     find_schedule,
 )
-from pipemega.pipeline.simulate import simulate
+from pipemega.pipeline.simulate import Timeline, simulate
 from pipemega.pipeline.validate import validate
 
 _DESCRIPTION = f"""\
@@ -124,20 +123,21 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name == SYNTHESIZED:
         found = auto.look_for(arguments)
         costs = arguments.costs if arguments.stage_costs is None else None
-        panel = Panel(found.timeline, costs=found.layout.costs)
-        return _show(arguments, panel, lambda: auto.text(found, costs, arguments.objective))
+        text = auto.text(found, costs, arguments.objective)
+        return _show(arguments, Panel(found.timeline, costs=found.layout.costs), text)
     if arguments.stage_costs is not None:
         raise ScheduleError(f"--stage-costs is for auto, not for {arguments.name!r}: use --costs")
     family = find_schedule(arguments.name)
     plan = build_plan(family.name, arguments.pp, arguments.microbatches, arguments.chunks)
     _check_memory(plan, arguments)
     sizes = Sizes(arguments.pp, arguments.microbatches, plan.num_stages // plan.num_ranks)
-    model = CostModel.shared(plan.rank_of_stage, *arguments.costs)
-    panel = Panel(simulate(plan, model), costs=model)
-    return _show(arguments, panel, lambda: _text(family, sizes, plan, arguments.costs))
+    stage_costs = CostModel.shared(plan.rank_of_stage, *arguments.costs)
+    timeline = simulate(plan, stage_costs)
+    text = _text(family, sizes, timeline, arguments.costs)
+    return _show(arguments, Panel(timeline, costs=stage_costs), text)
 
 
-def _show(arguments: argparse.Namespace, panel: Panel, text: Callable[[], str]) -> int:
+def _show(arguments: argparse.Namespace, panel: Panel, text: str) -> int:
     plan = panel.timeline.plan
     validate(lower(plan))
     if arguments.format == "json":
@@ -145,9 +145,10 @@ def _show(arguments: argparse.Namespace, panel: Panel, text: Callable[[], str]) 
     elif arguments.format == "csv":
         deliver(plan.to_csv(), arguments.output)
     elif arguments.format in FORMATS:
-        show(arguments, [panel], plan.name)
+        unit = "micro-batches" if arguments.stage_costs is None else "units"
+        show(arguments, [panel], plan.name, memory_unit=unit)
     else:
-        deliver(text() + "\n", arguments.output)
+        deliver(text + "\n", arguments.output)
     return 0
 
 
@@ -165,15 +166,14 @@ def _check_memory(plan: Plan, arguments: argparse.Namespace) -> None:
         )
 
 
-def _text(family: ScheduleFamily, sizes: Sizes, plan: Plan, costs: ShareCosts) -> str:
-    timeline = simulate(plan, CostModel.shared(plan.rank_of_stage, *costs))
+def _text(family: ScheduleFamily, sizes: Sizes, timeline: Timeline, costs: ShareCosts) -> str:
     stages = f"{sizes.chunks} stages per rank, " if sizes.chunks > 1 else ""
     by_formula = f", {family.bubble(sizes, costs):.2%} by the formula"
     if not family.exact(sizes, costs):
         by_formula = f"; the formula is for {family.exact_formula}"
     return "\n".join(
         (
-            f"{plan.name}: {sizes.pp_size} ranks, {stages}{sizes.num_microbatches} micro-batches; "
+            f"{family.name}: {sizes.pp_size} ranks, {stages}{sizes.num_microbatches} micro-batches; "
             f"F={costs.forward:g} I={costs.backward_input:g} W={costs.backward_weight:g} "
             f"c={costs.message:g} per rank's share   ({family.source})",
             "",
