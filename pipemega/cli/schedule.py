@@ -173,7 +173,8 @@ def _text(family: ScheduleFamily, sizes: Sizes, timeline: Timeline, costs: Share
         by_formula = f"; the formula is for {family.exact_formula}"
     return "\n".join(
         (
-            f"{family.name}: {sizes.pp_size} ranks, {stages}{sizes.num_microbatches} micro-batches; "
+            f"{family.name}: {sizes.pp_size} ranks, {stages}{sizes.num_microbatches} "
+            f"micro-batches; "
             f"F={costs.forward:g} I={costs.backward_input:g} W={costs.backward_weight:g} "
             f"c={costs.message:g} per rank's share   ({family.source})",
             "",
