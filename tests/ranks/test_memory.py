@@ -73,7 +73,7 @@ def test_a_rank_holds_what_its_plan_says(case: str, pool: RankPool) -> None:
         real = measured[topology.rank(rank, 0, 0)]
         for part in ("weights", "gradients", "masters", "optimizer"):
             assert real[part] == getattr(memory.footprint, part), (rank, part)
-        within = AGREEMENT.get(case, 0.01)
+        within = AGREEMENT.get(case, 0.02)
         assert memory.total == pytest.approx(real["peak"], rel=within), rank
         # Nor may what is always there hide what comes and goes.
         always = memory.footprint.total
