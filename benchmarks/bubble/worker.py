@@ -1,0 +1,106 @@
+"""One rank of the comparison: every system in turn, round after round; `run.py` starts it."""
+
+import argparse
+import gc
+import json
+import time
+from datetime import timedelta
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.bubble.stages import Diary, Seconds, sleep_precisely
+from benchmarks.bubble.systems import System, Task, build
+from pipemega.errors import ScheduleError
+from pipemega.pipeline.simulate import simulate
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--microbatches", type=int, required=True)
+    parser.add_argument("--share", type=float, nargs=3, required=True)
+    parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--systems", nargs="+", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    sleep_precisely()
+    dist.init_process_group("gloo", timeout=timedelta(minutes=5))
+    task = Task(dist.get_world_size(), options.microbatches, Seconds(*options.share))
+    result = measure(task, options.systems, options.rounds)
+    options.out.write_text(json.dumps(result), encoding="utf-8")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure(task: Task, names: list[str], rounds: int) -> dict[str, Any]:
+    """Of each system: its plan's figures, and from each round when the step began and ended here.
+
+    The clock is that of the machine, the same for all processes. The rounds are interleaved, and
+    each begins with another system.
+    """
+    rank, group = dist.get_rank(), dist.new_group()
+    diary = Diary()
+    systems: dict[str, System] = {}
+    refused: dict[str, str] = {}
+    for name in names:
+        try:
+            systems[name] = build(name, task, rank, group, diary)
+        except ScheduleError as error:
+            refused[name] = str(error)
+    results = {name: _figures(system, task) for name, system in systems.items()}
+    order = list(systems)
+    for turn in range(-1, rounds):
+        first = max(0, turn) % len(order)
+        for name in order[first:] + order[:first]:
+            entry = _step(systems[name], diary)
+            # The first turn meets shapes, connections and allocations for the first time; torch
+            # also runs its stages once, to learn what crosses them.
+            if turn >= 0:
+                _check(systems[name], rank, diary)
+                results[name]["rounds"].append(entry)
+    return {"systems": results, "refused": refused}
+
+
+def _figures(system: System, task: Task) -> dict[str, Any]:
+    timeline = simulate(system.plan, system.costs)
+    return {
+        "simulated": timeline.makespan,
+        "simulated_peak": max(timeline.peak),
+        "ideal": task.ideal,
+        "rounds": [],
+    }
+
+
+def _step(system: System, diary: Diary) -> dict[str, Any]:
+    """One step between barriers."""
+    diary.clear()
+    gc.collect()
+    dist.barrier()
+    cpu, start = time.process_time(), time.monotonic()
+    system.step()
+    end, cpu_end = time.monotonic(), time.process_time()
+    dist.barrier()
+    return {
+        "start": start,
+        "end": end,
+        "peak": diary.peak,
+        "slept": sum(nap.end - nap.start for nap in diary.naps),
+        "cpu": cpu_end - cpu,
+    }
+
+
+def _check(system: System, rank: int, diary: Diary) -> None:
+    """Raises AssertionError: it slept something else than its plan says, or in another order."""
+    slept = [(nap.part, nap.stage) for nap in diary.naps]
+    planned = system.naps(rank)
+    for at, (was, should) in enumerate(zip_longest(slept, planned)):
+        if was != should:
+            raise AssertionError(f"{system.name}, rank {rank}, nap {at}: {was}, planned {should}")
+
+
+if __name__ == "__main__":
+    main()
