@@ -46,8 +46,10 @@ class Diary:
     """What the stages of one rank have slept, and what they held meanwhile.
 
     A micro-batch is held from its F to its W, by every system alike, as `share` of a unit.
+    `pace` is what every sleep is multiplied by: a step to warm up need not take long.
     """
 
+    pace: float = 1.0
     naps: list[Nap] = field(default_factory=list)
     held: float = 0.0
     peak: float = 0.0
@@ -57,7 +59,7 @@ class Diary:
             self.held += share
             self.peak = max(self.peak, self.held)
         start = time.monotonic()
-        time.sleep(seconds)
+        time.sleep(seconds * self.pace)
         self.naps.append(Nap(part, stage, start, time.monotonic()))
         if part == "W":
             self.held -= share

@@ -82,12 +82,10 @@ class System:
     step: Callable[[], None]
     whole_backward: str = "IW"
 
-    def naps(self, rank: int) -> list[tuple[str, int]]:
-        """(part, stage) of each sleep that `rank` should have had, in order."""
+    def parts(self, rank: int) -> list[list[tuple[str, int]]]:
+        """(part, stage) of the sleeps that each step of `rank` has, in order."""
         return [
-            (part, step.stage)
-            for step in self.plan.programs[rank]
-            for part in self._parts(step)
+            [(part, step.stage) for part in self._parts(step)] for step in self.plan.programs[rank]
         ]
 
     def _parts(self, step: Instruction) -> str:

@@ -17,6 +17,8 @@ from benchmarks.bubble.systems import System, Task, build
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.simulate import simulate
 
+WARM_UP_PACE = 0.05
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
@@ -52,16 +54,20 @@ def measure(task: Task, names: list[str], rounds: int) -> dict[str, Any]:
         except ScheduleError as error:
             refused[name] = str(error)
     results = {name: _figures(system, task) for name, system in systems.items()}
+    diary.pace = WARM_UP_PACE
+    for system in systems.values():
+        # Shapes, connections and allocations are met for the first time; torch also runs its
+        # stages once, to learn what crosses them.
+        _step(system, diary)
+    diary.pace = 1.0
     order = list(systems)
-    for turn in range(-1, rounds):
-        first = max(0, turn) % len(order)
+    for turn in range(rounds):
+        first = turn % len(order)
         for name in order[first:] + order[:first]:
             entry = _step(systems[name], diary)
-            # The first turn meets shapes, connections and allocations for the first time; torch
-            # also runs its stages once, to learn what crosses them.
-            if turn >= 0:
-                _check(systems[name], rank, diary)
-                results[name]["rounds"].append(entry)
+            _check(systems[name], rank, diary)
+            results[name]["rounds"].append(entry)
+            results[name]["naps"] = [(nap.start, nap.end) for nap in diary.naps]
     return {"systems": results, "refused": refused}
 
 
@@ -71,6 +77,8 @@ def _figures(system: System, task: Task) -> dict[str, Any]:
         "simulated": timeline.makespan,
         "simulated_peak": max(timeline.peak),
         "ideal": task.ideal,
+        "plan": system.plan.to_json(),
+        "parts": [len(parts) for parts in system.parts(dist.get_rank())],
         "rounds": [],
     }
 
@@ -96,7 +104,7 @@ def _step(system: System, diary: Diary) -> dict[str, Any]:
 def _check(system: System, rank: int, diary: Diary) -> None:
     """Raises AssertionError: it slept something else than its plan says, or in another order."""
     slept = [(nap.part, nap.stage) for nap in diary.naps]
-    planned = system.naps(rank)
+    planned = [nap for naps in system.parts(rank) for nap in naps]
     for at, (was, should) in enumerate(zip_longest(slept, planned)):
         if was != should:
             raise AssertionError(f"{system.name}, rank {rank}, nap {at}: {was}, planned {should}")
