@@ -21,8 +21,13 @@ class Failed(RuntimeError):
     """A measurement whose processes did not all end well; the message is what they wrote."""
 
 
-def measure(module: str, num_ranks: int, arguments: Sequence[str]) -> list[dict[str, Any]]:
+def measure(
+    module: str, num_ranks: int, arguments: Sequence[str], python: str | None = None
+) -> list[dict[str, Any]]:
     """Runs `python -m module arguments --out FILE` on every rank; what each wrote, by rank.
+
+    Args:
+        python: another interpreter than this one.
 
     Raises:
         Failed: with the output of all ranks; the others were ended with the first that failed.
@@ -33,7 +38,7 @@ def measure(module: str, num_ranks: int, arguments: Sequence[str]) -> list[dict[
         logs = [Path(folder, f"{rank}.log") for rank in range(num_ranks)]
         processes = []
         for rank in range(num_ranks):
-            command = [sys.executable, "-m", module, *arguments, "--out", str(files[rank])]
+            command = [python or sys.executable, "-m", module, *arguments, "--out", str(files[rank])]
             with logs[rank].open("w") as log:
                 processes.append(
                     subprocess.Popen(

@@ -1,6 +1,6 @@
 """Stages that sleep instead of compute: forward, input half and weight half, each as long as told.
 
-    y = w * (x + b)           x [1, WIDTH]; w and b are the stage's parameters
+    y = w * (x + b)           x [..., width]; w and b [width] are the stage's parameters
 
     forward sleeps F.  Backward is two nodes that sleep: on the way to x + b for I, on the way to w
     for W.  So whoever asks autograd for x alone sleeps I, for w alone W, for both I + W; b only
@@ -106,7 +106,7 @@ class _TimesWeightLater(torch.autograd.Function):
 
         def gradient() -> Tensor:
             nap()
-            return (dy * h).sum(0)
+            return (dy * h).flatten(0, -2).sum(0)
 
         ctx.queue.take(weight, gradient)
         return dy * weight.detach(), None, None, None
@@ -120,13 +120,16 @@ class SleepingStage(nn.Module):
         seconds: how long it sleeps.
         share: the part of a rank's model that it is: 1 over the stages of a rank.
         diary: of this rank.
+        width: of its input.
     """
 
-    def __init__(self, stage: int, seconds: Seconds, share: float, diary: Diary) -> None:
+    def __init__(
+        self, stage: int, seconds: Seconds, share: float, diary: Diary, width: int = WIDTH
+    ) -> None:
         super().__init__()
         self.stage, self.seconds, self.share, self.diary = stage, seconds, share, diary
-        self.weight = nn.Parameter(torch.full((WIDTH,), 1.0 + 0.01 * stage))
-        self.bias = nn.Parameter(torch.full((WIDTH,), 0.01 * stage))
+        self.weight = nn.Parameter(torch.full((width,), 1.0 + 0.01 * stage))
+        self.bias = nn.Parameter(torch.full((width,), 0.01 * stage))
         # `split_backward.split` puts its own product here, with the queue in its keywords.
         self.product: Any = torch.mul
 
