@@ -38,7 +38,8 @@ def measure(
         logs = [Path(folder, f"{rank}.log") for rank in range(num_ranks)]
         processes = []
         for rank in range(num_ranks):
-            command = [python or sys.executable, "-m", module, *arguments, "--out", str(files[rank])]
+            command = [python or sys.executable, "-m", module, *arguments]
+            command += ["--out", str(files[rank])]
             with logs[rank].open("w") as log:
                 processes.append(
                     subprocess.Popen(

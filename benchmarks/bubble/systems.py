@@ -4,7 +4,6 @@ Each system is one step over sleeping stages, and the plan that it says it runs:
 the diary is held against, and what is simulated.
 """
 
-import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,10 +97,10 @@ class System:
 
 
 def names(words: Sequence[str]) -> list[str]:
-    """All systems, or those that one of `words` names whole or ends in a colon for (`torch:`)."""
+    """All systems, or those that `words` name: one (`torch:zb-v`) or all of a kind (`torch:`)."""
     known = [f"pipemega:{name}" for name in (*SCHEDULES, "auto")]
     known += [f"torch:{name}" for name in TORCH_SCHEDULES]
-    return [n for n in known if not words or any(n == w or n.split(":")[0] + ":" == w for w in words)]
+    return [n for n in known if not words or n in words or f"{n.split(':')[0]}:" in words]
 
 
 def build(name: str, task: Task, rank: int, group: dist.ProcessGroup, diary: Diary) -> System:
@@ -214,8 +213,8 @@ def _plan_of_torch(name: str, schedule: Any, task: Task) -> Plan:
     homes = schedule.stage_index_to_group_rank
     programs = tuple(
         tuple(
-            Instruction(Kind(action.computation_type.value), action.stage_index, action.microbatch_index)
-            for action in _flat(order[rank])
+            Instruction(Kind(a.computation_type.value), a.stage_index, a.microbatch_index)
+            for a in _flat(order[rank])
         )
         for rank in range(task.ranks)
     )

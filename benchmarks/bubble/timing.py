@@ -10,7 +10,9 @@ from pipemega.pipeline.simulate import Timeline
 Span = tuple[float, float]
 
 
-def timeline(plan: Plan, parts: Sequence[Sequence[int]], naps: Sequence[Sequence[Span]]) -> Timeline:
+def timeline(
+    plan: Plan, parts: Sequence[Sequence[int]], naps: Sequence[Sequence[Span]]
+) -> Timeline:
     """The measured timeline of `plan`, in seconds from its first step.
 
     Args:

@@ -78,7 +78,8 @@ def _markdown(report: dict[str, Any], options: argparse.Namespace) -> str:
 def _print_profile(name: str, rows: list[dict[str, Any]]) -> None:
     print(f"\n{name}, rank 0, µs a step under cProfile:")
     for row in rows:
-        print(f"{row['own_us']:9.0f} {row['with_callees_us']:9.0f} {row['calls']:6}  {row['function']}")
+        own, total = row["own_us"], row["with_callees_us"]
+        print(f"{own:9.0f} {total:9.0f} {row['calls']:6}  {row['function']}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where the model is cut, for all systems alike: by placement, even ranks first, then even stages."""
+"""Where the model is cut, for all systems alike: even ranks first, then even stages."""
 
 from collections.abc import Sequence
 from itertools import combinations_with_replacement, pairwise

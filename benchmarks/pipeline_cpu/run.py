@@ -55,8 +55,9 @@ def main(argv: list[str] | None = None) -> int:
                 raise
             systems.remove(system)
             notes.append(f"{system} was left out: {str(error).splitlines()[-1]}")
+    words = sys.argv[1:] if argv is None else argv
     report: dict[str, Any] = {
-        "command": f"python -m benchmarks.pipeline_cpu.run {' '.join(argv or sys.argv[1:])}".strip(),
+        "command": " ".join(["python -m benchmarks.pipeline_cpu.run", *words]),
         "machine": machine(),
         "sizes": asdict(sizes),
         "options": {k: v for k, v in vars(options).items() if type(v) is int},

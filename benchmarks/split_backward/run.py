@@ -119,9 +119,7 @@ def one_product(hidden: int, tokens: int, count: int) -> float:
     Of a linear from hidden to 4 hidden, everything counted that W does: putting the rows together,
     the product, adding it to the gradient.
     """
-    pairs = [
-        (torch.randn(tokens, hidden), torch.randn(tokens, 4 * hidden)) for _ in range(count)
-    ]
+    pairs = [(torch.randn(tokens, hidden), torch.randn(tokens, 4 * hidden)) for _ in range(count)]
     gradient = torch.zeros(4 * hidden, hidden)
 
     def each() -> None:
