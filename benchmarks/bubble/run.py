@@ -10,10 +10,12 @@ that is done. The README says what the columns mean.
 import argparse
 import json
 import sys
+import tempfile
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.bubble.plans import find_plans
 from benchmarks.bubble.systems import names
 from benchmarks.bubble.timing import lags, timeline
 from benchmarks.ranks import machine, measure
@@ -24,7 +26,8 @@ TOLERANCE = 1.03
 
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
-    systems = names(options.systems)
+    files = {path.stem: path for path in options.plan}
+    systems = names(options.systems, files)
     report: dict[str, Any] = {
         "command": "python -m benchmarks.bubble.run "
         + " ".join(sys.argv[1:] if argv is None else argv),
@@ -35,7 +38,7 @@ def main(argv: list[str] | None = None) -> int:
     for costs in options.costs:
         for ranks in options.ranks:
             for microbatches in options.microbatches:
-                table = _table(ranks, microbatches, costs, systems, options)
+                table = _table(ranks, microbatches, costs, systems, files, options)
                 report["tables"].append(table)
                 print(_markdown(table), flush=True)
                 if options.json is not None:
@@ -74,6 +77,14 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help="pipemega:SCHEDULE, torch:SCHEDULE, pipemega: or torch: for all of one (default: all)",
     )
+    parser.add_argument(
+        "--plan",
+        type=Path,
+        nargs="*",
+        default=[],
+        metavar="FILE",
+        help="plans of your own, as JSON or CSV: run as pipemega:STEM for the sizes that they have",
+    )
     parser.add_argument("--json", type=Path, help="write the whole result to this file")
     parser.add_argument("--plot", type=Path, help="draw it to this file (matplotlib; .svg or .png)")
     return parser.parse_args(argv)
@@ -91,19 +102,28 @@ def _table(
     microbatches: int,
     costs: tuple[float, ...],
     systems: list[str],
+    files: dict[str, Path],
     options: argparse.Namespace,
 ) -> dict[str, Any]:
     share = [str(options.share_ms / 1e3 * cost) for cost in costs]
     arguments = ["--microbatches", str(microbatches), "--share", *share]
-    arguments += ["--rounds", str(options.rounds), "--systems", *systems]
-    results = measure("benchmarks.bubble.worker", ranks, arguments)
+    own = [name.removeprefix("pipemega:") for name in systems if name.startswith("pipemega:")]
+    plans, missing = find_plans(own, ranks, microbatches, costs, files)
+    there = [name for name in systems if name.removeprefix("pipemega:") not in missing]
+    with tempfile.TemporaryDirectory() as folder:
+        written = Path(folder, "plans.json")
+        texts = {name: plan.to_json() for name, plan in plans.items()}
+        written.write_text(json.dumps(texts), encoding="utf-8")
+        arguments += ["--plans", str(written), "--rounds", str(options.rounds)]
+        results = measure("benchmarks.bubble.worker", ranks, [*arguments, "--systems", *there])
     rows = [_row(name, [r["systems"][name] for r in results]) for name in results[0]["systems"]]
+    refused = {f"pipemega:{name}": reason for name, reason in missing.items()}
     return {
         "ranks": ranks,
         "microbatches": microbatches,
         "costs": costs,
         "rows": rows,
-        "refused": results[0]["refused"],
+        "refused": refused | results[0]["refused"],
         "marks": marks(rows),
     }
 
@@ -138,7 +158,7 @@ def marks(rows: list[dict[str, Any]]) -> dict[str, Any]:
         if worst is None
         else [worst["system"], worst["over_simulation"], worst["over_simulation"] <= TOLERANCE]
     }
-    for name in ("pipemega:zb-v", "pipemega:auto"):
+    for name in ("pipemega:zb-v", "pipemega:auto", "pipemega:auto-2p"):
         own = next((row for row in ours if row["system"] == name), None)
         # At equal memory: those that hold as much, or more.
         peers = [row for row in theirs if own and row["peak"] >= own["peak"] - 1e-9]

@@ -4,7 +4,7 @@ Each system is one step over sleeping stages, and the plan that it says it runs:
 the diary is held against, and what is simulated.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
+from benchmarks.bubble.plans import LIMITS
 from benchmarks.bubble.stages import WIDTH, Diary, Seconds, SleepingStage, loss_fn
 from pipemega.errors import ScheduleError
 from pipemega.gradients import GradientBuffer
@@ -96,15 +97,29 @@ class System:
         return step.kind.value
 
 
-def names(words: Sequence[str]) -> list[str]:
-    """All systems, or those that `words` name: one (`torch:zb-v`) or all of a kind (`torch:`)."""
-    known = [f"pipemega:{name}" for name in (*SCHEDULES, "auto")]
+def names(words: Sequence[str], files: Iterable[str] = ()) -> list[str]:
+    """All systems, or those that `words` name: one (`torch:zb-v`) or all of a kind (`torch:`).
+
+    Args:
+        files: names of plans from files, which belong to pipemega.
+    """
+    known = [f"pipemega:{name}" for name in (*SCHEDULES, *LIMITS, *files)]
     known += [f"torch:{name}" for name in TORCH_SCHEDULES]
     return [n for n in known if not words or n in words or f"{n.split(':')[0]}:" in words]
 
 
-def build(name: str, task: Task, rank: int, group: dist.ProcessGroup, diary: Diary) -> System:
+def build(
+    name: str,
+    task: Task,
+    rank: int,
+    group: dist.ProcessGroup,
+    diary: Diary,
+    plans: Mapping[str, Plan],
+) -> System:
     """One system on this rank; collective.
+
+    Args:
+        plans: of pipemega, by name.
 
     Raises:
         ScheduleError: the schedule cannot take these sizes.
@@ -112,17 +127,10 @@ def build(name: str, task: Task, rank: int, group: dist.ProcessGroup, diary: Dia
     family, _, schedule = name.partition(":")
     if family == "torch":
         return _torch(name, schedule, task, rank, diary)
-    return _ours(name, plan_of(schedule, task), task, rank, group, diary)
+    return _ours(name, plans[schedule], task, rank, group, diary)
 
 
 # pipemega
-
-
-def plan_of(schedule: str, task: Task) -> Plan:
-    """The plan that pipemega has for the task, by its name; `auto` is synthesised for its costs."""
-    if schedule != "auto":
-        return build_plan(schedule, task.ranks, task.num_microbatches)
-    raise ScheduleError("schedule 'auto' is not there yet")
 
 
 def _ours(
@@ -195,7 +203,11 @@ def _torch(name: str, schedule_name: str, task: Task, rank: int, diary: Diary) -
         )
     except ValueError as error:
         raise ScheduleError(f"torch: {error}") from error
-    plan = _plan_of_torch(name, schedule, task) if chunks > 1 else plan_of(schedule_name, task)
+    plan = (
+        _plan_of_torch(name, schedule, task)
+        if chunks > 1
+        else build_plan(schedule_name, task.ranks, task.num_microbatches)
+    )
     whole_inputs, whole_labels = (torch.cat(parts) for parts in _data(task))
 
     def step() -> None:

@@ -4,6 +4,7 @@ import argparse
 import gc
 import json
 import time
+from collections.abc import Mapping
 from datetime import timedelta
 from itertools import zip_longest
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from benchmarks.bubble.stages import Diary, Seconds, sleep_precisely
 from benchmarks.bubble.systems import System, Task, build
 from pipemega.errors import ScheduleError
+from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.simulate import simulate
 
 WARM_UP_PACE = 0.05
@@ -26,19 +28,22 @@ def main() -> None:
     parser.add_argument("--share", type=float, nargs=3, required=True)
     parser.add_argument("--rounds", type=int, required=True)
     parser.add_argument("--systems", nargs="+", required=True)
+    parser.add_argument("--plans", type=Path, required=True, help="JSON: name -> plan as JSON")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     sleep_precisely()
     dist.init_process_group("gloo", timeout=timedelta(minutes=5))
     task = Task(dist.get_world_size(), options.microbatches, Seconds(*options.share))
-    result = measure(task, options.systems, options.rounds)
+    written = json.loads(options.plans.read_text(encoding="utf-8"))
+    plans = {name: Plan.from_json(text) for name, text in written.items()}
+    result = measure(task, options.systems, options.rounds, plans)
     options.out.write_text(json.dumps(result), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure(task: Task, names: list[str], rounds: int) -> dict[str, Any]:
+def measure(task: Task, names: list[str], rounds: int, plans: Mapping[str, Plan]) -> dict[str, Any]:
     """Of each system: its plan's figures, and from each round when the step began and ended here.
 
     The clock is that of the machine, the same for all processes. The rounds are interleaved, and
@@ -50,7 +55,7 @@ def measure(task: Task, names: list[str], rounds: int) -> dict[str, Any]:
     refused: dict[str, str] = {}
     for name in names:
         try:
-            systems[name] = build(name, task, rank, group, diary)
+            systems[name] = build(name, task, rank, group, diary, plans)
         except ScheduleError as error:
             refused[name] = str(error)
     results = {name: _figures(system, task) for name, system in systems.items()}

@@ -1,11 +1,10 @@
 """The harness of benchmarks/bubble: that both systems sleep what they should; not how fast."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch.distributed.pipelining import _backward as torch_halves
 
+from benchmarks.bubble.plans import find_plans
 from benchmarks.bubble.run import marks
 from benchmarks.bubble.stages import Diary, Seconds, SleepingStage
 from benchmarks.bubble.systems import Task
@@ -74,7 +73,9 @@ def test_a_whole_backward_sleeps_both_and_gives_the_same_gradients_either_way() 
 def test_every_system_sleeps_what_its_plan_says_and_holds_what_is_simulated(pool: RankPool) -> None:
     # `measure` holds each diary against the plan, nap by nap.
     task = Task(2, 4, NAP)
-    ranks = pool.run(2, partial(measure, task, [*SYSTEMS, "torch:interleaved"], 2))
+    plans, missing = find_plans(["1f1b", "zb-v"], 2, 4, NAP, {})
+    assert not missing
+    ranks = pool.run(2, measure, task, SYSTEMS, 2, plans)
     for name in SYSTEMS:
         own = [rank["systems"][name] for rank in ranks]
         assert [len(result["rounds"]) for result in own] == [2, 2]
