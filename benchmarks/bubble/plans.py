@@ -8,7 +8,7 @@ from pipemega.errors import ScheduleError
 from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.schedules import SCHEDULES, ShareCosts, build_plan
 
-# What a message takes here, in shares of 40 ms: `auto` is to prefer plans that can bear it.
+# What a message takes here, in shares of 60 ms: `auto` is to prefer plans that can bear it.
 MESSAGE = 0.02
 
 # Name -> the memory limit in activation units for so many ranks.

@@ -67,7 +67,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="of one rank's share, relative to each other (default: 1,1,1 and 1,1.2,.8)",
     )
     parser.add_argument(
-        "--share-ms", type=float, default=40.0, help="what a cost of 1 is (default: 40)"
+        "--share-ms", type=float, default=60.0, help="what a cost of 1 is (default: 60)"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
