@@ -2,8 +2,9 @@
 
     python -m benchmarks.executor_overhead.run            from the root of the repository
 
-Two ranks under gloo, stages of one 8 x 8 linear, micro-batches of one row. Every instruction of the
-rank's program counts, computing and messages alike; the time of a step is that of the slower rank.
+Two ranks under gloo, stages that multiply by one number, micro-batches of one row of 8. Every
+instruction of the rank's program counts, computing and messages alike; the time of a step is that
+of the slower rank.
 """
 
 import argparse
@@ -24,10 +25,20 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb-h1", "zb-v"])
     parser.add_argument("--microbatches", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument(
+        "--layer",
+        choices=["scale", "linear"],
+        default="scale",
+        help="a stage: one number, or a linear of 8 x 8, whose weight gradient is put off in W",
+    )
+    parser.add_argument(
+        "--ahead", type=int, default=1, help="compute steps that receives are posted ahead"
+    )
     parser.add_argument("--profile", action="store_true", help="also say where the time goes")
     parser.add_argument("--json", type=Path, help="write the whole result to this file")
     options = parser.parse_args(argv)
     arguments = ["--microbatches", str(options.microbatches), "--rounds", str(options.rounds)]
+    arguments += ["--layer", options.layer, "--ahead", str(options.ahead)]
     arguments += ["--schedules", *options.schedules, *(["--profile"] if options.profile else [])]
     ranks = measure("benchmarks.executor_overhead.worker", 2, arguments)
     report = {"machine": machine(), "rows": [_row(name, ranks) for name in options.schedules]}

@@ -35,16 +35,18 @@ def main() -> None:
     parser.add_argument("--schedules", nargs="+", required=True)
     parser.add_argument("--microbatches", type=int, required=True)
     parser.add_argument("--rounds", type=int, required=True)
+    parser.add_argument("--layer", choices=["scale", "linear"], required=True)
+    parser.add_argument("--ahead", type=int, required=True)
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(minutes=2))
     plans = [
-        lower(build_plan(name, dist.get_world_size(), options.microbatches))
+        lower(build_plan(name, dist.get_world_size(), options.microbatches), options.ahead)
         for name in options.schedules
     ]
-    runs = {plan.name: rank_at_work(plan) for plan in plans}
+    runs = {plan.name: rank_at_work(plan, options.layer) for plan in plans}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     cpu: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(options.rounds + 1):
@@ -62,7 +64,7 @@ def main() -> None:
             "seconds": seconds[plan.name],
             "cpu_seconds": cpu[plan.name],
             "instructions": len(plan.programs[dist.get_rank()]),
-            "bare_seconds": bare_seconds(plan, options.rounds),
+            "bare_seconds": bare_seconds(plan, options.rounds, options.layer),
         }
         for plan in plans
     }
@@ -74,10 +76,10 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def rank_at_work(plan: Plan) -> Callable[[], None]:
+def rank_at_work(plan: Plan, layer: str = "scale") -> Callable[[], None]:
     """This rank's executor with its program of `plan`, built as `initialize` builds it."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    net = PipelineModule([LayerSpec(_layer) for _ in range(plan.num_stages)], loss_fn=_loss)
+    net = PipelineModule([LayerSpec(_layer, layer) for _ in range(plan.num_stages)], loss_fn=_loss)
     building = Building(Axis("tensor"), torch.device("cpu"), seed=0)
     stages = build_stages(net, range(plan.num_stages + 1), plan.stages_of(rank), building)
     buffer = GradientBuffer([p for stage in stages.values() for p in stage.named_parameters()])
@@ -102,18 +104,29 @@ def rank_at_work(plan: Plan) -> Callable[[], None]:
     return run
 
 
-def _layer() -> nn.Module:
-    return nn.Linear(WIDTH, WIDTH, bias=False)
+class _Scale(nn.Module):
+    """As good as nothing, with a graph: x times a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def _layer(kind: str) -> nn.Module:
+    return nn.Linear(WIDTH, WIDTH, bias=False) if kind == "linear" else _Scale()
 
 
 def _loss(output: Tensor, labels: Tensor) -> Tensor:
-    return (output - labels).square().mean()
+    return nn.functional.mse_loss(output, labels)
 
 
-def bare_seconds(plan: Plan, rounds: int) -> float:
+def bare_seconds(plan: Plan, rounds: int, kind: str) -> float:
     """What torch alone takes for the forwards and whole backwards of this rank, in a plain loop."""
     steps = [s for s in plan.programs[dist.get_rank()] if s.kind is Kind.FORWARD]
-    layer, labels = _layer(), torch.ones(1, WIDTH)
+    layer, labels = _layer(kind), torch.ones(1, WIDTH)
     x = torch.ones(1, WIDTH, requires_grad=True)
     taken = []
     for _ in range(rounds):
