@@ -2,15 +2,16 @@
 
 import logging
 from collections.abc import Callable
-from itertools import combinations, pairwise
 
 import torch
 
 import pipemega
+from benchmarks.pipeline_cpu.cut import blocks_before
 from benchmarks.pipeline_cpu.model import Sizes, initial_state, micro_batches
 from benchmarks.pipeline_cpu.peers import Place
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.module import Stage
+from pipemega.pipeline.schedules import build_plan
 
 # Ours -> the peers' names, within a block.
 _BLOCK = {
@@ -23,47 +24,13 @@ _BLOCK = {
 }
 
 
-def pipemega_1f1b(sizes: Sizes, place: Place) -> Callable[[int], float | None]:
-    """The engine under 1F1B, cut where the others are."""
-    return _train(sizes, place, "1f1b")
-
-
-def pipemega_gpipe(sizes: Sizes, place: Place) -> Callable[[int], float | None]:
-    """The engine with all forwards first."""
-    return _train(sizes, place, "gpipe")
-
-
-def pipemega_zb_h1(sizes: Sizes, place: Place) -> Callable[[int], float | None]:
-    """1F1B's order with backward in two halves; cut where the others are."""
-    return _train(sizes, place, "zb-h1")
-
-
-def pipemega_zb_v(sizes: Sizes, place: Place) -> Callable[[int], float | None]:
-    """Two stages on a rank, embedding and head on the first; cut evenly by work."""
-    return _train(sizes, place, "zb-v", _bounds_of_v(sizes))
-
-
-def _bounds_of_v(sizes: Sizes) -> list[int]:
-    """Four stages, of which rank 0 has the outer two: even ranks first, then even stages.
-
-    By matrix products: a block has 12 hidden² of them a token, the head vocabulary x hidden.
-    """
-    costs = [0, 0, *[12 * sizes.hidden] * sizes.layers, 0, sizes.vocab]
-
-    def loads(cuts: tuple[int, ...]) -> tuple[int, int]:
-        a, b, c, d = (sum(costs[i:j]) for i, j in pairwise((0, *cuts, len(costs))))
-        return max(a + d, b + c), max(a, b, c, d)
-
-    best = min(combinations(range(1, len(costs)), 3), key=loads)
-    return [0, *best, len(costs)]
-
-
-def _train(
-    sizes: Sizes, place: Place, schedule: str, bounds: list[int] | None = None
-) -> Callable[[int], float | None]:
+def train(sizes: Sizes, place: Place, schedule: str) -> Callable[[int], float | None]:
+    """The engine under one of its schedules, cut where the others are."""
     logging.getLogger("pipemega").setLevel(logging.WARNING)
-    # The peers' layer 0 is two of ours, words and positions; their last one is norm and head.
-    bounds = bounds or [0, place.split + 1, sizes.layers + 4]
+    plan = build_plan(schedule, place.world_size, sizes.num_microbatches)
+    blocks = blocks_before(sizes, plan.rank_of_stage, place.split)
+    # The peers' layer 0 is two of ours, words and positions; so is their last: norm and head.
+    bounds = [0, *(2 + count for count in blocks[1:-1]), sizes.layers + 4]
     config = {
         "train_micro_batch_size_per_gpu": sizes.micro_batch,
         "gradient_accumulation_steps": sizes.num_microbatches,

@@ -6,11 +6,13 @@ The loss is None on a rank that does not learn it.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, schedules
 
+from benchmarks.pipeline_cpu.cut import blocks_before
 from benchmarks.pipeline_cpu.model import (
     Sizes,
     batch,
@@ -24,7 +26,7 @@ Step = Callable[[int], float | None]
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank is told: who it is, and how many layers (embedding included) stage 0 holds."""
+    """What a rank is told: who it is, and how many blocks the first of two stages holds."""
 
     rank: int
     world_size: int
@@ -55,39 +57,52 @@ def one_process(sizes: Sizes, place: Place) -> Step:
     return step
 
 
-def torch_1f1b(sizes: Sizes, place: Place) -> Step:
-    """torch.distributed.pipelining, one forward one backward."""
-    return _torch_pipelining(sizes, place, Schedule1F1B)
+TORCH_SCHEDULES: dict[str, tuple[type[Any], tuple[int, ...]]] = {
+    # name -> class, rank of each stage
+    "gpipe": (schedules.ScheduleGPipe, (0, 1)),
+    "1f1b": (schedules.Schedule1F1B, (0, 1)),
+    "interleaved": (schedules.ScheduleInterleaved1F1B, (0, 1, 0, 1)),
+    "interleaved-zb": (schedules.ScheduleInterleavedZeroBubble, (0, 1, 0, 1)),
+    "zb-v": (schedules.ScheduleZBVZeroBubble, (0, 1, 1, 0)),
+    "dualpipe-v": (schedules.ScheduleDualPipeV, (0, 1, 1, 0)),
+}
 
 
-def torch_gpipe(sizes: Sizes, place: Place) -> Step:
-    """torch.distributed.pipelining, all forwards first."""
-    return _torch_pipelining(sizes, place, ScheduleGPipe)
-
-
-def _torch_pipelining(
-    sizes: Sizes, place: Place, schedule_type: type[Schedule1F1B] | type[ScheduleGPipe]
-) -> Step:
-    is_first, is_last = place.rank == 0, place.rank == place.world_size - 1
-    assert place.world_size == 2, "the split cuts the model in two"
-    module = build_layers(
-        sizes, 0 if is_first else place.split, place.split if is_first else sizes.num_units
+def torch_pipelining(sizes: Sizes, place: Place, name: str) -> Step:
+    """torch.distributed.pipelining under one of its schedules."""
+    schedule_type, rank_of_stage = TORCH_SCHEDULES[name]
+    assert place.world_size == 2, "the placements are for two ranks"
+    blocks = blocks_before(sizes, rank_of_stage, place.split)
+    # The embedding is layer 0; the last layer is norm and head.
+    bounds = [0, *(1 + count for count in blocks[1:-1]), sizes.num_units]
+    here = [stage for stage, rank in enumerate(rank_of_stage) if rank == place.rank]
+    last = len(rank_of_stage) - 1
+    stages = [
+        PipelineStage(
+            build_layers(sizes, bounds[stage], bounds[stage + 1]),
+            stage,
+            len(rank_of_stage),
+            torch.device("cpu"),
+        )
+        for stage in here
+    ]
+    schedule = schedule_type(
+        stages[0] if len(rank_of_stage) == place.world_size else stages,
+        sizes.num_microbatches,
+        loss_fn=loss_fn,
     )
-    stage = PipelineStage(module, place.rank, place.world_size, torch.device("cpu"))
-    schedule = schedule_type(stage, sizes.num_microbatches, loss_fn=loss_fn)
-    optimizer = _adamw(sizes, module)
+    optimizer = _adamw(sizes, nn.ModuleList(stage.submod for stage in stages))
 
     def step(number: int) -> float | None:
         inputs, labels = batch(sizes, number)
-        losses: list[torch.Tensor] = []
+        arguments = [inputs] if 0 in here else []
+        target = labels if last in here else None
+        losses: list[torch.Tensor] | None = [] if last in here else None
         # The outputs of the whole step would be kept: 134 MB of logits that nobody asked for.
-        if is_last:
-            schedule.step(target=labels, losses=losses, return_outputs=False)
-        else:
-            schedule.step(inputs, return_outputs=False)
+        schedule.step(*arguments, target=target, losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
-        return sum(loss.item() for loss in losses) / len(losses) if is_last else None
+        return None if losses is None else sum(loss.item() for loss in losses) / len(losses)
 
     return step
 
@@ -102,8 +117,8 @@ def deepspeed_1f1b(sizes: Sizes, place: Place) -> Step:
     # Two specs for two stages: DeepSpeed has no partition that is given as numbers.
     module = PipelineModule(
         [
-            LayerSpec(_Part, sizes, 0, place.split),
-            LayerSpec(_Part, sizes, place.split, sizes.num_units),
+            LayerSpec(_Part, sizes, 0, place.split + 1),
+            LayerSpec(_Part, sizes, place.split + 1, sizes.num_units),
         ],
         num_stages=place.world_size,
         loss_fn=loss_fn,

@@ -7,7 +7,6 @@ import os
 import resource
 import time
 from collections.abc import Callable
-from importlib import import_module
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,13 @@ import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.pipeline_cpu.model import Sizes
-from benchmarks.pipeline_cpu.peers import Place, Step
+from benchmarks.pipeline_cpu.peers import (
+    Place,
+    Step,
+    deepspeed_1f1b,
+    one_process,
+    torch_pipelining,
+)
 
 # Allocations grow from the first step, that makes the optimizer's state, to the second.
 MEMORY_STEPS = 3
@@ -27,7 +32,7 @@ MB = 1e6
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--system", required=True, help="MODULE:FUNCTION")
+    parser.add_argument("--system", required=True, help="FAMILY or FAMILY:SCHEDULE")
     parser.add_argument("--phase", choices=["time", "memory"], required=True)
     parser.add_argument("--sizes", type=json.loads, required=True)
     parser.add_argument("--split", type=int, required=True)
@@ -39,12 +44,20 @@ def main() -> None:
     torch.set_num_threads(1)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
-    module, function = options.system.split(":")
-    make: Callable[[Sizes, Place], Step] = getattr(import_module(module), function)
     sizes, place = Sizes(**options.sizes), Place(rank, world_size, options.split)
+    family, _, schedule = options.system.partition(":")
 
     def build() -> Step:
-        return make(sizes, place)
+        if family == "one-process":
+            return one_process(sizes, place)
+        if family == "torch":
+            return torch_pipelining(sizes, place, schedule)
+        if family == "deepspeed":
+            return deepspeed_1f1b(sizes, place)
+        # Here, so that the peers are measured without a package of ours in their processes.
+        from benchmarks.pipeline_cpu.ours import train
+
+        return train(sizes, place, schedule)
 
     if options.phase == "time":
         result = measure_time(build, options.warmup, options.steps)

@@ -3,7 +3,7 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from pipemega.errors import PipemegaError
 
@@ -12,6 +12,8 @@ PARTS = ("data", "forward", "backward", "communication", "optimizer")
 
 # Intervals that a timer remembers: enough for a mean, and bounded in a run of months.
 HISTORY = 1000
+
+_NO_INTERVAL: AbstractContextManager[None] = nullcontext()
 
 
 class Timer:
@@ -130,9 +132,12 @@ class MultiTimer:
         """Seconds of the interval; 0 when the timers are off."""
         return self[name].stop() if self.enabled else 0.0
 
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
+    def __call__(self, name: str) -> AbstractContextManager[None]:
         """Time a block, also when it raises."""
+        return self._interval(name) if self.enabled else _NO_INTERVAL
+
+    @contextmanager
+    def _interval(self, name: str) -> Iterator[None]:
         self.start(name)
         try:
             yield

@@ -14,7 +14,7 @@ from pipemega.errors import PipelineError
 from pipemega.failure import is_loss
 from pipemega.monitor import MultiTimer
 from pipemega.pipeline.instructions import Instruction, Kind, Plan, Program
-from pipemega.pipeline.messages import TensorMeta
+from pipemega.pipeline.messages import TensorMeta, tensors_of
 from pipemega.pipeline.module import Draws, Loss, Stage
 from pipemega.pipeline.recorder import OFF, Recorder
 from pipemega.pipeline.split_backward import WeightGradients
@@ -360,9 +360,9 @@ def _in_words(step: Instruction) -> str:
 
 
 def _in_flight(x: Any, output: Any) -> _InFlight:
-    wanted = [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+    wanted = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
     return _InFlight(
-        inputs=[t for t in pytree.tree_leaves(x) if isinstance(t, Tensor) and t.requires_grad],
+        inputs=[tensor for tensor in tensors_of(x) if tensor.requires_grad],
         edges=[get_gradient_edge(tensor) for tensor in wanted],
         metas=[TensorMeta(tuple(t.shape), t.dtype, False) for t in wanted],
     )

@@ -34,19 +34,29 @@ class Header:
 
     @classmethod
     def of(cls, message: Any) -> "Header":
+        # A message is mostly one tensor, and to walk a tree takes longer than all else here.
+        if isinstance(message, Tensor):
+            return cls(TensorMeta.of(message))
         return cls(pytree.tree_map_only(Tensor, TensorMeta.of, message))
 
     @property
     def tensors(self) -> list[TensorMeta]:
+        if isinstance(self.tree, TensorMeta):
+            return [self.tree]
         return [leaf for leaf in pytree.tree_leaves(self.tree) if isinstance(leaf, TensorMeta)]
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
         """The message with these tensors in it."""
+        if isinstance(self.tree, TensorMeta):
+            (tensor,) = tensors
+            return tensor
         rest = iter(tensors)
         return pytree.tree_map_only(TensorMeta, lambda _: next(rest), self.tree)
 
     def difference(self, other: "Header") -> str | None:
         """The first thing that is different in `other`, in words."""
+        if isinstance(self.tree, TensorMeta) and self.tree == other.tree:
+            return None
         old, old_tree = pytree.tree_flatten_with_path(self.tree)
         new, new_tree = pytree.tree_flatten_with_path(other.tree)
         if old_tree != new_tree:
@@ -55,6 +65,13 @@ class Header:
             if type(was) is not type(now) or was != now:
                 return f"output{pytree.keystr(path)} was {was} and is now {now}"
         return None
+
+
+def tensors_of(message: Any) -> list[Tensor]:
+    """The tensors of a message, in the order in which they are sent."""
+    if isinstance(message, Tensor):
+        return [message]
+    return [leaf for leaf in pytree.tree_leaves(message) if isinstance(leaf, Tensor)]
 
 
 def _shape(tree: Any) -> str:

@@ -4,8 +4,9 @@
     I           dx comes from autograd; `give` learns dy and queues the pair (x, dy)
     W           dW = dyᵀ x for each pair, straight into the gradient buffer
 
-Only the weights of linear and convolution layers are put off, which are most of the work. All else
-in a stage (norms, biases, embeddings, attention, routers) gets its gradients in I, by ordinary
+Only the weights of linear, convolution and embedding layers are put off: most of the work, and, of
+an embedding, the memory, since its gradient is dense and in I would come on top of all that waits.
+All else in a stage (norms, biases, attention, routers) gets its gradients in I, by ordinary
 autograd: so any module is exact, and what is covered only moves time from I to W.
 
 The weight is no input of autograd, so no hook of it fires before W has run. A tensor hook on y in
@@ -176,6 +177,27 @@ def _linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
     return dy.t().mm(x.to(dy.dtype))
 
 
+def embedding(
+    ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, queue: WeightGradients
+) -> Tensor:
+    """F.embedding whose weight gradient may wait.
+
+    Shape:
+        ids [...]  ->  [..., dim]
+    """
+    if not _can_wait(weight):
+        return F.embedding(ids, weight, padding_idx)
+    fixed, rows = weight.detach(), weight.shape[0]
+
+    def gradient(ids: Tensor, dy: Tensor) -> Tensor:
+        """Dense, by the very function that autograd runs."""
+        nobody = -1 if padding_idx is None else padding_idx
+        dw: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, rows, nobody, False)
+        return dw
+
+    return _through(ids, weight, lambda i: F.embedding(i, fixed, padding_idx), gradient, queue)
+
+
 def _can_wait(weight: Tensor) -> TypeGuard[nn.Parameter]:
     # A user's hook on the weight is to see its gradient, which only autograd shows it.
     hooked = bool(weight._backward_hooks)
@@ -185,17 +207,21 @@ def _can_wait(weight: Tensor) -> TypeGuard[nn.Parameter]:
 def split(modules: Iterable[nn.Module], queue: WeightGradients) -> None:
     """Makes the layers below `modules` put their weight gradients off; names stay as they are.
 
-    Stock linears and convolutions get a forward of their own; a subclass is left alone, since it
-    may do something else. A layer with an attribute `product`, as those of tensor_parallel have,
-    gets that replaced.
+    Stock linears, convolutions and embeddings get a forward of their own; a subclass is left alone,
+    since it may do something else. A layer with an attribute `product` or `lookup`, as those of
+    tensor_parallel have, gets that replaced.
     """
     for module in {id(m): m for root in modules for m in root.modules()}.values():
+        if hasattr(module, "lookup"):
+            vars(module)["lookup"] = partial(embedding, queue=queue)
         if hasattr(module, "product"):
             vars(module)["product"] = partial(linear, queue=queue)
         elif type(module) is nn.Linear:
             vars(module)["forward"] = partial(_linear_forward, module, queue=queue)
         elif type(module) in _CONVOLUTIONS and module.padding_mode == "zeros":
             vars(module)["forward"] = partial(_convolution_forward, module, queue=queue)
+        elif type(module) is nn.Embedding and _is_plain(module):
+            vars(module)["forward"] = partial(_embedding_forward, module, queue=queue)
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -203,6 +229,14 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 def _linear_forward(module: nn.Linear, x: Tensor, *, queue: WeightGradients) -> Tensor:
     return linear(x, module.weight, module.bias, queue=queue)
+
+
+def _is_plain(module: nn.Embedding) -> bool:
+    return module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
+
+
+def _embedding_forward(module: nn.Embedding, ids: Tensor, *, queue: WeightGradients) -> Tensor:
+    return embedding(ids, module.weight, module.padding_idx, queue=queue)
 
 
 def _convolution_forward(module: Any, x: Tensor, *, queue: WeightGradients) -> Tensor:

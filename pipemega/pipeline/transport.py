@@ -21,12 +21,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipemega.errors import PipelineError
 from pipemega.mesh import Axis
 from pipemega.pipeline.instructions import Instruction, Kind
-from pipemega.pipeline.messages import Header, TensorMeta
+from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
 
 ShapeMode = Literal["declared", "cached", "exchanged"]
 Direction = Literal["activation", "gradient"]
@@ -153,8 +152,8 @@ class Transport:
                     f"and stage {channel.target} cannot receive it: {difference}; make the "
                     f"micro-batches alike, or set pipeline.shapes to 'exchanged'"
                 )
-        tensors = [leaf for leaf in pytree.tree_leaves(message) if isinstance(leaf, Tensor)]
-        self._start(channel, microbatch, [_wire(tensor.detach()) for tensor in tensors])
+        tensors = [_wire(tensor.detach()) for tensor in tensors_of(message)]
+        self._start(channel, microbatch, tensors)
 
     def receive(
         self,

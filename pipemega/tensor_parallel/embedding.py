@@ -1,5 +1,7 @@
 """The vocabulary shared out over the tensor ranks: where tokens come in, and where they go out."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -14,6 +16,9 @@ from pipemega.tensor_parallel.collectives import (
 )
 from pipemega.tensor_parallel.layers import Product
 from pipemega.tensor_parallel.vocabulary import local_range, require_in_vocabulary, rows_per_rank
+
+# (ids [...], weight [rows, dim]) -> [..., dim]; a pipeline may put its weight gradient off.
+Lookup = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Vocabulary(nn.Module):
@@ -99,12 +104,14 @@ class VocabParallelEmbedding(_Vocabulary):
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
 
+    lookup: Lookup = staticmethod(F.embedding)
+
     def forward(self, ids: Tensor) -> Tensor:
         require_in_vocabulary(ids, self.num_embeddings, "token id")
         if self.axis.size == 1:
-            return F.embedding(ids, self.weight)
+            return self.lookup(ids, self.weight)
         elsewhere = (ids < self.start) | (ids >= self.stop)
-        rows = F.embedding((ids - self.start).masked_fill(elsewhere, 0), self.weight)
+        rows = self.lookup((ids - self.start).masked_fill(elsewhere, 0), self.weight)
         rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # [batch, seq, dim]
         if self.sequence_parallel:
             return reduce_scatter_sequence(rows, self.axis)

@@ -13,7 +13,12 @@ from pipemega.gradients import GradientBuffer
 from pipemega.mesh import Axis
 from pipemega.parameters import initialize_parameters
 from pipemega.pipeline.split_backward import WeightGradients, split
-from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear, VocabParallelHead
+from pipemega.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 
 COUNT = 3
 
@@ -86,6 +91,15 @@ def parallel() -> nn.Module:
     return model
 
 
+def vocabulary() -> nn.Module:
+    axis = Axis("tensor")
+    model = nn.Sequential(
+        VocabParallelEmbedding(50, 8, axis=axis), nn.LayerNorm(8), nn.Linear(8, 4)
+    )
+    initialize_parameters(model, "layers.0", 1)
+    return model
+
+
 def floats(*shape: int) -> Callable[[], Tensor]:
     return lambda: torch.randn(*shape)
 
@@ -123,6 +137,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
         ),
         lambda: torch.randint(10, (2, 5)),
     ),
+    "an embedding with padding": (
+        lambda: nn.Sequential(nn.Embedding(10, 8, padding_idx=3), nn.Linear(8, 4)),
+        lambda: torch.randint(10, (2, 5)),
+    ),
+    "embeddings of other kinds": (
+        lambda: nn.Sequential(nn.Embedding(10, 8, scale_grad_by_freq=True), nn.Linear(8, 4)),
+        lambda: torch.randint(10, (2, 5)),
+    ),
+    "a vocabulary": (vocabulary, lambda: torch.randint(50, (2, 5))),
     "a function of the user's": (Custom, floats(2, 5, 8)),
     "a module used twice": (Twice, floats(2, 5, 8)),
     "a router": (Conditional, floats(2, 5, 8)),
@@ -250,3 +273,17 @@ def test_each_pair_is_let_go_as_soon_as_it_is_used() -> None:
             queue.take(weight, lambda number=number: (tensors.pop(number), gradient())[1])
     queue.run("I")
     assert held == [1, 0]
+
+
+@pytest.mark.parametrize("kind", ["stock", "parallel"])
+def test_the_gradient_of_an_embedding_waits_for_w(kind: str) -> None:
+    ids = torch.randint(50, (2, 5))
+    model = vocabulary() if kind == "parallel" else nn.Sequential(nn.Embedding(50, 8))
+    buffer = GradientBuffer(list(model.named_parameters()))
+    queue = WeightGradients(buffer)
+    split([model], queue)
+    with queue.putting_off(0):
+        model(ids).sum().backward()
+    assert not buffer.view(model[0].weight).any()
+    queue.run(0)
+    assert buffer.view(model[0].weight).any()
