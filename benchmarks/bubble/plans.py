@@ -1,12 +1,12 @@
 """The plans of pipemega that a comparison is run with: named ones, synthesised ones, from files."""
 
-import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.schedules import SCHEDULES, ShareCosts, build_plan
+from pipemega.pipeline.synthesis import layouts_of_shares, synthesize
 
 # What a message takes here, in shares of 60 ms: `auto` is to prefer plans that can bear it.
 MESSAGE = 0.02
@@ -57,10 +57,5 @@ def _of_file(path: Path, ranks: int, microbatches: int) -> Plan:
 
 
 def _synthesised(name: str, ranks: int, microbatches: int, costs: tuple[float, ...]) -> Plan:
-    if importlib.util.find_spec("pipemega.pipeline.synthesis") is None:
-        raise ScheduleError("the synthesis of plans is not there yet")
-    from pipemega.pipeline.synthesis import layouts_of_shares, synthesize
-
     layouts = layouts_of_shares(ranks, ShareCosts(*costs, MESSAGE), chunks=(1, 2))
-    plan: Plan = synthesize(layouts, microbatches, limit(name, ranks)).plan
-    return plan
+    return synthesize(layouts, microbatches, limit(name, ranks)).plan

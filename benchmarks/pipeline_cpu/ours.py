@@ -1,7 +1,10 @@
 """pipemega in the comparison: its own GPT, with the weights that all systems start from."""
 
 import logging
+import os
+import tempfile
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -9,9 +12,11 @@ import pipemega
 from benchmarks.pipeline_cpu.cut import blocks_before
 from benchmarks.pipeline_cpu.model import Sizes, initial_state, micro_batches
 from benchmarks.pipeline_cpu.peers import Place
+from pipemega.engine import Engine
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.module import Stage
-from pipemega.pipeline.schedules import build_plan
+from pipemega.pipeline.schedules import SYNTHESIZED, build_plan
+from pipemega.tuning import TIMED, WARM_UP
 
 # Ours -> the peers' names, within a block.
 _BLOCK = {
@@ -25,18 +30,45 @@ _BLOCK = {
 
 
 def train(sizes: Sizes, place: Place, schedule: str) -> Callable[[int], float | None]:
-    """The engine under one of its schedules, cut where the others are."""
+    """The engine under one of its schedules, cut where the others are.
+
+    Schedule "auto", one stage a rank, has been here before: a first engine measures the stages, and
+    the one that is timed begins with the plan that came of it.
+    """
     logging.getLogger("pipemega").setLevel(logging.WARNING)
-    plan = build_plan(schedule, place.world_size, sizes.num_microbatches)
+    if schedule != SYNTHESIZED:
+        return _step(_engine(sizes, place, schedule), sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CACHE_HOME"] = folder if place.rank == 0 else os.devnull
+        measure = _step(_engine(sizes, place, schedule), sizes)
+        for number in range(WARM_UP + TIMED):
+            measure(number)
+        engine = _engine(sizes, place, schedule)
+    return _step(engine, sizes)
+
+
+def _step(engine: Engine, sizes: Sizes) -> Callable[[int], float | None]:
+    def step(number: int) -> float:
+        return engine.train_batch(iter(micro_batches(sizes, number)))
+
+    return step
+
+
+def _engine(sizes: Sizes, place: Place, schedule: str) -> Engine:
+    model = "1f1b" if schedule == SYNTHESIZED else schedule
+    plan = build_plan(model, place.world_size, sizes.num_microbatches)
     blocks = blocks_before(sizes, plan.rank_of_stage, place.split)
     # The peers' layer 0 is two of ours, words and positions; so is their last: norm and head.
     bounds = [0, *(2 + count for count in blocks[1:-1]), sizes.layers + 4]
+    pipeline: dict[str, Any] = {"schedule": schedule, "partition": bounds}
+    if schedule == SYNTHESIZED:
+        pipeline["chunks"] = 1
     config = {
         "train_micro_batch_size_per_gpu": sizes.micro_batch,
         "gradient_accumulation_steps": sizes.num_microbatches,
         "gradient_clipping": 0.0,
         "mesh": {"pipeline": place.world_size, "device": "cpu"},
-        "pipeline": {"schedule": schedule, "partition": bounds},
+        "pipeline": pipeline,
         "optimizer": {
             "type": "AdamW",
             "params": {"lr": sizes.lr, "weight_decay": sizes.weight_decay},
@@ -52,11 +84,7 @@ def train(sizes: Sizes, place: Place, schedule: str) -> Callable[[int], float | 
                 # The vocabulary is padded inside; it is a multiple of the padding here.
                 assert theirs.shape == parameter.shape, name
                 parameter.copy_(theirs)
-
-    def step(number: int) -> float:
-        return engine.train_batch(iter(micro_batches(sizes, number)))
-
-    return step
+    return engine
 
 
 def _gpt_config(sizes: Sizes) -> GPTConfig:

@@ -22,7 +22,7 @@ from benchmarks.pipeline_cpu.model import Sizes
 from benchmarks.pipeline_cpu.peers import TORCH_SCHEDULES
 from benchmarks.pipeline_cpu.report import markdown
 from benchmarks.ranks import Failed, machine, measure
-from pipemega.pipeline.schedules import NOT_YET, SCHEDULES
+from pipemega.pipeline.schedules import SCHEDULES, SYNTHESIZED
 
 # What each rank of one measurement wrote.
 Results = list[dict[str, Any]]
@@ -116,7 +116,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _available(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """The systems that can run here, and a note for each that cannot."""
     known = [f"torch:{name}" for name in TORCH_SCHEDULES] + ["deepspeed"]
-    known += [f"pipemega:{name}" for name in (*SCHEDULES, "auto")]
+    known += [f"pipemega:{name}" for name in (*SCHEDULES, SYNTHESIZED)]
     chosen, notes = [REFERENCE, LIMIT], []
     for word in options.systems:
         found = [n for n in known if n == word or (word.endswith(":") and n.startswith(word))]
@@ -125,8 +125,6 @@ def _available(options: argparse.Namespace) -> tuple[list[str], list[str]]:
         chosen += [name for name in found if name not in chosen]
     for name in list(chosen):
         reason = None
-        if name.removeprefix("pipemega:") in NOT_YET:
-            reason = "not there yet"
         if name == "deepspeed" and not (
             options.deepspeed_python or importlib.util.find_spec("deepspeed")
         ):
