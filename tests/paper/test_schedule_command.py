@@ -216,3 +216,9 @@ def test_the_help_is_enough(run, capsys):
     options = "--pp --microbatches --chunks --costs --memory-limit --stage-costs --objective"
     for word in (*SCHEDULES, "auto", *options.split(), "json", "csv"):
         assert word in text
+
+
+def test_auto_is_drawn_as_a_page_too(run, tmp_path):
+    page = tmp_path / "auto.html"
+    run(f"auto --pp 2 --microbatches 2 --chunks 1 --format html --output {page}")
+    assert "auto, 2 ranks, 2 micro-batches" in page.read_text()
