@@ -9,6 +9,7 @@ import pytest
 
 from pipemega.pipeline.instructions import Kind
 from pipemega.tuning import TIMED, WARM_UP
+from tests.ranks.pool import RanksFailed
 from tests.ranks.training_run import build, data, settings
 
 ROUND = WARM_UP + TIMED
@@ -110,3 +111,26 @@ def test_costs_by_hand_train_under_the_best_plan_from_the_first_step(pool, tmp_p
     chosen = pool.run(2, run, {"costs": costs, "chunks": 1}, "", 2, changes)
     assert same(chosen[0], plain[0])
     assert any(Kind.BACKWARD_WEIGHT.value + "0@0" in plan for plan in chosen[0]["plans"])
+
+
+def fail_while_timed(cache: str) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    engine = build(settings(pipeline={"schedule": "auto"}, mesh={"pipeline": 2}))
+
+    def fail(*_: Any) -> None:
+        if engine.global_steps == WARM_UP and engine.mesh.pipeline.rank == 1:
+            raise ValueError("no such token")
+
+    engine.module[0].register_forward_pre_hook(fail)
+    for step in range(ROUND):
+        engine.train_batch(data(engine, step))
+
+
+def test_a_model_that_fails_while_it_is_timed_ends_all_ranks_with_its_own_words(pool, tmp_path):
+    with pytest.raises(RanksFailed) as failure:
+        pool.run(2, fail_while_timed, str(tmp_path), timeout=60.0)
+    errors = failure.value.errors
+    assert sorted(errors) == [0, 1]
+    for message, *_ in errors.values():
+        assert "ValueError: no such token" in message
+    assert not list(tmp_path.rglob("*.json"))
