@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> int:
     state: dict[str, Any] = {"memory": {}, "rounds": []}
     if options.resume:
         state = json.loads(options.json.read_text(encoding="utf-8"))["raw"]
+        if state["rounds"] and set(state["rounds"][0]) != set(systems):
+            raise SystemExit(f"{options.json} is of other systems: {' '.join(state['rounds'][0])}")
     for system in list(systems):
         if system in state["memory"]:
             continue
