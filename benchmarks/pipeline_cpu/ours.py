@@ -43,6 +43,8 @@ def train(sizes: Sizes, place: Place, schedule: str) -> Callable[[int], float | 
         measure = _step(_engine(sizes, place, schedule), sizes)
         for number in range(WARM_UP + TIMED):
             measure(number)
+        # Not to be held beside the one that is weighed.
+        del measure
         engine = _engine(sizes, place, schedule)
     return _step(engine, sizes)
 
