@@ -2,6 +2,7 @@
 
 import argparse
 
+from pipemega.cli.run_options import add_config
 from pipemega.config import load
 from pipemega.topology import Topology
 
@@ -22,21 +23,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog="example: python -m pipemega check ds.json --world 8 --set mesh.tensor=2",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="the JSON file")
-    parser.add_argument(
-        "--world",
-        type=int,
-        metavar="N",
-        help="number of ranks (default: the fewest that the config can run on)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="write over a key, such as pipeline.schedule=gpipe; repeatable",
-    )
+    add_config(parser)
     parser.set_defaults(func=run)
 
 

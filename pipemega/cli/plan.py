@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from pipemega.cli.pictures import FORMATS, FORMATS_HELP, add_options, deliver, show
+from pipemega.cli.run_options import add_config
 from pipemega.config import load
 from pipemega.pipeline.schedules import SCHEDULES, ShareCosts
 from pipemega.planning.advice import recommendation, warnings_of, ways_to_fit
@@ -51,21 +52,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("config", metavar="CONFIG", help="the JSON file")
-    parser.add_argument(
-        "--world",
-        type=int,
-        metavar="N",
-        help="number of ranks (default: the fewest that the config can run on)",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="write over a key, such as pipeline.schedule=zb-v; repeatable",
-    )
+    add_config(parser)
     parser.add_argument("--model", metavar="MODULE:FUNCTION", help="a model of your own, see below")
     parser.add_argument(
         "--device-memory",
