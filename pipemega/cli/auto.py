@@ -15,6 +15,7 @@ from pipemega.pipeline.synthesis import (
     Synthesis,
     layouts_of_shares,
     layouts_of_stages,
+    prove,
     synthesize,
 )
 
@@ -40,13 +41,14 @@ def look_for(arguments: argparse.Namespace) -> Synthesis:
     limit = arguments.memory_limit
     if limit is None:
         limit = arguments.pp * min(max(layout.least_memory) for layout in layouts)
-    return synthesize(
+    found = synthesize(
         layouts,
         arguments.microbatches,
         limit or None,
         objective=arguments.objective,
         seconds=arguments.seconds,
     )
+    return prove(found, limit or None, seconds=arguments.seconds) if arguments.exact else found
 
 
 def _layouts(arguments: argparse.Namespace) -> list[Layout]:

@@ -96,6 +96,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "longest of any one rank (default: makespan)",
     )
     parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="then let OR-tools prove that plan of auto, or find a shorter one on the same layout: "
+        "for small ones (pip install 'pipemega[solver]'); for as long again as --seconds at most",
+    )
+    parser.add_argument(
         "--seconds",
         type=_limit,
         default=60.0,

@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,13 @@ from pipemega.pipeline.lowering import lower
 from pipemega.pipeline.schedules import SCHEDULES, ShareCosts, Sizes, build_plan
 from pipemega.pipeline.schedules.placement import loop, v
 from pipemega.pipeline.simulate import simulate
-from pipemega.pipeline.synthesis import Layout, layouts_of_shares, layouts_of_stages, synthesize
+from pipemega.pipeline.synthesis import (
+    Layout,
+    layouts_of_shares,
+    layouts_of_stages,
+    prove,
+    synthesize,
+)
 from pipemega.pipeline.synthesis.anneal import anneal, critical_path
 from pipemega.pipeline.synthesis.bounds import least_makespan
 from pipemega.pipeline.synthesis.clock import makespan, play
@@ -326,6 +333,28 @@ def test_small_plans_are_as_short_as_any_can_be(pp_size, num_microbatches, limit
     assert proof.bound == pytest.approx(proof.makespan)
     assert found.timeline.makespan == pytest.approx(proof.makespan)
     assert found.bound <= proof.makespan + 1e-9
+
+
+def test_a_proof_keeps_the_plan_or_brings_a_shorter_one():
+    pytest.importorskip("ortools", reason="OR-tools, the optional exact solver, is not installed")
+    (layout,) = layouts_of_shares(2, REAL, [1])
+    best = synthesize([layout], 4, 2.0)
+    proven = prove(best, 2.0)
+    assert proven.timeline.makespan == pytest.approx(best.timeline.makespan)
+    assert proven.source.endswith(", proven")
+    worse = replace(best, timeline=simulate(build_plan("1f1b", 2, 4), layout.costs))
+    better = prove(worse, 2.0)
+    assert better.timeline.makespan == pytest.approx(best.timeline.makespan)
+    assert better.source == "CP-SAT, proven"
+    validate(lower(better.plan))
+    assert max(better.timeline.peak) <= 2.0
+
+
+def test_without_the_solver_a_proof_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
+    (layout,) = layouts_of_shares(2, REAL, [1])
+    with pytest.raises(ScheduleError, match=r"pip install 'pipemega\[solver\]'"):
+        prove(synthesize([layout], 2), seconds=1.0)
 
 
 def test_the_exact_search_says_what_it_does_not_know():

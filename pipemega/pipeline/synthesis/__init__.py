@@ -10,7 +10,7 @@ improves them, `search.py` says how much of what is done.
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from pipemega.errors import ScheduleError
@@ -18,11 +18,12 @@ from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.simulate import Timeline, simulate
 from pipemega.pipeline.synthesis.bounds import least_makespan, least_span
 from pipemega.pipeline.synthesis.clock import makespan, span
+from pipemega.pipeline.synthesis.exact import solve
 from pipemega.pipeline.synthesis.layouts import Layout, layouts_of_shares, layouts_of_stages
 from pipemega.pipeline.synthesis.problem import ROUNDING, Problem
 from pipemega.pipeline.synthesis.search import Search
 
-__all__ = ["Layout", "Synthesis", "layouts_of_shares", "layouts_of_stages", "synthesize"]
+__all__ = ["Layout", "Synthesis", "layouts_of_shares", "layouts_of_stages", "prove", "synthesize"]
 
 Objective = Literal["makespan", "span"]
 _MEASURES = {"makespan": (makespan, least_makespan), "span": (span, least_span)}
@@ -92,6 +93,37 @@ def synthesize(
     plan = pool.problem.plan_of("auto", best.run.orders)
     timeline = simulate(plan, pool.problem.layout.costs)
     return Synthesis(pool.problem.layout, timeline, best.source, search.bound)
+
+
+def prove(
+    found: Synthesis,
+    memory_limit: float | Sequence[float] | None = None,
+    *,
+    seconds: float = 60.0,
+) -> Synthesis:
+    """`found`, or a plan with a shorter makespan on its layout, by an exact search.
+
+    `source` says how far that came: the plan is the best on its layout, or how much a better one
+    could still save. For some hundred steps; the number of possible orders grows with each.
+
+    Args:
+        memory_limit: as `synthesize` had it.
+        seconds: after which the best so far will do.
+
+    Raises:
+        ScheduleError: OR-tools is not installed, or the costs are none that the solver can count.
+    """
+    layout, count = found.layout, found.plan.num_microbatches
+    limits = _limits([layout], count, memory_limit)
+    shortest = found.timeline.makespan
+    proof = solve(layout, count, limits, seconds=seconds, longest=shortest)
+    timeline, source = found.timeline, found.source
+    if proof.orders is not None and proof.makespan < shortest * (1 - ROUNDING):
+        plan = Problem.of(layout, count, limits).plan_of("auto", proof.orders)
+        timeline, source = simulate(plan, layout.costs), "CP-SAT"
+    left = 1 - proof.bound / timeline.makespan
+    how = f"no plan on its layout saves more than {left:.1%}" if left > ROUNDING else "proven"
+    return replace(found, timeline=timeline, source=f"{source}, {how}")
 
 
 def _limits(

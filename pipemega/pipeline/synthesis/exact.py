@@ -51,12 +51,16 @@ def solve(
         longest: a makespan that is known to be possible, which helps; in the units of the costs.
 
     Raises:
-        ImportError: OR-tools is not installed (`pip install pipemega[solver]`).
-        ScheduleError: a time is 0 or no multiple of a simple part of 1, or a whole backward is
-            quicker than its halves or holds less, which this model does not know.
+        ScheduleError: OR-tools is not installed; a time is 0 or no multiple of a simple part of 1;
+            or a whole backward is quicker than its halves or holds less, which is not known here.
     """
-    from ortools.sat.python import cp_model
-
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError as error:
+        raise ScheduleError(
+            "the exact search is that of OR-tools, which is not installed here: "
+            "pip install 'pipemega[solver]'"
+        ) from error
     problem = Problem.of(layout, num_microbatches, limits)
     if problem.whole_backward_helps:
         raise ScheduleError(
