@@ -1,5 +1,6 @@
 """Models that are not a GPT, trained on any mesh; run by test_pipeline.py in the pool's ranks."""
 
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -201,13 +202,24 @@ def user_streams(**config: Any) -> tuple[list[float], list[float]]:
     return draws(True), draws(False)
 
 
+class SlowLayer(nn.Linear):
+    """Takes 20 ms, which a busy machine does not take from another layer by chance."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(0.02)
+        return super().forward(x)
+
+
 def bounds_by_time(**config: Any) -> tuple[int, ...]:
     """Where `profile` cuts a model whose last layers are much slower."""
-    wide = [LayerSpec(nn.Linear, WIDTH, 2048), LayerSpec(nn.Linear, 2048, WIDTH)] * 2
-    narrow = [LayerSpec(nn.Linear, WIDTH, WIDTH)] * 8
+    slow = [LayerSpec(SlowLayer)] * 4
+    quick = [LayerSpec(nn.Linear, WIDTH, WIDTH)] * 8
     dataset = [(torch.ones(WIDTH), torch.ones(WIDTH))] * 64
     engine, *_ = initialize(
-        PipelineModule([*narrow, *wide], squares),
+        PipelineModule([*quick, *slow], squares),
         {
             "train_micro_batch_size_per_gpu": 32,
             "gradient_accumulation_steps": 2,

@@ -98,7 +98,7 @@ def test_the_users_random_numbers_are_left_alone(pool: RankPool, ranks: int) -> 
 def test_the_cut_by_measured_time_puts_the_slow_layers_apart(pool: RankPool) -> None:
     bounds = pool.run(2, call, small_models.bounds_by_time, {"mesh": {"pipeline": 2}})
     assert bounds[0] == bounds[1]
-    # Eight layers of 6 x 6 come before four of 6 x 2048: no even cut, which would be at 6.
+    # Eight quick layers come before four slow ones: no even cut, which would be at 6.
     assert 8 < bounds[0][1] < 12
 
 
