@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipemega.errors import MeshError
+from pipemega.errors import MeshError, PipemegaError
 from pipemega.topology import AXES, AxisName, Topology
 
 T = TypeVar("T")
@@ -90,16 +90,25 @@ def world_axis() -> Axis:
     return Axis("world", tuple(range(dist.get_world_size())), dist.get_rank(), dist.group.WORLD)
 
 
-def from_first(axis: Axis, make: Callable[[], T]) -> T:
-    """What `make` gives on the first rank of `axis`, on all of them; collective.
+def from_first(world: Axis, make: Callable[[], T]) -> T:
+    """What `make` gives on rank 0, on all ranks of `world`; collective.
 
-    Whatever it raises, it raises there; the others learn of it as of any failure of a rank.
+    A PipemegaError that it raises is raised on all of them too; of any other the rest learn as of
+    any failure of a rank.
     """
-    if axis.size == 1:
+    if world.size == 1:
         return make()
-    values: list[Any] = [make() if axis.rank == 0 else None]
-    dist.broadcast_object_list(values, src=axis.ranks[0], group=axis.group)
+    values: list[Any] = [None, None]
+    if world.rank == 0:
+        try:
+            values[0] = make()
+        except PipemegaError as error:
+            error.on_every_rank = True
+            values[1] = error
+    dist.broadcast_object_list(values, src=world.ranks[0], group=world.group)
     made: T = values[0]
+    if values[1] is not None:
+        raise values[1]
     return made
 
 
