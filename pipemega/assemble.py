@@ -149,11 +149,6 @@ def _assemble(
         enabled=config.wall_clock_breakdown,
         synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else None,
     )
-    weights = None
-    halves = tuner is not None or any(s.kind is Kind.BACKWARD_INPUT for s in plan.steps())
-    if step is not None and halves:
-        weights = WeightGradients(step.gradients)
-        split(local.stages.values(), weights)
     executor = Executor(
         mesh.pipeline.rank,
         local.stages,
@@ -162,11 +157,23 @@ def _assemble(
         loss_of(config, local.loss_fn),
         precision.cast_inputs,
         timers,
-        weights,
+        _weight_gradients(step, local, plan, may_change=tuner is not None),
     )
     trace = config.monitor.trace
     tracer = Tracer(mesh, trace.steps, trace.every, trace.memory)
     return Engine(config, mesh, batch, local, executor, plan, step, loader, timers, tracer, tuner)
+
+
+def _weight_gradients(
+    step: OptimizerStep | None, local: LocalModel, plan: Plan, may_change: bool
+) -> WeightGradients | None:
+    """The queue of weight halves, and stages that use it; None where each backward is whole."""
+    halves = may_change or any(one.kind is Kind.BACKWARD_INPUT for one in plan.steps())
+    if step is None or not halves:
+        return None
+    weights = WeightGradients(step.gradients)
+    split(local.stages.values(), weights)
+    return weights
 
 
 def _announce(config: Config, batch: Batch, mesh: Mesh, log: logging.Logger) -> None:

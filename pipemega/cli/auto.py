@@ -29,6 +29,37 @@ costs of stages that differ (--stage-costs), a JSON object, or the path of a fil
 """
 
 
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Adds what is for auto alone."""
+    parser.add_argument(
+        "--stage-costs",
+        type=stage_costs,
+        metavar="JSON",
+        help="for auto, instead of --costs: costs of stages that differ, see below",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help="what auto makes short: the time from the first step of any rank to the last, or the "
+        "longest of any one rank (default: makespan)",
+    )
+    parser.add_argument(
+        "--exact",
+        action="store_true",
+        help="then let OR-tools prove that plan of auto, or find a shorter one on the same layout: "
+        "for small ones (pip install 'pipemega[solver]'); for as long again as --seconds at most",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=limit,
+        default=60.0,
+        metavar="S",
+        help="after which auto takes the best that it has found (default: 60, which is more than "
+        "it takes for up to 16 ranks and 64 micro-batches)",
+    )
+
+
 def look_for(arguments: argparse.Namespace) -> Synthesis:
     """The plan that the arguments ask for.
 
@@ -142,6 +173,17 @@ def stage_costs(text: str) -> CostModel:
         )
     except ScheduleError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def limit(text: str) -> float:
+    """A number above 0, from the command line."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    if not limit > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
+    return limit
 
 
 def _is_number(value: object) -> bool:

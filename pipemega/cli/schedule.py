@@ -75,40 +75,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "(default: 1,1,1,0)",
     )
     parser.add_argument(
-        "--stage-costs",
-        type=auto.stage_costs,
-        metavar="JSON",
-        help="for auto, instead of --costs: costs of stages that differ, see below",
-    )
-    parser.add_argument(
         "--memory-limit",
-        type=_limit,
+        type=auto.limit,
         metavar="K",
         help="the most that any rank may hold, in micro-batches of its share of the model, or in "
         "the units of --stage-costs (default: any for a named schedule, P micro-batches for auto, "
         "as 1f1b)",
     )
-    parser.add_argument(
-        "--objective",
-        choices=("makespan", "span"),
-        default="makespan",
-        help="what auto makes short: the time from the first step of any rank to the last, or the "
-        "longest of any one rank (default: makespan)",
-    )
-    parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="then let OR-tools prove that plan of auto, or find a shorter one on the same layout: "
-        "for small ones (pip install 'pipemega[solver]'); for as long again as --seconds at most",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=_limit,
-        default=60.0,
-        metavar="S",
-        help="after which auto takes the best that it has found (default: 60, which is more than "
-        "it takes for up to 16 ranks and 64 micro-batches)",
-    )
+    auto.add_options(parser)
     parser.add_argument(
         "--format",
         choices=("text", "json", "csv", *FORMATS),
@@ -212,13 +186,3 @@ def _costs(text: str) -> ShareCosts:
     except ScheduleError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return costs
-
-
-def _limit(text: str) -> float:
-    try:
-        limit = float(text)
-    except ValueError:
-        limit = 0.0
-    if not limit > 0:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
-    return limit
