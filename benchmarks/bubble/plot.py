@@ -14,6 +14,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
+    # Letters as letters: a fifth of the size of letters as outlines.
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "bubble"})
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
