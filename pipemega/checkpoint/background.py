@@ -5,6 +5,7 @@ It talks to the threads of the other ranks over a group of its own, so that noth
 between the messages of a step.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -14,7 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.checkpoint.pieces import Outgoing
+from pipemega.errors import CheckpointError
 from pipemega.mesh import Axis
+
+_log = logging.getLogger(__name__)
 
 
 class Staging:
@@ -77,9 +81,11 @@ class Background:
         def run() -> None:
             try:
                 action(axis)
-            # It is raised again by who waits.
+            # Who waits for it gets it too; but a script may end before anybody does.
             except BaseException as error:
                 self._error = error
+                if axis.rank == 0 or not isinstance(error, CheckpointError):
+                    _log.error("%s", error)
 
         self._thread = threading.Thread(target=run, name="checkpoint")
         self._thread.start()

@@ -1,6 +1,6 @@
 """`checkpoint`: where and when the state is saved.  Floor 1."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import create_model, model_validator
@@ -99,6 +99,10 @@ class CheckpointSection(_Async):
         # DeepSpeed takes the three words in any case.
         word = raw.get("tag_validation") if isinstance(raw, dict) else None
         return raw | {"tag_validation": word.capitalize()} if isinstance(word, str) else raw
+
+    def remarks(self) -> Iterable[str]:
+        if self.keep_every is not None and self.keep_last is None:
+            yield ("checkpoint.keep_every does nothing without checkpoint.keep_last: all are kept")
 
     @property
     def in_background(self) -> bool:

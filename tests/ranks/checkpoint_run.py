@@ -412,3 +412,37 @@ def matrices() -> PipelineModule:
     """What Muon takes."""
     layers = [LayerSpec(nn.Linear, m, n, bias=False) for m, n in ((6, 8), (8, 4))]
     return PipelineModule(layers, loss_fn=nn.functional.mse_loss)
+
+
+def wide(mesh: Mapping[str, int]) -> Engine:
+    """100 MB with the state of the optimizer."""
+    layers = [LayerSpec(nn.Linear, m, n) for m, n in ((2048, 1024), (1024, 2048)) * 2]
+    config = small_config("AdamW", {"lr": 0.01}, mesh=dict(mesh))
+    return initialize(PipelineModule(layers, loss_fn=nn.functional.mse_loss), config)[0]
+
+
+def wide_data(engine: Engine) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(engine.batch.num_microbatches):
+        yield torch.randn(4, 2048), torch.randn(4, 2048)
+
+
+def save_wide(mesh: Mapping[str, int], folder: str) -> None:
+    engine = wide(mesh)
+    engine.train_batch(wide_data(engine))
+    engine.save_checkpoint(folder)
+
+
+def growth_of_loading(mesh: Mapping[str, int], folder: str) -> int:
+    """Bytes that the process needs at most while it loads, over what it had before."""
+    engine = wide(mesh)
+
+    def memory(which: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (found,) = (line for line in lines if line.startswith(which))
+        return int(found.split()[1]) * 1024
+
+    # The peak begins anew.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    engine.load_checkpoint(folder)
+    return memory("VmHWM") - before

@@ -1,7 +1,9 @@
 """A flat range of a local tensor is a few boxes of the logical one; all ranks together fill it."""
 
 import itertools
+from contextlib import contextmanager
 from math import prod
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,8 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemega.checkpoint import pieces
+from pipemega.checkpoint.agreement import Agreement
 from pipemega.checkpoint.boxes import boxes
+from pipemega.checkpoint.disk import LocalDisk
+from pipemega.checkpoint.manifest import Written
 from pipemega.checkpoint.pieces import Piece, cut, share_out
+from pipemega.checkpoint.storage import Reader, write_pieces
 from pipemega.mesh import Axis
 from pipemega.parameters import Shard
 
@@ -126,3 +132,40 @@ def test_data_ranks_share_the_bytes_out_evenly_and_write_each_element_once(size,
     assert all((t == 1).all() for t in times.values())
     widest_row = 40 * 4
     assert max(bytes_of) - min(bytes_of) <= 2 * widest_row
+
+
+class Meter(LocalDisk):
+    """A disk that counts what is read of it."""
+
+    def __init__(self, root):
+        super().__init__(root)
+        self.most = self.total = 0
+
+    @contextmanager
+    def open(self, name):
+        with super().open(name) as stream:
+            read = stream.read
+
+            def counted(size=-1):
+                data = read(size)
+                self.most, self.total = max(self.most, len(data)), self.total + len(data)
+                return data
+
+            yield SimpleNamespace(read=counted, seek=stream.seek, readline=stream.readline)
+
+
+def test_who_wants_a_part_of_a_large_tensor_reads_little_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces, "LARGEST_CHUNK", 64 << 10)
+    disk, agree = Meter(tmp_path), Agreement(Axis("world"), LocalDisk(tmp_path))
+    whole = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
+    piece = Piece(whole, Shard((1024, 1024)), stored=(0, whole.numel()))
+    write_pieces(Written(disk, "."), "tensors", {"a": piece.outgoing}, agree)
+    start, stop = 500_000, 520_000
+    part = torch.zeros(stop - start)
+    reader = Reader(disk, "tensors")
+    disk.most = disk.total = 0
+    reader.read({"a": Piece(part, Shard((1024, 1024)), (0, 0), (1024, 1024), (start, stop))})
+    assert torch.equal(part, whole.view(-1)[start:stop])
+    # Three boxes in three chunks; each chunk is read once, whole.
+    assert disk.most <= (64 << 10) + 2048
+    assert disk.total <= 3 * disk.most
