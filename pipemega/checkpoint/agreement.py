@@ -58,7 +58,7 @@ class Agreement:
             CheckpointError: with the cause of the first rank on which it raised that or an OSError.
         """
         value: _T | None = None
-        cause: Exception | None = None
+        cause: CheckpointError | OSError | None = None
         try:
             value = action()
         except (CheckpointError, OSError) as error:
@@ -76,7 +76,7 @@ class Agreement:
         Its error bears no rank: it is about what all of them share.
         """
         values: list[Any] = [None, None]
-        cause: Exception | None = None
+        cause: CheckpointError | OSError | None = None
         if self.is_first:
             try:
                 values[0] = action()

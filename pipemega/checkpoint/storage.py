@@ -97,7 +97,7 @@ class Reader:
                         _fill(pieces, part, chunk)
 
     def _place(self, item: ReadItem) -> tuple[str, int, int]:
-        info = self._metadata.storage_data[item.storage_index]  # type: ignore[index]
+        info = self._metadata.storage_data[item.storage_index]
         return info.relative_path, info.offset, info.length
 
     def _chunk(self, file: str, data: bytes) -> Tensor:
@@ -139,7 +139,8 @@ class _Writer(FileSystemWriter):
     def __init__(self, written: Written, folder: str, rank: int) -> None:
         # The streams see to it that what was written is on the disk.
         super().__init__(folder, sync_files=False)
-        self.fs, self.path = _Streams(written), folder
+        self.fs: FileSystemBase = _Streams(written)  # type: ignore[assignment]
+        self.path = folder
         self._written, self._rank = written, rank
 
     def write(self, plan: SavePlan, planner: DefaultSavePlanner) -> list[WriteResult]:

@@ -163,9 +163,12 @@ def refusal(pool: RankPool, world_size: int, *args: Any) -> str:
     ids=["wider", "shorter", "longer"],
 )
 def test_another_model_is_refused_with_the_first_differences(pool: RankPool, saved, change, parts):
-    said = refusal(
-        pool, 2, config_of((1, 2, 1), model={"attention_dropout": 0.1, **change}), str(saved)
-    )
+    changed = {"attention_dropout": 0.1, **change}
+    (key,) = change
+    said = refusal(pool, 2, config_of((1, 2, 1), model=changed), str(saved))
+    assert f"would go on with another model: model.{key}: " in said
+    meant = {"allow_changes": ["model"]}
+    said = refusal(pool, 2, config_of((1, 2, 1), model=changed, checkpoint=meant), str(saved))
     assert "global_step2 is of another model: parameters/layers." in said
     for part in (*parts, "Build the model as it was when this was saved"):
         assert part in said
@@ -200,7 +203,8 @@ def damaged(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     os.truncate(shard, shard.stat().st_size - 1)
     (of("state") / "state.json").write_text("{")
     flip(of("index") / "tensors" / ".metadata")
-    flip(of("own") / "rank_00001.pt")
+    own = of("own") / "rank_00001.pt"
+    own.write_bytes(bytes(own.stat().st_size))
     flip(next((of("bit") / "tensors").glob("__1_*")), -5000)
     (of("pointer").parent / "latest").write_bytes(b"../\xff\n")
     (of("no pointer").parent / "latest").unlink()
