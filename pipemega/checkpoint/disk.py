@@ -37,8 +37,8 @@ class Disk(ABC):
         """Bytes of a file; None if there is none of that name."""
 
     @abstractmethod
-    def exists(self) -> bool:
-        """Whether there is a root at all."""
+    def has(self, name: str = "") -> bool:
+        """Whether there is a file or a folder of that name, or the root itself."""
 
     @abstractmethod
     def names(self, name: str = "") -> list[str]:
@@ -89,8 +89,8 @@ class LocalDisk(Disk):
         path = self.root / name
         return path.stat().st_size if path.is_file() else None
 
-    def exists(self) -> bool:
-        return self.root.is_dir()
+    def has(self, name: str = "") -> bool:
+        return (self.root / name).exists()
 
     def names(self, name: str = "") -> list[str]:
         path = self.root / name
@@ -168,9 +168,9 @@ class RemoteDisk(Disk):
             return None
         return int(found["size"]) if found["type"] == "file" else None
 
-    def exists(self) -> bool:
+    def has(self, name: str = "") -> bool:
         # A folder of an object store is there as soon as something is in it.
-        return bool(self.names())
+        return bool(self.names(name)) or self.size(name) is not None
 
     def names(self, name: str = "") -> list[str]:
         self._files.invalidate_cache()

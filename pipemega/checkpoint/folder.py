@@ -94,7 +94,7 @@ def start(disk: Disk, tag: str) -> str:
         OSError: the folder cannot be made.
     """
     _check(tag)
-    if disk.names(tag) and not _is_complete(disk, tag) and not _parts(disk, tag):
+    if disk.has(tag) and not _is_complete(disk, tag) and not _parts(disk, tag):
         raise CheckpointError(
             f"{disk.where(tag)} is there already and is no checkpoint: give another tag, or move "
             f"it away"
@@ -144,7 +144,7 @@ def _exchange(disk: LocalDisk, tag: str, part: str, point: bool) -> None:
     if point:
         # Before the renames, so that a full disk is met before anything has changed.
         disk.write(pointer, f"{tag}\n".encode())
-    if disk.names(tag):
+    if disk.has(tag):
         disk.rename(tag, replaced)
     disk.rename(part, tag)
     if point:
@@ -161,7 +161,7 @@ def tidy(disk: Disk) -> None:
                 _delete_others(disk, name, _within(disk, name))
         elif name.startswith(".") and name.endswith(".replaced"):
             tag = name[1:].removesuffix(".replaced")
-            if disk.names(tag) or not _is_complete(disk, name):
+            if disk.has(tag) or not _is_complete(disk, name):
                 with suppress(OSError):
                     disk.delete(name)
             else:
@@ -209,7 +209,7 @@ def candidates(disk: Disk) -> tuple[list[str], str | None]:
     Raises:
         CheckpointError: there is no folder, or nothing in it that could be loaded.
     """
-    if not disk.exists():
+    if not disk.has():
         raise CheckpointError(f"no checkpoint folder {disk.where()}: is the path right?")
     pointed, wrong = latest(disk), None
     if pointed is None:
@@ -255,12 +255,12 @@ def examine(disk: Disk, tag: str) -> Found:
     """
     _check(tag)
     path = tag
-    if not disk.names(tag) and _is_complete(disk, f".{tag}.replaced"):
+    if not disk.has(tag) and _is_complete(disk, f".{tag}.replaced"):
         # A save was interrupted in the moment between its two renames.
         path = f".{tag}.replaced"
     where = disk.where(path)
     if not _is_complete(disk, path):
-        what = f"is half-written (no {STATE_FILE})" if disk.names(path) else "is missing"
+        what = f"is half-written (no {STATE_FILE})" if disk.has(path) else "is missing"
         raise Damage(f"checkpoint {where} {what}")
     found = _found(disk, tag, path)
     for name, entry in found.files.items():

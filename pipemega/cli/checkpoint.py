@@ -125,7 +125,7 @@ def _place(path: str, tag: str | None = None) -> tuple[Disk, str | None]:
     if tag is None and disk_at(path).size(STATE_FILE) is not None:
         return disk_at(above or "."), name
     disk = disk_at(path)
-    if not disk.exists():
+    if not disk.has():
         raise CheckpointError(f"no checkpoint folder {disk.where()}: is the path right?")
     return disk, tag
 
