@@ -120,9 +120,10 @@ class LocalDisk(Disk):
         sync(self.root)
 
     def sync(self, name: str) -> None:
-        """Brings a folder to the disk, with the files and folders in it."""
+        """Brings the names in a folder, and in those below it, to the disk."""
         for path in [*(self.root / name).rglob("*"), self.root / name]:
-            sync(path)
+            if path.is_dir():
+                sync(path)
 
 
 class RemoteDisk(Disk):

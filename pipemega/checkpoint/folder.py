@@ -127,7 +127,7 @@ def finish(
     whole = {"number": _next_number(disk), "newest": point, **state, "files": dict(files)}
     if isinstance(disk, LocalDisk):
         disk.write(f"{part}/{STATE_FILE}", sealed(whole))
-        # The names in the folders are still to come.
+        # Of the files every byte is there; the names in the folders are still to come.
         disk.sync(part)
         _exchange(disk, tag, part, point)
         return Found(tag, tag, whole)
