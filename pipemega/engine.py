@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipemega import checkpoint
-from pipemega.checkpoint import RunState
+from pipemega.checkpoint import Checkpoints, Counters, LoadOptions
 from pipemega.config import Batch, Config
 from pipemega.data.loader import BatchLoader
 from pipemega.errors import ConfigError, PipemegaError
@@ -32,7 +31,7 @@ from pipemega.pipeline.schedules import forward_only
 from pipemega.pipeline.simulate import Timeline
 from pipemega.pipeline.trace import Trace
 from pipemega.pipeline.whole import whole_tensors
-from pipemega.random import preserve_rng, rng_state, set_rng_state
+from pipemega.random import preserve_rng
 from pipemega.tracer import Tracer
 from pipemega.tuning import ScheduleTuner
 
@@ -75,6 +74,7 @@ class Engine:
         self.last_trace: Trace | None = None
         self._model, self._executor, self._step = model, executor, step
         self._ahead = RunAhead(executor)
+        self._checkpoints = Checkpoints(config, mesh, model, step, loader)
         self._failures = FailureBoard(mesh.world)
         self._tracer, self._tuner = tracer or Tracer(mesh), tuner
         rank, ranks = mesh.pipeline.rank, plan.rank_of_stage
@@ -298,10 +298,15 @@ class Engine:
         tag: str | None = None,
         client_state: Any = None,
         save_latest: bool = True,
-    ) -> Path:
+    ) -> Path | str:
         """Writes everything that the next step depends on; returns the checkpoint's folder.
 
+        With `checkpoint.async` it returns when a copy is made; `finish_saving` waits for the rest.
+        An error in the background is logged by the next save, which then does not return before
+        it has saved; or raised by `finish_saving`.
+
         Args:
+            save_dir: a folder that all ranks see, or a URL that fsspec knows.
             tag: its name; `global_step<N>` by default.
             client_state: the caller's own, given back by `load_checkpoint`: tensors and plain
                 values, the same on every rank.
@@ -312,66 +317,59 @@ class Engine:
         """
         with self._failures.failing_together("save_checkpoint"):
             self._stands()
-            return checkpoint.save(
-                Path(save_dir),
-                tag or checkpoint.step_tag(self.global_steps),
-                self._run_state(client_state),
-                self.mesh,
-                tag_validation=self.config.checkpoint.tag_validation,
-                point=save_latest,
-            )
+            counters = Counters(self.global_steps, self.consumed_samples)
+            return self._checkpoints.save(save_dir, tag, client_state, counters, point=save_latest)
 
-    def _run_state(self, client_state: Any) -> RunState:
-        return RunState(
-            tensors=checkpoint.logical_tensors(self._model, self._step, self.mesh),
-            shared={
-                "global_steps": self.global_steps,
-                "consumed_samples": self.consumed_samples,
-                "optimizer_step": checkpoint.step_state(self._step),
-                "loader": self.loader.state_dict() if self.loader else None,
-                "config": self.config.to_dict(),
-            },
-            own={
-                "rng": rng_state(self.mesh.device),
-                "buffers": checkpoint.own_buffers(self._model, self.mesh),
-            },
-            client=client_state,
-        )
+    def finish_saving(self) -> None:
+        """Waits until what `checkpoint.async` writes in the background is on the disk.
 
-    def load_checkpoint(self, load_dir: str | Path, tag: str | None = None) -> tuple[Path, Any]:
-        """Continues where a checkpoint was written: the next step is the one that came then.
+        Raises:
+            CheckpointError: a rank could not write; what was saved before is untouched.
+        """
+        with self._failures.failing_together("finish_saving"):
+            self._checkpoints.finish()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        *,
+        load_module_only: bool = False,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        strict: bool = True,
+    ) -> tuple[Path | str, Any]:
+        """Continues where a checkpoint was written, on whatever mesh; or takes a part of it.
 
         Args:
-            tag: which one; by default the newest.
+            tag: which one; by default the newest that is whole, with a warning if others are not.
+            load_module_only: parameters and buffers alone; the run begins at step 0.
+            load_optimizer_states: False: the optimizer goes on with what it has.
+            load_lr_scheduler_states: False: so does the learning rate.
+            strict: False: load what fits of another model's, and list every difference.
 
         Returns:
             the checkpoint's folder, and its client_state.
 
         Raises:
-            CheckpointError: it is missing, half-written, damaged, of another model or mesh.
+            CheckpointError: it is missing, half-written, damaged, of another model, or of a run
+                whose config had another model or order of the data.
         """
+        options = LoadOptions(
+            module_only=load_module_only,
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            strict=strict,
+            verify=self.config.checkpoint.verify,
+            allow_changes=self.config.checkpoint.allow_changes,
+        )
         with self._failures.failing_together("load_checkpoint"):
             self._stands()
-            path, state = checkpoint.load(
-                Path(load_dir),
-                tag,
-                self.mesh,
-                lambda stored: checkpoint.room_for(stored, self._model, self._step, self.mesh),
-            )
-            shared = state.shared
-            checkpoint.restore(
-                state.tensors,
-                shared["optimizer_step"],
-                state.own["buffers"],
-                self._model,
-                self._step,
-            )
-            self.global_steps = shared["global_steps"]
-            self.consumed_samples = shared["consumed_samples"]
-            if self.loader is not None and shared["loader"] is not None:
-                self.loader.load_state_dict(shared["loader"])
-            set_rng_state(state.own["rng"], self.mesh.device)
-        return path, state.client
+            loaded = self._checkpoints.load(load_dir, tag, options)
+            if loaded.counters is not None:
+                self.global_steps = loaded.counters.global_steps
+                self.consumed_samples = loaded.counters.consumed_samples
+        return loaded.path, loaded.client
 
     @torch.no_grad()
     def parameter_state(self) -> dict[str, Tensor]:

@@ -107,6 +107,13 @@ def set_rng_state(state: dict[str, Any], device: torch.device = _CPU) -> None:
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
 
 
+def seed_streams(seed: int, device: torch.device = _CPU) -> None:
+    """Begins every stream of `rng_state` anew, from one number of up to 63 bits."""
+    _seed_streams(seed, device)
+    numpy.random.seed(derive_seed(seed, "numpy") % 2**32)
+    random.seed(seed)
+
+
 def _seed_streams(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

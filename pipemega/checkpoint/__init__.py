@@ -1,25 +1,16 @@
 """Saving and loading: logical tensors, in folders that are whole at every moment."""
 
-from pipemega.checkpoint.folder import prune, step_tag
-from pipemega.checkpoint.store import RunState, Stored, load, save
-from pipemega.checkpoint.tensors import (
-    logical_tensors,
-    own_buffers,
-    restore,
-    room_for,
-    step_state,
-)
+from pipemega.checkpoint.disk import is_remote
+from pipemega.checkpoint.folder import step_tag
+from pipemega.checkpoint.keeper import Checkpoints, Counters, Loaded, newest
+from pipemega.checkpoint.options import LoadOptions
 
 __all__ = [
-    "RunState",
-    "Stored",
-    "load",
-    "logical_tensors",
-    "own_buffers",
-    "prune",
-    "restore",
-    "room_for",
-    "save",
-    "step_state",
+    "Checkpoints",
+    "Counters",
+    "LoadOptions",
+    "Loaded",
+    "is_remote",
+    "newest",
     "step_tag",
 ]

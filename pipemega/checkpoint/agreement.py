@@ -5,15 +5,13 @@ left waiting, and a caller who catches the error may go on.
 """
 
 import errno
-import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
+from pipemega.checkpoint.disk import Disk
 from pipemega.errors import CheckpointError
 from pipemega.mesh import Axis
 
@@ -22,27 +20,36 @@ _T = TypeVar("_T")
 
 
 class Agreement:
-    """What the ranks of `world` do together in a folder; every method is collective.
+    """What the ranks of `world` do together on a disk; every method is collective.
 
     Args:
         world: all ranks.
-        folder: what errors that name no file are about.
+        disk: what errors that name no file are about.
     """
 
-    def __init__(self, world: Axis, folder: Path) -> None:
-        self._world, self._folder = world, folder
+    def __init__(self, world: Axis, disk: Disk) -> None:
+        self.rank, self.size = world.rank, world.size
+        self._world, self._disk = world, disk
 
     @property
     def is_first(self) -> bool:
-        return self._world.rank == 0
+        return self.rank == 0
 
     def gather(self, value: _T) -> list[_T]:
-        """`value` of every rank, by rank."""
-        if self._world.size == 1:
+        """`value` of every rank, by rank; for small ones."""
+        if self.size == 1:
             return [value]
-        values: list[Any] = [None] * self._world.size
+        values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._world.group)
         return values
+
+    def to_first(self, value: _T) -> list[_T]:
+        """`value` of every rank, by rank, on rank 0; elsewhere nothing."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(value, values, dst=self._world.ranks[0], group=self._world.group)
+        return values or []
 
     def together(self, action: Callable[[], _T]) -> _T:
         """Runs `action` on this rank, and returns what it gave here.
@@ -51,7 +58,7 @@ class Agreement:
             CheckpointError: with the cause of the first rank on which it raised that or an OSError.
         """
         value: _T | None = None
-        cause: Exception | None = None
+        cause: CheckpointError | OSError | None = None
         try:
             value = action()
         except (CheckpointError, OSError) as error:
@@ -64,38 +71,33 @@ class Agreement:
         return value  # type: ignore[return-value]  # None only if the action gave that
 
     def from_first(self, action: Callable[[], _T]) -> _T:
-        """Runs `action` on rank 0 only, and returns what it gave there; raises like `together`."""
-        value = self.together(lambda: action() if self.is_first else None)
-        return self.gather(value)[0]  # type: ignore[return-value]  # rank 0 did run it
+        """Runs `action` on rank 0 only, and returns what it gave there; raises like `together`.
 
-    @contextmanager
-    def on_torch_errors(self) -> Iterator[None]:
-        """Turns what torch.distributed.checkpoint raises, on all ranks alike, into one sentence."""
-        try:
-            yield
-        except CheckpointException as error:
-            own, _ = error.failures.get(self._world.rank, (None, None))
-            if own is not None and not isinstance(own, Exception):
-                # Ctrl-C or a signal: to be obeyed by who got it.
-                raise own from None
-            rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-            who = "" if self._world.size == 1 else f"rank {rank}: "
-            raise CheckpointError(f"{who}{self._said(cause)}", on_every_rank=True) from cause
+        Its error bears no rank: it is about what all of them share.
+        """
+        values: list[Any] = [None, None]
+        cause: CheckpointError | OSError | None = None
+        if self.is_first:
+            try:
+                values[0] = action()
+            except (CheckpointError, OSError) as error:
+                cause, values[1] = error, self._said(error)
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=self._world.ranks[0], group=self._world.group)
+        made: _T = values[0]
+        if values[1] is not None:
+            raise CheckpointError(values[1], on_every_rank=True) from cause
+        return made
 
-    def _said(self, error: BaseException) -> str:
+    def _said(self, error: CheckpointError | OSError) -> str:
         if isinstance(error, CheckpointError):
             return str(error)
-        if not isinstance(error, OSError):
-            return f"{type(error).__name__}: {essence(error)}"
-        text = f"{error.strerror or error} ({error.filename or self._folder})"
+        text = f"{error.strerror or error} ({error.filename or self._disk.where()})"
         if error.errno in _DISK_FULL:
-            free = 0
             with suppress(OSError):
-                free = shutil.disk_usage(self._folder).free
-            text += (
-                f", {free / 1e6:.0f} MB are left there: make room, or keep fewer checkpoints "
-                f"(checkpoint.keep_last)"
-            )
+                free = self._disk.free()
+                left = "" if free is None else f"{free / 1e6:.0f} MB are left there: "
+                text += f", {left}make room, or keep fewer checkpoints (checkpoint.keep_last)"
         return text
 
 

@@ -7,28 +7,78 @@
     folder/latest                       the name of the newest complete one
 
 A checkpoint is written under another name, brought to the disk, renamed, and only then pointed at.
+Where folders cannot be renamed, as in an object store, its state.json, which comes last and at
+once, does the same:
+
+    folder/global_step300/state.json    makes a checkpoint of the files that it names, in
+    folder/global_step300/saved-3/      this folder; one that no state.json names is unfinished
+
 One run at a time saves in a folder; any number may read.
 """
 
-import json
 import logging
-import os
 import re
-import shutil
 from collections.abc import Mapping
-from pathlib import Path
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
+from pipemega.checkpoint.disk import Disk, LocalDisk
+from pipemega.checkpoint.manifest import STATE_FILE, Damage, FileEntry, difference, opened, sealed
 from pipemega.errors import CheckpointError
 
-STATE_FILE = "state.json"
 POINTER = "latest"
-FORMAT = 1
 
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
-_STEP_TAG = re.compile(r"global_step\d+")
+_STEP_TAG = re.compile(r"global_step(\d+)")
+_PART = re.compile(r"saved-\d+")
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint that has a state.json.
+
+    Args:
+        tag: its name.
+        path: where its files are, below the root of its disk.
+        state: what `finish` kept in state.json.
+    """
+
+    tag: str
+    path: str
+    state: dict[str, Any]
+
+    @property
+    def files(self) -> dict[str, FileEntry]:
+        files: dict[str, FileEntry] = self.state["files"]
+        return files
+
+    @property
+    def size(self) -> int:
+        """Bytes of all files."""
+        return sum(entry.size for entry in self.files.values())
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay, of those that go by their step.
+
+    Args:
+        keep_last: so many of the newest; None: all.
+        keep_every: and those of every so manieth step, for good; None: none.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+
+    def forgets(self, steps: list[int]) -> list[int]:
+        """Which of these, in the order of saving, are to go."""
+        if self.keep_last is None:
+            return []
+        old = steps[: max(0, len(steps) - self.keep_last)]
+        return [step for step in old if not self.keep_every or step % self.keep_every]
 
 
 def step_tag(step: int) -> str:
@@ -36,225 +86,272 @@ def step_tag(step: int) -> str:
     return f"global_step{step}"
 
 
-def start(folder: Path, tag: str) -> Path:
-    """An empty folder to write `tag` into; what interrupted saves left in `folder` goes.
+def start(disk: Disk, tag: str) -> str:
+    """An empty folder to write `tag` into; what interrupted saves left goes.
 
     Raises:
         CheckpointError: the tag is no plain name, or that of something else than a checkpoint.
         OSError: the folder cannot be made.
     """
-    unfinished, final = _unfinished(folder, tag), folder / tag
-    if final.exists() and not _is_complete(final):
+    _check(tag)
+    if disk.has(tag) and not _is_complete(disk, tag) and not _parts(disk, tag):
         raise CheckpointError(
-            f"{final} is there already and is no checkpoint: give another tag, or move it away"
+            f"{disk.where(tag)} is there already and is no checkpoint: give another tag, or move "
+            f"it away"
         )
-    missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in missing:
-        sync(path.parent)
-    tidy(folder)
-    unfinished.mkdir()
-    return unfinished
+    if not isinstance(disk, LocalDisk):
+        tidy(disk)
+        return f"{tag}/saved-{_next_number(disk)}"
+    disk.make()
+    tidy(disk)
+    disk.make(_unfinished(tag))
+    return _unfinished(tag)
 
 
-def finish(folder: Path, tag: str, state: Mapping[str, Any], *, point: bool = True) -> Path:
+def finish(
+    disk: Disk,
+    tag: str,
+    part: str,
+    state: Mapping[str, Any],
+    files: Mapping[str, FileEntry],
+    *,
+    point: bool = True,
+) -> Found:
     """Makes what was written the checkpoint `tag`, and the newest one if `point`.
 
     Args:
-        state: JSON values, kept beside the tensors together with the sizes of all files.
+        part: from `start`.
+        state: JSON values, kept beside the tensors.
+        files: all files in `part`, which are on the disk already.
     """
-    unfinished, final, replaced = _unfinished(folder, tag), folder / tag, _replaced(folder, tag)
-    files = {
-        path.relative_to(unfinished).as_posix(): path.stat().st_size
-        for path in sorted(unfinished.rglob("*"))
-        if path.is_file()
-    }
-    number = 1 + max((_number(path) for path in complete(folder)), default=0)
-    whole = {"format": FORMAT, "number": number, **state, "files": files}
-    write(unfinished / STATE_FILE, (json.dumps(whole, indent=1) + "\n").encode())
-    # Those who wrote the files have synced them; but torch syncs its index before the last of it
-    # has left the process, and the names in the folders are still to come.
-    for path in [*unfinished.rglob("*"), unfinished]:
-        sync(path)
-    pointer = folder / f".{POINTER}.saving"
+    whole = {"number": _next_number(disk), "newest": point, **state, "files": dict(files)}
+    if isinstance(disk, LocalDisk):
+        disk.write(f"{part}/{STATE_FILE}", sealed(whole))
+        # Of the files every byte is there; the names in the folders are still to come.
+        disk.sync(part)
+        _exchange(disk, tag, part, point)
+        return Found(tag, tag, whole)
+    whole["within"] = part.removeprefix(f"{tag}/")
+    disk.write(f"{tag}/{STATE_FILE}", sealed(whole))
+    if point:
+        disk.write(POINTER, f"{tag}\n".encode())
+    _delete_others(disk, tag, whole["within"])
+    return Found(tag, part, whole)
+
+
+def _exchange(disk: LocalDisk, tag: str, part: str, point: bool) -> None:
+    replaced, pointer = f".{tag}.replaced", f".{POINTER}.saving"
     if point:
         # Before the renames, so that a full disk is met before anything has changed.
-        write(pointer, f"{tag}\n".encode())
-    if final.exists():
-        final.rename(replaced)
-    unfinished.rename(final)
-    sync(folder)
+        disk.write(pointer, f"{tag}\n".encode())
+    if disk.has(tag):
+        disk.rename(tag, replaced)
+    disk.rename(part, tag)
     if point:
-        pointer.rename(folder / POINTER)
-        sync(folder)
-    shutil.rmtree(replaced, ignore_errors=True)
-    return final
+        disk.rename(pointer, POINTER)
+    with suppress(OSError):
+        disk.delete(replaced)
 
 
-def tidy(folder: Path) -> None:
+def tidy(disk: Disk) -> None:
     """Deletes what interrupted saves left; what was about to be replaced comes back."""
-    for replaced in folder.glob(".*.replaced"):
-        final = folder / replaced.name[1:].removesuffix(".replaced")
-        if final.exists() or not _is_complete(replaced):
-            shutil.rmtree(replaced, ignore_errors=True)
-        else:
-            replaced.rename(final)
-    for unfinished in folder.glob(".*.saving"):
-        if unfinished.is_dir():
-            shutil.rmtree(unfinished, ignore_errors=True)
-        else:
-            unfinished.unlink()
+    for name in disk.names():
+        if not isinstance(disk, LocalDisk):
+            with suppress(CheckpointError):
+                _delete_others(disk, name, _within(disk, name))
+        elif name.startswith(".") and name.endswith(".replaced"):
+            tag = name[1:].removesuffix(".replaced")
+            if disk.has(tag) or not _is_complete(disk, name):
+                with suppress(OSError):
+                    disk.delete(name)
+            else:
+                disk.rename(name, tag)
+        elif name.startswith(".") and name.endswith(".saving"):
+            with suppress(OSError):
+                disk.delete(name)
 
 
-def prune(folder: Path, keep_last: int) -> None:
-    """Deletes all but the newest `keep_last` checkpoints of those that go by their step.
+def prune(disk: Disk, retention: Retention) -> None:
+    """Deletes the checkpoints that `retention` forgets.
 
     Never the one that is pointed at, and never one that somebody gave a name. What cannot be
     deleted is left, with a warning: it is no reason to end a run.
     """
-    paths = [path for path in complete(folder) if _STEP_TAG.fullmatch(path.name)]
-    pointed = latest(folder)
-    for path in paths[: max(0, len(paths) - keep_last)]:
-        if path.name != pointed:
-            # Renamed first, so that no half-deleted folder bears the name of a checkpoint.
-            unfinished = _unfinished(folder, path.name)
+    steps = [int(m[1]) for tag in complete(disk) if (m := _STEP_TAG.fullmatch(tag))]
+    pointed = latest(disk)
+    for tag in map(step_tag, retention.forgets(steps)):
+        if tag != pointed:
             try:
-                path.rename(unfinished)
-                shutil.rmtree(unfinished)
+                _delete(disk, tag)
             except OSError as error:
-                _log.warning("could not delete the old checkpoint %s: %s", path, error)
+                _log.warning("could not delete the old checkpoint %s: %s", disk.where(tag), error)
 
 
-def latest(folder: Path) -> str | None:
+def latest(disk: Disk) -> str | None:
     """The tag that the pointer names, or None where there is no pointer."""
-    pointer = folder / POINTER
-    if not pointer.is_file():
+    if disk.size(POINTER) is None:
         return None
-    return pointer.read_text(encoding="utf-8", errors="replace").strip()
+    return disk.read(POINTER).decode("utf-8", errors="replace").strip()
 
 
-def complete(folder: Path) -> list[Path]:
-    """All complete checkpoints, in the order in which they were saved."""
-    paths = [
-        path.parent for path in folder.glob(f"*/{STATE_FILE}") if _TAG.fullmatch(path.parent.name)
-    ]
-    return sorted(paths, key=lambda path: (_number(path), path.name))
+def complete(disk: Disk) -> list[str]:
+    """The tags of all checkpoints with a state.json, in the order in which they were saved."""
+    tags = [name for name in disk.names() if _TAG.fullmatch(name) and _is_complete(disk, name)]
+    numbers = {tag: _number(disk, tag) for tag in tags}
+    return sorted(tags, key=lambda tag: (numbers[tag], tag))
 
 
-def find(folder: Path, tag: str | None = None) -> Path:
-    """Where the complete checkpoint `tag`, or the newest one, lies.
+def candidates(disk: Disk) -> tuple[list[str], str | None]:
+    """The tags to try when none is given, best first; and what is wrong with the pointer.
+
+    The one that is pointed at, then the others that once were, the last one saved first.
 
     Raises:
-        CheckpointError: there is none, or a file of it is missing or of another size; says which,
-            and what else there is.
+        CheckpointError: there is no folder, or nothing in it that could be loaded.
     """
-    if not folder.is_dir():
-        raise CheckpointError(f"no checkpoint folder {folder}: is the path right?")
-    if tag is None:
-        tag = _pointed_at(folder)
-    path, replaced = folder / tag, _replaced(folder, tag)
-    if not path.exists() and _is_complete(replaced):
+    if not disk.has():
+        raise CheckpointError(f"no checkpoint folder {disk.where()}: is the path right?")
+    pointed, wrong = latest(disk), None
+    if pointed is None:
+        wrong = f"{disk.where()} has no file '{POINTER}'"
+    elif not _TAG.fullmatch(pointed):
+        wrong = f"{disk.where(POINTER)} is damaged: {pointed[:40]!r} is no tag"
+        pointed = None
+    others = [tag for tag in reversed(complete(disk)) if tag != pointed and _was_newest(disk, tag)]
+    tags = others if pointed is None else [pointed, *others]
+    if not tags:
+        raise CheckpointError(f"{wrong}; {there(disk)}")
+    return tags, wrong
+
+
+def newest(disk: Disk) -> str | None:
+    """The tag that is loaded by default, going by sizes alone; None where nothing was ever saved.
+
+    Raises:
+        CheckpointError: something was saved, and nothing of it is whole.
+    """
+    if latest(disk) is None and not complete(disk):
+        return None
+    damages = []
+    for tag in candidates(disk)[0]:
+        try:
+            return examine(disk, tag).tag
+        except Damage as damage:
+            damages.append(str(damage))
+    raise none_whole(disk, damages)
+
+
+def none_whole(disk: Disk, damages: list[str]) -> CheckpointError:
+    """Of all those that were tried."""
+    return CheckpointError(f"no checkpoint in {disk.where()} is whole: {'; '.join(damages)}")
+
+
+def examine(disk: Disk, tag: str) -> Found:
+    """The checkpoint of that tag, if its files have the sizes that were written.
+
+    Raises:
+        Damage: it is missing, half-written or damaged; says how.
+        CheckpointError: the tag is no plain name, or the format that of another version.
+    """
+    _check(tag)
+    path = tag
+    if not disk.has(tag) and _is_complete(disk, f".{tag}.replaced"):
         # A save was interrupted in the moment between its two renames.
-        path = replaced
-    if not _is_complete(path):
-        what = f"is half-written (no {STATE_FILE})" if path.exists() else "is missing"
-        raise CheckpointError(f"checkpoint {path} {what}; {_there(folder)}")
-    for name, size in read_state(path)["files"].items():
-        file = path / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            has = f"has {found} bytes" if found is not None else "is missing"
-            raise CheckpointError(
-                f"checkpoint {path} is damaged: {name} {has}, {size} bytes were written; "
-                f"{_there(folder, tag)}"
-            )
-    return path
+        path = f".{tag}.replaced"
+    where = disk.where(path)
+    if not _is_complete(disk, path):
+        what = f"is half-written (no {STATE_FILE})" if disk.has(path) else "is missing"
+        raise Damage(f"checkpoint {where} {what}")
+    found = _found(disk, tag, path)
+    for name, entry in found.files.items():
+        wrong = difference(disk, f"{found.path}/{name}", entry, read=False)
+        if wrong is not None:
+            raise Damage(f"checkpoint {where} is damaged: {name} {wrong}")
+    return found
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """What `finish` kept beside the tensors.
-
-    Raises:
-        CheckpointError: it cannot be read any more, or is in a format of another version.
-    """
-    file = path / STATE_FILE
-    try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} is damaged: {error}") from error
-    if not isinstance(state, dict) or not isinstance(state.get("files"), dict):
-        raise CheckpointError(f"{file} is damaged: it does not say which files there are")
-    if state.get("format") != FORMAT:
-        raise CheckpointError(
-            f"{file} is of format {state.get('format')}, and this version of pipemega reads format "
-            f"{FORMAT}: load it with the version that saved it"
-        )
-    return state
-
-
-def write(path: Path, data: bytes) -> None:
-    """Writes a file and brings it to the disk."""
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def sync(path: Path) -> None:
-    """Brings a file, or the names in a folder, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _pointed_at(folder: Path) -> str:
-    tag = latest(folder)
-    if tag is None:
-        raise CheckpointError(f"{folder} has no file '{POINTER}'; {_there(folder)}")
-    if not _TAG.fullmatch(tag):
-        raise CheckpointError(
-            f"{folder / POINTER} is damaged: {tag[:40]!r} is no tag; {_there(folder)}"
-        )
-    return tag
-
-
-def _there(folder: Path, but: str | None = None) -> str:
+def there(disk: Disk, but: str | None = None) -> str:
     """The end of a message: what could be loaded instead."""
-    tags = [path.name for path in complete(folder) if path.name != but]
+    tags = [tag for tag in complete(disk) if tag != but]
     if tags:
         return f"complete ones there: {', '.join(tags)}: name one of them as the tag"
-    left = sorted(path.name for path in folder.glob(".*.saving") if path.is_dir())
+    left = [name for name in disk.names() if name.endswith(".saving") and disk.names(name)]
     return "there is no complete one" + (
         f", only what an interrupted save left: {', '.join(left)}" if left else ""
     )
 
 
-def _unfinished(folder: Path, tag: str) -> Path:
-    return folder / f".{_checked(tag)}.saving"
+def _found(disk: Disk, tag: str, path: str) -> Found:
+    try:
+        state = opened(disk.read(f"{path}/{STATE_FILE}"))
+    except Damage as damage:
+        raise Damage(f"checkpoint {disk.where(path)} is damaged: {damage}") from damage
+    except CheckpointError as error:
+        raise CheckpointError(f"{disk.where(path)}: {error}") from error
+    return Found(tag, f"{path}/{state['within']}" if "within" in state else path, state)
 
 
-def _replaced(folder: Path, tag: str) -> Path:
-    return folder / f".{_checked(tag)}.replaced"
+def _delete(disk: Disk, tag: str) -> None:
+    """First what makes it a checkpoint, so that nothing half-deleted bears the name of one."""
+    if isinstance(disk, LocalDisk):
+        disk.rename(tag, _unfinished(tag))
+        disk.delete(_unfinished(tag))
+    else:
+        disk.delete(f"{tag}/{STATE_FILE}")
+        disk.delete(tag)
 
 
-def _checked(tag: str) -> str:
+def _delete_others(disk: Disk, tag: str, within: str | None) -> None:
+    for part in _parts(disk, tag):
+        if part != within:
+            with suppress(OSError):
+                disk.delete(f"{tag}/{part}")
+
+
+def _parts(disk: Disk, tag: str) -> list[str]:
+    return [name for name in disk.names(tag) if _PART.fullmatch(name)]
+
+
+def _within(disk: Disk, tag: str) -> str | None:
+    if not _is_complete(disk, tag):
+        return None
+    within: str | None = _found(disk, tag, tag).state.get("within")
+    return within
+
+
+def _unfinished(tag: str) -> str:
+    return f".{tag}.saving"
+
+
+def _check(tag: str) -> None:
     if not _TAG.fullmatch(tag) or tag == POINTER:
         raise CheckpointError(
             f"{tag!r} cannot be the tag, which names a folder: use letters, digits, '_', '-' and "
             f"'.', not '.' first, and not '{POINTER}'"
         )
-    return tag
 
 
-def _is_complete(path: Path) -> bool:
-    return (path / STATE_FILE).is_file()
+def _is_complete(disk: Disk, path: str) -> bool:
+    return disk.size(f"{path}/{STATE_FILE}") is not None
 
 
-def _number(path: Path) -> int:
+def _next_number(disk: Disk) -> int:
+    return 1 + max((_number(disk, tag) for tag in complete(disk)), default=0)
+
+
+def _number(disk: Disk, tag: str) -> int:
     """The how-manieth save it was; counted, because clocks jump. 0 if it cannot be read."""
     try:
-        return int(read_state(path).get("number", 0))
+        return int(_found(disk, tag, tag).state.get("number", 0))
     except CheckpointError:
         return 0
+
+
+def _was_newest(disk: Disk, tag: str) -> bool:
+    try:
+        return bool(_found(disk, tag, tag).state.get("newest"))
+    except Damage:
+        # Worth a try, so that it is named among those that are damaged.
+        return True
+    except CheckpointError:
+        return False

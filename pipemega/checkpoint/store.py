@@ -2,23 +2,27 @@
 
 import io
 import logging
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from datetime import datetime, timezone
 from typing import Any, Literal
 
 import torch
 
 from pipemega.checkpoint import folder as folders
 from pipemega.checkpoint.agreement import Agreement, essence
-from pipemega.checkpoint.pieces import Piece
-from pipemega.checkpoint.storage import Reader, TensorIndex, read_pieces, write_pieces
+from pipemega.checkpoint.disk import Disk, LocalDisk
+from pipemega.checkpoint.folder import Found, Retention
+from pipemega.checkpoint.manifest import Damage, FileEntry, Progress, Written, difference
+from pipemega.checkpoint.pieces import Outgoing, Piece
+from pipemega.checkpoint.storage import Reader, write_pieces
 from pipemega.errors import CheckpointError
-from pipemega.mesh import Mesh
+from pipemega.mesh import Axis
 
 TENSORS = "tensors"
-"""The folder of a checkpoint in which torch.distributed.checkpoint keeps its files."""
+"""The folder of a checkpoint in which the files of torch.distributed.checkpoint are."""
 CLIENT = "client.pt"
 
 TagValidation = Literal["Warn", "Ignore", "Fail"]
@@ -33,131 +37,216 @@ class RunState:
     Args:
         tensors: by logical names.
         shared: JSON values, the same on every rank: counters, schedules, position in the data.
-        own: tensors and plain values of each rank: its random streams.
-        client: the caller's own, the same on every rank: tensors and plain values.
+        own: what each rank has for itself, in bytes of `packed`: its random streams.
+        client: the caller's own, the same on every rank, in bytes of `packed`.
     """
 
-    tensors: dict[str, Piece]
+    tensors: Mapping[str, Outgoing]
     shared: dict[str, Any] = field(default_factory=dict)
-    own: dict[str, Any] = field(default_factory=dict)
-    client: Any = None
-
-
-@dataclass(frozen=True)
-class Stored:
-    """What a checkpoint says of itself before its tensors are read.
-
-    Args:
-        shared: see `RunState`.
-        tensors: name -> (logical shape, dtype).
-    """
-
-    shared: dict[str, Any]
-    tensors: TensorIndex
+    own: bytes = b""
+    client: bytes = b""
 
 
 def save(
-    folder: Path,
+    disk: Disk,
     tag: str,
     state: RunState,
-    mesh: Mesh,
+    world: Axis,
     *,
-    tag_validation: TagValidation = "Warn",
     point: bool = True,
-) -> Path:
+    retention: Retention | None = None,
+) -> None:
     """Writes the checkpoint `tag`; the ones before stay whole whatever happens.
 
     Args:
-        tag_validation: what to do when ranks come with different tags; unless that is an error,
-            the tag of rank 0 counts.
+        world: all ranks, in a group that nobody else talks over meanwhile.
         point: make it the one that is loaded by default.
+        retention: what is deleted once it is there.
 
     Raises:
         CheckpointError: a rank could not write, for instance because the disk is full; on every
             rank, with the first cause.
     """
-    tag = _one_tag(tag, Agreement(mesh.world, folder), tag_validation)
+    started = time.perf_counter()
     try:
-        _write(folder, tag, state, mesh, point)
+        found = _write(disk, tag, state, Agreement(world, disk), point)
     except CheckpointError as error:
-        if mesh.rank == 0:
+        if world.rank == 0:
             # Nobody writes any more: the space is free again.
             with suppress(OSError):
-                folders.tidy(folder)
+                folders.tidy(disk)
         raise CheckpointError(
-            f"could not save checkpoint {tag!r} in {folder}: {error}; the checkpoints before it "
-            f"are whole",
+            f"could not save checkpoint {tag!r} in {disk.where()}: {error}; the checkpoints "
+            f"before it are whole",
             on_every_rank=True,
         ) from error
-    return folder / tag
+    if found is not None:
+        _log.info("saved %s: %s", disk.where(tag), rate(found.size, time.perf_counter() - started))
+        if retention is not None:
+            folders.prune(disk, retention)
 
 
-def _write(folder: Path, tag: str, state: RunState, mesh: Mesh, point: bool) -> None:
-    agree = Agreement(mesh.world, folder)
-    client = agree.together(lambda: _client_bytes(state.client) if mesh.rank == 0 else b"")
-    part = folder / agree.from_first(lambda: folders.start(folder, tag)).name
+def _write(disk: Disk, tag: str, state: RunState, agree: Agreement, point: bool) -> Found | None:
+    """The checkpoint that came of it, on rank 0."""
+    part = agree.from_first(lambda: folders.start(disk, tag))
+    written = Written(disk, part)
 
     def write_own() -> None:
-        if not part.is_dir():
+        if isinstance(disk, LocalDisk) and not (disk.root / part).is_dir():
             raise CheckpointError(
-                f"there is no folder {part} here, which rank 0 has just made: give all ranks the "
-                f"same folder, on a file system that they share"
+                f"there is no folder {disk.where(part)} here, which rank 0 has just made: give "
+                f"all ranks the same folder, on a file system that they share"
             )
-        folders.write(part / _own_file(mesh.rank), _to_bytes(state.own))
-        if mesh.rank == 0:
-            folders.write(part / CLIENT, client)
+        written.write(_own_file(agree.rank), state.own)
+        if agree.is_first:
+            written.write(CLIENT, state.client)
 
     agree.together(write_own)
-    with agree.on_torch_errors():
-        write_pieces(part / TENSORS, state.tensors, mesh.world.group)
-    shared = {**state.shared, "mesh": str(mesh.topology)}
-    agree.from_first(lambda: folders.finish(folder, tag, shared, point=point))
+    write_pieces(written, TENSORS, state.tensors, agree)
+    files: dict[str, FileEntry] = {}
+    for of_rank in agree.to_first(written.files):
+        files |= of_rank
+    saved_at = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    shared = {**state.shared, "saved_at": saved_at}
+    finished: list[Found] = []
+
+    def finish() -> None:
+        finished.append(folders.finish(disk, tag, part, shared, files, point=point))
+
+    agree.from_first(finish)
+    return finished[0] if finished else None
 
 
-def load(
-    folder: Path, tag: str | None, mesh: Mesh, into: Callable[[Stored], dict[str, Piece]]
-) -> tuple[Path, RunState]:
-    """Reads the checkpoint `tag`, or the newest.
-
-    Nothing is read into a tensor of the run before all of this is known to fit.
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint that is whole, and may be read.
 
     Args:
-        into: from what is stored to the tensors to read; they are read in place.
-
-    Returns:
-        the checkpoint's folder, and its state; without `into`'s tensors, all on the CPU.
-
-    Raises:
-        CheckpointError: it is missing, incomplete, damaged, of another model or of another mesh;
-            on every rank.
+        found: where it is, and what it says of itself.
+        tensors: what reads its tensors.
     """
 
-    def look() -> tuple[str, dict[str, Any]]:
-        found = folders.find(folder, tag)
-        return found.name, folders.read_state(found)
+    disk: Disk
+    found: Found
+    tensors: Reader
 
-    agree = Agreement(mesh.world, folder)
-    name, shared = agree.from_first(look)
-    path = folder / name
-    if shared["mesh"] != str(mesh.topology):
-        raise CheckpointError(
-            f"{path} was saved on the mesh {shared['mesh']}, and this run has {mesh.topology}; "
-            f"loading on another mesh is not here yet: start as many ranks as then, and set the "
-            f"section mesh as it was",
-            on_every_rank=True,
-        )
-    reader = agree.together(lambda: Reader(path / TENSORS))
-    stored = Stored(shared, reader.tensors)
-    pieces = agree.together(lambda: into(stored))
-    _compare(path, stored, pieces, mesh, agree)
-    own = agree.together(lambda: _read_pt(path / _own_file(mesh.rank)))
-    client = agree.together(lambda: _read_pt(path / CLIENT))
-    with agree.on_torch_errors():
-        read_pieces(reader, pieces, mesh.world.group)
-    return path, RunState(pieces, shared, own, client)
+    @property
+    def where(self) -> str:
+        return self.disk.where(self.found.tag)
+
+    def own(self, rank: int) -> Any:
+        """What `packed` was given for `RunState.own` on this rank."""
+        return self._unpacked(_own_file(rank))
+
+    def client(self) -> Any:
+        """What `packed` was given for `RunState.client`."""
+        return self._unpacked(CLIENT)
+
+    def _unpacked(self, name: str) -> Any:
+        path = f"{self.found.path}/{name}"
+        data = self.disk.read(path)
+        try:
+            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        # A damaged zip file or pickle can end in any error.
+        except Exception as error:
+            raise CheckpointError(
+                f"{self.disk.where(path)} is damaged: {essence(error)}"
+            ) from error
 
 
-def _one_tag(tag: str, agree: Agreement, validation: TagValidation) -> str:
+def choose(disk: Disk, tag: str | None, agree: Agreement, *, verify: bool) -> Opened:
+    """The checkpoint `tag`; without one the newest that is whole, with a warning if others are not.
+
+    Args:
+        verify: read every file, shared out over the ranks, and compare its sum.
+
+    Raises:
+        CheckpointError: `tag`, or all there are, is missing, incomplete or damaged; on every rank.
+    """
+    tags, wrong = agree.from_first(
+        lambda: folders.candidates(disk) if tag is None else ([tag], None)
+    )
+    damages: list[str] = [] if wrong is None else [wrong]
+    for candidate in tags:
+        try:
+            opened = _opened(disk, candidate, agree, verify)
+        except Damage as damage:
+            damages.append(str(damage))
+            continue
+        if damages and agree.is_first:
+            _log.warning("%s: loading %s instead", "; ".join(damages), opened.where)
+        return opened
+    if tag is not None:
+        others = agree.from_first(lambda: folders.there(disk, tag))
+        raise CheckpointError(f"{damages[0]}; {others}", on_every_rank=True)
+    error = folders.none_whole(disk, damages)
+    error.on_every_rank = True
+    raise error
+
+
+def _opened(disk: Disk, tag: str, agree: Agreement, verify: bool) -> Opened:
+    """The checkpoint `tag`; on every rank alike it is, or is not.
+
+    Raises:
+        Damage: it is not whole.
+    """
+
+    def examined() -> Found | str:
+        try:
+            return folders.examine(disk, tag)
+        except Damage as damage:
+            return str(damage)
+
+    found = agree.from_first(examined)
+    if isinstance(found, str):
+        raise Damage(found)
+    if verify and (wrong := _damaged_file(disk, found, agree)):
+        raise Damage(f"checkpoint {disk.where(tag)} is damaged: {wrong}")
+    reader = agree.together(lambda: Reader(disk, f"{found.path}/{TENSORS}"))
+    return Opened(disk, found, reader)
+
+
+def _damaged_file(disk: Disk, found: Found, agree: Agreement) -> str | None:
+    """The first file that is not what was written, each rank having read its share of them."""
+    # The largest first, each to the rank with least to read.
+    loads, mine = [0] * agree.size, []
+    for name, entry in sorted(found.files.items(), key=lambda item: (-item[1].size, item[0])):
+        rank = loads.index(min(loads))
+        loads[rank] += entry.size
+        if rank == agree.rank:
+            mine.append(name)
+    of_ranks = agree.gather(agree.together(lambda: damaged_files(disk, found, mine)))
+    return next((wrongs[0] for wrongs in of_ranks if wrongs), None)
+
+
+def damaged_files(
+    disk: Disk, found: Found, names: Iterable[str], progress: Progress | None = None
+) -> list[str]:
+    """Which of these files are not what was written, and in what."""
+    damaged = []
+    for name in names:
+        path, entry = f"{found.path}/{name}", found.files[name]
+        wrong = difference(disk, path, entry, read=True, progress=progress)
+        if wrong is not None:
+            damaged.append(f"{name} {wrong}")
+    return damaged
+
+
+def read(opened: Opened, pieces: Mapping[str, Piece], agree: Agreement) -> None:
+    """Fills the local tensors of `pieces`; collective.
+
+    Raises:
+        CheckpointError: a rank could not; on every rank.
+    """
+    agree.together(lambda: opened.tensors.read(pieces))
+
+
+def one_tag(tag: str, agree: Agreement, validation: TagValidation) -> str:
+    """The tag of rank 0; collective.
+
+    Raises:
+        CheckpointError: another rank has another, and `validation` is "Fail".
+    """
     tags = agree.gather(tag)
     other = next((rank for rank, name in enumerate(tags) if name != tags[0]), None)
     if other is not None and validation != "Ignore":
@@ -172,57 +261,21 @@ def _one_tag(tag: str, agree: Agreement, validation: TagValidation) -> str:
     return tags[0]
 
 
-def _compare(
-    path: Path, stored: Stored, pieces: Mapping[str, Piece], mesh: Mesh, agree: Agreement
-) -> None:
-    """Refuses a checkpoint of another model, with the first differences; collective."""
-    mine = {name: tuple(piece.size()) for name, piece in pieces.items()}
-    replica = mesh.data.rank > 0 or mesh.tensor.rank > 0
-    here: dict[str, tuple[int, ...]] = {}
-    for part in agree.gather({} if replica else mine):
-        here |= part
-    # What an optimizer keeps is taken as it is stored: it decides for itself.
-    there = {
-        name: shape
-        for name, (shape, _) in stored.tensors.items()
-        if not name.startswith("optimizer/")
-    }
-    differences = [
-        f"{name} is {_shape(here.get(name))} here and {_shape(there.get(name))} there"
-        for name in {**here, **there}
-        if here.get(name) != there.get(name) and not name.startswith("optimizer/")
-    ]
-    if differences:
-        more = f" (and {len(differences) - 3} more)" if len(differences) > 3 else ""
-        raise CheckpointError(
-            f"{path} is of another model: {'; '.join(differences[:3])}{more}. Build the model as "
-            f"it was when this was saved",
-            on_every_rank=True,
-        )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else str(list(shape))
-
-
-def _own_file(rank: int) -> str:
-    return f"rank_{rank:05d}.pt"
-
-
-def _to_bytes(value: Any) -> bytes:
+def packed(value: Any) -> bytes:
+    """Tensors and plain values, as a file that torch loads with weights_only."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _client_bytes(client: Any) -> bytes:
+def packed_client(client: Any) -> bytes:
     """The caller's state, if it can be loaded again without running code.
 
     Raises:
         CheckpointError: it holds something else than tensors and plain values.
     """
     try:
-        data = _to_bytes(client)
+        data = packed(client)
         torch.load(io.BytesIO(data), weights_only=True)
     # Pickle lets through whatever the object itself raises.
     except Exception as error:
@@ -233,11 +286,10 @@ def _client_bytes(client: Any) -> bytes:
     return data
 
 
-def _read_pt(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    # A damaged zip file or pickle can end in any error.
-    except Exception as error:
-        raise CheckpointError(f"{path} is damaged: {essence(error)}") from error
+def rate(size: int, seconds: float) -> str:
+    """123 MB in 0.8 s, 150 MB/s"""
+    return f"{size / 1e6:.1f} MB in {seconds:.2f} s, {size / 1e6 / max(seconds, 1e-9):.0f} MB/s"
+
+
+def _own_file(rank: int) -> str:
+    return f"rank_{rank:05d}.pt"

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipemega.checkpoint.pieces import Piece
-from pipemega.checkpoint.store import Stored
+from pipemega.checkpoint.options import LoadOptions
+from pipemega.checkpoint.pieces import Piece, Range, share_out
+from pipemega.checkpoint.storage import TensorIndex
 from pipemega.errors import CheckpointError
 from pipemega.mesh import Mesh
 from pipemega.optimizer import OptimizerStep
@@ -25,54 +26,72 @@ _SAME_STATE = {"AdamW": "Adam", "FusedAdam": "Adam"}
 
 def logical_tensors(model: LocalModel, step: OptimizerStep | None, mesh: Mesh) -> dict[str, Piece]:
     """What this rank holds of the run's tensors, as they are, not copies."""
-    pieces = _model_tensors(model, step, mesh)
+    pieces = model_tensors(model, step, mesh)
     for name, entry in _entries(step).items():
         for kind, value in entry.items():
-            if kind != "master":
+            if kind not in ("master", "span"):
                 key = f"optimizer/{kind}/{name}"
-                pieces[key] = _piece(model, mesh, name, _as_tensor(kind, name, value))
+                local = _as_tensor(kind, name, value)
+                pieces[key] = _piece(model, mesh, name, local, _span_of(entry, kind, local))
+                if "span" in entry and pieces[key].span is None:
+                    _first_of_span_stores(pieces[key], entry["span"])
+    # What every data rank holds: none of them writes all of it.
+    share_out((p for key, p in pieces.items() if _is_replicated(key, p, _entries(step))), mesh.data)
     return pieces
 
 
-def room_for(
-    stored: Stored, model: LocalModel, step: OptimizerStep | None, mesh: Mesh
+def model_tensors(model: LocalModel, step: OptimizerStep | None, mesh: Mesh) -> dict[str, Piece]:
+    """Parameters and buffers alone: what any run of this model has."""
+    entries = _entries(step)
+    pieces: dict[str, Piece] = {}
+    for name, parameter in model.parameters.items():
+        entry = entries.get(name, {})
+        kept = entry.get("master", parameter.detach())
+        span = _span_of(entry, "master", kept) if "master" in entry else None
+        pieces[f"parameters/{name}"] = _piece(model, mesh, name, kept, span)
+    for name, buffer in _buffers(model):
+        piece = Piece(buffer, Shard(tuple(buffer.shape)))
+        piece.stored = (0, piece.numel if _is_first(mesh) else 0)
+        pieces[f"buffers/{name}"] = piece
+    return pieces
+
+
+def optimizer_room(
+    stored: TensorIndex, model: LocalModel, step: OptimizerStep, mesh: Mesh
 ) -> dict[str, Piece]:
-    """Tensors to read a checkpoint into: this rank's own, and new ones for the optimizer.
+    """New tensors to read the state of the optimizer into.
 
     An optimizer that has not stepped yet has no state; what it will have is in the checkpoint.
-
-    Raises:
-        CheckpointError: what is there is the state of another optimizer.
     """
-    pieces = _model_tensors(model, step, mesh)
-    if step is None:
-        return pieces
-    _check_optimizer(stored, step)
-    trained = _entries(step)
-    for key, (shape, dtype) in stored.tensors.items():
-        room, _, rest = key.partition("/")
-        _, _, name = rest.partition("/")
-        if room == "optimizer" and name in trained:
-            parameter = model.parameters[name]
+    pieces, entries = {}, _entries(step)
+    for key, (shape, dtype) in stored.items():
+        room, kind, name = _parts(key)
+        if room != "optimizer" or name not in entries:
+            continue
+        parameter, span = model.parameters[name], entries[name].get("span")
+        per_element = shape == shard_of(parameter).shape and kind != "step"
+        local_shape: tuple[int, ...] = shape
+        if per_element:
             # With padding, where the parameter has some.
-            local_shape = parameter.shape if shape == shard_of(parameter).shape else shape
-            local = torch.zeros(local_shape, dtype=dtype, device=parameter.device)
-            pieces[key] = _piece(model, mesh, name, local)
+            local_shape = tuple(parameter.shape) if span is None else (span[1] - span[0],)
+        local = torch.zeros(local_shape, dtype=dtype, device=parameter.device)
+        pieces[key] = _piece(model, mesh, name, local, span if per_element else None)
     return pieces
 
 
 @torch.no_grad()
 def restore(
     pieces: Mapping[str, Piece],
-    state: dict[str, Any],
+    state: Mapping[str, Any],
     buffers: Mapping[str, Tensor],
     model: LocalModel,
     step: OptimizerStep | None,
+    options: LoadOptions,
 ) -> None:
     """Hands what was read to those who do not share memory with it.
 
     Args:
-        pieces: from `room_for`, read.
+        pieces: what was read.
         state: from `step_state`.
         buffers: from `own_buffers`.
     """
@@ -81,19 +100,32 @@ def restore(
             buffer.copy_(buffers[name])
     if step is None:
         return
-    entries: dict[str, dict[str, Any]] = {name: {} for name in _entries(step)}
-    for key, piece in pieces.items():
-        room, _, rest = key.partition("/")
-        if room == "parameters" and rest in entries:
-            entries[rest]["master"] = piece.local
-        if room == "optimizer":
-            kind, _, name = rest.partition("/")
-            entries[name][kind] = piece.local
     now = step.state_dict()
-    # Saved without an optimizer, or without a loss scale: what there is goes on from here.
-    state = now | state
-    state["loss_scale"] = state["loss_scale"] or now["loss_scale"]
-    step.load_state_dict({**state, "parameters": entries})
+    entries = {name: dict(entry) for name, entry in now["parameters"].items()}
+    for name, entry in entries.items():
+        if options.loads_optimizer and f"parameters/{name}" in pieces:
+            # What is not in the checkpoint, the optimizer begins anew.
+            for kind in entry.keys() - {"master", "span"}:
+                del entry[kind]
+    for key, piece in pieces.items():
+        room, kind, name = _parts(key)
+        if room == "optimizer":
+            entries[name][kind] = piece.local
+    # The masters were read in place.
+    step.load_state_dict({**now, **_step_state(state, now, options), "parameters": entries})
+
+
+def _step_state(
+    state: Mapping[str, Any], now: Mapping[str, Any], options: LoadOptions
+) -> dict[str, Any]:
+    """What of `state` is loaded; saved without an optimizer or a loss scale, that goes on as is."""
+    if options.module_only:
+        return {}
+    taken = {key: value for key, value in state.items() if key in now}
+    if not options.loads_schedule:
+        taken.pop("schedule", None)
+    taken["loss_scale"] = taken.get("loss_scale") or now["loss_scale"]
+    return taken
 
 
 def step_state(step: OptimizerStep | None) -> dict[str, Any]:
@@ -113,16 +145,34 @@ def own_buffers(model: LocalModel, mesh: Mesh) -> dict[str, Tensor]:
     return {} if _is_first(mesh) else dict(_buffers(model))
 
 
-def _model_tensors(model: LocalModel, step: OptimizerStep | None, mesh: Mesh) -> dict[str, Piece]:
-    entries = _entries(step)
-    pieces: dict[str, Piece] = {}
-    for name, parameter in model.parameters.items():
-        kept = entries.get(name, {}).get("master", parameter.detach())
-        pieces[f"parameters/{name}"] = _piece(model, mesh, name, kept)
-    for name, buffer in _buffers(model):
-        shard = Shard(tuple(buffer.shape))
-        pieces[f"buffers/{name}"] = Piece(buffer, shard, writes=_is_first(mesh))
-    return pieces
+def check_optimizer(state: Mapping[str, Any], step: OptimizerStep) -> None:
+    """Refuses the state of an optimizer that keeps another.
+
+    Raises:
+        CheckpointError: with both names.
+    """
+    then, now = state.get("optimizer"), _kind(step)
+    if then is not None and then != now:
+        raise CheckpointError(
+            f"the checkpoint holds the state of the optimizer {then}, and this run has {now}, "
+            f"which keeps another: set optimizer.type as it was, or load without it "
+            f"(checkpoint.load_optimizer_states false)"
+        )
+
+
+def parameter_of(key: str) -> str:
+    """The key under which the tensor is stored that `key` belongs to: itself, or its parameter."""
+    room, _, name = _parts(key)
+    return f"parameters/{name}" if room == "optimizer" else key
+
+
+def _parts(key: str) -> tuple[str, str, str]:
+    """The room, the kind (of optimizer state, else empty) and the logical name."""
+    room, _, rest = key.partition("/")
+    if room != "optimizer":
+        return room, "", rest
+    kind, _, name = rest.partition("/")
+    return room, kind, name
 
 
 def _entries(step: OptimizerStep | None) -> Mapping[str, Mapping[str, Any]]:
@@ -142,15 +192,41 @@ def _as_tensor(kind: str, name: str, value: Any) -> Tensor:
     )
 
 
-def _piece(model: LocalModel, mesh: Mesh, name: str, local: Tensor) -> Piece:
+def _span_of(entry: Mapping[str, Any], kind: str, value: Tensor) -> Range | None:
+    """The part of the local tensor that `value` is, where ZeRO has cut it."""
+    if "span" not in entry or kind == "step" or value.dim() != 1:
+        return None
+    start, stop = entry["span"]
+    return (start, stop) if value.numel() == stop - start else None
+
+
+def _piece(
+    model: LocalModel, mesh: Mesh, name: str, local: Tensor, span: Range | None = None
+) -> Piece:
     """`local` belongs to the parameter `name`: itself, or state that the optimizer keeps for it."""
     parameter = model.parameters[name]
-    shard = shard_of(parameter)
-    if local.shape != parameter.shape:
-        shard = Shard(tuple(local.shape))
+    shard, shape = shard_of(parameter), tuple(parameter.shape)
+    if span is None and local.shape != parameter.shape:
+        # A number for the whole parameter, the same on every rank.
+        shard, shape = Shard(tuple(local.shape)), tuple(local.shape)
+    piece = Piece(local, shard, shape=shape, span=span)
     owned = name not in model.tied or model.tied[name].rank == 0
     first = shard.dim is not None or mesh.tensor.rank == 0
-    return Piece(local, shard, writes=mesh.data.rank == 0 and owned and first)
+    if owned and first:
+        piece.stored = span if span is not None else (0, piece.numel)
+    return piece
+
+
+def _first_of_span_stores(piece: Piece, span: Range) -> None:
+    """A number that goes with a cut parameter is written by the data rank of its beginning."""
+    if span[0] != 0 or span[1] == 0:
+        piece.stored = (0, 0)
+
+
+def _is_replicated(key: str, piece: Piece, entries: Mapping[str, Mapping[str, Any]]) -> bool:
+    room, _, name = _parts(key)
+    cut = room == "optimizer" and "span" in entries.get(name, {})
+    return room != "buffers" and piece.span is None and not cut and piece.stored != (0, 0)
 
 
 def _is_first(mesh: Mesh) -> bool:
@@ -165,15 +241,6 @@ def _buffers(model: LocalModel) -> Iterator[tuple[str, Tensor]]:
         for name, buffer in stage.named_buffers():
             if name in kept:
                 yield name, buffer
-
-
-def _check_optimizer(stored: Stored, step: OptimizerStep) -> None:
-    then, now = stored.shared["optimizer_step"].get("optimizer"), _kind(step)
-    if then is not None and then != now:
-        raise CheckpointError(
-            f"the checkpoint holds the state of the optimizer {then}, and this run has {now}, "
-            f"which keeps another: set optimizer.type as it was"
-        )
 
 
 def _kind(step: OptimizerStep) -> str:

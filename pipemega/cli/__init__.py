@@ -16,6 +16,7 @@ COMMANDS: Mapping[str, str] = {
     "schedule": "draw, time or export a pipeline schedule, on paper",
     "timeline": "look at a step that a run has measured",
     "data": "prepare text for training, look at token files",
+    "checkpoint": "look at checkpoints, and check them",
 }
 
 _DESCRIPTION = """\
@@ -32,6 +33,7 @@ examples:
   python -m pipemega config schema > pipemega.schema.json
   python -m pipemega schedule 1f1b --pp 4 --microbatches 8
   python -m pipemega data prepare --input python-stdlib --output-prefix data/python
+  python -m pipemega checkpoint verify runs/mine
   torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json
 """
 

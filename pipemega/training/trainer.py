@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipemega.checkpoint import prune
+from pipemega.checkpoint import is_remote
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.engine import Engine
@@ -72,7 +72,18 @@ class Trainer:
         folder = self.config.checkpoint.load
         if folder is None:
             return {}
-        path, client = self.engine.load_checkpoint(folder, self.config.checkpoint.load_tag)
+        settings = self.config.checkpoint
+        path, client = self.engine.load_checkpoint(
+            folder,
+            settings.load_tag,
+            load_module_only=settings.load_module_only,
+            load_optimizer_states=settings.load_optimizer_states,
+            load_lr_scheduler_states=settings.load_lr_scheduler_states,
+            strict=settings.strict,
+        )
+        if settings.load_module_only:
+            # A new run: the records of the other one are not its own.
+            return {}
         state: dict[str, Any] = (client or {}).get("trainer", {})
         self._nan_steps = state.get("nan_steps", 0)
         self.validation = [(int(s), float(loss)) for s, loss in state.get("validation", [])]
@@ -121,6 +132,7 @@ class Trainer:
                 if self._due(self.config.checkpoint.interval) or last:
                     self.save()
             self.settle()
+            engine.finish_saving()
         finally:
             self.monitor.close()
         return loss
@@ -271,16 +283,14 @@ class Trainer:
             "nan_steps": self._nan_steps,
             "validation": self.validation,
         }
-        started = time.perf_counter()
-        path = self.engine.save_checkpoint(folder, client_state={"trainer": state})
-        self._log.info(f"saved {path} in {time.perf_counter() - started:.1f} s")
-        if self.config.checkpoint.keep_last and self.engine.mesh.rank == 0:
-            prune(Path(folder), self.config.checkpoint.keep_last)
+        self.engine.save_checkpoint(folder, client_state={"trainer": state})
 
 
 def run_folder(config: Config) -> Path:
     """Where a run leaves what it writes beside its checkpoints."""
-    return Path(config.checkpoint.save or "runs/latest")
+    folder = config.checkpoint.save or "runs/latest"
+    # What is written line by line has no place in an object store.
+    return Path("runs", Path(folder).name) if is_remote(folder) else Path(folder)
 
 
 def _device_peak(device: torch.device) -> float | None:

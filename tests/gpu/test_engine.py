@@ -104,10 +104,11 @@ def test_recomputed_dropout_of_fused_attention_draws_the_same_mask(recompute: st
         assert difference <= 0.02 * numpy.linalg.norm(gradient), name
 
 
+@pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_resumed_run_repeats_every_bit(dtype: str, tmp_path: Path) -> None:
+def test_a_resumed_run_repeats_every_bit(dtype: str, background: bool, tmp_path: Path) -> None:
     precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
-    config = on(DEVICE, model=DROPOUT, **precision)
+    config = on(DEVICE, model=DROPOUT, checkpoint={"async": background}, **precision)
     with sdpa_kernel(SDPBackend.MATH):
         first = build(config)
         for step in range(2):
@@ -115,6 +116,7 @@ def test_a_resumed_run_repeats_every_bit(dtype: str, tmp_path: Path) -> None:
         first.save_checkpoint(tmp_path)
         drawn = torch.rand(3, device=DEVICE)
         losses = [first.train_batch(data(first, step)) for step in (2, 3)]
+        first.finish_saving()
 
         second = build(config)
         second.load_checkpoint(tmp_path)

@@ -84,11 +84,11 @@ PLAN = {
     8: ["engine.py"],
     9: ["assemble.py", "launch.py", "training/", "cli/"],
     10: ["__init__.py", "__main__.py", "planning/"],
-    11: ["cli/plan.py"],
+    11: ["cli/plan.py", "cli/checkpoint.py"],
 }
 FLOOR_OF = {entry: floor for floor, entries in PLAN.items() for entry in entries}
 # No torch on these floors, and none in these rooms above them; cli/plan.py, which runs stages on
-# the meta device, is a line of its own.
+# the meta device, and cli/checkpoint.py, which reads an index of torch's, are lines of their own.
 PAPER_FLOORS = (0, 1, 2)
 PAPER_ROOMS = (
     "pipeline/validate.py",
@@ -108,6 +108,7 @@ PAPER_ROOMS = (
 # What may be missing from a machine, and is therefore imported where it is used.
 OPTIONAL = {
     "apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "ortools",
+    "fsspec",
 }  # fmt: skip
 
 FILES = sorted(str(path.relative_to(HOUSE)) for path in HOUSE.rglob("*.py"))

@@ -1,10 +1,12 @@
 """Runs that are saved and go on, run in the ranks of the pool."""
 
+import logging
 import os
 import random
 import shutil
 import signal
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ from torch import Tensor, nn
 
 from pipemega import LayerSpec, PipelineModule
 from pipemega.assemble import initialize
-from pipemega.checkpoint import folder as folders
+from pipemega.checkpoint import newest
 from pipemega.config import load
 from pipemega.engine import Engine
 from pipemega.errors import CheckpointError
@@ -86,6 +88,7 @@ def resume(config: Mapping[str, Any], dtype: str, folder: str) -> dict[str, Any]
     before = steps(first, BEFORE)
     path = first.save_checkpoint(folder, client_state={"best": 1.5, "table": torch.arange(3)})
     went_on = steps(first, AFTER)
+    first.finish_saving()
     second = build(config, dtype)
     seed_streams(99)
     found, client = second.load_checkpoint(folder)
@@ -140,8 +143,33 @@ def load_step(config: Mapping[str, Any], folder: str, tag: str | None = None) ->
     return found
 
 
-def load_each(config: Mapping[str, Any], folders: list[str]) -> list[int | str]:
-    return [load_step(config, folder) for folder in folders]
+def load_each(
+    config: Mapping[str, Any], folders: list[str], tag: str | None = None
+) -> list[tuple[int | str, list[str]]]:
+    """As `load_step` from each folder, with the warnings that this rank gave."""
+    seen = []
+    for folder in folders:
+        with heard(logging.WARNING) as said:
+            found = load_step(config, folder, tag)
+        seen.append((found, said))
+    return seen
+
+
+@contextmanager
+def heard(level: int) -> Iterator[list[str]]:
+    """What is logged by the room of checkpoints."""
+    said: list[str] = []
+
+    class Ear(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            said.append(record.getMessage())
+
+    logger, ear = logging.getLogger("pipemega.checkpoint"), Ear(level)
+    logger.addHandler(ear)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(ear)
 
 
 def save_with(config: Mapping[str, Any], folder: str, tags: list[str], client: Any = None) -> str:
@@ -199,22 +227,76 @@ def fill_the_disk(config: Mapping[str, Any], disk: str, leave: list[int]) -> lis
 
 def save_with_small_files(config: Mapping[str, Any], folder: str, limit: int) -> str:
     """Rank 1 cannot write more than `limit` bytes to a file."""
-    import resource
-
     engine = build(config, "float64")
     engine.train_batch()
     engine.save_checkpoint(folder)
     engine.train_batch()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if engine.mesh.rank == 1:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:
-        return str(engine.save_checkpoint(folder))
+        with small_files(limit if engine.mesh.rank == 1 else None):
+            return str(engine.save_checkpoint(folder))
     except CheckpointError as error:
         if not error.on_every_rank:
             raise
         return str(error)
+
+
+def fail_in_the_background(
+    config: Mapping[str, Any], folder: str
+) -> tuple[str, int, list[str], str]:
+    """Rank 1 cannot write its share in the background: twice, with a good save between.
+
+    Returns:
+        the error of waiting for it; the step that can be loaded after the save that came next, and
+        what was said then; the error of a save that came while it was still so.
+    """
+    engine = build(config, "float64")
+    engine.train_batch()
+    engine.save_checkpoint(folder)
+    engine.finish_saving()
+
+    def failing(action: Any) -> str:
+        try:
+            action()
+        except CheckpointError as error:
+            if not error.on_every_rank:
+                raise
+            return str(error)
+        return "no error"
+
+    def save() -> None:
+        engine.train_batch()
+        engine.save_checkpoint(folder)
+
+    with small_files(1_000 if engine.mesh.rank == 1 else None):
+        save()
+        finish = failing(engine.finish_saving)
+    # The same again, and nobody asks before the next save.
+    engine.global_steps -= 1
+    with small_files(1_000 if engine.mesh.rank == 1 else None):
+        save()
+        engine._checkpoints._background._thread.join()  # type: ignore[union-attr]
+    with heard(logging.WARNING) as said:
+        save()
+    other = build(config, "float64")
+    other.load_checkpoint(folder)
+    with small_files(1_000 if engine.mesh.rank == 1 else None):
+        save()
+        broken = failing(save)
+    engine.finish_saving()
+    return finish, other.global_steps, said, broken
+
+
+@contextmanager
+def small_files(limit: int | None) -> Iterator[None]:
+    """Within, this process cannot write more bytes to a file."""
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit is not None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
@@ -322,7 +404,7 @@ def resume_small(
     other, *_ = initialize(net, config)
     other.load_checkpoint(folder)
     resumed = run(other, 2)
-    assert folders.latest(Path(folder)) == "global_step2"
+    assert newest(folder) == "global_step2"
     return [key for key in went_on if not went_on[key] == resumed[key] == again[key]]
 
 
@@ -330,3 +412,37 @@ def matrices() -> PipelineModule:
     """What Muon takes."""
     layers = [LayerSpec(nn.Linear, m, n, bias=False) for m, n in ((6, 8), (8, 4))]
     return PipelineModule(layers, loss_fn=nn.functional.mse_loss)
+
+
+def wide(mesh: Mapping[str, int]) -> Engine:
+    """100 MB with the state of the optimizer."""
+    layers = [LayerSpec(nn.Linear, m, n) for m, n in ((2048, 1024), (1024, 2048)) * 2]
+    config = small_config("AdamW", {"lr": 0.01}, mesh=dict(mesh))
+    return initialize(PipelineModule(layers, loss_fn=nn.functional.mse_loss), config)[0]
+
+
+def wide_data(engine: Engine) -> Iterator[tuple[Tensor, Tensor]]:
+    for _ in range(engine.batch.num_microbatches):
+        yield torch.randn(4, 2048), torch.randn(4, 2048)
+
+
+def save_wide(mesh: Mapping[str, int], folder: str) -> None:
+    engine = wide(mesh)
+    engine.train_batch(wide_data(engine))
+    engine.save_checkpoint(folder)
+
+
+def growth_of_loading(mesh: Mapping[str, int], folder: str) -> int:
+    """Bytes that the process needs at most while it loads, over what it had before."""
+    engine = wide(mesh)
+
+    def memory(which: str) -> int:
+        lines = Path("/proc/self/status").read_text().splitlines()
+        (found,) = (line for line in lines if line.startswith(which))
+        return int(found.split()[1]) * 1024
+
+    # The peak begins anew.
+    Path("/proc/self/clear_refs").write_text("5")
+    before = memory("VmRSS")
+    engine.load_checkpoint(folder)
+    return memory("VmHWM") - before

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import pipemega
 from pipemega import LayerSpec, PipelineModule
-from pipemega.checkpoint import folder as checkpoint_folder
+from pipemega.checkpoint.manifest import Written
 from pipemega.engine import Engine
 from pipemega.errors import DataError, PipelineError
 from tests.ranks.faults import ACTIONS, Fault, plant, run_with
@@ -527,8 +527,8 @@ def save_where_one_rank_cannot(folder: str) -> None:
 def save_where_rank_1_does(action: Callable[..., None], folder: str) -> None:
     """Saves a checkpoint; rank 1 runs `action` in place of writing."""
     engine = small_engine("nothing", TWO_STAGES)
-    real = checkpoint_folder.write
-    with mock.patch.object(checkpoint_folder, "write", action if engine.mesh.rank == 1 else real):
+    real = Written.write
+    with mock.patch.object(Written, "write", action if engine.mesh.rank == 1 else real):
         engine.save_checkpoint(folder)
 
 

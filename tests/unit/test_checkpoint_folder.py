@@ -1,4 +1,4 @@
-"""A folder of checkpoints is whole at every moment; no torch is needed to see that."""
+"""A folder of checkpoints is whole at every moment, on a disk and in an object store."""
 
 import json
 import os
@@ -7,43 +7,68 @@ from pathlib import Path
 import pytest
 
 from pipemega.checkpoint import folder as folders
+from pipemega.checkpoint import newest
+from pipemega.checkpoint.disk import Disk, LocalDisk, RemoteDisk, disk_at
+from pipemega.checkpoint.folder import Retention
+from pipemega.checkpoint.manifest import Damage, Written, opened, sealed
 from pipemega.errors import CheckpointError
 
 
-def save(folder: Path, tag: str, text: str = "text", **kwargs: bool) -> Path:
-    """A checkpoint with a file in a folder in it."""
-    part = folders.start(folder, tag)
-    (part / "tensors").mkdir()
-    (part / "tensors" / "file").write_text(text)
-    return folders.finish(folder, tag, {"steps": 3}, **kwargs)
+@pytest.fixture(params=["local", "remote"])
+def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Disk:
+    """A folder, and a place that fsspec knows: files of this machine again."""
+    return LocalDisk(tmp_path) if request.param == "local" else RemoteDisk(f"file://{tmp_path}")
+
+
+def save(disk: Disk, tag: str, text: str = "text", *, point: bool = True) -> str:
+    """A checkpoint with a file in a folder in it; returns where its files are."""
+    part = folders.start(disk, tag)
+    written = Written(disk, part)
+    written.write("tensors/file", text.encode())
+    return folders.finish(disk, tag, part, {"steps": 3}, written.files, point=point).path
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_saved_checkpoint_is_found_as_the_newest_and_by_its_tag(tmp_path):
-    first, second = save(tmp_path, "a"), save(tmp_path, "b")
-    assert folders.find(tmp_path) == second
-    assert folders.find(tmp_path, "a") == first
-    state = folders.read_state(second)
-    assert (state["steps"], state["number"], state["format"]) == (3, 2, 1)
-    assert state["files"] == {"tensors/file": 4}
+def taken(disk: Disk) -> str:
+    """The one that is loaded by default."""
+    for tag in folders.candidates(disk)[0]:
+        try:
+            return folders.examine(disk, tag).tag
+        except Damage:
+            continue
+    raise AssertionError("none is whole")
+
+
+def test_a_saved_checkpoint_is_found_as_the_newest_and_by_its_tag(disk, tmp_path):
+    assert newest(tmp_path / "no") is None
+    assert newest(tmp_path) is None
+    save(disk, "a")
+    second = save(disk, "b")
+    assert folders.candidates(disk) == (["b", "a"], None)
+    assert newest(tmp_path) == newest(f"file://{tmp_path}") == "b"
+    found = folders.examine(disk, "b")
+    assert (found.path, found.size) == (second, 4)
+    assert (found.state["steps"], found.state["number"], found.state["format"]) == (3, 2, 2)
+    assert found.files["tensors/file"].size == 4
     assert names(tmp_path) == ["a", "b", "latest"]
 
 
-def test_one_that_is_not_pointed_at_leaves_the_newest_as_it_was(tmp_path):
-    save(tmp_path, "a")
-    save(tmp_path, "b", point=False)
-    assert folders.find(tmp_path).name == "a"
-    assert folders.find(tmp_path, "b").name == "b"
+def test_one_that_is_not_pointed_at_leaves_the_newest_as_it_was(disk, tmp_path):
+    save(disk, "a")
+    save(disk, "b", point=False)
+    assert folders.candidates(disk)[0] == ["a"]
+    assert folders.examine(disk, "b").tag == "b"
 
 
-def test_saving_again_under_a_tag_replaces_the_checkpoint(tmp_path):
-    save(tmp_path, "a", "old")
-    path = save(tmp_path, "a", "new")
-    assert (path / "tensors" / "file").read_text() == "new"
+def test_saving_again_under_a_tag_replaces_the_checkpoint(disk, tmp_path):
+    save(disk, "a", "old")
+    path = save(disk, "a", "new")
+    assert disk.read(f"{path}/tensors/file") == b"new"
     assert names(tmp_path) == ["a", "latest"]
+    assert len([path for path in tmp_path.rglob("*") if path.name == "file"]) == 1
 
 
 def test_every_file_and_folder_is_synced_and_the_renames_come_after(tmp_path, monkeypatch):
@@ -60,7 +85,7 @@ def test_every_file_and_folder_is_synced_and_the_renames_come_after(tmp_path, mo
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "rename", note_rename)
-    save(tmp_path / "deep" / "er", "a")
+    save(LocalDisk(tmp_path / "deep" / "er"), "a")
     # The folders that were made are names in their parents.
     assert set(happened[:2]) == {tmp_path.name, "deep"}
     at = happened.index(".a.saving -> a")
@@ -69,125 +94,203 @@ def test_every_file_and_folder_is_synced_and_the_renames_come_after(tmp_path, mo
 
 
 @pytest.mark.parametrize("tag", ["", ".", "..", ".hidden", "a/b", "../a", "a b", "latest", "a\n"])
-def test_a_tag_that_is_no_plain_name_is_refused(tmp_path, tag):
+def test_a_tag_that_is_no_plain_name_is_refused(disk, tag):
     with pytest.raises(
         CheckpointError, match="cannot be the tag, which names a folder: use letters"
     ):
-        folders.start(tmp_path, tag)
+        folders.start(disk, tag)
     with pytest.raises(CheckpointError, match="cannot be the tag"):
-        folders.find(tmp_path, tag)
+        folders.examine(disk, tag)
 
 
-def test_a_folder_that_is_no_checkpoint_is_never_replaced(tmp_path):
+def test_a_folder_that_is_no_checkpoint_is_never_replaced(disk, tmp_path):
     (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").write_text("1")
     with pytest.raises(CheckpointError, match="thesis is there already and is no checkpoint"):
-        folders.start(tmp_path, "thesis")
-    assert names(tmp_path) == ["thesis"]
+        folders.start(disk, "thesis")
+    save(disk, "a")
+    assert names(tmp_path / "thesis") == ["chapter"]
 
 
-def test_what_an_interrupted_save_left_goes_with_the_next(tmp_path):
-    save(tmp_path, "a")
-    (folders.start(tmp_path, "b") / "file").write_text("half")
+def test_what_an_interrupted_save_left_goes_with_the_next(disk, tmp_path):
+    save(disk, "a")
+    disk.write(f"{folders.start(disk, 'b')}/file", b"half")
     (tmp_path / ".latest.saving").write_text("b\n")
     (tmp_path / ".bashrc").write_text("not ours")
-    assert folders.find(tmp_path).name == "a"
-    save(tmp_path, "c")
-    assert names(tmp_path) == [".bashrc", "a", "c", "latest"]
+    assert taken(disk) == "a"
+    save(disk, "c")
+    left = {".bashrc", "a", "c", "latest"}
+    if isinstance(disk, LocalDisk):
+        assert set(names(tmp_path)) == left
+    else:
+        # A folder of an object store is what is in it.
+        assert left <= set(names(tmp_path)) <= left | {"b", ".latest.saving"}
+        assert list((tmp_path / "b").glob("*")) == []
+
+
+def test_an_interrupted_save_under_a_tag_that_is_there_changes_nothing(disk):
+    save(disk, "a", "old")
+    disk.write(f"{folders.start(disk, 'a')}/tensors/file", b"half of the new")
+    found = folders.examine(disk, "a")
+    assert disk.read(f"{found.path}/tensors/file") == b"old"
+    save(disk, "a", "new")
+    assert disk.read(f"{folders.examine(disk, 'a').path}/tensors/file") == b"new"
 
 
 def test_a_checkpoint_stays_loadable_between_the_two_renames_of_its_replacement(tmp_path):
-    save(tmp_path, "a", "old")
-    folders.start(tmp_path, "a")
+    disk = LocalDisk(tmp_path)
+    save(disk, "a", "old")
+    folders.start(disk, "a")
     (tmp_path / "a").rename(tmp_path / ".a.replaced")
-    assert (folders.find(tmp_path) / "tensors" / "file").read_text() == "old"
-    assert (folders.find(tmp_path, "a") / "tensors" / "file").read_text() == "old"
-    folders.tidy(tmp_path)
+    assert taken(disk) == "a"
+    assert disk.read(f"{folders.examine(disk, 'a').path}/tensors/file") == b"old"
+    folders.tidy(disk)
     assert names(tmp_path) == ["a", "latest"]
-    assert folders.find(tmp_path) == tmp_path / "a"
+    assert folders.examine(disk, "a").path == "a"
 
 
 def test_a_replaced_checkpoint_goes_when_the_new_one_is_there(tmp_path):
-    save(tmp_path, "a", "new")
+    disk = LocalDisk(tmp_path)
+    save(disk, "a", "new")
     (tmp_path / ".a.replaced").mkdir()
     (tmp_path / ".a.replaced" / "state.json").write_text("{}")
-    folders.tidy(tmp_path)
+    folders.tidy(disk)
     assert names(tmp_path) == ["a", "latest"]
 
 
-def test_pruning_keeps_the_last_saved_the_one_pointed_at_and_those_with_names(tmp_path):
-    save(tmp_path, "best", point=False)
-    save(tmp_path, "global_step900")
+def test_pruning_keeps_the_last_saved_the_one_pointed_at_and_those_with_names(disk, tmp_path):
+    save(disk, "best", point=False)
+    save(disk, "global_step900")
     # A run that went on from an earlier step: by its step it would be the oldest.
     for step in (10, 20, 30):
-        save(tmp_path, folders.step_tag(step), point=False)
-    folders.prune(tmp_path, 2)
+        save(disk, folders.step_tag(step), point=False)
+    folders.prune(disk, Retention(2))
     assert names(tmp_path) == ["best", "global_step20", "global_step30", "global_step900", "latest"]
-    folders.prune(tmp_path, 5)
+    folders.prune(disk, Retention(5))
+    folders.prune(disk, Retention())
     assert len(names(tmp_path)) == 5
+
+
+def test_pruning_keeps_the_multiples_of_keep_every_for_good(disk, tmp_path):
+    for step in range(10, 80, 10):
+        save(disk, folders.step_tag(step))
+    folders.prune(disk, Retention(keep_last=2, keep_every=30))
+    assert [name for name in names(tmp_path) if name != "latest"] == [
+        f"global_step{step}" for step in (30, 60, 70)
+    ]
+    assert Retention(None, 30).forgets([10, 20, 30]) == []
 
 
 def test_pruning_goes_by_the_order_of_saving_whatever_the_clock_says(tmp_path):
     for step in (1, 2, 3):
-        path = save(tmp_path, folders.step_tag(step))
+        path = tmp_path / save(LocalDisk(tmp_path), folders.step_tag(step))
         for file in (path, path / "state.json"):
             os.utime(file, (1e9 - step, 1e9 - step))
-    folders.prune(tmp_path, 1)
+    folders.prune(LocalDisk(tmp_path), Retention(1))
     assert names(tmp_path) == ["global_step3", "latest"]
 
 
 def test_what_cannot_be_pruned_is_left_with_a_warning(tmp_path, caplog, monkeypatch):
     for step in (1, 2, 3):
-        save(tmp_path, folders.step_tag(step))
+        save(LocalDisk(tmp_path), folders.step_tag(step))
 
     def refuse(self, target):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "rename", refuse)
-    folders.prune(tmp_path, 1)
+    folders.prune(LocalDisk(tmp_path), Retention(1))
     assert names(tmp_path) == ["global_step1", "global_step2", "global_step3", "latest"]
     assert caplog.text.count("could not delete the old checkpoint") == 2
 
 
 def test_a_missing_folder_and_an_empty_one_are_told_apart(tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint folder .*/no: is the path right\?"):
-        folders.find(tmp_path / "no")
+        folders.candidates(LocalDisk(tmp_path / "no"))
     with pytest.raises(CheckpointError, match=r"has no file 'latest'; there is no complete one$"):
-        folders.find(tmp_path)
+        folders.candidates(LocalDisk(tmp_path))
 
 
-def test_a_file_that_was_cut_or_lost_is_named_with_both_sizes(tmp_path):
-    save(tmp_path, "a")
-    path = save(tmp_path, "b")
-    (path / "tensors" / "file").write_text("tex")
-    wanted = (
-        "b is damaged: tensors/file has 3 bytes, 4 bytes were written; "
-        "complete ones there: a: name one of them as the tag"
-    )
-    with pytest.raises(CheckpointError, match=wanted):
-        folders.find(tmp_path)
-    (path / "tensors" / "file").unlink()
-    with pytest.raises(CheckpointError, match="tensors/file is missing, 4 bytes were written"):
-        folders.find(tmp_path)
+def test_a_file_that_was_cut_or_lost_is_named_with_both_sizes(disk, tmp_path):
+    save(disk, "a")
+    file = tmp_path / save(disk, "b") / "tensors" / "file"
+    file.write_text("tex")
+    wanted = "b is damaged: tensors/file has 3 bytes, 4 bytes were written"
+    with pytest.raises(Damage, match=wanted):
+        folders.examine(disk, "b")
+    file.unlink()
+    with pytest.raises(Damage, match="tensors/file is missing, 4 bytes were written"):
+        folders.examine(disk, "b")
+    assert folders.there(disk, "b") == "complete ones there: a: name one of them as the tag"
+    assert newest(tmp_path) == "a"
+
+
+def test_when_all_are_damaged_the_newest_is_an_error_and_not_nothing(disk, tmp_path):
+    """Or a run would begin anew over what can perhaps be saved."""
+    for tag in ("a", "b"):
+        (tmp_path / save(disk, tag) / "tensors" / "file").unlink()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* is whole: .*b is .*a is dam"):
+        newest(tmp_path)
+
+
+def test_without_a_pointer_the_last_saved_of_those_that_had_it_is_the_newest(disk, tmp_path):
+    for tag in ("a", "b"):
+        save(disk, tag)
+    save(disk, "best", point=False)
+    (tmp_path / "latest").unlink()
+    tags, wrong = folders.candidates(disk)
+    assert tags == ["b", "a"]
+    assert wrong is not None
+    assert "has no file 'latest'" in wrong
+    (tmp_path / "latest").write_bytes(b"../\xff\n")
+    tags, wrong = folders.candidates(disk)
+    assert tags == ["b", "a"]
+    assert wrong is not None
+    assert "latest is damaged" in wrong
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"files": []}', "\0\xff"])
 def test_a_damaged_state_file_is_named(tmp_path, text):
-    (save(tmp_path, "a") / "state.json").write_text(text, encoding="latin-1")
-    with pytest.raises(CheckpointError, match=r"a/state.json is damaged: "):
-        folders.find(tmp_path)
+    save(LocalDisk(tmp_path), "a")
+    (tmp_path / "a" / "state.json").write_text(text, encoding="latin-1")
+    with pytest.raises(Damage, match=r"a is damaged: state.json is damaged: "):
+        folders.examine(LocalDisk(tmp_path), "a")
+
+
+def test_a_number_that_was_changed_in_a_state_file_is_found():
+    data = sealed({"steps": 3, "rate": 0.1, "loss": float("nan"), "files": {}})
+    assert opened(data)["steps"] == 3
+    with pytest.raises(Damage, match="its digest is not that of its contents"):
+        opened(data.replace(b'"steps": 3', b'"steps": 4'))
 
 
 def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(tmp_path):
-    path = save(tmp_path, "a")
-    state = json.loads((path / "state.json").read_text())
-    (path / "state.json").write_text(json.dumps({**state, "format": 7}))
+    save(LocalDisk(tmp_path), "a")
+    file = tmp_path / "a" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "format": 7}))
     with pytest.raises(
-        CheckpointError, match=r"is of format 7, and this version .* reads format 1"
+        CheckpointError, match=r"is of format 7, and this version .* reads format 2"
     ):
-        folders.find(tmp_path)
+        folders.examine(LocalDisk(tmp_path), "a")
 
 
-def test_a_damaged_checkpoint_does_not_stop_the_next_save(tmp_path):
-    (save(tmp_path, "a") / "state.json").write_text("{")
-    save(tmp_path, "b")
-    assert folders.find(tmp_path).name == "b"
+def test_a_damaged_checkpoint_does_not_stop_the_next_save(disk, tmp_path):
+    save(disk, "a")
+    (tmp_path / "a" / "state.json").write_text("{")
+    save(disk, "b")
+    assert taken(disk) == "b"
+
+
+def test_a_store_that_knows_no_folders_keeps_checkpoints_too():
+    disk = disk_at("memory://runs/mine")
+    for step, text in enumerate(("old", "new", "newer")):
+        save(disk, "best", text)
+        save(disk, folders.step_tag(step))
+    assert disk.read(f"{folders.examine(disk, 'best').path}/tensors/file") == b"newer"
+    folders.prune(disk, Retention(1))
+    assert disk.names() == ["best", "global_step2", "latest"]
+    assert newest("memory://runs/mine") == "global_step2"
+
+
+def test_a_place_that_nothing_knows_is_refused_with_what_is_needed():
+    with pytest.raises(CheckpointError, match=r"nosuch://a cannot be opened: .* need fsspec"):
+        disk_at("nosuch://a")

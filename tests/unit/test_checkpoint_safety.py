@@ -1,7 +1,7 @@
 """Nothing that is loaded can run code; and what plain torch makes of a checkpoint."""
 
+import hashlib
 import io
-import json
 import os
 import pickle
 import re
@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from pipemega import initialize
+from pipemega.checkpoint.disk import LocalDisk
+from pipemega.checkpoint.manifest import FileEntry, opened, sealed
 from pipemega.checkpoint.storage import Reader
 from pipemega.config.optimizer import PARAMS
 from pipemega.engine import Engine
@@ -48,11 +50,11 @@ class Payload:
 
 
 def replace(checkpoint: Path, name: str, data: bytes) -> None:
-    """As an attacker would, with the size that is written down."""
+    """As an attacker would, with size and sum as they are written down."""
     (checkpoint / name).write_bytes(data)
-    state = json.loads((checkpoint / "state.json").read_text())
-    state["files"][name] = len(data)
-    (checkpoint / "state.json").write_text(json.dumps(state))
+    state = opened((checkpoint / "state.json").read_bytes())
+    state["files"][name] = FileEntry(len(data), hashlib.sha256(data).hexdigest())
+    (checkpoint / "state.json").write_bytes(sealed(state))
 
 
 def torch_bytes(value: Any) -> bytes:
@@ -63,7 +65,7 @@ def torch_bytes(value: Any) -> bytes:
 
 def refused(checkpoint: Path) -> str:
     with pytest.raises(CheckpointError) as error:
-        build().load_checkpoint(checkpoint.parent)
+        build().load_checkpoint(checkpoint.parent, checkpoint.name)
     return str(error.value)
 
 
@@ -150,7 +152,7 @@ def test_an_index_that_is_none_is_refused(saved, value):
 
 
 def test_the_index_names_every_tensor_with_shape_and_dtype_and_no_path(saved):
-    assert Reader(saved / "tensors").tensors[WEIGHT] == ((8, 6), torch.float32)
+    assert Reader(LocalDisk(saved), "tensors").tensors[WEIGHT] == ((8, 6), torch.float32)
     # The folder had another name when it was written.
     assert b".saving" not in (saved / "tensors" / ".metadata").read_bytes()
 
@@ -163,7 +165,7 @@ def test_tensors_of_every_dtype_can_be_indexed(tmp_path, dtype):
         dcp.save({"a": torch.zeros(3, dtype=dtype)}, checkpoint_id=tmp_path)
     # torch writes its own path into the index, which is no data: ours does not.
     with pytest.raises(CheckpointError, match=r"it asks for pathlib\S*Path, which no index needs"):
-        Reader(tmp_path)
+        Reader(LocalDisk(tmp_path.parent), tmp_path.name)
 
 
 def test_plain_torch_reads_the_tensors_by_their_logical_names(saved, tmp_path, monkeypatch):

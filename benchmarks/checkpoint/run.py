@@ -1,0 +1,69 @@
+"""How long a save holds a step up, in the background and not; and what loading and summing cost.
+
+    python -m benchmarks.checkpoint.run            from the root of the repository
+
+Linear layers in fp32 with Adam's state, on CPU ranks of one thread each, over gloo; every file is
+synced. Both ways of saving, and loading with sums compared and without, take turns in the same
+processes; figures are medians over the rounds, of the slowest rank.
+"""
+
+import argparse
+import hashlib
+import tempfile
+import time
+from statistics import median
+from typing import Any
+
+from benchmarks.ranks import machine, measure
+
+# pipeline, data
+MESHES = ((1, 1), (2, 1), (1, 2))
+NAMES = ("save", "blocked", "step", "step beside", "rest", "load", "load unverified")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--folder", help="where to save; a temporary one by default")
+    options = parser.parse_args()
+    size = 12 * options.layers * (options.width**2 + options.width)
+    print(f"{size / 1e6:.0f} MB; {machine()}\n")
+    print("| ranks | " + " | ".join(NAMES) + " | blocked / save |")
+    print("| --- |" + " ---: |" * (len(NAMES) + 1))
+    for pipeline, data in MESHES:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            arguments = {
+                "--pipeline": pipeline,
+                "--data": data,
+                "--width": options.width,
+                "--layers": options.layers,
+                "--rounds": options.rounds,
+                "--folder": folder,
+            }
+            words = [str(word) for pair in arguments.items() for word in pair]
+            ranks = measure("benchmarks.checkpoint.worker", pipeline * data, words)
+        print(f"| pipeline {pipeline} x data {data} | {row(ranks)} |")
+    print(f"\nSHA-256 {speed('sha256'):.0f} MB/s, BLAKE2b {speed('blake2b'):.0f} MB/s, one thread")
+
+
+def row(ranks: list[dict[str, Any]]) -> str:
+    """Milliseconds, and the share that a save in the background blocks a step for."""
+    rounds = [
+        {name: max(rank["rounds"][number][name] for rank in ranks) for name in NAMES}
+        for number in range(len(ranks[0]["rounds"]))
+    ]
+    cells = [f"{1e3 * median(one[name] for one in rounds):.0f}" for name in NAMES]
+    share = median(one["blocked"] / one["save"] for one in rounds)
+    return " | ".join([*cells, f"{share:.1%}"])
+
+
+def speed(name: str) -> float:
+    data, started = bytes(64 << 20), time.process_time()
+    hashlib.new(name, data).digest()
+    return len(data) / 1e6 / (time.process_time() - started)
+
+
+if __name__ == "__main__":
+    main()

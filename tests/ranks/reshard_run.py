@@ -1,0 +1,109 @@
+"""Runs that are saved on one mesh and go on on another, run in the ranks of the pool."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipemega.assemble import initialize
+from pipemega.checkpoint.tensors import logical_tensors
+from pipemega.config import load
+from pipemega.engine import Engine
+from pipemega.models import GPTConfig, gpt
+
+VOCAB, LENGTH = 50, 12
+BEFORE = 2
+
+
+class Sentences(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """Random tokens, of which some do not count; an epoch is not a whole number of steps."""
+
+    fingerprint = "thirty random sentences"
+
+    def __len__(self) -> int:
+        return 30
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        tokens = torch.randint(VOCAB, (LENGTH + 1,), generator=generator)
+        labels = tokens[1:].clone()
+        labels[: index % 3] = -100
+        return tokens[:-1], labels
+
+
+def build(config: Mapping[str, Any]) -> Engine:
+    torch.set_default_dtype(torch.float64)
+    try:
+        loaded = load(config)
+        engine, *_ = initialize(gpt(GPTConfig.of(loaded, VOCAB)), loaded, Sentences())
+        return engine
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def unbroken(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The run in one process that is never interrupted: its step after `BEFORE`, and what it has.
+
+    Returns:
+        "loss", "norm", "rate" of that step; "tensors": name -> the whole tensor after it.
+    """
+    engine = build(config)
+    for _ in range(BEFORE):
+        engine.train_batch()
+    seen = next_step(engine)
+    pieces = logical_tensors(engine._model, engine._step, engine.mesh)
+    return {**seen, "tensors": {name: piece.local.numpy() for name, piece in pieces.items()}}
+
+
+def next_step(engine: Engine) -> dict[str, Any]:
+    loss = engine.train_batch()
+    last = engine.last_step
+    assert last is not None
+    return {"loss": loss, "norm": last.grad_norm, "rate": last.learning_rate}
+
+
+def save_all(cases: list[tuple[Mapping[str, Any], str]]) -> None:
+    """A checkpoint after `BEFORE` steps of each config, in its folder."""
+    for config, folder in cases:
+        engine = build(config)
+        for _ in range(BEFORE):
+            engine.train_batch()
+        engine.save_checkpoint(folder)
+
+
+def go_on(
+    cases: list[tuple[Mapping[str, Any], list[str]]], expected: Mapping[str, Any]
+) -> list[str]:
+    """Takes up each of the folders, makes a step, and says what is not as it should be."""
+    wrong = []
+    for config, folders in cases:
+        engine = build(config)
+        # It has numbers of its own that must not stay.
+        engine.train_batch()
+        for folder in folders:
+            engine.load_checkpoint(folder)
+            wrong += [f"{folder}: {text}" for text in _differences(engine, expected)]
+    return wrong
+
+
+def _differences(engine: Engine, expected: Mapping[str, Any]) -> list[str]:
+    seen = next_step(engine)
+    wrong = [
+        f"{name} is {seen[name]!r}, not {expected[name]!r}"
+        for name in seen
+        if not abs(seen[name] - expected[name]) <= 1e-10 * abs(expected[name])
+    ]
+    if engine.consumed_samples != (BEFORE + 1) * engine.batch.train_batch_size:
+        wrong.append(f"{engine.consumed_samples} samples were consumed")
+    # On every rank, replicas too, what it has against its place in the whole.
+    for name, piece in logical_tensors(engine._model, engine._step, engine.mesh).items():
+        whole = torch.from_numpy(expected["tensors"][name])
+        for chunk, part in piece.incoming.values():
+            there = whole
+            for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+                there = there.narrow(dim, offset, size)
+            error = (part - there).abs().max() if part.numel() else torch.zeros(())
+            if not error <= 1e-10 * whole.abs().max():
+                wrong.append(f"{name} at {list(chunk.offsets)} is {error.item():.1e} off")
+    return wrong

@@ -1,0 +1,111 @@
+"""A checkpoint of any mesh goes on on any other, as if nothing had happened.
+
+In fp64 the step that comes next has the loss, the gradients (by Adam's averages of them) and the
+parameters of the run in one process that was never interrupted, to 1e-10.
+"""
+
+import itertools
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import reshard_run
+from tests.ranks.pool import RankPool
+from tests.ranks.training_run import settings
+
+# data, tensor, pipeline, and what else belongs to it.
+MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
+    "alone": ((1, 1, 1), {}),
+    "dp2": ((2, 1, 1), {}),
+    "tp2": ((1, 2, 1), {}),
+    "pp2": ((1, 1, 2), {"schedule": "zb-h1"}),
+    "dp3": ((3, 1, 1), {}),
+    "tp3": ((1, 3, 1), {"sequence_parallel": True, "padding": 4}),
+    "pp3": ((1, 1, 3), {"schedule": "gpipe"}),
+    "dp4": ((4, 1, 1), {}),
+    "tp4": ((1, 4, 1), {"padding": 16}),
+    "pp4": ((1, 1, 4), {}),
+    "dp2 tp2": ((2, 2, 1), {"sequence_parallel": True}),
+    "dp2 pp2": ((2, 1, 2), {"schedule": "zb-v"}),
+    "tp2 pp2": ((1, 2, 2), {"schedule": "gpipe"}),
+    "pp2 chunks 2": ((1, 1, 2), {"schedule": "interleaved", "chunks": 2}),
+    "pp2 v": ((1, 1, 2), {"schedule": "zb-v"}),
+    "dp2 pp2 chunks 2": ((2, 1, 2), {"schedule": "interleaved", "chunks": 2}),
+}
+
+
+def config_of(name: str, zero: bool = False) -> dict[str, Any]:
+    (data, tensor, pipeline), more = MESHES[name]
+    stages = {key: more[key] for key in ("schedule", "chunks") if key in more}
+    return settings(
+        train_batch_size=24,
+        mesh={
+            "data": data,
+            "tensor": tensor,
+            "pipeline": pipeline,
+            "sequence_parallel": more.get("sequence_parallel", False),
+        },
+        pipeline=stages,
+        zero_optimization={"stage": 1 if zero else 0},
+        model={
+            "hidden_size": 24,
+            "num_attention_heads": 12,
+            "num_query_groups": 12,
+            "num_layers": 3,
+            "seq_length": reshard_run.LENGTH,
+            "make_vocab_size_divisible_by": more.get("padding", 8),
+        },
+    )
+
+
+def size(name: str) -> int:
+    data, tensor, pipeline = MESHES[name][0]
+    return data * tensor * pipeline
+
+
+def by_size(names: list[str]) -> dict[int, list[str]]:
+    """The meshes that as many ranks make up, so that these are started once."""
+    return {
+        ranks: list(group) for ranks, group in itertools.groupby(sorted(names, key=size), key=size)
+    }
+
+
+def wrong_after(
+    pool: RankPool, pairs: list[tuple[str, str]], folder: Path, *, saved: bool, loaded: bool
+) -> list[str]:
+    """What differs after a change from one mesh to another, of each pair; with ZeRO or without."""
+    expected = pool.run(1, reshard_run.unbroken, config_of("alone"))[0]
+    for ranks, names in by_size(sorted({source for source, _ in pairs})).items():
+        cases = [(config_of(name, saved), str(folder / name)) for name in names]
+        pool.run(ranks, reshard_run.save_all, cases)
+    wrong: list[str] = []
+    for ranks, names in by_size(sorted({target for _, target in pairs})).items():
+        going = [
+            (config_of(name, loaded), [str(folder / s) for s, target in pairs if target == name])
+            for name in names
+        ]
+        for rank, said in enumerate(pool.run(ranks, reshard_run.go_on, going, expected)):
+            wrong += [f"{names}, rank {rank}: {text}" for text in said]
+    return wrong
+
+
+def spanning() -> list[tuple[str, str]]:
+    """Each mesh as a source and as a target, to and from one that has little in common with it."""
+    names = list(MESHES)
+    half = len(names) // 2
+    pairs = [(a, b) for a, b in zip(names, names[half:] + names[:half], strict=True)]
+    return [*pairs, ("tp4", "dp4"), ("pp4", "tp4"), ("dp4", "pp4"), ("dp2 tp2", "tp2 pp2")]
+
+
+def test_every_mesh_is_left_and_entered(pool: RankPool, tmp_path):
+    assert wrong_after(pool, spanning(), tmp_path, saved=False, loaded=False) == []
+
+
+@pytest.mark.sweep
+def test_from_every_mesh_to_every_other(pool: RankPool, tmp_path):
+    """A few minutes."""
+    pairs, started = list(itertools.product(MESHES, MESHES)), time.perf_counter()
+    assert wrong_after(pool, pairs, tmp_path, saved=False, loaded=False) == []
+    print(f"{len(pairs)} pairs in {time.perf_counter() - started:.0f} s")

@@ -1,0 +1,247 @@
+"""What of a checkpoint is loaded, into which model, and under which config."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipemega import LayerSpec, PipelineModule, initialize
+from pipemega.checkpoint.changes import changes, judged
+from pipemega.config import load
+from pipemega.engine import Engine
+from pipemega.errors import CheckpointError, DataError
+from tests.ranks.checkpoint_run import small_config, small_data
+
+CONFIG = small_config(
+    "AdamW",
+    {"lr": 0.01, "weight_decay": 0.1},
+    bf16={"enabled": False},
+    scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 10, "warmup_type": "linear"}},
+)
+
+
+def net(outputs: int = 4, depth: int = 1) -> PipelineModule:
+    layers = [LayerSpec(nn.Linear, 6, 8), *[LayerSpec(nn.Linear, 8, 8)] * depth]
+    return PipelineModule([*layers, LayerSpec(nn.Linear, 8, outputs)], loss_fn=_loss)
+
+
+def _loss(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return outputs.square().mean() + 0 * labels.sum()
+
+
+def build(model: PipelineModule | None = None, **changed: Any) -> Engine:
+    config = {**CONFIG, **changed}
+    return initialize(model or net(), config)[0]
+
+
+def train(engine: Engine, steps: int) -> float:
+    return [engine.train_batch(small_data(engine, s)) for s in range(steps)][-1]
+
+
+def lr(engine: Engine) -> float:
+    assert engine.optimizer is not None
+    return float(engine.optimizer.param_groups[0]["lr"])
+
+
+def optimizer_of(**params: float) -> dict[str, Any]:
+    return {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, **params}}
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    engine = build()
+    train(engine, 3)
+    engine.save_checkpoint(tmp_path)
+    return tmp_path
+
+
+def moments(engine: Engine) -> dict[str, Any]:
+    assert engine._step is not None
+    entries = engine._step.state_dict()["parameters"]
+    return {name: entry["exp_avg"].clone() for name, entry in entries.items() if "exp_avg" in entry}
+
+
+def same(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_the_module_alone_begins_a_new_run_with_its_weights(saved):
+    whole, alone = build(), build()
+    whole.load_checkpoint(saved)
+    alone.load_checkpoint(saved, load_module_only=True)
+    assert same(alone.parameter_state(), whole.parameter_state())
+    assert (alone.global_steps, alone.consumed_samples, moments(alone)) == (0, 0, {})
+    assert lr(alone) == lr(build())
+
+
+def test_without_the_optimizer_it_goes_on_with_its_own_state(saved):
+    engine = build()
+    train(engine, 1)
+    before = moments(engine)
+    engine.load_checkpoint(saved, load_optimizer_states=False)
+    assert same(moments(engine), before)
+    assert engine.global_steps == 3
+    assert lr(engine) == pytest.approx(0.01 * 3 / 10, rel=0.5)
+
+
+def test_without_the_schedule_the_rate_begins_anew(saved):
+    engine, other = build(), build()
+    engine.load_checkpoint(saved, load_lr_scheduler_states=False)
+    other.load_checkpoint(saved)
+    assert lr(engine) == lr(build())
+    assert lr(other) > lr(engine)
+    assert same(moments(engine), moments(other))
+
+
+def test_another_optimizer_may_begin_anew(saved):
+    sgd = {"type": "SGD", "params": {"lr": 0.1}}
+    engine = build(optimizer=sgd)
+    with pytest.raises(CheckpointError, match=r"load without it \(checkpoint.load_optimizer_st"):
+        engine.load_checkpoint(saved)
+    engine.load_checkpoint(saved, load_optimizer_states=False)
+    assert engine.global_steps == 3
+    train(engine, 1)
+
+
+def test_a_changed_rate_and_weight_decay_take_effect(saved, caplog):
+    with caplog.at_level(logging.INFO):
+        engine = build(optimizer=optimizer_of(lr=0.5, weight_decay=0.7))
+        engine.load_checkpoint(saved)
+    assert lr(engine) == pytest.approx(50 * _resumed_lr(saved))
+    assert engine.optimizer is not None
+    assert engine.optimizer.param_groups[0]["weight_decay"] == 0.7
+    assert "what is new takes effect:\n  optimizer.params.lr: 0.01 -> 0.5\n" in caplog.text
+    assert "  optimizer.params.weight_decay: 0.1 -> 0.7" in caplog.text
+
+
+def _resumed_lr(saved: Path) -> float:
+    engine = build()
+    engine.load_checkpoint(saved)
+    return lr(engine)
+
+
+def test_another_model_is_refused_and_what_fits_of_it_can_be_taken(saved, caplog):
+    """With another head, and a layer more: every difference is listed."""
+    engine, before = build(net(5, depth=2)), build(net(5, depth=2))
+    with pytest.raises(CheckpointError, match=r"of another model: .*take what fits of it \(check"):
+        engine.load_checkpoint(saved)
+    engine.load_checkpoint(saved, strict=False)
+    found, fresh, source = engine.parameter_state(), before.parameter_state(), build()
+    source.load_checkpoint(saved)
+    wanted = source.parameter_state()
+    for name in found:
+        fits = name in wanted and wanted[name].shape == found[name].shape
+        assert torch.equal(found[name], (wanted if fits else fresh)[name]), name
+    lines = [
+        "parameters/layers.3.weight [5, 8] is not in the checkpoint: stays as it is",
+        "parameters/layers.3.bias [5] is not in the checkpoint: stays as it is",
+        "parameters/layers.2.weight is [8, 8] here and [4, 8] there: stays as it is",
+        "parameters/layers.2.bias is [8] here and [4] there: stays as it is",
+    ]
+    assert [line for line in lines if line not in caplog.text] == []
+    assert set(moments(engine)) == {
+        f"layers.{place}.{name}" for place in (0, 1) for name in ("weight", "bias")
+    }
+    train(engine, 1)
+    smaller = build(net(4, depth=0))
+    smaller.load_checkpoint(saved, load_module_only=True, strict=False)
+    assert "parameters/layers.2.weight [4, 8] is in the checkpoint only: not loaded" in caplog.text
+
+
+GPT = {
+    "train_batch_size": 8,
+    "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8},
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    "training": {"train_steps": 10},
+}
+
+
+def changed(**sections: Any) -> list[Any]:
+    now = {k: {**v, **sections.pop(k, {})} if isinstance(v, dict) else v for k, v in GPT.items()}
+    return changes(load(GPT).to_dict(), load({**now, **sections}))
+
+
+def test_the_difference_between_two_configs_is_sorted_and_says_then_and_now():
+    found = changed(
+        mesh={"tensor": 2},
+        pipeline={"schedule": "gpipe"},
+        training={"train_steps": 20},
+        wandb={"enabled": True},
+        checkpoint={"save": "runs/other", "load": "runs/mine"},
+        model={"recompute": "full"},
+    )
+    said = judged(found, (), "runs/mine/global_step5")
+    assert said == (
+        "the config is not that of runs/mine/global_step5; what is new takes effect:\n"
+        "  mesh.tensor: 1 -> 2\n"
+        "  model.recompute: 'none' -> 'full'\n"
+        "  pipeline.schedule: '1f1b' -> 'gpipe'\n"
+        "  training.train_steps: 10 -> 20\n"
+        "  wandb.enabled: False -> True"
+    )
+    assert judged(changed(), (), "here") is None
+
+
+@pytest.mark.parametrize(
+    ("sections", "kind", "key"),
+    [
+        ({"seed": 5}, "another order of the data", "seed"),
+        ({"data": {"split": "9,1,0"}}, "another order of the data", "data.split"),
+        ({"model": {"hidden_dropout": 0.5}}, "another model", "model.hidden_dropout"),
+        ({"model": {"seq_length": 16}}, "another model", "model.seq_length"),
+    ],
+)
+def test_what_makes_it_another_run_is_refused_unless_it_is_meant(sections, kind, key):
+    found = changed(**sections)
+    with pytest.raises(CheckpointError) as error:
+        judged(found, (), "there")
+    said = str(error.value)
+    assert f"would go on with {kind}: {key}: " in said
+    assert f'say that it is meant: checkpoint.allow_changes ["{key}"]' in said
+    for allowed in (key, key.split(".")[0]):
+        assert f"  {key}: " in str(judged(found, (allowed,), "there"))
+
+
+def test_a_key_that_there_was_not_yet_is_no_change():
+    then = load(GPT).to_dict()
+    del then["model"]["norm_epsilon"]
+    assert changes(then, load(GPT)) == []
+
+
+class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    def __init__(self, name: str) -> None:
+        self.fingerprint = name
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.full((6,), float(index)), torch.zeros(4)
+
+
+def test_other_data_is_refused_unless_it_is_meant(tmp_path):
+    first = initialize(net(), CONFIG, Numbers("old"))[0]
+    first.train_batch()
+    first.save_checkpoint(tmp_path)
+    other = initialize(net(), CONFIG, Numbers("new"))[0]
+    with pytest.raises(DataError, match=r'in a config that is checkpoint.allow_changes \["data"\]'):
+        other.load_checkpoint(tmp_path)
+    meant = initialize(net(), {**CONFIG, "checkpoint": {"allow_changes": ["data"]}}, Numbers("new"))
+    meant[0].load_checkpoint(tmp_path)
+    assert meant[2] is not None
+    assert meant[2].consumed_samples == 16
+
+
+def test_a_seed_that_is_meant_orders_the_data_from_here_on(tmp_path):
+    first = initialize(net(), CONFIG, Numbers("same"))[0]
+    first.train_batch()
+    first.save_checkpoint(tmp_path)
+    config = {**CONFIG, "seed": 99, "checkpoint": {"allow_changes": ["seed"]}}
+    engine, _, loader, _ = initialize(net(), config, Numbers("same"))
+    engine.load_checkpoint(tmp_path)
+    assert loader is not None
+    assert (loader.state_dict()["seed"], loader.consumed_samples) == (99, 16)
