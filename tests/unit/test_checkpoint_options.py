@@ -1,6 +1,7 @@
 """What of a checkpoint is loaded, into which model, and under which config."""
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,40 @@ def test_another_model_is_refused_and_what_fits_of_it_can_be_taken(saved, caplog
     smaller = build(net(4, depth=0))
     smaller.load_checkpoint(saved, load_module_only=True, strict=False)
     assert "parameters/layers.2.weight [4, 8] is in the checkpoint only: not loaded" in caplog.text
+
+
+class Empty(nn.Linear):
+    """With a buffer that has no element, and one that has no dim."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("none", torch.empty(0, 3))
+        self.register_buffer("number", torch.tensor(7.0))
+
+
+def test_a_tensor_without_elements_is_no_difference(tmp_path):
+    model = PipelineModule([LayerSpec(Empty)], loss_fn=_loss)
+    first, second = build(model), build(model)
+    train(first, 1)
+    dict(first.module.named_buffers())["0.layers.0.number"].fill_(8.0)
+    first.save_checkpoint(tmp_path)
+    second.load_checkpoint(tmp_path)
+    assert dict(second.module.named_buffers())["0.layers.0.number"] == 8.0
+
+
+def test_a_save_says_how_much_and_how_fast_and_keeps_what_the_config_says(tmp_path, caplog):
+    engine = build(checkpoint={"keep_last": 2, "keep_every": 2})
+    with caplog.at_level(logging.INFO):
+        for step in range(7):
+            engine.train_batch(small_data(engine, step))
+            engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("global*")) == [
+        f"global_step{step}" for step in (2, 4, 6, 7)
+    ]
+    for what in ("saved", "loaded"):
+        line = rf"{what} {tmp_path}/global_step7: [\d.]+ MB in [\d.]+ s, \d+ MB/s"
+        assert re.search(line, caplog.text)
 
 
 GPT = {
