@@ -15,6 +15,7 @@ from pipemega.checkpoint.changes import changes, judged
 from pipemega.config import load
 from pipemega.engine import Engine
 from pipemega.errors import CheckpointError, DataError
+from pipemega.training import Trainer, run_folder
 from tests.ranks.checkpoint_run import small_config, small_data
 
 CONFIG = small_config(
@@ -256,6 +257,32 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((6,), float(index)), torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "step"),
+    [({}, 3), ({"load_module_only": True}, 0), ({"load_tag": "global_step2"}, 2)],
+)
+def test_a_run_saves_in_the_background_and_another_loads_as_its_config_says(
+    tmp_path, monkeypatch, changed, step
+):
+    monkeypatch.chdir(tmp_path)
+    training = {"train_steps": 3, "progress": False}
+    saving = {"save": "saved", "async": True, "interval": 1, "keep_last": 2}
+    config = {**CONFIG, "training": training, "checkpoint": saving}
+    Trainer(initialize(net(), config, Numbers("same"))[0]).fit()
+    tags = {path.name for path in Path("saved").iterdir() if path.is_dir()}
+    assert tags == {"global_step2", "global_step3"}
+    config["checkpoint"] = {"load": "saved", **changed}
+    engine = initialize(net(), config, Numbers("same"))[0]
+    Trainer(engine).monitor.close()
+    assert engine.global_steps == step
+
+
+def test_what_a_run_writes_line_by_line_stays_on_this_machine():
+    config = load({**CONFIG, "checkpoint": {"save": "s3://bucket/runs/mine/"}})
+    assert run_folder(config) == Path("runs/mine")
+    assert run_folder(load(CONFIG)) == Path("runs/latest")
 
 
 def test_other_data_is_refused_unless_it_is_meant(tmp_path):
