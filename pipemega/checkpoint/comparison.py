@@ -47,7 +47,8 @@ def differences(
         pieces: of the model of this rank.
         is_replica: another rank has the same ones.
     """
-    mine = {name: tuple(piece.size()) for name, piece in pieces.items()}
+    # What has no element is not stored.
+    mine = {name: tuple(piece.size()) for name, piece in pieces.items() if piece.size().numel()}
     here: dict[str, tuple[int, ...]] = {}
     for part in agree.gather({} if is_replica else mine):
         here |= part

@@ -156,7 +156,8 @@ class Checkpoints:
                 that was configured otherwise; on every rank.
         """
         started = time.perf_counter()
-        self.finish()
+        # What could not be written has been said; it is no reason not to go back.
+        self._failed()
         disk = disk_at(place)
         agree = Agreement(self._mesh.world, disk)
         opened = store.choose(disk, tag, agree, verify=options.verify)
@@ -198,14 +199,13 @@ class Checkpoints:
             comparison.refuse(opened.where, differ)
         elif agree.is_first:
             comparison.report(opened.where, differ)
+        left_out = {difference.name for difference in differ}
+        fits = {k: v for k, v in stored.items() if tensors.parameter_of(k) not in left_out}
         if step is not None and options.loads_optimizer:
             kept = opened.found.state["optimizer_step"]
             agree.together(lambda: tensors.check_optimizer(kept, step))
-            pieces |= tensors.optimizer_room(stored, self._model, step, self._mesh)
-        left_out = {difference.name for difference in differ}
-        return {
-            key: piece for key, piece in pieces.items() if tensors.parameter_of(key) not in left_out
-        }
+            pieces |= tensors.optimizer_room(fits, self._model, step, self._mesh)
+        return {key: piece for key, piece in pieces.items() if key in fits}
 
     def _restore(
         self,

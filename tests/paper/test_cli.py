@@ -89,7 +89,8 @@ def test_help_names_every_command(capsys):
         main(["--help"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
-    assert all(f"    {name} " in printed for name in COMMANDS)
+    # argparse puts what a longer name does into the next line.
+    assert [name for name in COMMANDS if f"    {name} " not in printed.replace("\n", " \n")] == []
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -1,6 +1,7 @@
 """What of a checkpoint is loaded, into which model, and under which config."""
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from pipemega.checkpoint.changes import changes, judged
 from pipemega.config import load
 from pipemega.engine import Engine
 from pipemega.errors import CheckpointError, DataError
+from pipemega.training import Trainer, run_folder
 from tests.ranks.checkpoint_run import small_config, small_data
 
 CONFIG = small_config(
@@ -152,6 +154,40 @@ def test_another_model_is_refused_and_what_fits_of_it_can_be_taken(saved, caplog
     assert "parameters/layers.2.weight [4, 8] is in the checkpoint only: not loaded" in caplog.text
 
 
+class Empty(nn.Linear):
+    """With a buffer that has no element, and one that has no dim."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 6)
+        self.register_buffer("none", torch.empty(0, 3))
+        self.register_buffer("number", torch.tensor(7.0))
+
+
+def test_a_tensor_without_elements_is_no_difference(tmp_path):
+    model = PipelineModule([LayerSpec(Empty)], loss_fn=_loss)
+    first, second = build(model), build(model)
+    train(first, 1)
+    dict(first.module.named_buffers())["0.layers.0.number"].fill_(8.0)
+    first.save_checkpoint(tmp_path)
+    second.load_checkpoint(tmp_path)
+    assert dict(second.module.named_buffers())["0.layers.0.number"] == 8.0
+
+
+def test_a_save_says_how_much_and_how_fast_and_keeps_what_the_config_says(tmp_path, caplog):
+    engine = build(checkpoint={"keep_last": 2, "keep_every": 2})
+    with caplog.at_level(logging.INFO):
+        for step in range(7):
+            engine.train_batch(small_data(engine, step))
+            engine.save_checkpoint(tmp_path)
+        engine.load_checkpoint(tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("global*")) == [
+        f"global_step{step}" for step in (2, 4, 6, 7)
+    ]
+    for what in ("saved", "loaded"):
+        line = rf"{what} {tmp_path}/global_step7: [\d.]+ MB in [\d.]+ s, \d+ MB/s"
+        assert re.search(line, caplog.text)
+
+
 GPT = {
     "train_batch_size": 8,
     "model": {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8},
@@ -221,6 +257,32 @@ class Numbers(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.full((6,), float(index)), torch.zeros(4)
+
+
+@pytest.mark.parametrize(
+    ("changed", "step"),
+    [({}, 3), ({"load_module_only": True}, 0), ({"load_tag": "global_step2"}, 2)],
+)
+def test_a_run_saves_in_the_background_and_another_loads_as_its_config_says(
+    tmp_path, monkeypatch, changed, step
+):
+    monkeypatch.chdir(tmp_path)
+    training = {"train_steps": 3, "progress": False}
+    saving = {"save": "saved", "async": True, "interval": 1, "keep_last": 2}
+    config = {**CONFIG, "training": training, "checkpoint": saving}
+    Trainer(initialize(net(), config, Numbers("same"))[0]).fit()
+    tags = {path.name for path in Path("saved").iterdir() if path.is_dir()}
+    assert tags == {"global_step2", "global_step3"}
+    config["checkpoint"] = {"load": "saved", **changed}
+    engine = initialize(net(), config, Numbers("same"))[0]
+    Trainer(engine).monitor.close()
+    assert engine.global_steps == step
+
+
+def test_what_a_run_writes_line_by_line_stays_on_this_machine():
+    config = load({**CONFIG, "checkpoint": {"save": "s3://bucket/runs/mine/"}})
+    assert run_folder(config) == Path("runs/mine")
+    assert run_folder(load(CONFIG)) == Path("runs/latest")
 
 
 def test_other_data_is_refused_unless_it_is_meant(tmp_path):
