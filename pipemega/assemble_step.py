@@ -87,7 +87,9 @@ def _targets(config: Config, mesh: Mesh, local: LocalModel, precision: Precision
     zero, communication = config.zero_optimization, config.communication_data_type
     kind: Callable[..., Targets] = Targets
     if zero.stage == 1 and mesh.data.size > 1:
-        kind = partial(ZeroTargets, bucket_size=zero.bucket_size, overlap=zero.overlap_comm is True)
+        # The all-gather takes the buckets of the reduction.
+        size = int(min(zero.reduce_bucket_size, zero.allgather_bucket_size))
+        kind = partial(ZeroTargets, bucket_size=size, overlap=zero.overlap_comm is True)
     host = None
     if zero.offloads:
         # On paper nothing moves, and nothing takes up room.

@@ -170,11 +170,6 @@ class ZeroSection(Section):
                     yield f"zero_optimization.{name} is ignored: {_OFF}"
 
     @property
-    def bucket_size(self) -> int:
-        """Elements of what one reduction, and one all-gather, takes."""
-        return int(min(self.reduce_bucket_size, self.allgather_bucket_size))
-
-    @property
     def offloads(self) -> bool:
         return self.offload_optimizer.device == "cpu"
 

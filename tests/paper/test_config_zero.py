@@ -62,11 +62,6 @@ def test_stage_1_says_once_what_it_saves_and_on_one_data_rank_that_it_saves_noth
     assert config(0).zero_notes(4) == ()
 
 
-def test_the_smaller_of_the_two_sizes_of_buckets_counts():
-    zero = {"stage": 1, "reduce_bucket_size": 5e8, "allgather_bucket_size": 1e6}
-    assert load(BASE | {"zero_optimization": zero}).zero_optimization.bucket_size == 10**6
-
-
 def test_the_state_may_be_kept_on_the_host_with_any_stage():
     for stage in (0, 1):
         zero = {"stage": stage, "offload_optimizer": {"device": "cpu", "pin_memory": True}}
