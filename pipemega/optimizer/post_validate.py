@@ -199,6 +199,7 @@ class PostValidatedStep(OptimizerStep):
             )
             self._take_back(guessed)
             self._carry_out(decision)
+            self.targets.wait()
         self._note(self._counted(decision.report))
         return right
 

@@ -21,6 +21,10 @@ from pipemega.gradients import DataReduction, GradientBuffer
 from pipemega.mesh import Axis
 from pipemega.slots import DataBucket
 
+# Their names from torch 2.13 on, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 @contextmanager
 def _naming(what: str) -> Iterator[None]:
@@ -102,7 +106,7 @@ class Scatter:
             work = dist.all_to_all_single(landed, sent, group=group, async_op=True)
             return work, landed.view(self._data.size, share)
         landed = sent.narrow(0, self._data.rank * share, share)
-        return dist.reduce_scatter_tensor(landed, sent, group=group, async_op=True), landed
+        return _reduce_scatter(landed, sent, group=group, async_op=True), landed
 
     def _land(self) -> None:
         flying = self._flying.popleft()
@@ -144,7 +148,7 @@ class Gather:
             share = flat.numel() // self._data.size
             own = flat.narrow(0, self._data.rank * share, share)
             with _naming(self._names[number]):
-                work = dist.all_gather_into_tensor(flat, own, group=self._data.group, async_op=True)
+                work = _all_gather(flat, own, group=self._data.group, async_op=True)
             assert work is not None
             self._works[number] = work
             if not self._beside:

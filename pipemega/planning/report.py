@@ -333,6 +333,7 @@ def _outcome(outcome: Outcome, report: Report) -> dict[str, Any]:
                 "gradients": memory.footprint.gradients,
                 "masters": memory.footprint.masters,
                 "optimizer": memory.footprint.optimizer,
+                "host": memory.footprint.host,
                 "activations": memory.activations,
                 "buffers": memory.buffers,
                 "total": memory.total,
