@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,17 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipemega.allocator import keep_freed_memory
+from pipemega.assemble_step import optimizer_step, precision_of
 from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
 from pipemega.engine import Engine
 from pipemega.errors import ConfigError
 from pipemega.failure import FailureBoard
-from pipemega.gradients import DataReduction, GradientBuffer
 from pipemega.kernels import Kernels
 from pipemega.mesh import Mesh, build_mesh, from_first, launched_world_size, pick_device
 from pipemega.monitor import MultiTimer, get_logger
-from pipemega.optimizer import (
-    LRSchedule,
-    OptimizerStep,
-    PostValidatedStep,
-    build_optimizer,
-    build_schedule,
-    parameter_groups,
-)
+from pipemega.optimizer import LRSchedule, OptimizerStep, ZeroTargets
+from pipemega.optimizer.arrivals import BucketArrivals
 from pipemega.pipeline.build import LocalModel, build_local_model, log_stages
 from pipemega.pipeline.choice import plan_is_open, training_plan
 from pipemega.pipeline.cut import stage_bounds
@@ -39,12 +32,9 @@ from pipemega.pipeline.messages import Header
 from pipemega.pipeline.module import Building, Loss, PipelineModule
 from pipemega.pipeline.split_backward import WeightGradients, split
 from pipemega.pipeline.transport import Transport
-from pipemega.precision import DynamicLossScale, LossScale, Precision, StaticLossScale
 from pipemega.topology import Topology
 from pipemega.tracer import Tracer
 from pipemega.tuning import begin_tuning
-
-_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def build_mesh_of(config: Config) -> Mesh:
@@ -107,6 +97,7 @@ def _assemble(
     given: Plan | None,
 ) -> Engine:
     batch = config.batch(mesh.data.size)
+    config.check_zero(mesh.data.size)
     log = get_logger(mesh.rank)
     _announce(config, batch, mesh, log)
     if mesh.device.type == "cpu" and config.mesh.keep_cpu_memory:
@@ -149,6 +140,7 @@ def _assemble(
         enabled=config.wall_clock_breakdown,
         synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else None,
     )
+    weights = _weight_gradients(step, local, plan, may_change=tuner is not None)
     executor = Executor(
         mesh.pipeline.rank,
         local.stages,
@@ -157,7 +149,8 @@ def _assemble(
         loss_of(config, local.loss_fn),
         precision.cast_inputs,
         timers,
-        _weight_gradients(step, local, plan, may_change=tuner is not None),
+        weights,
+        _arrivals(step, local, hooks=weights is None),
     )
     trace = config.monitor.trace
     tracer = Tracer(mesh, trace.steps, trace.every, trace.memory)
@@ -176,6 +169,16 @@ def _weight_gradients(
     return weights
 
 
+def _arrivals(
+    step: OptimizerStep | None, local: LocalModel, *, hooks: bool
+) -> BucketArrivals | None:
+    """Lets ZeRO's communication run beside forward and backward, where it is asked to."""
+    if step is None or not isinstance(step.targets, ZeroTargets):
+        return None
+    step.targets.await_in(local.stages.values())
+    return step.targets.arrivals(hooks=hooks)
+
+
 def _announce(config: Config, batch: Batch, mesh: Mesh, log: logging.Logger) -> None:
     """What the config means that its writer may not have meant; said once."""
     for note in config.notes:
@@ -183,6 +186,13 @@ def _announce(config: Config, batch: Batch, mesh: Mesh, log: logging.Logger) -> 
     if mesh.rank == 0:
         for warning in (*config.warnings, *batch.warnings):
             log.warning(warning)
+        for note in config.zero_notes(mesh.data.size):
+            log.info(note)
+        if config.zero_optimization.offloads and mesh.device.type == "cpu":
+            log.info(
+                "zero_optimization.offload_optimizer.device 'cpu': weights compute on the CPU "
+                "here, so that nothing has to be moved"
+            )
     if config.dump_state:
         log.info(config.to_json())
 
@@ -237,102 +247,6 @@ def checkpoint_interval(config: Config, num_layers: int) -> int:
     if number is not None:
         return -(-num_layers // number)
     return config.pipeline.activation_checkpoint_interval
-
-
-def precision_of(config: Config) -> Precision:
-    """The dtypes that the sections `fp16`, `bf16` and `data_types` ask for."""
-    grad_dtype = config.data_types.grad_accum_dtype
-    accumulate = None if grad_dtype is None else _DTYPES[grad_dtype]
-    if config.bf16.enabled:
-        return Precision(torch.bfloat16, accumulate, skip_nonfinite=config.bf16.check_grad_overflow)
-    if config.fp16.enabled:
-        return Precision(torch.float16, accumulate, cast=config.fp16.auto_cast, skip_nonfinite=True)
-    return Precision(grad_dtype=accumulate)
-
-
-def _loss_scale(config: Config) -> LossScale:
-    fp16 = config.fp16
-    if not fp16.enabled:
-        return StaticLossScale()
-    if fp16.loss_scale:
-        return StaticLossScale(fp16.loss_scale)
-    return DynamicLossScale(
-        2.0**fp16.initial_scale_power,
-        window=fp16.loss_scale_window,
-        hysteresis=fp16.hysteresis,
-        consecutive_hysteresis=fp16.consecutive_hysteresis,
-        minimum=fp16.min_loss_scale,
-    )
-
-
-def optimizer_step(
-    config: Config, mesh: Mesh, local: LocalModel, precision: Precision, kernels: Kernels
-) -> OptimizerStep | None:
-    """Casts the parameters and builds what trains them; None without a section `optimizer`."""
-    named = list(local.parameters.items())
-    masters = precision.cast_parameters(named)
-    copies: dict[str, tuple[str, torch.nn.Parameter]] = {}
-    for name, others in local.copies.items():
-        for number, copy in enumerate(others, 1):
-            copy.data = local.parameters[name].data
-            copies[f"{name} (copy {number})"] = (name, copy)
-    if config.optimizer is None:
-        return None
-    trainable = [(name, p) for name, p in named if p.requires_grad]
-    groups = parameter_groups(
-        [(name, masters.get(name, p)) for name, p in trainable],
-        decay_norms_and_biases=config.training.weight_decay_norms_and_biases,
-    )
-    optimizer = build_optimizer(
-        config.optimizer.type,
-        config.optimizer.params.arguments(),
-        groups,
-        kernels=kernels,
-        tensor=mesh.tensor,
-    )
-    schedule = None
-    if config.scheduler is not None:
-        schedule = build_schedule(
-            optimizer,
-            config.scheduler.type,
-            config.scheduler.params.arguments(config.training.train_steps),
-            total_steps=config.training.train_steps,
-        )
-    communication = config.communication_data_type
-    return _kind_of_step(config, mesh)(
-        optimizer,
-        GradientBuffer(
-            [*trainable, *((name, copy) for name, (_, copy) in copies.items())],
-            dtype=precision.accumulation_dtype,
-        ),
-        mesh,
-        masters=masters,
-        tied=local.tied,
-        copies={name: of for name, (of, _) in copies.items()},
-        loss_scale=_loss_scale(config),
-        schedule=schedule,
-        reduction=DataReduction(
-            op=config.gradient_allreduce_op,
-            prescale=config.prescale_gradients,
-            predivide_factor=config.gradient_predivide_factor,
-            dtype=None if communication is None else _DTYPES[communication],
-        ),
-        num_layers=local.bounds[-1],
-        clip=config.gradient_clipping,
-        skip_nonfinite=precision.skip_nonfinite,
-    )
-
-
-def _kind_of_step(config: Config, mesh: Mesh) -> Callable[..., OptimizerStep]:
-    if config.pipeline.optimizer_sync == "fenced":
-        return OptimizerStep
-    if mesh.pipeline.size == 1:
-        get_logger(mesh.rank).info(
-            "pipeline.optimizer_sync 'post_validate' is of no use on one pipeline rank: each step "
-            "waits for its norm"
-        )
-        return OptimizerStep
-    return partial(PostValidatedStep, quiet_steps=config.pipeline.optimizer_sync_after)
 
 
 def _transport(

@@ -116,8 +116,10 @@ class Engine:
         """Makes parameters, optimizer and learning rate those after the last step.
 
         With `pipeline.optimizer_sync: "post_validate"` they may still be taken back after
-        `train_batch` has returned. Evaluating, saving, loading and `parameter_state` settle by
-        themselves; whoever reads `module`, `optimizer` or `lr_scheduler` calls this before.
+        `train_batch` has returned, and with `zero_optimization.overlap_comm` slices of them may
+        still be on their way to this rank. Evaluating, saving, loading and `parameter_state`
+        settle by themselves; whoever reads `module`, `optimizer` or `lr_scheduler` calls this
+        before.
 
         Raises:
             PipelineError, LossScaleError: what the fenced step would have raised.
@@ -379,9 +381,7 @@ class Engine:
         """
         with self._failures.failing_together("parameter_state"):
             self._stands()
-            state = self._step.state_dict()["parameters"] if self._step else {}
-            values = {
-                name: state.get(name, {}).get("master", parameter.detach())
-                for name, parameter in self._model.parameters.items()
-            }
+            values = {n: p.detach() for n, p in self._model.parameters.items()}
+            if self._step is not None:
+                values |= self._step.targets.whole_masters()
             return whole_tensors(values, self._model, self.mesh)

@@ -1,16 +1,16 @@
 """The gradients of one rank in flat buffers, and how they become those of the unsplit model.
 
-    flat    | partial .. | replicated .. | cut over the tensor ranks .. |     one per dtype
-              ^ view of a parameter: where its gradient is summed up
+    flat    | .. | a parameter's slot | .. |                one per dtype; slots.py lays them out
+                   ^ view: where its gradient is summed up
 
 A step goes through the reductions in the order in which they stand below: the parts that tensor
 ranks hold of one gradient, then the copies of tied parameters, then the data ranks.  After them
-every rank holds the gradients of its shards of the logical parameters, and the squared norm
-counts each of those once.
+every rank holds the gradients of its shards of the logical parameters (with ZeRO, of its slices of
+those), and the squared norm counts each of them once.
 """
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -21,29 +21,13 @@ from torch import Tensor, nn
 from pipemega.errors import ConfigError
 from pipemega.mesh import Axis
 from pipemega.parameters import shard_of
+from pipemega.slots import Layout, Named, Slot, layout_in_a_row
 from pipemega.ties import sum_over_holders
 
-# Every view starts on a multiple of this many elements, for aligned loads; the gaps stay zero.
-_ALIGNMENT = 64
 # Elements of a flat buffer that are turned to fp64 at a time on a CPU; they stay in the cache.
 _NORM_BLOCK = 1 << 18
 # The same on other devices: 128 MiB of fp64, where the whole would be twice the gradients.
 _DEVICE_NORM_BLOCK = 1 << 24
-
-
-@dataclass(frozen=True, eq=False)
-class Slot:
-    """The place of one parameter's gradient: elements [start, start + numel) of its flat."""
-
-    name: str
-    parameter: nn.Parameter
-    dtype: torch.dtype
-    start: int
-
-    @property
-    def stop(self) -> int:
-        """Where the next slot starts: the end of the view, aligned."""
-        return self.start + -(-self.parameter.numel() // _ALIGNMENT) * _ALIGNMENT
 
 
 class GradientBuffer:
@@ -62,6 +46,7 @@ class GradientBuffer:
             gradient are left out.
         dtype: to sum up in; None for the dtype of each parameter.
         device: of the buffers; None for that of the parameters.
+        layout: of the flats; None to lay all of it out for a rank that steps on everything.
     """
 
     def __init__(
@@ -70,21 +55,22 @@ class GradientBuffer:
         *,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
+        layout: Layout | None = None,
     ) -> None:
         named = [(name, p) for name, p in named_parameters if p.requires_grad]
-        self.slots: tuple[Slot, ...] = _lay_out(named, dtype)
+        self.layout = layout if layout is not None else whole_layout(named, dtype)
+        self.slots: tuple[Slot, ...] = self.layout.slots
         """In the order of the layout."""
         self.flats: dict[torch.dtype, Tensor] = {}
         """The buffers: [elements]."""
         for slot in self.slots:
             if slot.dtype not in self.flats:
-                size = max(s.stop for s in self.slots if s.dtype == slot.dtype)
                 where = device if device is not None else slot.parameter.device
-                self.flats[slot.dtype] = torch.zeros(size, dtype=slot.dtype, device=where)
+                self.flats[slot.dtype] = torch.zeros(
+                    self.layout.sizes[slot.dtype], dtype=slot.dtype, device=where
+                )
         self._views = {
-            id(s.parameter): self.flats[s.dtype][s.start : s.start + s.parameter.numel()].view(
-                s.parameter.shape
-            )
+            id(s.parameter): self.flats[s.dtype][s.start : s.end].view(s.parameter.shape)
             for s in self.slots
         }
         for slot in self.slots:
@@ -134,22 +120,14 @@ class GradientBuffer:
         parameter.grad = None
 
 
-def _lay_out(
-    named: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype | None
-) -> tuple[Slot, ...]:
-    """Places in the flats; what is reduced or counted alike lies side by side."""
+def whole_layout(named: Named, dtype: torch.dtype | None) -> Layout:
+    """For a rank that steps on everything; what is reduced or counted alike lies side by side."""
 
     def kind(parameter: nn.Parameter) -> int:
         shard = shard_of(parameter)
         return 2 if shard.dim is not None else 0 if shard.partial_gradient else 1
 
-    slots: list[Slot] = []
-    ends: dict[torch.dtype, int] = {}
-    for name, parameter in sorted(named, key=lambda item: kind(item[1])):
-        of = dtype if dtype is not None else parameter.dtype
-        slots.append(Slot(name, parameter, of, ends.get(of, 0)))
-        ends[of] = slots[-1].stop
-    return tuple(slots)
+    return layout_in_a_row(sorted(named, key=lambda item: kind(item[1])), dtype)
 
 
 @dataclass(frozen=True)
@@ -243,8 +221,9 @@ def squared_norms(
     """What this rank adds to the squared norm of each layer, after the reductions.
 
     Each logical parameter counts once in the world: a copy on several tensor ranks on the first
-    of them, a tied copy on its first holder, everything on the first data rank only. By layers,
-    so that their sum does not depend on which rank holds which: no schedule changes a bit of it.
+    of them, a tied copy on its first holder, everything on the first data rank only, or, where
+    data ranks own slices, each slice on its owner. By layers, so that their sum does not depend
+    on which rank holds which: no schedule changes a bit of it.
 
     Returns:
         [num_layers + 1] fp64: the shares, by the position in the logical name, and 1 where this
@@ -277,13 +256,18 @@ def _runs(
     gradients: GradientBuffer, tensor: Axis, data: Axis, tied: Mapping[str, Axis]
 ) -> list[_Run]:
     runs: list[_Run] = []
+    layout = gradients.layout
     for dtype in gradients.flats:
         for slot in (slot for slot in gradients.slots if slot.dtype == dtype):
-            counted = data.rank == 0
+            start, stop = layout.owned(slot)
+            if start == stop:
+                continue
+            counted = data.rank == 0 or bool(layout.buckets)
             counted &= tensor.rank == 0 or shard_of(slot.parameter).dim is not None
             counted &= slot.name not in tied or tied[slot.name].rank == 0
-            run = _Run(dtype, slot.start, slot.stop, counted, _layer_of(slot.name))
-            if runs and (runs[-1].dtype, *runs[-1][3:]) == (dtype, *run[3:]):
+            run = _Run(dtype, start, stop, counted, _layer_of(slot.name))
+            last = runs[-1] if runs else None
+            if last and (last.dtype, last.stop, *last[3:]) == (dtype, start, *run[3:]):
                 run = run._replace(start=runs.pop().start)
             runs.append(run)
     return runs

@@ -9,7 +9,7 @@ before the backward pass and the gradients divided by it after.
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -201,12 +201,17 @@ class Precision:
         return self.grad_dtype
 
     def cast_parameters(
-        self, named_parameters: Iterable[tuple[str, nn.Parameter]]
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        part: Callable[[str, Tensor], Tensor] = lambda name, whole: whole,
     ) -> dict[str, nn.Parameter]:
         """Casts parameters in place; returns the masters of the trainable ones by logical name.
 
         The masters hold the values from before the cast, so that no bit of the first draw is
         lost.  Empty where the optimizer works on the parameters themselves.
+
+        Args:
+            part: (logical name, the whole) -> what of it the master is to hold.
         """
         masters: dict[str, nn.Parameter] = {}
         if self.compute_dtype is None:
@@ -218,8 +223,11 @@ class Precision:
             # Assigned to .data: the Parameter stays the same object, with its shard on it.
             parameter.data = whole.to(self.compute_dtype)
             if parameter.requires_grad:
-                # A copy even where no cast is needed: a master is never the parameter itself.
-                own = whole.to(self.master_dtype, copy=parameter.data_ptr() == whole.data_ptr())
+                kept = part(name, whole)
+                # A copy even where no cast is needed: a master is never the parameter itself, and
+                # a slice is not to keep the whole alive.
+                copy = parameter.data_ptr() == whole.data_ptr() or kept.numel() < whole.numel()
+                own = kept.to(self.master_dtype, copy=copy)
                 masters[name] = describe(nn.Parameter(own), shard_of(parameter))
         return masters
 

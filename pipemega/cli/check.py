@@ -40,11 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
         mesh = config.mesh
         data_size = Topology.fit(arguments.world, mesh.pipeline, mesh.tensor, mesh.data).data
     batch = config.batch(data_size)
+    config.check_zero(data_size)
     print(config.to_json())
     print()
     print(batch.equation)
     for warning in (*config.warnings, *batch.warnings):
         print(f"warning: {warning}")
-    for note in config.notes:
+    for note in (*config.notes, *config.zero_notes(data_size)):
         print(f"note: {note}")
     return 0

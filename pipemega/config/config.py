@@ -30,7 +30,8 @@ from pipemega.config.reading import Invalid, dotted, override, read
 from pipemega.config.scheduler import SchedulerSection
 from pipemega.config.training import TrainingSection
 from pipemega.config.unsupported import UnsupportedKeys
-from pipemega.config.zero import ZeroSection
+from pipemega.config.zero import ParameterBytes, ZeroOnMesh, ZeroSection
+from pipemega.errors import ConfigError
 
 # The embedding and the head are layers as well.
 _LAYERS_BESIDE_BLOCKS = 2
@@ -92,6 +93,29 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
         )
         fills = self.pipeline.schedule in ("gpipe", "1f1b")
         return Batch(*solution, data_size, tensor, pipeline, fills)
+
+    def check_zero(self, data_size: int) -> None:
+        """Says what can only be said of ZeRO when the number of data ranks is known.
+
+        Raises:
+            ConfigError: a stage that is not here, with what there is in its place.
+        """
+        refusal = self._zero_on(data_size).refusal
+        if refusal is not None:
+            raise ConfigError(refusal)
+
+    def zero_notes(self, data_size: int) -> tuple[str, ...]:
+        """What ZeRO saves on `data_size` data ranks; to be said once in the log."""
+        return tuple(self._zero_on(data_size).notes)
+
+    def _zero_on(self, data_size: int) -> ZeroOnMesh:
+        narrow = self.fp16.enabled or self.bf16.enabled
+        gradient = {"fp32": 4, None: 4}.get(self.data_types.grad_accum_dtype, 2)
+        state = 8 if self.optimizer is None else self.optimizer.state_bytes
+        each = ParameterBytes(2 if narrow else 4, gradient, state + 4 * narrow)
+        mesh = self.mesh
+        stage = self.zero_optimization.stage
+        return ZeroOnMesh(stage, each, data_size, mesh.pipeline, mesh.tensor)
 
     @property
     def smallest_data_size(self) -> int:

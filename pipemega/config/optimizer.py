@@ -205,6 +205,13 @@ class OptimizerSection(Section):
         False, "DeepSpeed: its old fused step.", "the kernel is chosen by what is installed"
     )
 
+    @property
+    def state_bytes(self) -> int:
+        """Of an fp32 parameter: 4 for each number that the optimizer keeps beside it."""
+        momentum = 4 if getattr(self.params, "momentum", None) else 0
+        fixed = {"SGD": 0, "RMSprop": 4, "Adagrad": 4, "Muon": 0, "Adafactor": 0}
+        return fixed.get(self.type, 8) + momentum
+
     @classmethod
     def prepare(cls, raw: Any) -> Any:
         return with_type(raw, "optimizer.type", PARAMS, REFUSED)

@@ -6,6 +6,8 @@ from pipemega.optimizer.lamb import Lamb
 from pipemega.optimizer.lr_schedules import SCHEDULES, LRSchedule, build_schedule
 from pipemega.optimizer.post_validate import PostValidatedStep
 from pipemega.optimizer.step import OptimizerStep
+from pipemega.optimizer.targets import Targets
+from pipemega.optimizer.zero import ZeroTargets
 
 __all__ = [
     "SCHEDULES",
@@ -14,6 +16,8 @@ __all__ = [
     "OptimizerStep",
     "PostValidatedStep",
     "StepReport",
+    "Targets",
+    "ZeroTargets",
     "build_optimizer",
     "build_schedule",
     "parameter_groups",

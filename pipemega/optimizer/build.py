@@ -63,6 +63,7 @@ def build_optimizer(
     *,
     kernels: Kernels,
     tensor: Axis | None = None,
+    data: Axis | None = None,
 ) -> Optimizer:
     """The optimizer that the config names.
 
@@ -75,6 +76,7 @@ def build_optimizer(
         groups: from `parameter_groups`.
         kernels: which implementation runs.
         tensor: the tensor axis of the mesh.
+        data: the data axis, where its ranks hold slices of each parameter; else None.
 
     Raises:
         ConfigError: an unknown name or key, a value that the optimizer refuses, or an optimizer
@@ -93,6 +95,12 @@ def build_optimizer(
             "cuts them: set mesh.tensor to 1, or take one of "
             f"{', '.join(sorted(_ELEMENTWISE))}, Lamb"
         )
+    if data is not None and name not in _ELEMENTWISE | {"Lamb"}:
+        raise ConfigError(
+            f"optimizer.type '{name}' works on whole matrices, and zero_optimization.stage 1 cuts "
+            f"them over {data.size} data ranks: set zero_optimization.stage to 0, or take one of "
+            f"{', '.join(sorted(_ELEMENTWISE))}, Lamb"
+        )
     kind: OptimizerClass = known[name]
     # JSON has no tuples, and torch's optimizers compare with them.
     arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}
@@ -101,7 +109,7 @@ def build_optimizer(
     if name in ("Adam", "AdamW"):
         kind, arguments = _adam(name, arguments, kernels, tensors)
     if name == "Lamb":
-        arguments["axis"] = tensor
+        arguments |= {"axis": tensor, "data": data}
     elif kind is not kernels.adam and not {"fused", "foreach"} & set(arguments):
         arguments |= kernels.optimizer_arguments(kind, tensors)
     try:
@@ -123,7 +131,7 @@ def _known() -> dict[str, OptimizerClass]:
 
 
 def _check_keys(name: str, kind: OptimizerClass, arguments: Mapping[str, Any]) -> None:
-    known = set(inspect.signature(kind).parameters) - {"params", "axis"}
+    known = set(inspect.signature(kind).parameters) - {"params", "axis", "data"}
     if name in ("Adam", "AdamW"):
         known |= _ADAM_KEYS
     for key in arguments:

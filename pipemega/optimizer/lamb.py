@@ -1,4 +1,4 @@
-"""LAMB on parameters that are cut over tensor ranks."""
+"""LAMB on parameters that are cut over tensor ranks, data ranks, or both."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,13 +19,16 @@ class Lamb(torch.optim.Optimizer):
         w = w - lr clamp(|w| / |u|) u
 
     The two norms are those of the *logical* parameter: for one that is cut over tensor ranks the
-    squares are summed over them, all in one all-reduce.  Tied copies see equal weights and
+    squares are summed over them, all in one all-reduce; where data ranks hold slices (ZeRO), over
+    those before, in another.  Tied copies see equal weights and
     gradients, so they need to say nothing to each other.  A parameter or an update of length 0
     moves by lr u.
 
     Args:
-        params: parameters or groups.  All ranks of the axis hold theirs in the same order.
+        params: parameters or groups.  All ranks of an axis hold theirs in the same order; a slice
+            may be empty.
         axis: the tensor axis of the mesh.
+        data: the data axis, where its ranks hold slices of each parameter; else None.
         max_coeff, min_coeff: bounds of |w| / |u|.
 
     Source: You et al. 2019, arXiv:1904.00962, algorithm 2; the bounds are DeepSpeed's.
@@ -43,6 +46,7 @@ class Lamb(torch.optim.Optimizer):
         max_coeff: float = 10.0,
         min_coeff: float = 0.01,
         axis: Axis | None = None,
+        data: Axis | None = None,
     ) -> None:
         if lr < 0:
             raise ValueError(f"lr is {lr}: it must not be below 0")
@@ -62,6 +66,7 @@ class Lamb(torch.optim.Optimizer):
             "min_coeff": min_coeff,
         }
         self._axis = axis if axis is not None else Axis("tensor")
+        self._data = data if data is not None else Axis("data")
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -110,10 +115,17 @@ class Lamb(torch.optim.Optimizer):
         """|w| / |u| of each logical parameter, 0 where one of them is 0: [parameters] fp64."""
         squares = torch.stack([square_sum(t) for pair in pairs for t in pair])
         squares = squares.view(-1, 2)  # [parameters, (w, u)]
+        if self._data.size > 1 and not squares.is_meta:
+            squares = _sum_over(self._data, squares)
         cut = [i for i, (w, _) in enumerate(pairs) if shard_of(w).dim is not None]
         if cut and self._axis.size > 1 and not squares.is_meta:
-            of_cut = squares[cut]
-            dist.all_reduce(of_cut, group=self._axis.group)
-            squares[cut] = of_cut
+            squares[cut] = _sum_over(self._axis, squares[cut])
         weight, update = squares.sqrt().unbind(1)
         return torch.where(update > 0, weight / update, torch.zeros_like(update))
+
+
+def _sum_over(axis: Axis, tensor: Tensor) -> Tensor:
+    """Over the ranks of the axis; what is kept on the CPU goes by the device that they meet on."""
+    there = tensor.cuda() if dist.get_backend(axis.group) == "nccl" else tensor
+    dist.all_reduce(there, group=axis.group)
+    return there.to(tensor.device)

@@ -107,7 +107,7 @@ class PostValidatedStep(OptimizerStep):
         self._guessed: _Guessed | None = None
         self._group = _group_beside_the_others(self._mesh)
         self._backup = Backup(
-            self.optimizer, [*self.gradients.flats.values(), *self._targets.values()]
+            self.optimizer, [*self.targets.gradient_tensors, *self.targets.named.values()]
         )
 
     def forwards_done(
@@ -178,6 +178,7 @@ class PostValidatedStep(OptimizerStep):
             PipelineError, LossScaleError: those of the fenced step, on every rank.
         """
         guessed = self._guessed
+        self.targets.wait()
         if guessed is None:
             return True
         decision = self._verdict(guessed)
@@ -198,6 +199,7 @@ class PostValidatedStep(OptimizerStep):
             )
             self._take_back(guessed)
             self._carry_out(decision)
+            self.targets.wait()
         self._note(self._counted(decision.report))
         return right
 
@@ -206,7 +208,7 @@ class PostValidatedStep(OptimizerStep):
 
     def _take_back(self, guessed: _Guessed) -> None:
         self._backup.restore()
-        self._publish()
+        self.targets.publish()
         self.skipped_steps = guessed.attempt.skipped_steps
         self.loss_scale.load_state_dict(guessed.loss_scale)
         if self.schedule is not None:

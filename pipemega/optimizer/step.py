@@ -1,11 +1,11 @@
 """The optimizer step, written once, in the order in which everything below stands.
 
     sum over tensor ranks what each saw a part of          \\
-    sum over the copies of tied parameters                  >  gradients.py
-    sum over data ranks                                    /
+    sum over the copies of tied parameters                  >  gradients.py; zero.py
+    sum over data ranks, to all or to the owners           /
     one all-reduce over the world: norm, finiteness, loss, weight, micro-batches
     skip, or: one multiplication (mean, loss scale, weight, clipping), the step on the masters,
-    masters to parameters
+    masters to parameters, slices to all data ranks          targets.py; zero.py
     gradients to zero
 
 Its parts are methods of their own: `post_validate` steps before the all-reduce has answered.
@@ -18,22 +18,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pipemega.errors import PipelineError
-from pipemega.gradients import (
-    DataReduction,
-    GradientBuffer,
-    reduce_data,
-    reduce_partial,
-    reduce_tied,
-    squared_norms,
-)
-from pipemega.mesh import Axis, Mesh
+from pipemega.gradients import GradientBuffer
 from pipemega.optimizer.decision import Attempt, Decision, StepReport, World, decide
 from pipemega.optimizer.lr_schedules import LRSchedule
 from pipemega.optimizer.state import pack, unpack
+from pipemega.optimizer.targets import Targets
 from pipemega.precision import LossScale, StaticLossScale
 
 _log = logging.getLogger(__name__)
@@ -43,7 +36,7 @@ _KEPT_REPORTS = 8
 
 
 class OptimizerStep:
-    """Takes the gradients that a batch has left in a `GradientBuffer` to the next parameters.
+    """Takes the gradients that a batch has left in `gradients` to the next parameters.
 
     The buffer must hold, summed over the micro-batches i of this data rank, the gradients of
 
@@ -55,16 +48,10 @@ class OptimizerStep:
     that times the number of data ranks.
 
     Args:
-        optimizer: over the masters where there are any, else over the parameters.
-        gradients: of the trainable parameters of this rank.
-        mesh: whose axes are reduced over.
-        masters: logical name -> master weight; empty without masters.
-        tied: logical name -> the ranks that hold a copy of a tied parameter.
-        copies: the name of a slot of `gradients` -> the logical name of the same parameter in an
-            earlier stage of this rank; its gradient goes there, and it has no other part in this.
+        optimizer: over `targets.named`.
+        targets: where gradients come from and numbers go to.
         loss_scale: None for 1.
         schedule: stepped after each step that was not skipped; None keeps the rates.
-        reduction: over the data axis.
         num_layers: of the unsplit model: more than any position in a logical name.
         clip: largest norm of the gradients; 0 for no clipping.
         skip_nonfinite: skip and count steps with inf or nan in a gradient; otherwise raise.
@@ -73,21 +60,16 @@ class OptimizerStep:
     def __init__(
         self,
         optimizer: Optimizer,
-        gradients: GradientBuffer,
-        mesh: Mesh,
+        targets: Targets,
         *,
-        masters: Mapping[str, nn.Parameter] | None = None,
-        tied: Mapping[str, Axis] | None = None,
-        copies: Mapping[str, str] | None = None,
         loss_scale: LossScale | None = None,
         schedule: LRSchedule | None = None,
-        reduction: DataReduction | None = None,
         num_layers: int = 1,
         clip: float = 0.0,
         skip_nonfinite: bool = False,
     ) -> None:
         self.optimizer = optimizer
-        self.gradients = gradients
+        self.targets = targets
         self.schedule = schedule
         self.loss_scale: LossScale = loss_scale if loss_scale is not None else StaticLossScale()
         self.steps = 0
@@ -95,19 +77,15 @@ class OptimizerStep:
         self.skipped_steps = 0
         self._last: StepReport | None = None
         self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
-        self._mesh = mesh
-        self._masters = dict(masters or {})
-        self._tied = dict(tied or {})
-        self._reduction = reduction if reduction is not None else DataReduction()
+        self._mesh = targets.mesh
         self._num_layers = num_layers
         self._clip = clip
         self._skip_nonfinite = skip_nonfinite
-        # What the optimizer works on: the master, or the parameter itself.
-        self._copies = dict(copies or {})
-        self._slots = [slot for slot in gradients.slots if slot.name not in self._copies]
-        self._targets = {
-            slot.name: self._masters.get(slot.name, slot.parameter) for slot in self._slots
-        }
+
+    @property
+    def gradients(self) -> GradientBuffer:
+        """Where a batch leaves its gradients."""
+        return self.targets.gradients
 
     def __call__(
         self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
@@ -150,7 +128,8 @@ class OptimizerStep:
         return taken
 
     def settle(self) -> bool:
-        """Makes parameters and state final; True, since here they are at the end of each step."""
+        """Makes parameters and state final; True, since here no step is taken back."""
+        self.targets.wait()
         return True
 
     def _note(self, report: StepReport) -> StepReport:
@@ -167,31 +146,14 @@ class OptimizerStep:
 
     def _reduce(self) -> float:
         """Gradients of logical parameters, but for the factor that is returned."""
-        self.gradients.attach()
-        self._fold_copies()
-        reduce_partial(self.gradients, self._mesh.tensor)
-        reduce_tied(self.gradients, self._tied)
-        return reduce_data(self.gradients, self._mesh.data, self._reduction)
-
-    def _fold_copies(self) -> None:
-        views = {slot.name: self.gradients.view(slot.parameter) for slot in self.gradients.slots}
-        for copy, name in self._copies.items():
-            if copy in views:
-                views[name].add_(views[copy])
-                views[copy].zero_()
+        return self.targets.reduce()
 
     def _shares(
         self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
     ) -> Tensor:
         """What this rank adds to the `World`: [num_layers + 4] fp64, on the device."""
         shares = torch.empty(self._num_layers + 4, dtype=torch.float64, device=self._mesh.device)
-        shares[:-3] = squared_norms(
-            self.gradients,
-            tensor=self._mesh.tensor,
-            data=self._mesh.data,
-            tied=self._tied,
-            num_layers=self._num_layers,
-        )
+        shares[:-3] = self.targets.squared_norms(self._num_layers)
         shares[-3] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
         shares[-2], shares[-1] = weight_sum, num_microbatches
         return shares
@@ -234,33 +196,12 @@ class OptimizerStep:
         )
 
     def _step(self, factor: float) -> None:
-        if factor != 1.0:
-            for flat in self.gradients.flats.values():
-                flat.mul_(factor)
-        self._lend()
+        self.targets.lend(factor)
         self.optimizer.step()
         if self.schedule is not None:
             self.schedule.step()
-        for slot in self._slots:
-            target = self._targets[slot.name]
-            if target.dtype != slot.dtype:
-                target.grad = None
-        self._publish()
-
-    def _lend(self) -> None:
-        """Gives the optimizer its gradients: the views themselves, where dtypes agree."""
-        for slot in self._slots:
-            view, target = self.gradients.view(slot.parameter), self._targets[slot.name]
-            target.grad = view if view.dtype == target.dtype else view.to(target.dtype)
-
-    @torch.no_grad()
-    def _publish(self) -> None:
-        """Masters to the parameters that compute."""
-        held = [slot for slot in self._slots if slot.name in self._masters]
-        if held:
-            torch._foreach_copy_(
-                [slot.parameter for slot in held], [self._masters[slot.name] for slot in held]
-            )
+        self.targets.take_back()
+        self.targets.publish()
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next step depends on besides the parameters and their masters' cast.
@@ -268,12 +209,13 @@ class OptimizerStep:
         Returns:
             "parameters": logical name -> {"master": ..., and what the optimizer keeps for it
             ("exp_avg", "step", ...)}: tensors as they are, not copies; "loss_scale", "schedule":
-            their states; "steps", "skipped_steps".
+            their states; "steps", "skipped_steps".  With ZeRO an entry has "span": (start, stop),
+            and its tensors hold those elements of the flattened local parameter; (0, 0) for none.
 
         The optimizer's settings are left out: those are the config's, also on resuming.
         """
         return {
-            "parameters": pack(self.optimizer, self._targets, set(self._masters)),
+            "parameters": pack(self.optimizer, self.targets),
             "loss_scale": self.loss_scale.state_dict(),
             "schedule": {} if self.schedule is None else self.schedule.state_dict(),
             "steps": self.steps,
@@ -283,11 +225,15 @@ class OptimizerStep:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up a `state_dict`, copying its tensors; the parameters follow their masters.
 
+        With ZeRO collective over the data axis.
+
         Raises:
             CheckpointError: a parameter of this rank is missing there, or of another shape.
         """
-        unpack(self.optimizer, self._targets, set(self._masters), state["parameters"])
-        self._publish()
+        # The parameters may have been read into before: nothing may be on its way to them.
+        self.targets.wait()
+        unpack(self.optimizer, self.targets, state["parameters"])
+        self.targets.follow()
         self.loss_scale.load_state_dict(state["loss_scale"])
         if self.schedule is not None and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])

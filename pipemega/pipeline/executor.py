@@ -1,7 +1,7 @@
 """One pipeline rank at work: runs a plan, instruction by instruction, and knows none by name."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,9 @@ from pipemega.monitor import MultiTimer
 from pipemega.pipeline.instructions import Instruction, Kind, Plan, Program
 from pipemega.pipeline.messages import TensorMeta, tensors_of
 from pipemega.pipeline.module import Draws, Loss, Stage
+from pipemega.pipeline.order import last_gradients
 from pipemega.pipeline.recorder import OFF, Recorder
-from pipemega.pipeline.split_backward import WeightGradients
+from pipemega.pipeline.split_backward import Arrivals, WeightGradients
 from pipemega.pipeline.standstill import Place
 from pipemega.pipeline.transport import Channel, Receive, Transport
 
@@ -80,6 +81,7 @@ class Executor:
         cast_inputs: applied to what enters the first stage.
         timers: take the seconds of forward, backward and communication.
         weights: holds the weight halves of backward, for plans that cut it in two.
+        arrivals: is told when a stage gets its last gradients; None where nobody asks.
     """
 
     def __init__(
@@ -92,11 +94,12 @@ class Executor:
         cast_inputs: Callable[[Any], Any] = lambda tree: tree,
         timers: MultiTimer | None = None,
         weights: WeightGradients | None = None,
+        arrivals: Arrivals | None = None,
     ) -> None:
         self._rank, self._stages, self._last = rank, stages, num_stages - 1
         self._transport, self._loss_fn, self._cast_inputs = transport, loss_fn, cast_inputs
         self._timers = timers or MultiTimer(enabled=False)
-        self._weights = weights
+        self._weights, self._arrivals = weights, arrivals
         self._run_kind: Mapping[Kind, Callable[[Instruction], None]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -121,6 +124,7 @@ class Executor:
         self._train = True
         self._recorder = OFF
         self._done = 0  # instructions of the program
+        self._last_of_stage: frozenset[Instruction] = frozenset()
 
     def run(self, plan: Plan, batch: MicroBatches, recorder: Recorder = OFF) -> Results:
         """Runs this rank's program of the lowered `plan` once; gradients add up in the parameters.
@@ -145,6 +149,9 @@ class Executor:
             self._transport.exchange_all(plan.forward_only)
         for stage in self._stages.values():
             stage.train(self._train)
+        if self._arrivals is not None and self._train:
+            self._last_of_stage = last_gradients(plan.programs[self._rank])
+            self._arrivals.begin()
         recorder.begin()
 
     def work(self, steps: Program) -> None:
@@ -299,7 +306,7 @@ class Executor:
         gradients = self._gradients_of(step)
         flying = self._flying.pop(key)
         if flying.edges:
-            with self._timers("backward"):
+            with self._timers("backward"), self._ending(step):
                 torch.autograd.backward(flying.edges, gradients)
         if step.stage > 0:
             self._handed_back[key] = [
@@ -313,8 +320,20 @@ class Executor:
 
     def _backward_weight(self, step: Instruction) -> None:
         assert self._weights is not None, "a plan with halves needs a queue for the second ones"
-        with self._timers("backward"):
-            self._weights.run((step.stage, step.microbatch))
+        key, arrived = (step.stage, step.microbatch), None
+        if self._arrivals is not None and step in self._last_of_stage:
+            arrived = self._arrivals.arrived
+        with self._timers("backward"), self._ending(step):
+            self._weights.run(key, arrived)
+
+    def _ending(self, step: Instruction) -> AbstractContextManager[None]:
+        """Around a backward: tells of it if it is the last that its stage gets gradients from."""
+        if self._arrivals is None or step not in self._last_of_stage:
+            return nullcontext()
+        waiting = None
+        if step.kind is Kind.BACKWARD_WEIGHT and self._weights is not None:
+            waiting = self._weights.weights_of((step.stage, step.microbatch))
+        return self._arrivals.last_of(self._stages[step.stage].parameters(), waiting)
 
     def _gradients_of(self, step: Instruction) -> list[Tensor]:
         key = (step.stage, step.microbatch)

@@ -170,6 +170,7 @@ class Stage(nn.Module):
         self._building = building
         self._specs = net.specs[start:stop]
         self._first_of_key = {key: positions[0] for key, positions in net.tied().items()}
+        self._before_each_layer: list[Callable[[int], None]] = []
         self.layers = nn.ModuleDict(
             {
                 str(start + i): _build(spec, start + i, building)
@@ -197,6 +198,10 @@ class Stage(nn.Module):
             for name in spec.tied_weight_attr
         }
 
+    def before_each_layer(self, hook: Callable[[int], None]) -> None:
+        """Calls `hook` with the position of each layer before it runs, however it is called."""
+        self._before_each_layer.append(hook)
+
     def forward(self, x: Any, draws: Draws | None = None) -> Any:
         """The output of the last layer.
 
@@ -219,6 +224,8 @@ class Stage(nn.Module):
             layer, spec = self.layers[str(position)], self._specs[position - self.start]
             if draws is not None:
                 random.seed_layer(*draws, position, device=self._building.device)
+            for hook in self._before_each_layer:
+                hook(position)
             try:
                 if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
                     x = spec.forward_fn(layer, x)

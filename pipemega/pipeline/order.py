@@ -62,6 +62,17 @@ def running_order(
         )
 
 
+def last_gradients(program: Program) -> frozenset[Instruction]:
+    """Of each stage of a rank the backward, or weight half, behind which its gradients are final.
+
+    Never an input half: weights get their gradients in W.
+    """
+    last = {
+        step.stage: step for step in program if step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
+    }
+    return frozenset(last.values())
+
+
 def _receive_of(send: Instruction) -> Instruction:
     kind, away = RECEIVE_OF[send.kind]
     return Instruction(kind, send.stage + away, send.microbatch)

@@ -15,9 +15,9 @@ place of `give` would lose dW without a word where y is a view that is changed i
 Source: Qi et al. 2023, arXiv:2401.10241, section 2; the halves as two identity nodes are ours.
 """
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypeGuard
@@ -26,13 +26,25 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-Job = Callable[[], None]
+Job = tuple[nn.Parameter, Callable[[], None]]
 
 
 class Accumulator(Protocol):
     """Where gradients are summed up; a `gradients.GradientBuffer`."""
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None: ...
+
+
+class Arrivals(Protocol):
+    """Is told which gradients of a step are final; an `optimizer.arrivals.BucketArrivals`."""
+
+    def begin(self) -> None: ...
+
+    def last_of(
+        self, parameters: Iterable[nn.Parameter], waiting: Collection[int] | None
+    ) -> AbstractContextManager[None]: ...
+
+    def arrived(self, parameter: nn.Parameter) -> None: ...
 
 
 class WeightGradients:
@@ -57,12 +69,26 @@ class WeightGradients:
         finally:
             self._key = None
 
-    def run(self, key: Hashable) -> None:
-        """The weight half of `key`; each pair of tensors is let go as soon as it is used."""
+    def run(self, key: Hashable, done: Callable[[nn.Parameter], None] | None = None) -> None:
+        """The weight half of `key`; each pair of tensors is let go as soon as it is used.
+
+        Args:
+            done: told of each weight when the last of its jobs has run.
+        """
         jobs = self._queued.pop(key, [])
+        left = Counter(id(weight) for weight, _ in jobs)
         jobs.reverse()
         while jobs:
-            jobs.pop()()
+            weight, job = jobs.pop()
+            job()
+            del job
+            left[id(weight)] -= 1
+            if done is not None and not left[id(weight)]:
+                done(weight)
+
+    def weights_of(self, key: Hashable) -> set[int]:
+        """Ids of the parameters whose gradients `key` still brings."""
+        return {id(weight) for weight, _ in self._queued.get(key, ())}
 
     @property
     def pending(self) -> int:
@@ -83,7 +109,7 @@ class WeightGradients:
         if self._key is None:
             job()
         else:
-            self._queued[self._key].append(job)
+            self._queued[self._key].append((weight, job))
 
 
 # (x, dy) -> dW

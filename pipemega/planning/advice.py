@@ -156,6 +156,12 @@ def _changes(report: Report) -> Iterator[tuple[list[str], int | None]]:
             yield ["model.recompute=full"], world
     elif not config.pipeline.activation_checkpoint_interval:
         yield ["pipeline.activation_checkpoint_interval=1"], world
+    if config.optimizer is not None:
+        zero = config.zero_optimization
+        if report.topology.data > 1 and zero.stage == 0:
+            yield ["zero_optimization.stage=1"], world
+        if request.device == "cuda" and not zero.offloads:
+            yield ["zero_optimization.offload_optimizer.device=cpu"], world
     if report.batch.micro_batch_size % 2 == 0:
         smaller = [f"train_micro_batch_size_per_gpu={report.batch.micro_batch_size // 2}"]
         if config.gradient_accumulation_steps is not None:

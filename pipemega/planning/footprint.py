@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipemega.assemble import optimizer_step, precision_of
+from pipemega.assemble_step import optimizer_step, precision_of
 from pipemega.config import Config
 from pipemega.gradients import GradientBuffer
 from pipemega.kernels import Kernels
@@ -30,6 +30,7 @@ class Footprint:
         gradients: the flat buffers, padding included.
         masters: fp32 copies of the weights; 0 where the optimizer works on the weights.
         optimizer: the optimizer's state.
+        host: of the two, and of what else the optimizer works on, in the memory of the host.
         exact: the optimizer's state was counted; otherwise it is at least this much.
         step: needed while gradients are reduced and the norm is taken.
     """
@@ -41,6 +42,7 @@ class Footprint:
     optimizer: int
     exact: bool
     step: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -72,14 +74,21 @@ def rank_on_paper(config: Config, mesh: Mesh, local: LocalModel, device: DeviceT
     )
     buffers = [b for stage in local.stages.values() for b in stage.buffers()]
     state, exact = _state_bytes(step.optimizer) if step is not None else (0, True)
+    weights = [*local.parameters.values(), *buffers]
+    masters, host = _apart(step, weights), 0
+    if config.zero_optimization.offloads and device == "cuda" and step is not None:
+        # Targets and the gradients that are brought to them, whatever dtype computes.
+        host = state + 2 * sum(t.nbytes for t in step.targets.named.values())
+        state = masters = 0
     footprint = Footprint(
         parameters=sum(p.numel() for p in local.parameters.values()),
-        weights=_bytes([*local.parameters.values(), *buffers]),
+        weights=_bytes(weights),
         gradients=_bytes(list(gradients.flats.values())),
-        masters=_bytes(_masters(step, local)),
+        masters=masters,
         optimizer=state,
         exact=exact,
         step=_step_bytes(config, mesh, local, gradients, device),
+        host=host,
     )
     return RankOnPaper(local, gradients, footprint)
 
@@ -90,13 +99,13 @@ def _bytes(tensors: list[Tensor]) -> int:
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _masters(step: OptimizerStep | None, local: LocalModel) -> list[Tensor]:
-    """What the optimizer works on and is no parameter of the model."""
+def _apart(step: OptimizerStep | None, weights: list[Tensor]) -> int:
+    """Bytes of what the optimizer works on and is no part of the weights."""
     if step is None:
-        return []
-    own = {id(p) for p in local.parameters.values()}
-    groups = step.optimizer.param_groups
-    return [p for group in groups for p in group["params"] if id(p) not in own]
+        return 0
+    own = {t.untyped_storage()._cdata for t in weights}
+    targets: list[Tensor] = list(step.targets.named.values())
+    return _bytes([t for t in targets if t.untyped_storage()._cdata not in own])
 
 
 def _state_bytes(optimizer: Optimizer) -> tuple[int, bool]:
@@ -140,12 +149,25 @@ def _step_bytes(
         if local.parameters[name].requires_grad:
             copies = axis.size - 1 if axis.rank == 0 else 1
             tied = max(tied, copies * gradients.view(local.parameters[name]).numel() * 4)
-    sent = 0
-    dtype = config.communication_data_type
-    if mesh.data.size > 1 and dtype is not None:
-        sent = max(
-            (f.numel() * _DTYPES[dtype].itemsize for f in flats if f.dtype != _DTYPES[dtype]),
-            default=0,
-        )
+    sent = _sent_bytes(config, mesh, gradients, device)
     norm = min(_NORM_BYTES[device], max((8 * f.numel() for f in flats), default=0))
     return max(tied, sent, norm)
+
+
+def _sent_bytes(config: Config, mesh: Mesh, gradients: GradientBuffer, device: DeviceType) -> int:
+    """Beside the gradients while they are summed over the data ranks."""
+    if mesh.data.size == 1:
+        return 0
+    buckets = gradients.layout.buckets
+    pieces = (
+        [(b.dtype, b.place.size) for b in buckets] if buckets else [*gradients.layout.sizes.items()]
+    )
+    name = config.communication_data_type
+    sizes = []
+    for dtype, size in pieces:
+        sent = dtype if name is None else _DTYPES[name]
+        # Cast before they are sent; and gloo lets them land beside what is sent.
+        copies = (sent != dtype) + (bool(buckets) and device == "cpu")
+        sizes.append(copies * size * sent.itemsize)
+    several = 2 if config.zero_optimization.overlap_comm else 1
+    return sum(sorted(sizes)[-several:]) if buckets else max(sizes, default=0)

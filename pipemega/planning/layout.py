@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipemega.assemble import checkpoint_interval, loss_of, precision_of
+from pipemega.assemble import checkpoint_interval, loss_of
+from pipemega.assemble_step import precision_of
 from pipemega.config import Config
 from pipemega.errors import ConfigError
 from pipemega.mesh import Axis, Mesh

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from pipemega.assemble import precision_of
+from pipemega.assemble_step import precision_of
 from pipemega.config import Batch, Config
 from pipemega.config.pipeline import PipelineSection
 from pipemega.errors import ConfigError, PipelineError, ScheduleError
@@ -127,6 +127,7 @@ def draw_up(request: Request) -> Report:
     """
     config, topology = request.config, request.topology
     batch = config.batch(topology.data)
+    config.check_zero(topology.data)
     drawing = _drawing(request, topology, batch)
     section, size, count = config.pipeline, topology.pipeline, batch.num_microbatches
     try:
@@ -248,7 +249,7 @@ def _precision(config: Config) -> str:
 
 
 def _notes(request: Request, outcome: Outcome) -> list[str]:
-    notes = []
+    notes = list(request.config.zero_notes(request.topology.data))
     partition = request.config.pipeline.partition
     if partition == "profile":
         notes.append(
@@ -332,6 +333,7 @@ def _outcome(outcome: Outcome, report: Report) -> dict[str, Any]:
                 "gradients": memory.footprint.gradients,
                 "masters": memory.footprint.masters,
                 "optimizer": memory.footprint.optimizer,
+                "host": memory.footprint.host,
                 "activations": memory.activations,
                 "buffers": memory.buffers,
                 "total": memory.total,

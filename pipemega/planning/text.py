@@ -161,7 +161,7 @@ def what_runs(report: Report) -> dict[str, str]:
 
 
 def what_it_takes(report: Report) -> dict[str, str]:
-    """Bubble, time and traffic of a step, in a line each."""
+    """Bubble, time and traffic of a step, and what the hosts hold, in a line each."""
     outcome, rates = report.outcome, report.request.rates
     timeline = outcome.timeline
     bubble = f"{timeline.bubble:.1%} simulated"
@@ -182,6 +182,9 @@ def what_it_takes(report: Report) -> dict[str, str]:
     along = f", along each of {pipelines} pipelines" if pipelines > 1 else ""
     sent = show_bytes(outcome.message_bytes)
     lines["traffic"] = f"{outcome.messages:,} messages, {sent} a step{along}"
+    host = max(rank.footprint.host for rank in outcome.memory)
+    if host:
+        lines["host"] = f"{show_bytes(host)} of masters and optimizer state beside each device"
     return lines
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from pipemega.gradients import GradientBuffer
 from pipemega.kernels import Kernels
 from pipemega.mesh import Mesh
-from pipemega.optimizer import OptimizerStep, build_optimizer, parameter_groups
+from pipemega.optimizer import OptimizerStep, Targets, build_optimizer, parameter_groups
+from pipemega.optimizer.targets import Host
 from pipemega.precision import DynamicLossScale, Precision
 
 pytestmark = [
@@ -19,16 +19,14 @@ pytestmark = [
 ]
 
 
-def build(weight, precision, name, **settings):
+def build(weight, precision, name, host=None, **settings):
     named = [("w", weight)]
-    masters = precision.cast_parameters(named)
-    groups = parameter_groups([(n, masters.get(n, p)) for n, p in named])
-    kernels = Kernels.detect(weight.device)
+    targets = Targets(named, Mesh.single(weight.device), precision=precision, host=host)
+    groups = parameter_groups(targets.named.items())
+    kernels = Kernels.detect(weight.device if host is None else host.device)
     return OptimizerStep(
         build_optimizer(name, {"lr": 0.01}, groups, kernels=kernels),
-        GradientBuffer(named, dtype=precision.accumulation_dtype),
-        Mesh.single(weight.device),
-        masters=masters,
+        targets,
         skip_nonfinite=precision.skip_nonfinite,
         **settings,
     )
@@ -49,6 +47,26 @@ def test_a_step_on_the_gpu_is_the_step_on_the_cpu(name, dtype):
         results.append((report.grad_norm, state.get("master", weight).detach().cpu()))
     assert results[0][0] == pytest.approx(results[1][0], rel=1e-6)
     torch.testing.assert_close(results[0][1], results[1][1], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("pin", [False, True])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_a_step_whose_state_lies_on_the_host_is_that_of_the_cpu(dtype, pin):
+    start, gradients = torch.randn(300), torch.randn(3, 300)
+    results = []
+    for device, host in (("cpu", None), ("cuda", Host(torch.device("cpu"), pin))):
+        weight = nn.Parameter(start.to(device))
+        step = build(weight, Precision(dtype), "AdamW", host, clip=1.0)
+        for gradient in gradients:
+            (weight.float() * gradient.to(device)).sum().backward()
+            step(torch.tensor(1.0, device=device), 1.0, 1)
+        (target,) = step.targets.named.values()
+        assert target.device.type == "cpu"
+        assert target.is_pinned() == (pin and device == "cuda")
+        state = step.state_dict()["parameters"]["w"]
+        assert state["exp_avg"].device.type == "cpu"
+        results.append(weight.detach().float().cpu())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 def test_fp16_recovers_from_an_overflow_and_takes_up_its_state_on_the_gpu():

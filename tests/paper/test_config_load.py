@@ -82,7 +82,7 @@ def test_a_resolved_config_has_every_default_that_matters_and_nothing_that_was_n
     assert found["pipeline"]["schedule"] == "1f1b"
     assert found["gradient_clipping"] == 1.0
     assert "amp" not in found
-    assert "reduce_bucket_size" not in found["zero_optimization"]
+    assert "sub_group_size" not in found["zero_optimization"]
 
 
 def test_a_config_cannot_be_written_to():
@@ -260,6 +260,7 @@ def test_the_bare_bool_of_zero_and_the_old_name_of_bf16_are_understood():
     config = load(BASE | {"zero_optimization": False, "bfloat16": {"enabled": True}})
     assert config.zero_optimization.stage == 0
     assert config.bf16.enabled
+    assert load(BASE | {"zero_optimization": True}).zero_optimization.stage == 1
 
 
 def test_the_steps_to_time_may_be_a_list_alone():

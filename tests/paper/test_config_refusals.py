@@ -284,14 +284,20 @@ def test_costs_ask_for_the_schedule_that_reads_them():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"zero_optimization": {"stage": 1}}, "is not here yet; set it to 0"),
-        ({"zero_optimization": True}, "zero_optimization.stage cannot be 1"),
-        ({"zero_optimization": {"stage": 2}}, "2 + 2 + 12 bytes"),
-        ({"zero_optimization": {"stage": 3}}, "each of a pipeline's micro-batches"),
         ({"zero_optimization": {"stage": 4}}, "stage must be an integer >= 0 and <= 3, not 4"),
-        ({"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}, "not here yet"),
-        ({"zero_optimization": {"offload_param": {"device": "nvme"}}}, "not here yet"),
-        ({"zero_optimization": {"cpu_offload": True}}, "not here yet"),
+        (
+            {"zero_optimization": {"offload_optimizer": {"device": "nvme"}}},
+            "only 'none' and 'cpu' are here",
+        ),
+        (
+            {"zero_optimization": {"offload_param": {"device": "cpu"}}},
+            "zero_optimization.offload_optimizer.device 'cpu' moves masters and optimizer state",
+        ),
+        (
+            {"zero_optimization": {"cpu_offload": True}},
+            "write zero_optimization.offload_optimizer.device 'cpu' in its place",
+        ),
+        ({"zero_optimization": {"reduce_bucket_size": 0}}, "reduce_bucket_size must be"),
         (
             {"pipeline": {"chunks": 2}},
             "pipeline.chunks is 2, and schedule '1f1b' runs one stage per rank: set it to 1, or "
@@ -359,6 +365,9 @@ def test_what_is_switched_off_or_done_anyway_is_accepted_in_silence(change):
         ({"activation_checkpointing": {"profile": True}}, "use wall_clock_breakdown"),
         ({"zero_optimization": {"overlap_comm": True}}, "ZeRO is off (stage 0)"),
         ({"zero_optimization": {"reduce_bucket_size": 5e8}}, "reduce_bucket_size is ignored"),
+        ({"zero_optimization": {"stage": 1, "overlap_comm": True}}, ""),
+        ({"zero_optimization": {"stage": 1, "reduce_scatter": False}}, "stage 1 always does"),
+        ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "owns a slice"),
         ({"timers": {"throughput": {"synchronized": False}}}, "synchronized is ignored"),
         ({"checkpoint": {"parallel_write": {"pipeline_stage": False}}}, ""),
         ({"checkpoint": {"writer": {"type": "fast"}}}, "checkpoint.writer is ignored"),

@@ -40,7 +40,9 @@ def held_bytes(config: Mapping[str, Any]) -> dict[str, int]:
     return {
         "weights": storage_bytes(weights),
         "gradients": storage_bytes(step.gradients.flats.values()),
-        "masters": storage_bytes(step._masters.values()),
+        "masters": storage_bytes(
+            target for name, target in step.targets.named.items() if name in step.targets.masters
+        ),
         "optimizer": storage_bytes(v for v in states if isinstance(v, Tensor)),
         "peak": meter.peak,
     }

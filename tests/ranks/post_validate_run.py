@@ -217,4 +217,4 @@ def bytes_kept(config: Mapping[str, Any]) -> tuple[int, int]:
         engine.train_batch(data(engine, step))
     step_ = engine._step
     assert isinstance(step_, PostValidatedStep)
-    return step_._backup.bytes, sum(t.numel() for t in step_._targets.values())
+    return step_._backup.bytes, sum(t.numel() for t in step_.targets.named.values())

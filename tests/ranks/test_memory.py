@@ -28,7 +28,11 @@ LLAMA = {
 
 
 def config(
-    schedule: str, mesh: dict[str, Any], model: dict[str, Any], dtype: str | None = None
+    schedule: str,
+    mesh: dict[str, Any],
+    model: dict[str, Any],
+    dtype: str | None = None,
+    **zero: Any,
 ) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": 2,
@@ -38,6 +42,7 @@ def config(
         "model": {**MODEL, **model},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         **({dtype: {"enabled": True}} if dtype else {}),
+        **({"zero_optimization": {"stage": 1, **zero}} if zero else {}),
     }
 
 
@@ -54,6 +59,11 @@ CASES = {
     "zb-h1 on 4 ranks": config("zb-h1", {"pipeline": 4}, {}),
     "zb-h1, full recompute": config("zb-h1", {"pipeline": 2}, {"recompute": "full"}),
     "zb-v": config("zb-v", {"pipeline": 2}, {}),
+    "ZeRO": config("1f1b", {"pipeline": 2, "data": 2}, {}, reduce_bucket_size=20_000),
+    "ZeRO, bf16, a large bucket": config("1f1b", {"data": 3}, {}, "bf16", reduce_bucket_size=10**8),
+    "ZeRO, tensor 2, overlapped": config(
+        "1f1b", {"tensor": 2, "data": 2}, {}, reduce_bucket_size=20_000, overlap_comm=True
+    ),
 }
 # Halves of a backward keep gradients that several stages look at, and each
 # counts them as its own.

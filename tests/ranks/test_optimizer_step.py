@@ -3,16 +3,24 @@
 import copy
 import itertools
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from pipemega.errors import CheckpointError, LossScaleError, PipelineError
-from pipemega.gradients import DataReduction, GradientBuffer
+from pipemega.gradients import DataReduction
 from pipemega.kernels import Kernels
 from pipemega.mesh import Axis, Mesh
-from pipemega.optimizer import OptimizerStep, build_optimizer, build_schedule, parameter_groups
+from pipemega.optimizer import (
+    OptimizerStep,
+    Targets,
+    ZeroTargets,
+    build_optimizer,
+    build_schedule,
+    parameter_groups,
+)
 from pipemega.precision import DynamicLossScale, Precision
 from tests.ranks.logical_model import local_model, mesh_of, whole_gradient, whole_parameters
 
@@ -25,25 +33,28 @@ OPTIMIZERS = {
     "SGD": {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1},
     "Lamb": {"lr": 0.01, "weight_decay": 0.1},
 }
+ZERO = partial(ZeroTargets, bucket_size=64)
 BF16 = Precision(torch.bfloat16, skip_nonfinite=True)
 FP16 = Precision(torch.float16, skip_nonfinite=True)
 
 
-def build_step(named, mesh, name="AdamW", precision=None, params=None, **settings):
+def build_step(named, mesh, name="AdamW", precision=None, params=None, kind=Targets, **settings):
     """The whole optimizer side over some parameters, as an engine puts it together."""
     precision = precision or Precision()
-    masters = precision.cast_parameters(named)
-    buffer = GradientBuffer(named, dtype=precision.accumulation_dtype)
-    groups = parameter_groups([(n, masters.get(n, p)) for n, p in named])
+    of_targets = {key: settings.pop(key) for key in ("tied", "reduction") if key in settings}
+    targets = kind(named, mesh, precision=precision, **of_targets)
     optimizer = build_optimizer(
-        name, params or OPTIMIZERS[name], groups, kernels=CPU, tensor=mesh.tensor
+        name,
+        params or OPTIMIZERS[name],
+        parameter_groups(targets.named.items()),
+        kernels=CPU,
+        tensor=mesh.tensor,
+        data=targets.data,
     )
     return OptimizerStep(
         optimizer,
-        buffer,
-        mesh,
+        targets,
         num_layers=3,
-        masters=masters,
         skip_nonfinite=precision.skip_nonfinite,
         **settings,
     )
@@ -55,10 +66,10 @@ def loss_of(mesh, *values):
     return values if holds else tuple(0 for _ in values)
 
 
-def trains_like_the_whole(sizes, name, clip):
+def trains_like_the_whole(sizes, name, clip, kind=Targets):
     mesh = mesh_of(*sizes)
     model = local_model(mesh)
-    step = build_step(model.named, mesh, name, tied=model.tied, clip=clip)
+    step = build_step(model.named, mesh, name, tied=model.tied, clip=clip, kind=kind)
     whole = whole_parameters()
     reference = build_optimizer(
         name, OPTIMIZERS[name], parameter_groups(whole.items()), kernels=CPU
@@ -94,6 +105,14 @@ def test_three_steps_on_any_mesh_are_those_of_the_unsplit_model(pool, sizes, nam
     assert all(report == reports[0] for report in reports)
 
 
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("sizes", [(1, 2, 1), (2, 2, 1), (1, 2, 2), (1, 3, 1), (1, 4, 1)], ids=str)
+def test_slices_on_each_data_rank_are_stepped_as_the_whole(pool, sizes, name, clip):
+    reports = pool.run(math.prod(sizes), trains_like_the_whole, sizes, name, clip, ZERO)
+    assert all(report == reports[0] for report in reports)
+
+
 def tokens_weigh_alike(weights, reduction):
     mesh = mesh_of(1, len(weights), 1)
     weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
@@ -123,11 +142,11 @@ def test_each_token_weighs_alike_whatever_micro_batch_and_rank_it_is_in(pool, re
         assert parameter == pytest.approx(3 * [expected], rel=1e-12)
 
 
-def overflow_on_one_rank(sizes, key, where):
+def overflow_on_one_rank(sizes, key, where, kind=Targets):
     mesh = mesh_of(*sizes)
     model = local_model(mesh, torch.float32)
     step = build_step(
-        model.named, mesh, precision=FP16, tied=model.tied,
+        model.named, mesh, precision=FP16, tied=model.tied, kind=kind,
         loss_scale=DynamicLossScale(2.0**8, hysteresis=1),
     )  # fmt: skip
     step.schedule = build_schedule(step.optimizer, "linear", {"decay_steps": 10})
@@ -168,17 +187,22 @@ def assert_same(left, right):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "key", "where"),
+    ("sizes", "key", "where", "kind"),
     [
-        ((1, 2, 1), "layers.2.bias", 1),
-        ((2, 1, 1), "layers.0.norm", 0),
-        ((1, 1, 2), "layers.2.bias", 1),  # a copy whose norm counts elsewhere
-        ((2, 1, 2), "layers.0.table", 3),
+        ((1, 2, 1), "layers.2.bias", 1, Targets),
+        ((2, 1, 1), "layers.0.norm", 0, Targets),
+        ((1, 1, 2), "layers.2.bias", 1, Targets),  # a copy whose norm counts elsewhere
+        ((2, 1, 2), "layers.0.table", 3, Targets),
+        ((1, 2, 1), "layers.2.bias", 1, ZERO),  # in the slice of the other rank
+        ((2, 2, 1), "layers.0.table", 3, ZERO),
+        ((1, 2, 2), "layers.0.norm", 1, ZERO),
     ],
-    ids=str,
+    ids=lambda value: "zero" if value is ZERO else getattr(value, "__name__", str(value)),
 )
-def test_an_overflow_on_one_rank_skips_the_step_on_all_and_changes_nothing(pool, sizes, key, where):
-    results = pool.run(math.prod(sizes), overflow_on_one_rank, sizes, key, where)
+def test_an_overflow_on_one_rank_skips_the_step_on_all_and_changes_nothing(
+    pool, sizes, key, where, kind
+):
+    results = pool.run(math.prod(sizes), overflow_on_one_rank, sizes, key, where, kind)
     assert all(result == results[0] for result in results)
     reports, skipped, rate = results[0]
     assert [r.skipped for r in reports] == [r.overflow for r in reports] == [False, True, False]

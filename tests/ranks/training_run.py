@@ -84,10 +84,11 @@ def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
     gradients: list[dict[str, Tensor]] = []
     assert engine.optimizer is not None
     assert engine._step is not None
-    targets = engine._step._targets
+    targets = engine._step.targets
 
     def keep(*_: Any) -> None:
-        gradients.append({n: t.grad.clone() for n, t in targets.items() if t.grad is not None})
+        lent = {n: t.grad.clone() for n, t in targets.named.items() if t.grad is not None}
+        gradients.append(targets.whole(lent))
 
     engine.optimizer.register_step_pre_hook(keep)
     result: dict[str, Any] = {"loss": [], "norm": [], "scale": [], "skipped": []}

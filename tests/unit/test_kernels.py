@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from pipemega.kernels import Kernels
-from pipemega.optimizer import build_optimizer
+from pipemega.mesh import Mesh
+from pipemega.optimizer import Targets, build_optimizer
 from pipemega.optimizer.state import pack, unpack
 
 FAKE_ADAM = """
@@ -100,6 +101,10 @@ def test_adam_is_apexs_where_that_can_do_what_was_asked(installed):
     assert kind({}, dtype=torch.float64) == "AdamW"
 
 
+def targets(weight):
+    return Targets([("w", weight)], Mesh.single())
+
+
 def test_steps_that_apex_counts_by_group_are_kept_by_parameter_and_come_back(installed):
     nvidia(installed)
     kernels = Kernels.detect("cuda")
@@ -113,16 +118,16 @@ def test_steps_that_apex_counts_by_group_are_kept_by_parameter_and_come_back(ins
     weight, optimizer = build()
     optimizer.step()
     optimizer.step()
-    packed = pack(optimizer, {"w": weight}, set())
+    packed = pack(optimizer, targets(weight))
     assert packed["w"]["step"] == torch.tensor(2.0)
     other, fresh = build()
-    unpack(fresh, {"w": other}, set(), packed)
+    unpack(fresh, targets(other), packed)
     assert fresh.param_groups[0]["step"] == 2
     assert torch.equal(fresh.state[other]["exp_avg"], torch.full((2,), 3.0))
 
     # The same state under torch's Adam, as on a machine without apex.
     torch_adam = torch.optim.AdamW([{"params": [weight]}], fused=True)
-    unpack(torch_adam, {"w": weight}, set(), {"w": {**packed["w"], "exp_avg_sq": torch.ones(2)}})
+    unpack(torch_adam, targets(weight), {"w": {**packed["w"], "exp_avg_sq": torch.ones(2)}})
     weight.grad = torch.full((2,), 3.0)
     torch_adam.step()
     assert torch_adam.state[weight]["step"] == torch.tensor(3.0)

@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from pipemega.errors import PipelineError
-from pipemega.gradients import GradientBuffer
 from pipemega.kernels import Kernels
 from pipemega.mesh import Mesh
 from pipemega.optimizer import (
     OptimizerStep,
     PostValidatedStep,
+    Targets,
     build_optimizer,
     build_schedule,
     parameter_groups,
@@ -41,16 +41,14 @@ def build(kind, name, precision, device="cpu", clip=1.0, **settings):
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(9, 5, device=device))
     named = [("w", weight)]
-    masters = precision.cast_parameters(named)
-    groups = parameter_groups([(n, masters.get(n, p)) for n, p in named])
+    targets = Targets(named, Mesh.single(device), precision=precision)
+    groups = parameter_groups(targets.named.items())
     optimizer = build_optimizer(
         name, OPTIMIZERS[name], groups, kernels=Kernels.detect(torch.device(device))
     )
     step = kind(
         optimizer,
-        GradientBuffer(named, dtype=precision.accumulation_dtype),
-        Mesh.single(device),
-        masters=masters,
+        targets,
         clip=clip,
         loss_scale=DynamicLossScale(8.0, window=1, hysteresis=1),
         schedule=build_schedule(optimizer, "cosine", {"decay_steps": 20}),
@@ -112,19 +110,19 @@ def test_a_step_that_is_done_again_is_the_step_that_waited(name, dtype):
 def test_until_it_is_settled_a_step_is_as_if_nothing_clipped():
     weight, step = build(PostValidatedStep, "SGD", Precision(), quiet_steps=0)
     _, unclipped = build(OptimizerStep, "SGD", Precision(), clip=0.0)
-    for parameter in (weight, unclipped._targets["w"]):
+    for parameter in (weight, unclipped.targets.named["w"]):
         (parameter.sum() * 800.0).backward()
     report = step(1.0, 1.0, 1)
     unclipped(1.0, 1.0, 1)
-    assert torch.equal(weight, unclipped._targets["w"])
+    assert torch.equal(weight, unclipped.targets.named["w"])
     # The loss is known; the norm is, once somebody asks, and asking changes nothing.
     assert (report.loss, math.isnan(report.grad_norm)) == (1.0, True)
     assert step.take_reports() == []
     assert step.last.grad_norm == pytest.approx(100.0 * math.sqrt(45))
     assert step.last.rollbacks == 1
-    assert torch.equal(weight, unclipped._targets["w"])
+    assert torch.equal(weight, unclipped.targets.named["w"])
     assert step.settle() is False
-    assert not torch.equal(weight, unclipped._targets["w"])
+    assert not torch.equal(weight, unclipped.targets.named["w"])
     assert step.settle() is True
     assert [taken.rollbacks for taken in step.take_reports()] == [1]
 

@@ -1,0 +1,99 @@
+"""Memory per rank where the optimizer's state is shared out: pipemega beside torch's two ways.
+
+    python -m benchmarks.memory.run            from the root of the repository
+
+One GPT, one batch, AdamW; each system on the same number of ranks, in fresh processes over gloo.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.memory.config import config_of
+from benchmarks.pipeline_cpu.model import Sizes
+from benchmarks.ranks import machine, measure
+from pipemega.config import load
+from pipemega.planning.report import Report, Request, draw_up
+
+WORKER = "benchmarks.memory.worker"
+PEERS = ("zero-redundancy", "fsdp2:reshard", "fsdp2:keep")
+OURS = {
+    2: ("pipemega:1x2", "pipemega:2x1"),
+    4: ("pipemega:1x4", "pipemega:2x2", "pipemega:4x1", "pipemega:2x2/v-min", "pipemega:4x1/v-min"),
+}
+MB = 1e6
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _parse(argv)
+    sizes = Sizes()
+    words = sys.argv[1:] if argv is None else argv
+    report: dict[str, Any] = {
+        "command": " ".join(["python -m benchmarks.memory.run", *words]),
+        "machine": machine(),
+        "sizes": asdict(sizes),
+        "rows": [],
+    }
+    for ranks in options.ranks:
+        for dtype in options.dtypes:
+            for system in (*PEERS, *OURS[ranks]):
+                report["rows"].append(_row(system, ranks, dtype, sizes))
+                if options.json is not None:
+                    options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(_markdown(report["rows"]))
+    return 0
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, nargs="+", choices=sorted(OURS), default=sorted(OURS))
+    parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
+    parser.add_argument("--json", type=Path, help="write everything that was measured here")
+    return parser.parse_args(argv)
+
+
+def _row(system: str, ranks: int, dtype: str, sizes: Sizes) -> dict[str, Any]:
+    """Megabytes of each rank; of ours what the plan says of the fullest beside it."""
+    arguments = ["--system", system, "--dtype", dtype, "--sizes", json.dumps(asdict(sizes))]
+    measured = measure(WORKER, ranks, arguments)
+    row: dict[str, Any] = {"system": system, "ranks": ranks, "dtype": dtype}
+    for key in ("peak", "between_steps"):
+        row[key] = [round(rank[key] / MB, 1) for rank in measured]
+    name, _, kind = system.partition(":")
+    if name == "pipemega":
+        memory = _planned(sizes, dtype, kind).outcome.memory
+        row["planned_peak"] = round(max(rank.total for rank in memory) / MB, 1)
+        row["planned_between_steps"] = round(max(r.footprint.total for r in memory) / MB, 1)
+    return row
+
+
+def _planned(sizes: Sizes, dtype: str, kind: str) -> Report:
+    return draw_up(Request(load(config_of(sizes, dtype, kind))))
+
+
+def _markdown(rows: list[dict[str, Any]]) -> str:
+    lines = [
+        "| ranks | dtype | system | fullest rank, MB | planned | between steps, MB | planned | of "
+        "the lower peer |",
+        "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in rows:
+        alike = [r for r in rows if (r["ranks"], r["dtype"]) == (row["ranks"], row["dtype"])]
+        lowest = min(max(r["peak"]) for r in alike if r["system"] in PEERS)
+        peak = max(row["peak"])
+        lines.append(
+            f"| {row['ranks']} | {row['dtype']} | {row['system']} | {peak:.0f} | "
+            f"{row.get('planned_peak', '')} | {max(row['between_steps']):.0f} | "
+            f"{row.get('planned_between_steps', '')} | {peak / lowest:.2f} |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,116 @@
+"""What shares out the state of one GPT, each as its users would set it up for little memory.
+
+Each function builds a trainer: step number -> None, which trains on a whole step's data.
+
+    zero-redundancy     torch's DistributedDataParallel and ZeroRedundancyOptimizer
+    fsdp2               torch's fully_shard on each layer and on the whole: weights, gradients and
+                        state are cut; weights are gathered for each micro-batch, and let go after
+                        each use (`reshard`), or kept from forward to backward (`keep`)
+    pipemega            ZeRO stage 1 over data ranks, with pipeline ranks or without: 2x4 is
+                        pipeline 2, data 4
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.memory.config import config_of
+from benchmarks.pipeline_cpu.model import Sizes, build_layers, loss_fn, micro_batches
+
+Step = Callable[[int], None]
+
+
+def build(system: str, sizes: Sizes, dtype: str) -> Step:
+    """The trainer of `system`: a name of `SYSTEMS`, or "pipemega:PxD"."""
+    name, _, kind = system.partition(":")
+    return SYSTEMS[name](sizes, dtype, kind)
+
+
+def zero_redundancy(sizes: Sizes, dtype: str, kind: str) -> Step:
+    """Gradients lie in the buckets that are reduced; bf16 is autocast, with weights in fp32."""
+    net = build_layers(sizes, 0, sizes.num_units)
+    model = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(),
+        torch.optim.AdamW,
+        parameters_as_bucket_view=True,
+        lr=sizes.lr,
+        weight_decay=sizes.weight_decay,
+        fused=True,
+    )
+
+    def step(number: int) -> None:
+        mine = _of_this_rank(sizes, number)
+        for place, (inputs, labels) in enumerate(mine):
+            model.require_backward_grad_sync = place == len(mine) - 1
+            with torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bf16"):
+                loss = loss_fn(model(inputs), labels)
+            (loss / len(mine)).backward()
+        optimizer.step()
+        # To zeros: the buckets are there anyway.
+        optimizer.zero_grad(set_to_none=False)
+
+    return step
+
+
+def fsdp2(sizes: Sizes, dtype: str, kind: str) -> Step:
+    """Each micro-batch reduces its gradients to the shards, so that none is ever held whole."""
+    policy = MixedPrecisionPolicy()
+    if dtype == "bf16":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
+    layers = []
+    for index in range(sizes.num_units):
+        # One after the other, so that no rank ever has all of them whole.
+        layer = build_layers(sizes, index, index + 1)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=kind == "reshard")
+        layers.append(layer)
+    model = nn.Sequential(*layers)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=kind == "reshard")
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=sizes.lr, weight_decay=sizes.weight_decay, fused=True
+    )
+
+    def step(number: int) -> None:
+        mine = _of_this_rank(sizes, number)
+        for inputs, labels in mine:
+            (loss_fn(model(inputs).float(), labels) / len(mine)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def pipemega(sizes: Sizes, dtype: str, kind: str) -> Step:
+    """Cut by parameters; `kind` is pipeline x data, and a schedule behind a slash."""
+    # Here, so that the peers are measured without a package of ours in their processes.
+    from pipemega import initialize, load_config
+    from pipemega.models import GPTConfig, gpt
+
+    logging.getLogger("pipemega").setLevel(logging.WARNING)
+    config = load_config(config_of(sizes, dtype, kind))
+    engine, *_ = initialize(gpt(GPTConfig.of(config, sizes.vocab)), config)
+    ranks, rank = engine.mesh.data.size, engine.mesh.data.rank
+
+    def step(number: int) -> None:
+        engine.train_batch(iter(micro_batches(sizes, number)[rank::ranks]))
+
+    return step
+
+
+def _of_this_rank(sizes: Sizes, number: int) -> list[Any]:
+    return micro_batches(sizes, number)[dist.get_rank() :: dist.get_world_size()]
+
+
+SYSTEMS: dict[str, Callable[[Sizes, str, str], Step]] = {
+    "zero-redundancy": zero_redundancy,
+    "fsdp2": fsdp2,
+    "pipemega": pipemega,
+}

@@ -1,0 +1,198 @@
+"""Small models trained with ZeRO and without, in the ranks of the pool."""
+
+import copy
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipemega import LayerSpec, PipelineModule
+from pipemega.errors import PipelineError
+from pipemega.gradients import DataReduction, GradientBuffer
+from pipemega.mesh import Axis
+from pipemega.optimizer import ZeroTargets
+from pipemega.optimizer.traffic import Gather, Scatter
+from pipemega.parameters import shard_of
+from pipemega.slots import Cut, layout_in_buckets
+from tests.ranks import small_models
+from tests.ranks.small_models import WIDTH, engine_of, microbatches, squares
+from tests.ranks.training_run import build, data
+
+
+class Choosy(nn.Linear):
+    """Uses its weight on the first data rank only, and a second one nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.idle = nn.Parameter(torch.ones(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) if dist.get_rank() == 0 else x * 2
+
+
+def choosy() -> PipelineModule:
+    layers: list[Any] = []
+    for _ in range(3):
+        layers += [LayerSpec(nn.Linear, WIDTH, WIDTH), LayerSpec(Choosy), torch.tanh]
+    return PipelineModule(layers, squares)
+
+
+MODELS = {
+    name: getattr(small_models, name) for name in ("plain", "tied_thrice", "partly_frozen")
+} | {"choosy": choosy}
+
+
+def train_small(model: str, configs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Two steps of `model` under each config."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        results = []
+        for config in configs:
+            engine = engine_of(MODELS[model](), **config)
+            count = engine.batch.num_microbatches
+            losses = [engine.train_batch(microbatches(s, count)) for s in range(2)]
+            parameters = {n: p.numpy() for n, p in engine.parameter_state().items()}
+            held = {n: p.detach().numpy().copy() for n, p in engine._model.parameters.items()}
+            results.append({"loss": losses, "parameters": parameters, "held": held})
+        return results
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def departures(config: Mapping[str, Any]) -> dict[str, Any]:
+    """During which instruction of the second step each bucket leaves; None behind the program."""
+    engine = build(config)
+    assert engine._step is not None
+    targets, executor = engine._step.targets, engine._executor
+    assert isinstance(targets, ZeroTargets)
+    scatter, left = targets._scatter, []
+    start = scatter.start_next
+
+    def note() -> None:
+        program = engine.plan.programs[engine.mesh.pipeline.rank]
+        at = executor._done
+        left.append((scatter.started, program[at] if at < len(program) else None))
+        start()
+
+    scatter.start_next = note  # type: ignore[method-assign]
+    engine.train_batch(data(engine, 0))
+    left.clear()
+    engine.train_batch(data(engine, 1))
+    stage_of = {
+        name: number
+        for number, stage in engine._model.stages.items()
+        for name in stage.logical_names()
+    }
+    buckets = targets.layout.buckets
+    return {
+        "left": [(number, None if step is None else tuple(step)) for number, step in left],
+        "stages": [sorted({stage_of[slot.name] for slot in b.slots}) for b in buckets],
+        "late": [bucket.late for bucket in buckets],
+        "program": [tuple(step) for step in engine.plan.programs[engine.mesh.pipeline.rank]],
+    }
+
+
+def spans_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """What the state says of each parameter after two steps, and the same taken up again."""
+    engine = build(config)
+    for step in range(2):
+        engine.train_batch(data(engine, step))
+    engine.settle()
+    assert engine._step is not None
+    state = copy.deepcopy(engine._step.state_dict())
+    told = {}
+    for name, entry in state["parameters"].items():
+        parameter = engine._model.parameters[name]
+        start, stop = entry["span"]
+        for key, value in entry.items():
+            if isinstance(value, Tensor) and key != "step":
+                assert value.shape == (stop - start,), (name, key)
+        if "master" in entry:
+            mine = parameter.detach().view(-1)[start:stop]
+            assert torch.equal(mine, entry["master"].to(mine.dtype))
+        told[name] = (start, stop, parameter.numel(), len(shard_of(parameter).shape))
+    straight = [engine.train_batch(data(engine, step)) for step in (2, 3)]
+    # Another engine, whose parameters are whole and right, as a checkpoint leaves them.
+    other = build(config)
+    assert other._step is not None
+    first = {n: p.detach().clone() for n, p in other._model.parameters.items()}
+    for step in range(2):
+        other.train_batch(data(other, step))
+    whole = {n: p.detach().clone() for n, p in other._model.parameters.items()}
+    fresh = build(config)
+    assert fresh._step is not None
+    with torch.no_grad():
+        for name, parameter in fresh._model.parameters.items():
+            assert torch.equal(parameter, first[name])
+            if "master" not in state["parameters"].get(name, {}):
+                parameter.copy_(whole[name])
+    fresh._step.load_state_dict(state)
+    fresh.global_steps = 2
+    assert [fresh.train_batch(data(fresh, step)) for step in (2, 3)] == straight
+    return told
+
+
+def sum_of_buckets(dtype: torch.dtype | None, window: int) -> tuple[list[float], list[float]]:
+    """What lands in this rank's slices, and what the ranks' numbers come to in their order."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    axis = Axis("data", tuple(range(ranks)), rank, dist.group.WORLD)
+    named = [(f"p{i}", nn.Parameter(torch.zeros(size))) for i, size in enumerate((100, 7, 300))]
+    layout = layout_in_buckets(named, None, Cut(ranks, rank, 128))
+    gradients = GradientBuffer(named, layout=layout)
+    drawn = [
+        torch.randn(layout.sizes[torch.float32], generator=torch.Generator().manual_seed(r))
+        for r in range(ranks)
+    ]
+    flat = gradients.flats[torch.float32]
+    flat.copy_(drawn[rank])
+    scatter = Scatter(gradients, axis, DataReduction(dtype=dtype), window)
+    scatter.finish()
+    want = drawn[0].to(dtype or torch.float32)
+    for other in drawn[1:]:
+        want = want + other.to(want.dtype)
+    mine = [slice(*bucket.place.owned_by(rank)) for bucket in layout.buckets]
+    return (
+        torch.cat([flat[s] for s in mine]).tolist(),
+        torch.cat([want.float()[s] for s in mine]).tolist(),
+    )
+
+
+def gathered(beside: bool) -> list[float]:
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    axis = Axis("data", tuple(range(ranks)), rank, dist.group.WORLD)
+    flats = [torch.zeros(ranks * 2) for _ in range(3)]
+    for number, flat in enumerate(flats):
+        flat[2 * rank : 2 * rank + 2] = 10.0 * number + rank
+    gather = Gather(flats, ["a", "b", "c"], axis, beside=beside)
+    gather.start()
+    gather.wait_for((1,))
+    gather.wait()
+    return [float(x) for flat in flats for x in flat]
+
+
+def one_rank_stays_away() -> str:
+    """The error of the rank that waits."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=1))
+    dist.barrier(group)
+    if rank == 1:
+        dist.barrier()
+        return ""
+    named = [("layers.0.weight", nn.Parameter(torch.zeros(9)))]
+    layout = layout_in_buckets(named, None, Cut(2, 0, 64))
+    scatter = Scatter(
+        GradientBuffer(named, layout=layout),
+        Axis("data", (0, 1), 0, group),
+        DataReduction(),
+        window=1,
+    )
+    try:
+        scatter.finish()
+    except PipelineError as error:
+        return str(error)
+    finally:
+        dist.barrier()
+    return "no error"
