@@ -103,6 +103,23 @@ def test_every_mesh_is_left_and_entered(pool: RankPool, tmp_path):
     assert wrong_after(pool, spanning(), tmp_path, saved=False, loaded=False) == []
 
 
+def test_on_another_mesh_statistics_are_the_first_data_ranks_and_streams_are_new(pool, tmp_path):
+    saved = pool.run(2, reshard_run.save_small, {"data": 2}, str(tmp_path))
+    assert saved[0] != saved[1], "data ranks have seen other samples"
+    (alone,) = pool.run(1, reshard_run.load_small, {"data": 1}, str(tmp_path))
+    assert alone[0] == saved[0]
+    mesh = {"data": 2, "tensor": 2}
+    loaded = pool.run(4, reshard_run.load_small, mesh, str(tmp_path))
+    assert [statistics for statistics, _ in loaded] == [saved[0]] * 4
+    streams = [drawn for _, drawn in loaded]
+    # Tensor ranks draw alike, data ranks do not; and they do so each time.
+    assert streams[0] == streams[1] != streams[2] == streams[3]
+    again = pool.run(4, reshard_run.load_small, mesh, str(tmp_path))
+    assert [drawn for _, drawn in again] == streams
+    same = pool.run(2, reshard_run.load_small, {"data": 2}, str(tmp_path))
+    assert [statistics for statistics, _ in same] == saved
+
+
 @pytest.mark.sweep
 def test_from_every_mesh_to_every_other(pool: RankPool, tmp_path):
     """A few minutes."""
