@@ -38,7 +38,7 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
 MESHES = {
     (1, 1, 1): ("fp64", "fp32", "bf16", "fp16", "SGD", "LAMB"),
     (2, 1, 1): ("fp32", "bf16", "SGD"),
-    (1, 2, 1): ("fp16", "fp64", "ZeRO fp16"),
+    (1, 2, 1): ("fp16", "ZeRO fp16", "fp64"),
     (1, 1, 2): ("fp16", "LAMB"),
     (1, 2, 2): ("fp64", "bf16", "ZeRO"),
 }
