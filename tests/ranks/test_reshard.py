@@ -81,16 +81,18 @@ def by_size(names: list[str]) -> dict[int, list[str]]:
 def wrong_after(pool: RankPool, pairs: list[tuple[str, str]], folder: Path) -> list[str]:
     """What differs after a change from one mesh to another, of each pair."""
     expected = pool.run(1, reshard_run.unbroken, config_of("alone"))[0]
+    patience = 120.0 + 5.0 * len(pairs)
     for ranks, names in by_size(sorted({source for source, _ in pairs})).items():
         cases = [(config_of(name), str(folder / name)) for name in names]
-        pool.run(ranks, reshard_run.save_all, cases)
+        pool.run(ranks, reshard_run.save_all, cases, timeout=patience)
     wrong: list[str] = []
     for ranks, names in by_size(sorted({target for _, target in pairs})).items():
         going = [
             (config_of(name), [str(folder / s) for s, target in pairs if target == name])
             for name in names
         ]
-        for rank, said in enumerate(pool.run(ranks, reshard_run.go_on, going, expected)):
+        said_by = pool.run(ranks, reshard_run.go_on, going, expected, timeout=patience)
+        for rank, said in enumerate(said_by):
             wrong += [f"{names}, rank {rank}: {text}" for text in said]
     return wrong
 
