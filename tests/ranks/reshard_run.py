@@ -9,10 +9,15 @@ import torch
 from torch import Tensor
 
 from pipemega.assemble import initialize
+from pipemega.checkpoint import newest
+from pipemega.checkpoint.disk import LocalDisk
+from pipemega.checkpoint.pieces import Piece
+from pipemega.checkpoint.storage import Reader
 from pipemega.checkpoint.tensors import logical_tensors
 from pipemega.config import load
 from pipemega.engine import Engine
 from pipemega.models import GPTConfig, gpt
+from pipemega.parameters import Shard
 from tests.ranks.checkpoint_run import small_config, small_data, small_net
 
 VOCAB, LENGTH = 50, 12
@@ -73,6 +78,23 @@ def save_all(cases: list[tuple[Mapping[str, Any], str]]) -> None:
         for _ in range(BEFORE):
             engine.train_batch()
         engine.save_checkpoint(folder)
+
+
+def pass_on(config: Mapping[str, Any], source: str, target: str) -> None:
+    """Loads, and saves without a step between."""
+    engine = build(config)
+    engine.load_checkpoint(source)
+    engine.save_checkpoint(target)
+
+
+def tensors_in(folder: str) -> dict[str, Tensor]:
+    """All tensors of the newest checkpoint, whole."""
+    name = newest(folder)
+    assert name is not None
+    reader = Reader(LocalDisk(folder), f"{name}/tensors")
+    found = {key: torch.zeros(shape, dtype=dtype) for key, (shape, dtype) in reader.tensors.items()}
+    reader.read({key: Piece(tensor, Shard(tuple(tensor.shape))) for key, tensor in found.items()})
+    return found
 
 
 def go_on(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.ranks import reshard_run
 from tests.ranks.pool import RankPool
@@ -107,6 +108,28 @@ def spanning() -> list[tuple[str, str]]:
 
 def test_every_mesh_is_left_and_entered(pool: RankPool, tmp_path):
     assert wrong_after(pool, spanning(), tmp_path) == []
+
+
+def test_what_is_loaded_and_saved_again_has_every_bit_whatever_the_meshes(pool, tmp_path):
+    """The fp32 masters of bf16, and Adam's averages of them; and nobody has written it all."""
+    way = ["dp2 zero", "tp2 pp2", "dp4 zero", "pp2 chunks 2", "dp2 tp2 zero", "dp3", "alone"]
+    configs = [config_of(name) | {"bf16": {"enabled": True}} for name in way]
+    folders = [str(tmp_path / name) for name in way]
+    pool.run(size(way[0]), reshard_run.save_all, [(configs[0], folders[0])])
+    for name, config, source, target in zip(
+        way[1:], configs[1:], folders, folders[1:], strict=False
+    ):
+        pool.run(size(name), reshard_run.pass_on, config, source, target)
+    first, *others = [reshard_run.tensors_in(folder) for folder in folders]
+    for name, found in zip(way[1:], others, strict=True):
+        assert found.keys() == first.keys()
+        assert [key for key in first if not torch.equal(first[key], found[key])] == [], name
+    for name in ("dp2 zero", "dp4 zero", "dp3"):
+        files = (tmp_path / name).glob("global_step2/tensors/*.distcp")
+        sizes = [file.stat().st_size for file in files]
+        assert len(sizes) == size(name)
+        # Beside its numbers each chunk has a kilobyte of its own.
+        assert max(sizes) < 2 * min(sizes), name
 
 
 def test_on_another_mesh_statistics_are_the_first_data_ranks_and_streams_are_new(pool, tmp_path):
