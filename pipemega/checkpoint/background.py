@@ -5,6 +5,7 @@ It talks to the threads of the other ranks over a group of its own, so that noth
 between the messages of a step.
 """
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Mapping
@@ -87,13 +88,26 @@ class Background:
                 if axis.rank == 0 or not isinstance(error, CheckpointError):
                     _log.error("%s", error)
 
-        self._thread = threading.Thread(target=run, name="checkpoint")
+        # A disk that hangs must not keep the process from its end for ever.
+        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        atexit.register(self._thread.join, self._timeout.total_seconds())
         self._thread.start()
 
     def wait(self) -> BaseException | None:
-        """Returns when it is done, with the error that it ended in; at once if there is none."""
+        """Returns when it is done, with the error that it ended in; at once if there is none.
+
+        Raises:
+            CheckpointError: it is not done for as long as ranks wait for each other.
+        """
         if self._thread is not None:
-            self._thread.join()
+            seconds = self._timeout.total_seconds()
+            self._thread.join(seconds)
+            if self._thread.is_alive():
+                raise CheckpointError(
+                    f"the checkpoint that is written in the background is not done after another "
+                    f"{seconds:g} s (mesh.timeout_seconds): the disk hangs or is too slow"
+                )
+            atexit.unregister(self._thread.join)
         self._thread = None
         error, self._error = self._error, None
         return error

@@ -3,11 +3,12 @@
 Names are relative to it, with '/' between their parts.
 """
 
+import errno
 import os
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, ClassVar
 
@@ -153,18 +154,29 @@ class RemoteDisk(Disk):
     @contextmanager
     def create(self, name: str) -> Iterator[IO[bytes]]:
         path = self._path(name)
-        self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        with self._files.open(path, "wb") as stream:
+        with self._errors_of(name):
+            self._files.makedirs(path.rpartition("/")[0], exist_ok=True)
+            stream = self._files.open(path, "wb")
+        try:
             yield stream
+        except BaseException:
+            # What is there now nobody will ask for.
+            with suppress(Exception):
+                stream.close()
+            raise
+        with self._errors_of(name):
+            stream.close()
 
     def open(self, name: str) -> IO[bytes]:
-        stream: IO[bytes] = self._files.open(self._path(name), "rb")
-        return stream
+        with self._errors_of(name):
+            stream: IO[bytes] = self._files.open(self._path(name), "rb")
+            return stream
 
     def size(self, name: str) -> int | None:
         self._files.invalidate_cache()
         try:
-            found = self._files.info(self._path(name))
+            with self._errors_of(name):
+                found = self._files.info(self._path(name))
         except (FileNotFoundError, NotADirectoryError):
             return None
         return int(found["size"]) if found["type"] == "file" else None
@@ -176,16 +188,29 @@ class RemoteDisk(Disk):
     def names(self, name: str = "") -> list[str]:
         self._files.invalidate_cache()
         try:
-            found = self._files.ls(self._path(name), detail=False)
+            with self._errors_of(name):
+                found = self._files.ls(self._path(name), detail=False)
         except (FileNotFoundError, NotADirectoryError):
             return []
         return sorted({str(path).rstrip("/").rpartition("/")[2] for path in found})
 
     def delete(self, name: str) -> None:
-        self._files.rm(self._path(name), recursive=True)
+        with self._errors_of(name):
+            self._files.rm(self._path(name), recursive=True)
 
     def free(self) -> int | None:
         return None
+
+    @contextmanager
+    def _errors_of(self, name: str) -> Iterator[None]:
+        """Makes an OSError of whatever the client of a store raises."""
+        try:
+            yield
+        except OSError:
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            raise OSError(errno.EIO, text, self.where(name)) from error
 
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}" if name else self._root

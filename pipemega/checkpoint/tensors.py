@@ -27,16 +27,21 @@ _SAME_STATE = {"AdamW": "Adam", "FusedAdam": "Adam"}
 def logical_tensors(model: LocalModel, step: OptimizerStep | None, mesh: Mesh) -> dict[str, Piece]:
     """What this rank holds of the run's tensors, as they are, not copies."""
     pieces = model_tensors(model, step, mesh)
+    # What every data rank holds: none of them shall write all of it.
+    shared = {k: p for k, p in pieces.items() if k.startswith("parameters/") and p.span is None}
     for name, entry in _entries(step).items():
-        for kind, value in entry.items():
-            if kind not in ("master", "span"):
-                key = f"optimizer/{kind}/{name}"
-                local = _as_tensor(kind, name, value)
-                pieces[key] = _piece(model, mesh, name, local, _span_of(entry, kind, local))
-                if "span" in entry and pieces[key].span is None:
-                    _first_of_span_stores(pieces[key], entry["span"])
-    # What every data rank holds: none of them writes all of it.
-    share_out((p for key, p in pieces.items() if _is_replicated(key, p, _entries(step))), mesh.data)
+        for kind in entry.keys() - {"master", "span"}:
+            local = _as_tensor(kind, name, entry[kind])
+            piece = _piece(model, mesh, name, local, _span_of(entry, kind, local))
+            key = f"optimizer/{kind}/{name}"
+            pieces[key] = piece
+            if "span" not in entry:
+                shared[key] = piece
+            elif piece.span is None and (entry["span"][0] != 0 or entry["span"][1] == 0):
+                # A number that goes with a cut parameter: of the data rank of its beginning.
+                piece.stored = (0, 0)
+    # In an order that all of them know.
+    share_out((p for _, p in sorted(shared.items()) if p.stored != (0, 0)), mesh.data)
     return pieces
 
 
@@ -215,18 +220,6 @@ def _piece(
     if owned and first:
         piece.stored = span if span is not None else (0, piece.numel)
     return piece
-
-
-def _first_of_span_stores(piece: Piece, span: Range) -> None:
-    """A number that goes with a cut parameter is written by the data rank of its beginning."""
-    if span[0] != 0 or span[1] == 0:
-        piece.stored = (0, 0)
-
-
-def _is_replicated(key: str, piece: Piece, entries: Mapping[str, Mapping[str, Any]]) -> bool:
-    room, _, name = _parts(key)
-    cut = room == "optimizer" and "span" in entries.get(name, {})
-    return room != "buffers" and piece.span is None and not cut and piece.stored != (0, 0)
 
 
 def _is_first(mesh: Mesh) -> bool:

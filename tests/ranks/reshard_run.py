@@ -1,16 +1,24 @@
 """Runs that are saved on one mesh and go on on another, run in the ranks of the pool."""
 
+import random
 from collections.abc import Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from pipemega.assemble import initialize
+from pipemega.checkpoint import newest
+from pipemega.checkpoint.disk import LocalDisk
+from pipemega.checkpoint.pieces import Piece
+from pipemega.checkpoint.storage import Reader
 from pipemega.checkpoint.tensors import logical_tensors
 from pipemega.config import load
 from pipemega.engine import Engine
 from pipemega.models import GPTConfig, gpt
+from pipemega.parameters import Shard
+from tests.ranks.checkpoint_run import small_config, small_data, small_net
 
 VOCAB, LENGTH = 50, 12
 BEFORE = 2
@@ -72,6 +80,23 @@ def save_all(cases: list[tuple[Mapping[str, Any], str]]) -> None:
         engine.save_checkpoint(folder)
 
 
+def pass_on(config: Mapping[str, Any], source: str, target: str) -> None:
+    """Loads, and saves without a step between."""
+    engine = build(config)
+    engine.load_checkpoint(source)
+    engine.save_checkpoint(target)
+
+
+def tensors_in(folder: str) -> dict[str, Tensor]:
+    """All tensors of the newest checkpoint, whole."""
+    name = newest(folder)
+    assert name is not None
+    reader = Reader(LocalDisk(folder), f"{name}/tensors")
+    found = {key: torch.zeros(shape, dtype=dtype) for key, (shape, dtype) in reader.tensors.items()}
+    reader.read({key: Piece(tensor, Shard(tuple(tensor.shape))) for key, tensor in found.items()})
+    return found
+
+
 def go_on(
     cases: list[tuple[Mapping[str, Any], list[str]]], expected: Mapping[str, Any]
 ) -> list[str]:
@@ -107,3 +132,29 @@ def _differences(engine: Engine, expected: Mapping[str, Any]) -> list[str]:
             if not error <= 1e-10 * whole.abs().max():
                 wrong.append(f"{name} at {list(chunk.offsets)} is {error.item():.1e} off")
     return wrong
+
+
+def save_small(mesh: Mapping[str, int], folder: str) -> dict[str, Any]:
+    """A net with running statistics after two steps; the statistics of this rank."""
+    engine = small(mesh)
+    for step in range(2):
+        engine.train_batch(small_data(engine, step))
+    engine.save_checkpoint(folder)
+    return statistics_of(engine)
+
+
+def load_small(mesh: Mapping[str, int], folder: str) -> tuple[dict[str, Any], list[float]]:
+    """The statistics that this rank has then, and numbers from its own random streams."""
+    engine = small(mesh)
+    engine.load_checkpoint(folder)
+    drawn = [torch.rand(()).item(), float(numpy.random.rand()), random.random()]
+    return statistics_of(engine), drawn
+
+
+def small(mesh: Mapping[str, int]) -> Engine:
+    config = small_config("AdamW", {"lr": 0.01}, mesh=dict(mesh))
+    return initialize(small_net(statistics=True), config)[0]
+
+
+def statistics_of(engine: Engine) -> dict[str, Any]:
+    return {name.split(".", 1)[1]: b.tolist() for name, b in engine.module.named_buffers()}

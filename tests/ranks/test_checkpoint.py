@@ -29,16 +29,18 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     "fp16": ({"fp16": FP16}, "float32"),
     "SGD": ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, "float32"),
     "LAMB": ({"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, "float32"),
+    "ZeRO": ({"zero_optimization": {"stage": 1}}, "float32"),
+    "ZeRO fp16": ({"zero_optimization": {"stage": 1}, "fp16": FP16}, "float32"),
 }
 
 
 # (pipeline, data, tensor) -> what is tried on it.
 MESHES = {
-    (1, 1, 1): tuple(CHOICES),
+    (1, 1, 1): ("fp64", "fp32", "bf16", "fp16", "SGD", "LAMB"),
     (2, 1, 1): ("fp32", "bf16", "SGD"),
-    (1, 2, 1): ("fp16", "fp64"),
+    (1, 2, 1): ("fp16", "ZeRO fp16", "fp64"),
     (1, 1, 2): ("fp16", "LAMB"),
-    (1, 2, 2): ("fp64", "bf16"),
+    (1, 2, 2): ("fp64", "bf16", "ZeRO"),
 }
 
 

@@ -294,3 +294,18 @@ def test_a_store_that_knows_no_folders_keeps_checkpoints_too():
 def test_a_place_that_nothing_knows_is_refused_with_what_is_needed():
     with pytest.raises(CheckpointError, match=r"nosuch://a cannot be opened: .* need fsspec"):
         disk_at("nosuch://a")
+
+
+def test_whatever_the_client_of_a_store_raises_is_an_error_of_the_disk(monkeypatch):
+    class NoCredentials(Exception):
+        pass
+
+    def refuse(*_args, **_kwargs):
+        raise NoCredentials("who are you?")
+
+    disk = disk_at("memory://runs/refused")
+    for name in ("open", "info", "ls"):
+        monkeypatch.setattr(disk._files, name, refuse)
+    for action in (disk.open, disk.size, disk.names, lambda name: disk.write(name, b"")):
+        with pytest.raises(OSError, match=r"NoCredentials: who are you\?.*memory://runs/refused/a"):
+            action("a")

@@ -2,7 +2,9 @@
 
 import logging
 import re
+import threading
 from collections.abc import Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,12 @@ import torch
 from torch import nn
 
 from pipemega import LayerSpec, PipelineModule, initialize
+from pipemega.checkpoint.background import Background
 from pipemega.checkpoint.changes import changes, judged
 from pipemega.config import load
 from pipemega.engine import Engine
 from pipemega.errors import CheckpointError, DataError
+from pipemega.mesh import Axis
 from pipemega.training import Trainer, run_folder
 from tests.ranks.checkpoint_run import small_config, small_data
 
@@ -307,3 +311,13 @@ def test_a_seed_that_is_meant_orders_the_data_from_here_on(tmp_path):
     engine.load_checkpoint(tmp_path)
     assert loader is not None
     assert (loader.state_dict()["seed"], loader.consumed_samples) == (99, 16)
+
+
+def test_a_disk_that_hangs_is_not_waited_for_for_ever():
+    background, hanging = Background(Axis("world"), timedelta(seconds=0.1)), threading.Event()
+    background.start(lambda axis: hanging.wait(30))
+    with pytest.raises(CheckpointError, match=r"not done after another 0.1 s \(mesh.timeout_sec"):
+        background.wait()
+    hanging.set()
+    assert background.wait() is None
+    assert background.wait() is None
