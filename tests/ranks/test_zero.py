@@ -42,13 +42,12 @@ HALF = {"bf16": {"enabled": True}}
 @pytest.mark.parametrize(
     ("schedule", "changes"),
     [
-        ("1f1b", {}),
+        ("1f1b", {"training": {"weight_decay_norms_and_biases": False}}),
         ("zb-h1", {"gradient_clipping": 0.05}),
         ("zb-v", HALF),
         ("interleaved", {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}),
         ("1f1b", HALF | {"communication_data_type": "bf16", "prescale_gradients": True}),
         ("zb-h1", {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}),
-        ("1f1b", {"training": {"weight_decay_norms_and_biases": False}}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )
