@@ -1,6 +1,7 @@
 """What shares out the state of one GPT, each as its users would set it up for little memory.
 
-Each function builds a trainer: step number -> None, which trains on a whole step's data.
+Each gives a function that builds a trainer: step number -> None, on a whole step's data. What it
+imports is there by then.
 
     zero-redundancy     torch's DistributedDataParallel and ZeroRedundancyOptimizer
     fsdp2               torch's fully_shard on each layer and on the whole: weights, gradients and
@@ -12,6 +13,7 @@ Each function builds a trainer: step number -> None, which trains on a whole ste
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,13 +29,20 @@ from benchmarks.pipeline_cpu.model import Sizes, build_layers, loss_fn, micro_ba
 Step = Callable[[int], None]
 
 
-def build(system: str, sizes: Sizes, dtype: str) -> Step:
-    """The trainer of `system`: a name of `SYSTEMS`, or "pipemega:PxD"."""
+Build = Callable[[], Step]
+
+
+def prepare(system: str, sizes: Sizes, dtype: str) -> Build:
+    """How to build `system`: a name of `SYSTEMS`, and what comes behind its colon."""
     name, _, kind = system.partition(":")
     return SYSTEMS[name](sizes, dtype, kind)
 
 
-def zero_redundancy(sizes: Sizes, dtype: str, kind: str) -> Step:
+def zero_redundancy(sizes: Sizes, dtype: str, kind: str) -> Build:
+    return partial(_zero_redundancy, sizes, dtype)
+
+
+def _zero_redundancy(sizes: Sizes, dtype: str) -> Step:
     """Gradients lie in the buckets that are reduced; bf16 is autocast, with weights in fp32."""
     net = build_layers(sizes, 0, sizes.num_units)
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
@@ -60,7 +69,11 @@ def zero_redundancy(sizes: Sizes, dtype: str, kind: str) -> Step:
     return step
 
 
-def fsdp2(sizes: Sizes, dtype: str, kind: str) -> Step:
+def fsdp2(sizes: Sizes, dtype: str, kind: str) -> Build:
+    return partial(_fsdp2, sizes, dtype, reshard=kind == "reshard")
+
+
+def _fsdp2(sizes: Sizes, dtype: str, *, reshard: bool) -> Step:
     """Each micro-batch reduces its gradients to the shards, so that none is ever held whole."""
     policy = MixedPrecisionPolicy()
     if dtype == "bf16":
@@ -70,10 +83,10 @@ def fsdp2(sizes: Sizes, dtype: str, kind: str) -> Step:
     for index in range(sizes.num_units):
         # One after the other, so that no rank ever has all of them whole.
         layer = build_layers(sizes, index, index + 1)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=kind == "reshard")
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         layers.append(layer)
     model = nn.Sequential(*layers)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=kind == "reshard")
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=sizes.lr, weight_decay=sizes.weight_decay, fused=True
     )
@@ -88,7 +101,7 @@ def fsdp2(sizes: Sizes, dtype: str, kind: str) -> Step:
     return step
 
 
-def pipemega(sizes: Sizes, dtype: str, kind: str) -> Step:
+def pipemega(sizes: Sizes, dtype: str, kind: str) -> Build:
     """Cut by parameters; `kind` is pipeline x data, and a schedule behind a slash."""
     # Here, so that the peers are measured without a package of ours in their processes.
     from pipemega import initialize, load_config
@@ -96,20 +109,25 @@ def pipemega(sizes: Sizes, dtype: str, kind: str) -> Step:
 
     logging.getLogger("pipemega").setLevel(logging.WARNING)
     config = load_config(config_of(sizes, dtype, kind))
-    engine, *_ = initialize(gpt(GPTConfig.of(config, sizes.vocab)), config)
-    ranks, rank = engine.mesh.data.size, engine.mesh.data.rank
+    net = gpt(GPTConfig.of(config, sizes.vocab))
 
-    def step(number: int) -> None:
-        engine.train_batch(iter(micro_batches(sizes, number)[rank::ranks]))
+    def build() -> Step:
+        engine, *_ = initialize(net, config)
+        ranks, rank = engine.mesh.data.size, engine.mesh.data.rank
 
-    return step
+        def step(number: int) -> None:
+            engine.train_batch(iter(micro_batches(sizes, number)[rank::ranks]))
+
+        return step
+
+    return build
 
 
 def _of_this_rank(sizes: Sizes, number: int) -> list[Any]:
     return micro_batches(sizes, number)[dist.get_rank() :: dist.get_world_size()]
 
 
-SYSTEMS: dict[str, Callable[[Sizes, str, str], Step]] = {
+SYSTEMS: dict[str, Callable[[Sizes, str, str], Build]] = {
     "zero-redundancy": zero_redundancy,
     "fsdp2": fsdp2,
     "pipemega": pipemega,

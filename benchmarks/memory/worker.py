@@ -1,20 +1,19 @@
 """One rank of one measurement, in a process of its own: `run.py` starts it and reads its JSON."""
 
 import argparse
+import ctypes
 import json
 import os
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.memory.systems import build
+from benchmarks.memory.systems import prepare
 from benchmarks.pipeline_cpu.model import Sizes
 
 # Allocations grow from the first step, that makes the optimizer's state, to the second.
-STEPS = 3
+STEPS = 2
 
 
 def main() -> None:
@@ -34,20 +33,39 @@ def main() -> None:
 
 
 def weigh(options: argparse.Namespace) -> dict[str, int]:
-    """Bytes that torch's CPU allocator had handed out: the most at one time, and after a step.
+    """Bytes by which the process grew: the most at one time, and after a step.
 
-    The profiler tells each allocation and each release, from before the model is built.
+    The kernel's own mark of the resident memory. `run.py` starts the process so that malloc takes
+    what has 128 KiB or more from the kernel, and gives it back when it is freed. torch's record of
+    allocations would be exact, but for gloo's threads, whose releases it does not see.
     """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        step = build(options.system, Sizes(**options.sizes), options.dtype)
-        for number in range(STEPS):
-            step(number)
-    events = [
-        event for event in record.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    events.sort(key=lambda event: event.start_ns())
-    held = list(accumulate(event.nbytes() for event in events))
-    return {"peak": max(held), "between_steps": held[-1]}
+    build = prepare(options.system, Sizes(**options.sizes), options.dtype)
+    # What is made once, at the first use, is no part of what a system holds.
+    warm = torch.nn.Linear(8, 8)
+    torch.optim.AdamW(warm.parameters(), fused=True).step()
+    warm(torch.zeros(8)).sum().backward()
+    dist.barrier()
+    before = _restart_peak()
+    step = build()
+    for number in range(STEPS):
+        step(number)
+    peak = _status("VmHWM")
+    ctypes.CDLL(None).malloc_trim(0)
+    return {"peak": peak - before, "between_steps": _status("VmRSS") - before}
+
+
+def _restart_peak() -> int:
+    """Gives freed memory back and restarts the kernel's mark; the resident bytes of now."""
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+    return _status("VmRSS")
+
+
+def _status(key: str) -> int:
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith(key + ":"):
+            return int(line.split()[1]) * 1024
+    raise LookupError(f"/proc/self/status has no {key}")
 
 
 if __name__ == "__main__":

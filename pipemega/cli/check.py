@@ -46,6 +46,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(batch.equation)
     for warning in (*config.warnings, *batch.warnings):
         print(f"warning: {warning}")
-    for note in (*config.notes, *config.zero_notes(data_size)):
+    # Without --world one data rank is the least that there may be, and nothing to speak of.
+    known = arguments.world is not None or data_size > 1
+    for note in (*config.notes, *(config.zero_notes(data_size) if known else ())):
         print(f"note: {note}")
     return 0

@@ -221,12 +221,11 @@ def test_every_choice_trains_like_one_process(
 @pytest.mark.parametrize(
     ("mesh", "schedules", "choices"),
     [
-        ((2, 1, 2), ("1f1b", "zb-h1"), ("plain", "plain, ZeRO", "untied, ZeRO", "bf16, ZeRO")),
-        ((2, 1, 2), ("zb-v", "interleaved"), ("plain", "plain, ZeRO")),
-        ((2, 1, 2), ("1f1b",), ("clipped, ZeRO", "LAMB, ZeRO", "fp16, ZeRO", "offloaded, ZeRO")),
+        ((2, 1, 2), ("zb-h1",), ("plain", "plain, ZeRO", "bf16, ZeRO", "clipped, ZeRO")),
+        ((2, 1, 2), ("zb-v", "interleaved"), ("plain, ZeRO",)),
+        ((2, 1, 2), ("1f1b",), ("untied, ZeRO", "LAMB, ZeRO", "offloaded, ZeRO")),
         ((2, 2, 1), ("1f1b",), ("plain, ZeRO", "sequence parallel, ZeRO", "LAMB, ZeRO")),
-        ((3, 1, 1), ("1f1b",), ("plain, ZeRO", "prescaled, ZeRO", "LAMB, ZeRO")),
-        ((4, 1, 1), ("1f1b",), ("plain, ZeRO", "SGD, ZeRO")),
+        ((3, 1, 1), ("1f1b",), ("plain, ZeRO", "prescaled, ZeRO")),
     ],
     ids=str,
 )

@@ -70,6 +70,17 @@ def test_auto_measures_then_changes_the_plan_and_not_one_bit(pool, tmp_path, mes
     assert not any(rank["said"] for rank in found[1:])
 
 
+def test_a_plan_that_changes_under_way_changes_no_bit_where_zero_overlaps(pool, tmp_path):
+    steps = ROUND + 2
+    changes = {"mesh": {"pipeline": 2, "data": 2}}
+    plain = pool.run(4, run, {"schedule": "1f1b"}, str(tmp_path), steps, changes)
+    zero = {"stage": 1, "reduce_bucket_size": 1500, "overlap_comm": True}
+    changes["zero_optimization"] = zero
+    found = pool.run(4, run, {"schedule": "auto", "chunks": 1}, str(tmp_path), steps, changes)
+    assert same(found[0], plain[0])
+    assert found[0]["plans"][0] != found[0]["plans"][-1]
+
+
 def test_the_next_run_begins_with_the_best_plan_for_the_costs_that_were_kept(pool, tmp_path):
     changes = {"mesh": {"pipeline": 2}, "model": {"num_layers": 2}}
     first = pool.run(2, run, {"schedule": "auto"}, str(tmp_path), ROUND + 1, changes)

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -13,13 +14,13 @@ from pipemega import LayerSpec, PipelineModule
 from pipemega.errors import PipelineError
 from pipemega.gradients import DataReduction, GradientBuffer
 from pipemega.mesh import Axis
-from pipemega.optimizer import ZeroTargets
+from pipemega.optimizer import ZeroTargets, traffic
 from pipemega.optimizer.traffic import Gather, Scatter
 from pipemega.parameters import shard_of
 from pipemega.slots import Cut, layout_in_buckets
 from tests.ranks import small_models
 from tests.ranks.small_models import WIDTH, engine_of, microbatches, squares
-from tests.ranks.training_run import build, data
+from tests.ranks.training_run import build, data, train_all
 
 
 class Choosy(nn.Linear):
@@ -60,6 +61,32 @@ def train_small(model: str, configs: list[Mapping[str, Any]]) -> list[dict[str, 
         return results
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+class _Late:
+    """A collective whose result is where it belongs only once somebody has waited for it."""
+
+    def __init__(self, work: Any, landed: Tensor, place: Tensor) -> None:
+        self._work, self._landed, self._place = work, landed, place
+
+    def wait(self) -> None:
+        self._work.wait()
+        self._place.copy_(self._landed)
+
+
+def train_with_late_parameters(configs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """As `training_run.train_all`: gradients are those of when they left, parameters come late."""
+    gather, send = traffic._all_gather, Scatter._send
+
+    def late(flat: Tensor, own: Tensor, **settings: Any) -> _Late:
+        landed = torch.empty_like(flat)
+        return _Late(gather(landed, own.clone(), **settings), landed, flat)
+
+    def now(self: Scatter, sent: Tensor, share: int) -> Any:
+        return send(self, sent.clone(), share)
+
+    with patch.object(traffic, "_all_gather", late), patch.object(Scatter, "_send", now):
+        return train_all([(config, "float32") for config in configs])
 
 
 def departures(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -131,6 +131,39 @@ def test_the_optimizers_state_is_that_of_its_own_step(kind: str, numbers: int) -
         assert 0 <= counted <= 4 * 64
 
 
+def test_zero_divides_masters_and_state_by_the_data_ranks_and_the_rest_by_nothing() -> None:
+    parts: dict[int, Any] = {}
+    for data in (1, 2, 4):
+        report, parts[data] = memory(
+            bf16={"enabled": True},
+            zero_optimization={"stage": 1, "reduce_bucket_size": 4000},
+            mesh={"pipeline": 2, "data": data},
+        )
+    for data in (2, 4):
+        for part in ("masters", "optimizer"):
+            exact = getattr(parts[1], part) / data
+            # Equal slices, padding in them.
+            assert 0 <= getattr(parts[data], part) - exact < 0.1 * exact
+        for part in ("weights", "gradients"):
+            whole = getattr(parts[1], part)
+            assert 0 <= getattr(parts[data], part) - whole < 0.1 * whole
+    assert any("2 + 4 + 12 bytes a parameter" in note for note in report.notes)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_what_lies_on_the_host_takes_up_no_device(half: bool) -> None:
+    there = {"offload_optimizer": {"device": "cpu"}}
+    changes = {"bf16": {"enabled": half}}
+    _, kept = memory(**changes)
+    _, moved = memory(zero_optimization=there, **changes)
+    assert (moved.masters, moved.optimizer) == (0, 0)
+    # Masters, or weights to step on, gradients brought there, and the state.
+    assert moved.host == kept.optimizer + 2 * 4 * moved.parameters
+    assert moved.total == kept.weights + kept.gradients
+    on_a_cpu, _ = memory(zero_optimization=there, mesh={"pipeline": 2, "device": "cpu"}, **changes)
+    assert on_a_cpu.outcome.memory[0].footprint.host == 0
+
+
 def test_a_state_that_could_not_be_counted_is_called_estimated() -> None:
     report, footprint = memory(optimizer={"type": "Adafactor", "params": {"lr": 0.1}})
     assert not footprint.exact
