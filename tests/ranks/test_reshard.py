@@ -151,7 +151,7 @@ def test_on_another_mesh_statistics_are_the_first_data_ranks_and_streams_are_new
 
 @pytest.mark.sweep
 def test_from_every_mesh_to_every_other(pool: RankPool, tmp_path):
-    """A few minutes."""
+    """484 pairs: ten minutes on two busy cores."""
     pairs, started = list(itertools.product(MESHES, MESHES)), time.perf_counter()
     assert wrong_after(pool, pairs, tmp_path) == []
     print(f"{len(pairs)} pairs in {time.perf_counter() - started:.0f} s")
