@@ -3,7 +3,8 @@
 Every method is collective unless it says otherwise: all ranks call it, in the same order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pipemega.failure import FailureBoard
 from pipemega.feed import Feed
 from pipemega.mesh import Mesh
 from pipemega.monitor import MultiTimer
+from pipemega.nonfinite import Examiner
 from pipemega.optimizer import LRSchedule, OptimizerStep, PostValidatedStep, StepReport
 from pipemega.pipeline.ahead import RunAhead
 from pipemega.pipeline.build import LocalModel
@@ -27,11 +29,13 @@ from pipemega.pipeline.executor import Executor, MicroBatches, Results
 from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.lowering import lower
 from pipemega.pipeline.module import Draws
+from pipemega.pipeline.recorder import OFF, WorkRecorder
 from pipemega.pipeline.schedules import forward_only
 from pipemega.pipeline.simulate import Timeline
 from pipemega.pipeline.trace import Trace
 from pipemega.pipeline.whole import whole_tensors
 from pipemega.random import preserve_rng
+from pipemega.replicas import check_replicas
 from pipemega.tracer import Tracer
 from pipemega.tuning import ScheduleTuner
 
@@ -48,6 +52,7 @@ class Engine:
         plan: what every pipeline rank does in a step.
         global_steps: batches trained on, skipped ones included.
         consumed_samples: samples trained on, over all data ranks.
+        stop_wished: some rank's `wants_to_stop` said yes in the last `train_batch`; on every rank.
         last_trace: the last step that was timed, instruction by instruction; on rank 0 only.
         timers: data, forward, backward, communication, optimizer; on with wall_clock_breakdown.
     """
@@ -71,12 +76,20 @@ class Engine:
         self.module = nn.ModuleList(model.stages.values())
         self.global_steps = 0
         self.consumed_samples = 0
+        self.stop_wished = False
+        self._reading = 0.0
         self.last_trace: Trace | None = None
         self._model, self._executor, self._step = model, executor, step
         self._ahead = RunAhead(executor)
         self._checkpoints = Checkpoints(config, mesh, model, step, loader)
         self._failures = FailureBoard(mesh.world)
         self._tracer, self._tuner = tracer or Tracer(mesh), tuner
+        gradients = step.gradients if step else None
+        self._examiner = Examiner(
+            mesh, executor, gradients, model.bounds[-1], scaled=config.fp16.enabled
+        )
+        metered = config.training.stragglers.factor > 0
+        self._work = WorkRecorder(mesh.device) if metered else None
         rank, ranks = mesh.pipeline.rank, plan.rank_of_stage
         self._is_last = rank == ranks[-1]
         self._feed = Feed(
@@ -124,8 +137,9 @@ class Engine:
         Raises:
             PipelineError, LossScaleError: what the fenced step would have raised.
         """
-        with self._failures.failing_together("settle"):
-            self._stands()
+        with self._failures.failing_together("settle"), self._examiner.naming():
+            if not self._stands():
+                self._look_into_it()
 
     def _stands(self) -> bool:
         """Settles; whether parameters stay as they were."""
@@ -139,6 +153,37 @@ class Engine:
                 self.global_steps -= 1
                 self.consumed_samples -= self.batch.train_batch_size
             raise
+
+    def _look_into_it(self) -> None:
+        """Finds out what was not finite in the step that was decided last."""
+        if (report := self.last_step) is not None:
+            self._examiner.look_at(report.loss, report.overflow)
+
+    def is_nonfinite(self, report: StepReport) -> bool:
+        """Whether a step had inf or nan that is not the loss scale's business."""
+        return self._examiner.is_case(report.loss, report.overflow)
+
+    def take_origins(self) -> list[str]:
+        """Where inf or nan came from in the steps that were skipped for it since the last call."""
+        return self._examiner.take()
+
+    def check_replicas(self) -> None:
+        """Compares all copies of each parameter, bit by bit.
+
+        Raises:
+            ReplicaError: some differ; on every rank.
+        """
+        with self._failures.failing_together("check_replicas"):
+            self._stands()
+            check_replicas(self._model, self.mesh)
+
+    @property
+    def work_seconds(self) -> float:
+        """What this rank took in its last step to read its batch and to compute, without waiting.
+
+        0 with `training.stragglers.factor` 0. Not collective.
+        """
+        return 0.0 if self._work is None else self._work.seconds() + self._reading
 
     def get_global_grad_norm(self) -> float | None:
         """Of the last step, before clipping; None before the first. Not collective."""
@@ -159,13 +204,19 @@ class Engine:
 
     # Training and evaluation
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
+    def train_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        *,
+        wants_to_stop: Callable[[], bool] = lambda: False,
+    ) -> float:
         """One optimizer step on one global batch.
 
         Args:
             data_iter: yields the (inputs, labels) of this data rank's micro-batches; read on the
                 pipeline ranks of the first and the last stage. None: the training data given to
                 `initialize`.
+            wants_to_stop: asked once, late in the step; `stop_wished` says if any rank's said yes.
 
         Returns:
             the loss, averaged over the whole batch; the same on every rank.
@@ -175,12 +226,13 @@ class Engine:
             DataError: the data ended within this batch.
             PipelineError: a layer, or another rank, failed; or what `settle` raises.
         """
-        with self._failures.failing_together("train_batch"):
+        with self._failures.failing_together("train_batch"), self._examiner.naming():
             if self._step is None:
                 raise ConfigError(
                     "train_batch needs an optimizer: add the section 'optimizer'",
                     on_every_rank=True,
                 )
+            self._step.asks = wants_to_stop
             inputs, labels = self._next_batch(data_iter)
             if self._tuner is not None:
                 self._tuner.prepare_step(self._tracer)
@@ -188,6 +240,8 @@ class Engine:
                 results = self._run(inputs, labels)
             with self.timers("optimizer"):
                 report = self._step(*self._totals(results))
+            self.stop_wished = report.votes > 0
+            self._examiner.look_at(report.loss, report.overflow)
             trace = self._tracer.finish(self.global_steps + 1, self._executor.plan)
             self.last_trace = trace or self.last_trace
             if self._tuner is not None:
@@ -197,6 +251,7 @@ class Engine:
             return report.loss
 
     def _next_batch(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
+        started = time.perf_counter()
         with self.timers("data"):
             try:
                 return self._feed.batch(data_iter)
@@ -204,6 +259,8 @@ class Engine:
                 # Whoever trains to the end of the data comes back to a last step that stands.
                 self._stands()
                 raise
+            finally:
+                self._reading = time.perf_counter() - started
 
     def _run(self, inputs: list[Any], labels: list[Any]) -> Results:
         """All forwards and backwards of a step."""
@@ -221,15 +278,21 @@ class Engine:
             )
 
         recorder = self._tracer.begin(self.global_steps + 1)
+        if recorder is OFF and self._work is not None:
+            recorder = self._work
         if not isinstance(step, PostValidatedStep):
-            return self._executor.run(self.plan, batch(), recorder)
-        return self._ahead.run(
-            self.plan,
-            batch,
-            self._stands,
-            lambda results: step.forwards_done(*self._totals(results)),
-            recorder,
-        )
+            results = self._executor.run(self.plan, batch(), recorder)
+        else:
+            results = self._ahead.run(
+                self.plan,
+                batch,
+                self._stands,
+                lambda results: step.forwards_done(*self._totals(results)),
+                recorder,
+                self._look_into_it,
+            )
+        self._examiner.remember(self.plan, batch())
+        return results
 
     def eval_batch(
         self,
