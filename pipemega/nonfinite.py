@@ -170,6 +170,7 @@ class _Look(Recorder):
         self._last_stage, self._num_layers = plan.num_stages - 1, num_layers
         self._at = 0
         self._input_finite = True
+        self._bad: set[str] = set()  # gradients of parameters that have been told of
 
     # A watch of the layers
 
@@ -180,9 +181,7 @@ class _Look(Recorder):
         microbatch = draws.microbatch // self._mesh.data.size
         for tensor in tensors_of(x):
             if tensor.requires_grad:
-                tensor.register_hook(
-                    lambda gradient: self._see_gradient(microbatch, position, gradient)
-                )
+                self._hook(tensor, microbatch, position)
 
     def leave(self, position: int, y: Any, draws: Draws | None) -> None:
         if draws is None:
@@ -191,9 +190,7 @@ class _Look(Recorder):
         if position == self._num_layers - 1 and torch.is_grad_enabled():
             for tensor in tensors_of(y):
                 if tensor.requires_grad:
-                    tensor.register_hook(
-                        lambda gradient: self._see_gradient(microbatch, position + 1, gradient)
-                    )
+                    self._hook(tensor, microbatch, position + 1)
         if _is_finite(y) or not (self._input_finite or position == 0):
             return
         state = ""
@@ -205,15 +202,22 @@ class _Look(Recorder):
         text = f"{self._layer(position)}: {what}"
         self._note(_Phase.FORWARD, microbatch, position, text, is_victim=not state)
 
+    def _hook(self, tensor: Tensor, microbatch: int, position: int) -> None:
+        tensor.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: self._see_gradient(microbatch, position, gradient)
+        )
+
     def _see_gradient(self, microbatch: int, position: int, gradient: Tensor) -> None:
         """Of what goes into layer `position`; of what goes into the loss behind the last."""
         if _is_finite(gradient):
             return
-        is_loss = position == self._num_layers
-        where = "the loss function" if is_loss else self._layer(position)
-        what = f"gradient of its input has {_count(gradient)}, that of its output was finite"
+        where, state = "the loss function", ""
+        if position < self._num_layers:
+            where = self._layer(position)
+            state = _state_of(self._stage_of(position).layers[str(position)])
+        what = f"gradient of its input has {_count(gradient)}, that of its output was finite{state}"
         depth = self._num_layers - position
-        self._note(_Phase.BACKWARD, microbatch, depth, f"{where}: {what}")
+        self._note(_Phase.BACKWARD, microbatch, depth, f"{where}: {what}", is_victim=not state)
 
     # Told of instructions
 
@@ -236,7 +240,10 @@ class _Look(Recorder):
         here = {id(p): name for name, p in self._executor.stages[stage].named_parameters()}
         for slot in reversed(self._gradients.slots):
             view = self._gradients.view(slot.parameter)
-            if id(slot.parameter) in here and not _is_finite(view):
+            if slot.name in self._bad or _is_finite(view):
+                continue
+            self._bad.add(slot.name)
+            if id(slot.parameter) in here:
                 text = f"the gradient of {slot.name}: it has {_count(view)} when this is added"
                 depth = self._num_layers - int(here[id(slot.parameter)].split(".")[1])
                 self._note(_Phase.GRADIENT, microbatch, depth, text)
@@ -282,9 +289,10 @@ def _count(tree: Any) -> str:
 
 def _state_of(layer: nn.Module) -> str:
     """What of the layer itself was not finite before the step."""
-    state = [("parameter", *item) for item in layer.named_parameters()]
-    state += [("buffer", *item) for item in layer.named_buffers()]
-    for kind, name, tensor in state:
+    state: dict[str, Tensor] = dict(layer.named_parameters(prefix="parameter"))
+    state |= dict(layer.named_buffers(prefix="buffer"))
+    for path, tensor in state.items():
         if not _is_finite(tensor):
+            kind, name = path.split(".", 1)
             return f", but its {kind} {name!r} has {_count(tensor)} from before the step"
     return ""

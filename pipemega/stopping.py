@@ -49,7 +49,6 @@ class StopRequest:
         started: float = _STARTED,
     ) -> None:
         self._world, self._minutes, self._clock, self._started = world, minutes, clock, started
-        self._failures = FailureBoard(world)
         self._received: str | None = None
         self._before: dict[signal.Signals, Any] = {}
 
@@ -103,7 +102,7 @@ class StopRequest:
         return f"training.exit_after_minutes is {self._minutes:g}" if self._is_late() else ""
 
     def _take_note(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGTERM and self._failures.is_told():
+        if number == signal.SIGTERM and FailureBoard(self._world).is_told():
             # Once: what follows is the end already.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise Stopped("stopped by SIGTERM")

@@ -93,7 +93,7 @@ def test_a_parameter_that_was_not_finite_before_the_step_is_named(pool: RankPool
         in (told[0])
     )
     assert (
-        "its input was finite, but its parameter 'attention.qkv.weight' has 1 nan of 384"
+        "its input was finite, but its parameter 'mlp.up.weight' has 1 nan of 384"
         in (told[0])
     )
     assert "elements from before the step, on tensor rank 1" in told[0]
@@ -101,8 +101,8 @@ def test_a_parameter_that_was_not_finite_before_the_step_is_named(pool: RankPool
 
 def train_with_a_nan_in_a_parameter(settings: dict[str, Any]) -> str:
     engine = training_run.build(settings)
-    if engine.mesh.tensor.rank == 1 and "layers.4.attention.qkv.weight" in engine._model.parameters:
-        engine._model.parameters["layers.4.attention.qkv.weight"].data[3, 3] = float("nan")
+    if engine.mesh.tensor.rank == 1 and "layers.4.mlp.up.weight" in engine._model.parameters:
+        engine._model.parameters["layers.4.mlp.up.weight"].data[3, 3] = float("nan")
     with pytest.raises(long_run.PipemegaError) as caught:
         engine.train_batch(training_run.data(engine, 0))
     return str(caught.value)
@@ -230,7 +230,7 @@ def test_a_loss_of_nan_in_fp16_is_no_matter_of_the_loss_scale(
 ) -> None:
     settings = config(
         str(tmp_path),
-        fp16={"enabled": True, "initial_scale_power": 4},
+        fp16={"enabled": True, "auto_cast": True, "initial_scale_power": 4},
         training={"on_nonfinite": {"policy": "rollback"}},
     )
     (result,) = pool.run(1, long_run.fit, settings, BAD)

@@ -8,7 +8,7 @@ from pipemega.training.spikes import SpikeDetector
 
 def losses(count: int, noise: float = 0.05) -> list[float]:
     source = random.Random(5)
-    return [3.0 * math.exp(-step / 200) + 2 + source.gauss(0, noise) for step in range(count)]
+    return [3.0 * math.exp(-step / 30) + 2 + source.gauss(0, noise) for step in range(count)]
 
 
 def test_a_usual_curve_has_no_spike() -> None:
@@ -43,10 +43,10 @@ def test_a_window_of_zero_sees_nothing() -> None:
 
 
 def test_a_detector_goes_on_where_another_stopped() -> None:
-    curve = losses(120)
-    curve[110] += 3.0
+    curve = losses(320)
+    curve[310] += 3.0
     one, other = SpikeDetector(100, 10.0), SpikeDetector(100, 10.0)
-    for loss in curve[:100]:
+    for loss in curve[:300]:
         one.see(loss)
     other.load_state_dict(one.state_dict())
-    assert [step for step in range(100, 120) if other.see(curve[step])] == [110]
+    assert [step for step in range(300, 320) if other.see(curve[step])] == [310]
