@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from pipemega.errors import MeshError, PipemegaError
 from pipemega.topology import AXES, AxisName, Topology
@@ -174,17 +175,17 @@ def build_mesh(
 def _own_store(timeout: timedelta) -> dict[str, Any]:
     """What makes ranks that torchrun has started again meet where nobody has been.
 
-    With a static rendezvous (`--master_port`) torchrun keeps one store for all lives of the ranks on
-    its node, and what those of the life before have left in it, their addresses for one, keeps the
-    next from meeting. Other rendezvous begin with a new store each time.
+    With a static rendezvous (`--master_port`) torchrun keeps one store for all lives of the ranks
+    on its node, and what those of the life before have left in it, their addresses for one, keeps
+    the next from meeting. Other rendezvous begin with a new store each time.
     """
     life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
     if life == "0" or not one_node:
         # Of several agents each counts for itself.
         return {}
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    own = dist.PrefixStore(f"life {life}", store)
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    own = dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
     return {"store": own, "rank": rank, "world_size": world_size}
 
 
