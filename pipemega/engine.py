@@ -3,13 +3,11 @@
 Every method is collective unless it says otherwise: all ranks call it, in the same order.
 """
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -17,6 +15,7 @@ from pipemega.checkpoint import Checkpoints, Counters, LoadOptions
 from pipemega.config import Batch, Config
 from pipemega.data.loader import BatchLoader
 from pipemega.errors import ConfigError, PipemegaError
+from pipemega.evaluation import forward, mean_loss, outputs_of, totals
 from pipemega.failure import FailureBoard
 from pipemega.feed import Feed
 from pipemega.mesh import Mesh
@@ -27,10 +26,8 @@ from pipemega.pipeline.ahead import RunAhead
 from pipemega.pipeline.build import LocalModel
 from pipemega.pipeline.executor import Executor, MicroBatches, Results
 from pipemega.pipeline.instructions import Plan
-from pipemega.pipeline.lowering import lower
 from pipemega.pipeline.module import Draws
 from pipemega.pipeline.recorder import OFF, WorkRecorder
-from pipemega.pipeline.schedules import forward_only
 from pipemega.pipeline.simulate import Timeline
 from pipemega.pipeline.trace import Trace
 from pipemega.pipeline.whole import whole_tensors
@@ -53,6 +50,7 @@ class Engine:
         global_steps: batches trained on, skipped ones included.
         consumed_samples: samples trained on, over all data ranks.
         stop_wished: some rank's `wants_to_stop` said yes in the last `train_batch`; on every rank.
+        examiner: finds out where inf and nan in a step came from.
         last_trace: the last step that was timed, instruction by instruction; on rank 0 only.
         timers: data, forward, backward, communication, optimizer; on with wall_clock_breakdown.
     """
@@ -77,7 +75,6 @@ class Engine:
         self.global_steps = 0
         self.consumed_samples = 0
         self.stop_wished = False
-        self._reading = 0.0
         self.last_trace: Trace | None = None
         self._model, self._executor, self._step = model, executor, step
         self._ahead = RunAhead(executor)
@@ -85,19 +82,11 @@ class Engine:
         self._failures = FailureBoard(mesh.world)
         self._tracer, self._tuner = tracer or Tracer(mesh), tuner
         gradients = step.gradients if step else None
-        self._examiner = Examiner(
-            mesh, executor, gradients, model.bounds[-1], scaled=config.fp16.enabled
-        )
-        metered = config.training.stragglers.factor > 0
-        self._work = WorkRecorder(mesh.device) if metered else None
-        rank, ranks = mesh.pipeline.rank, plan.rank_of_stage
-        self._is_last = rank == ranks[-1]
+        self.examiner = Examiner(mesh, executor, gradients, model.bounds[-1], config.fp16.enabled)
+        self._work = WorkRecorder(mesh.device) if config.training.stragglers.factor else OFF
+        is_first, self._is_last = (mesh.pipeline.rank == plan.rank_of_stage[s] for s in (0, -1))
         self._feed = Feed(
-            mesh,
-            batch.num_microbatches,
-            loader,
-            reads_inputs=rank == ranks[0],
-            reads_labels=self._is_last,
+            mesh, batch.num_microbatches, loader, reads_inputs=is_first, reads_labels=self._is_last
         )
 
     @property
@@ -137,9 +126,9 @@ class Engine:
         Raises:
             PipelineError, LossScaleError: what the fenced step would have raised.
         """
-        with self._failures.failing_together("settle"), self._examiner.naming():
+        with self._failures.failing_together("settle"), self.examiner.naming():
             if not self._stands():
-                self._look_into_it()
+                self.examiner.look_at(self.last_step)
 
     def _stands(self) -> bool:
         """Settles; whether parameters stay as they were."""
@@ -154,19 +143,6 @@ class Engine:
                 self.consumed_samples -= self.batch.train_batch_size
             raise
 
-    def _look_into_it(self) -> None:
-        """Finds out what was not finite in the step that was decided last."""
-        if (report := self.last_step) is not None:
-            self._examiner.look_at(report.loss, report.overflow)
-
-    def is_nonfinite(self, report: StepReport) -> bool:
-        """Whether a step had inf or nan that is not the loss scale's business."""
-        return self._examiner.is_case(report.loss, report.overflow)
-
-    def take_origins(self) -> list[str]:
-        """Where inf or nan came from in the steps that were skipped for it since the last call."""
-        return self._examiner.take()
-
     def check_replicas(self) -> None:
         """Compares all copies of each parameter, bit by bit.
 
@@ -179,11 +155,8 @@ class Engine:
 
     @property
     def work_seconds(self) -> float:
-        """What this rank took in its last step to read its batch and to compute, without waiting.
-
-        0 with `training.stragglers.factor` 0. Not collective.
-        """
-        return 0.0 if self._work is None else self._work.seconds() + self._reading
+        """What this rank took in its last step to read its batch and to compute; not collective."""
+        return self._work.seconds() + self._feed.seconds
 
     def get_global_grad_norm(self) -> float | None:
         """Of the last step, before clipping; None before the first. Not collective."""
@@ -226,7 +199,7 @@ class Engine:
             DataError: the data ended within this batch.
             PipelineError: a layer, or another rank, failed; or what `settle` raises.
         """
-        with self._failures.failing_together("train_batch"), self._examiner.naming():
+        with self._failures.failing_together("train_batch"), self.examiner.naming():
             if self._step is None:
                 raise ConfigError(
                     "train_batch needs an optimizer: add the section 'optimizer'",
@@ -239,9 +212,9 @@ class Engine:
             with preserve_rng(self.mesh.device):
                 results = self._run(inputs, labels)
             with self.timers("optimizer"):
-                report = self._step(*self._totals(results))
+                report = self._step(*totals(results, self.mesh))
             self.stop_wished = report.votes > 0
-            self._examiner.look_at(report.loss, report.overflow)
+            self.examiner.look_at(report)
             trace = self._tracer.finish(self.global_steps + 1, self._executor.plan)
             self.last_trace = trace or self.last_trace
             if self._tuner is not None:
@@ -251,7 +224,6 @@ class Engine:
             return report.loss
 
     def _next_batch(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
-        started = time.perf_counter()
         with self.timers("data"):
             try:
                 return self._feed.batch(data_iter)
@@ -259,8 +231,6 @@ class Engine:
                 # Whoever trains to the end of the data comes back to a last step that stands.
                 self._stands()
                 raise
-            finally:
-                self._reading = time.perf_counter() - started
 
     def _run(self, inputs: list[Any], labels: list[Any]) -> Results:
         """All forwards and backwards of a step."""
@@ -278,8 +248,7 @@ class Engine:
             )
 
         recorder = self._tracer.begin(self.global_steps + 1)
-        if recorder is OFF and self._work is not None:
-            recorder = self._work
+        recorder = self._work if recorder is OFF else recorder
         if not isinstance(step, PostValidatedStep):
             results = self._executor.run(self.plan, batch(), recorder)
         else:
@@ -287,11 +256,11 @@ class Engine:
                 self.plan,
                 batch,
                 self._stands,
-                lambda results: step.forwards_done(*self._totals(results)),
+                lambda results: step.forwards_done(*totals(results, self.mesh)),
                 recorder,
-                self._look_into_it,
+                lambda: self.examiner.look_at(self.last_step),
             )
-        self._examiner.remember(self.plan, batch())
+        self.examiner.remember(self.plan, batch())
         return results
 
     def eval_batch(
@@ -318,42 +287,19 @@ class Engine:
             count = num_micro_batches or self.batch.num_microbatches
             inputs, labels = self._feed.read(iter(data_iter), count)
             results = self._forward(inputs, labels, return_outputs)
-            loss, weight, _ = self._totals(results)
-            sums = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in (loss, weight)])
-            sums = sums.to(self.mesh.device)
-            if self.mesh.world.size > 1:
-                dist.all_reduce(sums, group=self.mesh.world.group)
-            total, of = sums.tolist()
-            value = total / of if of else float("nan")
-            if not return_outputs:
-                return value
-            return value, self._outputs(results)
+            loss = mean_loss(results, self.mesh)
+            return (loss, outputs_of(results, self._is_last)) if return_outputs else loss
 
     def infer(self, inputs: Sequence[Any]) -> list[Any] | None:
         """What the last layer gives for each micro-batch, on the ranks of the last stage."""
         with self._failures.failing_together("infer"):
             self._stands()
-            return self._outputs(self._forward(self._feed.to_device(inputs), (), keep_outputs=True))
+            results = self._forward(self._feed.to_device(inputs), (), keep_outputs=True)
+            return outputs_of(results, self._is_last)
 
     def _forward(self, inputs: Sequence[Any], labels: Sequence[Any], keep_outputs: bool) -> Results:
-        plan = lower(forward_only(self.plan.rank_of_stage, max(len(inputs), len(labels))))
-        with preserve_rng(self.mesh.device):
-            return self._executor.run(plan, MicroBatches(inputs, labels, keep_outputs=keep_outputs))
-
-    def _outputs(self, results: Results) -> list[Any] | None:
-        if not self._is_last:
-            return None
-        return [results.outputs[m] for m in sorted(results.outputs)]
-
-    def _totals(self, results: Results) -> tuple[Tensor | float, Tensor | float, int]:
-        """Sums over this rank's micro-batches: losses, weights, number; each counted once."""
-        if not results.losses or self.mesh.tensor.rank > 0:
-            return 0.0, 0.0, 0
-        # In the order of micro-batches, whatever the schedule was.
-        order = sorted(results.losses)
-        losses = torch.stack([results.losses[m].double() for m in order]).sum()
-        weights = torch.stack([results.weights[m].double() for m in order]).sum()
-        return losses, weights, len(order)
+        ranks = self.plan.rank_of_stage
+        return forward(self._executor, ranks, inputs, labels, self.mesh, keep_outputs)
 
     # State
 

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pipemega.errors import LossScaleError, NonFiniteError
 from pipemega.gradients import GradientBuffer
 from pipemega.mesh import Mesh
+from pipemega.optimizer.decision import StepReport
 from pipemega.pipeline.buffers import BufferCopies
 from pipemega.pipeline.executor import Executor, MicroBatches
 from pipemega.pipeline.instructions import Kind, Plan
@@ -75,7 +76,6 @@ class Examiner:
         executor: Executor,
         gradients: GradientBuffer | None,
         num_layers: int,
-        *,
         scaled: bool = False,
     ) -> None:
         self._mesh, self._executor, self._gradients = mesh, executor, gradients
@@ -89,13 +89,13 @@ class Examiner:
         """The step that will be asked about."""
         self._plan, self._batch = plan, batch
 
-    def is_case(self, loss: float, overflow: bool) -> bool:
-        """Whether a step with these is worth a look."""
-        return overflow and not (self._scaled and math.isfinite(loss))
+    def is_case(self, report: StepReport) -> bool:
+        """Whether a step had inf or nan that are not the loss scale's business."""
+        return report.overflow and not (self._scaled and math.isfinite(report.loss))
 
-    def look_at(self, loss: float, overflow: bool) -> None:
-        """Looks into the step that was remembered, if its report says that it is worth it."""
-        if not self.is_case(loss, overflow):
+    def look_at(self, report: StepReport | None) -> None:
+        """Looks into the step that was remembered, if its report is worth it."""
+        if report is None or not self.is_case(report):
             self._in_a_row = 0
             return
         self._in_a_row += 1

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipemega.checkpoint import is_remote
 from pipemega.config import Config
 from pipemega.engine import Engine
 from pipemega.monitor import (
@@ -108,7 +109,7 @@ class Journal:
         """Leaves nothing of steps that were not ours, or that do not count any more."""
         self._engine.settle()
         self._engine.take_reports()
-        self._engine.take_origins()
+        self._engine.examiner.take()
         self._drafts.clear()
 
     # Steps
@@ -156,7 +157,7 @@ class Journal:
             NonFiniteError: a step was skipped that was not to be, or one too many.
         """
         engine = self._engine
-        reports, origins = engine.take_reports(), deque(engine.take_origins())
+        reports, origins = engine.take_reports(), deque(engine.examiner.take())
         for report in reports:
             draft = self._drafts.popleft()
             if not (math.isfinite(draft.loss) and math.isfinite(report.grad_norm)):
@@ -176,7 +177,7 @@ class Journal:
                 )
             )
             self._warn_of_spike(draft.step, report)
-            if engine.is_nonfinite(report):
+            if engine.examiner.is_case(report):
                 self._tell_nonfinite(draft.step, report, origins.popleft())
 
     def _write_timeline(self) -> None:
@@ -273,7 +274,9 @@ class Journal:
 
 def run_folder(config: Config) -> Path:
     """Where a run leaves what it writes beside its checkpoints."""
-    return Path(config.checkpoint.save or "runs/latest")
+    folder = config.checkpoint.save or "runs/latest"
+    # What is written line by line has no place in an object store.
+    return Path("runs", Path(folder).name) if is_remote(folder) else Path(folder)
 
 
 def _device_peak(device: torch.device) -> float | None:

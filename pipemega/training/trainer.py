@@ -7,18 +7,9 @@ What may befall a run of weeks has rooms of its own: `resuming`, `nonfinite`, `s
 import math
 import time
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-<<<<<<< HEAD
-import torch
-import torch.distributed as dist
-
-from pipemega.checkpoint import is_remote
-from pipemega.config import Config
-=======
-from pipemega.checkpoint import newest, prune
->>>>>>> 7362d9c (Long runs: stop requests, resuming, inf and nan named, policies, replicas, stragglers, spikes)
+from pipemega.checkpoint import newest
 from pipemega.data.loader import BatchLoader
 from pipemega.engine import Engine
 from pipemega.errors import ConfigError, NonFiniteError
@@ -55,38 +46,9 @@ class Trainer:
         self.stopped = ""
         self._valid = valid
         self._log = get_logger(engine.mesh.rank)
-<<<<<<< HEAD
-        self._peak = self.config.monitor.peak_tflops or _device_peak(engine.mesh.device)
-        state = self._resume()
-        engine.settle()
-        engine.take_reports()  # of steps that were not ours
-        self._keep_config()
-        self.monitor = self._open_monitor(state)
-
-    def _resume(self) -> dict[str, Any]:
-        """Loads `checkpoint.load`, if the config asks for it; returns the trainer's own state."""
-        folder = self.config.checkpoint.load
-        if folder is None:
-            return {}
-        settings = self.config.checkpoint
-        path, client = self.engine.load_checkpoint(
-            folder,
-            settings.load_tag,
-            load_module_only=settings.load_module_only,
-            load_optimizer_states=settings.load_optimizer_states,
-            load_lr_scheduler_states=settings.load_lr_scheduler_states,
-            strict=settings.strict,
-        )
-        if settings.load_module_only:
-            # A new run: the records of the other one are not its own.
-            return {}
-        state: dict[str, Any] = (client or {}).get("trainer", {})
-        self._nan_steps = state.get("nan_steps", 0)
-=======
         self._stop = StopRequest(engine.mesh.world, self.config.training.exit_after_minutes)
         resumed = resume(engine, self._log)
         state = resumed or {}
->>>>>>> 7362d9c (Long runs: stop requests, resuming, inf and nan named, policies, replicas, stragglers, spikes)
         self.validation = [(int(s), float(loss)) for s, loss in state.get("validation", [])]
         self._keep_config()
         self._journal = Journal(
@@ -140,6 +102,7 @@ class Trainer:
                         loss = self._advance(settings.train_steps)
                     except NonFiniteError as error:
                         self._roll_back(error)
+                engine.finish_saving()
                 self._say_the_end(settings.train_steps)
             finally:
                 self.monitor.close()
@@ -165,12 +128,6 @@ class Trainer:
             self.save()
         if last:
             self.settle()
-<<<<<<< HEAD
-            engine.finish_saving()
-        finally:
-            self.monitor.close()
-=======
->>>>>>> 7362d9c (Long runs: stop requests, resuming, inf and nan named, policies, replicas, stragglers, spikes)
         return loss
 
     def _due(self, interval: int) -> bool:
@@ -215,7 +172,8 @@ class Trainer:
         engine, failed = self.engine, self.engine.global_steps + 1
         self._journal.policy.roll_back(error)
         assert self.config.checkpoint.save is not None, "the config has been checked"
-        folder = Path(self.config.checkpoint.save)
+        folder = self.config.checkpoint.save
+        engine.finish_saving()
         if from_first(engine.mesh.world, lambda: newest(folder)) is None:
             raise NonFiniteError(
                 error.what,
@@ -277,31 +235,5 @@ class Trainer:
         if folder is None:
             return
         self.settle()
-<<<<<<< HEAD
-        state = {
-            "monitor": self.monitor.state_dict(),
-            "nan_steps": self._nan_steps,
-            "validation": self.validation,
-        }
-        self.engine.save_checkpoint(folder, client_state={"trainer": state})
-
-
-def run_folder(config: Config) -> Path:
-    """Where a run leaves what it writes beside its checkpoints."""
-    folder = config.checkpoint.save or "runs/latest"
-    # What is written line by line has no place in an object store.
-    return Path("runs", Path(folder).name) if is_remote(folder) else Path(folder)
-
-
-def _device_peak(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    return peak_tflops(torch.cuda.get_device_name(device))
-=======
         state = {**self._journal.state_dict(), "validation": self.validation}
-        started = time.perf_counter()
-        path = self.engine.save_checkpoint(folder, client_state={"trainer": state})
-        self._log.info(f"saved {path} in {time.perf_counter() - started:.1f} s")
-        if self.config.checkpoint.keep_last and self.engine.mesh.rank == 0:
-            prune(Path(folder), self.config.checkpoint.keep_last)
->>>>>>> 7362d9c (Long runs: stop requests, resuming, inf and nan named, policies, replicas, stragglers, spikes)
+        self.engine.save_checkpoint(folder, client_state={"trainer": state})

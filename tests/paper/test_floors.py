@@ -87,6 +87,7 @@ PLAN = {
     7: [
         "assemble_step.py",
         "checkpoint/",
+        "evaluation.py",
         "nonfinite.py",
         "replicas.py",
         "pipeline/ahead.py",
