@@ -267,6 +267,8 @@ class Journal:
                 f"wait for it (training.stragglers.factor "
                 f"{self._config.training.stragglers.factor:g})"
             )
+            if engine.mesh.data.size == 1:
+                text += "; how much work a stage has is pipeline.partition's to say"
             self.warn(text)
             self.event("straggler", summary.scalars(), text)
         return summary.scalars()

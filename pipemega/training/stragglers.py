@@ -20,6 +20,9 @@ from pipemega.mesh import Mesh
 # Less than this in a step is no reason to look for a slow machine.
 _WORTH_SECONDS = 0.01
 
+# Summaries without it until a straggler is worth another line.
+_FORGOTTEN_AFTER = 10
+
 
 @dataclass(frozen=True)
 class Summary:
@@ -61,7 +64,7 @@ class StragglerWatch:
     def __init__(self, mesh: Mesh, factor: float, interval: int) -> None:
         self._mesh, self._factor, self._interval = mesh, factor, interval
         self._seconds: list[float] = []
-        self._named: int | None = None
+        self._named: dict[int, int] = {}  # rank -> summaries since it was seen to lag
 
     def see(self, seconds: float) -> Summary | None:
         """The summary that this step completes; the same on every rank.
@@ -81,9 +84,13 @@ class StragglerWatch:
         return summarize(torch.cat(told).tolist(), self._mesh, self._factor)
 
     def is_news(self, summary: Summary) -> bool:
-        """Whether its straggler is another than in the summary before."""
-        before, self._named = self._named, summary.slowest if summary.lags else None
-        return self._named is not None and self._named != before
+        """Whether its straggler has not been one for a while, so that it is worth a line."""
+        self._named = {r: age + 1 for r, age in self._named.items() if age + 1 < _FORGOTTEN_AFTER}
+        if not summary.lags:
+            return False
+        known = summary.slowest in self._named
+        self._named[summary.slowest] = 0
+        return not known
 
     def where(self, rank: int) -> str:
         """Machine and process of a rank; every rank calls it."""

@@ -289,6 +289,24 @@ def test_a_run_that_has_saved_nothing_begins_with_checkpoint_load(
     assert again["history"]["resumes"] == 2
 
 
+def test_a_run_goes_on_by_itself_with_fewer_and_with_more_data_ranks(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    def settings(folder: str) -> dict[str, Any]:
+        batch = {"train_batch_size": 16, "gradient_accumulation_steps": None}
+        return config(str(tmp_path / folder), training={"resume": "auto"}, **batch)
+
+    (whole, _) = pool.run(2, long_run.fit, settings("whole"))
+    pool.run(2, long_run.fit_with_a_signal, settings("parts"), signal.SIGUSR1, 1, 3)
+    # One rank has twice the micro-batches of a step.
+    (second,) = pool.run(1, long_run.fit_with_a_signal, settings("parts"), signal.SIGUSR1, 0, 4)
+    assert (second["steps"], second["stopped"]) == (5, "SIGUSR1")
+    (third, _) = pool.run(2, long_run.fit, settings("parts"))
+    assert third["history"]["resumes"] == 2
+    losses = [third["losses"][step] for step in range(1, 9)]
+    assert losses == pytest.approx([whole["losses"][step] for step in range(1, 9)], rel=1e-5)
+
+
 # Copies of parameters
 
 

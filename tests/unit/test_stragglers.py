@@ -29,10 +29,12 @@ def test_milliseconds_make_no_straggler() -> None:
     assert not summarize([0.001, 0.009], mesh(data=2), 1.5).lags
 
 
-def test_a_straggler_is_news_until_another_takes_its_place() -> None:
+def test_a_straggler_is_named_once_until_it_has_been_as_fast_as_others_for_a_while() -> None:
     watch = StragglerWatch(mesh(data=2), 1.5, 1)
     slow = Summary(1, 2.0, 1.0, True)
     fine = replace(slow, lags=False)
     other = replace(slow, slowest=0)
-    told = [watch.is_news(summary) for summary in (slow, slow, fine, slow, other)]
-    assert told == [True, False, False, True, True]
+    told = [watch.is_news(summary) for summary in (slow, slow, fine, slow, other, slow)]
+    assert told == [True, False, False, False, True, False]
+    assert not any(watch.is_news(fine) for _ in range(10))
+    assert watch.is_news(slow)
