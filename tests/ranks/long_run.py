@@ -28,6 +28,8 @@ WIDTH, LAYERS, MICRO, GAS = 4, 6, 2, 4
 
 # What a mark asks of the layer whose position is added to it.
 FORWARD, BACKWARD, WEIGHT = 100, 200, 300
+# And of the data itself.
+NAN_INPUT, FAR_LABEL = 1000, 2000
 
 
 class Spoil(torch.autograd.Function):
@@ -83,7 +85,11 @@ class Samples(torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(index))
-        return (x, torch.tensor([self.marks.get(index, 0)])), x.flip(0)
+        mark = self.marks.get(index, 0)
+        label = x.flip(0) + (1000.0 if mark == FAR_LABEL else 0.0)
+        if mark == NAN_INPUT:
+            x[2] = float("nan")
+        return (x, torch.tensor([mark])), label
 
 
 def sample(step: int, microbatch: int, data_rank: int = 0, data_size: int = 1) -> int:

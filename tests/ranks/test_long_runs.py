@@ -41,6 +41,10 @@ CASES = {
         "in the backward of micro-batch 2, stage {stage1}, "
         f"{layer(1)}: gradient of its input has 1 inf {HALF}, that of its output was finite",
     ),
+    "data": (
+        {sample(1, 3): long_run.NAN_INPUT},
+        f"micro-batch 3, stage 0, {layer(0)}: its input, the data itself, is not finite",
+    ),
     "weight": (
         {sample(1, 2): WEIGHT + 4},
         "in the backward of micro-batch 2, stage {stage4}, the gradient of layers.4.weight: it has "
@@ -234,6 +238,15 @@ def test_a_loss_of_nan_in_fp16_is_no_matter_of_the_loss_scale(
     assert (result["error"], result["history"]["rollbacks"]) == ("", 1)
 
 
+def test_the_loss_scale_at_its_smallest_names_the_layer(pool: RankPool) -> None:
+    fp16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 0, "hysteresis": 1}
+    (told,) = pool.run(
+        1, long_run.train_until_it_fails, config(fp16=fp16), {sample(1, 1): FORWARD + 3}
+    )
+    assert told.startswith("LossScaleError: fp16 gradients overflowed at step ")
+    assert f"; first in the forward of micro-batch 1, stage 0, {layer(3)}" in told
+
+
 # Signals and time
 
 
@@ -307,6 +320,21 @@ def test_a_run_goes_on_by_itself_with_fewer_and_with_more_data_ranks(
     assert losses == pytest.approx([whole["losses"][step] for step in range(1, 9)], rel=1e-5)
 
 
+def test_what_befell_a_run_is_counted_over_its_restarts(pool: RankPool, tmp_path: Path) -> None:
+    def settings(steps: int) -> dict[str, Any]:
+        training = {"train_steps": steps, "resume": "auto", "on_nonfinite": {"policy": "skip"}}
+        return config(str(tmp_path), training=training)
+
+    marks = {sample(step, 0): FORWARD + 1 for step in (2, 6)}
+    pool.run(1, long_run.fit, settings(4), marks)
+    (result,) = pool.run(1, long_run.fit, settings(8), marks)
+    history = result["history"]
+    assert (history["spent"], history["nan_steps"], result["skipped"]) == (2, 2, 2)
+    assert [line[:21] for line in history["nonfinite"]] == [
+        "loss is nan at step 2", "loss is nan at step 6",
+    ]  # fmt: skip
+
+
 # Copies of parameters
 
 
@@ -354,6 +382,15 @@ def flip_in_a_slice(settings: dict[str, Any]) -> str:
 
 
 # Stragglers and spikes
+
+
+def test_a_spike_of_the_loss_is_recorded_and_stops_nothing(pool: RankPool, tmp_path: Path) -> None:
+    settings = config(str(tmp_path), training={"train_steps": 30})
+    (result,) = pool.run(1, long_run.fit, settings, {sample(25, 0): long_run.FAR_LABEL})
+    assert (result["error"], result["steps"], result["history"]["spikes"]) == ("", 30, 1)
+    (event,) = result["events"]
+    assert (event["name"], event["step"]) == ("loss_spike", 25)
+    assert "at step 25 is a spike: the median of the steps before is" in event["text"]
 
 
 def test_a_slow_rank_is_named_with_its_stage(pool: RankPool, tmp_path: Path) -> None:

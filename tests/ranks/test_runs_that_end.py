@@ -51,17 +51,28 @@ class Ended(NamedTuple):
 
 
 class Runs(Scripts):
-    """Runs SCRIPT on two ranks under torchrun."""
+    """Runs SCRIPT on two ranks under torchrun, or as one process."""
 
     def start(
-        self, settings: dict[str, Any], befalls: str = "pass", options: tuple[str, ...] = ()
+        self,
+        settings: dict[str, Any],
+        befalls: str = "pass",
+        options: tuple[str, ...] = (),
+        launched: bool = True,
     ) -> "subprocess.Popen[str]":
         script, config = self._folder / "script.py", self._folder / "config.json"
         script.write_text(SCRIPT.format(befalls=befalls))
         config.write_text(json.dumps(settings))
         launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={_port()}"]
         return subprocess.Popen(
-            [sys.executable, *launcher, *options, str(script), str(config), self._token],
+            [
+                sys.executable,
+                *(launcher if launched else ()),
+                *options,
+                str(script),
+                str(config),
+                self._token,
+            ],
             env=_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -145,19 +156,23 @@ def test_sigterm_to_torchrun_ends_all_ranks_with_a_checkpoint_and_exit_code_0(
     assert "error: rank" not in ended.errors
 
 
-def test_a_second_signal_ends_a_rank_at_once(runs: Runs, tmp_path: Path) -> None:
-    ended = runs.end(
-        runs.start(
-            settings_in(tmp_path / "run"),
-            """if rank == 0 and step == 2:
-            os.kill(os.getpid(), signal.SIGUSR1)
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(60)""",
-        )
-    )
-    assert ended.code == 1
-    assert "rank 0: SIGTERM after SIGUSR1: ended at once" in ended.errors
-    assert re.search(r"exitcode\s*:\s*143", ended.errors)
+@pytest.mark.parametrize(
+    ("signals", "code", "words"),
+    [
+        (["SIGINT"], 0, "stopped (SIGINT) after step 2 of 8"),
+        (["SIGUSR1", "SIGTERM"], 143, "rank 0: SIGTERM after SIGUSR1: ended at once"),
+    ],
+    ids=["Ctrl-C", "twice"],
+)
+def test_one_process_ends_in_order_at_the_first_signal_and_at_once_at_the_second(
+    runs: Runs, tmp_path: Path, signals: list[str], code: int, words: str
+) -> None:
+    strikes = "; ".join(f"os.kill(os.getpid(), signal.{name})" for name in signals)
+    settings = {**settings_in(tmp_path / "run"), "mesh": {"device": "cpu"}}
+    ended = runs.end(runs.start(settings, f"if step == 2: {strikes}", launched=False))
+    assert ended.code == code, ended.errors
+    assert words in ended.errors
+    assert (tmp_path / "run/global_step2").is_dir() == (code == 0)
 
 
 def wait_for(path: Path) -> None:
