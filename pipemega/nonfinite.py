@@ -13,7 +13,7 @@ and the first of all ranks is the answer.
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any
 
@@ -133,7 +133,7 @@ class Examiner:
             for stage in executor.stages.values():
                 stage.watch = look
             with preserve_rng(self._mesh.device):
-                executor.run(plan, self._batch, look)
+                executor.run(plan, replace(self._batch, gradients_stay=True), look)
         finally:
             for stage in executor.stages.values():
                 stage.watch = None

@@ -80,8 +80,9 @@ def test_the_first_stage_layer_and_microbatch_with_inf_or_nan_are_named(
         assert words.format(ranks=2, **where) in message
 
 
-def test_the_data_rank_with_inf_or_nan_is_named(pool: RankPool) -> None:
-    settings = config(mesh={"pipeline": 2, "data": 2})
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_data_rank_with_inf_or_nan_is_named(pool: RankPool, zero: int) -> None:
+    settings = config(mesh={"pipeline": 2, "data": 2}, zero_optimization={"stage": zero})
     marks = {sample(1, 3, 1, 2): FORWARD + 4, sample(2, 0, 0, 2): FORWARD + 1}
     told = pool.run(4, long_run.train_until_it_fails, settings, marks)
     assert len(set(told)) == 1
@@ -191,6 +192,30 @@ def test_rollback_goes_on_from_the_newest_checkpoint_with_the_data_behind_the_ba
     assert event["text"].startswith("rolled back from step 5 to step 3: loss is nan at step 5")
 
 
+def test_zero_rolls_back_and_skips_to_the_same_parameters_as_without(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    marks = {sample(5, 2, 1, 2): BACKWARD + 1}
+    for policy in ("skip", "rollback"):
+        ended = [
+            pool.run(
+                2,
+                long_run.fit,
+                config(
+                    str(tmp_path / f"{policy}{stage}"),
+                    mesh={"data": 2},
+                    training={"on_nonfinite": {"policy": policy}},
+                    zero_optimization={"stage": stage},
+                ),
+                marks,
+            )[0]
+            for stage in (0, 1)
+        ]
+        for result in ended:
+            assert (result["error"], result["steps"], result["history"]["spent"]) == ("", 8, 1)
+        assert equal(*ended)
+
+
 def test_a_spent_budget_ends_the_run_with_all_that_happened(pool: RankPool, tmp_path: Path) -> None:
     settings = config(
         str(tmp_path),
@@ -254,7 +279,7 @@ def test_the_loss_scale_at_its_smallest_names_the_layer(pool: RankPool) -> None:
     ("number", "rank", "mesh"),
     [
         (signal.SIGUSR1, 1, {"pipeline": 2}),
-        (signal.SIGTERM, 0, {"data": 2}),
+        (signal.SIGTERM, 0, {"data": 2}),  # with ZeRO
         (signal.SIGINT, 1, {"pipeline": 2}),
     ],
     ids=["SIGUSR1", "SIGTERM", "Ctrl-C"],
@@ -262,10 +287,14 @@ def test_the_loss_scale_at_its_smallest_names_the_layer(pool: RankPool) -> None:
 def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_next_run_is_bit_exact(
     pool: RankPool, tmp_path: Path, number: int, rank: int, mesh: dict[str, int]
 ) -> None:
-    sync = {"optimizer_sync": "post_validate" if number == signal.SIGINT else "fenced"}
+    changes: dict[str, Any] = {
+        "mesh": mesh,
+        "pipeline": {"optimizer_sync": "post_validate" if number == signal.SIGINT else "fenced"},
+        "zero_optimization": {"stage": 1 if number == signal.SIGTERM else 0},
+    }
     training = {"resume": "auto"}
-    whole = pool.run(2, long_run.fit, config(str(tmp_path / "whole"), mesh=mesh, pipeline=sync))
-    settings = config(str(tmp_path / "parts"), mesh=mesh, pipeline=sync, training=training)
+    whole = pool.run(2, long_run.fit, config(str(tmp_path / "whole"), **changes))
+    settings = config(str(tmp_path / "parts"), training=training, **changes)
     first = pool.run(2, long_run.fit_with_a_signal, settings, number, rank, 5)
     for result in first:
         assert (result["error"], result["steps"]) == ("", 5)
@@ -342,7 +371,7 @@ def test_what_befell_a_run_is_counted_over_its_restarts(pool: RankPool, tmp_path
     ("mesh", "kind", "name", "rank", "words"),
     [
         ({"data": 4}, "", "layers.3.weight", 2, "is not what it is on ranks 0, 1, 3: on rank 2"),
-        ({"data": 2, "pipeline": 2}, "", "layers.4.weight", 3, "on rank 2: on rank 3"),
+        ({"data": 2, "pipeline": 2}, "zero", "layers.4.weight", 3, "on rank 2: on rank 3"),
         ({"tensor": 2}, "", "layers.1.weight", 1, "on rank 0: on rank 1"),
         ({"pipeline": 2}, "tied", "layers.0.weight", 1, "on rank 0: on rank 1"),
     ],
@@ -352,7 +381,8 @@ def test_a_flipped_bit_in_one_copy_is_named_with_parameter_and_rank(
     pool: RankPool, mesh: dict[str, int], kind: str, name: str, rank: int, words: str
 ) -> None:
     world = numpy.prod(list(mesh.values()))
-    told = pool.run(int(world), long_run.flip_a_bit, config(mesh=mesh), name, rank, kind)
+    settings = config(mesh=mesh, zero_optimization={"stage": int(kind == "zero")})
+    told = pool.run(int(world), long_run.flip_a_bit, settings, name, rank, kind)
     assert len(set(told)) == 1
     assert told[0].startswith(f"ReplicaError: parameter {name} ")
     assert words in told[0]
