@@ -37,6 +37,17 @@ def precision_of(config: Config) -> Precision:
     return Precision(grad_dtype=accumulate)
 
 
+def skips_nonfinite(config: Config) -> bool:
+    """Whether a step with inf or nan is skipped; otherwise it is an error.
+
+    With fp16 it is, since the loss scale is found so; what is more than that is for the loop.
+    """
+    policy = config.training.on_nonfinite.policy
+    if config.fp16.enabled or policy is None:
+        return precision_of(config).skip_nonfinite
+    return policy == "skip"
+
+
 def optimizer_step(
     config: Config, mesh: Mesh, local: LocalModel, precision: Precision, kernels: Kernels
 ) -> OptimizerStep | None:
@@ -79,7 +90,7 @@ def optimizer_step(
         schedule=schedule,
         num_layers=local.bounds[-1],
         clip=config.gradient_clipping,
-        skip_nonfinite=precision.skip_nonfinite,
+        skip_nonfinite=skips_nonfinite(config),
     )
 
 

@@ -3,12 +3,11 @@
 Every method is collective unless it says otherwise: all ranks call it, in the same order.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -16,22 +15,24 @@ from pipemega.checkpoint import Checkpoints, Counters, LoadOptions
 from pipemega.config import Batch, Config
 from pipemega.data.loader import BatchLoader
 from pipemega.errors import ConfigError, PipemegaError
+from pipemega.evaluation import forward, mean_loss, outputs_of, totals
 from pipemega.failure import FailureBoard
 from pipemega.feed import Feed
 from pipemega.mesh import Mesh
 from pipemega.monitor import MultiTimer
+from pipemega.nonfinite import Examiner
 from pipemega.optimizer import LRSchedule, OptimizerStep, PostValidatedStep, StepReport
 from pipemega.pipeline.ahead import RunAhead
 from pipemega.pipeline.build import LocalModel
 from pipemega.pipeline.executor import Executor, MicroBatches, Results
 from pipemega.pipeline.instructions import Plan
-from pipemega.pipeline.lowering import lower
 from pipemega.pipeline.module import Draws
-from pipemega.pipeline.schedules import forward_only
+from pipemega.pipeline.recorder import OFF, WorkRecorder
 from pipemega.pipeline.simulate import Timeline
 from pipemega.pipeline.trace import Trace
 from pipemega.pipeline.whole import whole_tensors
 from pipemega.random import preserve_rng
+from pipemega.replicas import check_replicas
 from pipemega.tracer import Tracer
 from pipemega.tuning import ScheduleTuner
 
@@ -48,6 +49,8 @@ class Engine:
         plan: what every pipeline rank does in a step.
         global_steps: batches trained on, skipped ones included.
         consumed_samples: samples trained on, over all data ranks.
+        stop_wished: some rank's `wants_to_stop` said yes in the last `train_batch`; on every rank.
+        examiner: finds out where inf and nan in a step came from.
         last_trace: the last step that was timed, instruction by instruction; on rank 0 only.
         timers: data, forward, backward, communication, optimizer; on with wall_clock_breakdown.
     """
@@ -71,20 +74,19 @@ class Engine:
         self.module = nn.ModuleList(model.stages.values())
         self.global_steps = 0
         self.consumed_samples = 0
+        self.stop_wished = False
         self.last_trace: Trace | None = None
         self._model, self._executor, self._step = model, executor, step
         self._ahead = RunAhead(executor)
         self._checkpoints = Checkpoints(config, mesh, model, step, loader)
         self._failures = FailureBoard(mesh.world)
         self._tracer, self._tuner = tracer or Tracer(mesh), tuner
-        rank, ranks = mesh.pipeline.rank, plan.rank_of_stage
-        self._is_last = rank == ranks[-1]
+        gradients = step.gradients if step else None
+        self.examiner = Examiner(mesh, executor, gradients, model.bounds[-1], config.fp16.enabled)
+        self._work = WorkRecorder(mesh.device) if config.training.stragglers.factor else OFF
+        is_first, self._is_last = (mesh.pipeline.rank == plan.rank_of_stage[s] for s in (0, -1))
         self._feed = Feed(
-            mesh,
-            batch.num_microbatches,
-            loader,
-            reads_inputs=rank == ranks[0],
-            reads_labels=self._is_last,
+            mesh, batch.num_microbatches, loader, reads_inputs=is_first, reads_labels=self._is_last
         )
 
     @property
@@ -124,8 +126,9 @@ class Engine:
         Raises:
             PipelineError, LossScaleError: what the fenced step would have raised.
         """
-        with self._failures.failing_together("settle"):
-            self._stands()
+        with self._failures.failing_together("settle"), self.examiner.naming():
+            if not self._stands():
+                self.examiner.look_at(self.last_step)
 
     def _stands(self) -> bool:
         """Settles; whether parameters stay as they were."""
@@ -139,6 +142,21 @@ class Engine:
                 self.global_steps -= 1
                 self.consumed_samples -= self.batch.train_batch_size
             raise
+
+    def check_replicas(self) -> None:
+        """Compares all copies of each parameter, bit by bit.
+
+        Raises:
+            ReplicaError: some differ; on every rank.
+        """
+        with self._failures.failing_together("check_replicas"):
+            self._stands()
+            check_replicas(self._model, self.mesh)
+
+    @property
+    def work_seconds(self) -> float:
+        """What this rank took in its last step to read its batch and to compute; not collective."""
+        return self._work.seconds() + self._feed.seconds
 
     def get_global_grad_norm(self) -> float | None:
         """Of the last step, before clipping; None before the first. Not collective."""
@@ -159,13 +177,19 @@ class Engine:
 
     # Training and evaluation
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
+    def train_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        *,
+        wants_to_stop: Callable[[], bool] = lambda: False,
+    ) -> float:
         """One optimizer step on one global batch.
 
         Args:
             data_iter: yields the (inputs, labels) of this data rank's micro-batches; read on the
                 pipeline ranks of the first and the last stage. None: the training data given to
                 `initialize`.
+            wants_to_stop: asked once, late in the step; `stop_wished` says if any rank's said yes.
 
         Returns:
             the loss, averaged over the whole batch; the same on every rank.
@@ -175,19 +199,22 @@ class Engine:
             DataError: the data ended within this batch.
             PipelineError: a layer, or another rank, failed; or what `settle` raises.
         """
-        with self._failures.failing_together("train_batch"):
+        with self._failures.failing_together("train_batch"), self.examiner.naming():
             if self._step is None:
                 raise ConfigError(
                     "train_batch needs an optimizer: add the section 'optimizer'",
                     on_every_rank=True,
                 )
+            self._step.asks = wants_to_stop
             inputs, labels = self._next_batch(data_iter)
             if self._tuner is not None:
                 self._tuner.prepare_step(self._tracer)
             with preserve_rng(self.mesh.device):
                 results = self._run(inputs, labels)
             with self.timers("optimizer"):
-                report = self._step(*self._totals(results))
+                report = self._step(*totals(results, self.mesh))
+            self.stop_wished = report.votes > 0
+            self.examiner.look_at(report)
             trace = self._tracer.finish(self.global_steps + 1, self._executor.plan)
             self.last_trace = trace or self.last_trace
             if self._tuner is not None:
@@ -221,15 +248,20 @@ class Engine:
             )
 
         recorder = self._tracer.begin(self.global_steps + 1)
+        recorder = self._work if recorder is OFF else recorder
         if not isinstance(step, PostValidatedStep):
-            return self._executor.run(self.plan, batch(), recorder)
-        return self._ahead.run(
-            self.plan,
-            batch,
-            self._stands,
-            lambda results: step.forwards_done(*self._totals(results)),
-            recorder,
-        )
+            results = self._executor.run(self.plan, batch(), recorder)
+        else:
+            results = self._ahead.run(
+                self.plan,
+                batch,
+                self._stands,
+                lambda results: step.forwards_done(*totals(results, self.mesh)),
+                recorder,
+                lambda: self.examiner.look_at(self.last_step),
+            )
+        self.examiner.remember(self.plan, batch())
+        return results
 
     def eval_batch(
         self,
@@ -255,42 +287,19 @@ class Engine:
             count = num_micro_batches or self.batch.num_microbatches
             inputs, labels = self._feed.read(iter(data_iter), count)
             results = self._forward(inputs, labels, return_outputs)
-            loss, weight, _ = self._totals(results)
-            sums = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in (loss, weight)])
-            sums = sums.to(self.mesh.device)
-            if self.mesh.world.size > 1:
-                dist.all_reduce(sums, group=self.mesh.world.group)
-            total, of = sums.tolist()
-            value = total / of if of else float("nan")
-            if not return_outputs:
-                return value
-            return value, self._outputs(results)
+            loss = mean_loss(results, self.mesh)
+            return (loss, outputs_of(results, self._is_last)) if return_outputs else loss
 
     def infer(self, inputs: Sequence[Any]) -> list[Any] | None:
         """What the last layer gives for each micro-batch, on the ranks of the last stage."""
         with self._failures.failing_together("infer"):
             self._stands()
-            return self._outputs(self._forward(self._feed.to_device(inputs), (), keep_outputs=True))
+            results = self._forward(self._feed.to_device(inputs), (), keep_outputs=True)
+            return outputs_of(results, self._is_last)
 
     def _forward(self, inputs: Sequence[Any], labels: Sequence[Any], keep_outputs: bool) -> Results:
-        plan = lower(forward_only(self.plan.rank_of_stage, max(len(inputs), len(labels))))
-        with preserve_rng(self.mesh.device):
-            return self._executor.run(plan, MicroBatches(inputs, labels, keep_outputs=keep_outputs))
-
-    def _outputs(self, results: Results) -> list[Any] | None:
-        if not self._is_last:
-            return None
-        return [results.outputs[m] for m in sorted(results.outputs)]
-
-    def _totals(self, results: Results) -> tuple[Tensor | float, Tensor | float, int]:
-        """Sums over this rank's micro-batches: losses, weights, number; each counted once."""
-        if not results.losses or self.mesh.tensor.rank > 0:
-            return 0.0, 0.0, 0
-        # In the order of micro-batches, whatever the schedule was.
-        order = sorted(results.losses)
-        losses = torch.stack([results.losses[m].double() for m in order]).sum()
-        weights = torch.stack([results.weights[m].double() for m in order]).sum()
-        return losses, weights, len(order)
+        ranks = self.plan.rank_of_stage
+        return forward(self._executor, ranks, inputs, labels, self.mesh, keep_outputs)
 
     # State
 

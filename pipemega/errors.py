@@ -45,6 +45,27 @@ class PipelineError(PipemegaError, RuntimeError):
         self.place = place
 
 
+class NonFiniteError(PipelineError):
+    """The loss or a gradient is inf or nan; parameters and optimizer state are as before the step.
+
+    Args:
+        what: which step, and which of its numbers.
+        origin: where in the step it was first, in words; empty if nobody has looked.
+        advice: the way out.
+    """
+
+    def __init__(
+        self, what: str, *, origin: str = "", advice: str = "", on_every_rank: bool = False
+    ) -> None:
+        found = ": ".join(filter(None, (what, origin)))
+        super().__init__(". ".join(filter(None, (found, advice))), on_every_rank=on_every_rank)
+        self.what, self.origin, self.advice = what, origin, advice
+
+
+class ReplicaError(PipelineError):
+    """Copies of a parameter, which must be equal, are not; the message names it and the ranks."""
+
+
 class PeerError(PipelineError):
     """Another rank failed or is gone; the message carries that rank's own first cause."""
 

@@ -110,6 +110,14 @@ class FailureBoard:
         told = _brief(message) in cause.message
         return PeerError(f"{name}{cause.message}{'' if told else here}")
 
+    def is_told(self) -> bool:
+        """Whether a rank has failed, as far as anybody has written so."""
+        if self._store is None:
+            return False
+        with suppress(RuntimeError):
+            return bool(self._store.check([_CAUSE])) or bool(self._store.add(_LOST, 0))
+        return True  # the store is gone, and with it the rank or the agent that held it
+
     def wait_for_last_words(self, seconds: float) -> None:
         """Returns when all ranks have come here, or are late.
 

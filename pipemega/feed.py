@@ -1,6 +1,7 @@
 """What one rank reads of a batch: inputs where the first stage is, labels where the last one is."""
 
 import itertools
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -36,6 +37,8 @@ class Feed:
     ) -> None:
         self._mesh, self._num_microbatches, self._loader = mesh, num_microbatches, loader
         self._reads_inputs, self._reads_labels = reads_inputs, reads_labels
+        self.seconds = 0.0
+        """That the last `batch` took."""
 
     def batch(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
         """The (inputs, labels) of the next training step, from `data_iter` or the loader.
@@ -44,6 +47,13 @@ class Feed:
             StopIteration, DataError: as `read`.
             ConfigError: there is neither.
         """
+        started = time.perf_counter()
+        try:
+            return self._batch(data_iter)
+        finally:
+            self.seconds = time.perf_counter() - started
+
+    def _batch(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
         if data_iter is not None:
             return self.read(data_iter, self._num_microbatches)
         if self._loader is None and not (self._reads_inputs or self._reads_labels):

@@ -16,12 +16,16 @@ import torch.distributed as dist
 from pipemega.errors import PeerError, PipemegaError
 from pipemega.failure import FailureBoard, Stopped, is_loss
 from pipemega.mesh import launched_rank, launched_world_size, world_axis
+from pipemega.stopping import is_heeded
 
 # torchrun stops all ranks as soon as one has ended; this long they get to say why they do.
 _LAST_WORDS = 2.0
 
 # How long a rank that was stopped may take to find out why, before it is ended as it stands.
 _GRACE = 6.0
+
+# How often a rank that was stopped, and finishes its step, looks if another one has failed.
+_GLANCE = 0.5
 
 _INTERRUPTED = 130
 
@@ -119,21 +123,32 @@ def _heeding_sigterm() -> Iterator[None]:
     theirs.setblocking(False)
     before = signal.signal(signal.SIGTERM, stop)
     woken_before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
-    threading.Thread(target=_end_the_deaf, args=(ours,), daemon=True, name="sigterm").start()
+    over = threading.Event()
+    threading.Thread(target=_end_the_deaf, args=(ours, over), daemon=True, name="sigterm").start()
     try:
         yield
     finally:
+        over.set()
         signal.set_wakeup_fd(woken_before)
         signal.signal(signal.SIGTERM, before)
         theirs.close()
 
 
-def _end_the_deaf(signals: socket.socket) -> None:
-    """Ends the process a while after a SIGTERM that it did not end by itself."""
+def _end_the_deaf(signals: socket.socket, over: threading.Event) -> None:
+    """Ends the process a while after a SIGTERM that it did not end by itself.
+
+    Args:
+        signals: brings the numbers of those that come.
+        over: the script has come to its end.
+    """
     with signals:
         while (number := signals.recv(1)) != bytes([signal.SIGTERM]):
             if not number:
                 return
+    # Who finishes the step and saves it may take longer, unless a rank has failed.
+    while is_heeded() and not FailureBoard(world_axis()).is_told():
+        if over.wait(_GLANCE):
+            return
     time.sleep(_GRACE)
     sys.stderr.write(
         f"error: rank {launched_rank()}: stopped by SIGTERM, deep in a call that did not return\n"

@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.rendezvous import rendezvous
 
 from pipemega.errors import MeshError, PipemegaError
 from pipemega.topology import AXES, AxisName, Topology
@@ -153,7 +154,8 @@ def build_mesh(
     if not dist.is_initialized():
         # Without device_id: given one, NCCL puts all single sends and receives of a group into one
         # row, and a receive that was posted early would hold up the sends behind it.
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=timeout)
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout, **_own_store(timeout))
     rank = dist.get_rank()
     axes = {name: _axis(name, topology, rank, timeout) for name in AXES}
     # A rank that failed right behind this would break the connections that others still make.
@@ -168,6 +170,23 @@ def build_mesh(
         timeout,
         _device_mesh(topology, device, axes),
     )
+
+
+def _own_store(timeout: timedelta) -> dict[str, Any]:
+    """What makes ranks that torchrun has started again meet where nobody has been.
+
+    With a static rendezvous (`--master_port`) torchrun keeps one store for all lives of the ranks
+    on its node, and what those of the life before have left in it, their addresses for one, keeps
+    the next from meeting. Other rendezvous begin with a new store each time.
+    """
+    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+    if life == "0" or not one_node:
+        # Of several agents each counts for itself.
+        return {}
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    own = dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
+    return {"store": own, "rank": rank, "world_size": world_size}
 
 
 def _axis(name: AxisName, topology: Topology, rank: int, timeout: timedelta) -> Axis:

@@ -152,7 +152,14 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
 
     @model_validator(mode="after")
     def _rules(self) -> "Config":
-        for rule in (_one_precision, _model_on_mesh, _stages, _schedule_length, _sizes):
+        for rule in (
+            _one_precision,
+            _model_on_mesh,
+            _stages,
+            _schedule_length,
+            _folder_to_go_back_to,
+            _sizes,
+        ):
             rule(self)
         return self
 
@@ -248,6 +255,20 @@ def _stages(config: Config) -> None:
 def _schedule_length(config: Config) -> None:
     if config.scheduler is not None:
         config.scheduler.params.check(config.training.train_steps)
+
+
+def _folder_to_go_back_to(config: Config) -> None:
+    training = config.training
+    wants = {
+        "training.resume is 'auto'": training.resume == "auto",
+        "training.on_nonfinite.policy is 'rollback'": training.on_nonfinite.policy == "rollback",
+    }
+    for wish, is_there in wants.items():
+        if is_there and config.checkpoint.save is None:
+            raise ValueError(
+                f"{wish}, which loads what the run has saved, and it saves nothing: give "
+                "checkpoint.save"
+            )
 
 
 def _sizes(config: Config) -> None:

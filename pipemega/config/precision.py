@@ -54,7 +54,9 @@ class Bf16Section(Section):
 
     enabled: bool = honoured(False, "Train in bf16.")
     check_grad_overflow: bool = honoured(
-        True, "Skip a step whose gradients are not finite, as fp16 does."
+        True,
+        "Skip a step whose gradients are not finite, as fp16 does, unless "
+        "training.on_nonfinite.policy says otherwise.",
     )
     immediate_grad_update: bool = ignored(
         False,

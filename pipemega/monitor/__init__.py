@@ -4,7 +4,7 @@ from pipemega.monitor.build import build_sinks
 from pipemega.monitor.console import Console, eval_line, parse_line, step_line, timeline_line
 from pipemega.monitor.flops import gpt_flops_per_token, peak_tflops, tflops_per_device
 from pipemega.monitor.logger import get_logger
-from pipemega.monitor.records import EvalRecord, Record, StepRecord, TimelineRecord
+from pipemega.monitor.records import EvalRecord, EventRecord, Record, StepRecord, TimelineRecord
 from pipemega.monitor.sinks import (
     CsvSink,
     JsonLinesSink,
@@ -20,6 +20,7 @@ __all__ = [
     "Console",
     "CsvSink",
     "EvalRecord",
+    "EventRecord",
     "JsonLinesSink",
     "Monitor",
     "MultiTimer",

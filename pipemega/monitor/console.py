@@ -8,7 +8,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from pipemega.monitor.records import EvalRecord, Record, StepRecord, TimelineRecord
+from pipemega.monitor.records import EvalRecord, EventRecord, Record, StepRecord, TimelineRecord
 from pipemega.monitor.sinks import Sink
 
 # One "key value" of a line: the value is the last word, whatever words the key has.
@@ -58,6 +58,8 @@ class Console(Sink):
         if isinstance(record, TimelineRecord):
             self._say(timeline_line(record))
             return
+        if isinstance(record, EventRecord):
+            return  # the log has told it, in words
         self._seconds.append(record.step_seconds)
         self._advance(record)
         if self._is_due(record.step):

@@ -172,7 +172,36 @@ class TimelineRecord:
         return {"kind": self.kind} | self.__dict__ | {"picture": picture}
 
 
-Record = StepRecord | EvalRecord | TimelineRecord
+@dataclass(frozen=True, kw_only=True)
+class EventRecord:
+    """Something that befell the run.
+
+    Args:
+        step: after which step; of a step, its number.
+        consumed_samples: samples up to then.
+        name: "loss_spike", "nonfinite", "rollback", "straggler".
+        values: numbers that tell how much.
+        text: the same for people.
+    """
+
+    step: int
+    consumed_samples: int
+    name: str
+    values: Mapping[str, float]
+    text: str
+
+    kind: ClassVar[str] = "event"
+
+    def scalars(self) -> dict[str, float]:
+        """Tag -> value."""
+        return {_tag(f"{self.name}_{key}"): value for key, value in self.values.items()}
+
+    def row(self) -> dict[str, object]:
+        """The fields by name, for a line of JSON."""
+        return {"kind": self.kind} | self.__dict__ | {"values": dict(self.values)}
+
+
+Record = StepRecord | EvalRecord | TimelineRecord | EventRecord
 
 
 def _tag(name: str) -> str:

@@ -23,6 +23,7 @@ class StepReport:
         skipped_steps: so far, with this one.
         rollbacks: steps so far, with this one, that were taken back and done again because they
             had not waited for the norm (`post_validate`).
+        votes: how many ranks said yes to `OptimizerStep.asks`.
     """
 
     loss: float
@@ -34,6 +35,13 @@ class StepReport:
     weight: float
     skipped_steps: int = 0
     rollbacks: int = 0
+    votes: float = 0.0
+
+    def in_words(self, step: int) -> str:
+        """A step that was not finite: "loss is nan at step 12 (gradient norm nan)"."""
+        if math.isfinite(self.loss):
+            return f"the gradient norm is {self.grad_norm:g} at step {step} (loss {self.loss:g})"
+        return f"loss is {self.loss:g} at step {step} (gradient norm {self.grad_norm:g})"
 
 
 @dataclass(frozen=True)
@@ -45,12 +53,13 @@ class World:
     loss: float
     weight: float
     num_microbatches: float
+    votes: float
 
     @classmethod
     def of(cls, sums: Sequence[float]) -> "World":
-        """From [squared norm of each layer .., ranks with inf or nan, loss, weight, number]."""
-        *squares, nonfinite_ranks, loss, weight, count = sums
-        return cls(sum(squares), nonfinite_ranks, loss, weight, count)
+        """From [squares of each layer .., ranks with inf or nan, loss, weight, number, votes]."""
+        *squares, nonfinite_ranks, loss, weight, count, votes = sums
+        return cls(sum(squares), nonfinite_ranks, loss, weight, count, votes)
 
     def without_norm(self) -> "World":
         """The same, had all gradients been zeros: a norm that neither clips nor overflows."""
@@ -122,5 +131,6 @@ def decide(attempt: Attempt, world: World, clip: float) -> Decision:
         overflow=overflow,
         weight=world.weight,
         skipped_steps=attempt.skipped_steps + skipped,
+        votes=world.votes,
     )
     return Decision(report, factor, world.nonfinite_ranks)

@@ -115,9 +115,9 @@ class PostValidatedStep(OptimizerStep):
     ) -> None:
         """Starts to sum up what the next call is given; every rank calls it, after its forwards."""
         # Of the length and order of the later sums, so that no bit differs between the two.
-        shares = torch.zeros(self._num_layers + 4, dtype=torch.float64)
-        shares[-3] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
-        shares[-2], shares[-1] = weight_sum, num_microbatches
+        shares = torch.zeros(self._num_layers + 5, dtype=torch.float64)
+        shares[-4] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
+        shares[-3], shares[-2], shares[-1] = weight_sum, num_microbatches, self.asks()
         self._totals = _Sums("loss and weight", shares, self._group)
 
     def __call__(

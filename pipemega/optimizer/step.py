@@ -13,7 +13,7 @@ Its parts are methods of their own: `post_validate` steps before the all-reduce 
 
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipemega.errors import PipelineError
+from pipemega.errors import NonFiniteError
 from pipemega.gradients import GradientBuffer
 from pipemega.optimizer.decision import Attempt, Decision, StepReport, World, decide
 from pipemega.optimizer.lr_schedules import LRSchedule
@@ -75,6 +75,11 @@ class OptimizerStep:
         self.steps = 0
         """Calls so far, skipped ones included."""
         self.skipped_steps = 0
+        self.asks: Callable[[], bool] = lambda: False
+        """A question to this rank alone, put in each step; `StepReport.votes` counts who said yes.
+
+        As late in the step as can be, and in a sum that is made anyway: so it costs nothing.
+        """
         self._last: StepReport | None = None
         self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
         self._mesh = targets.mesh
@@ -100,7 +105,7 @@ class OptimizerStep:
             num_microbatches: how many they were.
 
         Raises:
-            PipelineError: a gradient is not finite, and such steps are not skipped.
+            NonFiniteError: a gradient is not finite, and such steps are not skipped.
             LossScaleError: fp16 overflowed at the smallest loss scale.
         """
         attempt = self._attempt()
@@ -151,11 +156,11 @@ class OptimizerStep:
     def _shares(
         self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
     ) -> Tensor:
-        """What this rank adds to the `World`: [num_layers + 4] fp64, on the device."""
-        shares = torch.empty(self._num_layers + 4, dtype=torch.float64, device=self._mesh.device)
-        shares[:-3] = self.targets.squared_norms(self._num_layers)
-        shares[-3] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
-        shares[-2], shares[-1] = weight_sum, num_microbatches
+        """What this rank adds to the `World`: [num_layers + 5] fp64, on the device."""
+        shares = torch.empty(self._num_layers + 5, dtype=torch.float64, device=self._mesh.device)
+        shares[:-4] = self.targets.squared_norms(self._num_layers)
+        shares[-4] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
+        shares[-3], shares[-2], shares[-1] = weight_sum, num_microbatches, self.asks()
         return shares
 
     def _carry_out(self, decision: Decision) -> None:
@@ -171,7 +176,7 @@ class OptimizerStep:
     def _do(self, decision: Decision) -> None:
         report = decision.report
         if report.overflow and not self._skip_nonfinite:
-            raise PipelineError(self._not_finite(decision), on_every_rank=True)
+            raise self._not_finite(decision)
         if not report.skipped:
             self._step(decision.factor)
         else:
@@ -185,14 +190,16 @@ class OptimizerStep:
         if report.overflow or not report.skipped:
             self.loss_scale.update(report.overflow)
 
-    def _not_finite(self, decision: Decision) -> str:
-        report = decision.report
-        return (
-            f"the gradient norm of step {self.steps} is {report.grad_norm} (loss {report.loss:g}): "
-            f"{decision.nonfinite_ranks:g} of {self._mesh.world.size} ranks hold a gradient with "
-            "inf or nan. Parameters and optimizer state are those of the step before. Lower the "
-            "learning rate or look for a division by 0 in the model; with bf16, "
-            "bf16.check_grad_overflow true skips such steps"
+    def _not_finite(self, decision: Decision) -> NonFiniteError:
+        return NonFiniteError(
+            decision.report.in_words(self.steps),
+            advice=(
+                f"{decision.nonfinite_ranks:g} of {self._mesh.world.size} ranks held a gradient "
+                "with inf or nan. Parameters and optimizer state are those of the step before. "
+                "Lower the learning rate or look for a division by 0 in the model; "
+                "training.on_nonfinite skips such steps, or goes back to a checkpoint"
+            ),
+            on_every_rank=True,
         )
 
     def _step(self, factor: float) -> None:

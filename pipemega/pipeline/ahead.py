@@ -1,11 +1,9 @@
 """A step whose forwards begin before the last optimizer step is known to stand."""
 
-from collections.abc import Callable, Iterable
-
-import torch
-from torch import Tensor, nn
+from collections.abc import Callable
 
 from pipemega.errors import PipemegaError
+from pipemega.pipeline.buffers import BufferCopies
 from pipemega.pipeline.executor import Executor, MicroBatches, Results
 from pipemega.pipeline.instructions import Plan
 from pipemega.pipeline.recorder import OFF, Recorder
@@ -31,6 +29,7 @@ class RunAhead:
         stands: Callable[[], bool],
         forwards_done: Callable[[Results], None],
         recorder: Recorder = OFF,
+        undone: Callable[[], None] = lambda: None,
     ) -> Results:
         """Runs this rank's program of the lowered `plan` once.
 
@@ -41,6 +40,8 @@ class RunAhead:
                 rank, and may raise an error of ours on every rank.
             forwards_done: told as soon as all forwards have run for good, with their losses.
             recorder: times each instruction; of a warm-up that is run again, the second time.
+            undone: called between a warm-up that was thrown away and its second run, on every
+                rank alike; it may run plans of its own.
         """
         cut, executor = self._cut_of(plan), self._executor
         rank = executor.rank
@@ -59,6 +60,7 @@ class RunAhead:
         if again:
             executor.throw_away(cut.unread[rank])
             buffers.restore()
+            undone()
             executor.begin(cut.plan, batch(), recorder)
             executor.work(program[:stop])
         executor.work(program[stop:last])
@@ -70,27 +72,3 @@ class RunAhead:
         if self._cut is None or self._of is not plan:
             self._of, self._cut = plan, warm_up(plan)
         return self._cut
-
-
-class BufferCopies:
-    """The buffers of some modules as they are now: running statistics, and whatever else.
-
-    Args:
-        modules: with all modules in them.
-    """
-
-    @torch.no_grad()
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = [
-            (module, name, buffer, buffer.clone())
-            for tree in modules
-            for module in tree.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Puts the values back, and the tensors where others have taken their place."""
-        for module, name, buffer, value in self._kept:
-            module._buffers[name] = buffer.copy_(value)

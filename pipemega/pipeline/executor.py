@@ -36,6 +36,7 @@ class MicroBatches:
         loss_factor: what the gradient of each micro-batch's loss is seeded with; carries the
             loss scale and the mean over micro-batches.
         keep_outputs: hand back the outputs of the last layer.
+        gradients_stay: nobody is told that a gradient is final: they will be thrown away.
     """
 
     inputs: Sequence[Any]
@@ -43,6 +44,7 @@ class MicroBatches:
     draws: Sequence[Draws] | None = None
     loss_factor: float = 1.0
     keep_outputs: bool = False
+    gradients_stay: bool = False
 
 
 @dataclass
@@ -149,7 +151,7 @@ class Executor:
             self._transport.exchange_all(plan.forward_only)
         for stage in self._stages.values():
             stage.train(self._train)
-        if self._arrivals is not None and self._train:
+        if self._arrivals is not None and self._train and not batch.gradients_stay:
             self._last_of_stage = last_gradients(plan.programs[self._rank])
             self._arrivals.begin()
         recorder.begin()

@@ -7,7 +7,7 @@ stages      0         1         2            Stage: only the local ones are buil
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -125,6 +125,14 @@ def _tied_shapes(spec: LayerSpec, key: str, position: int) -> dict[str, tuple[in
     return {name: shard_of(parameters[name]).shape for name in spec.tied_weight_attr}
 
 
+class Watch(Protocol):
+    """Looks at what goes into each layer of a stage, and at what comes out."""
+
+    def enter(self, position: int, x: Any, draws: "Draws | None") -> None: ...
+
+    def leave(self, position: int, y: Any, draws: "Draws | None") -> None: ...
+
+
 class Draws(NamedTuple):
     """Which random numbers a forward pass may use: they depend on nothing else than these."""
 
@@ -160,6 +168,9 @@ class Stage(nn.Module):
         number: of the stage along the model, 0 first.
         start, stop: the run.
         building: how to build.
+
+    Attributes:
+        watch: set while a step is looked into; None otherwise.
     """
 
     def __init__(
@@ -167,6 +178,7 @@ class Stage(nn.Module):
     ) -> None:
         super().__init__()
         self.number, self.start, self.stop = number, start, stop
+        self.watch: Watch | None = None
         self._building = building
         self._specs = net.specs[start:stop]
         self._first_of_key = {key: positions[0] for key, positions in net.tied().items()}
@@ -226,6 +238,8 @@ class Stage(nn.Module):
                 random.seed_layer(*draws, position, device=self._building.device)
             for hook in self._before_each_layer:
                 hook(position)
+            if self.watch is not None:
+                self.watch.enter(position, x, draws)
             try:
                 if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
                     x = spec.forward_fn(layer, x)
@@ -240,7 +254,13 @@ class Stage(nn.Module):
                 raise PipelineError(
                     f"layers.{position} ({spec.name}) failed: {type(error).__name__}: {error}"
                 ) from error
+            if self.watch is not None:
+                self.watch.leave(position, x, draws)
         return x
+
+    def name_of(self, position: int) -> str:
+        """What the layer at `position` is called in messages."""
+        return self._specs[position - self.start].name
 
     def extra_repr(self) -> str:
         return f"stage {self.number}, layers {self.start} to {self.stop - 1}"

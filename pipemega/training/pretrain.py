@@ -64,7 +64,12 @@ def flops_per_token(config: Config, vocab_size: int) -> float:
 
 
 def report(trainer: Trainer, datasets: Datasets) -> None:
-    """What came out: the validation loss beside a bigram model's, and a text if asked for."""
+    """What came out: the validation loss beside a bigram model's, and a text if asked for.
+
+    Nothing of a run that was stopped: who stops one does not wait.
+    """
+    if trainer.stopped:
+        return
     _report_losses(trainer, datasets)
     _report_text(trainer, datasets)
 

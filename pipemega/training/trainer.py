@@ -1,35 +1,24 @@
-"""The loop that users script: train, evaluate, show, save."""
+"""The loop that users script: train, evaluate, show, save.
+
+What may befall a run of weeks has rooms of its own: `resuming`, `nonfinite`, `spikes`,
+`stragglers`, and `pipemega.stopping`. docs/long_runs.md tells how they play together.
+"""
 
 import math
-import resource
 import time
-from collections import deque
-from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from pipemega.checkpoint import is_remote
-from pipemega.config import Config
+from pipemega.checkpoint import newest
 from pipemega.data.loader import BatchLoader
 from pipemega.engine import Engine
-from pipemega.errors import ConfigError
-from pipemega.monitor import (
-    EvalRecord,
-    Monitor,
-    ResumePoint,
-    StepRecord,
-    breakdown_line,
-    breakdown_scalars,
-    build_sinks,
-    get_logger,
-    peak_tflops,
-    tflops_per_device,
-)
-from pipemega.training.timelines import write_timeline
+from pipemega.errors import ConfigError, NonFiniteError
+from pipemega.mesh import from_first
+from pipemega.monitor import EvalRecord, Monitor, get_logger
+from pipemega.stopping import StopRequest
+from pipemega.training.history import RunHistory
+from pipemega.training.journal import Journal, run_folder
+from pipemega.training.resuming import resume
 
 
 class Trainer:
@@ -41,8 +30,8 @@ class Trainer:
         tokens_per_sample, flops_per_token: for tokens/s, TFLOP/s and MFU; 0 leaves them out.
 
     Attributes:
-        monitor: where records go; on rank 0 only.
         validation: (step, loss) of each evaluation so far.
+        stopped: why `fit` ended before its last step; empty if it did not.
     """
 
     def __init__(
@@ -54,41 +43,33 @@ class Trainer:
         flops_per_token: float = 0.0,
     ) -> None:
         self.engine, self.config = engine, engine.config
-        self.validation: list[tuple[int, float]] = []
+        self.stopped = ""
         self._valid = valid
-        self._tokens_per_sample, self._flops_per_token = tokens_per_sample, flops_per_token
-        self._nan_steps = 0
-        self._drafts: deque[StepRecord] = deque()  # of steps whose norm is not known yet
         self._log = get_logger(engine.mesh.rank)
-        self._peak = self.config.monitor.peak_tflops or _device_peak(engine.mesh.device)
-        state = self._resume()
-        engine.settle()
-        engine.take_reports()  # of steps that were not ours
-        self._keep_config()
-        self.monitor = self._open_monitor(state)
-
-    def _resume(self) -> dict[str, Any]:
-        """Loads `checkpoint.load`, if the config asks for it; returns the trainer's own state."""
-        folder = self.config.checkpoint.load
-        if folder is None:
-            return {}
-        settings = self.config.checkpoint
-        path, client = self.engine.load_checkpoint(
-            folder,
-            settings.load_tag,
-            load_module_only=settings.load_module_only,
-            load_optimizer_states=settings.load_optimizer_states,
-            load_lr_scheduler_states=settings.load_lr_scheduler_states,
-            strict=settings.strict,
-        )
-        if settings.load_module_only:
-            # A new run: the records of the other one are not its own.
-            return {}
-        state: dict[str, Any] = (client or {}).get("trainer", {})
-        self._nan_steps = state.get("nan_steps", 0)
+        self._stop = StopRequest(engine.mesh.world, self.config.training.exit_after_minutes)
+        resumed = resume(engine, self._log)
+        state = resumed or {}
         self.validation = [(int(s), float(loss)) for s, loss in state.get("validation", [])]
-        self._log.info(f"resumed from {path} at step {self.engine.global_steps}")
-        return state
+        self._keep_config()
+        self._journal = Journal(
+            engine,
+            state,
+            self._log,
+            tokens_per_sample=tokens_per_sample,
+            flops_per_token=flops_per_token,
+        )
+        self.history.resumes += resumed is not None
+        self._first_step = engine.global_steps
+
+    @property
+    def history(self) -> RunHistory:
+        """What has befallen the run so far, over all its restarts."""
+        return self._journal.history
+
+    @property
+    def monitor(self) -> Monitor:
+        """Where records go; on rank 0 only."""
+        return self._journal.monitor
 
     def _keep_config(self) -> None:
         """The resolved config beside what the run writes, so that it can be run again."""
@@ -97,44 +78,56 @@ class Trainer:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "config.json").write_text(self.config.to_json() + "\n", encoding="utf-8")
 
-    def _open_monitor(self, state: dict[str, Any]) -> Monitor:
-        engine = self.engine
-        resume = None
-        if engine.global_steps:
-            resume = ResumePoint(engine.global_steps, engine.consumed_samples)
-        return build_sinks(
-            self.config,
-            run_folder(self.config),
-            is_main=engine.mesh.rank == 0,
-            logger=self._log,
-            resume=resume,
-            state=state.get("monitor"),
-        )
-
     def fit(self) -> float:
         """Runs to `training.train_steps`; returns the last training loss.
 
+        A signal, `training.exit_after_minutes` and the end of the data end it before, with a
+        checkpoint; `stopped` says so.
+
         Raises:
             ConfigError: training.train_steps is missing.
+            NonFiniteError: a step had inf or nan, and `training.on_nonfinite` does not bear it.
+            ReplicaError: copies of a parameter differ (`training.check_replicas_every`).
         """
         settings, engine = self.config.training, self.engine
         if settings.train_steps is None:
             raise ConfigError("training.train_steps is missing: how many steps shall be trained?")
         loss = math.nan
-        try:
-            if self._valid is not None and settings.eval_interval and not self.validation:
-                self.evaluate()
-            while engine.global_steps < settings.train_steps:
-                loss = self.train_step()
-                last = engine.global_steps == settings.train_steps
-                if self._due(settings.eval_interval) or (last and settings.eval_interval):
+        with self._stop:
+            try:
+                if self._valid is not None and settings.eval_interval and not self.validation:
                     self.evaluate()
-                if self._due(self.config.checkpoint.interval) or last:
-                    self.save()
+                while engine.global_steps < settings.train_steps and not self.stopped:
+                    try:
+                        loss = self._advance(settings.train_steps)
+                    except NonFiniteError as error:
+                        self._roll_back(error)
+                engine.finish_saving()
+                self._say_the_end(settings.train_steps)
+            finally:
+                self.monitor.close()
+        return loss
+
+    def _advance(self, train_steps: int) -> float:
+        """One step, and what is due after it; returns the loss."""
+        engine, settings = self.engine, self.config.training
+        try:
+            loss = self.train_step()
+        except StopIteration:
+            self._end_early("the training data ended")
+            return math.nan
+        last = engine.global_steps == train_steps
+        if engine.stop_wished and not last:
+            self._end_early(self._stop.reasons())
+            return loss
+        if self._due(settings.check_replicas_every):
+            engine.check_replicas()
+        if self._due(settings.eval_interval) or (last and settings.eval_interval):
+            self.evaluate()
+        if self._due(self.config.checkpoint.interval) or last:
+            self.save()
+        if last:
             self.settle()
-            engine.finish_saving()
-        finally:
-            self.monitor.close()
         return loss
 
     def _due(self, interval: int) -> bool:
@@ -142,103 +135,67 @@ class Trainer:
 
     def train_step(self) -> float:
         """One optimizer step and its record; returns the loss."""
-        engine, started = self.engine, time.perf_counter()
-        loss = engine.train_batch()
-        draft = self._draft(loss, time.perf_counter() - started)
-        # A step that ended in an error, and is done again, has left one.
-        while self._drafts and self._drafts[-1].step >= draft.step:
-            self._drafts.pop()
-        self._drafts.append(draft)
-        self._write_decided()
-        self._write_timeline()
+        started = time.perf_counter()
+        loss = self.engine.train_batch(wants_to_stop=self._stop.wanted)
+        self._journal.add(loss, time.perf_counter() - started)
         return loss
-
-    def _draft(self, loss: float, seconds: float) -> StepRecord:
-        """What is known of a step as soon as it has run."""
-        engine = self.engine
-        samples = engine.batch.train_batch_size
-        tokens = samples * self._tokens_per_sample
-        tflops = None
-        if self._flops_per_token:
-            flops = self._flops_per_token * tokens
-            tflops = tflops_per_device(flops, seconds, engine.mesh.world.size)
-        return StepRecord(
-            step=engine.global_steps,
-            consumed_samples=engine.consumed_samples,
-            consumed_tokens=engine.consumed_samples * self._tokens_per_sample,
-            loss=loss,
-            lr=math.nan,
-            step_seconds=seconds,
-            samples_per_second=samples / seconds,
-            tokens_per_second=tokens / seconds,
-            tflops_per_device=tflops,
-            mfu=tflops / self._peak if tflops and self._peak else None,
-            memory_gib=self._memory() if self._prints() else None,
-            extra=self._breakdown(),
-        )
-
-    def _write_decided(self) -> None:
-        """Writes the records of all steps that are decided.
-
-        That is the last one, or with `pipeline.optimizer_sync: "post_validate"` the one before.
-        """
-        for report in self.engine.take_reports():
-            draft = self._drafts.popleft()
-            if not (math.isfinite(draft.loss) and math.isfinite(report.grad_norm)):
-                self._nan_steps += 1
-            extra = dict(draft.extra)
-            if self.config.pipeline.optimizer_sync == "post_validate":
-                extra["rollbacks"] = report.rollbacks
-            self.monitor.write(
-                replace(
-                    draft,
-                    lr=report.learning_rate,
-                    grad_norm=report.grad_norm,
-                    loss_scale=report.loss_scale if self.config.fp16.enabled else None,
-                    skipped_steps=report.skipped_steps,
-                    nan_steps=self._nan_steps,
-                    extra=extra,
-                )
-            )
 
     def settle(self) -> None:
         """Writes the records of all steps so far, the last one included."""
         self.engine.settle()
-        self._write_decided()
+        self._journal.write_decided()
 
-    def _write_timeline(self) -> None:
-        """Of this step, if it was timed; on rank 0, which alone has it."""
-        engine, trace = self.engine, self.engine.last_trace
-        if trace is None or trace.step != engine.global_steps:
-            return
-        wanted = self.config.monitor.trace.folder
-        folder = Path(wanted) if wanted else run_folder(self.config) / "timelines"
-        self.monitor.write(write_timeline(trace, folder, engine.consumed_samples, self._log))
+    # The end
 
-    def _prints(self) -> bool:
-        return self._due(self.config.steps_per_print or 0)
+    def _end_early(self, reason: str) -> None:
+        self.settle()
+        self.save()
+        self.stopped = reason
 
-    def _breakdown(self) -> dict[str, float]:
-        if not self.config.wall_clock_breakdown:
-            return {}
-        seconds = self.engine.timers.lap()
-        if self._prints():
-            self._log.info(breakdown_line(self.engine.global_steps, seconds))
-        return breakdown_scalars(seconds)
+    def _say_the_end(self, train_steps: int) -> None:
+        steps = self.engine.global_steps
+        how = f"stopped ({self.stopped}) after" if self.stopped else "done with"
+        of_them = f", {steps - self._first_step} of them in this process"
+        self._log.info(
+            f"{how} step {steps} of {train_steps}{of_them if self._first_step else ''}: "
+            f"{self.history.in_words(self.engine.skipped_steps)}"
+        )
+        if self.stopped and self.config.checkpoint.save is None:
+            self._journal.warn("nothing of this run is saved: checkpoint.save is not given")
 
-    def _memory(self) -> float:
-        """Peak GiB of the fullest rank: on a GPU what was allocated, on a CPU the process."""
-        mesh = self.engine.mesh
-        if mesh.device.type == "cuda":
-            peak = float(torch.cuda.max_memory_allocated(mesh.device))
-        else:
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
-        if self.config.memory_breakdown:
-            self._log.info(f"memory of rank {mesh.rank}: peak {peak / 2**30:.2f} GiB")
-        tensor = torch.tensor(peak, dtype=torch.float64, device=mesh.device)
-        if mesh.world.size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=mesh.world.group)
-        return float(tensor.item()) / 2**30
+    def _roll_back(self, error: NonFiniteError) -> None:
+        """Loads the newest checkpoint, and goes on with the data behind the batch of `error`.
+
+        Raises:
+            NonFiniteError: the policy is another, the budget is spent, or there is no checkpoint.
+        """
+        engine, failed = self.engine, self.engine.global_steps + 1
+        self._journal.policy.roll_back(error)
+        assert self.config.checkpoint.save is not None, "the config has been checked"
+        folder = self.config.checkpoint.save
+        engine.finish_saving()
+        if from_first(engine.mesh.world, lambda: newest(folder)) is None:
+            raise NonFiniteError(
+                error.what,
+                origin=error.origin,
+                advice=f"training.on_nonfinite.policy is 'rollback', and {folder} has no complete "
+                "checkpoint yet to go back to: lower checkpoint.interval",
+                on_every_rank=True,
+            ) from error
+        position = None if engine.loader is None else engine.loader.state_dict()
+        engine.load_checkpoint(folder)
+        if engine.loader is not None and position is not None:
+            engine.loader.load_state_dict(position)
+        self.history.rollbacks += 1
+        self.history.nan_steps += 1
+        self.validation = [(s, loss) for s, loss in self.validation if s <= engine.global_steps]
+        self._journal.go_back()
+        text = f"rolled back from step {failed} to step {engine.global_steps}"
+        self._log.info(f"{text}; the data goes on behind the batch that failed")
+        values = {"from_step": failed, "number": self.history.rollbacks}
+        self._journal.event("rollback", values, f"{text}: {error.what}: {error.origin}")
+
+    # Evaluating and saving
 
     def evaluate(self) -> float:
         """The validation loss on the first `training.eval_steps` batches; the same each time."""
@@ -278,22 +235,5 @@ class Trainer:
         if folder is None:
             return
         self.settle()
-        state = {
-            "monitor": self.monitor.state_dict(),
-            "nan_steps": self._nan_steps,
-            "validation": self.validation,
-        }
+        state = {**self._journal.state_dict(), "validation": self.validation}
         self.engine.save_checkpoint(folder, client_state={"trainer": state})
-
-
-def run_folder(config: Config) -> Path:
-    """Where a run leaves what it writes beside its checkpoints."""
-    folder = config.checkpoint.save or "runs/latest"
-    # What is written line by line has no place in an object store.
-    return Path("runs", Path(folder).name) if is_remote(folder) else Path(folder)
-
-
-def _device_peak(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    return peak_tflops(torch.cuda.get_device_name(device))

@@ -357,7 +357,8 @@ def test_a_loss_of_nan_is_an_error_of_every_rank_after_which_training_can_go_on(
     pool: RankPool,
 ) -> None:
     for message, losses in pool.run(2, train_past_nan, {**TWO_STAGES}):
-        assert message.startswith("the gradient norm of step 1 is nan (loss nan): 2 of 2 ranks")
+        assert message.startswith("loss is nan at step 1 (gradient norm nan): ")
+        assert "2 of 2 ranks held a gradient with inf or nan" in message
         assert "Lower the learning rate" in message
         assert all(math.isfinite(loss) for loss in losses)
 

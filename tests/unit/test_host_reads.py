@@ -16,6 +16,7 @@ from pipemega.assemble import initialize
 from pipemega.config import load
 from pipemega.engine import Engine
 from pipemega.errors import PipelineError
+from pipemega.evaluation import totals
 from pipemega.gradients import square_sum
 from pipemega.mesh import Mesh
 from pipemega.models import GPTConfig, gpt
@@ -72,7 +73,7 @@ def test_a_step_of_the_gpt_reads_nothing_before_its_end(
     assert engine._step is not None
     # And the end of it reads, once.
     with pytest.raises(NotImplementedError, match="meta tensor"):
-        engine._step(*engine._totals(results))
+        engine._step(*totals(results, engine.mesh))
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["not timed", "timed"])

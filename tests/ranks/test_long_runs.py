@@ -1,0 +1,443 @@
+"""What befalls long runs: inf and nan, signals, copies that differ, ranks that lag, resuming."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from tests.ranks import long_run, training_run
+from tests.ranks.long_run import BACKWARD, FORWARD, GAS, LAYERS, MICRO, WEIGHT, config, sample
+from tests.ranks.pool import RankPool
+
+HALF = f"of {MICRO * long_run.WIDTH} elements"
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two runs ended with the same parameters, bit for bit."""
+    mine, theirs = one["parameters"], other["parameters"]
+    return mine.keys() == theirs.keys() and all(
+        numpy.array_equal(mine[name], theirs[name]) for name in mine
+    )
+
+
+# Where inf and nan come from
+
+
+def layer(position: int) -> str:
+    return f"layer {position} 'layers.{position}' (Marked)"
+
+
+CASES = {
+    "forward": (
+        {sample(2, 3): FORWARD + 5, sample(2, 1): FORWARD + 2},
+        "NonFiniteError: loss is nan at step 2 (gradient norm nan): first in the forward of "
+        f"micro-batch 1, stage {{stage2}}, {layer(2)}: output has 3 nan {HALF}, its input was "
+        "finite. {ranks} of {ranks} ranks held a gradient with inf or nan",
+    ),
+    "backward": (
+        {sample(1, 2): BACKWARD + 1, sample(1, 3): BACKWARD + 4},
+        "in the backward of micro-batch 2, stage {stage1}, "
+        f"{layer(1)}: gradient of its input has 1 inf {HALF}, that of its output was finite",
+    ),
+    "data": (
+        {sample(1, 3): long_run.NAN_INPUT},
+        f"micro-batch 3, stage 0, {layer(0)}: its input, the data itself, is not finite",
+    ),
+    "weight": (
+        {sample(1, 2): WEIGHT + 4},
+        "in the backward of micro-batch 2, stage {stage4}, the gradient of layers.4.weight: it has "
+        "1 inf of 16 elements when this is added",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "chunks"),
+    [
+        ({"schedule": "1f1b"}, 1),
+        ({"schedule": "gpipe", "activation_checkpoint_interval": 2}, 1),
+        ({"schedule": "zb-h1"}, 1),
+        ({"schedule": "interleaved", "chunks": 2}, 2),
+    ],
+    ids=["1f1b", "gpipe recomputed", "zb-h1", "interleaved"],
+)
+def test_the_first_stage_layer_and_microbatch_with_inf_or_nan_are_named(
+    pool: RankPool, pipeline: dict[str, Any], chunks: int
+) -> None:
+    stages = 2 * chunks
+    bounds = [LAYERS * s // stages for s in range(stages + 1)]
+    settings = config(mesh={"pipeline": 2}, pipeline={**pipeline, "partition": bounds})
+    where = {f"stage{p}": max(s for s in range(stages) if bounds[s] <= p) for p in range(LAYERS)}
+    told = pool.run(
+        2,
+        long_run.train_many_until_they_fail,
+        [(settings, marks) for marks, _ in CASES.values()],
+    )
+    assert told[0] == told[1]
+    for message, (_, words) in zip(told[0], CASES.values(), strict=True):
+        assert words.format(ranks=2, **where) in message
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_the_data_rank_with_inf_or_nan_is_named(pool: RankPool, zero: int) -> None:
+    settings = config(mesh={"pipeline": 2, "data": 2}, zero_optimization={"stage": zero})
+    marks = {sample(1, 3, 1, 2): FORWARD + 4, sample(2, 0, 0, 2): FORWARD + 1}
+    told = pool.run(4, long_run.train_until_it_fails, settings, marks)
+    assert len(set(told)) == 1
+    assert f"in the forward of micro-batch 3 (data rank 1), stage 1, {layer(4)}" in told[0]
+
+
+def test_a_parameter_that_was_not_finite_before_the_step_is_named(pool: RankPool) -> None:
+    mesh = {"pipeline": 2, "tensor": 2}
+    told = pool.run(4, train_with_a_nan_in_a_parameter, training_run.settings(mesh=mesh))
+    assert len(set(told)) == 1
+    assert (
+        "in the forward of micro-batch 0, stage 1, layer 4 'layers.4' (Block): output has"
+        in (told[0])
+    )
+    assert "its input was finite, but its parameter 'mlp.up.weight' has 1 nan of 192" in (told[0])
+    assert "elements from before the step, on tensor rank 1" in told[0]
+
+
+def train_with_a_nan_in_a_parameter(settings: dict[str, Any]) -> str:
+    engine = training_run.build(settings)
+    if engine.mesh.tensor.rank == 1 and "layers.4.mlp.up.weight" in engine._model.parameters:
+        engine._model.parameters["layers.4.mlp.up.weight"].data[3, 3] = float("nan")
+    with pytest.raises(long_run.PipemegaError) as caught:
+        engine.train_batch(training_run.data(engine, 0))
+    return str(caught.value)
+
+
+def test_inf_or_nan_that_does_not_come_again_is_said_to_be_no_function_of_the_batch(
+    pool: RankPool,
+) -> None:
+    (told,) = pool.run(1, train_with_a_passing_nan)
+    assert "run again with a look at every layer, each rank found everything finite" in told
+
+
+def train_with_a_passing_nan() -> str:
+    engine = long_run.build(config())
+    calls = iter(range(1000))
+    engine.module[0].layers["2"].register_forward_hook(
+        lambda _m, _a, output: (output[0] * float("nan"), output[1]) if next(calls) == 1 else None
+    )
+    with pytest.raises(long_run.PipemegaError) as caught:
+        engine.train_batch()
+    return str(caught.value)
+
+
+# What is done about them
+
+
+BAD = {sample(5, 2): FORWARD + 1}
+
+
+@pytest.mark.parametrize("sync", ["fenced", "post_validate"])
+def test_skip_goes_on_with_the_next_batch_and_says_what_it_skipped(
+    pool: RankPool, tmp_path: Path, sync: str
+) -> None:
+    settings = config(
+        str(tmp_path),
+        mesh={"pipeline": 2},
+        pipeline={"optimizer_sync": sync, "optimizer_sync_after": 2},
+        training={"on_nonfinite": {"policy": "skip"}},
+    )
+    result, other = pool.run(2, long_run.fit, settings, BAD)
+    assert (result["error"], result["steps"], result["skipped"]) == ("", 8, 1)
+    assert result["history"]["spent"] == 1
+    assert equal(result, other)
+    (event,) = result["events"]
+    assert event["text"].startswith(
+        "loss is nan at step 5 (gradient norm nan): first in the forward of micro-batch 2, stage 0"
+    )
+    assert result["losses"][5] == "nan"
+
+
+def test_post_validate_skips_as_the_fenced_step_does(pool: RankPool, tmp_path: Path) -> None:
+    def run(sync: str) -> Any:
+        settings = config(
+            str(tmp_path / sync),
+            mesh={"pipeline": 2},
+            pipeline={"optimizer_sync": sync, "optimizer_sync_after": 2},
+            training={"on_nonfinite": {"policy": "skip"}},
+        )
+        return pool.run(2, long_run.fit, settings, BAD)[0]
+
+    fenced, guessed = run("fenced"), run("post_validate")
+    assert equal(fenced, guessed)
+    assert fenced["losses"] == guessed["losses"]
+
+
+@pytest.mark.parametrize("sync", ["fenced", "post_validate"])
+def test_rollback_goes_on_from_the_newest_checkpoint_with_the_data_behind_the_batch(
+    pool: RankPool, tmp_path: Path, sync: str
+) -> None:
+    settings = config(
+        str(tmp_path),
+        mesh={"pipeline": 2},
+        pipeline={"optimizer_sync": sync, "optimizer_sync_after": 2},
+        training={"on_nonfinite": {"policy": "rollback"}},
+    )
+    result, _ = pool.run(2, long_run.fit, settings, BAD)
+    assert (result["error"], result["steps"], result["skipped"]) == ("", 8, 0)
+    assert result["history"]["rollbacks"] == 1
+    # From step 5 back to step 3, whose five next batches are those behind the fifth; without the
+    # fence, the sixth had been read as well.
+    passed_over = 2 if sync == "fenced" else 3
+    assert result["consumed"] == (8 + passed_over) * GAS * MICRO
+    assert sorted(result["losses"]) == list(range(1, 9)), "each step once"
+    (event,) = result["events"]
+    assert event["text"].startswith("rolled back from step 5 to step 3: loss is nan at step 5")
+
+
+def test_zero_rolls_back_and_skips_to_the_same_parameters_as_without(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    marks = {sample(5, 2, 1, 2): BACKWARD + 1}
+    for policy in ("skip", "rollback"):
+        ended = [
+            pool.run(
+                2,
+                long_run.fit,
+                config(
+                    str(tmp_path / f"{policy}{stage}"),
+                    mesh={"data": 2},
+                    training={"on_nonfinite": {"policy": policy}},
+                    zero_optimization={"stage": stage},
+                ),
+                marks,
+            )[0]
+            for stage in (0, 1)
+        ]
+        for result in ended:
+            assert (result["error"], result["steps"], result["history"]["spent"]) == ("", 8, 1)
+        assert equal(*ended)
+
+
+def test_a_spent_budget_ends_the_run_with_all_that_happened(pool: RankPool, tmp_path: Path) -> None:
+    settings = config(
+        str(tmp_path),
+        training={"on_nonfinite": {"policy": "skip", "budget": 2}},
+    )
+    marks = {sample(step, 0): FORWARD + 2 for step in (2, 4, 6)}
+    (result,) = pool.run(1, long_run.fit, settings, marks)
+    assert result["steps"] == 6
+    first, *lines = result["error"].splitlines()
+    assert first == (
+        "NonFiniteError: 3 steps of this run had inf or nan, and training.on_nonfinite.budget is 2:"
+    )
+    for line, step in zip(lines, (2, 4, 6), strict=False):
+        assert line.startswith(f"  loss is nan at step {step} (gradient norm nan): first in the")
+
+
+def test_a_rollback_without_a_checkpoint_says_so(pool: RankPool, tmp_path: Path) -> None:
+    settings = config(str(tmp_path), training={"on_nonfinite": {"policy": "rollback"}})
+    (result,) = pool.run(1, long_run.fit, settings, {sample(2, 0): FORWARD})
+    assert (
+        "has no complete checkpoint yet to go back to: lower checkpoint.interval"
+        in (result["error"])
+    )
+
+
+def test_bf16_skips_as_before_and_names_the_layer(pool: RankPool, tmp_path: Path) -> None:
+    settings = config(str(tmp_path), bf16={"enabled": True})
+    (result,) = pool.run(1, long_run.fit, settings, BAD)
+    assert (result["error"], result["skipped"], result["history"]["spent"]) == ("", 1, 0)
+    assert "stage 0, layer 1 'layers.1' (Marked)" in result["events"][0]["text"]
+    settings["training"] = settings["training"] | {"on_nonfinite": {"policy": "stop"}}
+    (result,) = pool.run(1, long_run.fit, settings, BAD)
+    assert result["error"].startswith("NonFiniteError: loss is nan at step 5")
+
+
+def test_a_loss_of_nan_in_fp16_is_no_matter_of_the_loss_scale(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    settings = config(
+        str(tmp_path),
+        fp16={"enabled": True, "auto_cast": True, "initial_scale_power": 4},
+        training={"on_nonfinite": {"policy": "rollback"}},
+    )
+    (result,) = pool.run(1, long_run.fit, settings, BAD)
+    assert (result["error"], result["history"]["rollbacks"]) == ("", 1)
+
+
+def test_the_loss_scale_at_its_smallest_names_the_layer(pool: RankPool) -> None:
+    fp16 = {"enabled": True, "auto_cast": True, "initial_scale_power": 0, "hysteresis": 1}
+    (told,) = pool.run(
+        1, long_run.train_until_it_fails, config(fp16=fp16), {sample(1, 1): FORWARD + 3}
+    )
+    assert told.startswith("LossScaleError: fp16 gradients overflowed at step ")
+    assert f"; first in the forward of micro-batch 1, stage 0, {layer(3)}" in told
+
+
+# Signals and time
+
+
+@pytest.mark.parametrize(
+    ("number", "rank", "mesh"),
+    [
+        (signal.SIGUSR1, 1, {"pipeline": 2}),
+        (signal.SIGTERM, 0, {"data": 2}),  # with ZeRO
+        (signal.SIGINT, 1, {"pipeline": 2}),
+    ],
+    ids=["SIGUSR1", "SIGTERM", "Ctrl-C"],
+)
+def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_next_run_is_bit_exact(
+    pool: RankPool, tmp_path: Path, number: int, rank: int, mesh: dict[str, int]
+) -> None:
+    changes: dict[str, Any] = {
+        "mesh": mesh,
+        "pipeline": {"optimizer_sync": "post_validate" if number == signal.SIGINT else "fenced"},
+        "zero_optimization": {"stage": 1 if number == signal.SIGTERM else 0},
+    }
+    training = {"resume": "auto"}
+    whole = pool.run(2, long_run.fit, config(str(tmp_path / "whole"), **changes))
+    settings = config(str(tmp_path / "parts"), training=training, **changes)
+    first = pool.run(2, long_run.fit_with_a_signal, settings, number, rank, 5)
+    for result in first:
+        assert (result["error"], result["steps"]) == ("", 5)
+        assert result["stopped"] == f"{signal.Signals(number).name} on rank {rank}"
+    second = pool.run(2, long_run.fit, settings)
+    for result, expected in zip(second, whole, strict=True):
+        assert (result["stopped"], result["history"]["resumes"]) == ("", 1)
+        assert equal(result, expected)
+        assert result["losses"] == expected["losses"]
+
+
+def test_a_run_ends_after_so_many_minutes_with_a_checkpoint(pool: RankPool, tmp_path: Path) -> None:
+    settings = config(str(tmp_path), mesh={"data": 2}, training={"exit_after_minutes": 1e-6})
+    for result in pool.run(2, long_run.fit, settings):
+        assert (result["steps"], result["stopped"]) == (1, "training.exit_after_minutes is 1e-06")
+    assert (tmp_path / "global_step1").is_dir()
+
+
+# Resuming
+
+
+def test_a_run_that_has_saved_nothing_begins_with_checkpoint_load(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    older, newer = str(tmp_path / "older"), str(tmp_path / "newer")
+    pool.run(1, long_run.fit, config(older, training={"train_steps": 4}))
+    settings = config(newer, checkpoint={"load": older}, training={"resume": "auto"})
+    (result,) = pool.run(1, long_run.fit, settings)
+    assert sorted(result["losses"]) == [5, 6, 7, 8]
+    (again,) = pool.run(
+        1, long_run.fit, {**settings, "training": {"train_steps": 9, "resume": "auto"}}
+    )
+    assert max(again["losses"]) == 9, "it went on from what it had saved itself"
+    assert again["history"]["resumes"] == 2
+
+
+def test_a_run_goes_on_by_itself_with_fewer_and_with_more_data_ranks(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    def settings(folder: str) -> dict[str, Any]:
+        batch = {"train_batch_size": 16, "gradient_accumulation_steps": None}
+        return config(str(tmp_path / folder), training={"resume": "auto"}, **batch)
+
+    (whole, _) = pool.run(2, long_run.fit, settings("whole"))
+    pool.run(2, long_run.fit_with_a_signal, settings("parts"), signal.SIGUSR1, 1, 3)
+    # One rank has twice the micro-batches of a step.
+    (second,) = pool.run(1, long_run.fit_with_a_signal, settings("parts"), signal.SIGUSR1, 0, 4)
+    assert (second["steps"], second["stopped"]) == (5, "SIGUSR1")
+    (third, _) = pool.run(2, long_run.fit, settings("parts"))
+    assert third["history"]["resumes"] == 2
+    losses = [third["losses"][step] for step in range(1, 9)]
+    assert losses == pytest.approx([whole["losses"][step] for step in range(1, 9)], rel=1e-5)
+
+
+def test_what_befell_a_run_is_counted_over_its_restarts(pool: RankPool, tmp_path: Path) -> None:
+    def settings(steps: int) -> dict[str, Any]:
+        training = {"train_steps": steps, "resume": "auto", "on_nonfinite": {"policy": "skip"}}
+        return config(str(tmp_path), training=training)
+
+    marks = {sample(step, 0): FORWARD + 1 for step in (2, 6)}
+    pool.run(1, long_run.fit, settings(4), marks)
+    (result,) = pool.run(1, long_run.fit, settings(8), marks)
+    history = result["history"]
+    assert (history["spent"], history["nan_steps"], result["skipped"]) == (2, 2, 2)
+    assert [line[:21] for line in history["nonfinite"]] == [
+        "loss is nan at step 2", "loss is nan at step 6",
+    ]  # fmt: skip
+
+
+# Copies of parameters
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kind", "name", "rank", "words"),
+    [
+        ({"data": 4}, "", "layers.3.weight", 2, "is not what it is on ranks 0, 1, 3: on rank 2"),
+        ({"data": 2, "pipeline": 2}, "zero", "layers.4.weight", 3, "on rank 2: on rank 3"),
+        ({"tensor": 2}, "", "layers.1.weight", 1, "on rank 0: on rank 1"),
+        ({"pipeline": 2}, "tied", "layers.0.weight", 1, "on rank 0: on rank 1"),
+    ],
+    ids=["data", "data and pipeline", "tensor", "tied"],
+)
+def test_a_flipped_bit_in_one_copy_is_named_with_parameter_and_rank(
+    pool: RankPool, mesh: dict[str, int], kind: str, name: str, rank: int, words: str
+) -> None:
+    world = numpy.prod(list(mesh.values()))
+    settings = config(mesh=mesh, zero_optimization={"stage": int(kind == "zero")})
+    told = pool.run(int(world), long_run.flip_a_bit, settings, name, rank, kind)
+    assert len(set(told)) == 1
+    assert told[0].startswith(f"ReplicaError: parameter {name} ")
+    assert words in told[0]
+    assert "in 1 of 16 elements, by up to" in told[0]
+
+
+def test_a_slice_of_a_parameter_is_compared_with_the_same_slice(pool: RankPool) -> None:
+    mesh = {"data": 2, "tensor": 2}
+    told = pool.run(4, flip_in_a_slice, training_run.settings(mesh=mesh))
+    assert len(set(told)) == 1
+    assert told[0].startswith(
+        "ReplicaError: parameter layers.2.mlp.up.weight (its part on tensor rank 1) is not what it "
+        "is on rank 1: on rank 3 in 1 of"
+    )
+
+
+def flip_in_a_slice(settings: dict[str, Any]) -> str:
+    engine = training_run.build(settings)
+    engine.train_batch(training_run.data(engine, 0))
+    engine.check_replicas()
+    if engine.mesh.rank == 3:
+        weight = engine._model.parameters["layers.2.mlp.up.weight"]
+        weight.data.view(-1)[0] += 1.0
+    with pytest.raises(long_run.PipemegaError) as caught:
+        engine.check_replicas()
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+# Stragglers and spikes
+
+
+def test_a_spike_of_the_loss_is_recorded_and_stops_nothing(pool: RankPool, tmp_path: Path) -> None:
+    settings = config(str(tmp_path), training={"train_steps": 30})
+    (result,) = pool.run(1, long_run.fit, settings, {sample(25, 0): long_run.FAR_LABEL})
+    assert (result["error"], result["steps"], result["history"]["spikes"]) == ("", 30, 1)
+    (event,) = result["events"]
+    assert (event["name"], event["step"]) == ("loss_spike", 25)
+    assert "at step 25 is a spike: the median of the steps before is" in event["text"]
+
+
+def test_a_slow_rank_is_named_with_its_stage(pool: RankPool, tmp_path: Path) -> None:
+    settings = config(
+        str(tmp_path), mesh={"pipeline": 2, "data": 2}, training={"stragglers": {"interval": 4}}
+    )
+    result, *_ = pool.run(4, long_run.fit_with_a_slow_rank, settings, 3, 0.01)
+    (event,) = result["events"]
+    assert event["name"] == "straggler"
+    assert event["text"].startswith("rank 3 (")
+    assert "stage 1, data rank 1) takes" in event["text"]
+    assert event["values"]["work_slowest_rank"] == 3
+    assert result["rows"][3]["extra"]["work_slowest_rank"] == 3
+
+
+def test_ranks_that_are_alike_are_not_named(pool: RankPool, tmp_path: Path) -> None:
+    settings = config(str(tmp_path), mesh={"pipeline": 2}, training={"stragglers": {"interval": 4}})
+    result, _ = pool.run(2, long_run.fit, settings)
+    assert result["events"] == []
+    assert "work_seconds_usual" in result["rows"][3]["extra"]
