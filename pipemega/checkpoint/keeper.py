@@ -161,13 +161,15 @@ class Checkpoints:
         disk = disk_at(place)
         agree = Agreement(self._mesh.world, disk)
         opened = store.choose(disk, tag, agree, verify=options.verify)
-        found = self._changes(opened, options, agree)
-        pieces = self._room(opened, options, agree)
         same_mesh = opened.found.state["mesh"] == str(self._mesh.topology)
-        own = None
-        if same_mesh and not options.module_only:
-            own = agree.together(lambda: opened.own(self._mesh.rank))
-        client = agree.together(opened.client)
+
+        def look() -> tuple[list[Change], dict[str, Any] | None, Any]:
+            takes_own = same_mesh and not options.module_only
+            own = opened.own(self._mesh.rank) if takes_own else None
+            return self._changes(opened, options), own, opened.client()
+
+        found, own, client = agree.together(look)
+        pieces = self._room(opened, options, agree)
         if not options.module_only:
             self._move_loader(opened.found.state["loader"], options, found)
         store.read(opened, pieces, agree)
@@ -178,15 +180,17 @@ class Checkpoints:
             _log.info("loaded %s%s: %s", opened.where, then, took)
         return Loaded(_path(disk, opened.found.tag), client, self._counters(opened, options))
 
-    def _changes(self, opened: Opened, options: LoadOptions, agree: Agreement) -> list[Change]:
+    def _changes(self, opened: Opened, options: LoadOptions) -> list[Change]:
         """What is new in the config, said or refused; nothing where only the module is loaded."""
         if options.module_only:
             return []
         found = changes(opened.found.state["config"], self._config)
         allowed = options.allow_changes if options.strict else ("model", *options.allow_changes)
-        said = agree.together(lambda: judged(found, allowed, opened.where))
-        if said is not None and agree.is_first:
+        said = judged(found, allowed, opened.where)
+        if said is not None and self._mesh.rank == 0:
             _log.info(said)
+        if self._step is not None and options.loads_optimizer:
+            tensors.check_optimizer(opened.found.state["optimizer_step"], self._step)
         return found
 
     def _room(self, opened: Opened, options: LoadOptions, agree: Agreement) -> dict[str, Piece]:
@@ -202,8 +206,6 @@ class Checkpoints:
         left_out = {difference.name for difference in differ}
         fits = {k: v for k, v in stored.items() if tensors.parameter_of(k) not in left_out}
         if step is not None and options.loads_optimizer:
-            kept = opened.found.state["optimizer_step"]
-            agree.together(lambda: tensors.check_optimizer(kept, step))
             pieces |= tensors.optimizer_room(fits, self._model, step, self._mesh)
         return {key: piece for key, piece in pieces.items() if key in fits}
 

@@ -90,13 +90,18 @@ def difference(
     Args:
         read: compare the sum too, and not only the size.
     """
-    size = disk.size(path)
-    if size is None:
-        return f"is missing, {entry.size} bytes were written"
-    if size != entry.size:
-        return f"has {size} bytes, {entry.size} bytes were written"
-    if read and sum_of(disk, path, progress) != entry.sha256:
-        return "has the right size and other contents: its SHA-256 is not the one that was written"
+    try:
+        size = disk.size(path)
+        if size is None:
+            return f"is missing, {entry.size} bytes were written"
+        if size != entry.size:
+            return f"has {size} bytes, {entry.size} bytes were written"
+        if read and sum_of(disk, path, progress) != entry.sha256:
+            return (
+                "has the right size and other contents: its SHA-256 is not the one that was written"
+            )
+    except OSError as error:
+        return f"cannot be read: {error.strerror or error}"
     return None
 
 

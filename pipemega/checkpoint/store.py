@@ -215,7 +215,7 @@ def _damaged_file(disk: Disk, found: Found, agree: Agreement) -> str | None:
         loads[rank] += entry.size
         if rank == agree.rank:
             mine.append(name)
-    of_ranks = agree.gather(agree.together(lambda: damaged_files(disk, found, mine)))
+    of_ranks = agree.gather(damaged_files(disk, found, mine))
     return next((wrongs[0] for wrongs in of_ranks if wrongs), None)
 
 

@@ -10,7 +10,7 @@ from pipemega.checkpoint import folder as folders
 from pipemega.checkpoint import newest
 from pipemega.checkpoint.disk import Disk, LocalDisk, RemoteDisk, disk_at
 from pipemega.checkpoint.folder import Retention
-from pipemega.checkpoint.manifest import Damage, Written, opened, sealed
+from pipemega.checkpoint.manifest import Damage, Written, difference, opened, sealed
 from pipemega.errors import CheckpointError
 
 
@@ -309,3 +309,16 @@ def test_whatever_the_client_of_a_store_raises_is_an_error_of_the_disk(monkeypat
     for action in (disk.open, disk.size, disk.names, lambda name: disk.write(name, b"")):
         with pytest.raises(OSError, match=r"NoCredentials: who are you\?.*memory://runs/refused/a"):
             action("a")
+
+
+def test_a_file_that_the_disk_cannot_read_any_more_is_damaged(tmp_path, monkeypatch):
+    disk = LocalDisk(tmp_path)
+    path = save(disk, "a")
+    (entry,) = folders.examine(disk, "a").files.values()
+
+    def fail(self, name):
+        raise OSError(5, "Input/output error", name)
+
+    monkeypatch.setattr(LocalDisk, "open", fail)
+    said = difference(disk, f"{path}/tensors/file", entry, read=True)
+    assert said == "cannot be read: Input/output error"
