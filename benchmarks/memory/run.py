@@ -47,9 +47,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "sizes": asdict(sizes),
         "rows": [],
     }
+    if options.resume:
+        report["rows"] = json.loads(options.json.read_text(encoding="utf-8"))["rows"]
+    done = {(row["system"], row["ranks"], row["dtype"]) for row in report["rows"]}
     for ranks in options.ranks:
         for dtype in options.dtypes:
             for system in (*PEERS, *OURS[ranks]):
+                if (system, ranks, dtype) in done:
+                    continue
                 report["rows"].append(_row(system, ranks, dtype, sizes))
                 if options.json is not None:
                     options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -64,7 +69,11 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, nargs="+", choices=sorted(OURS), default=sorted(OURS))
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
     parser.add_argument("--json", type=Path, help="write everything that was measured here")
-    return parser.parse_args(argv)
+    parser.add_argument("--resume", action="store_true", help="keep the rows of that file")
+    options = parser.parse_args(argv)
+    if options.resume and options.json is None:
+        parser.error("--resume goes on with a file: give --json")
+    return options
 
 
 def _row(system: str, ranks: int, dtype: str, sizes: Sizes) -> dict[str, Any]:
