@@ -139,7 +139,7 @@ class Checkpoints:
                 "global_steps": counters.global_steps,
                 "consumed_samples": counters.consumed_samples,
                 "optimizer_step": tensors.step_state(self._step),
-                "loader": self._loader.state_dict() if self._loader else None,
+                "loader": None if self._loader is None else self._loader.state_dict(),
                 "config": self._config.to_dict(),
             },
             own=store.packed(own),

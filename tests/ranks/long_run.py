@@ -151,6 +151,25 @@ def fit(settings: Mapping[str, Any], marks: Mapping[int, int] | None = None) -> 
     return finish(Trainer(build(settings, marks)))
 
 
+class Stream(torch.utils.data.IterableDataset[Any]):
+    """Samples that can be read once."""
+
+    def __init__(self, count: int) -> None:
+        samples = Samples()
+        self.rest = (samples[index] for index in range(count))
+
+    def __iter__(self) -> "Stream":
+        return self
+
+    def __next__(self) -> Any:
+        return next(self.rest)
+
+
+def fit_until_the_data_ends(settings: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    engine, *_ = initialize(model(), settings, Stream(steps * GAS * MICRO))
+    return finish(Trainer(engine))
+
+
 def finish(trainer: Trainer) -> dict[str, Any]:
     engine, error = trainer.engine, ""
     try:
@@ -165,7 +184,7 @@ def finish(trainer: Trainer) -> dict[str, Any]:
         "error": error,
         "stopped": trainer.stopped,
         "steps": engine.global_steps,
-        "consumed": engine.loader.consumed_samples if engine.loader else 0,
+        "consumed": 0 if engine.loader is None else engine.loader.consumed_samples,
         "history": trainer.history.state_dict(),
         "skipped": engine.skipped_steps,
         "parameters": {n: p.double().numpy() for n, p in engine.parameter_state().items()},

@@ -289,7 +289,10 @@ def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_next_run_is_b
 ) -> None:
     changes: dict[str, Any] = {
         "mesh": mesh,
-        "pipeline": {"optimizer_sync": "post_validate" if number == signal.SIGINT else "fenced"},
+        "pipeline": {
+            "optimizer_sync": "post_validate" if number == signal.SIGINT else "fenced",
+            "optimizer_sync_after": 2,
+        },
         "zero_optimization": {"stage": 1 if number == signal.SIGTERM else 0},
     }
     training = {"resume": "auto"}
@@ -311,6 +314,14 @@ def test_a_run_ends_after_so_many_minutes_with_a_checkpoint(pool: RankPool, tmp_
     for result in pool.run(2, long_run.fit, settings):
         assert (result["steps"], result["stopped"]) == (1, "training.exit_after_minutes is 1e-06")
     assert (tmp_path / "global_step1").is_dir()
+
+
+def test_the_end_of_the_data_ends_the_run_with_a_checkpoint(pool: RankPool, tmp_path: Path) -> None:
+    settings = config(str(tmp_path), mesh={"pipeline": 2})
+    for result in pool.run(2, long_run.fit_until_the_data_ends, settings, 4):
+        assert (result["error"], result["steps"]) == ("", 4)
+        assert result["stopped"] == "the training data ended"
+    assert (tmp_path / "global_step4").is_dir()
 
 
 # Resuming

@@ -203,7 +203,7 @@ def run_trainer(folder: str) -> list[str]:
     trainer = Trainer(engine)
     data = map(batch, range(3))
     real = engine.train_batch
-    engine.train_batch = lambda: real(next(data))  # type: ignore[method-assign, assignment, misc]
+    engine.train_batch = lambda **_: real(next(data))  # type: ignore[method-assign, assignment, misc]
     for _ in range(3):
         trainer.train_step()
     trainer.monitor.close()
