@@ -1,0 +1,73 @@
+"""A rank that does not go on, outside the plan's instructions: all end after the deadline.
+
+Hangs in each kind of instruction: tests/ranks/test_standstill.py.
+"""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launch import Ended
+from tests.faults.plant import Fault
+from tests.faults.story import Outcome, Undisturbed, suffer
+from tests.faults.table import Ledger
+from tests.faults.training import Job
+
+DEADLINE = 3.0
+
+Case = tuple[str, str, str, int]  # mesh, action, room, rank
+
+SOME: list[Case] = [
+    ("data", "hang", "gradient reduction", 1),
+    ("pipeline", "hang", "data set", 0),
+    ("pipeline", "hang in C", "checkpoint writer", 1),
+]
+ROOMS = [
+    "layer forward",
+    "gradient reduction",
+    "all-reduce of the step",
+    "optimizer",
+    "data set",
+    "collate",
+    "checkpoint writer",
+]
+ALL: list[Case] = [
+    *(
+        (mesh, "hang", room, rank)
+        for mesh in ("pipeline", "data", "tensor")
+        for room in ROOMS
+        for rank in (0, 1)
+    ),
+    ("pipeline", "hang", "monitor sink", 0),
+    *(("pipeline", "hang in C", room, 0) for room in ("optimizer", "all-reduce of the step")),
+    *(("data", "freeze", room, 1) for room in ("optimizer", "data set", "checkpoint writer")),
+]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [SOME, pytest.param([c for c in ALL if c not in SOME], marks=pytest.mark.sweep)],
+    ids=["some", "all"],
+)
+def test_a_rank_that_hangs_is_missed_after_the_deadline_and_the_run_goes_on_exactly(
+    where: list[Case], scratch: Path, ledger: Ledger, undisturbed: Undisturbed
+) -> None:
+    def check(case: Case) -> Outcome:
+        mesh, action, room, rank = case
+        folder = scratch / "-".join(map(str, case))
+        folder.mkdir()
+        step = 4 if room == "checkpoint writer" else 3
+        job = Job(str(folder), mesh, fault=Fault(action, room, rank, step), deadline=DEADLINE)
+
+        def missed(ended: Ended) -> None:
+            assert ended.codes[1 - rank] == 1, str(ended)
+            words = ended.last_words(1 - rank)
+            assert f"no sign of life from rank {rank}: killed, crashed, hanging" in words, str(
+                ended
+            )
+            assert ended.codes[rank] == (-9 if action == "freeze" else 1), str(ended)
+
+        frozen = (rank,) if action == "freeze" else ()
+        return suffer(job, undisturbed, missed, frozen=frozen)
+
+    ledger.each(f"a rank that hangs (deadline {DEADLINE:g} s)", where, check)
