@@ -143,7 +143,8 @@ def main(job: Job) -> None:
         if job.deadline is not None:
             _give_up_after(job.deadline, trainer.engine)
         trainer.fit()
-        book.write(digest=digest(trainer.engine), scale=trainer.engine._step.loss_scale.scale)
+        if trainer.engine.global_steps == STEPS:
+            book.write(digest=digest(trainer.engine))
 
 
 def build(job: Job) -> Engine:
