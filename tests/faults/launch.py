@@ -68,6 +68,7 @@ class _Rank:
 
 def run(
     job: Job,
+    store: dist.TCPStore | None = None,
     *,
     limit: float = 90.0,
     watch: Callable[[list[int]], None] | None = None,
@@ -75,10 +76,11 @@ def run(
     """One life of the job.
 
     Args:
+        store: of the lives before; None: a new one.
         limit: seconds after which whatever is left is killed, and counts as forced.
         watch: called over and over with the process ids of the ranks, from start to end.
     """
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = store or store_for_ranks()
     life = sum(1 for _ in Path(job.folder).glob("output*.0"))
     ranks = [_start(job, rank, store.port, life) for rank in range(job.world_size)]
     pids = [rank.process.pid for rank in ranks]
@@ -91,6 +93,11 @@ def run(
             _signal_session(pid, signal.SIGKILL)
     texts = [rank.output.read_text(errors="replace") for rank in ranks]
     return Ended([_code(rank) or 0 for rank in ranks], texts, at, forced, left)
+
+
+def store_for_ranks() -> dist.TCPStore:
+    """As torchrun --standalone keeps one, over all restarts."""
+    return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def _start(job: Job, rank: int, port: int, life: int) -> _Rank:

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipemega.checkpoint import folder as checkpoint_folder
+from pipemega.checkpoint.disk import LocalDisk
 from pipemega.data.collate import stack_samples
 from pipemega.training import Trainer
 from tests.ranks.checkpoint_run import Sentences
@@ -158,7 +158,7 @@ ROOMS: dict[str, Owner] = {
     "optimizer": lambda t: (t.engine.optimizer, "step"),
     "scheduler": lambda t: (t.engine.lr_scheduler, "step"),
     "monitor sink": lambda t: (t.monitor._sinks[-1], "write") if t.monitor._sinks else None,
-    "checkpoint writer": lambda t: (checkpoint_folder, "write"),
+    "checkpoint writer": lambda t: (LocalDisk, "create"),
 }
 
 

@@ -127,7 +127,8 @@ def suffer(
         must_strike: a fault that never happens is a mistake of the test.
         frozen: the ranks that hear no signal but SIGKILL, which torchrun sends in the end.
     """
-    ended = launch.run(job, watch=watch)
+    store = launch.store_for_ranks()
+    ended = launch.run(job, store, watch=watch)
     books = Books(job)
     struck = max(books.struck, default=None)
     assert struck is not None or not must_strike, f"nothing happened: {ended}"
@@ -138,7 +139,7 @@ def suffer(
     between()
     lost = 0
     if set(ended.codes) != {0} or not books.digests:
-        lost = _go_on(job, books)
+        lost = _go_on(job, store, books)
     _same(job, undisturbed)
     return Outcome(lost, seconds)
 
@@ -148,9 +149,9 @@ def _ended_well(ended: Ended, frozen: tuple[int, ...] = ()) -> None:
     assert set(ended.forced) == set(frozen), f"ranks that had to be killed: {ended}"
 
 
-def _go_on(job: Job, before: Books) -> int:
+def _go_on(job: Job, store: Any, before: Books) -> int:
     """The next life; returns the steps that are done again."""
-    ended = launch.run(replace(job, fault=None, deadline=None))
+    ended = launch.run(replace(job, fault=None, deadline=None), store)
     _ended_well(ended)
     assert set(ended.codes) == {0}, f"the run did not go on: {ended}"
     began = Books(job).began[-1]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import pipemega
-from pipemega.checkpoint.folder import latest
+from pipemega.checkpoint import newest
 from pipemega.engine import Engine
 from pipemega.models import GPTConfig, gpt
 from pipemega.training import Trainer
@@ -150,7 +150,7 @@ def main(job: Job) -> None:
 def build(job: Job) -> Engine:
     """Goes on from the newest checkpoint of its own, where there is one."""
     config = job.config
-    if latest(job.saved_in) is not None:
+    if newest(job.saved_in) is not None:
         config["checkpoint"]["load"] = str(job.saved_in)
     loaded = pipemega.load_config(config)
     mesh = pipemega.build_mesh(loaded)
