@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.faults import launch
 from tests.faults.launch import Ended
-from tests.faults.training import INTERVAL, STEPS, Job
+from tests.faults.training import STEPS, Job
 
 # Until all processes have ended, after whatever has happened: the other ranks wait 3 s for the
 # cause, and 2 s for each other; a rank that is deep in a call is given 6 s.
@@ -158,7 +158,7 @@ def _go_on(job: Job, store: Any, before: Books) -> int:
     assert began >= before.saved, f"saved at {before.saved}, and went on at {began}: {ended}"
     # Steps that only some ranks have written down were under way.
     lost = before.done - began
-    assert lost <= INTERVAL, f"step {before.done} was done, and it went on at {began}: {ended}"
+    assert lost <= job.may_lose, f"step {before.done} was done, and it went on at {began}: {ended}"
     return max(0, lost)
 
 

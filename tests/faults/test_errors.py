@@ -77,6 +77,27 @@ def test_an_exception_in_any_room_is_told_by_all_and_the_run_goes_on_exactly(
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_in_a_writer_in_the_background_ends_all_at_the_next_save(
+    rank: int, scratch: Path, ledger: Ledger, undisturbed: Undisturbed
+) -> None:
+    def check(rank: int) -> Outcome:
+        job = Job(
+            str(scratch),
+            changes={"checkpoint": {"async": True}},
+            fault=Fault("raise", "checkpoint writer", rank, step=4),
+        )
+
+        def told(ended: Ended) -> None:
+            assert ended.codes == [1, 1], str(ended)
+            assert SPARK in ended.texts[rank], str(ended)
+            assert f"rank {rank}" in ended.last_words(1 - rank), str(ended)
+
+        return suffer(job, undisturbed, told)
+
+    ledger.each("an exception in a writer in the background", [rank], check)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_disk_that_refuses_ends_all_ranks_alike(
     rank: int, scratch: Path, ledger: Ledger, undisturbed: Undisturbed
 ) -> None:

@@ -44,6 +44,28 @@ ALL: list[Case] = [
 ]
 
 
+@pytest.mark.parametrize("action", ["hang", pytest.param("hang in C", marks=pytest.mark.sweep)])
+def test_a_writer_in_the_background_that_hangs_is_missed_at_the_next_save(
+    action: str, scratch: Path, ledger: Ledger, undisturbed: Undisturbed
+) -> None:
+    def check(rank: int) -> Outcome:
+        folder = scratch / str(rank)
+        folder.mkdir()
+        job = Job(
+            str(folder),
+            changes={"checkpoint": {"async": True}},
+            fault=Fault(action, "checkpoint writer", rank, step=4),
+            deadline=DEADLINE,
+        )
+
+        def ended_by_all(ended: Ended) -> None:
+            assert ended.codes == [1, 1], str(ended)
+
+        return suffer(job, undisturbed, ended_by_all)
+
+    ledger.each(f"a writer in the background that hangs (deadline {DEADLINE:g} s)", [0, 1], check)
+
+
 @pytest.mark.parametrize(
     "where",
     [SOME, pytest.param([c for c in ALL if c not in SOME], marks=pytest.mark.sweep)],

@@ -33,7 +33,8 @@ def random_kill(when: str, seed: int, folder: Path, meshes: list[str]) -> Job:
         step=chance.choice(steps[when]),
         fraction=chance.uniform(0.0, 0.8 if when == "start" else 1.1),
     )
-    return Job(job.folder, job.mesh, fault=fault)
+    background = {"checkpoint": {"async": chance.random() < 0.5}}
+    return Job(job.folder, job.mesh, background, fault=fault)
 
 
 def killed(room: str, victim: int) -> Callable[[Ended], None]:
@@ -114,6 +115,7 @@ def test_a_run_goes_on_exactly_after_a_kill_before_any_call_to_the_disk_in_a_sav
         folder = scratch / f"{name} {skip} {rank}"
         folder.mkdir()
         fault = Fault("kill", f"disk: {name}", rank, step=6, skip=skip)
-        return survive(Job(str(folder), fault=fault), undisturbed)
+        background = {"checkpoint": {"async": skip % 2 == 1}}
+        return survive(Job(str(folder), changes=background, fault=fault), undisturbed)
 
     ledger.each("kill -9 before a single call to the disk in a save", points, check)

@@ -69,6 +69,12 @@ class Job:
         return axes.get("pipeline", 1) * axes.get("data", 1) * axes.get("tensor", 1)
 
     @property
+    def may_lose(self) -> int:
+        """Steps: since the last save; in the background, since the one before it."""
+        saves = 2 if self.changes.get("checkpoint", {}).get("async") else 1
+        return saves * INTERVAL
+
+    @property
     def saved_in(self) -> Path:
         return Path(self.saves or f"{self.folder}/run")
 
@@ -121,7 +127,10 @@ class Watched(Trainer):
 
     def save(self) -> None:
         super().save()
-        self._book.write(saved=self.engine.global_steps)
+        # In the background only the one before is known to be on the disk.
+        step = self.engine.global_steps
+        behind = INTERVAL if self.config.checkpoint.in_background else 0
+        self._book.write(saved=max(0, step - behind))
 
 
 def main(job: Job) -> None:
@@ -177,6 +186,8 @@ def _give_up_after(seconds: float, engine: Engine) -> None:
     transport = engine._executor._transport
     if transport is not None:
         transport._timeout = deadline
+    # Of the group that it makes for the first save in the background.
+    engine._checkpoints._background._timeout = deadline
 
 
 if __name__ == "__main__":
