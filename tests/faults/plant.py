@@ -155,6 +155,7 @@ ROOMS: dict[str, Owner] = {
     "collate": lambda t: (_loader(t)._collate, "before"),
     "gradient reduction": lambda t: (t.engine._step, "_reduce"),
     "all-reduce of the step": lambda t: (t.engine._step, "_shares"),
+    "gathering of parameters": lambda t: (t.engine._step.targets, "publish"),
     "optimizer": lambda t: (t.engine.optimizer, "step"),
     "scheduler": lambda t: (t.engine.lr_scheduler, "step"),
     "monitor sink": lambda t: (t.monitor._sinks[-1], "write") if t.monitor._sinks else None,

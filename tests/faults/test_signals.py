@@ -12,10 +12,10 @@ from tests.faults.training import Job
 
 Case = tuple[str, str, int | None, int]  # mesh, signal, rank or all, after how many steps
 
-SOME: list[Case] = [("pipeline", "SIGTERM", None, 3), ("data", "SIGUSR1", 1, 4)]
+SOME: list[Case] = [("pipeline", "SIGTERM", None, 3), ("zero", "SIGUSR1", 1, 4)]
 ALL: list[Case] = [
     (mesh, name, rank, step)
-    for mesh in ("pipeline", "data", "tensor")
+    for mesh in ("pipeline", "zero", "tensor")
     for name in ("SIGTERM", "SIGUSR1", "SIGINT")
     for rank, step in ((None, 3), (0, 4), (1, 5), (None, 0))
 ]

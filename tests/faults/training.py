@@ -6,6 +6,7 @@ that is killed had come to stands there.
 
 import hashlib
 import json
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass, field
@@ -33,11 +34,13 @@ from tests.ranks.training_run import VOCAB, settings
 
 STEPS, INTERVAL = 8, 2
 
-MESHES = {
-    "pipeline": {"pipeline": 2},
-    "data": {"data": 2},
-    "tensor": {"tensor": 2},
-    "pipeline x data": {"pipeline": 2, "data": 2},
+# The first two are those of the quick tests.
+MESHES: dict[str, dict[str, Any]] = {
+    "pipeline": {"mesh": {"pipeline": 2}},
+    "zero": {"mesh": {"data": 2}, "zero_optimization": {"stage": 1}},
+    "data": {"mesh": {"data": 2}},
+    "tensor": {"mesh": {"tensor": 2}},
+    "pipeline x zero": {"mesh": {"pipeline": 2, "data": 2}, "zero_optimization": {"stage": 1}},
 }
 
 
@@ -65,8 +68,7 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        axes = MESHES[self.mesh]
-        return axes.get("pipeline", 1) * axes.get("data", 1) * axes.get("tensor", 1)
+        return math.prod(MESHES[self.mesh]["mesh"].values())
 
     @property
     def may_lose(self) -> int:
@@ -80,10 +82,12 @@ class Job:
 
     @property
     def config(self) -> dict[str, Any]:
+        mesh = {**MESHES[self.mesh]["mesh"], "device": "cpu", "timeout_seconds": 60}
         sections: dict[str, Any] = {
+            **MESHES[self.mesh],
             "train_batch_size": 8,
             "steps_per_print": 1000,
-            "mesh": {**MESHES[self.mesh], "device": "cpu", "timeout_seconds": 60},
+            "mesh": mesh,
             "training": {"train_steps": STEPS, "progress": False},
             "checkpoint": {"save": str(self.saved_in), "interval": INTERVAL, "keep_last": 2},
         }
