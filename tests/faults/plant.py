@@ -296,10 +296,13 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
-def poison(layer: nn.Module, microbatch: int, value: float, due: Callable[[], bool]) -> None:
+def poison(
+    layer: nn.Module, microbatch: int, of: int, value: float, due: Callable[[], bool]
+) -> None:
     """The gradient that leaves `layer` in the backward of one micro-batch is full of `value`.
 
-    Micro-batches pass a stage in order, one forward each.
+    Micro-batches pass a stage in order, one forward each; also when the step is run once more, to
+    find out where that came from.
     """
     passes = 0
 
@@ -307,7 +310,7 @@ def poison(layer: nn.Module, microbatch: int, value: float, due: Callable[[], bo
         nonlocal passes
         if not (due() and torch.is_grad_enabled()):
             return output
-        mine, passes = passes == microbatch, passes + 1
+        mine, passes = passes % of == microbatch, passes + 1
         return _Poison.apply(output, value) if mine else output
 
     layer.register_forward_hook(hook)

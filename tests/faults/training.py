@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 
 import pipemega
-from pipemega.checkpoint import newest
 from pipemega.engine import Engine
 from pipemega.models import GPTConfig, gpt
 from pipemega.training import Trainer
@@ -88,7 +87,7 @@ class Job:
             "train_batch_size": 8,
             "steps_per_print": 1000,
             "mesh": mesh,
-            "training": {"train_steps": STEPS, "progress": False},
+            "training": {"train_steps": STEPS, "progress": False, "resume": "auto"},
             "checkpoint": {"save": str(self.saved_in), "interval": INTERVAL, "keep_last": 2},
         }
         for key, value in self.changes.items():
@@ -161,11 +160,7 @@ def main(job: Job) -> None:
 
 
 def build(job: Job) -> Engine:
-    """Goes on from the newest checkpoint of its own, where there is one."""
-    config = job.config
-    if newest(job.saved_in) is not None:
-        config["checkpoint"]["load"] = str(job.saved_in)
-    loaded = pipemega.load_config(config)
+    loaded = pipemega.load_config(job.config)
     mesh = pipemega.build_mesh(loaded)
     engine, *_ = pipemega.initialize(
         gpt(GPTConfig.of(loaded, VOCAB)), loaded, Readable(), collate_fn=Stacked(), mesh=mesh
