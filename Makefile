@@ -26,7 +26,7 @@ train: $(READY)  ## Train a small GPT on real text, on 4 ranks (tensor 2 x pipel
 test: lint  ## Lint, types, tests
 	$(BIN)/python -m pytest
 
-faults: $(READY)  ## Do all that can be done to a run, about 10 minutes; table in docs/reliability.md
+faults: $(READY)  ## Do all that can be done to a run, about a quarter of an hour; table in docs/reliability.md
 	$(BIN)/python -m pytest -m faults tests/faults --faults-table docs/reliability.md
 
 lint: $(READY)  ## Lint and types only

@@ -38,7 +38,7 @@ class Ledger:
         fault: str,
         cases: Iterable[T],
         check: Callable[[T], Outcome | None],
-        at_once: int = 4,
+        at_once: int = 5,
     ) -> None:
         """Checks all cases, several at a time since most of each is waiting; then fails if any did.
 

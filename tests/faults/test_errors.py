@@ -39,7 +39,7 @@ SOME: list[Case] = [
     [
         SOME,
         pytest.param(
-            [case for case in cases(["pipeline", "zero", "data", "tensor"]) if case not in SOME],
+            [case for case in cases(["pipeline", "zero"]) if case not in SOME],
             marks=pytest.mark.sweep,
         ),
     ],

@@ -15,9 +15,14 @@ Case = tuple[str, str, int | None, int]  # mesh, signal, rank or all, after how 
 SOME: list[Case] = [("pipeline", "SIGTERM", None, 3), ("zero", "SIGUSR1", 1, 4)]
 ALL: list[Case] = [
     (mesh, name, rank, step)
-    for mesh in ("pipeline", "zero", "tensor")
     for name in ("SIGTERM", "SIGUSR1", "SIGINT")
-    for rank, step in ((None, 3), (0, 4), (1, 5), (None, 0))
+    for mesh, rank, step in (
+        ("pipeline", None, 0),
+        ("pipeline", 0, 4),
+        ("zero", None, 3),
+        ("zero", 1, 5),
+        ("tensor", 1, 3),
+    )
 ]
 
 
