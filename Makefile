@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # One thread a rank: several ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test lint bench pictures clean
+.PHONY: help setup train test faults lint bench pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -25,6 +25,9 @@ train: $(READY)  ## Train a small GPT on real text, on 4 ranks (tensor 2 x pipel
 
 test: lint  ## Lint, types, tests
 	$(BIN)/python -m pytest
+
+faults: $(READY)  ## Do all that can be done to a run, about a quarter of an hour; table in docs/reliability.md
+	$(BIN)/python -m pytest -m faults tests/faults --faults-table docs/reliability.md
 
 lint: $(READY)  ## Lint and types only
 	$(BIN)/ruff check .

@@ -74,10 +74,10 @@ class Background:
     def start(self, action: Callable[[Axis], object]) -> None:
         """Begins `action`, which gets the ranks in a group that nobody else talks over.
 
-        Collective, the first time. What was begun before must have been waited for.
+        What was begun before must have been waited for.
         """
         assert self._thread is None, "one at a time"
-        axis = self._own_axis()
+        axis = self.meet()
 
         def run() -> None:
             try:
@@ -112,7 +112,11 @@ class Background:
         error, self._error = self._error, None
         return error
 
-    def _own_axis(self) -> Axis:
+    def meet(self) -> Axis:
+        """The ranks in their own group; collective, the first time.
+
+        While a group is made nobody can hear that a rank has died: so it is best made at the start.
+        """
         if self._axis is None:
             group = None
             if self._world.size > 1:

@@ -32,6 +32,7 @@ POINTER = "latest"
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _STEP_TAG = re.compile(r"global_step(\d+)")
 _PART = re.compile(r"saved-\d+")
+_OF_A_CHECKPOINT = re.compile(r"tensors|client\.pt|rank_\d+\.pt")
 
 _log = logging.getLogger(__name__)
 
@@ -95,10 +96,13 @@ def start(disk: Disk, tag: str) -> str:
     """
     _check(tag)
     if disk.has(tag) and not _is_complete(disk, tag) and not _parts(disk, tag):
-        raise CheckpointError(
-            f"{disk.where(tag)} is there already and is no checkpoint: give another tag, or move "
-            f"it away"
-        )
+        if not _is_headless(disk, tag):
+            raise CheckpointError(
+                f"{disk.where(tag)} is there already and is no checkpoint: give another tag, or "
+                f"move it away"
+            )
+        _log.warning("checkpoint %s has lost its %s, and goes", disk.where(tag), STATE_FILE)
+        disk.delete(tag)
     if not isinstance(disk, LocalDisk):
         tidy(disk)
         return f"{tag}/saved-{_next_number(disk)}"
@@ -329,6 +333,19 @@ def _check(tag: str) -> None:
             f"{tag!r} cannot be the tag, which names a folder: use letters, digits, '_', '-' and "
             f"'.', not '.' first, and not '{POINTER}'"
         )
+
+
+def _is_headless(disk: Disk, tag: str) -> bool:
+    """Whether this was one that goes by its step, and has lost the file that makes it one.
+
+    A run that has gone back behind it comes to its step once more, and must not end there.
+    """
+    names = disk.names(tag)
+    return (
+        _STEP_TAG.fullmatch(tag) is not None
+        and "tensors" in names
+        and all(_OF_A_CHECKPOINT.fullmatch(name) for name in names)
+    )
 
 
 def _is_complete(disk: Disk, path: str) -> bool:

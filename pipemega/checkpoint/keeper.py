@@ -71,6 +71,8 @@ class Checkpoints:
         settings = config.checkpoint
         self._retention = Retention(settings.keep_last, settings.keep_every)
         self._background = Background(mesh.world, mesh.timeout)
+        if settings.in_background:
+            self._background.meet()
         self._staging = Staging(mesh.device)
 
     def save(

@@ -17,6 +17,18 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
+# What the fork server has imported; the first who asks of it decides.
+PRELOAD = [
+    "pytest",
+    "torch",
+    # Of torch's optimizers, which import it when the first one is made.
+    "torch._dynamo",
+    "torch.distributed",
+    "pipemega.assemble",
+    "pipemega.models",
+    "pipemega.training",
+]
+
 
 class RanksFailed(AssertionError):
     """What each failed rank had to say."""
@@ -75,15 +87,7 @@ class RankPool:
 
     def _start(self) -> None:
         self.close()
-        _CONTEXT.set_forkserver_preload(
-            [
-                "torch",
-                "torch.distributed",
-                "pipemega.assemble",
-                "pipemega.models",
-                "pipemega.training",
-            ]
-        )
+        _CONTEXT.set_forkserver_preload(PRELOAD)
         for _ in range(self._size):
             here, there = _CONTEXT.Pipe()
             process = _CONTEXT.Process(target=_serve, args=(there,), daemon=True)

@@ -112,6 +112,26 @@ def test_a_folder_that_is_no_checkpoint_is_never_replaced(disk, tmp_path):
     assert names(tmp_path / "thesis") == ["chapter"]
 
 
+def test_a_step_whose_checkpoint_has_lost_its_state_file_can_be_saved_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that goes back to the one before comes there again; it used to end there each time."""
+    disk = LocalDisk(tmp_path)
+    for tag in ("global_step1", "global_step2"):
+        save(disk, tag)
+    (tmp_path / "global_step2/state.json").unlink()
+    assert taken(disk) == "global_step1"
+    save(disk, "global_step2", "anew")
+    assert taken(disk) == "global_step2"
+    assert (tmp_path / "global_step2/tensors/file").read_text() == "anew"
+    assert "global_step2 has lost its state.json, and goes" in caplog.text
+    # What holds anything of somebody else's stays.
+    (tmp_path / "global_step2/state.json").unlink()
+    (tmp_path / "global_step2/notes").touch()
+    with pytest.raises(CheckpointError, match="global_step2 is there already and is no checkpoint"):
+        save(disk, "global_step2")
+
+
 def test_what_an_interrupted_save_left_goes_with_the_next(disk, tmp_path):
     save(disk, "a")
     disk.write(f"{folders.start(disk, 'b')}/file", b"half")

@@ -1,0 +1,45 @@
+"""wandb fails, or is slow, wherever it is called: the run trains on to the same end."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.faults.launch import Ended
+from tests.faults.plant import Fault
+from tests.faults.story import Outcome, Undisturbed, suffer
+from tests.faults.table import Ledger
+from tests.faults.training import Job
+
+Case = tuple[str, str]  # action, method
+
+SOME: list[Case] = [("raise", "log"), ("nap", "log")]
+ALL: list[Case] = [(a, m) for a in ("raise", "nap") for m in ("init", "login", "log", "finish")]
+
+
+@pytest.mark.parametrize(
+    "where",
+    [SOME, pytest.param([c for c in ALL if c not in SOME], marks=pytest.mark.sweep)],
+    ids=["some", "all"],
+)
+def test_wandb_stops_no_run(
+    where: list[Case], scratch: Path, ledger: Ledger, undisturbed: Undisturbed
+) -> None:
+    def check(case: Case) -> Outcome:
+        action, method = case
+        folder = scratch / "-".join(case)
+        folder.mkdir()
+
+        def said_so(ended: Ended) -> None:
+            assert ended.codes == [0, 0], str(ended)
+            if action == "raise":
+                assert "wandb" in ended.texts[0], str(ended)
+                assert "a spark flew" in ended.texts[0], str(ended)
+
+        job = Job(
+            str(folder),
+            changes={"wandb": {"enabled": True}},
+            fault=Fault(action, f"wandb: {method}"),
+        )
+        return suffer(job, undisturbed, said_so)
+
+    ledger.each("wandb that raises, or hangs for seconds: the run goes on", where, check)
