@@ -19,7 +19,14 @@ from pipemega.engine import Engine
 from pipemega.errors import ConfigError
 from pipemega.failure import FailureBoard
 from pipemega.kernels import Kernels
-from pipemega.mesh import Mesh, build_mesh, from_first, launched_world_size, pick_device
+from pipemega.mesh import (
+    Mesh,
+    build_mesh,
+    from_first,
+    launched_world_size,
+    limit_waits,
+    pick_device,
+)
 from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import LRSchedule, OptimizerStep, ZeroTargets
 from pipemega.optimizer.arrivals import BucketArrivals
@@ -85,6 +92,7 @@ def initialize(
         if mesh.world.size > 1:
             # A rank that could not build its part ends all of them here, not in the first step.
             dist.barrier(mesh.world.group)
+            limit_waits(mesh)
     return engine, engine.optimizer, engine.loader, engine.lr_scheduler
 
 
@@ -225,6 +233,7 @@ def _loader(
         prefetch=config.data.prefetch,
         num_workers=config.data.num_workers,
         collate_fn=collate_fn,
+        timeout_seconds=mesh.data_timeout_seconds,
     )
 
 

@@ -1,5 +1,6 @@
 """How a training script ends: in order when all went well, with one message when it did not."""
 
+import json
 import os
 import signal
 import socket
@@ -8,7 +9,8 @@ import threading
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
@@ -17,6 +19,7 @@ from pipemega.errors import PeerError, PipemegaError
 from pipemega.failure import FailureBoard, Stopped, is_loss
 from pipemega.mesh import launched_rank, launched_world_size, world_axis
 from pipemega.stopping import is_heeded
+from pipemega.watch import watching
 
 # torchrun stops all ranks as soon as one has ended; this long they get to say why they do.
 _LAST_WORDS = 2.0
@@ -39,11 +42,12 @@ def run() -> Iterator[None]:
             ...
 
     An error on any rank, wherever it was raised, ends all of them with exit code 1, and each says
-    why in one message; the rank that failed shows the trace of the user's own code before it. At
-    the end process groups are shut down in order: torn down by the interpreter's exit they may
-    abort a run that had succeeded.
+    why in one message; the rank that failed shows the trace of the user's own code before it. A
+    rank that others wait for in vain says where it stands, and is ended. At the end process groups
+    are shut down in order: torn down by the interpreter's exit they may abort a run that had
+    succeeded.
     """
-    with _heeding_sigterm():
+    with _heeding_sigterm(), watching():
         code: str | int | None = None
         try:
             try:
@@ -71,8 +75,9 @@ def _end(error: BaseException) -> str | int:
     sys.stdout.flush()
     if explained is not error or not isinstance(error, SystemExit):
         # In one write: the ranks share the terminal, and print() would write the newline apart.
-        sys.stderr.write(f"{_told(explained)}\n")
+        sys.stderr.write(f"{_trace_of(explained)}{_told(explained)}\n")
         sys.stderr.flush()
+        _leave_for_torchrun(_told(explained))
     if dist.is_initialized():
         board.wait_for_last_words(_LAST_WORDS)
     elif launched_world_size() > 1:
@@ -85,11 +90,28 @@ def _end(error: BaseException) -> str | int:
 
 def _told(error: BaseException) -> str:
     rank = f"rank {launched_rank()}: " if launched_world_size() > 1 else ""
-    origin = _origin(error)
-    trace = "".join(traceback.format_exception(origin)) if origin is not None else ""
     if isinstance(error, PipemegaError | Stopped):
-        return f"{trace}error: {rank}{error}"
-    return f"{trace}error: {rank}{type(error).__name__}: {error}".removesuffix(": ")
+        return f"error: {rank}{error}"
+    return f"error: {rank}{type(error).__name__}: {error}".removesuffix(": ")
+
+
+def _trace_of(error: BaseException) -> str:
+    origin = _origin(error)
+    return "" if origin is None else "".join(traceback.format_exception(origin))
+
+
+def _leave_for_torchrun(text: str) -> None:
+    """Lets torchrun end what it says, which comes last on the terminal, with `text`.
+
+    It shows what its ranks leave in a file each, as torch's own `@record` does.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    now = str(int(time.time()))
+    left = {"message": text, "extraInfo": {"py_callstack": text, "timestamp": now}}
+    with suppress(OSError):
+        Path(path).write_text(json.dumps({"message": left}), encoding="utf-8")
 
 
 def _origin(error: BaseException) -> BaseException | None:

@@ -59,6 +59,15 @@ class Mesh:
         """The global rank of this process."""
         return self.world.rank
 
+    @property
+    def data_timeout_seconds(self) -> float:
+        """How long this rank waits for its own data: less than the others wait for the rank.
+
+        So it is the one who knows which sample does not come that tells, and not those who only
+        know who does not come.
+        """
+        return 0.9 * self.timeout.total_seconds()
+
     @classmethod
     def single(cls, device: torch.device | str = "cpu") -> "Mesh":
         """One process that talks to nobody."""
@@ -187,6 +196,14 @@ def _own_store(timeout: timedelta) -> dict[str, Any]:
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     own = dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
     return {"store": own, "rank": rank, "world_size": world_size}
+
+
+def limit_waits(mesh: Mesh) -> None:
+    """From now on no wait of the world takes longer than those of its axes.
+
+    Where the caller has started torch.distributed, its group has a deadline of its own until then.
+    """
+    dist.distributed_c10d._set_pg_timeout(mesh.timeout, mesh.world.group)
 
 
 def _axis(name: AxisName, topology: Topology, rank: int, timeout: timedelta) -> Axis:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.meetings import meeting
 from pipemega.mesh import Axis
 
 # Beyond the tags of the pipeline's channels, which count stages.
@@ -63,6 +64,7 @@ def _exchange(
         dist.P2POp(dist.irecv, tensor, peer, holders.group, tag=_TAG)
         for tensor, peer in zip(landed, source, strict=True)
     ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
+    with meeting("the exchange of a tied parameter", holders.ranks):
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
     return landed

@@ -151,7 +151,8 @@ def run_info(arguments: argparse.Namespace) -> int:
     if len(data):
         low, mean, high = data.lengths.min(), data.lengths.mean(), data.lengths.max()
         rows.append(("tokens in a sequence", f"{low:,} to {high:,}, on average {mean:,.1f}"))
-        rows.append(("token ids", f"{data.tokens.min()} to {data.tokens.max()}"))
+        tokens = data.span(0, len(data))
+        rows.append(("token ids", f"{tokens.min()} to {tokens.max()}"))
     manifest = read_manifest(data.prefix)
     if manifest is not None:
         ends = "each ends with" if manifest.append_eod else "none ends with"

@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 
 from pipemega.data.caching import Say, cached_arrays, digest_of
 from pipemega.data.gpt_dataset import GPTDataset, Sample
+from pipemega.data.mapped import Mappings
 from pipemega.errors import DataError
 
 Floats = npt.NDArray[np.float64]
@@ -216,6 +217,7 @@ class BlendedDataset(Dataset[Sample]):
         )
         self._dataset_index = arrays["dataset_index"]
         self._sample_index = arrays["dataset_sample_index"]
+        self._mappings = Mappings(self._dataset_index, self._sample_index)
         self._refuse_too_small(sizes)
 
     def __len__(self) -> int:
@@ -224,6 +226,7 @@ class BlendedDataset(Dataset[Sample]):
     def __getitem__(self, index: int) -> Sample:
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        self._mappings.refuse_shortened()
         return self.datasets[int(self._dataset_index[index])][int(self._sample_index[index])]
 
     def describe(self) -> str:

@@ -311,17 +311,23 @@ def cached_arrays(
             return None
         try:
             # A .npy that was cut or removed is found here, and then built again.
-            return {n: np.load(path_of(n), mmap_mode="r", allow_pickle=False) for n in names}
-        except (OSError, ValueError, EOFError):
-            mark.unlink(missing_ok=True)
-            return None
+            wanted = json.loads(mark.read_text())["arrays"]
+            found = {n: np.load(path_of(n), mmap_mode="r", allow_pickle=False) for n in names}
+            if {n: _form(found[n]) for n in names} == {n: wanted[n] for n in names}:
+                return found
+        except Exception:  # numpy reads the header of a .npy as Python, and raises what that gives
+            pass
+        mark.unlink(missing_ok=True)
+        return None
 
     def build_and_keep() -> dict[str, Array]:
-        for name, array in build().items():
+        built = build()
+        for name, array in built.items():
             with atomic_path(path_of(name)) as path, open(path, "wb") as file:
                 np.save(file, array, allow_pickle=False)
+        said = {**description, "arrays": {name: _form(array) for name, array in built.items()}}
         with atomic_path(mark) as path:
-            path.write_text(json.dumps(description, indent=2, sort_keys=True, default=str) + "\n")
+            path.write_text(json.dumps(said, indent=2, sort_keys=True, default=str) + "\n")
         kept = find()
         if kept is None:
             raise DataError(f"{what} was written to {folder} and cannot be read back")
@@ -330,3 +336,8 @@ def cached_arrays(
     lock = folder / f"{base}.lock"
     with notice_if_slow(f"building {what} in {folder}", say):
         return build_once(lock, find=find, build=build_and_keep, what=what, say=say)
+
+
+def _form(array: Array) -> list[object]:
+    """Its dtype and shape, JSON-able."""
+    return [array.dtype.str, list(array.shape)]

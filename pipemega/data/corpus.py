@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,6 +22,8 @@ STDLIB_LEFT_OUT = frozenset(
      "__pycache__")
 )  # fmt: skip
 STDLIB_SMALLEST_BYTES = 256
+# Of files, and of what was packed into them.
+_UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 @dataclass
@@ -83,7 +86,7 @@ class Corpus:
                     f"{path} is not UTF-8 text ({error.reason} at byte {error.start})"
                 ) from error
             skipped.undecodable += 1
-        except (OSError, EOFError) as error:
+        except _UNREADABLE as error:
             raise DataError(f"{path} cannot be read: {error}") from error
 
     def _lines(self, path: Path) -> Iterator[tuple[str, int]]:
@@ -92,13 +95,13 @@ class Corpus:
                 for number, line in enumerate(file, start=1):
                     if line.strip():
                         yield self._text_of(line, f"{path}, line {number}"), len(line)
-        except (OSError, EOFError) as error:
+        except _UNREADABLE as error:
             raise DataError(f"{path} cannot be read: {error}") from error
 
     def _text_of(self, line: bytes, where: str) -> str:
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise DataError(f"{where} is a {type(record).__name__}, and must be a JSON object")

@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 
 from pipemega.data.caching import Say, cached_arrays, digest_of, user_cache_folder, writable_folder
 from pipemega.data.indexed import IndexedDataset
+from pipemega.data.mapped import Mappings
 from pipemega.data.samples import (
     SampleIndices,
     build_indices,
@@ -117,6 +118,7 @@ class GPTDataset(Dataset[Sample]):
         self._description = self._describe(seed)
         self.fingerprint = digest_of(self._description)
         self._indices = self._load_indices(seed, cache, say)
+        self._mappings = Mappings(*self._indices)
 
     def __len__(self) -> int:
         return len(self._indices.shuffle)
@@ -125,6 +127,7 @@ class GPTDataset(Dataset[Sample]):
         """One sample; a negative index counts from the end."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
+        self._mappings.refuse_shortened()
         window = int(self._indices.shuffle[index])
         text = self._read(window)
         return self._sample_of(text)

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipemega.data.caching import flush_folder
+from pipemega.data.mapped import Mappings, TokenFile
 from pipemega.errors import DataError
 
 Tokens = npt.NDArray[np.generic]
@@ -62,7 +63,7 @@ def files_of(prefix: Path) -> tuple[Path, Path]:
 
 
 class IndexedDataset:
-    """The sequences of PREFIX.bin and PREFIX.idx, mapped into memory; nothing is read ahead.
+    """The sequences of PREFIX.bin and PREFIX.idx, read where they are asked for.
 
     Args:
         prefix: the files' common path, without .bin or .idx (or with one of them).
@@ -74,7 +75,7 @@ class IndexedDataset:
 
     Raises:
         DataError: a file is missing, foreign, cut short or at odds with the other one; the
-            message names both files.
+            message names both files. On reading, a file became shorter, or the disk fails.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -86,14 +87,8 @@ class IndexedDataset:
         self.dtype = np.dtype(DTYPES[code]).newbyteorder("<")
         self._map_index(num_sequences, num_bounds)
         self._refuse_odd_bounds()
-        size = self.bin_path.stat().st_size
-        self._refuse_odd_size(size)
-        # An empty file cannot be mapped.
-        self.tokens: Tokens = (
-            np.memmap(self.bin_path, dtype=self.dtype, mode="r").view(np.ndarray)
-            if size
-            else np.empty(0, dtype=self.dtype)
-        )
+        self._tokens = TokenFile(self.bin_path, self.dtype)
+        self._refuse_odd_size(self._tokens.num_bytes)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -106,22 +101,24 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences."""
-        return len(self.tokens)
+        return self._tokens.num_bytes // int(self.dtype.itemsize)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Tokens [offset, offset + length) of one sequence, to its end by default; no copy."""
+        """Tokens [offset, offset + length) of one sequence, to its end by default."""
+        self._index.refuse_shortened()
         start = int(self.pointers[sequence]) // self.dtype.itemsize
         stop = start + int(self.lengths[sequence])
         start += offset
-        return self.tokens[start : stop if length is None else min(start + length, stop)]
+        return self._tokens.read(start, stop if length is None else min(start + length, stop))
 
     def span(self, first: int, last: int) -> Tokens:
         """The tokens of the sequences [first, last), as they lie in the file; no copy."""
         if first >= last:
-            return self.tokens[:0]
+            return np.empty(0, dtype=self.dtype)
+        self._index.refuse_shortened()
         start = int(self.pointers[first]) // self.dtype.itemsize
         stop = int(self.pointers[last - 1]) // self.dtype.itemsize + int(self.lengths[last - 1])
-        return self.tokens[start:stop]
+        return self._tokens.mapped()[start:stop]
 
     def document_of(self, sequence: int) -> int:
         """The document that holds a sequence."""
@@ -191,7 +188,8 @@ class IndexedDataset:
                 f"{self.idx_path} {state}: {num_sequences} sequences and {num_bounds} document "
                 f"bounds take {bare} bytes, and it has {size}; prepare it and {self.bin_path} again"
             )
-        raw = np.memmap(self.idx_path, dtype=np.uint8, mode="r").view(np.ndarray)
+        mapped = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
+        self._index, raw = Mappings(mapped), mapped.view(np.ndarray)
         at = HEADER.size
         self.lengths: npt.NDArray[np.int32] = raw[at : at + 4 * num_sequences].view("<i4")
         at += 4 * num_sequences

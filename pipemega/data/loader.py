@@ -11,16 +11,20 @@ All pipeline and tensor ranks of a data rank make equal loaders and get equal sa
 
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sized
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from pipemega.data.collate import Collate, MicroBatch, Pytree, make_micro_batch
+from pipemega.data.collate import Collate, MicroBatch, Pytree
 from pipemega.data.order import EpochOrder, Indices, Share
-from pipemega.data.prefetch import Prefetcher
+from pipemega.data.prefetch import Prefetcher, no_data_within
+from pipemega.data.reading import Reader
+from pipemega.data.workers import Workers
 from pipemega.errors import ConfigError, DataError
 
 Delivery = tuple[MicroBatch, "Position"]
@@ -62,7 +66,8 @@ class BatchLoader:
             because a process that holds sockets and devices must not be forked; numpy, torch and
             decoders work in parallel there all the same.
         collate_fn: list of samples -> (inputs, labels); None stacks them.
-        timeout_seconds: how long to wait for one micro-batch.
+        timeout_seconds: how long to wait for one micro-batch; without prefetch and workers it is
+            the caller's own thread that reads, and nothing can end its wait.
 
     Raises:
         ConfigError: sizes that do not divide.
@@ -100,12 +105,11 @@ class BatchLoader:
         self._drop_last = drop_last
         self._prefetch = prefetch
         self._num_workers = num_workers
-        self._collate = collate_fn
         self._timeout = timeout_seconds
         if shuffle is None:
             shuffle = self.is_map_style and not getattr(dataset, "already_shuffled", False)
         self._set_order(seed, shuffle)
-        self._doing = "nothing was asked for yet"
+        self._reader = Reader(dataset, self.name, collate_fn)
         self._was_read = False
         self._peeked: Delivery | None = None
         self._source: Prefetcher[Delivery] | Generator[Delivery, None, None] | None = None
@@ -266,7 +270,7 @@ class BatchLoader:
         items = make(self._position)
         if not self._prefetch:
             return items
-        return Prefetcher(items, self._prefetch, lambda: self._doing, self._timeout)
+        return Prefetcher(items, self._prefetch, lambda: self._reader.doing, self._timeout)
 
     def _exhausted(self, had: int) -> DataError:
         return DataError(
@@ -281,19 +285,27 @@ class BatchLoader:
         plans = self._plans(start)
         if not self._num_workers:
             for indices, position in plans:
-                yield self._load(indices), position
+                yield self._reader.micro_batch(indices.tolist()), position
             return
-        pool = ThreadPoolExecutor(self._num_workers, thread_name_prefix="data-worker")
+        workers: Workers[MicroBatch] = Workers(self._num_workers)
         running: deque[tuple[Future[MicroBatch], Position]] = deque()
         try:
             for indices, position in plans:
-                running.append((pool.submit(self._load, indices), position))
+                read = partial(self._reader.micro_batch, indices.tolist())
+                running.append((workers.submit(read), position))
                 if len(running) > self._num_workers:
-                    yield _result(running)
+                    yield self._first_of(running)
             while running:
-                yield _result(running)
+                yield self._first_of(running)
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            workers.close()
+
+    def _first_of(self, running: "deque[tuple[Future[MicroBatch], Position]]") -> Delivery:
+        future, position = running.popleft()
+        try:
+            return future.result(self._timeout), position
+        except FutureTimeout:
+            raise no_data_within(self._timeout, self._reader.doing) from None
 
     def _plans(self, start: Position) -> Iterator[tuple[Indices, Position]]:
         """This rank's dataset indices, micro-batch by micro-batch, and the position after each."""
@@ -308,22 +320,6 @@ class BatchLoader:
                 indices = self._order.indices(*self.share.bounds(consumed))
                 consumed += self.share.samples_per_slice
                 yield indices, self._position_of(consumed)
-
-    def _load(self, indices: Indices) -> MicroBatch:
-        samples = []
-        for index in indices.tolist():
-            self._doing = f"sample {index} of {self.name} is being read"
-            try:
-                samples.append(self.dataset[index])
-            except DataError:
-                raise
-            except Exception as error:
-                raise DataError(
-                    f"sample {index} of {self.name} could not be read: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-        which = f"samples {', '.join(map(str, indices.tolist()))}"
-        return make_micro_batch(samples, self._collate, self.name, which)
 
     # Iterable: a step is read whole before its first micro-batch is given out, so that the data
     # ends between two steps, and on the same step on every rank.
@@ -346,9 +342,7 @@ class BatchLoader:
             size = self.share.micro_batch_size
             for j in range(self.num_microbatches):
                 which = f"samples of step positions {consumed} to {consumed + unit - 1}"
-                batch = make_micro_batch(
-                    mine[j * size : (j + 1) * size], self._collate, self.name, which
-                )
+                batch = self._reader.together(mine[j * size : (j + 1) * size], which)
                 consumed += unit
                 yield batch, positions[(j + 1) * unit - 1]
 
@@ -357,7 +351,7 @@ class BatchLoader:
         consumed, epoch, epoch_start = start.epoch_start, start.epoch, start.epoch_start
         while True:
             iterator = iter(self.dataset)
-            for sample in self._guarded(iterator):
+            for sample in self._reader.each(iterator):
                 consumed += 1
                 if consumed > start.consumed:
                     yield sample, Position(consumed, epoch, epoch_start)
@@ -367,26 +361,3 @@ class BatchLoader:
             if consumed == epoch_start:
                 raise DataError(f"{self.name} gave no sample in epoch {epoch}")
             epoch, epoch_start = epoch + 1, consumed
-
-    def _guarded(self, iterator: Iterator[Pytree]) -> Iterator[Pytree]:
-        count = 0
-        while True:
-            self._doing = f"sample {count} of {self.name} is being read"
-            try:
-                sample = next(iterator)
-            except StopIteration:
-                return
-            except DataError:
-                raise
-            except Exception as error:
-                raise DataError(
-                    f"sample {count} of {self.name} could not be read: "
-                    f"{type(error).__name__}: {error}"
-                ) from error
-            count += 1
-            yield sample
-
-
-def _result(running: "deque[tuple[Future[MicroBatch], Position]]") -> Delivery:
-    future, position = running.popleft()
-    return future.result(), position

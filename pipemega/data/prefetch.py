@@ -12,6 +12,11 @@ from pipemega.errors import DataError
 T = TypeVar("T")
 
 
+def no_data_within(seconds: float, doing: str) -> DataError:
+    """The error of a wait for data that took too long."""
+    return DataError(f"no data came within {seconds:g} s: {doing}")
+
+
 @dataclass(frozen=True)
 class _End:
     """The iterator is through, or failed."""
@@ -43,6 +48,7 @@ class Prefetcher(Generic[T]):
         self._ready: deque[T | _End] = deque()
         self._changed = threading.Condition()
         self._closed = False
+        self._stuck = False
         # A dataset may block for ever, and must not keep the interpreter from ending.
         self._thread = threading.Thread(target=self._work, name="data-prefetch", daemon=True)
         self._thread.start()
@@ -59,7 +65,8 @@ class Prefetcher(Generic[T]):
         with self._changed:
             while not self._ready and not self._closed:
                 if not self._changed.wait(deadline - time.monotonic()):
-                    raise DataError(f"no data came within {self._timeout:g} s: {self._what()}")
+                    self._stuck = True
+                    raise no_data_within(self._timeout, self._what())
             if self._closed:
                 raise DataError("the loader was closed")
             item = self._ready[0]
@@ -72,12 +79,15 @@ class Prefetcher(Generic[T]):
         raise item.error
 
     def close(self, wait_seconds: float = 5.0) -> None:
-        """Stop the thread, drop what waits; a thread that is stuck in a dataset is left behind."""
+        """Stop the thread, drop what waits; a thread that is stuck in a dataset is left behind.
+
+        At once if that is known: the other ranks are waiting to hear of it.
+        """
         with self._changed:
             self._closed = True
             self._ready.clear()
             self._changed.notify_all()
-        self._thread.join(wait_seconds)
+        self._thread.join(0.0 if self._stuck else wait_seconds)
 
     def _work(self) -> None:
         try:

@@ -96,7 +96,7 @@ def read_manifest(prefix: str | Path) -> Prepared | None:
         return Prepared(**json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is damaged ({error}); remove it and prepare again") from error
 
 

@@ -42,7 +42,9 @@ class TextTokenizer:
             raise DataError(f"the tokenizer {path} does not exist")
         try:
             return cls(Tokenizer.from_str(path.read_text(encoding="utf-8")))
-        except Exception as error:  # the package raises Exception itself
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # the package raises Exception itself, or panics
             raise DataError(
                 f"{path} is no tokenizer.json of the tokenizers package: {error}"
             ) from error

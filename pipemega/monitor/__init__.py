@@ -1,5 +1,6 @@
 """The monitor room: what a run says about itself, and where that goes."""
 
+from pipemega.monitor.background import Background
 from pipemega.monitor.build import build_sinks
 from pipemega.monitor.console import Console, eval_line, parse_line, step_line, timeline_line
 from pipemega.monitor.flops import gpt_flops_per_token, peak_tflops, tflops_per_device
@@ -17,6 +18,7 @@ from pipemega.monitor.timers import MultiTimer, Timer, breakdown_line, breakdown
 from pipemega.monitor.wandb_sink import WandbSink
 
 __all__ = [
+    "Background",
     "Console",
     "CsvSink",
     "EvalRecord",

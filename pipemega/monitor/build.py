@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemega.errors import ConfigError
+from pipemega.monitor.background import Background
 from pipemega.monitor.console import Console
 from pipemega.monitor.sinks import (
     CsvSink,
@@ -31,6 +32,9 @@ def build_sinks(
 ) -> Monitor:
     """The monitor of this rank: console and JSON lines always, the others where enabled.
 
+    The others work in threads of their own, so that a server that is gone, or a slow disk, does not
+    hold up the run.
+
     Args:
         config: a `pipemega.config.Config`; read by attribute names alone: steps_per_print,
             training, monitor, csv_monitor, tensorboard, wandb, and model_dump().
@@ -52,13 +56,13 @@ def build_sinks(
     makers.append(partial(JsonLinesSink, jsonl, resume))
     if config.csv_monitor.enabled:
         folder = _job_folder(config.csv_monitor, run_folder / "csv")
-        makers.append(partial(CsvSink, folder, resume))
+        makers.append(partial(_apart, CsvSink, folder, resume))
     if config.tensorboard.enabled:
         folder = _job_folder(config.tensorboard, run_folder / "tensorboard")
-        makers.append(partial(TensorboardSink, folder, resume))
+        makers.append(partial(_apart, TensorboardSink, folder, resume))
     if config.wandb.enabled:
         run_id = (state or {}).get(WandbSink.name, {}).get("id")
-        makers.append(partial(_wandb, config, run_folder, run_id, logger))
+        makers.append(partial(_apart, _wandb, config, run_folder, run_id, logger))
     made = [_made(maker, logger) for maker in makers]
     return Monitor([sink for sink in made if sink is not None], logger, state)
 
@@ -76,6 +80,11 @@ def _made(maker: Callable[[], Sink], logger: logging.Logger) -> Sink | None:
             error,
         )
         return None
+
+
+def _apart(make: Callable[..., Sink], *arguments: Any) -> Sink:
+    """The sink in a thread of its own; that a package is missing is said at once."""
+    return Background(make(*arguments))
 
 
 def _job_folder(section: Any, default: Path) -> Path:

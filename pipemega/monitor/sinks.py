@@ -30,11 +30,17 @@ class Sink(ABC):
 
     name: str
 
+    def open(self) -> None:  # noqa: B027 - most have nothing to do
+        """What takes long, or asks somebody; once, before the first record."""
+
     @abstractmethod
     def write(self, record: Record) -> None: ...
 
     @abstractmethod
     def close(self) -> None: ...
+
+    def abandon(self) -> None:  # noqa: B027 - likewise
+        """It hangs in another thread: let nothing of it keep the process from ending."""
 
     def state_dict(self) -> State:
         """What a resumed run must hand to the next sink of this name; {} for nothing."""
@@ -84,7 +90,9 @@ class Monitor(Sink):
             try:
                 sink.close()
             except Exception as error:
-                self._logger.warning("the monitor '%s' failed to close: %s", sink.name, _say(error))
+                self._logger.warning(
+                    "the monitor '%s' failed when it was closed: %s", sink.name, _say(error)
+                )
         self._sinks = []
 
     def state_dict(self) -> State:
@@ -211,8 +219,11 @@ class TensorboardSink(Sink):
                 "tensorboard.enabled is true, but TensorBoard is not installed: "
                 "pip install 'pipemega[tensorboard]', or set tensorboard.enabled to false"
             ) from error
-        purge = None if resume is None else resume.consumed_samples + 1
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge)
+        self._folder, self._writer_of = str(folder), SummaryWriter
+        self._purge = None if resume is None else resume.consumed_samples + 1
+
+    def open(self) -> None:
+        self._writer = self._writer_of(log_dir=self._folder, purge_step=self._purge)
 
     def write(self, record: Record) -> None:
         for tag, value in record.scalars().items():

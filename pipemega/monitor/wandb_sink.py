@@ -1,7 +1,11 @@
 """Weights & Biases: online where there is a key and a network, else offline, to be synced later."""
 
 import logging
+import os
+import signal
+import uuid
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,9 +58,13 @@ class WandbSink(Sink):
         resume: str | None = "allow",
         module: Any = None,
     ) -> None:
-        wandb = _wandb() if module is None else module
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        arguments = {
+        self._wandb = _wandb() if module is None else module
+        if run_id is None and resume == "allow":
+            # Known at once, for a checkpoint that is written before the server has answered.
+            run_id = uuid.uuid4().hex[:8]
+        self._id, self._mode, self._logger = run_id, mode, logger
+        self._folder = Path(folder)
+        self._arguments = {
             "dir": str(folder),
             "config": dict(config or {}),
             "project": project,
@@ -67,8 +75,12 @@ class WandbSink(Sink):
             "id": run_id,
             "resume": resume,
         }
-        self._wandb = wandb
-        self._run = _start(wandb, mode, arguments, logger)
+
+    def open(self) -> None:
+        """Asks the server, and goes on offline if it does not answer."""
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._run = _start(self._wandb, self._mode, self._arguments, self._logger)
+        self._id = self._run.id
         self._run.define_metric("step")
         self._run.define_metric("samples")
         self._run.define_metric(PREFIX + "*", step_metric="samples")
@@ -83,9 +95,15 @@ class WandbSink(Sink):
     def close(self) -> None:
         self._run.finish()
 
+    def abandon(self) -> None:
+        """Kills wandb's own process, for which the package waits when the program ends."""
+        for process in _children("wandb-core"):
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+
     def state_dict(self) -> State:
         """The run's id: the next sink takes it as `run_id`."""
-        return {"id": self._run.id}
+        return {} if self._id is None else {"id": self._id}
 
 
 def _start(wandb: Any, mode: str | None, arguments: dict[str, Any], logger: logging.Logger) -> Any:
@@ -119,6 +137,18 @@ def _has_key(wandb: Any) -> bool:
         return bool(wandb.login(prompt=False))
     except TypeError:  # releases that cannot be told not to ask
         return bool(wandb.api.api_key)
+
+
+def _children(name: str) -> list[int]:
+    """The child processes that run a program of that name; none where there is no /proc."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            program = (folder / "cmdline").read_bytes().split(b"\0")[0].decode(errors="replace")
+            if int(parent) == os.getpid() and Path(program).name == name:
+                found.append(int(folder.name))
+    return found
 
 
 def _wandb() -> Any:

@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.errors import ConfigError
+from pipemega.meetings import meeting
 from pipemega.mesh import Axis
 
 Pending = Callable[[], Tensor]
@@ -44,7 +45,8 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Sums `x` over the axis, in place; `x` must be contiguous and nobody else's."""
     if axis.size == 1 or x.is_meta:
         return lambda: x
-    return _after(dist.all_reduce(x, group=axis.group, async_op=True), lambda: x)
+    work = dist.all_reduce(x, group=axis.group, async_op=True)
+    return _after(work, lambda: x, "all-reduce", axis)
 
 
 def start_all_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
@@ -59,7 +61,8 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
 
     if x.is_meta:
         return joined
-    return _after(_all_gather(landed, x.view(-1), group=axis.group, async_op=True), joined)
+    work = _all_gather(landed, x.view(-1), group=axis.group, async_op=True)
+    return _after(work, joined, "all-gather", axis)
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
@@ -74,17 +77,18 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
         # and adding up there moves half as much; the order of the sum is the order of ranks.
         landed = torch.empty_like(parts)
         work = dist.all_to_all_single(landed, parts, group=axis.group, async_op=True)
-        return _after(work, lambda: landed.sum(0))
+        return _after(work, lambda: landed.sum(0), "reduce-scatter", axis)
     mine = torch.empty_like(parts[0])
     if x.is_meta:
         return lambda: mine
     work = _reduce_scatter(mine.view(-1), parts.view(-1), group=axis.group, async_op=True)
-    return _after(work, lambda: mine)
+    return _after(work, lambda: mine, "reduce-scatter", axis)
 
 
-def _after(work: dist.Work, result: Pending) -> Pending:
+def _after(work: dist.Work, result: Pending, name: str, axis: Axis) -> Pending:
     def wait() -> Tensor:
-        work.wait()
+        with meeting(f"the {name} of a layer that is cut over {axis.name}", axis.ranks):
+            work.wait()
         return result()
 
     return wait

@@ -227,6 +227,7 @@ class Trainer:
             data_rank=mesh.data.rank,
             data_size=mesh.data.size,
             shuffle=False,
+            timeout_seconds=mesh.data_timeout_seconds,
         )
 
     def save(self) -> None:

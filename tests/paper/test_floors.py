@@ -38,6 +38,7 @@ PLAN = {
         "mesh.py",
         "random.py",
         "allocator.py",
+        "meetings.py",
         "kernels.py",
         "pipeline/messages.py",
         "pipeline/validate.py",
@@ -66,6 +67,7 @@ PLAN = {
     5: [
         "feed.py",
         "stopping.py",
+        "watch.py",
         "precision.py",
         "gradients.py",
         "tensor_parallel/",

@@ -76,6 +76,12 @@ class Ended(NamedTuple):
         (found,) = re.findall(rf"^error: rank {rank}: (.*(?:\n  .*)*)", self.errors, re.MULTILINE)
         return str(found)
 
+    @property
+    def root_cause(self) -> str:
+        """What torchrun shows at the end of all, of the rank that failed first by its watch."""
+        assert self.errors.rstrip().endswith("=====")
+        return self.errors.rsplit("Root Cause (first observed failure):", 1)[1]
+
 
 class Scripts:
     """Runs a variant of SCRIPT on two ranks, and makes sure that nothing of it is left."""
@@ -90,9 +96,12 @@ class Scripts:
         fault: str = "pass",
         between_steps: str = "pass",
         config: object = CONFIG,
+        ranks: int = 2,
     ) -> Ended:
         command = self._write(fault, between_steps, config)
-        launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", f"--master_port={_port()}"]
+        launcher = [
+            "-m", "torch.distributed.run", f"--nproc_per_node={ranks}", f"--master_port={_port()}"
+        ]  # fmt: skip
         started = time.monotonic()
         done = subprocess.run(
             [sys.executable, *launcher, *command],
@@ -170,6 +179,8 @@ def test_an_error_in_a_layer_is_told_by_both_ranks_with_the_trace_of_the_layer_o
     assert ended.of_rank(1) == cause
     assert ended.of_rank(0).startswith(f"rank 1 failed first: {cause}\n  (rank 0 was stopped")
     assert ended.errors.count('raise ValueError("a spark flew")') == 1
+    # What the eye falls on.
+    assert cause in ended.root_cause
 
 
 def test_a_killed_rank_is_named_by_the_others(scripts: Scripts) -> None:
@@ -177,6 +188,7 @@ def test_a_killed_rank_is_named_by_the_others(scripts: Scripts) -> None:
     assert ended.code == 1
     assert "no sign of life from rank 1: killed, crashed, hanging" in ended.of_rank(0)
     assert "at stage 0" in ended.of_rank(0)
+    assert "Signal 9 (SIGKILL)" in ended.root_cause
 
 
 def test_a_rank_that_hangs_in_torch_is_missed_after_the_deadline_and_ended(
@@ -188,9 +200,14 @@ def test_a_rank_that_hangs_in_torch_is_missed_after_the_deadline_and_ended(
         config={**CONFIG, "mesh": {"pipeline": 2, "device": "cpu", "timeout_seconds": 5}},
     )
     assert ended.code == 1
-    assert "no sign of life from rank 1" in ended.of_rank(0)
-    assert "mesh.timeout_seconds (5 s)" in ended.of_rank(0)
-    assert ended.of_rank(1) == "stopped by SIGTERM, deep in a call that did not return"
+    first, *lines = ended.of_rank(0).splitlines()
+    assert first.startswith("rank 1 did not come within mesh.timeout_seconds, and is alive")
+    assert "mesh.timeout_seconds (5 s)" in first
+    assert lines[0] == "  rank 1 stands at F2@1, in fault"
+    assert re.match(r"      script.py, line \d+ in fault: .*never written", lines[1])
+    # It could not be told; its own thread has ended it.
+    assert ended.of_rank(1).startswith(first)
+    assert first in ended.root_cause
 
 
 def test_an_error_of_the_script_itself_on_one_rank_reaches_the_other(scripts: Scripts) -> None:
@@ -234,7 +251,42 @@ def test_without_torchrun_the_loss_of_the_store_ends_the_others(scripts: Scripts
     )
     assert first.code == -signal.SIGKILL
     assert second.code == 1
-    assert second.of_rank(1).startswith("train_batch: RuntimeError: ")
+    assert second.of_rank(1).startswith("train_batch: all_reduce of 1 int64 over all ranks 0, 1")
     assert "the store of the ranks, which is in rank 0 unless torchrun has it, is gone" in (
         second.of_rank(1)
     )
+
+
+@pytest.mark.sweep
+def test_four_ranks_end_with_the_cause_of_the_one_that_failed(scripts: Scripts) -> None:
+    config = {**CONFIG, "mesh": {**CONFIG["mesh"], "data": 2}}  # type: ignore[dict-item]
+    ended = scripts.run(fault='raise ValueError("a spark flew")', config=config, ranks=4)
+    assert ended.code == 1
+    assert "ValueError: a spark flew" in ended.root_cause
+
+
+KILLER = (
+    "type('Killer', (torch.utils.data.Dataset,), {'__len__': lambda self: 4, "
+    "'__getitem__': lambda self, i: os.kill(os.getpid(), signal.SIGKILL)})()"
+)
+
+
+@pytest.mark.sweep
+def test_a_worker_process_of_a_dataloader_that_is_killed_is_told_by_all(scripts: Scripts) -> None:
+    ended = scripts.run(
+        between_steps=f"rank == 1 and [*torch.utils.data.DataLoader({KILLER}, num_workers=1)]"
+    )
+    assert ended.code == 1
+    assert ended.of_rank(1).startswith("RuntimeError: DataLoader worker (pid")
+    assert ended.of_rank(0).startswith(
+        "rank 1 failed first: the script: RuntimeError: DataLoader worker (pid"
+    )
+
+
+@pytest.mark.sweep
+def test_a_crash_in_c_shows_the_line_that_led_to_it(scripts: Scripts) -> None:
+    ended = scripts.run(fault="os.kill(os.getpid(), signal.SIGBUS)")
+    assert ended.code == 1
+    assert "no sign of life from rank 1" in ended.of_rank(0)
+    assert "Fatal Python error: Bus error" in ended.errors
+    assert re.search(r"script.py\", line \d+ in fault", ended.errors)

@@ -1,5 +1,7 @@
 """The loader: whose sample comes when, resuming, the thread, and how data ends."""
 
+import subprocess
+import sys
 import threading
 import time
 from itertools import chain, pairwise
@@ -321,6 +323,71 @@ def test_waiting_ends_with_a_message_that_names_the_sample():
     with pytest.raises(DataError, match=r"no data came within 0.1 s: sample 2 of Slow is being re"):
         next(loader)
     loader.close()
+
+
+class Stuck(Numbers):
+    """Two workers read it: one sticks at sample 1, the other goes on."""
+
+    def __init__(self, size):
+        super().__init__(size)
+        self.release = threading.Event()
+
+    def __getitem__(self, index):
+        if index == 1:
+            self.release.wait(10)
+        return super().__getitem__(index)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_worker_that_is_stuck_is_named_by_its_sample_and_not_by_what_others_read(prefetch):
+    data = Stuck(64)
+    loader = BatchLoader(
+        data, train_batch_size=1, micro_batch_size=1, shuffle=False,
+        prefetch=prefetch, num_workers=2, timeout_seconds=0.2,
+    )  # fmt: skip
+    next(loader)
+    started = time.monotonic()
+    with pytest.raises(DataError, match=r"no data came within 0.2 s: sample 1 of Stuck is being"):
+        next(loader)
+    # The other ranks wait for this news: it does not wait for the thread.
+    assert time.monotonic() - started < 2.0
+    data.release.set()
+    loader.close()
+
+
+def test_a_dataset_that_leaves_by_exit_does_not_end_the_run_as_if_all_were_well():
+    class Leaving(Numbers):
+        def __getitem__(self, index):
+            raise SystemExit(0)
+
+    for options in ({"prefetch": 0}, {"prefetch": 2}, {"num_workers": 2}):
+        loader = BatchLoader(Leaving(8), train_batch_size=2, micro_batch_size=2, **options)
+        with pytest.raises(DataError, match=r"of Leaving could not be read: SystemExit: 0"):
+            next(loader)
+        loader.close()
+
+
+STUCK_WORKER = """
+import threading, time
+from pipemega.data.workers import Workers
+
+begun = threading.Event()
+
+def sleep():
+    begun.set()
+    time.sleep(600)
+
+workers = Workers(2)
+workers.submit(sleep)
+assert workers.submit(lambda: 42).result(5) == 42
+assert begun.wait(5)
+workers.close()
+"""
+
+
+def test_a_worker_that_is_stuck_does_not_keep_the_process_from_ending():
+    done = subprocess.run([sys.executable, "-c", STUCK_WORKER], timeout=30)
+    assert done.returncode == 0
 
 
 def test_no_more_than_the_prefetch_is_read_ahead():

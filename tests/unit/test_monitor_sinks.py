@@ -29,6 +29,7 @@ AT_TWO = ResumePoint(step=2, consumed_samples=64)
 
 
 def write(sink: Sink, steps) -> None:
+    sink.open()
     for step in steps:
         sink.write(step_record(step))
     sink.close()
@@ -144,6 +145,7 @@ def test_tensorboard_shows_the_picture_of_a_timeline(tmp_path):
 
     image.imsave(tmp_path / "step-10.png", [[0.0, 1.0]])
     sink = TensorboardSink(tmp_path / "events")
+    sink.open()
     sink.write(timeline_record(picture=tmp_path / "step-10.png"))
     sink.close()
     events = EventAccumulator(str(tmp_path / "events")).Reload()

@@ -67,7 +67,9 @@ class StandIn:
 
 
 def sink(tmp_path, module, **arguments) -> WandbSink:
-    return WandbSink(tmp_path, logger=LOGGER, module=module, **arguments)
+    made = WandbSink(tmp_path, logger=LOGGER, module=module, **arguments)
+    made.open()
+    return made
 
 
 def test_a_point_carries_both_axes_and_deepspeeds_tags(tmp_path):
@@ -98,11 +100,25 @@ def test_a_timeline_brings_its_picture(tmp_path):
 
 
 def test_a_resumed_run_is_the_same_run(tmp_path):
-    state = Monitor([sink(tmp_path, StandIn())], LOGGER).state_dict()
-    assert state == {"wandb": {"id": "new-id"}}
+    wandb = StandIn()
+    state = Monitor([sink(tmp_path, wandb)], LOGGER).state_dict()
+    assert state == {"wandb": {"id": wandb.id}}
     again = StandIn()
     sink(tmp_path, again, run_id=state["wandb"]["id"])
-    assert (again.inits[0]["id"], again.inits[0]["resume"]) == ("new-id", "allow")
+    assert (again.inits[0]["id"], again.inits[0]["resume"]) == (wandb.id, "allow")
+
+
+def test_the_id_is_known_before_the_server_has_answered(tmp_path):
+    wandb = StandIn()
+    made = WandbSink(tmp_path, logger=LOGGER, module=wandb)
+    state = made.state_dict()
+    made.open()
+    assert state == {"id": wandb.id} == made.state_dict()
+    # What these mean, wandb finds out by itself.
+    other = WandbSink(tmp_path, logger=LOGGER, module=StandIn(), resume="auto")
+    assert other.state_dict() == {}
+    other.open()
+    assert other.state_dict() == {"id": "new-id"}
 
 
 def test_the_settings_of_the_section_arrive(tmp_path):
@@ -167,7 +183,7 @@ def test_a_wandb_that_raises_does_not_stop_the_run(tmp_path, caplog):
     assert caplog.text.count("server on fire") == 1
     assert "the monitor 'wandb' failed at step 2 and is off" in caplog.text
     assert wandb.finished
-    assert monitor.state_dict() == {"wandb": {"id": "new-id"}}
+    assert monitor.state_dict() == {"wandb": {"id": wandb.id}}
 
 
 def test_wandb_that_is_not_installed_is_named_with_the_way_out(tmp_path, monkeypatch):
@@ -178,11 +194,12 @@ def test_wandb_that_is_not_installed_is_named_with_the_way_out(tmp_path, monkeyp
 
 OFFLINE = """
 import logging, math, sys
-from pipemega.monitor import WandbSink
+from pipemega.monitor import Background, WandbSink
 from tests.unit.monitor_records import step_record, timeline_record
 
 assert "wandb" not in sys.modules, "imported before anybody asked for it"
 sink = WandbSink(sys.argv[1], logger=logging.getLogger("t"), mode="offline", config={"a": {"b": 1}})
+sink = Background(sink)
 sink.write(step_record(1, loss=math.nan))
 sink.write(step_record(2))
 sink.close()
@@ -207,3 +224,37 @@ def test_an_offline_run_is_written_under_its_folder_and_ends_without_a_word(tmp_
     run_id = done.stdout.strip()
     (file,) = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
     assert file.stat().st_size > 0
+
+
+STOPPED = """
+import logging, os, signal, sys, time
+from pipemega.monitor import Background, Monitor, WandbSink
+from pipemega.monitor.wandb_sink import _children
+from tests.unit.monitor_records import step_record
+
+sink = WandbSink(sys.argv[1], logger=logging.getLogger("t"), mode="offline")
+monitor = Monitor([Background(sink, close_seconds=0.5)], logging.getLogger("t"))
+monitor.write(step_record(1))
+while not (_children("wandb-core") and hasattr(sink, "_run")):
+    time.sleep(0.05)
+for process in _children("wandb-core"):
+    os.kill(process, signal.SIGSTOP)
+monitor.write(step_record(2))
+started = time.monotonic()
+monitor.close()
+print("closed after", time.monotonic() - started)
+"""
+
+
+def test_a_wandb_whose_own_process_hangs_keeps_neither_the_run_nor_its_end_waiting(tmp_path):
+    pytest.importorskip("wandb")
+    done = subprocess.run(
+        [sys.executable, "-c", STOPPED, str(tmp_path / "run")],
+        capture_output=True,
+        text=True,
+        timeout=40,
+        env={"PATH": "/usr/bin:/bin", "HOME": str(tmp_path / "home"), "PYTHONPATH": "."},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "closed after" in done.stdout
+    assert "the monitor 'wandb' failed when it was closed: TimeoutError" in done.stderr
