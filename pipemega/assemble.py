@@ -15,6 +15,7 @@ from pipemega.allocator import keep_freed_memory
 from pipemega.assemble_step import optimizer_step, precision_of
 from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
+from pipemega.endings import before_the_end
 from pipemega.engine import Engine
 from pipemega.errors import ConfigError
 from pipemega.failure import FailureBoard
@@ -93,6 +94,8 @@ def initialize(
             # A rank that could not build its part ends all of them here, not in the first step.
             dist.barrier(mesh.world.group)
             limit_waits(mesh)
+    if config.checkpoint.in_background:
+        before_the_end(engine.finish_saving)
     return engine, engine.optimizer, engine.loader, engine.lr_scheduler
 
 

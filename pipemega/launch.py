@@ -15,6 +15,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from pipemega.endings import collecting
 from pipemega.errors import PeerError, PipemegaError
 from pipemega.failure import FailureBoard, Stopped, is_loss
 from pipemega.mesh import launched_rank, launched_world_size, world_axis
@@ -47,7 +48,7 @@ def run() -> Iterator[None]:
     are shut down in order: torn down by the interpreter's exit they may abort a run that had
     succeeded.
     """
-    with _heeding_sigterm(), watching():
+    with _heeding_sigterm(), watching(), collecting() as actions:
         code: str | int | None = None
         try:
             try:
@@ -55,6 +56,8 @@ def run() -> Iterator[None]:
             except SystemExit as wish:
                 if wish.code not in (None, 0):
                     raise
+            for action in actions:
+                action()
             if dist.is_initialized():
                 dist.barrier()
         except BaseException as error:

@@ -17,7 +17,7 @@ import pytest
 HOUSE = Path(__file__).parents[2] / "pipemega"
 
 PLAN = {
-    0: ["errors.py", "pipeline/__init__.py"],
+    0: ["errors.py", "endings.py", "pipeline/__init__.py"],
     1: [
         "config/",
         "topology.py",

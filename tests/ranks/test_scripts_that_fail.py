@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
+from pipemega.checkpoint import newest
+
 ROOT = Path(__file__).parents[2]
 
 # {fault} runs where the third micro-batch enters layer 1, which only rank 1 holds.
@@ -218,6 +220,15 @@ def test_an_error_of_the_script_itself_on_one_rank_reaches_the_other(scripts: Sc
         "rank 0 failed first: the script: ZeroDivisionError: division by zero"
     )
     assert ended.errors.count("1 / 0 if rank == 0") == 1
+
+
+def test_a_script_that_ends_while_its_checkpoint_is_written_leaves_it_whole(
+    scripts: Scripts, tmp_path: Path
+) -> None:
+    save = f"engine.save_checkpoint({str(tmp_path / 'saved')!r})"
+    ended = scripts.run(between_steps=save, config={**CONFIG, "checkpoint": {"async": True}})
+    assert ended.code == 0
+    assert newest(tmp_path / "saved") == "global_step2"
 
 
 def test_ctrl_c_on_one_rank_ends_both_without_a_trace(scripts: Scripts) -> None:
