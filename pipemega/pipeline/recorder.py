@@ -156,10 +156,11 @@ class WorkRecorder(Recorder):
         self._at = 0
         self._began: Any = None
         self._events: list[tuple[Any, Any]] = []
+        self._before: list[tuple[Any, Any]] = []  # of the step before
 
     def begin(self) -> None:
         self._nanoseconds = 0
-        self._events = []
+        self._before, self._events = self._events, []
         self.ready()
 
     def ready(self) -> None:
@@ -177,12 +178,12 @@ class WorkRecorder(Recorder):
             self._nanoseconds += self._at - at
 
     def seconds(self) -> float:
-        """Of the step that was run last; on CUDA, waits until the device is through with it."""
-        if self._events:
-            self._events[-1][1].synchronize()
-            milliseconds = sum(began.elapsed_time(ended) for began, ended in self._events)
+        """Of the step that was run last; on CUDA of the one before, which the device has done."""
+        if self._before:
+            self._before[-1][1].synchronize()
+            milliseconds = sum(began.elapsed_time(ended) for began, ended in self._before)
             self._nanoseconds = round(milliseconds * 1e6)
-            self._events = []
+            self._before = []
         return self._nanoseconds * 1e-9
 
 

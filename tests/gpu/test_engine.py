@@ -4,6 +4,7 @@ Where bits are compared, attention is torch's plain one: the fused kernels add i
 their backward pass.
 """
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipemega.engine import Engine
+from pipemega.errors import NonFiniteError
 from pipemega.pipeline.measured import measured_costs
 from tests.ranks.training_run import build, data, settings, train
 
@@ -192,3 +194,31 @@ def test_instructions_are_timed_by_the_device_without_waiting_for_it(
     costs = measured_costs([trace])
     assert all(time > 0 for time in (*costs.forward, *costs.whole_backward))
     assert all(held > 0 for held in costs.held_after_forward)
+
+
+def test_the_work_of_a_rank_is_timed_by_the_device_without_waiting_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = build(on(DEVICE, model=WIDER))
+    run = engine._executor.run
+
+    def run_without_waiting(*args: Any) -> Any:
+        with no_waiting():
+            return run(*args)
+
+    engine.train_batch(data(engine, 0))
+    monkeypatch.setattr(engine._executor, "run", run_without_waiting)
+    started = time.perf_counter()
+    engine.train_batch(data(engine, 1))
+    engine.train_batch(data(engine, 2))
+    assert 0 < engine.work_seconds < time.perf_counter() - started
+
+
+def test_a_nan_is_named_and_copies_are_compared_on_the_device() -> None:
+    engine = build(on(DEVICE, model=WIDER))
+    engine.check_replicas()
+    weight = engine._model.parameters["layers.3.mlp.up.weight"]
+    weight.data[0, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match=r"layer 3 'layers.3' \(Block\): output has") as caught:
+        engine.train_batch(data(engine, 0))
+    assert "its parameter 'mlp.up.weight' has 1 nan" in str(caught.value)

@@ -77,7 +77,7 @@ class Runs(Scripts):
         )  # fmt: skip
 
     def end(self, run: "subprocess.Popen[str]") -> Ended:
-        out, errors = run.communicate(timeout=90)
+        out, errors = run.communicate(timeout=180)
         return Ended(run.returncode, out, errors)
 
 
