@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
 from pipemega.errors import MeshError, PipemegaError
+from pipemega.lives import name_of_this_life
 from pipemega.topology import AXES, AxisName, Topology
 
 T = TypeVar("T")
@@ -182,18 +183,11 @@ def build_mesh(
 
 
 def _own_store(timeout: timedelta) -> dict[str, Any]:
-    """What makes ranks that torchrun has started again meet where nobody has been.
-
-    With a static rendezvous (`--master_port`) torchrun keeps one store for all lives of the ranks
-    on its node, and what those of the life before have left in it, their addresses for one, keeps
-    the next from meeting. Other rendezvous begin with a new store each time.
-    """
-    life = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    one_node = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-    if life == "0" or not one_node:
-        # Of several agents each counts for itself.
+    """What makes ranks that torchrun has started, or started again, meet where nobody has been."""
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
         return {}
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    life = name_of_this_life(store, rank, world_size, timeout.total_seconds())
     own = dist.PrefixStore(f"life {life}", store)  # type: ignore[attr-defined]
     return {"store": own, "rank": rank, "world_size": world_size}
 

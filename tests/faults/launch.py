@@ -110,7 +110,8 @@ def _start(job: Job, rank: int, port: int, life: int) -> _Rank:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": str(life),
+        # As on a node none of whose ranks has failed: there torchrun counts no restart.
+        "TORCHELASTIC_RESTART_COUNT": "0",
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }

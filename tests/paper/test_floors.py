@@ -33,6 +33,7 @@ PLAN = {
         "pipeline/lowering.py",
         "pipeline/order.py",
         "pipeline/warm_up.py",
+        "lives.py",
     ],
     3: [
         "mesh.py",
