@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 # One thread a rank: several ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test lint bench pictures clean
+.PHONY: help setup train test lint fuzz bench pictures clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -30,6 +30,11 @@ lint: $(READY)  ## Lint and types only
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+fuzz: $(READY)  ## Damaged configs, plans and data, at random, for some minutes (needs atheris)
+	FUZZ=20 $(BIN)/python -m pytest -q tests/paper/test_config_fuzz.py tests/paper/test_plan_fuzz.py tests/unit/test_data_fuzz.py tests/unit/test_checkpoint_fuzz.py
+	$(BIN)/python -m pip install --quiet "atheris>=2.3"
+	$(BIN)/python -m tests.fuzz.token_files -max_total_time=60
 
 bench: $(READY)  ## Measure against the peers (minutes; results in benchmarks/*/README.md)
 	$(BIN)/python -m benchmarks.pipeline_cpu.run

@@ -203,7 +203,7 @@ def _cache_file(about: Mapping[str, Any], device: torch.device) -> Path:
 
 def _kept_costs(file: Path, num_stages: int) -> CostModel | None:
     """The costs that an earlier run has kept; None where there are none to be used."""
-    with suppress(OSError, ValueError, TypeError, PipemegaError):
+    with suppress(OSError, ValueError, TypeError, RecursionError, PipemegaError):
         found = json.loads(file.read_text(encoding="utf-8"))
         costs = CostModel(**{key: _frozen(value) for key, value in found.items()})
         if costs.num_stages == num_stages:

@@ -149,7 +149,7 @@ def stage_costs(text: str) -> CostModel:
     """
     try:
         written = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"neither JSON nor a file with it: {error}") from error
     known = [field.name for field in fields(CostModel)]
     needed = known[:3]

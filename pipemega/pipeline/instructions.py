@@ -44,9 +44,10 @@ class Kind(Enum):
 _MESSAGES = frozenset(
     {Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT}
 )
-_WRITTEN = re.compile(r"(F|B|I|W|SA|RA|SG|RG)(\d+)@(\d+)")
+# Nine digits at most: more micro-batches there are not, and Python reads no number of any length.
+_WRITTEN = re.compile(r"(F|B|I|W|SA|RA|SG|RG)([0-9]{1,9})@([0-9]{1,9})")
 # How torch.distributed.pipelining writes the same four steps in its CSV files.
-_WRITTEN_BY_TORCH = re.compile(r"(\d+)(F|B|I|W)(\d+)")
+_WRITTEN_BY_TORCH = re.compile(r"([0-9]{1,9})(F|B|I|W)([0-9]{1,9})")
 
 
 class Instruction(NamedTuple):
@@ -205,7 +206,7 @@ class Plan:
         """
         try:
             written = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ScheduleError(f"a plan in JSON was expected: {error}") from error
         keys = ("name", "num_microbatches", "rank_of_stage", "programs")
         if not isinstance(written, Mapping) or set(written) != set(keys):
@@ -240,8 +241,11 @@ class Plan:
         Raises:
             ScheduleError: a cell is no step, a stage is on two ranks or on none.
         """
-        cells = ((cell.strip() for cell in row) for row in csv.reader(text.splitlines()))
-        programs = _read([[cell for cell in row if cell] for row in cells], _parse_torch)
+        try:
+            rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
+        except csv.Error as error:
+            raise ScheduleError(f"a plan in CSV was expected: {error}") from error
+        programs = _read([[cell for cell in row if cell] for row in rows], _parse_torch)
         homes: dict[int, int] = {}
         for rank, program in enumerate(programs):
             for step in program:

@@ -133,7 +133,7 @@ class Trace:
         """
         try:
             written = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise ScheduleError(f"a measured timeline in JSON was expected: {error}") from error
         if not isinstance(written, Mapping) or written.get("format") != FORMAT:
             raise ScheduleError(
@@ -142,7 +142,7 @@ class Trace:
             )
         try:
             return _read(written)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ScheduleError(f"the measured timeline is damaged: {_say(error)}") from error
 
 

@@ -1,0 +1,98 @@
+"""Whatever has become of a checkpoint's files: it is loaded, or refused by a CheckpointError."""
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipemega import initialize
+from pipemega.checkpoint.manifest import FileEntry, opened, sealed
+from pipemega.engine import Engine
+from pipemega.errors import CheckpointError
+from tests.paper.mutations import changed, damaged, fuzzing, text_of
+from tests.ranks.checkpoint_run import small_config, small_data, small_net
+
+TAG = "global_step1"
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    config = small_config("AdamW", {"lr": 0.01}, bf16={"enabled": False})
+    return initialize(small_net(statistics=True), config)[0]
+
+
+@pytest.fixture(scope="module")
+def saved(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a checkpoint; its files are there to be damaged, in a copy."""
+    folder = tmp_path_factory.mktemp("whole")
+    engine.train_batch(small_data(engine, 0))
+    engine.save_checkpoint(folder, TAG, {"a": 1})
+    return folder
+
+
+def copy_of(saved: Path) -> Path:
+    copy = saved.with_name("damaged")
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(saved, copy)
+    return copy
+
+
+def files_of(folder: Path) -> list[str]:
+    return sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+
+def load(engine: Engine, folder: Path) -> str:
+    """Why it was refused; empty where it was not."""
+    try:
+        engine.load_checkpoint(folder)
+    except CheckpointError as error:
+        return str(error) or "nothing was said"
+    return ""
+
+
+@fuzzing(25)
+@given(data=st.data())
+def test_a_damaged_file_is_refused_or_does_no_harm(data, engine, saved):
+    copy = copy_of(saved)
+    name = data.draw(st.sampled_from(files_of(copy)))
+    whole = (copy / name).read_bytes()
+    (copy / name).write_bytes(data.draw(damaged(whole)))
+    said = load(engine, copy)
+    assert said != "nothing was said"
+    if (copy / name).read_bytes() != whole and name.startswith(f"{TAG}/"):
+        assert str(copy) in said
+
+
+@fuzzing(25)
+@given(data=st.data())
+def test_a_file_that_was_damaged_before_it_was_summed_up_is_refused_or_loaded(data, engine, saved):
+    folder = copy_of(saved) / TAG
+    names = [name for name in files_of(folder) if name != "state.json"]
+    name = data.draw(st.sampled_from(names))
+    raw = data.draw(damaged((folder / name).read_bytes()))
+    (folder / name).write_bytes(raw)
+    state = opened((folder / "state.json").read_bytes())
+    state["files"][name] = FileEntry(len(raw), hashlib.sha256(raw).hexdigest())
+    (folder / "state.json").write_bytes(sealed(state))
+    assert load(engine, folder.parent) != "nothing was said"
+
+
+@fuzzing(25)
+@given(data=st.data())
+def test_a_state_that_says_something_else_than_was_written_is_refused(data, engine, saved):
+    path = copy_of(saved) / TAG / "state.json"
+    whole = json.loads(path.read_text())
+    other = data.draw(changed(whole))
+    path.write_text(text_of(other))
+    said = load(engine, path.parents[1])
+    assert other == whole or "state.json is damaged" in said or "format" in said
+
+
+def test_a_state_that_is_nested_without_end_is_refused(engine, saved):
+    path = copy_of(saved) / TAG / "state.json"
+    path.write_text("[" * 100_000)
+    assert "state.json is damaged" in load(engine, path.parents[1])
