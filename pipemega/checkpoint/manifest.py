@@ -131,7 +131,7 @@ def opened(data: bytes) -> dict[str, Any]:
     """
     try:
         state = json.loads(data.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damage(f"{STATE_FILE} is damaged: {error}") from error
     if not isinstance(state, dict) or not isinstance(state.get("files"), dict):
         raise Damage(f"{STATE_FILE} is damaged: it does not say which files there are")

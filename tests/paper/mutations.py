@@ -74,7 +74,7 @@ def _change(draw: Any, value: Any, kind: str) -> Any:
     if kind == "wrap":
         return draw(st.sampled_from([[value], {"type": value}, {"enabled": value}, [value] * 3]))
     if kind == "bury":
-        for _ in range(draw(st.sampled_from([3, 50, 3000]))):
+        for _ in range(draw(st.sampled_from([3, 50, 200]))):
             value = [value]
         return value
     return draw(SCALARS)

@@ -90,3 +90,9 @@ def test_a_state_that_says_something_else_than_was_written_is_refused(data, engi
     path.write_text(text_of(other))
     said = load(engine, path.parents[1])
     assert other == whole or "state.json is damaged" in said or "format" in said
+
+
+def test_a_state_that_is_nested_without_end_is_refused(engine, saved):
+    path = copy_of(saved) / TAG / "state.json"
+    path.write_text("[" * 100_000)
+    assert "state.json is damaged" in load(engine, path.parents[1])
