@@ -38,7 +38,11 @@ def settings(**changes: Any) -> dict[str, Any]:
         "seed": 7,
         "gradient_clipping": 0.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+        # From a rate above 0: every step is to change the parameters.
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.004, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
+        },
         "model": dict(MODEL),
     }
     for key, value in changes.items():
