@@ -63,8 +63,16 @@ def test_a_damaged_file_is_refused_or_does_no_harm(data, engine, saved):
     (copy / name).write_bytes(data.draw(damaged(whole)))
     said = load(engine, copy)
     assert said != "nothing was said"
-    if (copy / name).read_bytes() != whole and name.startswith(f"{TAG}/"):
+    if name.startswith(f"{TAG}/") and not says_the_same((copy / name).read_bytes(), whole):
         assert str(copy) in said
+
+
+def says_the_same(one: bytes, other: bytes) -> bool:
+    """Alike, or JSON that differs in its spaces."""
+    try:
+        return one == other or bool(json.loads(one) == json.loads(other))
+    except (ValueError, RecursionError):
+        return False
 
 
 @fuzzing(25)
