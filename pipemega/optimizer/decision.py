@@ -18,7 +18,7 @@ class StepReport:
         loss_scale: with which this step's gradients were made.
         learning_rate: of the first parameter group in this step.
         skipped: parameters and optimizer state are as before.
-        overflow: because gradients held inf or nan.
+        overflow: because gradients held inf or nan, or the loss was (`Attempt.heeds_loss`).
         weight: tokens (or micro-batches) that the loss is the mean of.
         skipped_steps: so far, with this one.
         rollbacks: steps so far, with this one, that were taken back and done again because they
@@ -73,12 +73,15 @@ class Attempt:
     Args:
         factor: that the reduced gradients still have to be multiplied by.
         loss_scale, learning_rate, skipped_steps: as they were then.
+        heeds_loss: a loss that is not finite counts like gradients that are not. Not with fp16,
+            where a sum of losses may be beyond the dtype and the gradients still be right.
     """
 
     factor: float
     loss_scale: float
     learning_rate: float
     skipped_steps: int
+    heeds_loss: bool = True
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,16 @@ def decide(attempt: Attempt, world: World, clip: float) -> Decision:
     if overflow and math.isfinite(norm):
         # Only a copy that counts elsewhere went wrong: still no norm to believe in.
         norm = math.inf
+    loss = world.loss / world.weight if world.weight else math.nan
+    if attempt.heeds_loss and world.weight and not math.isfinite(loss):
+        # Cross entropy of a class whose logit is -inf: the loss is inf, its gradient is finite.
+        overflow = True
     skipped = overflow or not world.weight
     factor /= scale
     if clip > 0 and not skipped:
         factor *= min(1.0, clip / (norm + _CLIP_EPSILON))
     report = StepReport(
-        loss=world.loss / world.weight if world.weight else math.nan,
+        loss=loss,
         grad_norm=norm,
         loss_scale=scale,
         learning_rate=attempt.learning_rate,

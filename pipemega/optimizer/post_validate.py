@@ -140,7 +140,7 @@ class PostValidatedStep(OptimizerStep):
         shares = self._shares(loss_sum, weight_sum, num_microbatches)
         sums = _Sums(f"the gradient norm of step {self.steps}", shares, self._group)
         guess = decide(attempt, totals.without_norm(), self._clip)
-        if self._quiet < self._quiet_steps:
+        if self._quiet < self._quiet_steps or guess.report.overflow:
             return self._wait_for(attempt, guess, sums)
         self._keep(
             _Guessed(attempt, guess, sums, self._schedule_state(), self.loss_scale.state_dict())

@@ -147,7 +147,10 @@ class OptimizerStep:
         factor = self._reduce()
         self.steps += 1
         rate = float(self.optimizer.param_groups[0]["lr"])
-        return Attempt(factor, self.loss_scale.scale, rate, self.skipped_steps)
+        scaled = self.loss_scale.scale != 1.0
+        return Attempt(
+            factor, self.loss_scale.scale, rate, self.skipped_steps, heeds_loss=not scaled
+        )
 
     def _reduce(self) -> float:
         """Gradients of logical parameters, but for the factor that is returned."""

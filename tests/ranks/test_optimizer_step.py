@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipemega.errors import CheckpointError, LossScaleError, PipelineError
+from pipemega.errors import CheckpointError, LossScaleError, NonFiniteError, PipelineError
 from pipemega.gradients import DataReduction
 from pipemega.kernels import Kernels
 from pipemega.mesh import Axis, Mesh
@@ -21,7 +21,7 @@ from pipemega.optimizer import (
     build_schedule,
     parameter_groups,
 )
-from pipemega.precision import DynamicLossScale, Precision
+from pipemega.precision import DynamicLossScale, Precision, StaticLossScale
 from tests.ranks.logical_model import local_model, mesh_of, whole_gradient, whole_parameters
 
 MESHES = [
@@ -273,10 +273,27 @@ def test_a_batch_without_a_token_that_counts_is_skipped_and_said_so(caplog):
     assert "step 1 is skipped: the batch has no token that counts" in caplog.text
 
 
-def test_a_loss_that_is_nan_is_reported_as_nan():
+def test_a_loss_that_is_not_finite_is_no_step_though_its_gradients_are_finite():
     weight, step = single_step()
     weight.sum().backward()
-    assert math.isnan(step(torch.tensor(math.nan), 1.0, 1).loss)
+    with pytest.raises(NonFiniteError, match=r"loss is inf at step 1 \(gradient norm 1\.7"):
+        step(torch.tensor(math.inf), 1.0, 1)
+    assert weight.tolist() == [1, 1, 1]
+
+    weight, step = single_step(torch.float32, precision=BF16)
+    weight.sum().backward()
+    report = step(torch.tensor(math.nan), 1.0, 1)
+    assert report.skipped
+    assert math.isnan(report.loss)
+    assert weight.tolist() == [1, 1, 1]
+
+
+def test_with_fp16_gradients_alone_decide():
+    weight, step = single_step(loss_scale=StaticLossScale(8.0))
+    (8 * weight).sum().backward()
+    report = step(torch.tensor(math.inf), 1.0, 1)
+    assert not report.skipped
+    assert (weight < 1).all()
 
 
 def test_bf16_skips_a_step_with_nan_and_goes_on():
