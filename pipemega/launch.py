@@ -170,8 +170,10 @@ def _end_the_deaf(signals: socket.socket, over: threading.Event) -> None:
         while (number := signals.recv(1)) != bytes([signal.SIGTERM]):
             if not number:
                 return
-    # Who finishes the step and saves it may take longer, unless a rank has failed.
-    while is_heeded() and not FailureBoard(world_axis()).is_told():
+    # Who finishes the step and saves it may take longer, unless a rank has failed; which the rank's
+    # own connection to the store cannot tell while the rank waits in it.
+    board = FailureBoard(world_axis(), own_connection=True)
+    while is_heeded() and not board.is_told():
         if over.wait(_GLANCE):
             return
     time.sleep(_GRACE)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemega.errors import ConfigError
-from pipemega.monitor.background import Background
+from pipemega.monitor.background import CLOSE_SECONDS, Background
 from pipemega.monitor.console import Console
 from pipemega.monitor.sinks import (
     CsvSink,
@@ -37,7 +37,7 @@ def build_sinks(
 
     Args:
         config: a `pipemega.config.Config`; read by attribute names alone: steps_per_print,
-            training, monitor, csv_monitor, tensorboard, wandb, and model_dump().
+            training, mesh, monitor, csv_monitor, tensorboard, wandb, and model_dump().
         run_folder: where a path that the configuration leaves open begins.
         is_main: True on one rank of the world; the others get a monitor without sinks, and
             touch no file.
@@ -52,17 +52,19 @@ def build_sinks(
         return Monitor([], logger, state)
     run_folder = Path(run_folder)
     makers: list[Callable[[], Sink]] = [partial(_console, config)]
+    # What follows the end of the run, all ranks do together: they wait no longer than this.
+    apart = partial(_apart, min(CLOSE_SECONDS, config.mesh.timeout_seconds / 4))
     jsonl = config.monitor.jsonl or run_folder / "metrics.jsonl"
     makers.append(partial(JsonLinesSink, jsonl, resume))
     if config.csv_monitor.enabled:
         folder = _job_folder(config.csv_monitor, run_folder / "csv")
-        makers.append(partial(_apart, CsvSink, folder, resume))
+        makers.append(partial(apart, CsvSink, folder, resume))
     if config.tensorboard.enabled:
         folder = _job_folder(config.tensorboard, run_folder / "tensorboard")
-        makers.append(partial(_apart, TensorboardSink, folder, resume))
+        makers.append(partial(apart, TensorboardSink, folder, resume))
     if config.wandb.enabled:
         run_id = (state or {}).get(WandbSink.name, {}).get("id")
-        makers.append(partial(_apart, _wandb, config, run_folder, run_id, logger))
+        makers.append(partial(apart, _wandb, config, run_folder, run_id, logger))
     made = [_made(maker, logger) for maker in makers]
     return Monitor([sink for sink in made if sink is not None], logger, state)
 
@@ -82,9 +84,9 @@ def _made(maker: Callable[[], Sink], logger: logging.Logger) -> Sink | None:
         return None
 
 
-def _apart(make: Callable[..., Sink], *arguments: Any) -> Sink:
+def _apart(close_seconds: float, make: Callable[..., Sink], *arguments: Any) -> Sink:
     """The sink in a thread of its own; that a package is missing is said at once."""
-    return Background(make(*arguments))
+    return Background(make(*arguments), close_seconds=close_seconds)
 
 
 def _job_folder(section: Any, default: Path) -> Path:

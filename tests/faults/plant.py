@@ -152,7 +152,7 @@ ROOMS: dict[str, Owner] = {
     "layer backward": lambda t: (_Backward(_first_layer(t)), "run"),
     "loss": _loss,
     "data set": lambda t: (_loader(t).dataset, "before"),
-    "collate": lambda t: (_loader(t)._collate, "before"),
+    "collate": lambda t: (_loader(t)._reader._collate, "before"),
     "gradient reduction": lambda t: (t.engine._step, "_reduce"),
     "all-reduce of the step": lambda t: (t.engine._step, "_shares"),
     "gathering of parameters": lambda t: (t.engine._step.targets, "publish"),

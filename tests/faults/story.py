@@ -118,6 +118,7 @@ def suffer(
     watch: Callable[[list[int]], None] | None = None,
     must_strike: bool = True,
     frozen: tuple[int, ...] = (),
+    soon: float = SOON,
 ) -> Outcome:
     """Runs the job into its fault and on to its end; asserts what holds after every fault.
 
@@ -126,6 +127,7 @@ def suffer(
         between: done before it goes on.
         must_strike: a fault that never happens is a mistake of the test.
         frozen: the ranks that hear no signal but SIGKILL, which torchrun sends in the end.
+        soon: seconds from the fault until all must have ended.
     """
     store = launch.store_for_ranks()
     ended = launch.run(job, store, watch=watch)
@@ -134,7 +136,7 @@ def suffer(
     assert struck is not None or not must_strike, f"nothing happened: {ended}"
     _ended_well(ended, frozen)
     seconds = None if struck is None else ended.at - struck
-    assert seconds is None or seconds < SOON, f"{seconds:.1f} s until all had ended: {ended}"
+    assert seconds is None or seconds < soon, f"{seconds:.1f} s until all had ended: {ended}"
     check(ended)
     between()
     lost = 0

@@ -67,7 +67,7 @@ def survive(job: Job, undisturbed: Undisturbed) -> Outcome | None:
 
 
 QUICK = [("start", range(1)), ("step", range(2)), ("save", range(2))]
-LONG = [("start", range(1, 11)), ("step", range(2, 26)), ("save", range(2, 26))]
+LONG = [("start", range(1, 7)), ("step", range(2, 25)), ("save", range(2, 25))]
 
 
 @pytest.mark.parametrize(

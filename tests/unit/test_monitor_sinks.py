@@ -232,6 +232,7 @@ def config(**sections):
 
     off = {"enabled": False, "output_path": "", "job_name": "job"}
     return SimpleNamespace(
+        mesh=SimpleNamespace(timeout_seconds=600.0),
         steps_per_print=1,
         training=section(train_steps=3, progress=True),
         monitor=section(jsonl=sections.get("jsonl")),
