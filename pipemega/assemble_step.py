@@ -122,10 +122,10 @@ def _targets(config: Config, mesh: Mesh, local: LocalModel, precision: Precision
     )
 
 
-def _loss_scale(config: Config) -> LossScale:
+def _loss_scale(config: Config) -> LossScale | None:
     fp16 = config.fp16
     if not fp16.enabled:
-        return StaticLossScale()
+        return None
     if fp16.loss_scale:
         return StaticLossScale(fp16.loss_scale)
     return DynamicLossScale(

@@ -21,6 +21,11 @@ def collecting() -> Iterator[_Actions]:
         _actions.reset(token)
 
 
+def are_collected() -> bool:
+    """Whether `pipemega.run` will do what `before_the_end` is given."""
+    return _actions.get() is not None
+
+
 def before_the_end(action: Callable[[], None]) -> None:
     """Lets `pipemega.run` call `action` when the script has ended without an error.
 

@@ -172,10 +172,17 @@ def _end_the_deaf(signals: socket.socket, over: threading.Event) -> None:
                 return
     # Who finishes the step and saves it may take longer, unless a rank has failed; which the rank's
     # own connection to the store cannot tell while the rank waits in it.
-    board = FailureBoard(world_axis(), own_connection=True)
-    while is_heeded() and not board.is_told():
-        if over.wait(_GLANCE):
-            return
+    board: FailureBoard | None = None
+    try:
+        while is_heeded():
+            board = board or FailureBoard(world_axis(), own_connection=True)
+            if board.is_told():
+                break
+            if over.wait(_GLANCE):
+                return
+    except RuntimeError:
+        # The store is gone, and a rank with it.
+        board = None
     time.sleep(_GRACE)
     sys.stderr.write(
         f"error: rank {launched_rank()}: stopped by SIGTERM, deep in a call that did not return\n"

@@ -2,6 +2,7 @@
 
     first SIGTERM, SIGUSR1 or SIGINT    the run ends in order, after the step that is under way
     the next one                        the process ends at once, with 128 + the signal's number
+                                        (the same again within two seconds is the first one)
 
 A signal may reach one rank alone, or each rank at another step. So nobody acts on one by itself:
 each rank gives its wish into a sum that all of them make in every step, and all see the same.
@@ -11,6 +12,7 @@ is nobody's wish. Who failed has written why where all can read it, or has broke
 ends the step under way with an error.
 """
 
+import math
 import os
 import signal
 import threading
@@ -25,6 +27,10 @@ from pipemega.failure import FailureBoard, Stopped
 from pipemega.mesh import Axis
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+# A scheduler signals all processes of a job, a terminal all of its foreground, and torchrun hands
+# on what it got: the same signal twice within so many seconds is one wish.
+_ONE_WISH = 2.0
 
 # When this file was first read: as near to the start of the process as we can see.
 _STARTED = time.monotonic()
@@ -50,6 +56,7 @@ class StopRequest:
     ) -> None:
         self._world, self._minutes, self._clock, self._started = world, minutes, clock, started
         self._received: str | None = None
+        self._heard = -math.inf
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -107,10 +114,13 @@ class StopRequest:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             raise Stopped("stopped by SIGTERM")
         name = signal.Signals(number).name
+        now = time.monotonic()
+        if name == self._received and now - self._heard < _ONE_WISH:
+            return
         if self._received is not None:
             _say(f"rank {self._world.rank}: {name} after {self._received}: ended at once")
             os._exit(128 + number)
-        self._received = name
+        self._received, self._heard = name, now
         if self._world.rank == 0:
             _say(f"{name}: the run ends after this step; another signal ends it at once")
 

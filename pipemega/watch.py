@@ -86,8 +86,8 @@ class _Watch:
 
     def _join_the_board(self) -> None:
         """As soon as the ranks have met; the rank itself may be waiting in its own connection."""
-        # It may part again at the same moment.
-        with suppress(ValueError):
+        # They may part again at the same moment; a store that does not answer is asked again.
+        with suppress(ValueError, RuntimeError):
             if launched_world_size() > 1 and dist.is_initialized():
                 self._board = FailureBoard(world_axis(), own_connection=True)
                 self._pause = max(_LOOK_SECONDS, launched_world_size() / _LOOKS_PER_SECOND)

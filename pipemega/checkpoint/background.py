@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.checkpoint.pieces import Outgoing
+from pipemega.endings import are_collected
 from pipemega.errors import CheckpointError
 from pipemega.mesh import Axis
 
@@ -90,7 +91,10 @@ class Background:
 
         # A disk that hangs must not keep the process from its end for ever.
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
-        atexit.register(self._thread.join, self._timeout.total_seconds())
+        if not are_collected():
+            # Otherwise `pipemega.run` waits at the end of a script, and not after an error, when
+            # other ranks no longer write their part.
+            atexit.register(self._thread.join, self._timeout.total_seconds())
         self._thread.start()
 
     def wait(self) -> BaseException | None:
@@ -102,12 +106,12 @@ class Background:
         if self._thread is not None:
             seconds = self._timeout.total_seconds()
             self._thread.join(seconds)
+            atexit.unregister(self._thread.join)
             if self._thread.is_alive():
                 raise CheckpointError(
                     f"the checkpoint that is written in the background is not done after another "
                     f"{seconds:g} s (mesh.timeout_seconds): the disk hangs or is too slow"
                 )
-            atexit.unregister(self._thread.join)
         self._thread = None
         error, self._error = self._error, None
         return error

@@ -181,8 +181,12 @@ def prune(disk: Disk, retention: Retention) -> None:
     Never the one that is pointed at, and never one that somebody gave a name. What cannot be
     deleted is left, with a warning: it is no reason to end a run.
     """
-    steps = [int(m[1]) for tag in complete(disk) if (m := _STEP_TAG.fullmatch(tag))]
-    pointed = latest(disk)
+    try:
+        steps = [int(m[1]) for tag in complete(disk) if (m := _STEP_TAG.fullmatch(tag))]
+        pointed = latest(disk)
+    except OSError as error:
+        _log.warning("could not look for old checkpoints in %s: %s", disk.where(), error)
+        return
     for tag in map(step_tag, retention.forgets(steps)):
         if tag != pointed:
             try:
@@ -292,6 +296,11 @@ def _found(disk: Disk, tag: str, path: str) -> Found:
         raise Damage(f"checkpoint {disk.where(path)} is damaged: {damage}") from damage
     except CheckpointError as error:
         raise CheckpointError(f"{disk.where(path)}: {error}") from error
+    except OSError as error:
+        raise Damage(
+            f"checkpoint {disk.where(path)} is damaged: {STATE_FILE} cannot be read: "
+            f"{error.strerror or error}"
+        ) from error
     return Found(tag, f"{path}/{state['within']}" if "within" in state else path, state)
 
 

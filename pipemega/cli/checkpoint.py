@@ -82,6 +82,9 @@ def _verify(arguments: argparse.Namespace) -> int:
         except Damage as damage:
             wrongs = [str(damage).removeprefix(f"checkpoint {disk.where(one)} ")]
             found = None
+        except CheckpointError as error:
+            # Of another version: the others are looked at all the same.
+            wrongs, found = [str(error)], None
         if wrongs:
             code = _DAMAGED
             for wrong in wrongs:

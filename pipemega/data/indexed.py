@@ -217,7 +217,8 @@ class IndexedDataset:
                     f"prepare it and {self.bin_path} again"
                 )
             ends = self.pointers + self.lengths * np.int64(self.dtype.itemsize)
-            needed = int(ends.max())
+            # A pointer near the end of int64 would make a negative end.
+            needed = max(int(ends.max()), int(self.pointers.max()))
         if size != needed:
             state = "shorter" if size < needed else "longer"
             raise DataError(

@@ -50,7 +50,7 @@ class OptimizerStep:
     Args:
         optimizer: over `targets.named`.
         targets: where gradients come from and numbers go to.
-        loss_scale: None for 1.
+        loss_scale: None without fp16; then a loss with inf or nan counts as gradients do.
         schedule: stepped after each step that was not skipped; None keeps the rates.
         num_layers: of the unsplit model: more than any position in a logical name.
         clip: largest norm of the gradients; 0 for no clipping.
@@ -71,6 +71,7 @@ class OptimizerStep:
         self.optimizer = optimizer
         self.targets = targets
         self.schedule = schedule
+        self._heeds_loss = loss_scale is None
         self.loss_scale: LossScale = loss_scale if loss_scale is not None else StaticLossScale()
         self.steps = 0
         """Calls so far, skipped ones included."""
@@ -147,9 +148,8 @@ class OptimizerStep:
         factor = self._reduce()
         self.steps += 1
         rate = float(self.optimizer.param_groups[0]["lr"])
-        scaled = self.loss_scale.scale != 1.0
         return Attempt(
-            factor, self.loss_scale.scale, rate, self.skipped_steps, heeds_loss=not scaled
+            factor, self.loss_scale.scale, rate, self.skipped_steps, heeds_loss=self._heeds_loss
         )
 
     def _reduce(self) -> float:

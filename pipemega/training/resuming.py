@@ -1,10 +1,12 @@
 """How a run begins: from what it has saved, from another run's checkpoint, or anew."""
 
 import logging
+from contextlib import suppress
 from typing import Any
 
 from pipemega.checkpoint import newest
 from pipemega.engine import Engine
+from pipemega.errors import CheckpointError
 from pipemega.mesh import from_first
 
 
@@ -27,6 +29,8 @@ def resume(engine: Engine, log: logging.Logger) -> dict[str, Any] | None:
             return _load(engine, folder, None, {}, log)
         instead = f"checkpoint.load ({config.load}) is loaded" if config.load else "a new run"
         log.info(f"training.resume 'auto': {folder} has no complete checkpoint: {instead}")
+    elif config.save is not None and config.save != config.load:
+        _warn_of_another_run(config.save, engine, log)
     if config.load is None:
         return None
     options = {
@@ -38,6 +42,20 @@ def resume(engine: Engine, log: logging.Logger) -> dict[str, Any] | None:
     state = _load(engine, config.load, config.load_tag, options, log)
     # Of another model's parameters alone: a new run, and the records of the other not its own.
     return None if config.load_module_only else state
+
+
+def _warn_of_another_run(folder: str, engine: Engine, log: logging.Logger) -> None:
+    """Of what the run may write over, or delete as old."""
+    if engine.mesh.rank == 0:
+        # What cannot be read is no reason not to begin.
+        with suppress(CheckpointError, OSError):
+            tag = newest(folder)
+            if tag is not None:
+                log.warning(
+                    f"checkpoint.save ({folder}) holds {tag} of a run before, and this one begins "
+                    "anew: it replaces what has the same name. training.resume 'auto' would go on "
+                    "from there; another folder would keep it"
+                )
 
 
 def _load(

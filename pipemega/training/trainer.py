@@ -12,7 +12,7 @@ from typing import Any
 from pipemega.checkpoint import newest
 from pipemega.data.loader import BatchLoader
 from pipemega.engine import Engine
-from pipemega.errors import ConfigError, NonFiniteError
+from pipemega.errors import CheckpointError, ConfigError, NonFiniteError
 from pipemega.mesh import from_first
 from pipemega.monitor import EvalRecord, Monitor, get_logger
 from pipemega.stopping import StopRequest
@@ -59,6 +59,10 @@ class Trainer:
             flops_per_token=flops_per_token,
         )
         self.history.resumes += resumed is not None
+        # Whether what lies in checkpoint.save is of this run, and may be gone back to.
+        saving = self.config.checkpoint
+        goes_on = self.config.training.resume == "auto" or saving.load == saving.save
+        self._has_saved = resumed is not None and goes_on
         self._first_step = engine.global_steps
 
     @property
@@ -173,13 +177,18 @@ class Trainer:
         self._journal.policy.roll_back(error)
         assert self.config.checkpoint.save is not None, "the config has been checked"
         folder = self.config.checkpoint.save
-        engine.finish_saving()
-        if from_first(engine.mesh.world, lambda: newest(folder)) is None:
+        try:
+            engine.finish_saving()
+        except CheckpointError as failed_save:
+            if not failed_save.on_every_rank:
+                raise
+            # It has been said, and what was saved before is whole.
+        if not self._has_saved or from_first(engine.mesh.world, lambda: newest(folder)) is None:
             raise NonFiniteError(
                 error.what,
                 origin=error.origin,
                 advice=f"training.on_nonfinite.policy is 'rollback', and {folder} has no complete "
-                "checkpoint yet to go back to: lower checkpoint.interval",
+                "checkpoint of this run yet to go back to: lower checkpoint.interval",
                 on_every_rank=True,
             ) from error
         position = None if engine.loader is None else engine.loader.state_dict()
@@ -238,3 +247,4 @@ class Trainer:
         self.settle()
         state = {**self._journal.state_dict(), "validation": self.validation}
         self.engine.save_checkpoint(folder, client_state={"trainer": state})
+        self._has_saved = True

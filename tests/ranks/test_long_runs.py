@@ -183,10 +183,9 @@ def test_rollback_goes_on_from_the_newest_checkpoint_with_the_data_behind_the_ba
     result, _ = pool.run(2, long_run.fit, settings, BAD)
     assert (result["error"], result["steps"], result["skipped"]) == ("", 8, 0)
     assert result["history"]["rollbacks"] == 1
-    # From step 5 back to step 3, whose five next batches are those behind the fifth; without the
-    # fence, the sixth had been read as well.
-    passed_over = 2 if sync == "fenced" else 3
-    assert result["consumed"] == (8 + passed_over) * GAS * MICRO
+    # From step 5 back to step 3, whose five next batches are those behind the fifth; the loss is
+    # known in its own step, without the fence too.
+    assert result["consumed"] == (8 + 2) * GAS * MICRO
     assert sorted(result["losses"]) == list(range(1, 9)), "each step once"
     (event,) = result["events"]
     assert event["text"].startswith("rolled back from step 5 to step 3: loss is nan at step 5")
@@ -236,9 +235,19 @@ def test_a_rollback_without_a_checkpoint_says_so(pool: RankPool, tmp_path: Path)
     settings = config(str(tmp_path), training={"on_nonfinite": {"policy": "rollback"}})
     (result,) = pool.run(1, long_run.fit, settings, {sample(2, 0): FORWARD})
     assert (
-        "has no complete checkpoint yet to go back to: lower checkpoint.interval"
+        "has no complete checkpoint of this run yet to go back to: lower checkpoint.interval"
         in (result["error"])
     )
+
+
+def test_a_rollback_never_goes_to_the_checkpoint_of_a_run_before(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    settings = config(str(tmp_path), training={"on_nonfinite": {"policy": "rollback"}})
+    (before,) = pool.run(1, long_run.fit, settings, {})
+    assert (before["error"], before["steps"]) == ("", 8)
+    (result,) = pool.run(1, long_run.fit, settings, {sample(2, 0): FORWARD})
+    assert "has no complete checkpoint of this run yet" in result["error"]
 
 
 def test_bf16_skips_as_before_and_names_the_layer(pool: RankPool, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -329,6 +330,31 @@ def test_whatever_the_client_of_a_store_raises_is_an_error_of_the_disk(monkeypat
     for action in (disk.open, disk.size, disk.names, lambda name: disk.write(name, b"")):
         with pytest.raises(OSError, match=r"NoCredentials: who are you\?.*memory://runs/refused/a"):
             action("a")
+
+
+def test_a_checkpoint_whose_state_file_cannot_be_read_is_passed_over(tmp_path, monkeypatch):
+    disk = LocalDisk(tmp_path)
+    save(disk, "global_step1")
+    save(disk, "global_step2")
+    read = LocalDisk.read
+
+    def fail(self, name):
+        if name == "global_step2/state.json":
+            raise OSError(5, "Input/output error", name)
+        return read(self, name)
+
+    monkeypatch.setattr(LocalDisk, "read", fail)
+    assert folders.newest(disk) == "global_step1"
+
+
+def test_a_folder_that_cannot_be_listed_is_not_pruned_and_ends_nothing(
+    tmp_path, caplog, monkeypatch
+):
+    disk = LocalDisk(tmp_path)
+    save(disk, "global_step1")
+    monkeypatch.setattr(LocalDisk, "names", mock.Mock(side_effect=FileNotFoundError(2, "gone")))
+    folders.prune(disk, Retention(1))
+    assert "could not look for old checkpoints" in caplog.text
 
 
 def test_a_file_that_the_disk_cannot_read_any_more_is_damaged(tmp_path, monkeypatch):

@@ -160,6 +160,10 @@ DAMAGE = {
         lambda b, i: patch(i, 94 - 8, struct.pack("<q", 2)),
         "must rise from 0 to its 3 sequences, and they are from 0 to 2",
     ),
+    "offset near the end of int64": (
+        lambda b, i: patch(i, 46, struct.pack("<q", 2**63 - 2)),
+        "data.bin is shorter than .*data.idx says: 14 bytes, and 9223372036854775806 are",
+    ),
     "negative length": (
         lambda b, i: patch(i, 34, struct.pack("<i", -3)),
         "data.idx holds a negative length or offset.*data.bin",

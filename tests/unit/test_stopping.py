@@ -53,6 +53,24 @@ def test_a_second_signal_ends_the_process_with_its_number(
     assert "rank 0: SIGTERM after SIGUSR1: ended at once" in capfd.readouterr().err
 
 
+def test_the_same_signal_twice_at_once_is_one_wish(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler signals torchrun and its ranks, and torchrun hands its own on to them."""
+    now = [100.0]
+    monkeypatch.setattr("pipemega.stopping.time.monotonic", lambda: now[0])
+    stop = StopRequest(ALONE)
+    try:
+        with stop, mock.patch("os._exit") as end:
+            os.kill(os.getpid(), signal.SIGTERM)
+            now[0] += 1.0
+            os.kill(os.getpid(), signal.SIGTERM)
+            end.assert_not_called()
+            now[0] += 5.0
+            os.kill(os.getpid(), signal.SIGTERM)
+        end.assert_called_once_with(128 + signal.SIGTERM)
+    finally:
+        stop.let_go()
+
+
 def test_sigterm_after_another_rank_has_failed_is_no_wish() -> None:
     stop = StopRequest(ALONE)
     try:
