@@ -20,6 +20,9 @@ from pipemega.mesh import Mesh
 # Less than this in a step is no reason to look for a slow machine.
 _WORTH_SECONDS = 0.01
 
+# Ranks up to which each has a number of its own in the records.
+_SHOWN_RANKS = 64
+
 # Summaries without it until a straggler is worth another line.
 _FORGOTTEN_AFTER = 10
 
@@ -32,12 +35,14 @@ class Summary:
         slowest: the rank that lags most behind those with the same work.
         seconds: that it took; `usual` is what they took.
         lags: whether that is beyond the factor.
+        of_each: seconds of every rank.
     """
 
     slowest: int
     seconds: float
     usual: float
     lags: bool
+    of_each: tuple[float, ...] = ()
 
     @property
     def ratio(self) -> float:
@@ -45,7 +50,9 @@ class Summary:
 
     def scalars(self) -> dict[str, float]:
         """By name, for the record of the step."""
+        each = self.of_each if len(self.of_each) <= _SHOWN_RANKS else ()
         return {
+            **{f"work_seconds_rank{rank}": seconds for rank, seconds in enumerate(each)},
             "work_seconds_slowest": self.seconds,
             "work_seconds_usual": self.usual,
             "work_slowest_rank": float(self.slowest),
@@ -118,4 +125,4 @@ def summarize(seconds: Sequence[float], mesh: Mesh, factor: float) -> Summary:
     slowest = max(range(len(seconds)), key=lambda r: seconds[r] / usual[r] if usual[r] else 1.0)
     longer = seconds[slowest] - usual[slowest]
     lags = seconds[slowest] > factor * usual[slowest] and longer > _WORTH_SECONDS
-    return Summary(slowest, seconds[slowest], usual[slowest], lags)
+    return Summary(slowest, seconds[slowest], usual[slowest], lags, tuple(seconds))

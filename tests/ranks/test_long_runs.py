@@ -461,3 +461,4 @@ def test_ranks_that_are_alike_are_not_named(pool: RankPool, tmp_path: Path) -> N
     result, _ = pool.run(2, long_run.fit, settings)
     assert result["events"] == []
     assert "work_seconds_usual" in result["rows"][3]["extra"]
+    assert result["rows"][3]["extra"]["work_seconds_rank1"] > 0
