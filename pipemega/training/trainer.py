@@ -102,10 +102,11 @@ class Trainer:
                 if self._valid is not None and settings.eval_interval and not self.validation:
                     self.evaluate()
                 while engine.global_steps < settings.train_steps and not self.stopped:
+                    before = engine.global_steps
                     try:
                         loss = self._advance(settings.train_steps)
                     except NonFiniteError as error:
-                        self._roll_back(error)
+                        self._roll_back(error, before)
                 engine.finish_saving()
                 self._say_the_end(settings.train_steps)
             finally:
@@ -167,13 +168,19 @@ class Trainer:
         if self.stopped and self.config.checkpoint.save is None:
             self._journal.warn("nothing of this run is saved: checkpoint.save is not given")
 
-    def _roll_back(self, error: NonFiniteError) -> None:
+    def _roll_back(self, error: NonFiniteError, before: int) -> None:
         """Loads the newest checkpoint, and goes on with the data behind the batch of `error`.
+
+        Args:
+            before: steps that were done when the one under way began. The engine may count one
+                more (fp16, which skips a step and goes on) or one less (a guess that was wrong).
 
         Raises:
             NonFiniteError: the policy is another, the budget is spent, or there is no checkpoint.
         """
-        engine, failed = self.engine, self.engine.global_steps + 1
+        engine = self.engine
+        failed = min(before, engine.global_steps) + 1
+        is_noted = engine.global_steps > before
         self._journal.policy.roll_back(error)
         assert self.config.checkpoint.save is not None, "the config has been checked"
         folder = self.config.checkpoint.save
@@ -196,7 +203,7 @@ class Trainer:
         if engine.loader is not None and position is not None:
             engine.loader.load_state_dict(position)
         self.history.rollbacks += 1
-        self.history.nan_steps += 1
+        self.history.nan_steps += not is_noted
         self.validation = [(s, loss) for s, loss in self.validation if s <= engine.global_steps]
         self._journal.go_back()
         text = f"rolled back from step {failed} to step {engine.global_steps}"

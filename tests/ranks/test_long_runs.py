@@ -270,6 +270,8 @@ def test_a_loss_of_nan_in_fp16_is_no_matter_of_the_loss_scale(
     )
     (result,) = pool.run(1, long_run.fit, settings, BAD)
     assert (result["error"], result["history"]["rollbacks"]) == ("", 1)
+    assert result["history"]["nan_steps"] == 1
+    assert "rolled back from step 5 to step 3: loss is nan at step 5" in str(result["events"])
 
 
 def test_the_loss_scale_at_its_smallest_names_the_layer(pool: RankPool) -> None:
