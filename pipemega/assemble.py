@@ -121,13 +121,7 @@ def _assemble(
             config.pipeline, mesh.pipeline.size, batch.num_microbatches, len(model), given
         ),
     )
-    building = Building(
-        tensor=mesh.tensor,
-        device=mesh.device,
-        seed=config.seed,
-        seed_layers=config.pipeline.seed_layers,
-        checkpoint_interval=checkpoint_interval(config, len(model)),
-    )
+    building = _building(config, mesh, model)
     bounds = stage_bounds(
         model,
         config.pipeline.partition,
@@ -166,6 +160,16 @@ def _assemble(
     trace = config.monitor.trace
     tracer = Tracer(mesh, trace.steps, trace.every, trace.memory)
     return Engine(config, mesh, batch, local, executor, plan, step, loader, timers, tracer, tuner)
+
+
+def _building(config: Config, mesh: Mesh, model: PipelineModule) -> Building:
+    return Building(
+        tensor=mesh.tensor,
+        device=mesh.device,
+        seed=config.seed,
+        seed_layers=config.pipeline.seed_layers,
+        checkpoint_interval=checkpoint_interval(config, len(model)),
+    )
 
 
 def _weight_gradients(

@@ -84,23 +84,7 @@ def build_optimizer(
     """
     tensor = tensor if tensor is not None else Axis("tensor")
     known = _known()
-    name = {n.lower(): n for n in known}.get(type_name.lower())
-    if name is None:
-        raise ConfigError(f"unknown optimizer.type '{type_name}'{did_you_mean(type_name, known)}")
-    if name in _REFUSED:
-        raise ConfigError(f"optimizer.type '{name}' does not work here: {_REFUSED[name]}")
-    if tensor.size > 1 and name not in _ELEMENTWISE | {"Lamb"}:
-        raise ConfigError(
-            f"optimizer.type '{name}' works on whole matrices, and mesh.tensor ({tensor.size}) "
-            "cuts them: set mesh.tensor to 1, or take one of "
-            f"{', '.join(sorted(_ELEMENTWISE))}, Lamb"
-        )
-    if data is not None and name not in _ELEMENTWISE | {"Lamb"}:
-        raise ConfigError(
-            f"optimizer.type '{name}' works on whole matrices, and zero_optimization.stage 1 cuts "
-            f"them over {data.size} data ranks: set zero_optimization.stage to 0, or take one of "
-            f"{', '.join(sorted(_ELEMENTWISE))}, Lamb"
-        )
+    name = _name_of(type_name, known, tensor, data)
     kind: OptimizerClass = known[name]
     # JSON has no tuples, and torch's optimizers compare with them.
     arguments = {k: tuple(v) if isinstance(v, list) else v for k, v in params.items()}
@@ -117,6 +101,30 @@ def build_optimizer(
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"optimizer.params: {name} refuses them: {error}") from error
     return optimizer
+
+
+def _name_of(type_name: str, known: Iterable[str], tensor: Axis, data: Axis | None) -> str:
+    """The optimizer's own name, of one that works on parameters cut as they are here."""
+    name = {n.lower(): n for n in known}.get(type_name.lower())
+    if name is None:
+        raise ConfigError(f"unknown optimizer.type '{type_name}'{did_you_mean(type_name, known)}")
+    if name in _REFUSED:
+        raise ConfigError(f"optimizer.type '{name}' does not work here: {_REFUSED[name]}")
+    if name in _ELEMENTWISE | {"Lamb"}:
+        return name
+    others = f"{', '.join(sorted(_ELEMENTWISE))}, Lamb"
+    if tensor.size > 1:
+        raise ConfigError(
+            f"optimizer.type '{name}' works on whole matrices, and mesh.tensor ({tensor.size}) "
+            f"cuts them: set mesh.tensor to 1, or take one of {others}"
+        )
+    if data is not None:
+        raise ConfigError(
+            f"optimizer.type '{name}' works on whole matrices, and zero_optimization.stage 1 cuts "
+            f"them over {data.size} data ranks: set zero_optimization.stage to 0, or take one of "
+            f"{others}"
+        )
+    return name
 
 
 def _known() -> dict[str, OptimizerClass]:
