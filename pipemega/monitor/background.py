@@ -14,6 +14,9 @@ PATIENCE_SECONDS = 120.0
 CLOSE_SECONDS = 60.0
 MOST_WAITING = 10_000
 
+# How long a sink that was left behind gets to see that it is, in seconds.
+_LAST_MOMENT = 2.0
+
 
 class Background(Sink):
     """Opens, writes to and closes another sink in a thread; the run only hands records over.
@@ -63,6 +66,9 @@ class Background(Sink):
             self._thread.join(self._close_within)
         if self._thread.is_alive() and self._error is None:
             self._sink.abandon()
+            # What it waited for may be gone now; and a thread that still writes to the terminal
+            # when Python shuts down takes the process with it.
+            self._thread.join(_LAST_MOMENT)
             raise TimeoutError(
                 f"it is still busy after {self._close_within:g} s, and is left behind with "
                 f"{len(self._waiting)} records to write"
