@@ -15,7 +15,7 @@ CLOSE_SECONDS = 60.0
 MOST_WAITING = 10_000
 
 # How long a sink that was left behind gets to see that it is, in seconds.
-_LAST_MOMENT = 2.0
+_LAST_MOMENT = 0.5
 
 
 class Background(Sink):

@@ -141,10 +141,11 @@ def test_sigterm_to_torchrun_ends_all_ranks_with_a_checkpoint_and_exit_code_0(
     began = tmp_path / "began"
     run = runs.start(
         settings_in(tmp_path / "run"),
-        f'''open("{began}", "w").close()
+        f'''open("{began}" + str(rank), "w").close()
         time.sleep(0.5)''',
     )
-    wait_for(began)
+    for rank in range(2):
+        wait_for(tmp_path / f"began{rank}")
     run.send_signal(signal.SIGTERM)
     ended = runs.end(run)
     reason, steps = ended.told
