@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.errors import PipelineError
+from pipemega.meetings import brief
 from pipemega.mesh import Mesh
 from pipemega.optimizer.backup import Backup
 from pipemega.optimizer.decision import Attempt, Decision, StepReport, World, decide
@@ -65,10 +66,9 @@ class _Sums:
                 try:
                     self._work.wait()
                 except RuntimeError as error:
-                    # Without the source file of gloo that it begins with.
-                    said = str(error).split("] ", 1)[-1]
                     raise PipelineError(
-                        f"{self._name}: the sum over all ranks did not get through: {said}"
+                        f"{self._name}: the sum over all ranks did not get through: "
+                        f"{brief(str(error))}"
                     ) from error
             self._world = World.of(self._shares.tolist())
         return self._world

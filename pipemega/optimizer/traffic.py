@@ -18,6 +18,7 @@ from torch import Tensor
 
 from pipemega.errors import PipelineError
 from pipemega.gradients import DataReduction, GradientBuffer
+from pipemega.meetings import brief
 from pipemega.mesh import Axis
 from pipemega.slots import DataBucket
 
@@ -32,9 +33,7 @@ def _naming(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # Without the source file of gloo that it begins with.
-        said = str(error).split("] ", 1)[-1]
-        raise PipelineError(f"{what} did not get through: {said}") from error
+        raise PipelineError(f"{what} did not get through: {brief(str(error))}") from error
 
 
 @dataclass(frozen=True, eq=False)

@@ -252,8 +252,7 @@ def test_a_share_of_the_norm_that_does_not_come_is_waited_for_no_longer_than_all
     reports = {r: message for r, (message, _) in caught.value.errors.items()}
     for other in (0, 1, 2):
         assert "the gradient norm of step 2: the sum over all ranks did not get" in reports[other]
-        # In gloo's words on the rank whose own wait has ended first.
-        assert re.search(r"mesh\.timeout_seconds \(2 s\)|waiting 2000ms", reports[other])
+        assert "timed out after mesh.timeout_seconds (2 s)" in reports[other]
 
 
 def test_the_copy_takes_what_the_docs_say(pool: RankPool) -> None:
