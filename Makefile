@@ -1,19 +1,21 @@
-# make train and make test need Python 3.10 to 3.13 and nothing else: the first run sets up .venv.
+# `make train` and `make test` need only Python 3.10 to 3.13: the first run creates .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# One thread a rank: several ranks share the cores.
+# Number of test processes for the tests of one process.
+WORKERS ?= 2
+# One thread per rank: several ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test faults fuzz lint bench pictures clean
+.PHONY: help setup train test faults fuzz lint bench pictures docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 10
 
-setup: $(READY)  ## Make .venv with pipemega and its tools
+setup: $(READY)  ## Create .venv with pipemega and its development tools
 $(READY): setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade --constraint constraints.txt "setuptools>=64" wheel
@@ -24,9 +26,10 @@ train: $(READY)  ## Train a small GPT on real text, on 4 ranks (tensor 2 x pipel
 	$(BIN)/torchrun --standalone --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json
 
 test: lint  ## Lint, types, tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) tests/paper tests/unit
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/ranks tests/faults tests/gpu
 
-faults: $(READY)  ## Do all that can be done to a run, about a quarter of an hour; table in docs/reliability.md
+faults: $(READY)  ## Inject faults into runs (about 15 minutes); writes the table in docs/reliability.md
 	$(BIN)/python -m pytest -m faults tests/faults --faults-table docs/reliability.md
 
 lint: $(READY)  ## Lint and types only
@@ -34,16 +37,19 @@ lint: $(READY)  ## Lint and types only
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-fuzz: $(READY)  ## Damaged configs, plans and data, at random, for some minutes (needs atheris)
-	FUZZ=20 $(BIN)/python -m pytest -q tests/paper/test_config_fuzz.py tests/paper/test_plan_fuzz.py tests/unit/test_data_fuzz.py tests/unit/test_checkpoint_fuzz.py
+fuzz: $(READY)  ## Fuzz configs, plans, data and checkpoints for some minutes (installs atheris)
+	FUZZ=20 $(BIN)/python -m pytest -q tests/paper/config/test_config_fuzz.py tests/paper/plan/test_plan_fuzz.py tests/unit/data/test_data_fuzz.py tests/unit/checkpoint/test_checkpoint_fuzz.py
 	$(BIN)/python -m pip install --quiet "atheris>=2.3"
 	$(BIN)/python -m tests.fuzz.token_files -max_total_time=60
 
-bench: $(READY)  ## Measure against the peers (minutes; results in benchmarks/*/README.md)
+bench: $(READY)  ## Compare with other systems (minutes; results in benchmarks/*/README.md)
 	$(BIN)/python -m benchmarks.pipeline_cpu.run
 
-pictures: $(READY)  ## Draw the pictures of README and docs anew
+pictures: $(READY)  ## Draw the pictures in README and docs
 	$(BIN)/python -m docs.pictures
 
-clean:  ## Remove what was built
+docs: $(READY)  ## Generate the API reference: build/api/index.html
+	$(BIN)/python -m docs.api
+
+clean:  ## Remove .venv and all generated files
 	rm -rf $(VENV) build *.egg-info runs .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Pretrains a GPT over a data x tensor x pipeline mesh.
+"""Pretrain a GPT over a data x tensor x pipeline mesh.
 
     torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json
     torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json \\
@@ -8,14 +8,18 @@
 import argparse
 
 import pipemega
-from pipemega.training import Trainer
-from pipemega.training.pretrain import datasets_of, flops_per_token, model_of, report
+from pipemega.training.pretrain import (
+    ScriptParser,
+    build_gpt,
+    flops_per_token,
+    load_datasets,
+    print_results,
+    text_generator,
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="the JSON file; see docs/config.md")
     parser.add_argument(
         "--set",
@@ -24,22 +28,23 @@ def main() -> None:
         metavar="KEY=VALUE",
         help="change one key of the file, as in --set mesh.pipeline=2 (repeatable)",
     )
-    args = parser.parse_args()
 
     with pipemega.run():
+        args = parser.parse_args()
         config = pipemega.load_config(args.config, args.set)
         mesh = pipemega.build_mesh(config)
-        data = datasets_of(config, mesh)
-        model = model_of(config, mesh, data)
+        data = load_datasets(config, mesh)
+        model = build_gpt(config, mesh, data)
         engine, *_ = pipemega.initialize(model, config, data.train, mesh=mesh)
-        trainer = Trainer(
+        trainer = pipemega.Trainer(
             engine,
             data.valid,
             tokens_per_sample=config.model.seq_length,
             flops_per_token=flops_per_token(config, data.vocab_size),
+            generate_text=text_generator(engine, data),
         )
         trainer.fit()
-        report(trainer, data)
+        print_results(trainer, data)
 
 
 if __name__ == "__main__":

@@ -1,24 +1,28 @@
-"""Packaging of pipemega; the tools' settings are in pyproject.toml."""
+"""Package metadata; the settings of the tools are in pyproject.toml."""
 
 from pathlib import Path
+from runpy import run_path
 
 from setuptools import find_packages, setup
 
+HERE = Path(__file__).parent
+
 setup(
     name="pipemega",
-    version="0.1.0",
+    version=run_path(str(HERE / "pipemega" / "version.py"))["__version__"],
     description="Train large transformers over data, tensor and pipeline ranks, from one JSON file",
-    long_description=Path(__file__).with_name("README.md").read_text(encoding="utf-8"),
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
     python_requires=">=3.10",
     packages=find_packages(include=["pipemega", "pipemega.*"]),
     package_data={
         "pipemega": ["py.typed"],
-        "pipemega.pipeline.pictures": ["*.html", "*.css", "*.js"],
+        "pipemega.config": ["*.md"],
+        "pipemega.pipeline.visualize": ["*.html", "*.css", "*.js"],
     },
     install_requires=[
-        "torch>=2.8,<3",
+        "torch>=2.13,<3",
         "pydantic>=2.7,<3",
         "numpy>=1.24",
         "einops>=0.7",
@@ -30,12 +34,14 @@ setup(
     extras_require={
         "dev": [
             "pytest>=8",
+            "pytest-xdist>=3.5",
             "hypothesis>=6",
             "ruff>=0.6",
             "mypy>=1.10",
             "tensorboard>=2.14",
             "matplotlib>=3.8",
             "fsspec>=2023.5",
+            "pdoc>=15",
         ],
         "remote": ["fsspec>=2023.5"],
         "pictures": ["matplotlib>=3.8"],

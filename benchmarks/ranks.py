@@ -1,4 +1,4 @@
-"""Ranks of one measurement: fresh processes that find each other over gloo, one thread each."""
+"""Runs one measurement on several ranks: new processes with one thread each, connected by gloo."""
 
 import json
 import os
@@ -18,19 +18,19 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 class Failed(RuntimeError):
-    """A measurement whose processes did not all end well; the message is what they wrote."""
+    """A process of a measurement failed; the message is the output of all processes."""
 
 
 def measure(
     module: str, num_ranks: int, arguments: Sequence[str], python: str | None = None
 ) -> list[dict[str, Any]]:
-    """Runs `python -m module arguments --out FILE` on every rank; what each wrote, by rank.
+    """Run `python -m module arguments --out FILE` on every rank and return the JSON of each rank.
 
     Args:
-        python: another interpreter than this one.
+        python: path of another interpreter.
 
     Raises:
-        Failed: with the output of all ranks; the others were ended with the first that failed.
+        Failed: a rank failed; the others were killed.
     """
     with tempfile.TemporaryDirectory() as folder:
         port = _free_port()
@@ -52,13 +52,13 @@ def measure(
                 )
         _wait(processes)
         if any(process.returncode for process in processes):
-            said = [f"rank {rank}:\n{log.read_text()}" for rank, log in enumerate(logs)]
-            raise Failed("\n".join([" ".join([module, *arguments]), *said]))
+            outputs = [f"rank {rank}:\n{log.read_text()}" for rank, log in enumerate(logs)]
+            raise Failed("\n".join([" ".join([module, *arguments]), *outputs]))
         return [json.loads(file.read_text()) for file in files]
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, versions, and how busy the machine was before."""
+    """Return processor, number of cores, versions, and the load of the machine before the run."""
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
@@ -75,11 +75,11 @@ def machine() -> dict[str, Any]:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended; the rest are ended with the first that fails."""
+    """Wait for all processes; after the first failure, kill the others."""
     try:
         while any(process.poll() is None for process in processes):
             if any(process.returncode for process in processes):
-                time.sleep(2.0)  # for what the others have to say
+                time.sleep(2.0)  # for the error output of the other ranks
                 break
             time.sleep(0.2)
     finally:

@@ -3,51 +3,66 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipemega.version import __version__ as __version__
+
 if TYPE_CHECKING:
-    from pipemega.assemble import build_mesh_of as build_mesh
-    from pipemega.assemble import initialize
     from pipemega.config import Config
     from pipemega.config import load as load_config
-    from pipemega.engine import Engine
-    from pipemega.errors import PipemegaError
-    from pipemega.launch import run
+    from pipemega.engine.engine import Engine
+    from pipemega.engine.initialize import build_mesh_of as build_mesh
+    from pipemega.engine.initialize import initialize
+    from pipemega.errors import PipemegaError, StopTraining
+    from pipemega.fault_tolerance.run import run
+    from pipemega.monitor import MultiTimer
+    from pipemega.pipeline.microbatch_loss import WeightedLoss
     from pipemega.pipeline.module import PipelineModule
     from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
-
-__version__ = "0.1.0"
+    from pipemega.training import Trainer
 
 __all__ = [
     "TENSOR_AXIS",
     "Config",
     "Engine",
     "LayerSpec",
+    "MultiTimer",
     "PipelineModule",
     "PipemegaError",
+    "StopTraining",
     "TiedLayerSpec",
+    "Trainer",
+    "WeightedLoss",
     "build_mesh",
     "initialize",
     "load_config",
     "run",
 ]
 
-_HOMES = {
+_MODULE_AND_NAME = {
     "TENSOR_AXIS": ("pipemega.pipeline.spec", "TENSOR_AXIS"),
     "Config": ("pipemega.config", "Config"),
-    "Engine": ("pipemega.engine", "Engine"),
+    "Engine": ("pipemega.engine.engine", "Engine"),
     "LayerSpec": ("pipemega.pipeline.spec", "LayerSpec"),
+    "MultiTimer": ("pipemega.monitor", "MultiTimer"),
     "PipelineModule": ("pipemega.pipeline.module", "PipelineModule"),
     "PipemegaError": ("pipemega.errors", "PipemegaError"),
+    "StopTraining": ("pipemega.errors", "StopTraining"),
     "TiedLayerSpec": ("pipemega.pipeline.spec", "TiedLayerSpec"),
-    "build_mesh": ("pipemega.assemble", "build_mesh_of"),
-    "initialize": ("pipemega.assemble", "initialize"),
+    "Trainer": ("pipemega.training", "Trainer"),
+    "WeightedLoss": ("pipemega.pipeline.microbatch_loss", "WeightedLoss"),
+    "build_mesh": ("pipemega.engine.initialize", "build_mesh_of"),
+    "initialize": ("pipemega.engine.initialize", "initialize"),
     "load_config": ("pipemega.config", "load"),
-    "run": ("pipemega.launch", "run"),
+    "run": ("pipemega.fault_tolerance.run", "run"),
 }
 
 
 def __getattr__(name: str) -> Any:
-    # Looked up when first used: the command line, which is this package too, needs no torch.
-    if name not in _HOMES:
+    # Imported on first use: the command line imports this package too and needs no torch.
+    if name not in _MODULE_AND_NAME:
         raise AttributeError(f"module 'pipemega' has no attribute {name!r}")
-    module, attribute = _HOMES[name]
+    module, attribute = _MODULE_AND_NAME[name]
     return getattr(import_module(module), attribute)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,12 +1,12 @@
-"""Every error that pipemega raises on purpose.  Floor 0: imports nothing of ours."""
+"""The exception classes of pipemega. Imports no other module."""
 
 
 class PipemegaError(Exception):
-    """Root of the family, so that a caller can catch ours and nothing else.
+    """Base class of all pipemega errors.
 
     Args:
-        on_every_rank: all ranks raise it, at the same point. Then nobody waits for anybody, and a
-            caller who catches it may go on; any other error ends the run on all ranks.
+        on_every_rank: all ranks raise the error at the same point, so no rank waits for another
+            and a caller may catch it and continue; any other error ends the run on all ranks.
     """
 
     def __init__(self, *args: object, on_every_rank: bool = False) -> None:
@@ -15,11 +15,21 @@ class PipemegaError(Exception):
 
 
 class ConfigError(PipemegaError, ValueError):
-    """The configuration asks for something that cannot be; the message names the key."""
+    """The configuration cannot be run; the message names the key.
+
+    Args:
+        problems: if there are several errors, one line for each; the message contains all of them.
+    """
+
+    def __init__(
+        self, *args: object, on_every_rank: bool = False, problems: tuple[str, ...] = ()
+    ) -> None:
+        super().__init__(*args, on_every_rank=on_every_rank)
+        self.problems = problems
 
 
 class MeshError(PipemegaError, ValueError):
-    """The ranks that were started do not fit the mesh that was asked for."""
+    """The number of ranks or GPUs does not fit the mesh, or rank 0 cannot be reached."""
 
 
 class ScheduleError(PipemegaError, ValueError):
@@ -27,15 +37,15 @@ class ScheduleError(PipemegaError, ValueError):
 
 
 class DataError(PipemegaError, ValueError):
-    """A file, a sample or a batch is missing, damaged or not what was announced."""
+    """A file, a sample or a batch is missing, damaged or of an unexpected form."""
 
 
 class PipelineError(PipemegaError, RuntimeError):
-    """A step could not be carried out; the message names rank, stage and micro-batch.
+    """A step failed; the message names rank, stage and micro-batch.
 
     Args:
-        place: where in its plan the rank stood, where that is known; a
-            `pipeline.standstill.Place`.
+        place: the position of the rank in its plan, a
+            `pipeline.plan.deadlock_report.PlanPosition`; None if unknown.
     """
 
     def __init__(
@@ -49,30 +59,50 @@ class NonFiniteError(PipelineError):
     """The loss or a gradient is inf or nan; parameters and optimizer state are as before the step.
 
     Args:
-        what: which step, and which of its numbers.
-        origin: where in the step it was first, in words; empty if nobody has looked.
-        advice: the way out.
+        what: the step, and whether its loss or its gradient.
+        origin: text that names the first operation with inf or nan; empty if not searched.
+        advice: what the user can do.
     """
 
     def __init__(
         self, what: str, *, origin: str = "", advice: str = "", on_every_rank: bool = False
     ) -> None:
-        found = ": ".join(filter(None, (what, origin)))
-        super().__init__(". ".join(filter(None, (found, advice))), on_every_rank=on_every_rank)
+        finding = ": ".join(filter(None, (what, origin)))
+        super().__init__(". ".join(filter(None, (finding, advice))), on_every_rank=on_every_rank)
         self.what, self.origin, self.advice = what, origin, advice
 
 
 class ReplicaError(PipelineError):
-    """Copies of a parameter, which must be equal, are not; the message names it and the ranks."""
+    """Replicas of a parameter differ; the message names the parameter and the ranks."""
 
 
 class PeerError(PipelineError):
-    """Another rank failed or is gone; the message carries that rank's own first cause."""
+    """Another rank failed or is gone; the message contains that rank's error."""
 
 
 class LossScaleError(PipemegaError, RuntimeError):
-    """fp16 overflowed at the smallest loss scale; the message carries the history."""
+    """fp16 overflowed at the smallest loss scale; the message contains the history."""
 
 
 class CheckpointError(PipemegaError, RuntimeError):
     """A checkpoint is missing, incomplete, damaged, or of another model or mesh."""
+
+
+class StopTraining(SystemExit):
+    """A signal or a time limit has ended the run, which is saved; the exit code is 0.
+
+    Args:
+        reason: such as "SIGTERM on all ranks".
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(0)
+        self.reason = reason
+
+
+class FolderLockedError(CheckpointError):
+    """Another run uses a folder, or has taken it over; the message names the run."""
+
+
+class Stopped(BaseException):
+    """SIGTERM was received: from torchrun after another rank ended, or from the job scheduler."""

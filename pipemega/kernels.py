@@ -1,11 +1,10 @@
-"""Which fused kernel runs: NVIDIA apex where it is installed, else torch's own.  Chosen once.
+"""Selects fused kernels once: NVIDIA apex if it is installed, else those of torch.
 
-The name `apex` on public package indexes belongs to another project.  NVIDIA's brings the
-extension module `amp_C`, so that is what is looked for, and a package that only bears the name
-is never imported.
+On public package indexes the name `apex` belongs to another project. NVIDIA's package has the
+extension module `amp_C`, so this module is searched for, and another `apex` is never imported.
 
-A multi-tensor norm is not among the choices: gradients lie in flat buffers, so one kernel takes
-the norm of them all, and in fp64.
+There is no multi-tensor norm to select: gradients are in flat buffers, so one kernel computes
+the norm of each buffer, in fp64.
 """
 
 import importlib.util
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-# On CPU torch's foreach is no gain: a plain loop over tensors is faster (docs/optimizer.md).
+# On CPU torch's foreach is slower than a plain loop over tensors (docs/optimizer.md).
 _FUSED_ON = {
     "Adam": ("cpu", "cuda"),
     "AdamW": ("cpu", "cuda"),
@@ -32,10 +31,10 @@ class Kernels:
     """The implementations that this process uses.
 
     Args:
-        device: what they are for.
-        adam: apex's FusedAdam; None where torch's optimizers are used.
-        layer_norm, rms_norm: module classes called as (shape, eps=...), with `weight` (and
-            `bias`) like torch's.
+        device: the device of the kernels.
+        adam: FusedAdam of apex; None if torch's optimizers are used.
+        layer_norm, rms_norm: module classes, called as (shape, eps=...), with `weight` (and
+            `bias`) as in torch.
         description: one line for the log.
     """
 
@@ -47,7 +46,7 @@ class Kernels:
 
     @classmethod
     def detect(cls, device: torch.device | str) -> "Kernels":
-        """What is installed for `device`."""
+        """Return the kernels that are installed for `device`."""
         device = torch.device(device)
         if device.type != "cuda":
             return cls(device, description="kernels: torch's fused optimizers and norms (CPU)")
@@ -59,13 +58,13 @@ class Kernels:
         return _from_apex(device)
 
     def takes_apex_adam(self, tensors: Iterable[torch.Tensor]) -> bool:
-        """Whether apex's FusedAdam can work on these."""
+        """Return whether FusedAdam of apex supports these tensors."""
         return self.adam is not None and all(t.dtype in _APEX_DTYPES for t in tensors)
 
     def optimizer_arguments(
         self, optimizer: type[torch.optim.Optimizer], tensors: Iterable[torch.Tensor]
     ) -> dict[str, Any]:
-        """`{"fused": True}` or `{"foreach": True}` where this torch optimizer gains by it here."""
+        """Return `{"fused": True}` or `{"foreach": True}` if this optimizer is faster with it."""
         known = inspect.signature(optimizer).parameters
         fused_on = _FUSED_ON.get(optimizer.__name__, ())
         floating = all(t.is_floating_point() for t in tensors)
@@ -78,14 +77,14 @@ class Kernels:
 
 def _from_apex(device: torch.device) -> Kernels:
     try:
-        # An optional dependency: imported here, and only where NVIDIA's extension was found.
+        # An optional dependency; imported only if NVIDIA's extension was found.
         from apex.normalization import FusedLayerNorm, FusedRMSNorm
         from apex.optimizers import FusedAdam
     except ImportError as error:
         return Kernels(
             device,
-            description="kernels: torch's fused optimizers and norms (NVIDIA apex is there but "
-            f"incomplete: {error})",
+            description="kernels: torch's fused optimizers and norms (NVIDIA apex is installed "
+            f"but incomplete: {error})",
         )
     return Kernels(
         device,
@@ -93,5 +92,5 @@ def _from_apex(device: torch.device) -> Kernels:
         layer_norm=FusedLayerNorm,
         rms_norm=FusedRMSNorm,
         description="kernels: NVIDIA apex (FusedAdam, FusedLayerNorm, FusedRMSNorm), torch's "
-        "fused ones for the rest",
+        "fused kernels for the rest",
     )

@@ -1,8 +1,9 @@
-"""Random streams: reproducible in each layer, equal or different along the tensor axis.  Floor 3.
+"""RNG state: reproducible dropout in each layer, equal or different on the tensor ranks.
 
-Dropout must not depend on which rank holds a layer, on the schedule, or on a recomputation.  So
-the default generators are seeded anew before each layer's forward, by four numbers that every
-mesh agrees on; where tensor ranks hold different activations, `sharded_rng` gives each its own.
+Dropout must not depend on the rank of a layer, on the schedule or on recomputation. Therefore
+the default generators are seeded before each layer's forward from four numbers that are equal on
+every mesh. Where tensor ranks have different activations, `sharded_rng` gives them different
+random numbers.
 """
 
 import hashlib
@@ -17,15 +18,15 @@ import torch
 _CPU = torch.device("cpu")
 
 
-class Ranked(Protocol):
-    """Anything with a position among ranks; a `mesh.Axis`."""
+class HasRank(Protocol):
+    """An object with a rank, such as `mesh.Axis`."""
 
     @property
     def rank(self) -> int: ...
 
 
 def derive_seed(*parts: object) -> int:
-    """A 63-bit seed from any printable parts; the same on every machine and in every process."""
+    """Return a 63-bit seed, a hash of the parts; equal on every machine and in every process."""
     digest = hashlib.sha256("/".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
@@ -33,50 +34,62 @@ def derive_seed(*parts: object) -> int:
 def seed_layer(
     seed: int, step: int, microbatch: int, layer: int, device: torch.device = _CPU
 ) -> None:
-    """Seeds torch's default generators for one layer on one micro-batch.
+    """Seed torch's default generators for one layer on one micro-batch.
 
     Args:
-        seed: of the run; give each data rank's micro-batches their own, by `seed` or `microbatch`.
-        layer: the position in the unsplit model, not in the stage.
-        device: where the layer computes; its generator is seeded along with the CPU's.
+        seed: the seed of the run; `seed` or `microbatch` must differ between data ranks.
+        layer: position in the whole model, not in the stage.
+        device: device of the layer; its generator is seeded as well as the CPU generator.
     """
-    _seed_streams(derive_seed(seed, step, microbatch, layer), device)
+    _seed_torch(derive_seed(seed, step, microbatch, layer), device)
 
 
 @contextmanager
 def preserve_rng(device: torch.device = _CPU) -> Iterator[None]:
-    """Gives the caller's random streams back as they were, also when the body raises."""
-    before = _streams(device)
+    """Restore torch's generators on exit, also after an exception."""
+    before = _torch_states(device)
     try:
         yield
     finally:
-        _set_streams(before, device)
+        _set_torch_states(before, device)
 
 
 @contextmanager
-def sharded_rng(axis: Ranked, device: torch.device = _CPU) -> Iterator[None]:
-    """A random stream of this rank's own, for activations that are cut along `axis`.
+def preserve_all_rng() -> Iterator[None]:
+    """Restore the default CPU generators of torch, numpy and `random` on exit."""
+    states = torch.default_generator.get_state(), numpy.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(states[0])
+        numpy.random.set_state(states[1])
+        random.setstate(states[2])
 
-    It follows from one number drawn from the current stream, so that a recomputation gets the
-    same.  After it the streams of all ranks agree again, however much each has drawn inside; one
-    rank alone forks too, so that what comes after is the same on every mesh.
+
+@contextmanager
+def sharded_rng(axis: HasRank, device: torch.device = _CPU) -> Iterator[None]:
+    """Seed torch's generators differently on each rank of `axis`, for sharded activations.
+
+    The seed is derived from one number of the current generator, so a recomputation gets the same
+    seed. On exit the generators of all ranks have equal states again. This also applies to an axis
+    of one rank, so that later random numbers are equal on every mesh.
     """
-    # From the CPU's stream on every device: a number read from the GPU would wait for it.
-    drawn = int(torch.randint(1 << 62, ()).item())
+    # From the CPU generator on every device: reading a number from the GPU would synchronize.
+    number = int(torch.randint(1 << 62, ()).item())
     with preserve_rng(device):
-        _seed_streams(derive_seed(drawn, axis.rank), device)
+        _seed_torch(derive_seed(number, axis.rank), device)
         yield
 
 
 def rng_state(device: torch.device = _CPU) -> dict[str, Any]:
-    """All random streams of this process, as tensors and plain numbers: for a checkpoint.
+    """Return the states of all generators of this process for a checkpoint.
 
     Returns:
-        {"torch": uint8 tensor, "numpy": {...}, "python": {...}}, with "cuda" on such a device.
+        {"torch": uint8 tensor, "numpy": {...}, "python": {...}}, and "cuda" on a CUDA device.
     """
     algorithm, keys, position, has_gauss, gauss = numpy.random.get_state(legacy=True)
     version, words, python_gauss = random.getstate()
-    return _streams(device) | {
+    return _torch_states(device) | {
         "numpy": {
             "algorithm": str(algorithm),
             "keys": torch.from_numpy(numpy.asarray(keys, dtype=numpy.int64)),
@@ -93,48 +106,48 @@ def rng_state(device: torch.device = _CPU) -> dict[str, Any]:
 
 
 def set_rng_state(state: dict[str, Any], device: torch.device = _CPU) -> None:
-    """Continues every stream where `rng_state` saw it.
+    """Restore the states of all generators from `rng_state`.
 
-    A state without "cuda" (saved on a CPU) leaves the GPU's stream as it is.
+    A state without "cuda" (saved on a CPU) does not change the GPU generator.
     """
-    _set_streams(state, device)
-    theirs = state["numpy"]
-    keys = theirs["keys"].numpy().astype(numpy.uint32)
+    _set_torch_states(state, device)
+    saved = state["numpy"]
+    keys = saved["keys"].numpy().astype(numpy.uint32)
     numpy.random.set_state(
-        (theirs["algorithm"], keys, theirs["position"], theirs["has_gauss"], theirs["gauss"])
+        (saved["algorithm"], keys, saved["position"], saved["has_gauss"], saved["gauss"])
     )
     python = state["python"]
     random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
 
 
-def seed_streams(seed: int, device: torch.device = _CPU) -> None:
-    """Begins every stream of `rng_state` anew, from one number of up to 63 bits."""
-    _seed_streams(seed, device)
+def seed_rng(seed: int, device: torch.device = _CPU) -> None:
+    """Seed all generators of `rng_state` from one number of up to 63 bits."""
+    _seed_torch(seed, device)
     numpy.random.seed(derive_seed(seed, "numpy") % 2**32)
     random.seed(seed)
 
 
-def _seed_streams(seed: int, device: torch.device) -> None:
+def _seed_torch(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         _cuda_generator(device).manual_seed(seed)
 
 
-def _streams(device: torch.device) -> dict[str, Any]:
-    streams = {"torch": torch.default_generator.get_state()}
+def _torch_states(device: torch.device) -> dict[str, Any]:
+    states = {"torch": torch.default_generator.get_state()}
     if device.type == "cuda":
-        streams["cuda"] = _cuda_generator(device).get_state()
-    return streams
+        states["cuda"] = _cuda_generator(device).get_state()
+    return states
 
 
-def _set_streams(streams: dict[str, Any], device: torch.device) -> None:
-    torch.default_generator.set_state(streams["torch"])
-    if device.type == "cuda" and "cuda" in streams:
-        _cuda_generator(device).set_state(streams["cuda"])
+def _set_torch_states(states: dict[str, Any], device: torch.device) -> None:
+    torch.default_generator.set_state(states["torch"])
+    if device.type == "cuda" and "cuda" in states:
+        _cuda_generator(device).set_state(states["cuda"])
 
 
 def _cuda_generator(device: torch.device) -> torch.Generator:
-    # The list is empty until CUDA has started.
+    # The list is empty until CUDA is initialized.
     torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]

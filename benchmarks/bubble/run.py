@@ -1,10 +1,10 @@
-"""The bubble in wall-clock: pipemega's schedules and torch's over stages that sleep.
+"""Measures the bubble of the schedules of pipemega and torch, with stages that sleep.
 
     python -m benchmarks.bubble.run            from the root of the repository
 
-For each number of ranks, of micro-batches and set of costs: processes that talk over gloo, in which
-all systems take turns. A step is timed from the first rank that leaves a barrier to the last
-that is done. The README says what the columns mean.
+For each number of ranks, number of micro-batches and set of costs, starts processes connected by
+gloo, in which all systems run in turn. The time of a step is from the first rank that leaves a
+barrier to the last that finishes. The README explains the columns.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from benchmarks.bubble.plans import find_plans
 from benchmarks.bubble.systems import names
 from benchmarks.bubble.timing import lags, timeline
 from benchmarks.ranks import machine, measure
-from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.plan.instructions import Plan
 
 TOLERANCE = 1.03
 
@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
                 report["tables"].append(table)
                 print(_markdown(table), flush=True)
                 if options.json is not None:
-                    # After each table, so that a run that was stopped leaves what it had.
+                    # After each table, so that a stopped run keeps its results.
                     options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if options.plot is not None:
         from benchmarks.bubble.plot import plot
@@ -64,10 +64,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="+",
         default=[(1.0, 1.0, 1.0), (1.0, 1.2, 0.8)],
         metavar="F,I,W",
-        help="of one rank's share, relative to each other (default: 1,1,1 and 1,1.2,.8)",
+        help="times of one micro-batch on a rank, in cost units (default: 1,1,1 and 1,1.2,.8)",
     )
     parser.add_argument(
-        "--share-ms", type=float, default=60.0, help="what a cost of 1 is (default: 60)"
+        "--share-ms", type=float, default=60.0, help="milliseconds of a cost unit (default: 60)"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument(
@@ -83,10 +83,12 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         nargs="*",
         default=[],
         metavar="FILE",
-        help="plans of your own, as JSON or CSV: run as pipemega:STEM for the sizes that they have",
+        help="your own plans, as JSON or CSV; the name is pipemega:STEM",
     )
     parser.add_argument("--json", type=Path, help="write the whole result to this file")
-    parser.add_argument("--plot", type=Path, help="draw it to this file (matplotlib; .svg or .png)")
+    parser.add_argument(
+        "--plot", type=Path, help="draw the result to this file, .svg or .png (needs matplotlib)"
+    )
     return parser.parse_args(argv)
 
 
@@ -109,13 +111,13 @@ def _table(
     arguments = ["--microbatches", str(microbatches), "--share", *share]
     own = [name.removeprefix("pipemega:") for name in systems if name.startswith("pipemega:")]
     plans, missing = find_plans(own, ranks, microbatches, costs, files)
-    there = [name for name in systems if name.removeprefix("pipemega:") not in missing]
+    available = [name for name in systems if name.removeprefix("pipemega:") not in missing]
     with tempfile.TemporaryDirectory() as folder:
         written = Path(folder, "plans.json")
         texts = {name: plan.to_json() for name, plan in plans.items()}
         written.write_text(json.dumps(texts), encoding="utf-8")
         arguments += ["--plans", str(written), "--rounds", str(options.rounds)]
-        results = measure("benchmarks.bubble.worker", ranks, [*arguments, "--systems", *there])
+        results = measure("benchmarks.bubble.worker", ranks, [*arguments, "--systems", *available])
     rows = [_row(name, [r["systems"][name] for r in results]) for name in results[0]["systems"]]
     refused = {f"pipemega:{name}": reason for name, reason in missing.items()}
     return {
@@ -124,7 +126,7 @@ def _table(
         "costs": costs,
         "rows": rows,
         "refused": refused | results[0]["refused"],
-        "marks": marks(rows),
+        "marks": comparisons(rows),
     }
 
 
@@ -132,7 +134,7 @@ def _row(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     rounds = list(zip(*(rank["rounds"] for rank in ranks), strict=True))
     steps = [max(r["end"] for r in turn) - min(r["start"] for r in turn) for turn in rounds]
     plan, ideal = Plan.from_json(ranks[0]["plan"]), ranks[0]["ideal"]
-    measured = timeline(plan, [r["parts"] for r in ranks], [r["naps"] for r in ranks])
+    measured = timeline(plan, [r["parts"] for r in ranks], [r["sleeps"] for r in ranks])
     slept = [r["slept"] / ideal for turn in rounds for r in turn]
     return {
         "system": name,
@@ -148,8 +150,8 @@ def _row(name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def marks(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the comparison asks for, and whether it is so."""
+def comparisons(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the comparisons by name: (system, ratio, whether pipemega reaches the goal)."""
     ours = [row for row in rows if row["system"].startswith("pipemega:")]
     theirs = [row for row in rows if row["system"].startswith("torch:")]
     worst = max(ours, key=lambda row: row["over_simulation"], default=None)
@@ -160,7 +162,7 @@ def marks(rows: list[dict[str, Any]]) -> dict[str, Any]:
     }
     for name in ("pipemega:zb-v", "pipemega:auto", "pipemega:auto-2p"):
         own = next((row for row in ours if row["system"] == name), None)
-        # At equal memory: those that hold as much, or more.
+        # Compare with systems that hold the same memory or more.
         peers = [row for row in theirs if own and row["peak"] >= own["peak"] - 1e-9]
         if own is not None and peers:
             best = min(peers, key=lambda row: row["measured"])
@@ -202,7 +204,7 @@ def _summary(report: dict[str, Any]) -> str:
     about = report["machine"]
     return (
         f"\n{about['cpu']}, {about['cores']} cores, torch {about['torch']}, Python "
-        f"{about['python']}; load {about['load_before']:.1f} before; a share of "
+        f"{about['python']}; load {about['load_before']:.1f} before; cost unit "
         f"{report['options']['share_ms']:g} ms, median of {report['options']['rounds']} rounds.\n"
         f"`{report['command'].strip()}`"
     )

@@ -1,7 +1,7 @@
-"""What is compared: pipemega's executor under any plan, and torch.distributed.pipelining.
+"""The compared systems: pipemega's executor with any plan, and torch.distributed.pipelining.
 
-Each system is one step over sleeping stages, and the plan that it says it runs: the plan is what
-the diary is held against, and what is simulated.
+A system consists of a function that runs one step with sleeping stages, and the plan of this step.
+The log of the sleeps is checked against the plan, and the plan is simulated.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -14,23 +14,24 @@ from torch import Tensor
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from benchmarks.bubble.plans import LIMITS
-from benchmarks.bubble.stages import WIDTH, Diary, Seconds, SleepingStage, loss_fn
+from benchmarks.bubble.stages import WIDTH, Seconds, SleepingStage, SleepLog, loss_fn
+from pipemega.distributed.mesh import Axis
 from pipemega.errors import ScheduleError
-from pipemega.gradients import GradientBuffer
-from pipemega.mesh import Axis
-from pipemega.pipeline.costs import CostModel
-from pipemega.pipeline.executor import Executor, MicroBatches
-from pipemega.pipeline.instructions import Instruction, Kind, Plan
-from pipemega.pipeline.lowering import lower
-from pipemega.pipeline.module import Building, Draws, PipelineModule, build_stages
+from pipemega.optimizer.gradients import GradientBuffer
+from pipemega.pipeline.execution_state import MicroBatches
+from pipemega.pipeline.executor import Executor, RankStages
+from pipemega.pipeline.module import BuildOptions, PipelineModule, RngKey, build_stages
+from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
+from pipemega.pipeline.plan.lowering import lower
+from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
 from pipemega.pipeline.spec import LayerSpec
-from pipemega.pipeline.split_backward import WeightGradients, split
+from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.pipeline.transport import Transport
-from pipemega.pipeline.validate import validate
 
 TORCH_SCHEDULES: dict[str, tuple[type[Any], int, str]] = {
-    # name -> class, stages on a rank, placement
+    # name -> class, stages per rank, placement
     "gpipe": (schedules.ScheduleGPipe, 1, "loop"),
     "1f1b": (schedules.Schedule1F1B, 1, "loop"),
     "interleaved": (schedules.ScheduleInterleaved1F1B, 2, "loop"),
@@ -43,11 +44,11 @@ TORCH_SCHEDULES: dict[str, tuple[type[Any], int, str]] = {
 
 @dataclass(frozen=True)
 class Task:
-    """What one table is about.
+    """Sizes and costs of one table.
 
     Args:
         ranks, num_microbatches: of the pipeline.
-        share: seconds of F, I and W of one rank's whole share of the model.
+        share: seconds of F, I and W in all stages of one rank together.
     """
 
     ranks: int
@@ -56,12 +57,12 @@ class Task:
 
     @property
     def ideal(self) -> float:
-        """Seconds of a step in which no rank ever waits."""
+        """Seconds of a step in which no rank waits."""
         return self.num_microbatches * sum(self.share)
 
     def costs(self, plan: Plan) -> CostModel:
-        """As the stages of `plan` sleep, a message taking no time."""
-        return CostModel.shared(plan.rank_of_stage, *self.share)
+        """Return the times that the stages of `plan` sleep; messages take no time."""
+        return CostModel.from_rank_costs(plan.rank_of_stage, *self.share)
 
 
 @dataclass(frozen=True)
@@ -71,9 +72,9 @@ class System:
     Args:
         name: `pipemega:SCHEDULE` or `torch:SCHEDULE`.
         plan: the compute steps that it runs.
-        costs: what they cost here, for the simulation.
-        step: runs it once on this rank.
-        whole_backward: in which order a whole backward sleeps its halves.
+        costs: their times in this benchmark, for the simulation.
+        step: runs the plan once on this rank.
+        whole_backward: order in which a whole backward sleeps I and W.
     """
 
     name: str
@@ -83,7 +84,7 @@ class System:
     whole_backward: str = "IW"
 
     def parts(self, rank: int) -> list[list[tuple[str, int]]]:
-        """(part, stage) of the sleeps that each step of `rank` has, in order."""
+        """Return, for each step of `rank`, the (part, stage) of its sleeps in order."""
         return [
             [(part, step.stage) for part in self._parts(step)] for step in self.plan.programs[rank]
         ]
@@ -92,16 +93,16 @@ class System:
         if step.kind is Kind.BACKWARD:
             return self.whole_backward
         if self.costs.backward_input[step.stage] == 0.0 and step.kind is not Kind.FORWARD:
-            # torch's first stage: nothing in I, all in W.
+            # The first stage of torch does nothing in I and everything in W.
             return "" if step.kind is Kind.BACKWARD_INPUT else self.whole_backward
         return step.kind.value
 
 
 def names(words: Sequence[str], files: Iterable[str] = ()) -> list[str]:
-    """All systems, or those that `words` name: one (`torch:zb-v`) or all of a kind (`torch:`).
+    """Return all systems, or those named in `words`: one (`torch:zb-v`) or a family (`torch:`).
 
     Args:
-        files: names of plans from files, which belong to pipemega.
+        files: names of the plans from files, which pipemega runs.
     """
     known = [f"pipemega:{name}" for name in (*SCHEDULES, *LIMITS, *files)]
     known += [f"torch:{name}" for name in TORCH_SCHEDULES]
@@ -113,59 +114,61 @@ def build(
     task: Task,
     rank: int,
     group: dist.ProcessGroup,
-    diary: Diary,
+    log: SleepLog,
     plans: Mapping[str, Plan],
 ) -> System:
-    """One system on this rank; collective.
+    """Build one system on this rank; collective.
 
     Args:
-        plans: of pipemega, by name.
+        plans: those of pipemega, by name.
 
     Raises:
-        ScheduleError: the schedule cannot take these sizes.
+        ScheduleError: the schedule does not support these sizes.
     """
     family, _, schedule = name.partition(":")
     if family == "torch":
-        return _torch(name, schedule, task, rank, diary)
-    return _ours(name, plans[schedule], task, rank, group, diary)
+        return _torch(name, schedule, task, rank, log)
+    return _pipemega(name, plans[schedule], task, rank, group, log)
 
 
 # pipemega
 
 
-def _ours(
-    name: str, plan: Plan, task: Task, rank: int, group: dist.ProcessGroup, diary: Diary
+def _pipemega(
+    name: str, plan: Plan, task: Task, rank: int, group: dist.ProcessGroup, log: SleepLog
 ) -> System:
     plan = validate(lower(plan))
-    share = [1.0 / len(plan.stages_of(home)) for home in plan.rank_of_stage]
+    share = [1.0 / len(plan.stages_of(owner)) for owner in plan.rank_of_stage]
     specs = [
-        LayerSpec(SleepingStage, stage, _part(task, share[stage]), share[stage], diary)
+        LayerSpec(SleepingStage, stage, _part(task, share[stage]), share[stage], log)
         for stage in range(plan.num_stages)
     ]
     net = PipelineModule(specs, loss_fn=loss_fn)
     bounds = range(plan.num_stages + 1)
-    building = Building(Axis("tensor"), torch.device("cpu"), seed=0)
-    stages = build_stages(net, bounds, plan.stages_of(rank), building)
+    build_options = BuildOptions(Axis("tensor"), torch.device("cpu"), seed=0)
+    stages = build_stages(net, bounds, plan.stages_of(rank), build_options)
     named = [pair for stage in stages.values() for pair in stage.named_parameters()]
     buffer = GradientBuffer(named)
     weights = None
-    # As `initialize` does it.
+    # As in `initialize`.
     if any(step.kind is Kind.BACKWARD_INPUT for step in plan.steps()):
-        weights = WeightGradients(buffer)
-        split(stages.values(), weights)
+        weights = WeightGradQueue(buffer)
+        enable_split_backward(stages.values(), weights)
     axis = Axis("pipeline", tuple(range(task.ranks)), rank, group)
     transport = Transport(axis, plan.rank_of_stage, torch.device("cpu"))
-    executor = Executor(rank, stages, plan.num_stages, transport, loss_fn, weights=weights)
+    executor = Executor(
+        RankStages(rank, stages, plan.num_stages, loss_fn), transport, weight_queue=weights
+    )
     inputs, labels = _data(task)
     count = task.num_microbatches
     batch = MicroBatches(
-        inputs, labels, draws=[Draws(0, 0, m) for m in range(count)], loss_factor=1 / count
+        inputs, labels, rng_keys=[RngKey(0, 0, m) for m in range(count)], loss_factor=1 / count
     )
 
     def step() -> None:
         executor.run(plan, batch)
 
-    # The queue of a split runs W at once, on the way to I.
+    # Outside `defer`, the queue runs W immediately, before I.
     order = "IW" if weights is None else "WI"
     return System(name, plan.compute_only(), task.costs(plan), step, order)
 
@@ -182,7 +185,7 @@ def _data(task: Task) -> tuple[list[Tensor], list[Tensor]]:
 # torch
 
 
-def _torch(name: str, schedule_name: str, task: Task, rank: int, diary: Diary) -> System:
+def _torch(name: str, schedule_name: str, task: Task, rank: int, log: SleepLog) -> System:
     schedule_type, chunks, placement = TORCH_SCHEDULES[schedule_name]
     num_stages = chunks * task.ranks
     here = [rank] if chunks == 1 else [rank, rank + task.ranks]
@@ -190,7 +193,7 @@ def _torch(name: str, schedule_name: str, task: Task, rank: int, diary: Diary) -
         here = [rank, num_stages - 1 - rank]
     stages = [
         PipelineStage(
-            SleepingStage(stage, _part(task, 1 / chunks), 1 / chunks, diary),
+            SleepingStage(stage, _part(task, 1 / chunks), 1 / chunks, log),
             stage,
             num_stages,
             torch.device("cpu"),
@@ -220,9 +223,9 @@ def _torch(name: str, schedule_name: str, task: Task, rank: int, diary: Diary) -
 
 
 def _plan_of_torch(name: str, schedule: Any, task: Task) -> Plan:
-    """The compute steps that torch's runtime will take, on all ranks."""
+    """Return the compute steps of all ranks from the runtime of torch."""
     order = schedule.pipeline_order_with_comms
-    homes = schedule.stage_index_to_group_rank
+    rank_of_stage = schedule.stage_index_to_group_rank
     programs = tuple(
         tuple(
             Instruction(Kind(a.computation_type.value), a.stage_index, a.microbatch_index)
@@ -230,12 +233,12 @@ def _plan_of_torch(name: str, schedule: Any, task: Task) -> Plan:
         )
         for rank in range(task.ranks)
     )
-    ranks = tuple(homes[stage] for stage in range(len(homes)))
+    ranks = tuple(rank_of_stage[stage] for stage in range(len(rank_of_stage)))
     return Plan(name, task.num_microbatches, ranks, programs)
 
 
 def _flat(actions: Sequence[Any]) -> Iterator[Any]:
-    """Without messages and reductions; a forward and a backward in one as the two."""
+    """Yield compute actions, without messages and reductions; split combined F and B actions."""
     for action in actions:
         if action.sub_actions is not None:
             yield from _flat(action.sub_actions)
@@ -244,7 +247,7 @@ def _flat(actions: Sequence[Any]) -> Iterator[Any]:
 
 
 def _costs_of_torch(costs: CostModel) -> CostModel:
-    """Its first stage puts all of its backward off: nothing in I, I + W in W."""
+    """Return the costs for torch, whose first stage does nothing in I, and I + W in W."""
     inputs, weights = list(costs.backward_input), list(costs.backward_weight)
     inputs[0], weights[0] = 0.0, inputs[0] + weights[0]
     return CostModel(

@@ -1,28 +1,28 @@
-"""From what each rank slept to when each step of the plan ran, and what lay between the steps."""
+"""Computes the measured timeline of a plan, and the lag before each step, from logged sleeps."""
 
 from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-from pipemega.pipeline.instructions import Instruction, Plan
-from pipemega.pipeline.simulate import Timeline
+from pipemega.pipeline.plan.instructions import Instruction, Plan
+from pipemega.pipeline.plan.simulate import Timeline
 
 Span = tuple[float, float]
 
 
 def timeline(
-    plan: Plan, parts: Sequence[Sequence[int]], naps: Sequence[Sequence[Span]]
+    plan: Plan, parts: Sequence[Sequence[int]], sleeps: Sequence[Sequence[Span]]
 ) -> Timeline:
-    """The measured timeline of `plan`, in seconds from its first step.
+    """Return the measured timeline of `plan`, in seconds from its first step.
 
     Args:
-        parts: how many naps each step of each rank has; a step without any ends where the one
-            before it ended.
-        naps: of each rank, in order.
+        parts: number of sleeps of each step of each rank; a step without sleeps starts and ends at
+            the end of the previous step.
+        sleeps: (start, end) of the sleeps of each rank, in order.
     """
-    begin = min(spans[0][0] for spans in naps)
+    begin = min(spans[0][0] for spans in sleeps)
     starts, ends = [], []
-    for counts, spans in zip(parts, naps, strict=True):
+    for counts, spans in zip(parts, sleeps, strict=True):
         start: list[float] = []
         end: list[float] = []
         at, now = 0, begin
@@ -38,10 +38,10 @@ def timeline(
 
 
 def lags(measured: Timeline) -> dict[str, Any]:
-    """How long after it could each step began, in µs: the median, by what it had to wait for.
+    """Return the median time in µs from when a step could start to its start, by cause.
 
-    `own`: the step before it on its rank, which ended last; it is what the runtime does between
-    two steps. `message`: the result of another rank, which came last; it is that and the way over.
+    `own`: the previous step on the rank ended last; the lag is the work of the runtime between two
+    steps. `message`: the result of another rank was ready last; the lag also contains the transfer.
     """
     plan = measured.plan
     ends: dict[Instruction, float] = {

@@ -1,4 +1,4 @@
-"""One rank of the comparison: every system in turn, round after round; `run.py` starts it."""
+"""One rank of the comparison: runs all systems in turn in each round; started by `run.py`."""
 
 import argparse
 import gc
@@ -13,13 +13,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.bubble.stages import Diary, Seconds, sleep_precisely
+from benchmarks.bubble.stages import Seconds, SleepLog, sleep_precisely
 from benchmarks.bubble.systems import System, Task, build
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.instructions import Plan
-from pipemega.pipeline.simulate import simulate
+from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.simulate import simulate
 
-WARM_UP_PACE = 0.05
+WARM_UP_SCALE = 0.05
 
 
 def main() -> None:
@@ -44,39 +44,39 @@ def main() -> None:
 
 
 def measure(task: Task, names: list[str], rounds: int, plans: Mapping[str, Plan]) -> dict[str, Any]:
-    """Of each system: its plan's figures, and from each round when the step began and ended here.
+    """Return, for each system, the numbers of its plan and the start and end of its steps.
 
-    The clock is that of the machine, the same for all processes. The rounds are interleaved, and
-    each begins with another system.
+    The times are those of the monotonic clock, which all processes share. In each round all systems
+    run once; each round begins with another system.
     """
     rank, group = dist.get_rank(), dist.new_group()
-    diary = Diary()
+    log = SleepLog()
     systems: dict[str, System] = {}
     refused: dict[str, str] = {}
     for name in names:
         try:
-            systems[name] = build(name, task, rank, group, diary, plans)
+            systems[name] = build(name, task, rank, group, log, plans)
         except ScheduleError as error:
             refused[name] = str(error)
-    results = {name: _figures(system, task) for name, system in systems.items()}
-    diary.pace = WARM_UP_PACE
+    results = {name: _numbers(system, task) for name, system in systems.items()}
+    log.scale = WARM_UP_SCALE
     for system in systems.values():
-        # Shapes, connections and allocations are met for the first time; torch also runs its
-        # stages once, to learn what crosses them.
-        _step(system, diary)
-    diary.pace = 1.0
+        # The first step exchanges shapes, opens connections and allocates memory; torch also runs
+        # its stages once, to find the shapes of the messages.
+        _step(system, log)
+    log.scale = 1.0
     order = list(systems)
     for turn in range(rounds):
         first = turn % len(order)
         for name in order[first:] + order[:first]:
-            entry = _step(systems[name], diary)
-            _check(systems[name], rank, diary)
+            entry = _step(systems[name], log)
+            _check(systems[name], rank, log)
             results[name]["rounds"].append(entry)
-            results[name]["naps"] = [(nap.start, nap.end) for nap in diary.naps]
+            results[name]["sleeps"] = [(sleep.start, sleep.end) for sleep in log.sleeps]
     return {"systems": results, "refused": refused}
 
 
-def _figures(system: System, task: Task) -> dict[str, Any]:
+def _numbers(system: System, task: Task) -> dict[str, Any]:
     timeline = simulate(system.plan, system.costs)
     return {
         "simulated": timeline.makespan,
@@ -88,9 +88,9 @@ def _figures(system: System, task: Task) -> dict[str, Any]:
     }
 
 
-def _step(system: System, diary: Diary) -> dict[str, Any]:
-    """One step between barriers."""
-    diary.clear()
+def _step(system: System, log: SleepLog) -> dict[str, Any]:
+    """Run one step between barriers."""
+    log.clear()
     gc.collect()
     dist.barrier()
     cpu, start = time.process_time(), time.monotonic()
@@ -100,19 +100,19 @@ def _step(system: System, diary: Diary) -> dict[str, Any]:
     return {
         "start": start,
         "end": end,
-        "peak": diary.peak,
-        "slept": sum(nap.end - nap.start for nap in diary.naps),
+        "peak": log.peak,
+        "slept": sum(sleep.end - sleep.start for sleep in log.sleeps),
         "cpu": cpu_end - cpu,
     }
 
 
-def _check(system: System, rank: int, diary: Diary) -> None:
-    """Raises AssertionError: it slept something else than its plan says, or in another order."""
-    slept = [(nap.part, nap.stage) for nap in diary.naps]
-    planned = [nap for naps in system.parts(rank) for nap in naps]
+def _check(system: System, rank: int, log: SleepLog) -> None:
+    """Raise an AssertionError if the sleeps or their order differ from the plan."""
+    slept = [(sleep.part, sleep.stage) for sleep in log.sleeps]
+    planned = [part for parts in system.parts(rank) for part in parts]
     for at, (was, should) in enumerate(zip_longest(slept, planned)):
         if was != should:
-            raise AssertionError(f"{system.name}, rank {rank}, nap {at}: {was}, planned {should}")
+            raise AssertionError(f"{system.name}, rank {rank}, sleep {at}: {was}, planned {should}")
 
 
 if __name__ == "__main__":

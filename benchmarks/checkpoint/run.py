@@ -1,10 +1,10 @@
-"""How long a save holds a step up, in the background and not; and what loading and summing cost.
+"""Time of saving, in the background and blocking, and of loading with and without checksums.
 
     python -m benchmarks.checkpoint.run            from the root of the repository
 
 Linear layers in fp32 with Adam's state, on CPU ranks of one thread each, over gloo; every file is
-synced. Both ways of saving, and loading with sums compared and without, take turns in the same
-processes; figures are medians over the rounds, of the slowest rank.
+synced. All variants alternate in the same processes. Each figure is the time of the slowest rank,
+median over the rounds.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from benchmarks.ranks import machine, measure
 
 # pipeline, data
 MESHES = ((1, 1), (2, 1), (1, 2))
-NAMES = ("save", "blocked", "step", "step beside", "rest", "load", "load unverified")
+NAMES = ("save", "blocked", "step", "step during save", "rest", "load", "load unverified")
 
 
 def main() -> None:
@@ -26,7 +26,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--folder", help="where to save; a temporary one by default")
+    parser.add_argument("--folder", help="where to save; default: a temporary folder")
     options = parser.parse_args()
     size = 12 * options.layers * (options.width**2 + options.width)
     print(f"{size / 1e6:.0f} MB; {machine()}\n")
@@ -42,14 +42,14 @@ def main() -> None:
                 "--rounds": options.rounds,
                 "--folder": folder,
             }
-            words = [str(word) for pair in arguments.items() for word in pair]
-            ranks = measure("benchmarks.checkpoint.worker", pipeline * data, words)
+            argv = [str(text) for pair in arguments.items() for text in pair]
+            ranks = measure("benchmarks.checkpoint.worker", pipeline * data, argv)
         print(f"| pipeline {pipeline} x data {data} | {row(ranks)} |")
     print(f"\nSHA-256 {speed('sha256'):.0f} MB/s, BLAKE2b {speed('blake2b'):.0f} MB/s, one thread")
 
 
 def row(ranks: list[dict[str, Any]]) -> str:
-    """Milliseconds, and the share that a save in the background blocks a step for."""
+    """Return the cells of a table row: milliseconds, and the ratio blocked / save."""
     rounds = [
         {name: max(rank["rounds"][number][name] for rank in ranks) for name in NAMES}
         for number in range(len(ranks[0]["rounds"]))
@@ -60,6 +60,7 @@ def row(ranks: list[dict[str, Any]]) -> str:
 
 
 def speed(name: str) -> float:
+    """Return the speed of a hash function in MB/s."""
     data, started = bytes(64 << 20), time.process_time()
     hashlib.new(name, data).digest()
     return len(data) / 1e6 / (time.process_time() - started)

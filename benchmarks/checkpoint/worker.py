@@ -1,4 +1,4 @@
-"""One rank of the measurement: saves and loads, in the background and not, in turn."""
+"""One rank of the benchmark: alternates blocking saves, background saves and loads."""
 
 import argparse
 import json
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import pipemega
 from pipemega import LayerSpec, PipelineModule
-from pipemega.engine import Engine
+from pipemega.engine.engine import Engine
 
 
 class Noise(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
@@ -47,7 +47,7 @@ def build(options: argparse.Namespace, folder: str, background: bool) -> Engine:
 
 
 def timed(action: Callable[[], Any]) -> float:
-    """Seconds; all ranks begin together."""
+    """Return the seconds that `action` takes; all ranks start together."""
     if dist.is_initialized():
         dist.barrier()
     started = time.perf_counter()
@@ -62,29 +62,29 @@ def main() -> None:
     parser.add_argument("--folder")
     parser.add_argument("--out")
     options = parser.parse_args()
-    waiting, beside = (
-        build(options, f"{options.folder}/{background}", background) for background in (False, True)
+    blocking, background = (
+        build(options, f"{options.folder}/{is_async}", is_async) for is_async in (False, True)
     )
-    for engine in (waiting, beside):
+    for engine in (blocking, background):
         engine.train_batch()
     rounds = []
-    # The first finds no copies made, and no pages in memory: it is not counted.
+    # The first round allocates the copy buffers and is not counted.
     for _ in range(options.rounds + 1):
-        for engine in (waiting, beside):
+        for engine in (blocking, background):
             engine.train_batch()
-        seconds = {"save": timed(lambda: waiting.save_checkpoint(f"{options.folder}/False"))}
-        seconds["step"] = timed(beside.train_batch)
-        seconds["blocked"] = timed(lambda: beside.save_checkpoint(f"{options.folder}/True"))
-        seconds["step beside"] = timed(beside.train_batch)
-        seconds["rest"] = timed(beside.finish_saving)
+        seconds = {"save": timed(lambda: blocking.save_checkpoint(f"{options.folder}/False"))}
+        seconds["step"] = timed(background.train_batch)
+        seconds["blocked"] = timed(lambda: background.save_checkpoint(f"{options.folder}/True"))
+        seconds["step during save"] = timed(background.train_batch)
+        seconds["rest"] = timed(background.finish_saving)
         for verify in (True, False):
-            beside.config = waiting.config.model_copy(
+            background.config = blocking.config.model_copy(
                 update={
-                    "checkpoint": waiting.config.checkpoint.model_copy(update={"verify": verify})
+                    "checkpoint": blocking.config.checkpoint.model_copy(update={"verify": verify})
                 }
             )
             name = "load" if verify else "load unverified"
-            seconds[name] = timed(lambda: beside.load_checkpoint(f"{options.folder}/False"))
+            seconds[name] = timed(lambda: background.load_checkpoint(f"{options.folder}/False"))
         rounds.append(seconds)
     Path(options.out).write_text(json.dumps({"rounds": rounds[1:]}))
     if dist.is_initialized():

@@ -1,10 +1,10 @@
-"""What the executor itself costs: microseconds per instruction of a pipeline without work.
+"""Overhead of the executor: microseconds per instruction of a pipeline with almost no computation.
 
     python -m benchmarks.executor_overhead.run            from the root of the repository
 
-Two ranks under gloo, stages that multiply by one number, micro-batches of one row of 8. Every
-instruction of the rank's program counts, computing and messages alike; the time of a step is that
-of the slower rank.
+Two ranks with gloo, stages that multiply by one number, micro-batches of one row of 8. All
+instructions of a rank's program count, compute steps and messages; the time of a step is that of
+the slower rank.
 """
 
 import argparse
@@ -29,13 +29,16 @@ def main(argv: list[str] | None = None) -> int:
         "--layer",
         choices=["scale", "linear"],
         default="scale",
-        help="a stage: one number, or a linear of 8 x 8, whose weight gradient is put off in W",
+        help="a stage: one number, or a linear of 8 x 8, whose weight gradient is deferred to W",
     )
     parser.add_argument(
-        "--ahead", type=int, default=1, help="compute steps that receives are posted ahead"
+        "--ahead",
+        type=int,
+        default=1,
+        help="number of compute steps by which receives are posted early",
     )
-    parser.add_argument("--profile", action="store_true", help="also say where the time goes")
-    parser.add_argument("--json", type=Path, help="write the whole result to this file")
+    parser.add_argument("--profile", action="store_true", help="also print a profile")
+    parser.add_argument("--json", type=Path, help="write the full result to this file")
     options = parser.parse_args(argv)
     arguments = ["--microbatches", str(options.microbatches), "--rounds", str(options.rounds)]
     arguments += ["--layer", options.layer, "--ahead", str(options.ahead)]

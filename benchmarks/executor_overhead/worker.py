@@ -1,4 +1,4 @@
-"""One rank of the measurement, in a process of its own; `run.py` starts it and reads its JSON."""
+"""One rank of the measurement, in a separate process; `run.py` starts it and reads its JSON."""
 
 import argparse
 import cProfile
@@ -16,15 +16,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipemega.gradients import GradientBuffer
-from pipemega.mesh import Axis
-from pipemega.pipeline.executor import Executor, MicroBatches
-from pipemega.pipeline.instructions import Kind, Plan
-from pipemega.pipeline.lowering import lower
-from pipemega.pipeline.module import Building, Draws, PipelineModule, build_stages
+from pipemega.distributed.mesh import Axis
+from pipemega.optimizer.gradients import GradientBuffer
+from pipemega.pipeline.execution_state import MicroBatches
+from pipemega.pipeline.executor import Executor, RankStages
+from pipemega.pipeline.module import BuildOptions, PipelineModule, RngKey, build_stages
+from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.schedules import build_plan
 from pipemega.pipeline.spec import LayerSpec
-from pipemega.pipeline.split_backward import WeightGradients, split
+from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.pipeline.transport import Transport
 
 WIDTH = 8
@@ -46,7 +47,7 @@ def main() -> None:
         lower(build_plan(name, dist.get_world_size(), options.microbatches), options.ahead)
         for name in options.schedules
     ]
-    runs = {plan.name: rank_at_work(plan, options.layer) for plan in plans}
+    runs = {plan.name: make_run(plan, options.layer) for plan in plans}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     cpu: dict[str, list[float]] = {name: [] for name in runs}
     for turn in range(options.rounds + 1):
@@ -76,25 +77,27 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def rank_at_work(plan: Plan, layer: str = "scale") -> Callable[[], None]:
-    """This rank's executor with its program of `plan`, built as `initialize` builds it."""
+def make_run(plan: Plan, layer: str = "scale") -> Callable[[], None]:
+    """Return a function that runs `plan` on an executor built as in `initialize`."""
     rank, world = dist.get_rank(), dist.get_world_size()
     net = PipelineModule([LayerSpec(_layer, layer) for _ in range(plan.num_stages)], loss_fn=_loss)
-    building = Building(Axis("tensor"), torch.device("cpu"), seed=0)
-    stages = build_stages(net, range(plan.num_stages + 1), plan.stages_of(rank), building)
+    build_options = BuildOptions(Axis("tensor"), torch.device("cpu"), seed=0)
+    stages = build_stages(net, range(plan.num_stages + 1), plan.stages_of(rank), build_options)
     buffer = GradientBuffer([p for stage in stages.values() for p in stage.named_parameters()])
     weights = None
     if any(step.kind is Kind.BACKWARD_INPUT for step in plan.steps()):
-        weights = WeightGradients(buffer)
-        split(stages.values(), weights)
+        weights = WeightGradQueue(buffer)
+        enable_split_backward(stages.values(), weights)
     axis = Axis("pipeline", tuple(range(world)), rank, dist.new_group())
     transport = Transport(axis, plan.rank_of_stage, torch.device("cpu"))
-    executor = Executor(rank, stages, plan.num_stages, transport, _loss, weights=weights)
+    executor = Executor(
+        RankStages(rank, stages, plan.num_stages, _loss), transport, weight_queue=weights
+    )
     count = plan.num_microbatches
     batch = MicroBatches(
         [torch.ones(1, WIDTH) for _ in range(count)],
         [torch.ones(1, WIDTH) for _ in range(count)],
-        draws=[Draws(0, 0, m) for m in range(count)],
+        rng_keys=[RngKey(0, 0, m) for m in range(count)],
         loss_factor=1 / count,
     )
 
@@ -105,7 +108,7 @@ def rank_at_work(plan: Plan, layer: str = "scale") -> Callable[[], None]:
 
 
 class _Scale(nn.Module):
-    """As good as nothing, with a graph: x times a number."""
+    """Multiplies x by a number: almost no computation, but an autograd graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -124,11 +127,11 @@ def _loss(output: Tensor, labels: Tensor) -> Tensor:
 
 
 def bare_seconds(plan: Plan, rounds: int, kind: str) -> float:
-    """What torch alone takes for the forwards and whole backwards of this rank, in a plain loop."""
+    """Return the seconds of this rank's forwards and full backwards in a loop without executor."""
     steps = [s for s in plan.programs[dist.get_rank()] if s.kind is Kind.FORWARD]
     layer, labels = _layer(kind), torch.ones(1, WIDTH)
     x = torch.ones(1, WIDTH, requires_grad=True)
-    taken = []
+    times = []
     for _ in range(rounds):
         start = time.perf_counter()
         for step in steps:
@@ -136,12 +139,12 @@ def bare_seconds(plan: Plan, rounds: int, kind: str) -> float:
             if step.stage == plan.num_stages - 1:
                 y = _loss(y, labels)
             torch.autograd.backward(y, torch.ones_like(y))
-        taken.append(time.perf_counter() - start)
-    return median(taken)
+        times.append(time.perf_counter() - start)
+    return median(times)
 
 
 def profile(run: Callable[[], None], times: int = 10) -> list[dict[str, Any]]:
-    """The functions that take the most time of their own, by cProfile, in microseconds a step."""
+    """Return the functions with the most own time in cProfile, in microseconds per step."""
     dist.barrier()
     with cProfile.Profile() as recorder:
         for _ in range(times):

@@ -1,4 +1,4 @@
-"""The GPU that is measured: what it is, what it could do, and a clock for it."""
+"""Describes the GPU, measures its peak and times work on it."""
 
 import platform
 import shutil
@@ -17,8 +17,8 @@ from pipemega.kernels import Kernels
 from pipemega.monitor import peak_tflops
 
 
-def describe(device: torch.device) -> dict[str, Any]:
-    """Device, driver and versions."""
+def describe_machine(device: torch.device) -> dict[str, Any]:
+    """Return device, driver and versions."""
     machine: dict[str, Any] = {
         "system": platform.platform(),
         "python": platform.python_version(),
@@ -48,12 +48,12 @@ def _driver() -> str | None:
 
 
 def data_sheet_tflops(device: torch.device) -> float | None:
-    """Dense bf16 TFLOP/s by the data sheet; None for a device that is not in the table."""
+    """Return the dense bf16 TFLOP/s of the data sheet; None for an unknown device."""
     return peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds that `work` keeps the device busy, from an idle device to the last kernel."""
+    """Return the device time of `work` in seconds, starting with an idle device."""
     if device.type != "cuda":
         begin = perf_counter()
         work()
@@ -68,9 +68,9 @@ def seconds_of(work: Callable[[], object], device: torch.device) -> float:
 
 
 def matrix_tflops(device: torch.device, size: int, repeats: int = 20) -> float:
-    """TFLOP/s of a bf16 product of two `size` x `size` matrices; median of `repeats`.
+    """Return the TFLOP/s of a bf16 product of two `size` x `size` matrices, median of `repeats`.
 
-    Of random numbers: a product of zeros can be faster than any real one.
+    The matrices are random, because products of zeros can be faster.
     """
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
@@ -78,8 +78,8 @@ def matrix_tflops(device: torch.device, size: int, repeats: int = 20) -> float:
     return 2 * size**3 / median(times[5:]) / 1e12
 
 
-class _Names(TorchDispatchMode):
-    """Notes the operators that run."""
+class _OperatorNames(TorchDispatchMode):
+    """Records the names of the operators that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,13 +93,13 @@ class _Names(TorchDispatchMode):
 
 
 def attention_kernel(sizes: Sizes, device: torch.device) -> str:
-    """Which of torch's attention kernels these sizes get; the estimate of memory wants a fused."""
+    """Return the attention kernel that torch selects; the memory estimate assumes a fused one."""
     shape = (1, sizes.heads, sizes.seq, sizes.hidden // sizes.heads)
     q, k, v = (
         torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True)
         for _ in range(3)
     )
-    with _Names() as seen:
+    with _OperatorNames() as operators:
         F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    fused = [name for name in seen.names if name.startswith("_scaled_dot_product")]
+    fused = [name for name in operators.names if name.startswith("_scaled_dot_product")]
     return fused[0].removeprefix("_scaled_dot_product_") if fused else "math (not fused)"

@@ -1,4 +1,4 @@
-"""What `run.py` measured, as markdown."""
+"""Formats the results of `run.py` as markdown."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ _PARTS = ("forward", "backward", "optimizer")
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The machine, a table of speed and memory, the memory by part, fp16 step by step."""
+    """Return the machine, tables of speed and of memory by part, and the steps in fp16."""
     machine, sizes, peaks = report["machine"], report["sizes"], report["peak_tflops"]
     gib = f", {machine['memory_bytes'] / _GIB:.0f} GiB" if machine["memory_bytes"] else ""
     sheet = f", by the data sheet {peaks['data_sheet']:.0f}" if peaks["data_sheet"] else ""
@@ -92,9 +92,9 @@ def _overflow(fp16: dict[str, Any]) -> list[str]:
         "| ---: | ---: | ---: | ---: | --- | --- |",
     ]
     for number, step in enumerate(fp16["steps"]):
-        told = ["yes" if step[key] else "no" for key in ("skipped", "unchanged")]
+        flags = ["yes" if step[key] else "no" for key in ("skipped", "unchanged")]
         lines.append(
             f"| {number} | {step['loss_scale']:g} | {step['loss']:.4f} | {step['grad_norm']:.4g} "
-            f"| {' | '.join(told)} |"
+            f"| {' | '.join(flags)} |"
         )
     return lines

@@ -1,11 +1,11 @@
-"""Speed, memory and fp16's recovery from overflow of a GPT of 1.3 B parameters on one GPU.
+"""Speed, memory and fp16 overflow recovery of a GPT with 1.3 B parameters on one GPU.
 
     python -m benchmarks.gpu_single.run --json result.json         from the root of the repository
-    python -m benchmarks.gpu_single.run --device cpu --tiny        does it run at all?
+    python -m benchmarks.gpu_single.run --device cpu --tiny        a test of the script
 
-Trains through `pipemega.initialize` on mock data, in bf16, with each kind of recomputation; then in
-fp16 from a loss scale that is too high.  The exit status is 1 when the losses of two recomputations
-differ, when fp16 does not recover, or when a skipped step changes a weight.
+Trains with `pipemega.initialize` on mock data in bf16 with each recompute mode, then in fp16 from a
+loss scale that is too high. The exit status is 1 if the losses of two recompute modes differ, if
+fp16 does not recover, or if a skipped step changes a weight.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from benchmarks.gpu_single.estimate import MODES, Recompute, Sizes, estimate
 from benchmarks.gpu_single.machine import (
     attention_kernel,
     data_sheet_tflops,
-    describe,
+    describe_machine,
     matrix_tflops,
     seconds_of,
 )
@@ -42,21 +42,21 @@ from pipemega.monitor import gpt_flops_per_token
 
 TINY = Sizes(hidden=32, layers=2, heads=2, seq=32, vocab=256, micro_batch=2, num_microbatches=2)
 
-# Of the loss.  Recomputing repeats the same, but the backward pass of fused attention adds in an
-# order of its own each time, and steps carry that on.
+# Relative, of the losses: the backward of fused attention has no fixed order of additions, and the
+# rounding differences add up over steps.
 LOSS_TOLERANCE = 5e-3
 
-# 2 to this power overflows fp16 at the first gradient already, that of the logits.
+# A loss scale of 2 to this power overflows fp16 in the gradient of the logits.
 SCALE_POWER = 32
-OVERFLOW_STEPS = 40  # at most
-GOOD_STEPS = 5  # in a row, and fp16 has recovered
+MAX_OVERFLOW_STEPS = 40
+GOOD_STEPS = 5  # consecutive steps without overflow after which fp16 has recovered
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     device = torch.device("cuda", 0) if options.device == "cuda" else torch.device("cpu")
     if device.type == "cuda" and not torch.cuda.is_available():
-        print("error: torch sees no CUDA device; --device cpu --tiny tries the script without one")
+        print("error: torch finds no CUDA device; use --device cpu --tiny to test the script")
         return 2
     sizes = TINY if options.tiny else Sizes()
     sizes = replace(
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     matrix = 128 if options.tiny else 8192
     report: dict[str, Any] = {
         "command": shlex.join(["python", "-m", "benchmarks.gpu_single.run", *arguments]),
-        "machine": describe(device),
+        "machine": describe_machine(device),
         "sizes": asdict(sizes) | {"parameters": sizes.parameters, "tokens_per_step": sizes.tokens},
         "options": {"steps": options.steps, "warmup": options.warmup, "matrix": matrix},
         "attention": attention_kernel(sizes, device),
@@ -94,20 +94,20 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="sizes for a look at the script")
-    parser.add_argument("--steps", type=int, default=10, help="timed steps; the median counts")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before")
-    parser.add_argument("--micro-batch", type=int, help="samples at a time (default: 8)")
-    parser.add_argument("--accumulate", type=int, help="micro-batches in a step (default: 4)")
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to test the script")
+    parser.add_argument("--steps", type=int, default=10, help="timed steps; the median is reported")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before the timed steps")
+    parser.add_argument("--micro-batch", type=int, help="samples per micro-batch (default: 8)")
+    parser.add_argument("--accumulate", type=int, help="micro-batches per step (default: 4)")
     parser.add_argument("--recompute", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--json", type=Path, help="write the whole result to this file")
+    parser.add_argument("--json", type=Path, help="write the full result to this file")
     return parser.parse_args(argv)
 
 
 def _attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `work` found, under its name; or that the memory did not suffice, to go on without."""
+    """Return the results of `work` with its name, or an out-of-memory error."""
     print(f"{name} ...", file=sys.stderr, flush=True)
-    # Of the run before: engines hold themselves by the hooks of their parameters.
+    # Frees the previous engine, which has reference cycles through parameter hooks.
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -123,7 +123,7 @@ def _attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def build(sizes: Sizes, recompute: Recompute, device: torch.device, **precision: Any) -> Engine:
-    """An engine on mock data; dropout is off, as in most comparisons of speed."""
+    """Build an engine with mock data and without dropout."""
     config = pipemega.load_config(
         {
             "train_micro_batch_size_per_gpu": sizes.micro_batch,
@@ -158,7 +158,7 @@ def _row(
     device: torch.device,
     peaks: dict[str, float | None],
 ) -> dict[str, Any]:
-    """Times, losses and memory of one kind of recomputation."""
+    """Measure times, losses and memory of one recompute mode."""
     is_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if is_cuda else None
     engine = build(sizes, recompute, device, bf16={"enabled": True})
@@ -170,7 +170,7 @@ def _row(
         for _ in range(options.steps)
     ]
     peak = torch.cuda.max_memory_allocated(device) if is_cuda else None
-    # The parts are timed in a step of their own: each stands still for the clock.
+    # Parts are timed in a separate step, because their timers synchronize.
     engine.timers.enabled = True
     losses.append(engine.train_batch())
     parts = engine.timers.lap()
@@ -199,11 +199,11 @@ def _row(
 
 
 def overflow(sizes: Sizes, device: torch.device) -> dict[str, Any]:
-    """fp16 from a loss scale of 2^32: each step, and whether a skipped one left all as it was."""
+    """Train in fp16 from a loss scale of 2^32; record whether skipped steps change weights."""
     fp16 = {"enabled": True, "initial_scale_power": SCALE_POWER, "hysteresis": 1}
     engine = build(sizes, "none", device, fp16=fp16)
     steps: list[dict[str, Any]] = []
-    while len(steps) < OVERFLOW_STEPS and not _recovered(steps):
+    while len(steps) < MAX_OVERFLOW_STEPS and not _recovered(steps):
         before = [tensor.clone() for tensor in _weights(engine)]
         engine.train_batch()
         report = engine.last_step
@@ -223,7 +223,7 @@ def overflow(sizes: Sizes, device: torch.device) -> dict[str, Any]:
 
 
 def _weights(engine: Engine) -> list[Tensor]:
-    """The weights that compute, and the masters that the optimizer steps."""
+    """Return the model weights and the master weights."""
     assert engine.optimizer is not None
     masters = [p for group in engine.optimizer.param_groups for p in group["params"]]
     return [p.detach() for p in (*engine.module.parameters(), *masters)]
@@ -240,7 +240,7 @@ def _close(engine: Engine) -> None:
 
 
 def _faults(report: dict[str, Any]) -> list[str]:
-    """What makes the run a failure; empty when all is well."""
+    """Return the reasons why the run failed; empty if it succeeded."""
     faults = [f"{r['name']}: {r['error']}" for r in report["rows"] if r["error"]]
     rows = [row for row in report["rows"] if not row["error"]]
     for row in rows[1:]:

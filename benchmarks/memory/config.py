@@ -1,15 +1,19 @@
-"""The same GPT and batch as the peers', as a config of pipemega's."""
+"""The config for pipemega with the same GPT and batch as the other systems."""
 
 from typing import Any
 
 from benchmarks.pipeline_cpu.model import Sizes
 
-# Elements: a dozen buckets.
+# In elements; gives about a dozen buckets.
 BUCKET = 1e6
 
 
 def config_of(sizes: Sizes, dtype: str, kind: str) -> dict[str, Any]:
-    """Args: kind: "PxD" or "PxD/SCHEDULE": pipeline ranks, data ranks."""
+    """Return the config.
+
+    Args:
+        kind: "PxD" or "PxD/SCHEDULE" with P pipeline and D data ranks.
+    """
     mesh, _, schedule = kind.partition("/")
     pipeline, data = map(int, mesh.split("x"))
     return {

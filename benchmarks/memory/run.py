@@ -1,8 +1,8 @@
-"""Memory per rank where the optimizer's state is shared out: pipemega beside torch's two ways.
+"""Compares the memory per rank of pipemega with torch's ZeroRedundancyOptimizer and FSDP2.
 
     python -m benchmarks.memory.run            from the root of the repository
 
-One GPT, one batch, AdamW; each system on the same number of ranks, in fresh processes over gloo.
+One GPT, one batch, AdamW; every system on the same number of ranks, in new processes over gloo.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from benchmarks.memory.config import config_of
 from benchmarks.pipeline_cpu.model import Sizes
 from benchmarks.ranks import machine, measure
 from pipemega.config import load
-from pipemega.planning.report import Report, Request, draw_up
+from pipemega.planning.estimate import Report, Request, estimate
 
 WORKER = "benchmarks.memory.worker"
 PEERS = ("zero-redundancy", "fsdp2:reshard", "fsdp2:keep")
@@ -27,7 +27,7 @@ OURS = {
     4: ("pipemega:1x4", "pipemega:2x2", "pipemega:4x1"),
 }
 MB = 1e6
-# What is freed goes back to the kernel at once, so that resident memory is what is held.
+# Freed memory returns to the kernel at once, so resident memory equals allocated memory.
 MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "131072",
     "MALLOC_TRIM_THRESHOLD_": "0",
@@ -68,16 +68,20 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, nargs="+", choices=sorted(OURS), default=sorted(OURS))
     parser.add_argument("--dtypes", nargs="+", choices=["fp32", "bf16"], default=["fp32", "bf16"])
-    parser.add_argument("--json", type=Path, help="write everything that was measured here")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of that file")
+    parser.add_argument("--json", type=Path, help="write all measurements to this file")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="keep the rows of the --json file and measure the others",
+    )
     options = parser.parse_args(argv)
     if options.resume and options.json is None:
-        parser.error("--resume goes on with a file: give --json")
+        parser.error("--resume needs --json")
     return options
 
 
 def _row(system: str, ranks: int, dtype: str, sizes: Sizes) -> dict[str, Any]:
-    """Megabytes of each rank; of ours what the plan says of the fullest beside it."""
+    """Return the megabytes of each rank, for pipemega also the planned peak of the fullest rank."""
     arguments = ["--system", system, "--dtype", dtype, "--sizes", json.dumps(asdict(sizes))]
     measured = measure(WORKER, ranks, arguments)
     row: dict[str, Any] = {"system": system, "ranks": ranks, "dtype": dtype}
@@ -85,20 +89,20 @@ def _row(system: str, ranks: int, dtype: str, sizes: Sizes) -> dict[str, Any]:
         row[key] = [round(rank[key] / MB, 1) for rank in measured]
     name, _, kind = system.partition(":")
     if name == "pipemega":
-        memory = _planned(sizes, dtype, kind).outcome.memory
+        memory = _planned(sizes, dtype, kind).prediction.memory
         row["planned_peak"] = round(max(rank.total for rank in memory) / MB, 1)
         row["planned_between_steps"] = round(max(r.footprint.total for r in memory) / MB, 1)
     return row
 
 
 def _planned(sizes: Sizes, dtype: str, kind: str) -> Report:
-    return draw_up(Request(load(config_of(sizes, dtype, kind))))
+    return estimate(Request(load(config_of(sizes, dtype, kind))))
 
 
 def _markdown(rows: list[dict[str, Any]]) -> str:
     lines = [
-        "| ranks | dtype | system | fullest rank, MB | planned | between steps, MB | planned | of "
-        "the lower peer |",
+        "| ranks | dtype | system | fullest rank, MB | planned | between steps, MB | planned | "
+        "ratio to the lower peer |",
         "| ---: | --- | --- | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:

@@ -1,14 +1,13 @@
-"""What shares out the state of one GPT, each as its users would set it up for little memory.
+"""The compared systems, each configured for low memory.
 
-Each gives a function that builds a trainer: step number -> None, on a whole step's data. What it
-imports is there by then.
+Each function returns a `Build`: a function without arguments that builds the model and returns
+step number -> None, which trains one step. Imports happen before `Build` is called.
 
     zero-redundancy     torch's DistributedDataParallel and ZeroRedundancyOptimizer
-    fsdp2               torch's fully_shard on each layer and on the whole: weights, gradients and
-                        state are cut; weights are gathered for each micro-batch, and let go after
-                        each use (`reshard`), or kept from forward to backward (`keep`)
-    pipemega            ZeRO stage 1 over data ranks, with pipeline ranks or without: 2x4 is
-                        pipeline 2, data 4
+    fsdp2               torch's fully_shard on each layer and on the whole model: weights, gradients
+                        and state are sharded; weights are gathered for each micro-batch and freed
+                        after each use (`reshard`), or kept from forward to backward (`keep`)
+    pipemega            ZeRO stage 1; 2x4 is pipeline 2, data 4
 """
 
 import logging
@@ -33,7 +32,7 @@ Build = Callable[[], Step]
 
 
 def prepare(system: str, sizes: Sizes, dtype: str) -> Build:
-    """How to build `system`: a name of `SYSTEMS`, and what comes behind its colon."""
+    """Return the builder of `system`: a name of `SYSTEMS`, with options after a colon."""
     name, _, kind = system.partition(":")
     return SYSTEMS[name](sizes, dtype, kind)
 
@@ -43,7 +42,7 @@ def zero_redundancy(sizes: Sizes, dtype: str, kind: str) -> Build:
 
 
 def _zero_redundancy(sizes: Sizes, dtype: str) -> Step:
-    """Gradients lie in the buckets that are reduced; bf16 is autocast, with weights in fp32."""
+    """Build the trainer: gradients are views of the buckets; bf16 is autocast with fp32 weights."""
     net = build_layers(sizes, 0, sizes.num_units)
     model = DistributedDataParallel(net, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
@@ -63,7 +62,7 @@ def _zero_redundancy(sizes: Sizes, dtype: str) -> Step:
                 loss = loss_fn(model(inputs), labels)
             (loss / len(mine)).backward()
         optimizer.step()
-        # To zeros: the buckets are there anyway.
+        # Not to None: the buckets stay allocated.
         optimizer.zero_grad(set_to_none=False)
 
     return step
@@ -74,14 +73,14 @@ def fsdp2(sizes: Sizes, dtype: str, kind: str) -> Build:
 
 
 def _fsdp2(sizes: Sizes, dtype: str, *, reshard: bool) -> Step:
-    """Each micro-batch reduces its gradients to the shards, so that none is ever held whole."""
+    """Build the trainer: each micro-batch reduces its gradients directly to the shards."""
     policy = MixedPrecisionPolicy()
     if dtype == "bf16":
         policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float32)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     layers = []
     for index in range(sizes.num_units):
-        # One after the other, so that no rank ever has all of them whole.
+        # One at a time, so that no rank holds the whole model.
         layer = build_layers(sizes, index, index + 1)
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         layers.append(layer)
@@ -102,8 +101,8 @@ def _fsdp2(sizes: Sizes, dtype: str, *, reshard: bool) -> Step:
 
 
 def pipemega(sizes: Sizes, dtype: str, kind: str) -> Build:
-    """Cut by parameters; `kind` is pipeline x data, and a schedule behind a slash."""
-    # Here, so that the peers are measured without a package of ours in their processes.
+    """Partition by parameters; `kind` is "PxD" or "PxD/SCHEDULE"."""
+    # Imported here, so that pipemega is not in the processes of the other systems.
     from pipemega import initialize, load_config
     from pipemega.models import GPTConfig, gpt
 

@@ -1,4 +1,4 @@
-"""One rank of one measurement, in a process of its own: `run.py` starts it and reads its JSON."""
+"""One rank of one measurement: `run.py` starts it as a process and reads its JSON."""
 
 import argparse
 import ctypes
@@ -12,7 +12,7 @@ import torch.distributed as dist
 from benchmarks.memory.systems import prepare
 from benchmarks.pipeline_cpu.model import Sizes
 
-# Allocations grow from the first step, that makes the optimizer's state, to the second.
+# The first step creates the optimizer state, so only the second has the full memory.
 STEPS = 2
 
 
@@ -27,20 +27,20 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     assert dist.get_world_size() == int(os.environ["WORLD_SIZE"])
-    options.out.write_text(json.dumps(weigh(options)), encoding="utf-8")
+    options.out.write_text(json.dumps(measure(options)), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
-def weigh(options: argparse.Namespace) -> dict[str, int]:
-    """Bytes by which the process grew: the most at one time, and after a step.
+def measure(options: argparse.Namespace) -> dict[str, int]:
+    """Return the growth of the process in bytes: the peak, and after a step.
 
-    The kernel's own mark of the resident memory. `run.py` starts the process so that malloc takes
-    what has 128 KiB or more from the kernel, and gives it back when it is freed. torch's record of
-    allocations would be exact, but for gloo's threads, whose releases it does not see.
+    This is the resident memory as the kernel counts it. `run.py` sets malloc to allocate blocks of
+    128 KiB or more from the kernel and to return them when they are freed. torch's allocation
+    profiler would be exact, but it misses memory freed by gloo's threads.
     """
     build = prepare(options.system, Sizes(**options.sizes), options.dtype)
-    # What is made once, at the first use, is no part of what a system holds.
+    # Memory allocated once, at the first use of torch, does not count for a system.
     warm = torch.nn.Linear(8, 8)
     torch.optim.AdamW(warm.parameters(), fused=True).step()
     warm(torch.zeros(8)).sum().backward()
@@ -55,7 +55,7 @@ def weigh(options: argparse.Namespace) -> dict[str, int]:
 
 
 def _restart_peak() -> int:
-    """Gives freed memory back and restarts the kernel's mark; the resident bytes of now."""
+    """Return freed memory to the kernel, reset its peak, and return the resident bytes."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return _status("VmRSS")

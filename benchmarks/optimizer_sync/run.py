@@ -1,10 +1,10 @@
-"""The optimizer step with and without its fence, on stages that sleep instead of compute.
+"""Measures the optimizer step with and without the fence, on stages that sleep.
 
     python -m benchmarks.optimizer_sync.run            from the root of the repository
 
-Four ranks, one process each, over gloo.  After each forward, input half and weight half a rank
-sleeps as long as the part is said to cost, so that two cores are enough for four ranks.  Fenced and
-unfenced rounds alternate in the same processes.
+Four ranks, one process each, connected by gloo. After each F, I and W a rank sleeps for the given
+time, so two cores are enough for four ranks. Fenced and unfenced rounds alternate in the same
+processes.
 """
 
 import argparse
@@ -24,21 +24,21 @@ from torch import Tensor, nn
 
 import pipemega
 from pipemega import LayerSpec, PipelineModule
-from pipemega.engine import Engine
-from pipemega.pipeline.costs import CostModel
-from pipemega.pipeline.instructions import Instruction, Kind
+from pipemega.engine.engine import Engine
+from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.instructions import Instruction, Kind
+from pipemega.pipeline.plan.simulate import simulate
 from pipemega.pipeline.schedules import build_plan
-from pipemega.pipeline.simulate import simulate
 
 RANKS, WIDTH, LAYERS = 4, 8, 8
 WARM_UP_STEPS = 2
-# schedule -> stages on a rank
+# schedule -> stages per rank
 SCHEDULES = {"1f1b": 1, "zb-h1": 1, "zb-h2": 1, "zb-v": 2}
 SYNCS = ("fenced", "post_validate")
 
 
 class Noise(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
-    """Map-style, so that no rank waits for another to read."""
+    """Map-style dataset: every rank reads its own data."""
 
     def __len__(self) -> int:
         return 1024
@@ -71,31 +71,33 @@ def build(schedule: str, sync: str, num_microbatches: int) -> Engine:
     return engine
 
 
-def put_to_sleep(engine: Engine, seconds: float) -> None:
-    """Lets each part of each stage take `seconds`; a whole backward is two parts."""
+def add_sleeps(engine: Engine, seconds: float) -> None:
+    """Sleep `seconds` after each F, I and W, and twice as long after a full backward."""
     executor = engine._executor
-    parts = {
+    sleeps = {
         Kind.FORWARD: 1,
         Kind.BACKWARD_INPUT: 1,
         Kind.BACKWARD_WEIGHT: 1,
         Kind.BACKWARD: 2,
     }
 
-    def slept(run: Callable[[Instruction], None], pause: float) -> Callable[[Instruction], None]:
+    def with_sleep(
+        run: Callable[[Instruction], None], pause: float
+    ) -> Callable[[Instruction], None]:
         def run_and_sleep(step: Instruction) -> None:
             run(step)
             time.sleep(pause)
 
         return run_and_sleep
 
-    executor._run_kind = {
-        kind: slept(run, parts[kind] * seconds) if kind in parts else run
-        for kind, run in executor._run_kind.items()
+    executor._handlers = {
+        kind: with_sleep(run, sleeps[kind] * seconds) if kind in sleeps else run
+        for kind, run in executor._handlers.items()
     }
 
 
 def measure(rank: int, folder: str, arguments: argparse.Namespace) -> None:
-    """One rank: seconds per step of every round."""
+    """Run one rank and write the seconds per step of every round."""
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), RANKS)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
@@ -104,7 +106,7 @@ def measure(rank: int, folder: str, arguments: argparse.Namespace) -> None:
         chunks = SCHEDULES[schedule]
         engines = {sync: build(schedule, sync, arguments.microbatches) for sync in SYNCS}
         for engine in engines.values():
-            put_to_sleep(engine, arguments.seconds / chunks)
+            add_sleeps(engine, arguments.seconds / chunks)
         found[schedule] = {sync: [] for sync in SYNCS}
         for _ in range(arguments.rounds):
             for sync, engine in engines.items():
@@ -116,7 +118,7 @@ def measure(rank: int, folder: str, arguments: argparse.Namespace) -> None:
 
 
 def seconds_per_step(engine: Engine, steps: int) -> float:
-    """In the run of things: from the end of one step to the end of a later one, on this rank."""
+    """Return the mean time on this rank from the end of one step to the end of the next."""
     for _ in range(WARM_UP_STEPS):
         engine.train_batch()
     start = time.perf_counter()
@@ -128,7 +130,7 @@ def seconds_per_step(engine: Engine, steps: int) -> float:
 
 
 def predicted(schedule: str, num_microbatches: int, seconds: float) -> dict[str, float]:
-    """Makespan for the fenced step, span for the other: of the same simulation."""
+    """Return the simulated makespan for the fenced step and the span for the other."""
     plan = build_plan(schedule, RANKS, num_microbatches)
     share = seconds / SCHEDULES[schedule]
     costs = CostModel.uniform(plan.num_stages, share, share, share)
@@ -148,9 +150,11 @@ def row(name: str, found: dict[str, list[float]], expected: dict[str, float]) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0.06, help="of F, I and W of a rank")
+    parser.add_argument(
+        "--seconds", type=float, default=0.06, help="time of F, of I and of W on a rank"
+    )
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=4, help="in a round")
+    parser.add_argument("--steps", type=int, default=4, help="steps per round")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     arguments = parser.parse_args()

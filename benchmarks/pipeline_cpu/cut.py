@@ -1,4 +1,4 @@
-"""Where the model is cut, for all systems alike: even ranks first, then even stages."""
+"""Computes the stage bounds for all systems: balances ranks first, then stages."""
 
 from collections.abc import Sequence
 from itertools import combinations_with_replacement, pairwise
@@ -7,11 +7,11 @@ from benchmarks.pipeline_cpu.model import Sizes
 
 
 def blocks_before(sizes: Sizes, rank_of_stage: Sequence[int], split: int) -> list[int]:
-    """How many transformer blocks come before each stage, with 0 in front and all at the end.
+    """Return the number of transformer blocks before each stage: 0 first, the total last.
 
-    The embedding is on the first stage, the final norm and the head on the last. Two stages are cut
-    after `split` blocks. More are cut by matrix products: a block has 12 hidden² of them a
-    token, the head vocabulary x hidden.
+    The embedding is on the first stage, the final norm and the head on the last. Two stages split
+    after `split` blocks. More stages are balanced by the matrix products per token: 12 hidden² of a
+    block, vocabulary x hidden of the head.
     """
     if len(rank_of_stage) == 2:
         return [0, split, sizes.layers]

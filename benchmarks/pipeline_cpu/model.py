@@ -1,14 +1,14 @@
 """The GPT that all systems train, in stock torch modules, and its data.
 
 A GPT-2 block (norm, attention, norm, feed-forward, biases everywhere, exact GELU), learned
-positions, a final norm, a head of its own, no dropout.  Layers are numbered along the model:
+positions, a final norm, an untied head, no dropout.  Layers are numbered along the model:
 
     0              token and position embedding
     1 .. L         blocks
     L + 1          final norm and head
 
-Every layer is drawn from a generator of its own, so that a rank builds its own layers only and has
-the weights of the whole model all the same.
+Every layer has its own random generator, so a rank can build only its layers and still gets the
+weights of the whole model.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is trained, on how much data a step.  The defaults are those of the comparison."""
+    """Sizes of the model and the batch; the defaults are those of the comparison."""
 
     vocab: int = 8192
     hidden: int = 256
@@ -94,7 +94,7 @@ class Head(nn.Module):
 
 
 def build_layer(sizes: Sizes, index: int) -> nn.Module:
-    """Layer `index` with its weights: normal(0.02), biases 0, norms 1."""
+    """Return layer `index` with its weights: normal(0.02), biases 0, norms 1."""
     kind = Embedding if index == 0 else Head if index == sizes.num_units - 1 else Block
     layer = kind(sizes)
     generator = torch.Generator().manual_seed(sizes.seed * 1000 + index)
@@ -108,12 +108,12 @@ def build_layer(sizes: Sizes, index: int) -> nn.Module:
 
 
 def build_layers(sizes: Sizes, start: int, stop: int) -> nn.Sequential:
-    """Layers start to stop - 1, as one module."""
+    """Return layers start to stop - 1 as one module."""
     return nn.Sequential(*(build_layer(sizes, index) for index in range(start, stop)))
 
 
 def initial_state(sizes: Sizes) -> dict[str, Tensor]:
-    """`layers.INDEX.NAME` -> tensor of the whole model, for a system with modules of its own."""
+    """Return `layers.INDEX.NAME` -> tensor of the whole model, for systems with other modules."""
     return {
         f"layers.{index}.{name}": value
         for index in range(sizes.num_units)
@@ -122,14 +122,14 @@ def initial_state(sizes: Sizes) -> dict[str, Tensor]:
 
 
 def loss_fn(logits: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy of [batch, seq, vocab] against [batch, seq]."""
+    """Return the mean cross-entropy of [batch, seq, vocab] against [batch, seq]."""
     return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def batch(sizes: Sizes, step: int) -> tuple[Tensor, Tensor]:
-    """Inputs and labels of a whole step, [num_microbatches * micro_batch, seq] each.
+    """Return inputs and labels of a whole step, [num_microbatches * micro_batch, seq] each.
 
-    Small ids are frequent, as in text: there is something to learn, so that a wrong gradient shows
+    Small ids are frequent, so the model learns from the first step on, and a wrong gradient shows
     in the losses of the next steps.
     """
     generator = torch.Generator().manual_seed(sizes.seed + 1 + step)
@@ -139,6 +139,6 @@ def batch(sizes: Sizes, step: int) -> tuple[Tensor, Tensor]:
 
 
 def micro_batches(sizes: Sizes, step: int) -> list[tuple[Tensor, Tensor]]:
-    """The same in slices of one micro-batch."""
+    """Return the micro-batches of a step."""
     inputs, labels = batch(sizes, step)
     return list(zip(inputs.split(sizes.micro_batch), labels.split(sizes.micro_batch), strict=True))

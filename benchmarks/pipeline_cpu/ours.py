@@ -1,4 +1,4 @@
-"""pipemega in the comparison: its own GPT, with the weights that all systems start from."""
+"""pipemega in the comparison: its GPT with the same initial weights as the other systems."""
 
 import logging
 import os
@@ -12,13 +12,13 @@ import pipemega
 from benchmarks.pipeline_cpu.cut import blocks_before
 from benchmarks.pipeline_cpu.model import Sizes, initial_state, micro_batches
 from benchmarks.pipeline_cpu.peers import Place
-from pipemega.engine import Engine
+from pipemega.engine.engine import Engine
+from pipemega.engine.schedule_tuner import TIMED, WARM_UP
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.module import Stage
-from pipemega.pipeline.schedules import SYNTHESIZED, build_plan
-from pipemega.tuning import TIMED, WARM_UP
+from pipemega.pipeline.schedules import AUTO, build_plan
 
-# Ours -> the peers' names, within a block.
+# Names of pipemega -> names of the other systems, within a block.
 _BLOCK = {
     "attention_norm": "norm1",
     "attention.qkv": "qkv",
@@ -30,20 +30,20 @@ _BLOCK = {
 
 
 def train(sizes: Sizes, place: Place, schedule: str) -> Callable[[int], float | None]:
-    """The engine under one of its schedules, cut where the others are.
+    """Build the engine with a schedule and the same stage bounds as the other systems.
 
-    Schedule "auto", one stage a rank, has been here before: a first engine measures the stages, and
-    the one that is timed begins with the plan that came of it.
+    For schedule "auto", with one stage per rank, a first engine measures the stages and stores its
+    plan in the cache; the returned engine starts with that plan.
     """
     logging.getLogger("pipemega").setLevel(logging.WARNING)
-    if schedule != SYNTHESIZED:
+    if schedule != AUTO:
         return _step(_engine(sizes, place, schedule), sizes)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder if place.rank == 0 else os.devnull
         measure = _step(_engine(sizes, place, schedule), sizes)
         for number in range(WARM_UP + TIMED):
             measure(number)
-        # Not to be held beside the one that is weighed.
+        # Free it before memory is measured.
         del measure
         engine = _engine(sizes, place, schedule)
     return _step(engine, sizes)
@@ -57,13 +57,13 @@ def _step(engine: Engine, sizes: Sizes) -> Callable[[int], float | None]:
 
 
 def _engine(sizes: Sizes, place: Place, schedule: str) -> Engine:
-    model = "1f1b" if schedule == SYNTHESIZED else schedule
+    model = "1f1b" if schedule == AUTO else schedule
     plan = build_plan(model, place.world_size, sizes.num_microbatches)
     blocks = blocks_before(sizes, plan.rank_of_stage, place.split)
-    # The peers' layer 0 is two of ours, words and positions; so is their last: norm and head.
+    # Their layer 0 is two layers here, tokens and positions; their last is norm and head.
     bounds = [0, *(2 + count for count in blocks[1:-1]), sizes.layers + 4]
     pipeline: dict[str, Any] = {"schedule": schedule, "partition": bounds}
-    if schedule == SYNTHESIZED:
+    if schedule == AUTO:
         pipeline["chunks"] = 1
     config = {
         "train_micro_batch_size_per_gpu": sizes.micro_batch,
@@ -83,7 +83,7 @@ def _engine(sizes: Sizes, place: Place, schedule: str) -> Engine:
             assert isinstance(stage, Stage)
             for name, parameter in stage.logical_names().items():
                 theirs = state[_their_name(name, sizes)]
-                # The vocabulary is padded inside; it is a multiple of the padding here.
+                # No padding: the vocabulary is a multiple of the padding unit.
                 assert theirs.shape == parameter.shape, name
                 parameter.copy_(theirs)
     return engine
@@ -99,6 +99,8 @@ def _gpt_config(sizes: Sizes) -> GPTConfig:
         ffn_hidden_size=4 * sizes.hidden,
         num_query_groups=sizes.heads,
         kv_channels=sizes.hidden // sizes.heads,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
         untie_embeddings_and_output_weights=True,
     )
 

@@ -1,6 +1,6 @@
-"""What pipemega is compared with.  Each function builds a trainer: step number -> mean loss.
+"""The other systems. Each function builds a trainer: step number -> mean loss.
 
-The loss is None on a rank that does not learn it.
+The loss is None on ranks without the last stage.
 """
 
 import os
@@ -26,7 +26,7 @@ Step = Callable[[int], float | None]
 
 @dataclass(frozen=True)
 class Place:
-    """What a rank is told: who it is, and how many blocks the first of two stages holds."""
+    """Rank, number of ranks, and number of blocks on the first of two stages."""
 
     rank: int
     world_size: int
@@ -40,7 +40,7 @@ def _adamw(sizes: Sizes, module: nn.Module) -> torch.optim.Optimizer:
 
 
 def one_process(sizes: Sizes, place: Place) -> Step:
-    """The whole model in this process, micro-batch after micro-batch; talks to nobody."""
+    """Train the whole model in this process, without communication."""
     model = build_layers(sizes, 0, sizes.num_units)
     optimizer = _adamw(sizes, model)
 
@@ -98,7 +98,7 @@ def torch_pipelining(sizes: Sizes, place: Place, name: str) -> Step:
         arguments = [inputs] if 0 in here else []
         target = labels if last in here else None
         losses: list[torch.Tensor] | None = [] if last in here else None
-        # The outputs of the whole step would be kept: 134 MB of logits that nobody asked for.
+        # Otherwise torch keeps the outputs of the whole step: 134 MB of logits.
         schedule.step(*arguments, target=target, losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
@@ -108,13 +108,13 @@ def torch_pipelining(sizes: Sizes, place: Place, name: str) -> Step:
 
 
 def deepspeed_1f1b(sizes: Sizes, place: Place) -> Step:
-    """DeepSpeed's PipelineEngine; needs the package, and its own two-rank world."""
+    """DeepSpeed's PipelineEngine on two ranks; needs the package."""
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     from deepspeed.pipe import LayerSpec, PipelineModule
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False)
-    # Two specs for two stages: DeepSpeed has no partition that is given as numbers.
+    # Two specs for two stages: DeepSpeed does not accept explicit stage bounds.
     module = PipelineModule(
         [
             LayerSpec(_Part, sizes, 0, place.split + 1),
@@ -143,7 +143,7 @@ def deepspeed_1f1b(sizes: Sizes, place: Place) -> Step:
 
 
 class _Part(nn.Module):
-    """Layers start to stop - 1, drawn when DeepSpeed builds them: on the rank that holds them."""
+    """Layers start to stop - 1; DeepSpeed builds them on the rank that holds them."""
 
     def __init__(self, sizes: Sizes, start: int, stop: int) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
-"""The result of a run as a page: the table, and the marks that it is held against."""
+"""Formats the result of a run: the table and the goals."""
 
 from typing import Any
 
-# What is compared, and the least that it should be.
-MARKS = (
+# Ratio and its goal.
+GOALS = (
     ("best of pipemega over the fastest of torch", 1.03),
     ("best of pipemega over torch:1f1b", 1.10),
     ("best of pipemega over the limit", 0.97),
@@ -11,11 +11,11 @@ MARKS = (
 )
 
 
-def marks(rows: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
-    """(what, measured, wanted), of what this run can say.
+def goals(rows: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
+    """Return (name, measured ratio, goal) for the systems in this run.
 
-    The best of pipemega is the fastest that holds no more on any rank than torch:1f1b on its
-    fullest. Ratios are medians of the ratios within a round.
+    The best of pipemega is the fastest whose ranks all need at most the memory of the fullest rank
+    of torch:1f1b. Ratios are medians of the ratios within a round.
     """
     by_name = {row["system"]: row for row in rows}
     peer = by_name.get("torch:1f1b")
@@ -26,16 +26,16 @@ def marks(rows: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     if allowed and peer:
         best = max(allowed, key=lambda row: float(row["tokens_per_second"]))
         fastest = max(theirs, key=lambda row: float(row["tokens_per_second"]))
-        values[MARKS[0][0]] = best["over_torch_1f1b"] / fastest["over_torch_1f1b"]
-        values[MARKS[1][0]] = best["over_torch_1f1b"]
-        values[MARKS[2][0]] = best["over_limit"]
+        values[GOALS[0][0]] = best["over_torch_1f1b"] / fastest["over_torch_1f1b"]
+        values[GOALS[1][0]] = best["over_torch_1f1b"]
+        values[GOALS[2][0]] = best["over_limit"]
     if "pipemega:zb-h1" in by_name:
-        values[MARKS[3][0]] = by_name["pipemega:zb-h1"]["over_own_1f1b"]
-    return [(name, value, wanted) for name, wanted in MARKS if (value := values.get(name))]
+        values[GOALS[3][0]] = by_name["pipemega:zb-h1"]["over_own_1f1b"]
+    return [(name, value, goal) for name, goal in GOALS if (value := values.get(name))]
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """For the terminal and for the README."""
+    """Return the report in Markdown."""
     machine, sizes, rows = report["machine"], report["sizes"], report["rows"]
     lines = [
         f"{machine['cpu']}, {machine['cores']} cores, torch {machine['torch']}, "
@@ -58,8 +58,8 @@ def markdown(report: dict[str, Any]) -> str:
         )
     lines += [""]
     lines += [
-        f"- {what}: {value:.3f}, wanted {wanted:.2f}: {'yes' if value >= wanted else 'no'}"
-        for what, value, wanted in marks(rows)
+        f"- {what}: {value:.3f}, goal {goal:.2f}: {'reached' if value >= goal else 'missed'}"
+        for what, value, goal in goals(rows)
     ]
     lines += [*(f"- {note}" for note in report["notes"]), "", f"`{report['command']}`"]
     return "\n".join(lines)

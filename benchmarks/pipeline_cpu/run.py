@@ -1,11 +1,11 @@
-"""Tokens per second, memory and losses of pipemega and its peers on one GPT, in one run.
+"""Compares tokens per second, memory and losses of pipemega and other systems on one GPT.
 
     python -m benchmarks.pipeline_cpu.run            from the root of the repository
 
-Every measurement is a set of fresh processes, one thread each, that talk over gloo.  The rounds
-are interleaved, and each begins with another system, so that a slow minute of the machine or a
-cold cache meets all alike; results are medians over the rounds, ratios medians of the ratios
-within a round.
+Every measurement starts new processes with one thread each, connected by gloo. The rounds are
+interleaved, and each starts with another system, so that a slow minute or a cold cache affects all
+systems equally. Results are medians over the rounds; ratios are medians of the ratios within a
+round.
 """
 
 import argparse
@@ -22,14 +22,14 @@ from benchmarks.pipeline_cpu.model import Sizes
 from benchmarks.pipeline_cpu.peers import TORCH_SCHEDULES
 from benchmarks.pipeline_cpu.report import markdown
 from benchmarks.ranks import Failed, machine, measure
-from pipemega.pipeline.schedules import SCHEDULES, SYNTHESIZED
+from pipemega.pipeline.schedules import AUTO, SCHEDULES
 
-# What each rank of one measurement wrote.
+# The JSON of each rank of one measurement.
 Results = list[dict[str, Any]]
 
 WORKER = "benchmarks.pipeline_cpu.worker"
 LOSS_TOLERANCE = 1e-5
-ENOUGH_OF_A_CORE = 0.97
+MIN_CORE_SHARE = 0.97
 
 REFERENCE, LIMIT = "one-process", "one-process:twice"
 DEFAULT = (
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.resume:
         state = json.loads(options.json.read_text(encoding="utf-8"))["raw"]
         if state["rounds"] and set(state["rounds"][0]) != set(systems):
-            raise SystemExit(f"{options.json} is of other systems: {' '.join(state['rounds'][0])}")
+            raise SystemExit(f"{options.json} has other systems: {' '.join(state['rounds'][0])}")
     for system in list(systems):
         if system in state["memory"]:
             continue
@@ -88,42 +88,42 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         default=5,
         metavar="BLOCKS",
         help="transformer blocks on the first of two stages, for all systems (default: 5); four "
-        "stages are cut by matrix products",
+        "stages are partitioned by matrix products",
     )
     parser.add_argument("--json", type=Path, help="write the whole result to this file")
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="go on with the rounds that are missing in --json; a round is never cut in two",
+        help="measure only the rounds that are missing in the --json file; a round is always whole",
     )
     parser.add_argument(
         "--deepspeed-python",
         metavar="PATH",
-        help="the python of an environment with DeepSpeed, for the system 'deepspeed'",
+        help="Python interpreter of an environment with DeepSpeed, for the system 'deepspeed'",
     )
     parser.add_argument(
         "--systems",
         nargs="*",
         default=list(DEFAULT),
         metavar="NAME",
-        help="torch:SCHEDULE, pipemega:SCHEDULE, deepspeed; torch: or pipemega: for all of one; "
-        f"the references run always (default: {' '.join(DEFAULT)})",
+        help="torch:SCHEDULE, pipemega:SCHEDULE, deepspeed; torch: or pipemega: for all of them; "
+        f"the references always run (default: {' '.join(DEFAULT)})",
     )
     options = parser.parse_args(argv)
     if options.resume and options.json is None:
-        parser.error("--resume goes on with a file: name it with --json")
+        parser.error("--resume needs --json")
     return options
 
 
 def _available(options: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The systems that can run here, and a note for each that cannot."""
+    """Return the systems that can run here, and a note for each that cannot."""
     known = [f"torch:{name}" for name in TORCH_SCHEDULES] + ["deepspeed"]
-    known += [f"pipemega:{name}" for name in (*SCHEDULES, SYNTHESIZED)]
+    known += [f"pipemega:{name}" for name in (*SCHEDULES, AUTO)]
     chosen, notes = [REFERENCE, LIMIT], []
     for word in options.systems:
         found = [n for n in known if n == word or (word.endswith(":") and n.startswith(word))]
         if not found:
-            raise SystemExit(f"unknown system {word!r}; there are {', '.join(known)}")
+            raise SystemExit(f"unknown system {word!r}; choose from {', '.join(known)}")
         chosen += [name for name in found if name not in chosen]
     for name in list(chosen):
         reason = None
@@ -140,7 +140,7 @@ def _available(options: argparse.Namespace) -> tuple[list[str], list[str]]:
 def _round(
     turn: int, systems: list[str], sizes: Sizes, options: argparse.Namespace
 ) -> dict[str, Results]:
-    """Every system once; the first is another in each round."""
+    """Measure every system once; each round starts with another system."""
     first = turn % len(systems)
     results = {}
     for system in systems[first:] + systems[:first]:
@@ -151,7 +151,7 @@ def _round(
 
 
 def _measure(system: str, phase: str, sizes: Sizes, options: argparse.Namespace) -> Results:
-    """One set of processes; their results by rank.  Raises: Failed."""
+    """Run one set of processes and return their results by rank.  Raises: Failed."""
     arguments = ["--system", system.removesuffix(":twice"), "--phase", phase]
     arguments += ["--sizes", json.dumps(asdict(sizes)), "--split", str(options.split)]
     arguments += ["--warmup", str(options.warmup), "--steps", str(options.steps)]
@@ -165,11 +165,11 @@ def _write(report: dict[str, Any], options: argparse.Namespace) -> None:
 
 
 def _rate(system: str, results: Results, sizes: Sizes) -> float:
-    """Tokens per second of all processes together."""
+    """Return the tokens per second of all processes together."""
     tokens = sizes.tokens * len(results[0]["step_seconds"])
     seconds = [float(result["seconds"]) for result in results]
     if system in (REFERENCE, LIMIT):
-        # Each takes steps of its own.
+        # Each process trains on its own.
         return sum(tokens / own for own in seconds)
     return tokens / max(seconds)
 
@@ -187,7 +187,7 @@ def _row(system: str, state: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
     ]
 
     def over(other: str) -> float | None:
-        """The median of the ratios to `other`, each within one round."""
+        """Return the median over the rounds of the ratio to `other`."""
         if any(other not in turn for turn in state["rounds"]):
             return None
         others = [_rate(other, turn[other], sizes) for turn in state["rounds"]]
@@ -209,21 +209,21 @@ def _row(system: str, state: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
 
 
 def _distance(loss: float, expected: float) -> float:
-    """How far apart; NaN, that compares as nothing, is as far as can be."""
+    """Return the absolute difference; infinity for NaN."""
     return math.inf if math.isnan(loss) else abs(loss - expected)
 
 
 def _by_rank(rounds: list[Results], key: str) -> list[float]:
-    """The median over the rounds, for each rank."""
+    """Return the median over the rounds for each rank."""
     by_round = [[result[key] for result in results] for results in rounds]
     return [median(values) for values in zip(*by_round, strict=True)]
 
 
 def _busy(rounds: list[dict[str, Results]]) -> list[str]:
-    """A note when the references, that wait for nobody, did not have a core each."""
+    """Return a note if the reference processes, which never wait, did not have a full core each."""
     results = [r for turn in rounds for name in (REFERENCE, LIMIT) for r in turn[name]]
     share = min(result["cpu_seconds"] / result["seconds"] for result in results)
-    if share > ENOUGH_OF_A_CORE:
+    if share > MIN_CORE_SHARE:
         return []
     return [f"the machine was busy: a process that never waits had {share:.0%} of a core"]
 

@@ -1,7 +1,8 @@
-"""One rank of one measurement, in a process of its own: `run.py` starts it and reads its JSON."""
+"""One rank of one measurement: `run.py` starts it as a process and reads its JSON."""
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import resource
@@ -24,7 +25,7 @@ from benchmarks.pipeline_cpu.peers import (
     torch_pipelining,
 )
 
-# Allocations grow from the first step, that makes the optimizer's state, to the second.
+# The first step creates the optimizer state, so only later steps have the full memory.
 MEMORY_STEPS = 3
 
 MB = 1e6
@@ -54,7 +55,7 @@ def main() -> None:
             return torch_pipelining(sizes, place, schedule)
         if family == "deepspeed":
             return deepspeed_1f1b(sizes, place)
-        # Here, so that the peers are measured without a package of ours in their processes.
+        # Imported here, so that pipemega is not in the processes of the other systems.
         from benchmarks.pipeline_cpu.ours import train
 
         return train(sizes, place, schedule)
@@ -69,7 +70,7 @@ def main() -> None:
 
 
 def measure_time(build: Callable[[], Step], warmup: int, steps: int) -> dict[str, Any]:
-    """Seconds of the timed steps on this rank, the losses of all, and the growth of its memory."""
+    """Return the times of the timed steps, the losses of all steps, and the memory growth."""
     before = _reset_peak_rss()
     step = build()
     losses = [step(number) for number in range(warmup)]
@@ -90,12 +91,14 @@ def measure_time(build: Callable[[], Step], warmup: int, steps: int) -> dict[str
 
 
 def peak_live_bytes(build: Callable[[], Step], steps: int) -> int:
-    """Most bytes that torch's CPU allocator had handed out and not got back.
+    """Return the peak of the bytes allocated by torch's CPU allocator.
 
-    The profiler tells each allocation and each release; the peak is the largest sum of a
-    beginning of that list.  It starts before the model is built, so that nothing is missed, and
-    in a process of its own, because the recording costs time.
+    The profiler records each allocation and each release; the peak is the largest prefix sum. It
+    starts before the model is built, so it misses nothing, and runs in a separate process, because
+    recording takes time.
     """
+    # Otherwise the releases of earlier objects are recorded, but not their allocations.
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         step = build()
         for number in range(steps):
@@ -108,7 +111,7 @@ def peak_live_bytes(build: Callable[[], Step], steps: int) -> int:
 
 
 def _reset_peak_rss() -> int:
-    """Give freed memory back, restart the kernel's mark of the peak; the resident bytes of now."""
+    """Return freed memory to the kernel, reset its peak, and return the resident bytes."""
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
     return _status_bytes("VmRSS")

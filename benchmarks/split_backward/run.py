@@ -1,9 +1,9 @@
-"""What it costs to cut backward in two: time, and memory that waits for the second half.
+"""Cost of split backward: time, and memory between I and W.
 
     python -m benchmarks.split_backward.run            from the root of the repository
 
-Three tables: I + W against whole backwards; what is held between them against what was held before;
-and whether the weight halves of several micro-batches would be faster as one product.
+Three tables: time of I + W relative to full backwards; memory between I and W relative to memory
+between F and I; time of one W product for several micro-batches relative to one product for each.
 """
 
 import statistics
@@ -18,9 +18,9 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.pipeline_cpu.model import Block, Sizes
 from benchmarks.ranks import machine
-from pipemega.allocator import keep_freed_memory
-from pipemega.gradients import GradientBuffer
-from pipemega.pipeline.split_backward import WeightGradients, split
+from pipemega.engine.cpu_allocator import keep_freed_memory
+from pipemega.optimizer.gradients import GradientBuffer
+from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 
 LAYERS, MICRO_BATCHES, ROUNDS = 4, 4, 9
 
@@ -37,36 +37,36 @@ def seconds(action: Callable[..., None], *arguments: Any) -> float:
     return time.perf_counter() - started
 
 
-def backward(outputs: list[Tensor]) -> None:
+def full_backward(outputs: list[Tensor]) -> None:
     for y in outputs:
         y.backward(torch.ones_like(y))
 
 
-def input_halves(outputs: list[Tensor], queue: WeightGradients) -> None:
+def run_all_i(outputs: list[Tensor], queue: WeightGradQueue) -> None:
     for number, y in enumerate(outputs):
-        with queue.putting_off(number):
+        with queue.defer(number):
             y.backward(torch.ones_like(y))
 
 
-def weight_halves(queue: WeightGradients) -> None:
+def run_all_w(queue: WeightGradQueue) -> None:
     for number in range(MICRO_BATCHES):
         queue.run(number)
 
 
 def compare(hidden: int, tokens: int) -> dict[str, float]:
-    """Medians over rounds that take turns, so that a slow moment hits both."""
-    whole, halves = build(hidden), build(hidden)
+    """Return medians over alternating rounds, so that a slow period affects both."""
+    full, split = build(hidden), build(hidden)
     inputs = [torch.randn(2, tokens // 2, hidden) for _ in range(MICRO_BATCHES)]
     for x in inputs:
         x.requires_grad_()
-    buffers = [GradientBuffer(list(m.named_parameters())) for m in (whole, halves)]
-    queue = WeightGradients(buffers[1])
-    split([halves], queue)
+    buffers = [GradientBuffer(list(m.named_parameters())) for m in (full, split)]
+    queue = WeightGradQueue(buffers[1])
+    enable_split_backward([split], queue)
     ratios, shares = [], []
     for _ in range(ROUNDS):
-        one = seconds(backward, [whole(x) for x in inputs])
-        first = seconds(input_halves, [halves(x) for x in inputs], queue)
-        second = seconds(weight_halves, queue)
+        one = seconds(full_backward, [full(x) for x in inputs])
+        first = seconds(run_all_i, [split(x) for x in inputs], queue)
+        second = seconds(run_all_w, queue)
         ratios.append((first + second) / one)
         shares.append(second / (first + second))
     flats = zip(*(buffer.flats.values() for buffer in buffers), strict=True)
@@ -79,24 +79,24 @@ def compare(hidden: int, tokens: int) -> dict[str, float]:
     }
 
 
-def held(hidden: int, tokens: int) -> float:
-    """Bytes alive between I and W over those alive between F and I, of one micro-batch.
+def memory_ratio(hidden: int, tokens: int) -> float:
+    """Return the bytes of one micro-batch between I and W divided by those between F and I.
 
-    As the executor holds them: of the output the graph alone; the gradient of the input has been
-    sent. Every allocation and release of torch's CPU allocator counts.
+    As in the executor, only the graph of the output is kept, and the input gradient has been sent.
+    Counts all allocations and releases of torch's CPU allocator.
     """
     model = build(hidden)
-    queue = WeightGradients(GradientBuffer(list(model.named_parameters())))
-    split([model], queue)
+    queue = WeightGradQueue(GradientBuffer(list(model.named_parameters())))
+    enable_split_backward([model], queue)
     x = torch.randn(2, tokens // 2, hidden, requires_grad=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        for _ in range(2):  # the first time allocates what stays
+        for _ in range(2):  # the first iteration makes persistent allocations
             with record_function("before F"):
                 pass
             edge = get_gradient_edge(model(x))
             with record_function("before I"):
                 pass
-            with queue.putting_off(0):
+            with queue.defer(0):
                 torch.autograd.backward([edge], [torch.ones_like(x)])
             x.grad = None
             with record_function("before W"):
@@ -114,10 +114,10 @@ def held(hidden: int, tokens: int) -> float:
 
 
 def one_product(hidden: int, tokens: int, count: int) -> float:
-    """Seconds of one dW product over `count` micro-batches over those of a product for each.
+    """Return the time of one dW product of `count` micro-batches, relative to one for each.
 
-    Of a linear from hidden to 4 hidden, everything counted that W does: putting the rows together,
-    the product, adding it to the gradient.
+    For a linear from hidden to 4 hidden. Includes all work of W: concatenating the rows, the
+    product, adding it to the gradient.
     """
     pairs = [(torch.randn(tokens, hidden), torch.randn(tokens, 4 * hidden)) for _ in range(count)]
     gradient = torch.zeros(4 * hidden, hidden)
@@ -141,18 +141,18 @@ def main() -> None:
     about = machine()
     print(f"{about['cpu']}, torch {about['torch']}, one thread;")
     print(f"{LAYERS} GPT blocks, {MICRO_BATCHES} micro-batches, medians of {ROUNDS} rounds.\n")
-    print("| hidden, tokens | (I + W) / whole, median (least) | W of I + W | gradients |")
+    print("| hidden, tokens | (I + W) / full, median (minimum) | W of I + W | gradients |")
     print("| --- | ---: | ---: | --- |")
     for hidden, tokens in ((64, 64), (256, 512), (512, 512)):
         r = compare(hidden, tokens)
         print(
             f"| {hidden}, {tokens} | {r['ratio']:.3f} ({r['least']:.3f}) | {r['share']:.2f} "
-            f"| {'equal bit for bit' if r['equal'] else 'differ'} |"
+            f"| {'bitwise equal' if r['equal'] else 'differ'} |"
         )
-    print("\n| hidden, tokens | held between I and W / held before I |\n| --- | ---: |")
+    print("\n| hidden, tokens | memory between I and W / memory before I |\n| --- | ---: |")
     for hidden, tokens in ((64, 64), (256, 512), (512, 512)):
-        print(f"| {hidden}, {tokens} | {held(hidden, tokens):.3f} |")
-    print("\n| hidden, tokens | one product of 2 / a product each | of 4 |")
+        print(f"| {hidden}, {tokens} | {memory_ratio(hidden, tokens):.3f} |")
+    print("\n| hidden, tokens | one product of 2 / one product each | of 4 |")
     print("| --- | ---: | ---: |")
     for hidden, tokens in ((256, 256), (256, 512), (512, 512), (1024, 512)):
         two, four = (one_product(hidden, tokens, count) for count in (2, 4))

@@ -1,4 +1,4 @@
-"""What it costs to time every instruction: timed steps beside steps that are not, in one run.
+"""Measures the overhead of tracing: traced and plain steps in one run.
 
 torchrun --standalone --nproc_per_node=2 -m benchmarks.trace_overhead.run
 """
@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 import pipemega
 from pipemega.config import Config, load
-from pipemega.engine import Engine
+from pipemega.engine.engine import Engine
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.recorder import ClockRecorder
-from pipemega.tracer import Tracer
+from pipemega.profiling.step_tracer import Tracer
 
 VOCAB, MICRO = 4096, 2
 
@@ -46,28 +46,29 @@ def settings(schedule: str, hidden: int) -> Config:
 class Cost(NamedTuple):
     """Seconds of one step on one rank."""
 
-    wall: float  # from one barrier to the next
-    thread: float  # that the main thread worked; waiting does not count, nor do other processes
-    tracing: float  # of them, in the calls that time the step
+    wall: float  # between two barriers
+    thread: float  # CPU time of the main thread
+    tracing: float  # part of it spent in the calls that trace the step
 
 
-class Watch:
-    """Adds up the thread time of the calls that it stands before."""
+class CallTimer:
+    """Adds up the thread time of patched methods."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
-    def over(self, owner: type, name: str) -> Any:
+    def patch(self, owner: type, name: str) -> Any:
+        """Return a context in which calls of the method are timed."""
         real: Callable[..., Any] = getattr(owner, name)
 
-        def watched(*arguments: Any) -> Any:
+        def timed(*arguments: Any) -> Any:
             started = time.thread_time()
             try:
                 return real(*arguments)
             finally:
                 self.seconds += time.thread_time() - started
 
-        return mock.patch.object(owner, name, watched)
+        return mock.patch.object(owner, name, timed)
 
 
 def cost(engine: Engine, traced: bool, memory: bool) -> Cost:
@@ -76,40 +77,41 @@ def cost(engine: Engine, traced: bool, memory: bool) -> Cost:
     batch = iter([(tokens[:, :-1], tokens[:, 1:])] * engine.batch.num_microbatches)
     if traced:
         engine.trace_next_step(memory)
-    watch = Watch()
+    timer = CallTimer()
     dist.barrier()
     started, worked = time.perf_counter(), time.thread_time()
     with (
-        watch.over(Tracer, "begin"),
-        watch.over(ClockRecorder, "ready"),
-        watch.over(ClockRecorder, "end"),
-        watch.over(Tracer, "finish"),
+        timer.patch(Tracer, "begin"),
+        timer.patch(ClockRecorder, "ready"),
+        timer.patch(ClockRecorder, "end"),
+        timer.patch(Tracer, "finish"),
     ):
         engine.train_batch(batch)
     thread = time.thread_time() - worked
     dist.barrier()
-    return Cost(time.perf_counter() - started, thread, watch.seconds)
+    return Cost(time.perf_counter() - started, thread, timer.seconds)
 
 
 def measure(schedule: str, hidden: int, memory: bool, pairs: int) -> str:
-    """A row of the table.
+    """Return a row of the table.
 
-    The two of a pair run one after the other, in changing order, so that a slow moment hits both.
+    The steps of a pair run directly after each other, in alternating order, so that a slow moment
+    affects both.
     """
     config = settings(schedule, hidden)
     engine, *_ = pipemega.initialize(gpt(GPTConfig.of(config, VOCAB)), config)
     for _ in range(3):
         cost(engine, True, memory)
-    plain, timed = [], []
+    plain, traced_costs = [], []
     for pair in range(pairs):
         for traced in (False, True) if pair % 2 else (True, False):
-            (timed if traced else plain).append(cost(engine, traced, memory))
-    walls = [statistics.median(c.wall for c in costs) for costs in (plain, timed)]
-    thread = statistics.median(c.thread for c in timed)
-    tracing = statistics.median(c.tracing for c in timed)
+            (traced_costs if traced else plain).append(cost(engine, traced, memory))
+    walls = [statistics.median(c.wall for c in costs) for costs in (plain, traced_costs)]
+    thread = statistics.median(c.thread for c in traced_costs)
+    tracing = statistics.median(c.tracing for c in traced_costs)
     count = len(engine.plan.programs[0])
     return (
-        f"| {schedule}{', weighed' * memory} | {hidden} | {count} | {1e3 * thread / count:.1f} | "
+        f"| {schedule}{', memory' * memory} | {hidden} | {count} | {1e3 * thread / count:.1f} | "
         f"{1e6 * tracing / count:.0f} | {tracing / (thread - tracing):.2%} | "
         f"{1e3 * walls[0]:.0f} | {walls[1] / walls[0] - 1:+.1%} |"
     )
@@ -117,7 +119,7 @@ def measure(schedule: str, hidden: int, memory: bool, pairs: int) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--pairs", type=int, default=20, help="of steps, timed and not")
+    parser.add_argument("--pairs", type=int, default=20, help="pairs of a traced and a plain step")
     parser.add_argument("--hidden", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb-v"])
     arguments = parser.parse_args()
@@ -131,8 +133,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"torch {torch.__version__}, {arguments.pairs} pairs of steps\n")
         print(
-            "| schedule | hidden | instructions | ms each | µs to time each | more work | "
-            "wall ms, plain | wall, timed |"
+            "| schedule | hidden | instructions | ms each | µs tracing each | CPU overhead | "
+            "wall ms, plain | wall, traced |"
         )
         print("| --- |" + " ---: |" * 7)
         print("\n".join(rows))

@@ -1,10 +1,11 @@
-"""1F1B against zero bubble for a pipeline alone, with sequence parallelism, with data parallelism.
+"""Compares 1F1B with zero-bubble schedules: pipeline only, with sequence or data parallelism.
 
     python -m benchmarks.zero_bubble.run            from the root of the repository
 
-The shape of the table in Colossal-AI's document on its zero-bubble schedule, from our engine: whole
-steps with loss, reductions, gradient norm and optimizer, on four ranks of one machine. The blocks
-of the GPT are small, talk as large ones do and sleep in place of their work; see the README.
+Reproduces the form of the table in Colossal-AI's document on its zero-bubble schedule, with
+pipemega: complete steps with loss, reductions, gradient norm and optimizer, on four ranks of one
+machine. The blocks of the GPT are small, send the same messages as large ones and sleep instead of
+long computations; see the README.
 """
 
 import argparse
@@ -29,7 +30,9 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--schedules", nargs="+", default=["1f1b", "zb-h1", "zb-v"])
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
-    parser.add_argument("--samples", type=int, default=16, help="of a step, one a micro-batch")
+    parser.add_argument(
+        "--samples", type=int, default=16, help="samples per step, one per micro-batch"
+    )
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument(
         "--block-ms",
@@ -37,7 +40,7 @@ def main(argv: list[str] | None = None) -> int:
         nargs=3,
         default=[20.0, 24.0, 16.0],
         metavar=("F", "I", "W"),
-        help="what a block sleeps for one sample (default: 20 24 16)",
+        help="milliseconds that a block sleeps for one sample (default: 20 24 16)",
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="write the whole result to this file")
@@ -69,7 +72,7 @@ def _rows(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     ranks = measure("benchmarks.zero_bubble.worker", RANKS, ["--task", json.dumps(task)])
     seconds = {schedule: _steps(schedule, ranks) for schedule in options.schedules}
     first = seconds[options.schedules[0]]
-    # All ranks work all the time.
+    # In the ideal step no rank waits.
     ideal = options.samples * options.blocks * sum(options.block_ms) / 1e3 / RANKS
     return [
         {
@@ -85,7 +88,7 @@ def _rows(layout: str, options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _steps(schedule: str, ranks: list[dict[str, Any]]) -> list[float]:
-    """Of each round: from the first rank that begins to the last that is done."""
+    """Return the seconds of each round, from the first start to the last end of a rank."""
     rounds = zip(*(rank[schedule] for rank in ranks), strict=True)
     return [max(end for _, end in turn) - min(start for start, _ in turn) for turn in rounds]
 
@@ -94,7 +97,7 @@ def _markdown(report: dict[str, Any]) -> str:
     about, options = report["machine"], report["options"]
     lines = [
         f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}; {RANKS} ranks, "
-        f"{options['samples']} samples a step, {options['blocks']} blocks that sleep "
+        f"{options['samples']} samples per step, {options['blocks']} blocks that sleep "
         f"{', '.join(f'{ms:g}' for ms in options['block_ms'])} ms; median of {options['rounds']} "
         f"rounds, load {about['load_before']:.1f} before.",
         "",

@@ -1,4 +1,4 @@
-"""One rank of one layout: every schedule in turn, round after round; `run.py` starts it."""
+"""One rank of one layout: runs all schedules in turn in each round; started by `run.py`."""
 
 import argparse
 import gc
@@ -14,34 +14,34 @@ import torch.distributed as dist
 from torch import Tensor
 
 import pipemega
-from benchmarks.bubble.stages import Diary, Seconds, SleepingStage, sleep_precisely
-from pipemega.engine import Engine
+from benchmarks.bubble.stages import Seconds, SleepingStage, SleepLog, sleep_precisely
+from pipemega.distributed.mesh import Axis, build_mesh
+from pipemega.distributed.topology import Topology
+from pipemega.engine.engine import Engine
 from pipemega.kernels import Kernels
-from pipemega.mesh import Axis, build_mesh
-from pipemega.models.gpt import Block, FinalNorm, GPTConfig, GPTLoss, Positions, Words
-from pipemega.parameters import mark_partial
+from pipemega.models.gpt import Block, FinalNorm, GPTConfig, GPTLoss, Positions, TokenEmbedding
+from pipemega.parameters import mark_partial_gradient
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec
 from pipemega.tensor_parallel import VocabParallelHead
-from pipemega.topology import Topology
 
-WARM_UP_PACE = 0.05
+WARM_UP_SCALE = 0.05
 
 
 class SleepingBlock(Block):
-    """A small GPT block, with all messages of a large one, that then sleeps as a large one works.
+    """A small GPT block that sends the messages of a large one and sleeps for its computation.
 
-    Each of the tensor ranks sleeps its share.
+    The time is divided evenly among the tensor ranks.
     """
 
     def __init__(
-        self, config: GPTConfig, kernels: Kernels, axis: Axis, seconds: Seconds, diary: Diary
+        self, config: GPTConfig, kernels: Kernels, axis: Axis, seconds: Seconds, log: SleepLog
     ) -> None:
         super().__init__(config, kernels, axis)
         share = Seconds(*(part / axis.size for part in seconds))
-        self.sleep = SleepingStage(0, share, 1.0, diary, config.hidden_size)
+        self.sleep = SleepingStage(0, share, 1.0, log, config.hidden_size)
         if config.sequence_parallel:
-            mark_partial(self.sleep)
+            mark_partial_gradient(self.sleep)
 
     def forward(self, inputs: Any) -> Tensor:
         y: Tensor = self.sleep(super().forward(inputs))
@@ -63,21 +63,21 @@ def main() -> None:
 
 
 def measure(task: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
-    """Schedule -> when each timed step began and ended on this rank, by the machine's clock."""
+    """Return schedule -> (start, end) of each timed step on this rank, by the monotonic clock."""
     sizes = task["mesh"]
     topology = Topology.fit(dist.get_world_size(), sizes["pipeline"], sizes.get("tensor", 1))
     mesh = build_mesh(topology, torch.device("cpu"), timedelta(minutes=5))
-    diary = Diary()
+    log = SleepLog()
     engines: dict[str, Engine] = {}
     for schedule in task["schedules"]:
         engines[schedule], *_ = pipemega.initialize(
-            _model(task, diary), _config(task, schedule, mesh.data.size), mesh=mesh
+            _model(task, log), _config(task, schedule, mesh.data.size), mesh=mesh
         )
     taken: dict[str, list[tuple[float, float]]] = {schedule: [] for schedule in engines}
     for turn in range(task["rounds"] + 1):
-        diary.pace = 1.0 if turn else WARM_UP_PACE
+        log.scale = 1.0 if turn else WARM_UP_SCALE
         for schedule, engine in engines.items():
-            diary.clear()
+            log.clear()
             gc.collect()
             dist.barrier()
             start = time.monotonic()
@@ -87,7 +87,7 @@ def measure(task: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
     return taken
 
 
-def _model(task: dict[str, Any], diary: Diary) -> PipelineModule:
+def _model(task: dict[str, Any], log: SleepLog) -> PipelineModule:
     hidden, seq = task["hidden"], task["seq"]
     config = GPTConfig(
         vocab_size=128,
@@ -98,15 +98,17 @@ def _model(task: dict[str, Any], diary: Diary) -> PipelineModule:
         ffn_hidden_size=4 * hidden,
         num_query_groups=2,
         kv_channels=hidden // 2,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
         untie_embeddings_and_output_weights=True,
         sequence_parallel=task["mesh"].get("sequence_parallel", False),
     )
     kernels = Kernels.detect("cpu")
     words = {"axis": TENSOR_AXIS, "sequence_parallel": config.sequence_parallel}
-    block = LayerSpec(SleepingBlock, config, kernels, TENSOR_AXIS, Seconds(*task["block"]), diary)
+    block = LayerSpec(SleepingBlock, config, kernels, TENSOR_AXIS, Seconds(*task["block"]), log)
     return PipelineModule(
         [
-            LayerSpec(Words, config.vocab_size, hidden, **words),
+            LayerSpec(TokenEmbedding, config.vocab_size, hidden, **words),
             LayerSpec(Positions, config, TENSOR_AXIS),
             *([block] * config.num_layers),
             LayerSpec(FinalNorm, config, kernels, TENSOR_AXIS),

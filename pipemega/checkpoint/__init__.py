@@ -1,16 +1,29 @@
-"""Saving and loading: logical tensors, in folders that are whole at every moment."""
+"""Saving and loading checkpoints: logical tensors, any mesh to any mesh, atomic, with checksums.
 
-from pipemega.checkpoint.disk import is_remote
-from pipemega.checkpoint.folder import step_tag
-from pipemega.checkpoint.keeper import Checkpoints, Counters, Loaded, newest
-from pipemega.checkpoint.options import LoadOptions
+checkpointer.py    Checkpointer: save and load of one engine
+tensors.py         which tensors a checkpoint contains; shards.py: this rank's part of each
+save_load.py       write, verify and open a checkpoint; async_save.py: in the background
+differences.py     what differs between the checkpoint and the run, and what is refused
+layout.py          the folder of checkpoints; manifest.py: state.json; dcp_storage.py: tensor files
+collective_io.py   the same error on all ranks
+"""
+
+from pipemega.checkpoint.checkpointer import (
+    Checkpointer,
+    Counters,
+    Loaded,
+    any_checkpoint,
+    newest,
+)
+from pipemega.checkpoint.layout import step_tag
+from pipemega.checkpoint.load_options import LoadOptions
 
 __all__ = [
-    "Checkpoints",
+    "Checkpointer",
     "Counters",
     "LoadOptions",
     "Loaded",
-    "is_remote",
+    "any_checkpoint",
     "newest",
     "step_tag",
 ]

@@ -1,6 +1,6 @@
-"""state.json: what a checkpoint says of itself, last of all its files.
+"""state.json, the manifest of a checkpoint: the last file that is written.
 
-It lists every other file with its size and its SHA-256, and carries a digest of itself.
+It lists every other file with its size and its SHA-256, and contains a digest of itself.
 """
 
 import hashlib
@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
-from pipemega.checkpoint.disk import Disk
 from pipemega.errors import CheckpointError
+from pipemega.storage.filesystem import Storage
 
 STATE_FILE = "state.json"
 FORMAT = 2
@@ -21,33 +21,33 @@ Progress = Callable[[int], object]
 """Takes a number of bytes that were read."""
 
 
-class Damage(CheckpointError):
-    """A checkpoint is not what was written; what the error says comes after its path."""
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint is missing, incomplete or differs from what was written."""
 
 
 class FileEntry(NamedTuple):
-    """What is known of a file: its size, and its SHA-256 in hex."""
+    """The manifest's entry of a file: its size, and its SHA-256 in hex."""
 
     size: int
     sha256: str
 
 
-class Written:
-    """The files that this rank has written into a folder: they are summed up on their way.
+class ChecksumWriter:
+    """Writes files of this rank into a folder, and computes their checksums on the way.
 
     Args:
-        disk, folder: where.
+        storage, folder: where to write.
     """
 
-    def __init__(self, disk: Disk, folder: str) -> None:
-        self.disk, self.folder = disk, folder
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self.storage, self.folder = storage, folder
         self.files: dict[str, FileEntry] = {}
 
     @contextmanager
     def create(self, name: str) -> Iterator[Any]:
-        """A stream that is written from its beginning to its end."""
-        with self.disk.create(f"{self.folder}/{name}") as raw:
-            stream = _Summing(raw)
+        """Return a stream that can only be written from beginning to end."""
+        with self.storage.create(f"{self.folder}/{name}") as raw:
+            stream = _ChecksumStream(raw)
             yield stream
         self.files[name] = FileEntry(stream.tell(), stream.sha256())
 
@@ -56,15 +56,15 @@ class Written:
             stream.write(data)
 
 
-class _Summing:
-    """A stream that knows the sum of what went through it."""
+class _ChecksumStream:
+    """Passes writes on to `raw`, and computes the SHA-256 of them."""
 
     def __init__(self, raw: IO[bytes]) -> None:
-        self._raw, self._size, self._sum = raw, 0, hashlib.sha256()
+        self._raw, self._size, self._hash = raw, 0, hashlib.sha256()
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
-        self._sum.update(data)
+        self._hash.update(data)
         self._raw.write(data)
         self._size += size
         return size
@@ -76,39 +76,42 @@ class _Summing:
         self._raw.flush()
 
     def close(self) -> None:
-        """The file is closed by who opened it, when it is on the disk."""
+        """Do nothing: `Storage.create` syncs and closes the file."""
 
     def sha256(self) -> str:
-        return self._sum.hexdigest()
+        return self._hash.hexdigest()
 
 
-def difference(
-    disk: Disk, path: str, entry: FileEntry, *, read: bool, progress: Progress | None = None
+def file_damage(
+    storage: Storage,
+    path: str,
+    entry: FileEntry,
+    *,
+    checksum: bool,
+    progress: Progress | None = None,
 ) -> str | None:
-    """What is wrong with a file, None if nothing is.
+    """Return how a file differs from its manifest entry; None if it does not.
 
     Args:
-        read: compare the sum too, and not only the size.
+        checksum: compare the SHA-256 too, and not only the size.
     """
     try:
-        size = disk.size(path)
+        size = storage.size(path)
         if size is None:
             return f"is missing, {entry.size} bytes were written"
         if size != entry.size:
             return f"has {size} bytes, {entry.size} bytes were written"
-        if read and sum_of(disk, path, progress) != entry.sha256:
-            return (
-                "has the right size and other contents: its SHA-256 is not the one that was written"
-            )
+        if checksum and sha256_of(storage, path, progress) != entry.sha256:
+            return "has the right size but other content: its SHA-256 differs from the written one"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
     return None
 
 
-def sum_of(disk: Disk, path: str, progress: Progress | None = None) -> str:
-    """The SHA-256 of a file, in hex."""
+def sha256_of(storage: Storage, path: str, progress: Progress | None = None) -> str:
+    """Return the SHA-256 of a file, in hex."""
     found = hashlib.sha256()
-    with disk.open(path) as stream:
+    with storage.open(path) as stream:
         while block := stream.read(_BLOCK):
             found.update(block)
             if progress is not None:
@@ -116,32 +119,32 @@ def sum_of(disk: Disk, path: str, progress: Progress | None = None) -> str:
     return found.hexdigest()
 
 
-def sealed(state: Mapping[str, Any]) -> bytes:
-    """A state.json with this in it."""
+def dump_state(state: Mapping[str, Any]) -> bytes:
+    """Return the content of state.json for `state`, with format number and digest."""
     plain = json.loads(json.dumps({"format": FORMAT, **state}))
     return (json.dumps({**plain, "digest": _digest(plain)}, indent=1) + "\n").encode()
 
 
-def opened(data: bytes) -> dict[str, Any]:
-    """What was sealed; "files" as `FileEntry`s.
+def parse_state(data: bytes) -> dict[str, Any]:
+    """Return the state that `dump_state` wrote, with "files" as `FileEntry`s.
 
     Raises:
-        Damage: it was changed since.
-        CheckpointError: it is in a format of another version.
+        DamagedCheckpoint: the content was changed after writing.
+        CheckpointError: another version of pipemega wrote it, in another format.
     """
     try:
         state = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise Damage(f"{STATE_FILE} is damaged: {error}") from error
+        raise DamagedCheckpoint(f"{STATE_FILE} is damaged: {error}") from error
     if not isinstance(state, dict) or not isinstance(state.get("files"), dict):
-        raise Damage(f"{STATE_FILE} is damaged: it does not say which files there are")
+        raise DamagedCheckpoint(f"{STATE_FILE} is damaged: it has no list of files")
     if state.get("format") != FORMAT:
         raise CheckpointError(
-            f"{STATE_FILE} is of format {state.get('format')}, and this version of pipemega reads "
+            f"{STATE_FILE} has format {state.get('format')}, and this version of pipemega reads "
             f"format {FORMAT}: load it with the version that saved it"
         )
     if state.pop("digest", None) != _digest(state):
-        raise Damage(f"{STATE_FILE} is damaged: its digest is not that of its contents")
+        raise DamagedCheckpoint(f"{STATE_FILE} is damaged: its digest does not match its content")
     state["files"] = {name: FileEntry(*entry) for name, entry in state["files"].items()}
     return state
 

@@ -1,4 +1,4 @@
-"""The command line: one file per command, and nothing imported that the command does not need."""
+"""Command line: one module per command, imported only when the command is used."""
 
 import argparse
 import os
@@ -7,23 +7,25 @@ from collections.abc import Mapping, Sequence
 from importlib import import_module
 
 from pipemega.errors import PipemegaError
+from pipemega.printing import coloured
+from pipemega.version import __version__
 
-# A command's file is imported when it is called: some need torch, and --help must be quick.
+# A command's module is imported when the command is called: importing torch would slow --help.
 COMMANDS: Mapping[str, str] = {
-    "check": "validate a config and show what it resolves to",
-    "config": "the JSON Schema and the reference page of the config",
-    "plan": "what a config will do: memory, bubble, time, and whether it fits",
-    "schedule": "draw, time or export a pipeline schedule, on paper",
-    "timeline": "look at a step that a run has measured",
-    "data": "prepare text for training, look at token files",
-    "checkpoint": "look at checkpoints, and check them",
+    "check": "validate a config and print it with all defaults",
+    "config": "print the JSON Schema or the reference page of the config",
+    "plan": "predict memory, bubble and step time of a config before it runs",
+    "schedule": "draw, time or export a pipeline schedule without running it",
+    "timeline": "draw a measured training step and compare it with the simulation",
+    "data": "prepare text for training and inspect token files",
+    "checkpoint": "list, inspect and verify checkpoints",
 }
 
 _DESCRIPTION = """\
-Train large transformers over data, tensor and pipeline ranks, from one JSON file.
+Train large transformers with data, tensor and pipeline parallelism from one JSON config.
 
-Training itself is started by torchrun; the commands below need no GPU and start no ranks.
-`python -m pipemega COMMAND --help` says what a command takes.
+torchrun starts the training itself. The commands below run in one process and need no GPU.
+`python -m pipemega COMMAND --help` prints the options of a command.
 """
 
 _EXAMPLES = """\
@@ -39,7 +41,10 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command and returns the exit code: 2, and one line, for a mistake of the user."""
+    """Run one command and return the exit code: 2 and one line on stderr for a user error.
+
+    An invalid config gets one line for each of its errors.
+    """
     arguments = list(sys.argv[1:] if argv is None else argv)
     parser = argparse.ArgumentParser(
         "pipemega",
@@ -47,6 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"pipemega {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command = arguments[0] if arguments else ""
     if command in COMMANDS:
@@ -60,12 +66,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except PipemegaError as error:
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        lines = str(error).split("\n") if getattr(error, "problems", ()) else [str(error)]
+        first, *others = (" ".join(line.split()) for line in lines)
+        label = coloured("error:", "ERROR", sys.stderr)
+        print("\n  ".join([f"{label} {first}", *others]), file=sys.stderr)
         return 2
     except BrokenPipeError:
-        # The reader has seen enough (`| head`); Python's own flush at exit must not try again.
+        # The reader closed the pipe (`| head`); redirect stdout so that the flush at exit succeeds.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        path = f" ({error.filename})" if error.filename is not None else ""
+        reason = error.strerror or str(error)
+        print(f"{coloured('error:', 'ERROR', sys.stderr)} {reason}{path}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130

@@ -1,53 +1,97 @@
-"""`python -m pipemega check`: is a config right, and what does it come to?"""
+"""Check a config for a number of ranks, and print what it resolves to.
 
-import argparse
+The page shows the mesh, the batch equation, the values that are computed ("auto", null, names), the
+files and folders that the config names, warnings and notes. If the config cannot run, all its
+errors are printed instead, one on each line, and the exit code is 1.
 
-from pipemega.cli.run_options import add_config
-from pipemega.config import load
-from pipemega.topology import Topology
-
-_DESCRIPTION = """\
-Validates a config and prints it as it resolves, defaults included, as JSON on standard output that
-can be used as a config again, then the batch equation, warnings and notes.
-
-Exit code 2 and one line on standard error if anything is wrong.
+  text       the page
+  json       the config with all defaults, which can be used as a config again
 """
 
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command `check`."""
-    parser = subparsers.add_parser(
-        "check",
-        help="validate a config and show what it resolves to",
-        description=_DESCRIPTION,
-        epilog="example: python -m pipemega check ds.json --world 8 --set mesh.tensor=2",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+from pipemega.cli.run_options import Subparsers, add_command, add_config
+from pipemega.config import Config, examine
+from pipemega.planning.resolved import resolved_values
+from pipemega.planning.run_checks import run_files, run_rules, topology_of
+from pipemega.printing import coloured, print_report
+
+_EXAMPLE = "example: python -m pipemega check ds.json --world 8 --set mesh.tensor=2"
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command `check`."""
+    parser = add_command(subparsers, "check", __doc__, _EXAMPLE)
     add_config(parser)
+    parser.add_argument(
+        "--format", choices=("text", "json"), default="text", help="(default: text)"
+    )
     parser.set_defaults(func=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the resolved config and returns 0.
+    """Print the page and return 0; or print all errors and return 1.
 
     Raises:
-        ConfigError: the config cannot be run.
-        MeshError: not on that number of ranks.
+        ConfigError: the file does not exist or is not JSON.
     """
-    config = load(arguments.config, arguments.overrides)
-    data_size = config.smallest_data_size
-    if arguments.world is not None:
-        mesh = config.mesh
-        data_size = Topology.fit(arguments.world, mesh.pipeline, mesh.tensor, mesh.data).data
-    batch = config.batch(data_size)
-    config.check_zero(data_size)
-    print(config.to_json())
-    print()
-    print(batch.equation)
-    for warning in (*config.warnings, *batch.warnings):
-        print(f"warning: {warning}")
-    # Without --world one data rank is the least that there may be, and nothing to speak of.
-    known = arguments.world is not None or data_size > 1
-    for note in (*config.notes, *(config.zero_notes(data_size) if known else ())):
-        print(f"note: {note}")
+    draft = examine(arguments.config, arguments.overrides)
+    if draft.config is not None:
+        draft.builder.apply(run_rules(arguments.world), draft.config)
+    if draft.errors:
+        label = coloured("error:", "ERROR", sys.stderr)
+        print(f"{label} {draft.source.error(draft.errors)}", file=sys.stderr)
+        return 1
+    assert draft.config is not None, "a draft without a config has errors"
+    if arguments.format == "json":
+        print(draft.config.to_json())
+    else:
+        print_report("\n".join(_page(draft.config, arguments.world)))
     return 0
+
+
+def _page(config: Config, world: int | None) -> Iterator[str]:
+    topology = topology_of(config, world)
+    batch = config.batch(topology.data)
+    ranks = f"{topology.world_size} rank{'s' if topology.world_size > 1 else ''}"
+    mesh, equation = f"{ranks} = {topology}", batch.equation.split("; ")[0]
+    if world is None and config.mesh.data == "auto":
+        mesh += "  (the smallest number that fits; --world N checks another)"
+    yield f"mesh       {mesh}"
+    yield f"batch      {equation}"
+    yield f"precision  {_precision(config)}"
+    if config.training.train_steps is not None:
+        yield f"length     {_length(config, config.training.train_steps, batch.train_batch_size)}"
+    resolved = list(resolved_values(config, topology))
+    if resolved:
+        yield from ("", "computed values", *_table(resolved))
+    files = [(found.key, found.path, found.state) for found in run_files(config)]
+    if files:
+        yield from ("", "files and folders", *_table(files))
+    yield ""
+    for warning in (*config.warnings, *batch.warnings):
+        yield f"warning: {warning}"
+    # Without --world, one data rank is only the smallest possible number: print no ZeRO notes.
+    known = world is not None or topology.data > 1
+    for note in (*config.notes, *(config.zero_notes(topology.data) if known else ())):
+        yield f"note: {note}"
+    yield f"ok: this config can run on {ranks}"
+
+
+def _precision(config: Config) -> str:
+    name = "bf16" if config.bf16.enabled else "fp16" if config.fp16.enabled else ""
+    return f"{name}, fp32 master weights" if name else "fp32"
+
+
+def _length(config: Config, steps: int, batch_size: int) -> str:
+    samples = steps * batch_size
+    text = f"{steps:,} steps, {samples:,} samples"
+    return text if config.model is None else f"{text}, {samples * config.model.seq_length:,} tokens"
+
+
+def _table(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for key, value, why in rows:
+        yield f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {why}".rstrip()

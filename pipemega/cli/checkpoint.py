@@ -1,4 +1,4 @@
-"""`python -m pipemega checkpoint`: what lies in a folder, and whether it is whole."""
+"""`python -m pipemega checkpoint`: list, verify and show the checkpoints of a folder."""
 
 import argparse
 import json
@@ -6,45 +6,45 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
-from typing import Any
 
 from tqdm import tqdm
 
-from pipemega.checkpoint import folder as folders
-from pipemega.checkpoint.disk import Disk, disk_at
-from pipemega.checkpoint.folder import Found
-from pipemega.checkpoint.manifest import STATE_FILE, Damage, Progress
-from pipemega.checkpoint.storage import Reader
-from pipemega.checkpoint.store import TENSORS, damaged_files
+from pipemega.checkpoint import layout
+from pipemega.checkpoint.dcp_storage import ShardReader
+from pipemega.checkpoint.layout import StoredCheckpoint
+from pipemega.checkpoint.manifest import STATE_FILE, Progress
+from pipemega.checkpoint.save_load import TENSORS, damaged_files
+from pipemega.cli.run_options import Subparsers
 from pipemega.errors import CheckpointError
+from pipemega.storage.filesystem import Storage, storage_at
 
 _DAMAGED = 1
 
 
-def add_parser(subparsers: Any) -> None:
-    """The three commands."""
-    parser = subparsers.add_parser("checkpoint", help="look at checkpoints, and check them")
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the commands `ls`, `verify` and `show`."""
+    parser = subparsers.add_parser("checkpoint", help="list, verify and show checkpoints")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text, function in (
-        ("ls", "list the checkpoints of a folder", _ls),
-        ("verify", "compare every file with what was written; exit code 1 if one differs", _verify),
-        ("show", "what a checkpoint holds: mesh, step, config, tensors", _show),
+        ("ls", "list the checkpoints in a folder", _ls),
+        ("verify", "compare the checksum of every file; exit code 1 if one differs", _verify),
+        ("show", "show mesh, step, config and tensors of a checkpoint", _show),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
-            "path", help="a folder of checkpoints, or one in it; or a URL that fsspec knows"
+            "path", help="a folder of checkpoints, or one checkpoint; or a URL that fsspec opens"
         )
         if name != "ls":
-            which = "all" if name == "verify" else "the newest"
-            command.add_argument("--tag", help=f"which of the folder's; {which} by default")
+            default = "all" if name == "verify" else "the newest"
+            command.add_argument("--tag", help=f"the checkpoint in the folder; default: {default}")
         command.set_defaults(func=function)
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    disk, tag = _place(arguments.path)
-    tags = _tags(disk, tag)
-    pointed = folders.latest(disk)
-    rows = [_row(disk, one, one == pointed) for one in tags]
+    storage, tag = _find(arguments.path)
+    tags = _tags(storage, tag)
+    latest = layout.read_latest(storage)
+    rows = [_row(storage, one, one == latest) for one in tags]
     head = ("tag", "step", "size", "age", "mesh", "state")
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     for row in (head, *rows):
@@ -53,13 +53,12 @@ def _ls(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _row(disk: Disk, tag: str, pointed: bool) -> tuple[str, ...]:
-    mark = f"{tag} *" if pointed else tag
+def _row(storage: Storage, tag: str, is_latest: bool) -> tuple[str, ...]:
+    mark = f"{tag} *" if is_latest else tag
     try:
-        found = folders.examine(disk, tag)
+        found = layout.find_checkpoint(storage, tag)
     except CheckpointError as error:
-        what = str(error).removeprefix(f"checkpoint {disk.where(tag)} ")
-        return (mark, "", "", "", "", what)
+        return (mark, "", "", "", "", _without_path(error, storage, tag))
     state = found.state
     return (
         mark,
@@ -67,47 +66,44 @@ def _row(disk: Disk, tag: str, pointed: bool) -> tuple[str, ...]:
         f"{found.size / 1e6:,.1f} MB",
         _age(state.get("saved_at")),
         str(state.get("mesh", "")),
-        "whole (by sizes)",
+        "complete (sizes checked)",
     )
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    disk, tag = _place(arguments.path, arguments.tag)
+    storage, tag = _find(arguments.path, arguments.tag)
     code = 0
-    for one in _tags(disk, tag):
+    for one in _tags(storage, tag):
+        path = storage.full_path(one)
         try:
-            found = folders.examine(disk, one)
+            found = layout.find_checkpoint(storage, one)
             with _progress(found) as progress:
-                wrongs = damaged_files(disk, found, found.files, progress)
-        except Damage as damage:
-            wrongs = [str(damage).removeprefix(f"checkpoint {disk.where(one)} ")]
-            found = None
+                damages = damaged_files(storage, found, found.files, progress)
+        # Also if another version wrote it: continue with the other checkpoints.
         except CheckpointError as error:
-            # Of another version: the others are looked at all the same.
-            wrongs, found = [str(error)], None
-        if wrongs:
+            damages = [_without_path(error, storage, one)]
+        for damage in damages:
             code = _DAMAGED
-            for wrong in wrongs:
-                print(f"{disk.where(one)}: DAMAGED: {wrong}")
-        elif found is not None:
-            print(f"{disk.where(one)}: whole, {len(found.files)} files, {found.size / 1e6:,.1f} MB")
+            print(f"{path}: DAMAGED: {damage}")
+        if not damages:
+            print(f"{path}: undamaged, {len(found.files)} files, {found.size / 1e6:,.1f} MB")
     return code
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    disk, tag = _place(arguments.path, arguments.tag)
-    tag = tag or folders.newest(disk)
+    storage, tag = _find(arguments.path, arguments.tag)
+    tag = tag or layout.newest(storage)
     if tag is None:
-        raise CheckpointError(f"{disk.where()}: nothing was saved here")
-    found = folders.examine(disk, tag)
+        raise CheckpointError(f"{storage.full_path()}: no checkpoint was saved here")
+    found = layout.find_checkpoint(storage, tag)
     state = found.state
-    print(f"{disk.where(tag)}")
+    print(f"{storage.full_path(tag)}")
     print(f"  saved     {state.get('saved_at', '?')} ({_age(state.get('saved_at'))} ago)")
     print(f"  mesh      {state.get('mesh')}")
     print(f"  step      {state.get('global_steps')}")
     print(f"  samples   {state.get('consumed_samples')}")
     print(f"  size      {found.size / 1e6:,.1f} MB in {len(found.files)} files")
-    tensors = Reader(disk, f"{found.path}/{TENSORS}").tensors
+    tensors = ShardReader(storage, f"{found.path}/{TENSORS}").tensors
     print(f"  tensors   {len(tensors)}")
     for name, (shape, dtype) in sorted(tensors.items()):
         print(f"    {name}  {list(shape)}  {str(dtype).removeprefix('torch.')}")
@@ -117,36 +113,41 @@ def _show(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _place(path: str, tag: str | None = None) -> tuple[Disk, str | None]:
-    """The folder of checkpoints, and the tag if one is meant.
+def _find(path: str, tag: str | None = None) -> tuple[Storage, str | None]:
+    """Return the folder of checkpoints, and the tag if `path` is one checkpoint.
 
     Raises:
-        CheckpointError: there is nothing.
+        CheckpointError: the path does not exist.
     """
     path = path.rstrip("/") or "/"
-    above, _, name = path.rpartition("/")
-    if tag is None and disk_at(path).size(STATE_FILE) is not None:
-        return disk_at(above or "."), name
-    disk = disk_at(path)
-    if not disk.has():
-        raise CheckpointError(f"no checkpoint folder {disk.where()}: is the path right?")
-    return disk, tag
+    parent, _, name = path.rpartition("/")
+    if tag is None and storage_at(path).size(STATE_FILE) is not None:
+        return storage_at(parent or "."), name
+    storage = storage_at(path)
+    if not storage.exists():
+        raise CheckpointError(f"no checkpoint folder {storage.full_path()!r}: is the path right?")
+    return storage, tag
 
 
-def _tags(disk: Disk, tag: str | None) -> list[str]:
-    """`tag`, or all there are, and the one that is pointed at even if it is not there."""
+def _tags(storage: Storage, tag: str | None) -> list[str]:
+    """Return `tag`, or all tags; also the one that `latest` names if its checkpoint is missing."""
     if tag is not None:
         return [tag]
-    tags, pointed = folders.complete(disk), folders.latest(disk)
-    if pointed is not None and pointed not in tags:
-        tags.append(pointed)
+    tags, latest = layout.complete_tags(storage), layout.read_latest(storage)
+    if latest is not None and latest not in tags:
+        tags.append(latest)
     if not tags:
-        raise CheckpointError(f"{disk.where()}: {folders.there(disk)}")
+        raise CheckpointError(f"{storage.full_path()}: {layout.describe_complete(storage)}")
     return tags
 
 
+def _without_path(error: CheckpointError, storage: Storage, tag: str) -> str:
+    """Return the message without the path, which the line already shows."""
+    return str(error).removeprefix(f"checkpoint {storage.full_path(tag)} ")
+
+
 def _age(saved_at: str | None) -> str:
-    """In the largest unit that fits: 3 h."""
+    """Return the age in the largest unit that fits, such as '3 h'."""
     if saved_at is None:
         return "?"
     seconds = (datetime.now(timezone.utc) - datetime.fromisoformat(saved_at)).total_seconds()
@@ -157,7 +158,7 @@ def _age(saved_at: str | None) -> str:
 
 
 @contextmanager
-def _progress(found: Found) -> Iterator[Progress]:
+def _progress(found: StoredCheckpoint) -> Iterator[Progress]:
     with tqdm(
         total=found.size,
         unit="B",

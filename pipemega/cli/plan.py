@@ -1,40 +1,38 @@
-"""`python -m pipemega plan`: what a config will do, before anything is started."""
+"""Predict a run from its config: mesh, batch, stages, memory, bubble, time and messages of a step.
+
+It needs no GPU, starts no process and allocates no memory for the model: each stage runs once on
+torch's meta device, where tensors have shapes but no values, and all tensors are counted.
+
+The memory is that of CUDA kernels, or of CPU kernels if mesh.device is "cpu". Times are relative to
+the mean forward of a rank, by FLOPs; with --tflops or --costs they are in seconds.
+
+The exit code is 1 if the run does not fit into --device-memory; the output then lists changes that
+reduce memory, each with its result. It is 2, with one line on standard error, after an error.
+
+  text       the whole report, for a terminal
+  json       the same for scripts: sizes in bytes, times in seconds if they are known
+"""
 
 import argparse
 import json
 import shutil
 from pathlib import Path
 
-from pipemega.cli.pictures import FORMATS, FORMATS_HELP, add_options, deliver, show
-from pipemega.cli.run_options import add_config
+from pipemega.cli.figure_output import FORMATS_HELP, add_options, deliver, show
+from pipemega.cli.run_options import Subparsers, add_command, add_config
 from pipemega.config import load
-from pipemega.pipeline.schedules import SCHEDULES, ShareCosts
-from pipemega.planning.advice import recommendation, warnings_of, ways_to_fit
-from pipemega.planning.panels import panels_of, tables_of
-from pipemega.planning.quantities import parse_bytes
+from pipemega.pipeline.schedules import SCHEDULES, RankCosts
+from pipemega.planning.advice import advise
+from pipemega.planning.estimate import Request, estimate
+from pipemega.planning.panels import report_intro, report_panels
 from pipemega.planning.rates import Rates
-from pipemega.planning.report import Request, as_json, draw_up
-from pipemega.planning.text import as_text
-
-_DESCRIPTION = f"""\
-Shows what a config will do: mesh, batch, stages, memory of each rank, bubble, time and traffic of a
-step. Needs no GPU, starts no process, and takes no memory for the model: its stages run once on
-torch's meta device, where tensors have shapes and no numbers, and what they keep is counted.
-
-Memory is that of the kernels of CUDA, or of a CPU if mesh.device is "cpu". Time is relative to a
-rank's mean forward by FLOPs, unless --tflops or --costs say more.
-
-Exit code 1 if it does not fit into --device-memory, and then what would help, each tried;
-2 and one line on standard error if anything is wrong.
-
-  text       everything, for a terminal
-  json       the same with sizes in bytes, and times in seconds where they are known
-{FORMATS_HELP}  With --compare, pictures show the schedules one above the other.
-"""
+from pipemega.planning.report_json import as_json
+from pipemega.planning.report_text import as_text
+from pipemega.planning.units import parse_bytes
 
 _EPILOG = """\
-a model of your own: --model MODULE:FUNCTION, where FUNCTION(micro_batch_size) returns
-(PipelineModule, inputs, labels) of one micro-batch; it is called under torch.device("meta")
+your own model: --model MODULE:FUNCTION, where FUNCTION(micro_batch_size) returns (PipelineModule,
+inputs, labels) for one micro-batch; it is called under torch.device("meta")
 
 examples:
   python -m pipemega plan configs/gpt_1.3b_tp2_pp4.json --device-memory H100-80GB
@@ -42,81 +40,85 @@ examples:
   python -m pipemega plan ds.json --model my_model:build --set mesh.pipeline=4
 """
 
+_PAGE_HELP = """\
+  With --compare, pictures show all compared schedules. The page starts with the verdict and the
+  memory of each rank; without --compare it compares all named schedules, and draws that of the
+  config and the best alternative.
+"""
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command `plan`."""
-    parser = subparsers.add_parser(
-        "plan",
-        help="what a config will do: memory, bubble, time, and whether it fits",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command `plan`."""
+    description = f"{__doc__}{FORMATS_HELP}{_PAGE_HELP}"
+    parser = add_command(subparsers, "plan", description, _EPILOG)
     add_config(parser)
-    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="a model of your own, see below")
+    parser.add_argument("--model", metavar="MODULE:FUNCTION", help="your own model, see below")
     parser.add_argument(
         "--device-memory",
         metavar="SIZE",
-        help="of one device: 80GB, 79.2GiB, or a name that ends in it, such as H100-80GB",
+        help="memory of a device: 80GB, 79.2GiB, or a device name that ends in it, e.g. H100-80GB",
     )
     parser.add_argument(
         "--compare",
         metavar="NAMES",
-        help=f"set other schedules beside it: 'all', or some of {', '.join(SCHEDULES)}",
+        help=f"compare with other schedules: 'all', or some of {', '.join(SCHEDULES)}",
     )
     parser.add_argument(
         "--tflops", type=_positive, metavar="X", help="TFLOP/s that a device achieves"
     )
     parser.add_argument(
-        "--link", type=_positive, metavar="GB/s", help="between pipeline ranks, with --tflops"
+        "--link",
+        type=_positive,
+        metavar="GB/s",
+        help="bandwidth between pipeline ranks; needs --tflops",
     )
     parser.add_argument(
         "--costs",
         type=_costs,
         metavar="F,I,W,c",
-        help="seconds of one rank's share of forward, input half and weight half of a "
-        "micro-batch, and of a message",
+        help="seconds that one rank needs for forward, input gradient and weight gradient of a "
+        "micro-batch, and for a message",
     )
-    parser.add_argument(
-        "--format", choices=("text", "json", *FORMATS), default="text", help="(default: text)"
-    )
-    add_options(parser)
+    add_options(parser, ("text", "json"))
     parser.set_defaults(func=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the plan; 1 if it does not fit, else 0.
+    """Print the plan and return the exit code: 1 if the run does not fit, else 0.
 
     Raises:
-        PipemegaError: the config cannot be run, or a word of the command is wrong.
+        PipemegaError: the config cannot run, or an argument is wrong.
     """
     memory = arguments.device_memory
+    config = load(arguments.config, arguments.overrides)
+    compare = tuple((arguments.compare or "").replace(",", " ").split())
+    draws_all = bool(compare)
+    if arguments.format == "html" and not compare and config.mesh.pipeline > 1:
+        compare = tuple(SCHEDULES)  # the page names the best alternative
     request = Request(
-        config=load(arguments.config, arguments.overrides),
+        config=config,
         world=arguments.world,
         model=arguments.model,
         limit=None if memory is None else parse_bytes(memory),
-        rates=Rates(arguments.costs, arguments.tflops, arguments.link),
-        compare=tuple((arguments.compare or "").replace(",", " ").split()),
+        rates=Rates.of(arguments.costs, arguments.tflops, arguments.link, memory),
+        compare=compare,
     )
-    report = draw_up(request)
-    warnings, best = warnings_of(report), recommendation(report)
-    ways = ways_to_fit(report) if report.fits is False else []
+    report = estimate(request)
+    advice = advise(report)
     if arguments.format == "json":
-        advice = [best] if best else []
-        advice += [f"{way.change}: {way.peak} bytes" for way in ways if way.fits]
-        values = as_json(report, warnings, advice)
-        deliver(json.dumps(values, indent=2) + "\n", arguments.output)
+        deliver(json.dumps(as_json(report, advice), indent=2) + "\n", arguments.output)
     elif arguments.format == "text":
         width = shutil.get_terminal_size((80, 24)).columns
-        deliver(as_text(report, warnings, best, ways, width) + "\n", arguments.output)
+        deliver(as_text(report, advice, width) + "\n", arguments.output)
     else:
         if arguments.unit == "units":
             arguments.unit = "s" if request.rates.known else "mean forwards"
         name = Path(arguments.config).stem
-        panels, memory_unit = panels_of(report)
-        tables = tables_of(report, warnings, best)
-        show(arguments, panels, f"{name}.plan", name, tables, memory_unit=memory_unit)
+        panels, memory_unit = report_panels(report, advice)
+        if compare and not draws_all:
+            panels = [panel for panel in panels if panel.mark]
+        intro = report_intro(report, advice, name)
+        show(arguments, panels, f"{name}.plan", intro=intro, memory_unit=memory_unit)
     return 1 if report.fits is False else 0
 
 
@@ -126,17 +128,17 @@ def _positive(text: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number")
     return number
 
 
-def _costs(text: str) -> ShareCosts:
+def _costs(text: str) -> RankCosts:
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = []
     if len(numbers) not in (3, 4) or not all(0 <= n < float("inf") for n in numbers):
         raise argparse.ArgumentTypeError(
-            f"{text!r}: give three or four times in seconds, F,I,W or F,I,W,c, as in .1,.1,.1,.01"
+            f"{text!r}: give three or four times in seconds, F,I,W or F,I,W,c, e.g. .1,.1,.1,.01"
         )
-    return ShareCosts(*numbers)
+    return RankCosts(*numbers)

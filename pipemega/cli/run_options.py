@@ -1,16 +1,36 @@
-"""Options of the commands that are about a run: its config, its ranks, what is laid over."""
+"""The parser of a command, and options of the commands that read the config of a run."""
 
 import argparse
+from typing import TypeAlias
+
+Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def add_command(
+    subparsers: Subparsers, name: str, description: str, epilog: str, summary: str | None = None
+) -> argparse.ArgumentParser:
+    """Add a command whose --help prints `description` and `epilog` with their line breaks.
+
+    Args:
+        summary: for the list of commands.
+    """
+    return subparsers.add_parser(
+        name,
+        help=summary,
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds CONFIG, --world and --set (as `overrides`)."""
-    parser.add_argument("config", metavar="CONFIG", help="the JSON file")
+    """Add CONFIG, --world and --set (as `overrides`)."""
+    parser.add_argument("config", metavar="CONFIG", help="path of the JSON config")
     parser.add_argument(
         "--world",
         type=int,
         metavar="N",
-        help="number of ranks (default: the fewest that the config can run on)",
+        help="number of ranks (default: the smallest number that fits the config)",
     )
     parser.add_argument(
         "--set",
@@ -18,5 +38,5 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="KEY=VALUE",
         dest="overrides",
-        help="write over a key, such as pipeline.schedule=gpipe; repeatable",
+        help="override a key, for example pipeline.schedule=gpipe; repeatable",
     )

@@ -1,45 +1,55 @@
-"""`python -m pipemega schedule`: a schedule on paper, drawn, timed, or as a file."""
+"""Build a pipeline schedule for any number of ranks, and print or draw it.
+
+The command proves that the schedule is complete and cannot deadlock. It needs no GPU and starts no
+process.
+
+formats:
+  text   a drawing with one row per rank and time from left to right, then makespan, bubble and
+         memory. F3 and B3: forward and backward of micro-batch 3; I3 and W3: the input-gradient
+         and weight-gradient half of its backward; small letters: the second stage of a rank;
+         --: the step continues; ..: the rank waits
+  json   {"name", "num_microbatches", "rank_of_stage": [...], "programs": [["F0@0", ...], ...]},
+         one program per rank; F0@0 is the forward of micro-batch 0 at stage 0
+  csv    one row per rank, in the format of torch.distributed.pipelining: 0F0 is stage 0,
+         forward, micro-batch 0
+"""
 
 import argparse
 import textwrap
 
-from pipemega.cli import auto
-from pipemega.cli.pictures import FORMATS, FORMATS_HELP, add_options, deliver, show
+from pipemega.cli import autoschedule
+from pipemega.cli.figure_output import (
+    FORMATS_HELP,
+    add_options,
+    deliver,
+    deliver_text,
+    show,
+    text_width,
+)
+from pipemega.cli.run_options import Subparsers, add_command
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.costs import CostModel
-from pipemega.pipeline.instructions import Plan
-from pipemega.pipeline.lowering import lower
-from pipemega.pipeline.pictures import Panel
-from pipemega.pipeline.render import draw
+from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.lowering import lower
+from pipemega.pipeline.plan.simulate import Timeline, simulate
+from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.schedules import (
+    AUTO,
     SCHEDULES,
-    SYNTHESIZED,
+    RankCosts,
     ScheduleFamily,
-    ShareCosts,
     Sizes,
     build_plan,
     find_schedule,
 )
-from pipemega.pipeline.simulate import Timeline, simulate
-from pipemega.pipeline.validate import validate
-
-_DESCRIPTION = f"""\
-Builds a pipeline schedule for any number of ranks, proves that it is complete and cannot
-deadlock, and shows it. Needs no GPU and starts no process.
-
-  text   a drawing with ranks down and time across (F3 and B3: forward and backward of micro-batch
-         3; I3 and W3: the two halves of its backward; small letters: the second stage of a rank;
-         -- it goes on; .. the rank waits), makespan, bubble and memory
-  json   {{"name", "num_microbatches", "rank_of_stage": [...], "programs": [["F0@0", ...], ...]}},
-         one list per rank; F0@0 is the forward of micro-batch 0 at stage 0
-  csv    one row per rank, as torch.distributed.pipelining writes schedules: 0F0 is stage 0,
-         forward, micro-batch 0
-{FORMATS_HELP}"""
+from pipemega.pipeline.visualize import FORMATS, Panel
+from pipemega.pipeline.visualize.text import draw_text
+from pipemega.printing import percent
 
 _NAMES = textwrap.fill("schedules: " + ", ".join(SCHEDULES), 79, break_on_hyphens=False)
 _AUTO = """\
-auto: not a schedule that is written down, but the best that can be found for these costs within
---memory-limit, on any number of stages per rank (or --chunks); some seconds for 8 ranks
+auto: searches the best plan for the given costs within --memory-limit, on 1, 2 or 4 stages per
+rank (or --chunks); takes some seconds for 8 ranks
 """
 _EXAMPLES = """\
 examples:
@@ -48,72 +58,63 @@ examples:
 """
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command `schedule`."""
-    parser = subparsers.add_parser(
-        "schedule",
-        help="draw, time or export a pipeline schedule, on paper",
-        description=_DESCRIPTION,
-        epilog="\n".join((_NAMES, "", _AUTO, auto.STAGE_COSTS, _EXAMPLES)),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command `schedule`."""
+    epilog = "\n".join((_NAMES, "", _AUTO, autoschedule.STAGE_COSTS, _EXAMPLES))
+    parser = add_command(subparsers, "schedule", f"{__doc__}{FORMATS_HELP}", epilog)
+    parser.add_argument(
+        "name", metavar="NAME", help="name of a schedule, or auto; see the list below"
     )
-    parser.add_argument("name", metavar="NAME", help="one of those below")
     parser.add_argument("--pp", type=int, required=True, metavar="P", help="pipeline ranks")
     parser.add_argument(
-        "--microbatches", type=int, required=True, metavar="M", help="micro-batches in a step"
+        "--microbatches", type=int, required=True, metavar="M", help="micro-batches per step"
     )
     parser.add_argument(
-        "--chunks", type=int, metavar="V", help="stages per rank (default: what the schedule has)"
+        "--chunks", type=int, metavar="V", help="stages per rank (default: that of the schedule)"
     )
     parser.add_argument(
         "--costs",
         type=_costs,
-        default=ShareCosts(),
+        default=RankCosts(),
         metavar="F,I,W,c",
-        help="times of one rank's share of a micro-batch's forward, input-gradient and "
-        "weight-gradient pass, and of a message between ranks, in any one unit "
+        help="times of forward, input gradient and weight gradient of one micro-batch in all "
+        "stages of one rank together, and of a message between ranks, in any unit "
         "(default: 1,1,1,0)",
     )
     parser.add_argument(
         "--memory-limit",
-        type=auto.limit,
+        type=autoschedule.limit,
         metavar="K",
-        help="the most that any rank may hold, in micro-batches of its share of the model, or in "
-        "the units of --stage-costs (default: any for a named schedule, P micro-batches for auto, "
-        "as 1f1b)",
+        help="limit of the activation memory of each rank, in micro-batches, or in the unit of "
+        "--stage-costs (default: none for a named schedule; for auto P micro-batches, as 1f1b)",
     )
-    auto.add_options(parser)
-    parser.add_argument(
-        "--format",
-        choices=("text", "json", "csv", *FORMATS),
-        default="text",
-        help="(default: text)",
-    )
-    add_options(parser)
+    autoschedule.add_options(parser)
+    add_options(parser, ("text", "json", "csv"))
     parser.set_defaults(func=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Prints the schedule, or writes it to a file, and returns the exit code.
+    """Print the schedule, or write it to a file; return the exit code.
 
     Raises:
-        ScheduleError: there is no such schedule, or not for these sizes or this memory.
-        ConfigError: the picture cannot be drawn here, or not be written there.
+        ScheduleError: unknown schedule, or one that does not accept these sizes or this memory.
+        ConfigError: matplotlib is missing, or the file cannot be written.
     """
-    if arguments.name == SYNTHESIZED:
-        found = auto.look_for(arguments)
+    if arguments.name == AUTO:
+        found = autoschedule.search(arguments)
         costs = arguments.costs if arguments.stage_costs is None else None
-        text = auto.text(found, costs, arguments.objective)
-        return _show(arguments, Panel(found.timeline, costs=found.layout.costs), text)
+        width = text_width(arguments.output)
+        text = autoschedule.text(found, costs, arguments.objective, width)
+        return _show(arguments, Panel(found.timeline, costs=found.placement.costs), text)
     if arguments.stage_costs is not None:
         raise ScheduleError(f"--stage-costs is for auto, not for {arguments.name!r}: use --costs")
     family = find_schedule(arguments.name)
     plan = build_plan(family.name, arguments.pp, arguments.microbatches, arguments.chunks)
     _check_memory(plan, arguments)
     sizes = Sizes(arguments.pp, arguments.microbatches, plan.num_stages // plan.num_ranks)
-    stage_costs = CostModel.shared(plan.rank_of_stage, *arguments.costs)
+    stage_costs = CostModel.from_rank_costs(plan.rank_of_stage, *arguments.costs)
     timeline = simulate(plan, stage_costs)
-    text = _text(family, sizes, timeline, arguments.costs)
+    text = _text(family, sizes, timeline, arguments)
     return _show(arguments, Panel(timeline, costs=stage_costs), text)
 
 
@@ -128,53 +129,56 @@ def _show(arguments: argparse.Namespace, panel: Panel, text: str) -> int:
         unit = "micro-batches" if arguments.stage_costs is None else "units"
         show(arguments, [panel], plan.name, memory_unit=unit)
     else:
-        deliver(text + "\n", arguments.output)
+        deliver_text(text, arguments.output)
     return 0
 
 
 def _check_memory(plan: Plan, arguments: argparse.Namespace) -> None:
-    """Whether a named schedule keeps the limit, if there is one."""
+    """Raise ScheduleError if a named schedule exceeds --memory-limit."""
     limit = arguments.memory_limit
     if limit is None:
         return
-    held = simulate(plan, CostModel.shared(plan.rank_of_stage)).peak
+    held = simulate(plan, CostModel.from_rank_costs(plan.rank_of_stage)).peak
     if max(held) > limit * (1 + 1e-9):
         raise ScheduleError(
             f"schedule {plan.name!r} holds {max(held):g} micro-batches on rank "
-            f"{held.index(max(held))}, and --memory-limit is {limit:g}: give it as much, or use "
-            f"schedule 'auto', which keeps a limit"
+            f"{held.index(max(held))}, and --memory-limit is {limit:g}: raise the limit, or use "
+            f"schedule 'auto'"
         )
 
 
-def _text(family: ScheduleFamily, sizes: Sizes, timeline: Timeline, costs: ShareCosts) -> str:
+def _text(
+    family: ScheduleFamily, sizes: Sizes, timeline: Timeline, arguments: argparse.Namespace
+) -> str:
+    costs: RankCosts = arguments.costs
     stages = f"{sizes.chunks} stages per rank, " if sizes.chunks > 1 else ""
-    by_formula = f", {family.bubble(sizes, costs):.2%} by the formula"
+    by_formula = f", {percent(family.bubble(sizes, costs), 2)} by the formula"
     if not family.exact(sizes, costs):
-        by_formula = f"; the formula is for {family.exact_formula}"
+        by_formula = f"; the formula is exact only if {family.exact}"
     return "\n".join(
         (
             f"{family.name}: {sizes.pp_size} ranks, {stages}{sizes.num_microbatches} "
             f"micro-batches; "
             f"F={costs.forward:g} I={costs.backward_input:g} W={costs.backward_weight:g} "
-            f"c={costs.message:g} per rank's share   ({family.source})",
+            f"c={costs.message:g} per rank   ({family.source})",
             "",
-            draw(timeline),
+            draw_text(timeline, text_width(arguments.output)),
             "",
-            f"makespan   {timeline.makespan:g}   (first step to last; formula: "
-            f"{family.makespan_formula})",
-            f"span       {timeline.span:g}   (the longest of any one rank, from its own first step "
-            f"to its own last)",
-            f"bubble     {timeline.bubble:.2%} simulated{by_formula}",
-            f"memory     {auto.peaks(timeline.peak)} micro-batches held at most, by rank (formula: "
-            f"{family.peak_formula})",
+            f"makespan   {timeline.makespan:g}   (from the first step to the last; formula: "
+            f"{family.makespan})",
+            f"span       {timeline.span:g}   (longest time of a rank, from its own first step to "
+            f"its own last)",
+            f"bubble     {percent(timeline.bubble, 2)} simulated{by_formula}",
+            f"memory     {autoschedule.peaks(timeline.peak)} micro-batches held at most, per rank "
+            f"(formula: {family.peak})",
         )
     )
 
 
-def _costs(text: str) -> ShareCosts:
+def _costs(text: str) -> RankCosts:
     parts = text.split(",")
     try:
-        costs = ShareCosts(*map(float, parts))
+        costs = RankCosts(*map(float, parts))
     except (ValueError, TypeError):
         parts = []
     if len(parts) not in (3, 4):
@@ -182,7 +186,7 @@ def _costs(text: str) -> ShareCosts:
             f"{text!r}: give three or four numbers, F,I,W or F,I,W,c, as in 1,1,1,0.1"
         )
     try:
-        CostModel.shared((0,), *costs)
+        CostModel.from_rank_costs((0,), *costs)
     except ScheduleError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return costs

@@ -1,37 +1,32 @@
-"""`python -m pipemega timeline`: a step as it was measured, beside what was to be expected."""
+"""Show a measured timeline next to a simulation of the same plan with the measured costs.
+
+Training writes a timeline at each step listed in monitor.trace, as timelines/step-N.json in the run
+folder.
+
+  text       both timelines; makespan, span, bubble and memory; busy and wait time of each rank;
+             costs of each stage
+  png, svg   both timelines as a picture (needs matplotlib: pip install -e '.[pictures]')
+  html       both timelines as one self-contained page: select a step to see its details
+  trace      a Chrome trace, for ui.perfetto.dev
+"""
 
 import argparse
 from pathlib import Path
 
-from pipemega.cli.pictures import FORMATS, deliver
+from pipemega.cli.figure_output import deliver, deliver_text, text_width
+from pipemega.cli.run_options import Subparsers, add_command
 from pipemega.errors import ConfigError
-from pipemega.pipeline.comparison import Comparison, compare
-from pipemega.pipeline.trace import Trace
+from pipemega.pipeline.visualize import FORMATS
+from pipemega.profiling.simulated_vs_measured import compare
+from pipemega.profiling.trace import Trace
 
-_DESCRIPTION = """\
-Shows a timeline that a run has measured: training writes one at each step that monitor.trace names,
-as timelines/step-N.json in the folder of the run. Beside it stands the same plan as the simulator
-plays it with the costs that were measured.
-
-  text       both drawn, with makespan, span, bubble and memory; what each rank did and waited for;
-             what the steps of each stage cost
-  png, svg   both as a picture (needs matplotlib: pip install 'pipemega[pictures]')
-  html       both as a page of its own: point at a step, and it says what it is
-  trace      a Chrome trace, for ui.perfetto.dev
-"""
 _EXAMPLE = "example: python -m pipemega timeline runs/latest/timelines/step-10.json --format html"
 
 
-def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Adds the command `timeline`."""
-    parser = subparsers.add_parser(
-        "timeline",
-        help="look at a step that a run has measured",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("file", type=Path, metavar="FILE", help="step-N.json of a run")
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command `timeline`."""
+    parser = add_command(subparsers, "timeline", __doc__, _EXAMPLE)
+    parser.add_argument("file", type=Path, metavar="FILE", help="timelines/step-N.json of a run")
     parser.add_argument(
         "--format", choices=("text", *FORMATS), default="text", help="(default: text)"
     )
@@ -39,38 +34,34 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--output",
         type=Path,
         metavar="OUT",
-        help="where to write (default: beside FILE; text to the terminal)",
+        help="output file (default: next to FILE; text to the terminal)",
     )
     parser.add_argument(
-        "--width", type=int, default=120, help="of the drawings in text (default: %(default)s)"
+        "--width",
+        type=int,
+        help="width of text timelines (default: that of the terminal; 120 if there is none)",
     )
     parser.set_defaults(func=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Shows the timeline, or writes it to a file, and returns the exit code.
+    """Show the timeline, or write it to a file, and return the exit code.
 
     Raises:
-        ScheduleError: the file is no measured timeline.
-        ConfigError: it cannot be read; the picture cannot be drawn here, or not be written there.
+        ScheduleError: the file is not a measured timeline.
+        ConfigError: the file cannot be read, matplotlib is missing, or the output cannot be
+            written.
     """
     file: Path = arguments.file
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ConfigError(f"the timeline {str(file)!r} cannot be read: {error}") from error
-    shown = compare(Trace.from_json(text))
-    if arguments.format == "text":
-        deliver(shown.text(arguments.width) + "\n", arguments.output)
+    comparison, form = compare(Trace.from_json(text)), arguments.format
+    if form == "text":
+        width = arguments.width or text_width(arguments.output)
+        deliver_text(comparison.text(width), arguments.output)
     else:
-        ending = "trace.json" if arguments.format == "trace" else arguments.format
-        deliver(_drawn(shown, arguments.format), arguments.output or file.with_suffix(f".{ending}"))
+        output = arguments.output or file.with_suffix(f".{FORMATS[form]}")
+        deliver(comparison.render(form), output)
     return 0
-
-
-def _drawn(shown: Comparison, form: str) -> bytes | str:
-    if form == "png":
-        return shown.png()
-    if form == "svg":
-        return shown.svg()
-    return shown.html() if form == "html" else shown.chrome_trace()

@@ -1,6 +1,20 @@
-"""The config room: one JSON file, every key with its type and meaning, nothing silently ignored."""
+"""The config: one JSON file, one pydantic section per JSON object.
 
-from pipemega.config.batch import Batch
-from pipemega.config.config import Config, load
+config                       the whole file, the rules between its sections
+load_config                  `load`: reads a file and reports all its errors
+source                       reads JSON with comments; remembers the line of each key
+build_sections               plain values -> sections, with all errors
+key_kinds                    how a key is declared: own, honoured, ignored, refused, block
+value_types                  types of values, and their text in messages and pages
+batch_equation               train_batch_size = micro-batch size * micro-batches * data ranks
+unsupported                  table of the DeepSpeed keys that have no counterpart here
+json_schema, reference       JSON Schema; pages of the docs (text: *_page.md)
+name_suggestions             "did you mean"
+mesh, model, data, ...       one module per section
+"""
 
-__all__ = ["Batch", "Config", "load"]
+from pipemega.config.batch_equation import Batch
+from pipemega.config.config import Config
+from pipemega.config.load_config import Draft, examine, load
+
+__all__ = ["Batch", "Config", "Draft", "examine", "load"]

@@ -1,32 +1,29 @@
-"""`activation_checkpointing`: what is computed again backward, and not kept.  Floor 1."""
+"""`activation_checkpointing`: recompute activations in the backward pass."""
 
-from pipemega.config.keys import Count, Section, honoured, ignored, refused
+from pipemega.config.key_kinds import Section, honoured, ignored, refused
+from pipemega.config.value_types import Count
 
 
 class ActivationCheckpointingSection(Section):
-    """DeepSpeed's activation checkpointing; `model.recompute` is the finer choice for the GPT."""
+    """DeepSpeed's activation checkpointing; for the GPT, `model.recompute` gives finer control."""
 
     number_checkpoints: Count | None = honoured(
-        None, "Parts that the whole model is cut into; each keeps its input alone. null: none."
+        None, "Number of segments; each stores its input and is recomputed in backward; null: off."
     )
     partition_activations: bool = refused(
         False,
-        "DeepSpeed: cut what is kept over the tensor ranks.",
-        "not here yet; mesh.sequence_parallel cuts it as well, so set that to true instead",
+        "DeepSpeed: split the stored activations over the tensor ranks.",
+        "not implemented; set mesh.sequence_parallel to true, which splits them too",
     )
     cpu_checkpointing: bool = refused(
         False,
-        "DeepSpeed: move what is kept to host memory.",
-        "not here yet; use model.recompute or pipeline.activation_checkpoint_interval",
+        "DeepSpeed: move the stored activations to host memory.",
+        "not implemented; use model.recompute or pipeline.activation_checkpoint_interval",
     )
     contiguous_memory_optimization: bool = ignored(
-        False,
-        "DeepSpeed: keep it in one buffer.",
-        "torch's allocator does that well enough by itself",
+        False, "Store activations in one buffer.", "torch's allocator manages this memory"
     )
     synchronize_checkpoint_boundary: bool = ignored(
-        False,
-        "DeepSpeed: wait for the device at each part.",
-        "the device is never waited for there",
+        False, "Synchronize at each segment.", "recomputation does not synchronize with the device"
     )
-    profile: bool = ignored(False, "DeepSpeed: time each part.", "use wall_clock_breakdown")
+    profile: bool = ignored(False, "DeepSpeed: time each segment.", "use wall_clock_breakdown")

@@ -1,38 +1,26 @@
-"""`checkpoint`: where and when the state is saved.  Floor 1."""
+"""Config section `checkpoint`: where and when checkpoints are saved, and what is loaded."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import create_model, model_validator
+from pydantic import create_model
 
-from pipemega.config.keys import (
-    Count,
-    Name,
-    Section,
-    Whole,
-    honoured,
-    ignored,
-    own,
-    refused,
-    section,
-)
+from pipemega.config.key_kinds import Section, honoured, ignored, own, refused, rule, section
+from pipemega.config.value_types import Count, Name, Whole
 
 
 class ParallelWriteSection(Section):
     """DeepSpeed's `checkpoint.parallel_write`."""
 
     pipeline_stage: bool = ignored(
-        False,
-        "DeepSpeed: every pipeline stage writes for itself.",
-        "every rank writes its own part in any case",
-        agrees=[True],
+        False, "Write files per stage.", "every rank always writes its own part", agrees=[True]
     )
 
 
 if TYPE_CHECKING:
     _Async = Section
 else:
-    # A word of Python's own, which cannot be written in a class.
+    # `async` is a Python keyword, so a class body cannot contain a field of this name.
     _Async = create_model(
         "_Async",
         __base__=Section,
@@ -40,54 +28,58 @@ else:
         **{
             "async": (
                 bool,
-                own(False, "Write in the background: a step waits only until a copy is made."),
+                own(
+                    False, "Save in the background: a step waits only for the copy of the tensors."
+                ),
             )
         },
     )
 
 
 class CheckpointSection(_Async):
-    """Where and when the state of a run is saved, and what of it is loaded."""
+    """Where and when checkpoints are saved, and which parts of them are loaded."""
 
-    save: Name | None = own(
-        None, "Folder to save in, or a URL that fsspec knows; null: nothing is saved."
+    save: Name | None = own(None, "Folder or fsspec URL to save in; null: save nothing.")
+    load: Name | None = own(None, "Folder or URL to resume from; null: start a new run.")
+    load_tag: Name | None = own(None, "Checkpoint in `load`; null: the newest undamaged one.")
+    interval: Whole = own(0, "Steps between checkpoints; 0: save only at the end.")
+    overwrite: bool = own(
+        False, "Start a new run although `save` has checkpoints of an earlier run; replaces them."
     )
-    load: Name | None = own(None, "Folder or URL to go on from; null: a new run.")
-    load_tag: Name | None = own(None, "Which checkpoint of `load`; null: the newest that is whole.")
-    interval: Whole = own(0, "Steps between checkpoints; 0: only at the end.")
-    keep_last: Count | None = own(None, "Newest checkpoints that are kept; null: all.")
+    take_over: bool = own(
+        False,
+        "Save although the lock in the folder says that another run uses it. Set this only if that "
+        "run has certainly ended: if it still runs, it is stopped with an error.",
+    )
+    keep_last: Count | None = own(None, "Number of newest checkpoints to keep; null: all.")
     keep_every: Count | None = own(
-        None, "Steps whose multiples are kept for good, in spite of `keep_last`; null: none."
+        None, "Permanently keep checkpoints whose step is a multiple of this; null: none."
     )
-    verify: bool = own(
-        True, "Before loading, compare the SHA-256 of every file, and not only its size."
+    verify: bool = own(True, "Before loading, compare each file's SHA-256; false: only its size.")
+    load_module_only: bool = own(False, "Load only parameters and buffers; start at step 0.")
+    load_optimizer_states: bool = own(
+        True, "false: do not load the optimizer state; the run starts without optimizer state."
     )
-    load_module_only: bool = own(
-        False, "Load parameters and buffers alone, into a run that begins at step 0."
+    load_lr_scheduler_states: bool = own(
+        True, "false: do not load the learning-rate schedule; it starts at step 0."
     )
-    load_optimizer_states: bool = own(True, "false: the optimizer begins anew.")
-    load_lr_scheduler_states: bool = own(True, "false: the learning rate's schedule begins anew.")
-    strict: bool = own(
-        True, "false: of a checkpoint of another model what fits is loaded, the rest is listed."
-    )
+    strict: bool = own(True, "false: load what fits from another model, and log the rest.")
     allow_changes: tuple[Name, ...] = own(
         (),
-        "Keys, or sections, of the config that may differ from the checkpoint's though they "
-        'change the model or the order of the data, such as `["model.hidden_dropout", "seed"]`.',
+        "Config keys or sections that may differ from those of the checkpoint, even if they change "
+        'the model or the order of the data, such as `["model.hidden_dropout", "seed"]`.',
     )
     tag_validation: Literal["Warn", "Ignore", "Fail"] = honoured(
-        "Warn", "What to do when the ranks save under different tags."
+        "Warn", "What to do when the ranks save with different tags."
     )
     load_universal: bool = ignored(
         False,
-        "DeepSpeed: load a checkpoint of another mesh from its converted form.",
-        "every checkpoint loads on every mesh, without being converted",
+        "DeepSpeed: load a checkpoint of another mesh after its conversion.",
+        "every checkpoint loads on every mesh without conversion",
         agrees=[True],
     )
     use_node_local_storage: bool = refused(
-        False,
-        "DeepSpeed: each node saves on a disk of its own.",
-        "a checkpoint lies in one folder that every rank sees",
+        False, "Save to each node's disk.", "a checkpoint is one folder that all ranks can access"
     )
     parallel_write: ParallelWriteSection = section(ParallelWriteSection, "DeepSpeed's; see there.")
     writer: Mapping[str, Any] | None = ignored(
@@ -96,24 +88,23 @@ class CheckpointSection(_Async):
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:
-        # DeepSpeed takes the three words in any case.
+        # DeepSpeed accepts the three values in upper and lower case.
         word = raw.get("tag_validation") if isinstance(raw, dict) else None
         return raw | {"tag_validation": word.capitalize()} if isinstance(word, str) else raw
 
     def remarks(self) -> Iterable[str]:
         if self.keep_every is not None and self.keep_last is None:
-            yield ("checkpoint.keep_every does nothing without checkpoint.keep_last: all are kept")
+            yield ("checkpoint.keep_every has no effect without checkpoint.keep_last: all are kept")
 
     @property
     def in_background(self) -> bool:
         """The key `async`."""
         return bool(getattr(self, "async"))
 
-    @model_validator(mode="after")
-    def _a_folder_to_save_in(self) -> "CheckpointSection":
+    @rule("interval", "save")
+    def _interval_needs_a_folder(self) -> Iterator[str]:
         if self.interval and self.save is None:
-            raise ValueError(
+            yield (
                 f"checkpoint.interval is {self.interval}, and there is no folder to save in: "
-                "give checkpoint.save"
+                "set checkpoint.save"
             )
-        return self

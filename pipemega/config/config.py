@@ -1,19 +1,16 @@
-"""The whole config: its sections, the rules between them, and `load`.  Floor 1."""
+"""The whole config: its sections, and the rules between them."""
 
 import json
-import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
-from pydantic import model_validator
-
 from pipemega.config.activation_checkpointing import ActivationCheckpointingSection
-from pipemega.config.batch import Batch, BatchKeys, solve
-from pipemega.config.building import build
+from pipemega.config.batch_equation import MICRO, STEPS, TRAIN, Batch, BatchKeys, solve
 from pipemega.config.checkpoint import CheckpointSection
 from pipemega.config.data import DataSection
 from pipemega.config.gradients import GradientKeys
-from pipemega.config.keys import Count, Section, Whole, honoured, marks, own, section, sections
+from pipemega.config.key_kinds import Rule, Section, honoured, key_info, own, section, sections
 from pipemega.config.mesh import MeshSection
 from pipemega.config.model import ModelSection, near_multiples
 from pipemega.config.monitors import (
@@ -24,64 +21,62 @@ from pipemega.config.monitors import (
     WandbSection,
 )
 from pipemega.config.optimizer import OptimizerSection
-from pipemega.config.pipeline import PipelineSection, check_bounds
+from pipemega.config.pipeline import PipelineSection, bounds_errors
 from pipemega.config.precision import Bf16Section, DataTypesSection, Fp16Section
-from pipemega.config.reading import Invalid, dotted, override, read
 from pipemega.config.scheduler import SchedulerSection
+from pipemega.config.source import all_problems, dotted
 from pipemega.config.training import TrainingSection
 from pipemega.config.unsupported import UnsupportedKeys
+from pipemega.config.value_types import Count, Whole
 from pipemega.config.zero import ParameterBytes, ZeroOnMesh, ZeroSection
 from pipemega.errors import ConfigError
 
-# The embedding and the head are layers as well.
-_LAYERS_BESIDE_BLOCKS = 2
-
 
 class RunKeys(Section):
-    """What the run is and what it says."""
+    """Seed and logging of the run."""
 
-    seed: Whole = own(1234, "Weights, dropout and the order of the data are drawn from it.")
-    steps_per_print: Count | None = honoured(10, "Steps between lines of the log; null: none.")
-    wall_clock_breakdown: bool = honoured(False, "Log where the time of a step goes.")
-    memory_breakdown: bool = honoured(False, "Log the memory of the device.")
+    seed: Whole = own(1234, "Seed of initial weights, dropout and the order of the data.")
+    steps_per_print: Count | None = honoured(10, "Steps between log lines; null: no lines.")
+    wall_clock_breakdown: bool = honoured(False, "Log how long the parts of a step take.")
+    memory_breakdown: bool = honoured(False, "Log the memory use of the device.")
     dump_state: bool = honoured(False, "Log the resolved config at the start.")
 
 
 class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
-    """A run, as one file says it.  Frozen: what follows from the keys is a property or a method."""
+    """The config of a run, frozen; values derived from the keys are properties and methods."""
 
     old_names: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
 
-    mesh: MeshSection = section(MeshSection, "How the ranks are laid out.", own=True)
-    model: ModelSection | None = own(None, "The built-in GPT; null: a model of your own.")
-    data: DataSection = section(DataSection, "What it is trained on.", own=True)
-    pipeline: PipelineSection = section(PipelineSection, "Stages and their order.")
-    training: TrainingSection = section(TrainingSection, "The loop around the steps.", own=True)
-    optimizer: OptimizerSection | None = honoured(None, "The optimizer.")
-    scheduler: SchedulerSection | None = honoured(None, "The learning rate.")
-    fp16: Fp16Section = section(Fp16Section, "Training in fp16.")
-    bf16: Bf16Section = section(Bf16Section, "Training in bf16; `bfloat16` is its old name.")
+    mesh: MeshSection = section(MeshSection, "Sizes of the mesh axes.", own=True)
+    model: ModelSection | None = own(None, "The built-in GPT; null: you pass your own model.")
+    data: DataSection = section(DataSection, "Training data.", own=True)
+    pipeline: PipelineSection = section(PipelineSection, "Stages and schedule.")
+    training: TrainingSection = section(TrainingSection, "Training loop.", own=True)
+    optimizer: OptimizerSection | None = honoured(None, "Optimizer.")
+    scheduler: SchedulerSection | None = honoured(None, "Learning-rate schedule; null: constant.")
+    fp16: Fp16Section = section(Fp16Section, "fp16 training.")
+    bf16: Bf16Section = section(Bf16Section, "bf16 training; old name: `bfloat16`.")
     data_types: DataTypesSection = section(DataTypesSection, "Other dtypes.")
-    zero_optimization: ZeroSection = section(ZeroSection, "ZeRO.")
+    zero_optimization: ZeroSection = section(ZeroSection, "ZeRO stage 1 and optimizer offload.")
     activation_checkpointing: ActivationCheckpointingSection = section(
-        ActivationCheckpointingSection, "Recomputation."
+        ActivationCheckpointingSection, "Recomputation of activations."
     )
-    checkpoint: CheckpointSection = section(CheckpointSection, "Saving and loading.")
-    monitor: MonitorSection = section(MonitorSection, "What is always recorded.", own=True)
-    tensorboard: TensorboardSection = section(TensorboardSection, "Event files for TensorBoard.")
+    checkpoint: CheckpointSection = section(CheckpointSection, "Saving and loading of checkpoints.")
+    monitor: MonitorSection = section(MonitorSection, "Metrics that every run records.", own=True)
+    tensorboard: TensorboardSection = section(TensorboardSection, "TensorBoard.")
     wandb: WandbSection = section(WandbSection, "Weights & Biases.")
     csv_monitor: CsvSection = section(CsvSection, "CSV files.")
     timers: TimersSection = section(TimersSection, "DeepSpeed's timers.")
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:
-        return _mesh_of_stages(raw) if isinstance(raw, Mapping) else raw
+        return _mesh_from_stages(raw) if isinstance(raw, Mapping) else raw
 
     def batch(self, data_size: int) -> Batch:
-        """The batch equation on `data_size` data ranks.
+        """Solve the batch equation for `data_size` data ranks.
 
         Raises:
-            ConfigError: it has no solution; the message lists the nearest sizes that have.
+            ConfigError: it has no solution; the message lists the nearest sizes that have one.
         """
         tensor, pipeline = self.mesh.tensor, self.mesh.pipeline
         solution = solve(
@@ -91,21 +86,36 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
             data_size,
             tensor * pipeline,
         )
-        fills = self.pipeline.schedule in ("gpipe", "1f1b")
-        return Batch(*solution, data_size, tensor, pipeline, fills)
+        has_1f1b_bubble = self.pipeline.schedule in ("gpipe", "1f1b")
+        return Batch(*solution, data_size, tensor, pipeline, has_1f1b_bubble)
 
     def check_zero(self, data_size: int) -> None:
-        """Says what can only be said of ZeRO when the number of data ranks is known.
+        """Check the ZeRO stage; the error text needs the number of data ranks.
 
         Raises:
-            ConfigError: a stage that is not here, with what there is in its place.
+            ConfigError: the stage is not supported; the message gives the alternative.
         """
         refusal = self._zero_on(data_size).refusal
         if refusal is not None:
             raise ConfigError(refusal)
 
+    def check_sizes(self, data_size: int) -> None:
+        """Check the batch equation and the ZeRO stage for `data_size` data ranks.
+
+        Raises:
+            ConfigError: with the errors of both.
+        """
+        problems = []
+        for check in (self.batch, self.check_zero):
+            try:
+                check(data_size)
+            except ConfigError as error:
+                problems.append(str(error))
+        if problems:
+            raise all_problems(problems)
+
     def zero_notes(self, data_size: int) -> tuple[str, ...]:
-        """What ZeRO saves on `data_size` data ranks; to be said once in the log."""
+        """Return what ZeRO saves on `data_size` data ranks, as lines for the log."""
         return tuple(self._zero_on(data_size).notes)
 
     def _zero_on(self, data_size: int) -> ZeroOnMesh:
@@ -119,7 +129,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
 
     @property
     def smallest_data_size(self) -> int:
-        """The data ranks that the file speaks of, or else the fewest that there can be."""
+        """The number of data ranks if the config determines it, else the smallest possible."""
         if self.mesh.data != "auto":
             return self.mesh.data
         micro, steps = self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps
@@ -129,169 +139,193 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What is ignored or likely not meant; to be said once in the log."""
+        """Keys that are ignored or probably a mistake, as lines for the log."""
         return tuple(_warnings(self))
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Defaults whose meaning differs between systems; to be said once in the log."""
-        if "gradient_clipping" in self.model_fields_set:
-            return ()
-        return (
-            f"gradient_clipping is not given and is {self.gradient_clipping:g}, DeepSpeed's "
-            "default of today (0 before June 2026); 0 switches it off",
-        )
+        """Defaults that differ between training systems, as lines for the log."""
+        return tuple(_notes(self))
+
+    @cached_property
+    def name(self) -> str:
+        """Name of the file that the config was loaded from, without its ending; else "run"."""
+        return "run"
 
     def to_dict(self) -> dict[str, Any]:
-        """The resolved config as JSON values: every key that does something, and all written."""
+        """Return the resolved config as JSON values: all supported keys, and all that were set."""
         return _resolved(self)
 
     def to_json(self) -> str:
-        """The same as a text, which `load` reads back to an equal config."""
+        """Return the resolved config as JSON text; `config.load` makes an equal config from it."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
-    @model_validator(mode="after")
-    def _rules(self) -> "Config":
-        for rule in (
-            _one_precision,
-            _model_on_mesh,
-            _stages,
-            _schedule_length,
-            _folder_to_go_back_to,
-            _sizes,
-        ):
-            rule(self)
-        return self
+    @classmethod
+    def rules(cls) -> Iterable[Rule]:
+        return _RULES
 
 
-def load(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
-) -> Config:
-    """A checked config.
-
-    Args:
-        source: a path, a mapping, the text of a JSON object, or a Config.
-        overrides: `a.b=value` each; the value is JSON, or else a text.
-
-    Raises:
-        ConfigError: a key is unknown, missing, of the wrong type, refused, or does not fit another.
-    """
-    if isinstance(source, Config):
-        if not overrides:
-            return source
-        source = source.to_dict()
-    found = override(read(source), overrides)
-    try:
-        return build(Config, found.tree)
-    except Invalid as invalid:
-        raise found.error(invalid) from None
-
-
-def _mesh_of_stages(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`pipeline.stages` stands in for a `mesh.pipeline` that is not written."""
+def _mesh_from_stages(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Set `mesh.pipeline` from `pipeline.stages` if only the latter is given."""
     pipeline, mesh = raw.get("pipeline"), raw.get("mesh", {})
     if not isinstance(pipeline, Mapping) or not isinstance(mesh, Mapping) or "pipeline" in mesh:
         return raw
     stages = pipeline.get("stages", "auto")
-    return raw if stages == "auto" else {**raw, "mesh": {**mesh, "pipeline": stages}}
+    # Any other value is an error of `pipeline.stages`.
+    is_count = isinstance(stages, int) and not isinstance(stages, bool) and stages > 0
+    return {**raw, "mesh": {**mesh, "pipeline": stages}} if is_count else raw
 
 
-def _one_precision(config: Config) -> None:
+def _one_precision(config: Config) -> Iterator[str]:
     if config.fp16.enabled and config.bf16.enabled:
-        raise ValueError("fp16.enabled and bf16.enabled are both true: keep one, bf16 if in doubt")
+        yield "fp16.enabled and bf16.enabled are both true: keep one, bf16 if in doubt"
 
 
-def _model_on_mesh(config: Config) -> None:
+def _model_on_mesh(config: Config) -> Iterator[str]:
     model, mesh = config.model, config.mesh
     if model is None:
         return
-    cut = {
+    sharded = {
         "num_attention_heads": model.num_attention_heads,
-        "num_query_groups": model.query_groups,
         "ffn_hidden_size": model.feed_forward_size,
     }
     if mesh.sequence_parallel:
-        cut["seq_length"] = model.seq_length
-    for name, size in cut.items():
+        sharded["seq_length"] = model.seq_length
+    if model.query_groups != model.num_attention_heads:
+        sharded["num_query_groups"] = model.query_groups
+    for name, size in sharded.items():
         if size % mesh.tensor:
-            raise ValueError(
-                f"model.{name} ({size}) must be a multiple of mesh.tensor ({mesh.tensor}), which "
-                f"cuts it; the nearest {near_multiples(size, mesh.tensor)}"
+            yield (
+                f"model.{name} ({size}) must be a multiple of mesh.tensor ({mesh.tensor}), over "
+                f"which it is sharded; the nearest {near_multiples(size, mesh.tensor)}"
             )
-    layers = model.num_layers + _LAYERS_BESIDE_BLOCKS
+
+
+def _a_layer_for_each_stage(config: Config) -> Iterator[str]:
+    model, mesh = config.model, config.mesh
+    if model is None:
+        return
+    layers = model.pipeline_layers
     chunks = config.pipeline.stages_per_rank or 1
     if mesh.pipeline * chunks > layers:
         stages = f"mesh.pipeline ({mesh.pipeline})"
         if chunks > 1:
             stages += f" * pipeline.chunks ({chunks}) = {mesh.pipeline * chunks}"
-        raise ValueError(
-            f"{stages} is more than the layers there are: "
-            f"model.num_layers + embedding + head = {model.num_layers} + 1 + 1 = {layers}, and a "
-            "stage needs one at least"
+        yield (
+            f"{stages} is more than the number of layers: "
+            f"model.num_layers + embedding, positions, norm and head = {model.num_layers} + "
+            f"{layers - model.num_layers} = {layers}, and each stage needs at least one"
         )
 
 
-def _stages(config: Config) -> None:
+def _stages(config: Config) -> Iterator[str]:
     stages, ranks = config.pipeline.stages, config.mesh.pipeline
     if stages not in ("auto", ranks):
-        raise ValueError(
-            f"pipeline.stages ({stages}) must be mesh.pipeline ({ranks}), one stage on each "
-            'pipeline rank: make them equal, or pipeline.stages "auto"'
+        yield (
+            f"pipeline.stages ({stages}) must equal mesh.pipeline ({ranks}): make them equal, or "
+            'set pipeline.stages to "auto"'
         )
-    if config.pipeline.stages_per_rank is not None:
-        check_bounds(config.pipeline.partition, ranks * config.pipeline.stages_per_rank)
-    every, parts = (
+    elif config.pipeline.stages_per_rank is not None:
+        yield from bounds_errors(config.pipeline.partition, ranks * config.pipeline.stages_per_rank)
+
+
+def _one_way_to_recompute(config: Config) -> Iterator[str]:
+    interval, segments = (
         config.pipeline.activation_checkpoint_interval,
         config.activation_checkpointing.number_checkpoints,
     )
-    if every and parts:
-        raise ValueError(
-            f"pipeline.activation_checkpoint_interval ({every}) and "
-            f"activation_checkpointing.number_checkpoints ({parts}) say the same thing in two "
-            "ways: keep one"
+    if interval and segments:
+        yield (
+            f"pipeline.activation_checkpoint_interval ({interval}) and "
+            f"activation_checkpointing.number_checkpoints ({segments}) are two ways to set the "
+            "same thing: keep one"
         )
 
 
-def _schedule_length(config: Config) -> None:
+def _schedule_length(config: Config) -> Iterable[str]:
     if config.scheduler is not None:
         config.scheduler.params.check(config.training.train_steps)
+    return ()
 
 
-def _folder_to_go_back_to(config: Config) -> None:
+def _checkpoint_folder(config: Config) -> Iterator[str]:
     training = config.training
-    wants = {
+    needs_folder = {
         "training.resume is 'auto'": training.resume == "auto",
         "training.on_nonfinite.policy is 'rollback'": training.on_nonfinite.policy == "rollback",
     }
-    for wish, is_there in wants.items():
-        if is_there and config.checkpoint.save is None:
-            raise ValueError(
-                f"{wish}, which loads what the run has saved, and it saves nothing: give "
-                "checkpoint.save"
+    for setting, is_set in needs_folder.items():
+        if is_set and config.checkpoint.save is None:
+            yield (
+                f"{setting}, which loads checkpoints of this run, but checkpoint.save is not set: "
+                "set it"
             )
 
 
-def _sizes(config: Config) -> None:
+def _sizes(config: Config) -> Iterable[str]:
     config.batch(config.smallest_data_size)
+    return ()
+
+
+_SHARDED_KEYS = (
+    "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size",
+    "model.hidden_size", "model.swiglu", "model.seq_length",
+)  # fmt: skip
+_RULES = (
+    Rule(("fp16.enabled", "bf16.enabled"), _one_precision),
+    Rule(("mesh.tensor", "mesh.sequence_parallel", *_SHARDED_KEYS), _model_on_mesh),
+    Rule(
+        ("mesh.pipeline", "pipeline.stages", "pipeline.chunks", "pipeline.schedule",
+         "model.num_layers"),
+        _a_layer_for_each_stage,
+    ),
+    Rule(
+        ("pipeline.partition", "pipeline.stages", "mesh.pipeline", "pipeline.chunks",
+         "pipeline.schedule"),
+        _stages,
+    ),
+    Rule(
+        ("pipeline.activation_checkpoint_interval", "activation_checkpointing.number_checkpoints"),
+        _one_way_to_recompute,
+    ),
+    Rule(("scheduler", "training.train_steps"), _schedule_length),
+    Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), _checkpoint_folder),
+    Rule((TRAIN, MICRO, STEPS, "mesh.data"), _sizes),
+)  # fmt: skip
 
 
 def _warnings(config: Config) -> Iterator[str]:
     for path, part in sections(config):
         written = [name for name in type(part).model_fields if name in part.model_fields_set]
         for name in written:
-            found = marks(type(part).model_fields[name])
+            found = key_info(type(part).model_fields[name])
             value = getattr(part, name)
             if found["status"] == "ignored" and value not in found["accepts"]:
                 yield f"{dotted((*path, name))} is ignored: {found['why']}"
             elif found["status"] == "block" and value:
-                yield f"{dotted((*path, name))} is off, and ignored: nothing here reads it"
+                yield f"{dotted((*path, name))} is disabled, and ignored: it is not supported"
         yield from part.remarks()
-    every = config.pipeline.activation_checkpoint_interval
-    whole = config.model is not None and config.model.recompute == "full"
-    if whole and (every or config.activation_checkpointing.number_checkpoints):
+    interval = config.pipeline.activation_checkpoint_interval
+    full = config.model is not None and config.model.recompute == "full"
+    if full and (interval or config.activation_checkpointing.number_checkpoints):
         yield (
-            "model.recompute 'full' recomputes each block, and the activation checkpoints "
-            "recompute them once more: one of the two is enough"
+            "model.recompute 'full' recomputes each block, and activation checkpointing recomputes "
+            "them again: one of the two is enough"
+        )
+
+
+def _notes(config: Config) -> Iterator[str]:
+    if "gradient_clipping" not in config.model_fields_set:
+        yield (
+            f"gradient_clipping is not set; its default is {config.gradient_clipping:g}, as in "
+            "DeepSpeed since June 2026 (0 before); 0 disables clipping"
+        )
+    decay = getattr(config.optimizer and config.optimizer.params, "weight_decay", None)
+    if decay and "weight_decay_norms_and_biases" not in config.training.model_fields_set:
+        yield (
+            f"optimizer.params.weight_decay {decay:g} also decays norms and biases, as torch and "
+            "DeepSpeed do by default; Megatron-LM does not: for its behavior set "
+            "training.weight_decay_norms_and_biases to false"
         )
 
 
@@ -299,18 +333,18 @@ def _resolved(part: Section) -> dict[str, Any]:
     found = {}
     for name, field in type(part).model_fields.items():
         value = getattr(part, name)
-        honoured = marks(field)["status"] == "honoured"
-        if not honoured and name not in part.model_fields_set:
+        supported = key_info(field)["status"] == "honoured"
+        if not supported and name not in part.model_fields_set:
             continue
         if isinstance(value, Section):
             value = _resolved(value)
             if not value and not field.is_required():
                 continue
-        found[name] = _listed(value)
+        found[name] = _as_json(value)
     return found
 
 
-def _listed(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _listed(below) for key, below in value.items()}
-    return [_listed(part) for part in value] if isinstance(value, tuple) else value
+        return {key: _as_json(below) for key, below in value.items()}
+    return [_as_json(part) for part in value] if isinstance(value, tuple) else value

@@ -1,50 +1,54 @@
-"""`data`: what the model is trained on.  Floor 1."""
+"""`data`: the training data."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
-from pipemega.config.keys import Name, Section, Whole, own, refused
+from pipemega.config.key_kinds import Section, own, refused, rule
+from pipemega.config.value_types import Name, Whole
 
-# 256 bytes and the end of a document.
+# 256 bytes and the end-of-document token.
 _SMALLEST_VOCABULARY = 257
 
 
 class DataSection(Section):
-    """Text to be made into tokens (`corpus`), or tokens that are there (`data_path`)."""
+    """The training data: text (`corpus`), token files (`data_path`) or random tokens (`mock`)."""
 
     corpus: Name | tuple[Name, ...] | None = own(
-        None,
-        'Text: files, folders or patterns; `"python-stdlib"`: the sources of the running Python, '
-        "which every machine has.",
+        None, "Text files, folders, globs (tokenized once), or `python-stdlib`: Python's sources."
     )
     data_path: Name | tuple[Name | float, ...] | None = own(
-        None,
-        "Token files of Megatron's kind, without `.bin` / `.idx`: a prefix, a list of prefixes, or "
-        "a list of weight, prefix, weight, prefix, ...",
+        None, "Megatron token files: a prefix, a list of prefixes, or weight, prefix, weight, ..."
     )
-    mock: bool = own(False, "Random tokens, to try a layout without data.")
-    split: str = own("969,30,1", "Shares of training, validation and test.")
-    tokenizer: Name | None = own(
-        None, "A `tokenizer.json`; null: a byte-level BPE trained on the corpus."
-    )
-    vocab_size: int = own(
-        8192, "Tokens of the BPE that is trained when there is no tokenizer.",
-        ge=_SMALLEST_VOCABULARY,
-    )  # fmt: skip
+    mock: bool = own(False, "Use random tokens, to try a mesh or a model without data.")
+    split: str = own("969,30,1", "Shares of the training, validation and test sets.")
+    tokenizer: Name | None = own(None, "Path of a `tokenizer.json`; null: train a BPE on `corpus`.")
+    vocab_size: int = own(8192, "Vocabulary size of the trained BPE.", ge=_SMALLEST_VOCABULARY)
     cache_path: Name | None = own(
-        None,
-        "Where indices and prepared text are kept; null: beside the data, or the user's cache.",
+        None, "Folder of indices and tokenized text; null: beside the data, or the user's cache."
     )
-    num_workers: Whole = own(0, "Further threads that read samples; 0: none.")
-    prefetch: Whole = own(2, "Micro-batches that are read ahead; 0: none.")
-    eod_mask_loss: bool = own(False, "No loss where the input is the end of a document.")
-    reset_position_ids: bool = own(False, "Positions begin again after the end of a document.")
+    num_workers: Whole = own(
+        0,
+        "Number of worker processes that read samples of a map-style dataset; 0: none. If the "
+        "dataset has `deterministic = True`, as the datasets of this section have, the workers are "
+        "threads.",
+    )
+    prefetch: Whole = own(
+        2, "Micro-batches to read ahead, if `num_workers` or a deterministic dataset allows it."
+    )
+    compare_every: Whole = own(
+        100,
+        "Compare what the ranks of a data rank have read, in the first three calls of "
+        "`train_batch` (and of `eval_batch`), and then once per this many calls; deterministic "
+        "datasets are not compared; 0: never.",
+    )
+    eod_mask_loss: bool = own(False, "Mask the loss where the input is the end-of-document token.")
+    reset_position_ids: bool = own(False, "Restart position ids after each end-of-document token.")
     reset_attention_mask: bool = refused(
         False,
-        "No attention across documents in one sample.",
-        "a mask per sample is not here yet; leave it false, and separate documents with "
+        "Prevent attention across documents in one sample.",
+        "attention masks per sample are not implemented; separate documents with "
         "data.eod_mask_loss and data.reset_position_ids",
         own=True,
     )
@@ -58,7 +62,7 @@ class DataSection(Section):
 
     @property
     def blend(self) -> tuple[tuple[float | None, str], ...]:
-        """`data_path` as (weight, prefix); the weights are None where none are given."""
+        """`data_path` as (weight, prefix) pairs; weight is None if `data_path` has no weights."""
         given = self.data_path
         if given is None or isinstance(given, str):
             return ((None, given),) if given else ()
@@ -74,7 +78,7 @@ class DataSection(Section):
             shares = [float(part) for part in split.split(",")]
         except ValueError:
             shares = []
-        # A number that is not finite fails both comparisons.
+        # nan and inf fail this comparison.
         if len(shares) != 3 or not all(0 <= s < float("inf") for s in shares) or not sum(shares):
             raise ValueError(
                 f"data.split must be three shares such as '969,30,1' (training, validation, test), "
@@ -96,15 +100,16 @@ class DataSection(Section):
             )
         weights = [part for part in given if not isinstance(part, str)]
         if any(weight < 0 for weight in weights) or (weights and not sum(weights)):
-            raise ValueError(f"the weights in data.data_path {weights} must be shares above 0")
+            raise ValueError(
+                f"the weights in data.data_path {weights} must be >= 0, and one of them > 0"
+            )
         return given
 
-    @model_validator(mode="after")
-    def _one_source(self) -> "DataSection":
+    @rule("corpus", "data_path", "mock")
+    def _one_source(self) -> Iterator[str]:
         sources: Mapping[str, Any] = {
             "corpus": self.corpus, "data_path": self.data_path, "mock": self.mock
         }  # fmt: skip
         given = [f"data.{name}" for name, value in sources.items() if value]
         if len(given) > 1:
-            raise ValueError(f"{' and '.join(given)} are given: keep one")
-        return self
+            yield f"{' and '.join(given)} are set: keep one"

@@ -1,29 +1,30 @@
-"""`mesh`: how the ranks are laid out.  Floor 1."""
+"""`mesh`: the number of ranks on each axis."""
 
 from collections.abc import Iterable
 from typing import Literal
 
-from pipemega.config.keys import Auto, Count, Positive, Section, own
+from pipemega.config.key_kinds import Section, own
+from pipemega.config.value_types import Auto, Count, Positive
 
 
 class MeshSection(Section):
-    """How the ranks are laid out; the product of the three axes is the number of ranks."""
+    """Sizes of the mesh axes; their product is the number of ranks."""
 
-    tensor: Count = own(1, "Ranks that share each matrix; keep them inside a node.")
-    pipeline: Count = own(1, "Ranks that share the layers of one copy of the model.")
-    data: Count | Auto = own("auto", 'Copies of the model; `"auto"`: as many as the ranks make.')
+    tensor: Count = own(1, "Tensor-parallel size: ranks that share each matrix, best in one node.")
+    pipeline: Count = own(1, "Pipeline-parallel size: ranks that share the layers of the model.")
+    data: Count | Auto = own(
+        "auto", 'Data-parallel size: copies of the model; `"auto"`: ranks / (tensor * pipeline).'
+    )
     sequence_parallel: bool = own(
-        False, "Norms and dropout on a slice of the sequence per tensor rank (Megatron's)."
+        False, "Megatron's sequence parallelism: norms and dropout on slices of the sequence."
     )
     device: Literal["auto", "cpu", "cuda"] = own(
-        "auto", 'Where the model runs; `"auto"`: CUDA where there is one.'
+        "auto", 'Device of the model; `"auto"`: CUDA if it is available, else the CPU.'
     )
     keep_cpu_memory: bool = own(
-        True,
-        "On a CPU: freed memory stays with the process for the next micro-batch, in place of going "
-        "back to the system and coming again page by page.",
+        True, "On a CPU: keep freed memory for the next micro-batch, do not return it to the OS."
     )
-    timeout_seconds: Positive = own(600.0, "How long a rank waits for another before it gives up.")
+    timeout_seconds: Positive = own(600.0, "Longest wait for another rank before the run fails.")
 
     def remarks(self) -> Iterable[str]:
         if self.sequence_parallel and self.tensor == 1:

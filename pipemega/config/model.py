@@ -1,73 +1,62 @@
-"""`model`: the sizes and choices of the built-in GPT, by Megatron's names.  Floor 1."""
+"""`model`: sizes and options of the built-in GPT, with Megatron's names."""
 
+from collections.abc import Iterator
 from typing import Literal
 
-from pydantic import model_validator
+from pipemega.config.key_kinds import Section, own, rule
+from pipemega.config.value_types import Auto, Count, Fraction, NotNegative, Positive
 
-from pipemega.config.keys import (
-    Auto,
-    Count,
-    Fraction,
-    NotNegative,
-    Positive,
-    Section,
-    own,
-)
+# The layers besides the blocks: token embedding, positions, final norm, head.
+_OTHER_LAYERS = 4
 
-# SwiGLU has three matrices where GELU has two: 2/3 of 4h keeps their size, and a multiple of this
-# keeps the kernels happy.
+# SwiGLU has three matrices and GELU two: 2/3 * 4h gives the same number of parameters. GEMM kernels
+# are fast for multiples of this.
 _SWIGLU_MULTIPLE = 64
 
 
 class ModelSection(Section):
-    """The model that `pretrain_gpt.py` builds; leave it out to bring a `PipelineModule`."""
+    """The GPT that `pretrain_gpt.py` builds; leave it out to train your own `PipelineModule`."""
 
-    type: Literal["gpt"] = own("gpt", "The family.")
-    num_layers: Count = own(..., "Transformer blocks.")
-    hidden_size: Count = own(..., "Width between the blocks.")
-    num_attention_heads: Count = own(..., "Heads of the queries.")
+    type: Literal["gpt"] = own("gpt", "Model family.")
+    num_layers: Count = own(..., "Number of transformer blocks.")
+    hidden_size: Count = own(..., "Hidden size of the transformer.")
+    num_attention_heads: Count = own(..., "Number of attention (query) heads.")
     ffn_hidden_size: Count | None = own(
-        None,
-        "Width inside the feed-forward block; null: 4 * hidden_size, or with swiglu "
-        "8/3 * hidden_size rounded up to a multiple of 64.",
+        None, "Feed-forward size; null: 4 * hidden_size (swiglu: 8/3, up to a multiple of 64)."
     )
-    num_query_groups: Count | None = own(
-        None, "Heads of the keys and values; null: as many as of the queries."
-    )
-    kv_channels: Count | None = own(
-        None, "Size of one head; null: hidden_size / num_attention_heads."
-    )
-    seq_length: Count = own(..., "Tokens in a sample.")
-    vocab_size: Count | Auto = own("auto", 'Tokens that exist; `"auto"`: those of the tokenizer.')
+    num_query_groups: Count | None = own(None, "Key and value heads; null: num_attention_heads.")
+    kv_channels: Count | None = own(None, "Head size; null: hidden_size / num_attention_heads.")
+    seq_length: Count = own(..., "Tokens per sample.")
+    vocab_size: Count | Auto = own("auto", 'Vocabulary size; `"auto"`: that of the tokenizer.')
     make_vocab_size_divisible_by: Count = own(
         128,
-        "The vocabulary is padded inside to a multiple of this times `mesh.tensor`; the padding "
-        "is masked in the loss and not saved.",
+        "Pad the vocabulary to a multiple of this * `mesh.tensor`; the padding is masked and not "
+        "saved.",
     )
     position_embedding_type: Literal["learned_absolute", "rope"] = own(
-        "learned_absolute", "A table of positions, or rotary embeddings."
+        "learned_absolute", "Learned position embeddings, or rotary position embeddings (RoPE)."
     )
-    rotary_base: Positive = own(10000.0, "Base of the rotary frequencies.")
-    rotary_percent: float = own(1.0, "Share of each head that is rotated.", gt=0, le=1)
-    normalization: Literal["LayerNorm", "RMSNorm"] = own("LayerNorm", "The norm in the blocks.")
-    norm_epsilon: Positive = own(1e-5, "Added to the variance in the norms.")
-    swiglu: bool = own(False, "SwiGLU in place of GELU.")
-    add_bias_linear: bool = own(True, "Biases in the linear layers.")
-    add_qkv_bias: bool = own(False, "A bias for queries, keys, values even so.")
-    untie_embeddings_and_output_weights: bool = own(
-        False, "A matrix of its own for the head, and not that of the embedding."
-    )
-    attention_dropout: Fraction = own(0.1, "Dropout on the attention weights.")
-    hidden_dropout: Fraction = own(0.1, "Dropout on embeddings and residuals.")
-    init_method_std: NotNegative = own(0.02, "Spread of the weights at the start.")
+    rotary_base: Positive = own(10000.0, "Base of the RoPE frequencies.")
+    rotary_percent: float = own(1.0, "Fraction of a head that RoPE rotates.", gt=0, le=1)
+    normalization: Literal["LayerNorm", "RMSNorm"] = own("LayerNorm", "Normalization layer.")
+    norm_epsilon: Positive = own(1e-5, "Epsilon of the normalization layers.")
+    swiglu: bool = own(False, "Use SwiGLU instead of GELU.")
+    add_bias_linear: bool = own(True, "Add biases to the linear layers.")
+    add_qkv_bias: bool = own(False, "Add QKV biases even if add_bias_linear is false.")
+    untie_embeddings_and_output_weights: bool = own(False, "Give the output head its own weight.")
+    attention_dropout: Fraction = own(0.1, "Dropout probability of the attention weights.")
+    hidden_dropout: Fraction = own(0.1, "Dropout probability of embeddings and residuals.")
+    init_method_std: NotNegative = own(0.02, "Standard deviation of the initial weights.")
     recompute: Literal["none", "selective", "full"] = own(
-        "none", "What is computed again in the backward pass: the attention, or whole blocks."
+        "none", "Activations to recompute: none, of attention (selective), of whole blocks (full)."
     )
-    label_smoothing: Fraction = own(0.0, "Share of the target spread over the vocabulary.")
+    label_smoothing: Fraction = own(
+        0.0, "Share of the target probability that is spread over the vocabulary."
+    )
 
     @property
     def feed_forward_size(self) -> int:
-        """`ffn_hidden_size`, worked out where it is null."""
+        """`ffn_hidden_size`, or its default if it is null."""
         if self.ffn_hidden_size is not None:
             return self.ffn_hidden_size
         if not self.swiglu:
@@ -75,39 +64,51 @@ class ModelSection(Section):
         return -(-8 * self.hidden_size // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
 
     @property
+    def pipeline_layers(self) -> int:
+        """Layers that are divided among the stages: the blocks and four others."""
+        return self.num_layers + _OTHER_LAYERS
+
+    @property
     def query_groups(self) -> int:
-        """`num_query_groups`, worked out where it is null."""
+        """`num_query_groups`, or its default if it is null."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """`kv_channels`, worked out where it is null."""
+        """`kv_channels`, or its default if it is null."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
-    @model_validator(mode="after")
-    def _heads_fit(self) -> "ModelSection":
-        heads, hidden, groups = self.num_attention_heads, self.hidden_size, self.query_groups
+    @rule("hidden_size", "num_attention_heads", "kv_channels")
+    def _heads_divide_the_hidden_size(self) -> Iterator[str]:
+        heads, hidden = self.num_attention_heads, self.hidden_size
         if self.kv_channels is None and hidden % heads:
-            raise ValueError(
+            yield (
                 f"model.hidden_size ({hidden}) must be a multiple of model.num_attention_heads "
                 f"({heads}): the nearest {near_multiples(hidden, heads)}; or give model.kv_channels"
             )
+
+    @rule("num_query_groups", "num_attention_heads")
+    def _groups_divide_the_heads(self) -> Iterator[str]:
+        heads, groups = self.num_attention_heads, self.query_groups
         if heads % groups:
-            raise ValueError(
+            yield (
                 f"model.num_attention_heads ({heads}) must be a multiple of "
-                f"model.num_query_groups ({groups}): each group serves as many heads"
+                f"model.num_query_groups ({groups}): all groups have the same number of heads"
             )
+
+    @rule("rotary_percent", "position_embedding_type", "hidden_size", "num_attention_heads",
+          "kv_channels")  # fmt: skip
+    def _rope_rotates_pairs(self) -> Iterator[str]:
         rotated = round(self.head_size * self.rotary_percent)
         if self.position_embedding_type == "rope" and (rotated < 2 or rotated % 2):
-            raise ValueError(
-                f"rotary positions turn pairs, and {rotated} channels of each head would be "
-                f"turned (a head of {self.head_size}, model.rotary_percent {self.rotary_percent}): "
-                "make that an even number"
+            yield (
+                f"RoPE rotates pairs of channels, and {rotated} channels of each head would be "
+                f"rotated (head size {self.head_size} * model.rotary_percent "
+                f"{self.rotary_percent}): this number must be even"
             )
-        return self
 
 
 def near_multiples(size: int, of: int) -> str:
-    """`that fits is 4`, or `that fit are 12 and 16`."""
+    """Return "that fits is 4" or "that fit are 12 and 16": multiples of `of` next to `size`."""
     below, above = size // of * of, -(-size // of) * of
     return f"that fit are {below} and {above}" if below else f"that fits is {above}"

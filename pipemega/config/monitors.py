@@ -1,31 +1,18 @@
-"""`monitor`, `tensorboard`, `wandb`, `csv_monitor`, `timers`: what a run tells.  Floor 1."""
+"""`monitor`, `tensorboard`, `wandb`, `csv_monitor`, `timers`: metrics and where they go."""
 
 from typing import Any, Literal
 
-from pipemega.config.keys import (
-    Count,
-    Name,
-    Positive,
-    Section,
-    Whole,
-    honoured,
-    ignored,
-    own,
-    section,
-)
+from pipemega.config.key_kinds import Section, honoured, ignored, own, section
+from pipemega.config.value_types import Count, Name, Positive, Whole
 
 
 class TraceSection(Section):
-    """Which steps are timed instruction by instruction; a list is short for `{"steps": [...]}`."""
+    """Steps whose instructions are timed; `[1, 10]` is short for `{"steps": [1, 10]}`."""
 
-    steps: tuple[Count, ...] = own((), "Numbers of the steps to time, the first one being 1.")
-    every: Whole = own(0, "Time every step whose number is a multiple of this; 0: none but those.")
-    memory: bool = own(
-        False, "Also weigh what each instruction leaves in memory, which takes longer on a CPU."
-    )
-    folder: Name | None = own(
-        None, "Where the timelines are written; null: `timelines` in the folder of the run."
-    )
+    steps: tuple[Count, ...] = own((), "Numbers of the steps to time; the first step is 1.")
+    every: Whole = own(0, "Also time each step divisible by this; 0: only `steps`.")
+    memory: bool = own(False, "Also measure the memory of each instruction (slow on a CPU).")
+    folder: Name | None = own(None, "Folder of timelines; null: `timelines` in the run folder.")
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:
@@ -33,69 +20,70 @@ class TraceSection(Section):
 
 
 class MonitorSection(Section):
-    """What is recorded of every run."""
+    """Metrics that every run records."""
 
-    jsonl: Name | None = own(
-        None, "File of the JSON lines; null: `metrics.jsonl` in the folder of the run."
+    jsonl: Name | None = own(None, "JSON-lines file; null: `metrics.jsonl` in the run folder.")
+    metric_names: Literal["grouped", "deepspeed"] = own(
+        "grouped",
+        "Names in CSV files, TensorBoard and wandb: `train/loss`, or DeepSpeed's "
+        "`Train/Samples/train_loss`.",
     )
     peak_tflops: Positive | None = own(
-        None, "Peak of one device, for MFU; null: that of the device, where it is known."
+        None, "Peak TFLOP/s of one device, for MFU; null: looked up by the device's name."
     )
-    trace: TraceSection = section(
-        TraceSection, "Timelines of single steps, measured and simulated.", own=True
-    )
+    trace: TraceSection = section(TraceSection, "Measured timelines of single steps.", own=True)
 
 
 class TensorboardSection(Section):
-    """Event files for TensorBoard."""
+    """TensorBoard event files."""
 
-    enabled: bool = honoured(False, "Write them.")
-    output_path: str = honoured("", "Folder; empty: `tensorboard` in the folder of the run.")
-    job_name: Name = honoured("pipemega", "Folder below it, the name of the run.")
+    enabled: bool = honoured(False, "Write TensorBoard event files.")
+    output_path: str = honoured("", "Folder; empty: `tensorboard` in the run folder.")
+    job_name: Name = honoured("pipemega", "Name of the run: a subfolder of `output_path`.")
 
 
 class CsvSection(Section):
-    """A CSV file per tag."""
+    """CSV files, one per metric."""
 
-    enabled: bool = honoured(False, "Write them.")
-    output_path: str = honoured("", "Folder; empty: `csv` in the folder of the run.")
-    job_name: Name = honoured("pipemega", "Folder below it, the name of the run.")
+    enabled: bool = honoured(False, "Write CSV files.")
+    output_path: str = honoured("", "Folder; empty: `csv` in the run folder.")
+    job_name: Name = honoured("pipemega", "Name of the run: a subfolder of `output_path`.")
 
 
 class WandbSection(Section):
-    """Weights & Biases; offline where there is no key or no network."""
+    """Weights & Biases; offline if there is no API key or no network."""
 
-    enabled: bool = honoured(False, "Log to it.")
-    group: Name | None = honoured(None, "Group of the run.")
-    team: Name | None = honoured(None, "The team (entity) that it belongs to.")
-    project: Name = honoured("pipemega", "Its project.")
-    name: Name | None = own(None, "Name of the run.")
-    id: Name | None = own(None, "Id of the run; that in a checkpoint goes before.")
-    tags: tuple[Name, ...] | None = own(None, "Its tags.")
+    enabled: bool = honoured(False, "Log to Weights & Biases.")
+    group: Name | None = honoured(None, "Group of runs that this run belongs to.")
+    team: Name | None = honoured(None, "Team (wandb's `entity`).")
+    project: Name = honoured("pipemega", "Project.")
+    name: Name | None = own(None, "Name of the run; null: the name of the run folder.")
+    id: Name | None = own(None, "Run id; a resumed run uses the id in the checkpoint.")
+    tags: tuple[Name, ...] | None = own(None, "Tags of the run.")
     mode: Literal["online", "offline", "shared", "disabled"] | None = own(
-        None, "null: what wandb itself is set up for."
+        None, "wandb's mode; null: the one from wandb's own settings."
     )
     resume: Literal["allow", "must", "never", "auto"] | None = own(
-        None, 'What to do about a run of that id; null: "allow".'
+        None, 'What to do if a run with this `id` exists (wandb\'s `resume`); null: "allow".'
     )
-    dir: Name | None = own(None, "Folder of its files; null: the folder of the run.")
+    dir: Name | None = own(None, "Folder for wandb's files; null: the run folder.")
 
 
 class ThroughputSection(Section):
-    """DeepSpeed's `timers.throughput`."""
+    """DeepSpeed's throughput timer."""
 
     enabled: bool = ignored(
-        True, "Measure samples per second.", "it is always measured", agrees=[True]
+        True, "Measure samples per second.", "throughput is always measured", agrees=[True]
     )
     synchronized: bool = ignored(
         True,
-        "Wait for the device before the clock is read.",
-        "the clock is read once a step, when the device has finished",
+        "Synchronize with the device before the clock is read.",
+        "the clock is read once per step, after the device has finished",
         agrees=[True],
     )
 
 
 class TimersSection(Section):
-    """DeepSpeed's `timers`."""
+    """DeepSpeed's timers."""
 
-    throughput: ThroughputSection = section(ThroughputSection, "Samples and tokens per second.")
+    throughput: ThroughputSection = section(ThroughputSection, "Throughput timer.")

@@ -1,45 +1,36 @@
-"""`pipeline`: how the layers are shared out, and in which order the stages run.  Floor 1."""
+"""`pipeline`: how layers are divided into stages, and the order in which stages run."""
 
 import re
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import field_validator, model_validator
+from pydantic import field_validator
 
-from pipemega.config.keys import (
-    Auto,
-    Count,
-    Name,
-    NotNegative,
-    Positive,
-    Section,
-    Whole,
-    honoured,
-    ignored,
-    own,
-)
-from pipemega.config.nearest import did_you_mean, nearest
+from pipemega.config.key_kinds import Section, honoured, ignored, own, rule
+from pipemega.config.name_suggestions import did_you_mean, nearest
+from pipemega.config.value_types import Auto, Count, Name, NotNegative, Positive, Whole
+from pipemega.pipeline.schedules import AUTO, SCHEDULES, aliases, splits_backward
 
-Schedule = Literal[
-    "sequential", "gpipe", "1f1b", "interleaved", "looped-bfs", "zb-h1", "zb-h2", "interleaved-zb",
-    "zb-v", "v-half", "v-min", "1f1b-v", "dualpipe-v", "auto",
-]  # fmt: skip
-_ALIASES = {"f-then-b": "gpipe"}
-# Stages per rank, for the schedules that take one number alone.
-FIXED_CHUNKS = {
-    "sequential": 1, "gpipe": 1, "1f1b": 1, "zb-h1": 1, "zb-h2": 1,
-    "zb-v": 2, "dualpipe-v": 2, "v-half": 2, "v-min": 2, "1f1b-v": 2,
-}  # fmt: skip
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    _NAMES = (*SCHEDULES, AUTO)
+    ScheduleName = Literal[_NAMES]
+_ALIASES = "; ".join(f'`"{alias}"` means `"{name}"`' for alias, name in aliases().items())
+_ANY_CHUNKS = ", ".join(f"`{name}`" for name, family in SCHEDULES.items() if family.chunks is None)
 _PARTITIONS = ("parameters", "best", "uniform", "profile")
+Partition = Literal["parameters", "best", "uniform", "profile"] | str | tuple[Whole, ...]
+_SENT_WHOLE = "tensors are sent whole; with mesh.sequence_parallel they are already partitioned"
 
 
 class PlanFile(Section):
-    """A plan of one's own, in place of a schedule's name: proven before it runs."""
+    """A plan in a file instead of a schedule name; it is proven before it runs."""
 
     file: Name = own(
         ...,
-        "CSV (a row per pipeline rank, steps as torch.distributed.pipelining writes them: `0F3`, "
-        "`1I2`) or JSON (as `python -m pipemega schedule --format json` writes it).",
+        "Path of the file. CSV: one row per pipeline rank, with cells such as `0F3`, `1I2`, as in "
+        "torch.distributed.pipelining. JSON: the output of `pipemega schedule --format json`.",
     )
 
 
@@ -47,24 +38,20 @@ Costs = NotNegative | tuple[NotNegative, ...]
 
 
 class CostsSection(Section):
-    """What the steps cost for one micro-batch: one rank's share of the model, or stage by stage."""
+    """Costs of the steps of one micro-batch, for all stages of one rank together or per stage."""
 
     forward: Costs = own(
-        ...,
-        "Time of F, in any one unit: a number for the share of one rank, which its stages divide "
-        "evenly, or a list with one number for each stage.",
+        ..., "Time of F in any unit: for all stages of a rank together, or a list per stage."
     )
-    backward_input: Costs = own(..., "Time of I, likewise.")
-    backward_weight: Costs = own(..., "Time of W, likewise.")
-    backward: Costs | None = own(None, "Time of a whole B; null: I and W together.")
-    activation: Costs | None = own(
-        None, "Memory from F on, in any one unit; null: 1 for the share of one rank."
-    )
-    kept: Costs | None = own(None, "Memory between I and W; null: all of `activation`.")
+    backward_input: Costs = own(..., "Time of I, in the same form.")
+    backward_weight: Costs = own(..., "Time of W, in the same form.")
+    backward: Costs | None = own(None, "Time of a full B; null: the sum of I and W.")
+    activation: Costs | None = own(None, "Memory held after F, in any unit; null: 1 per rank.")
+    kept: Costs | None = own(None, "Memory held between I and W; null: the same as `activation`.")
     message: NotNegative = own(0.0, "Time of a message between two ranks.")
 
-    @model_validator(mode="after")
-    def _one_number_for_each_stage(self) -> "CostsSection":
+    @rule("forward", "backward_input", "backward_weight", "backward", "activation", "kept")
+    def _same_form_for_all_times(self) -> Iterator[str]:
         lists = {
             name: len(value)
             for name in type(self).model_fields
@@ -73,21 +60,20 @@ class CostsSection(Section):
         numbers = [n for n in _TIMES if n not in lists]
         if lists and numbers:
             listed = next(iter(lists))
-            raise ValueError(
-                f"pipeline.costs.{listed} has one number for each stage, and "
-                f"pipeline.costs.{numbers[0]} is one number for the share of a rank: write "
-                "forward, backward_input and backward_weight the same way"
+            yield (
+                f"pipeline.costs.{listed} has one number per stage, and "
+                f"pipeline.costs.{numbers[0]} is one number per rank: write forward, "
+                "backward_input and backward_weight in the same form"
             )
         if len(set(lists.values())) > 1:
-            told = ", ".join(f"{count} in {name}" for name, count in lists.items())
-            raise ValueError(f"pipeline.costs speaks of different numbers of stages: {told}")
+            found = ", ".join(f"{count} in {name}" for name, count in lists.items())
+            yield f"pipeline.costs has different numbers of stages: {found}"
         if not lists and not any(getattr(self, name) for name in _TIMES):
-            raise ValueError("pipeline.costs has no step that takes time: give forward, ... > 0")
-        return self
+            yield f"pipeline.costs: {', '.join(_TIMES)} are all 0: one must be above 0"
 
     @property
     def num_stages(self) -> int | None:
-        """That the lists speak of; None where the numbers are for the share of a rank."""
+        """The length of the lists; None if the numbers are per rank."""
         return len(self.forward) if isinstance(self.forward, tuple) else None
 
 
@@ -95,79 +81,75 @@ _TIMES = ("forward", "backward_input", "backward_weight")
 
 
 class PipelineSection(Section):
-    """How the layers are shared out over the pipeline ranks, and in which order they run."""
+    """How layers are divided into stages, and the order in which stages run."""
 
-    stages: Count | Auto = honoured(
-        "auto",
-        "Pipeline ranks, for configs that have no `mesh`: the same as `mesh.pipeline`, and no "
-        "other number.",
-    )
-    partition: Literal["parameters", "best", "uniform", "profile"] | str | tuple[Whole, ...] = (
-        honoured(
-            "parameters",
-            'What is shared out evenly: `"parameters"` (`"best"` is the same), `"uniform"` '
-            '(layers), `"profile"` (measured time), `"type:REGEX"` (layers whose class matches); '
-            "or the bounds themselves, such as [0, 5, 9, 14].",
-        )
+    stages: Count | Auto = honoured("auto", "Another name of `mesh.pipeline`; both must be equal.")
+    partition: Partition = honoured(
+        "parameters",
+        'Quantity that is divided evenly among the stages: `"parameters"` (same as `"best"`), '
+        '`"uniform"` (layers), `"profile"` (measured time), `"type:REGEX"` (layers whose class '
+        "name matches); or explicit bounds such as [0, 5, 9, 14].",
     )
     seed_layers: bool = honoured(
-        False, "Draw each layer's random numbers from a seed of its own, whatever the stage."
+        False,
+        "Seed the constructor of each layer with `seed` + its position, as DeepSpeed does; false: "
+        "with a seed derived from `seed` and the name of the layer.",
     )
     activation_checkpoint_interval: Whole = honoured(
-        0, "Layers that keep only their input and are computed again backward; 0: none."
+        0, "Recompute in groups of this many layers; a group stores only its input; 0: off."
     )
     pipe_partitioned: bool | None = ignored(
-        None,
-        "DeepSpeed: cut what crosses a stage over the tensor ranks.",
-        "what crosses a stage is sent whole; with mesh.sequence_parallel it is cut already",
-        agrees=[False],
+        None, "Partition sent activations over the tensor ranks.", _SENT_WHOLE, agrees=[False]
     )
     grad_partitioned: bool | None = ignored(
-        None,
-        "DeepSpeed: cut the gradients that cross a stage over the tensor ranks.",
-        "what crosses a stage is sent whole; with mesh.sequence_parallel it is cut already",
-        agrees=[False],
+        None, "Partition sent gradients over the tensor ranks.", _SENT_WHOLE, agrees=[False]
     )
     use_reentrant: bool | None = ignored(
-        None,
-        "DeepSpeed: which of torch's two checkpoint functions runs.",
-        "recomputation is our own, of one kind",
+        None, "Use reentrant recomputation.", "pipemega has one implementation of recomputation"
     )
-    schedule: Schedule | PlanFile = own(
+    schedule: ScheduleName | PlanFile = own(
         "1f1b",
-        'Order of forwards and backwards; `"f-then-b"` is another name for `"gpipe"`; `"auto"` '
-        "makes the best plan for `costs` and `memory_limit`; an object names the file of a plan.",
+        f'Order of forwards and backwards; {_ALIASES}; `"auto"`: search for the best plan for '
+        '`costs` and `memory_limit`; `{"file": ...}`: the plan in this file.',
     )
     chunks: Count | Auto = own(
         "auto",
-        'Stages on each rank: any number for `interleaved` and `looped-bfs`, where `"auto"` is 2; '
-        'for schedule `"auto"` any number, and `"auto"` tries several; for the others `"auto"` is '
-        "the one that they take.",
+        f'Stages per rank: any number for {_ANY_CHUNKS} (`"auto"`: 2); fixed for the other '
+        'schedules (`"auto"`: that number). With schedule `"auto"`, `"auto"` is the best of 1, 2, '
+        "4 and the numbers up to 8 that divide the layers, each with both placements; with `costs` "
+        "per stage, the number of stages / pipeline ranks.",
     )
     costs: CostsSection | Auto | None = own(
-        None,
-        'For schedule `"auto"`: what F, I and W of the stages cost. `"auto"`, and null there: '
-        "measured in the first steps, which run a plain schedule; then the best plan takes over.",
+        None, 'Costs of F, I, W for schedule `"auto"`; null, `"auto"`: measured in the first steps.'
     )
     memory_limit: Positive | Auto = own(
         "auto",
-        'For schedule `"auto"`: what the activations of a rank may take, in bytes (in the unit of '
-        '`costs.activation` where costs are given). `"auto"`: what 1F1B takes on its fullest rank.',
+        'For schedule `"auto"`: limit for each rank, in bytes, of activations and of tensors '
+        "stored for queued W (in the unit of `costs.activation` if costs are given). "
+        '`"auto"`: what 1F1B needs on its fullest rank; if no costs are given, the total memory '
+        "is also limited to that of 1F1B.",
+    )
+    weight_queue_limit: NotNegative | None = own(
+        None,
+        "Limit for each rank, in bytes, of tensors stored for queued W, for schedules with split "
+        "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
+        "the limit, a full B replaces I and W. The results are bitwise equal. null: no limit.",
     )
     shapes: Literal["cached", "declared", "exchanged"] = own(
         "cached",
-        "How a stage learns the shapes that it receives: exchanged once and then checked, declared "
-        "by the model, or exchanged each time.",
+        'How a receiver gets the shapes of messages: `"cached"`: sent with the first message; '
+        '`"declared"`: declared by the model; `"exchanged"`: sent with every message.',
     )
     optimizer_sync: Literal["fenced", "post_validate"] = own(
         "fenced",
-        'When a rank steps: `"fenced"`, when all ranks have the gradient norm; `"post_validate"`, '
-        "at once, to take the step back if the norm says so (docs/optimizer.md).",
+        'When a rank runs the optimizer step: `"fenced"`: when all ranks have the gradient norm; '
+        '`"post_validate"`: at once; the update is undone if the norm requires clipping or a skip '
+        "(docs/optimizer.md).",
     )
     optimizer_sync_after: Whole = own(
         10,
-        "With `post_validate`: steps in a row without clipping or overflow before a rank steps "
-        "without waiting; 0: always.",
+        "With `post_validate`: number of consecutive steps without clipping or overflow after "
+        "which ranks no longer wait for the norm; 0: never wait.",
     )
 
     @classmethod
@@ -176,21 +158,21 @@ class PipelineSection(Section):
             return raw
         name = raw.get("schedule")
         if name is None and raw.get("costs") is not None:
-            return raw | {"schedule": "auto"}
-        if isinstance(name, str) and name in _ALIASES:
-            return raw | {"schedule": _ALIASES[name]}
+            return raw | {"schedule": AUTO}
+        if isinstance(name, str) and name in aliases():
+            return raw | {"schedule": aliases()[name]}
         return raw
 
     @field_validator("partition")
     @classmethod
-    def _a_known_partition(cls, partition: str | tuple[int, ...]) -> str | tuple[int, ...]:
+    def _valid_partition(cls, partition: str | tuple[int, ...]) -> str | tuple[int, ...]:
         if isinstance(partition, tuple):
             rising = all(a < b for a, b in pairwise(partition))
             if len(partition) < 2 or partition[0] != 0 or not rising:
                 raise ValueError(
-                    f"pipeline.partition {list(partition)} must begin with 0 and rise, one more "
-                    "number than there are stages: stage i has the layers from number i up to, "
-                    "and without, number i + 1"
+                    f"pipeline.partition {list(partition)} must start with 0 and increase, with "
+                    "one number more than stages: stage i has the layers from bounds[i] to "
+                    "bounds[i + 1] - 1"
                 )
         elif partition.startswith("type:"):
             _check_pattern(partition.removeprefix("type:"))
@@ -201,48 +183,46 @@ class PipelineSection(Section):
             )
         return partition
 
-    @model_validator(mode="after")
-    def _chunks_that_the_schedule_takes(self) -> "PipelineSection":
-        takes = FIXED_CHUNKS.get(str(self.schedule))
-        if takes is not None and self.chunks not in ("auto", takes):
-            stages = "one stage" if takes == 1 else f"{takes} stages"
-            others = ", or use pipeline.schedule 'interleaved'" if takes == 1 else ""
-            raise ValueError(
-                f"pipeline.chunks is {self.chunks}, and schedule {self.schedule!r} runs {stages} "
-                f"per rank: set it to {takes}{others}"
-            )
-        return self
+    @rule("chunks", "schedule")
+    def _chunks_match_the_schedule(self) -> Iterator[str]:
+        family = SCHEDULES.get(str(self.schedule))
+        error = family.chunks_error(self.chunks) if family and self.chunks != "auto" else None
+        if error is not None:
+            yield error
 
-    @model_validator(mode="after")
-    def _costs_where_they_are_read(self) -> "PipelineSection":
-        if self.schedule == "auto":
-            return self
+    @rule("costs", "memory_limit", "schedule")
+    def _costs_only_for_schedule_auto(self) -> Iterator[str]:
+        if self.schedule == AUTO:
+            return
         if isinstance(self.schedule, PlanFile):
-            why = f"{self.schedule.file!r} is a plan already"
+            why = f"{self.schedule.file!r} is already a plan"
         else:
-            why = f"{self.schedule!r} is the same plan for all costs"
+            why = f"schedule {self.schedule!r} does not use it"
         for key, default in (("costs", None), ("memory_limit", "auto")):
             if getattr(self, key) != default:
-                raise ValueError(
-                    f"pipeline.{key} is for pipeline.schedule 'auto', and {why}: leave "
-                    f"pipeline.{key} out, or set pipeline.schedule to 'auto'"
+                yield (
+                    f"pipeline.{key} is for pipeline.schedule 'auto', and {why}: remove "
+                    f"pipeline.{key}, or set pipeline.schedule to 'auto'"
                 )
-        return self
 
-    @model_validator(mode="after")
-    def _as_many_bounds_as_stages(self) -> "PipelineSection":
-        if self.stages != "auto" and self.stages_per_rank is not None:
-            check_bounds(self.partition, self.stages * self.stages_per_rank)
-        return self
+    @rule("weight_queue_limit", "schedule")
+    def _weight_queue_limit_needs_split_backward(self) -> Iterator[str]:
+        name = self.schedule
+        if self.weight_queue_limit is not None and name in SCHEDULES and not splits_backward(name):
+            yield (
+                f"pipeline.weight_queue_limit limits the queue of W, and schedule {name!r} has "
+                "whole backwards: remove pipeline.weight_queue_limit, or use a schedule with split "
+                "backward, such as 'zb-h1'"
+            )
 
     @property
     def stages_per_rank(self) -> int | None:
-        """The chunks, with "auto" resolved; None where only the plan will say."""
+        """The chunks with "auto" resolved; None if only the plan determines them."""
         if self.chunks != "auto":
             return self.chunks
-        if self.schedule == "auto" or isinstance(self.schedule, PlanFile):
+        if self.schedule == AUTO or isinstance(self.schedule, PlanFile):
             return None
-        return FIXED_CHUNKS.get(self.schedule, 2)
+        return SCHEDULES[self.schedule].default_chunks
 
 
 def _suggested(partition: str) -> str:
@@ -254,16 +234,16 @@ def _check_pattern(pattern: str) -> None:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
         raise ValueError(
-            f"pipeline.partition 'type:{pattern}' is no regular expression: {error}"
+            f"pipeline.partition 'type:{pattern}' is not a regular expression: {error}"
         ) from None
     if not pattern:
         raise ValueError("pipeline.partition 'type:' needs a regular expression after the colon")
 
 
-def check_bounds(partition: str | tuple[int, ...], num_stages: int) -> None:
-    """Raises ValueError if explicit bounds are for another number of stages."""
+def bounds_errors(partition: str | tuple[int, ...], num_stages: int) -> Iterator[str]:
+    """Yield the error of explicit bounds for another number of stages."""
     if isinstance(partition, tuple) and len(partition) != num_stages + 1:
-        raise ValueError(
-            f"pipeline.partition has {len(partition)} bounds, for {len(partition) - 1} stages, and "
+        yield (
+            f"pipeline.partition has {len(partition)} bounds, for {len(partition) - 1} stages, but "
             f"there are {num_stages}: write {num_stages + 1} numbers"
         )

@@ -1,48 +1,42 @@
-"""`scheduler`: the learning rate over the steps.  Floor 1.
+"""The config section `scheduler`: the learning rate over the steps.
 
-DeepSpeed's five types with its keys and defaults, and Megatron's five with steps in place of
-samples.
+DeepSpeed's five types with its keys and defaults, and Megatron's five, in steps instead of samples.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from pydantic import SerializeAsAny, model_validator
+from pydantic import SerializeAsAny
 
-from pipemega.config.keys import (
-    Count,
-    NotNegative,
-    Section,
-    SectionClass,
-    Share,
-    Whole,
-    honoured,
-    ignored,
-    own,
-)
-from pipemega.config.optimizer import with_type
+from pipemega.config.key_kinds import Section, SectionClass, honoured, ignored, own, rule
+from pipemega.config.optimizer import normalize_type
+from pipemega.config.value_types import Count, NotNegative, Share, Whole
 
 Warmup = Literal["log", "linear"]
 _TOTAL = "Steps of the whole run; null: `training.train_steps`."
 
 
 class SchedulerParams(Section):
-    """What every schedule takes."""
+    """Keys of every schedule."""
 
     def arguments(self, train_steps: int | None) -> dict[str, Any]:
-        """What was given or follows from it, for the function of that schedule."""
+        """Return the arguments of the formula in optimizer/lr_formulas.py, without null ones.
+
+        Args:
+            train_steps: length of the run, the default of other lengths.
+        """
         return {name: value for name, value in self if value is not None}
 
     def check(self, train_steps: int | None) -> None:
-        """Raises ValueError where the run's length does not go with these."""
+        """Raise ValueError if these parameters do not fit the length of the run."""
 
 
 class DeepSpeedParams(SchedulerParams):
-    last_batch_iteration: int = honoured(-1, "The step to begin after; -1: at the start.", ge=-1)
+    last_batch_iteration: int = honoured(-1, "Start after this step; -1: at the first step.", ge=-1)
 
 
 class WarmupLRParams(DeepSpeedParams):
-    """Up from min to max, then constant."""
+    """Rises from min to max, then stays constant."""
 
     warmup_min_lr: NotNegative = honoured(0.0, "Rate of the first step.")
     warmup_max_lr: NotNegative | None = honoured(
@@ -62,13 +56,13 @@ class _WithTotal(DeepSpeedParams):
     def check(self, train_steps: int | None) -> None:
         if self.total_num_steps is None and train_steps is None:
             raise ValueError(
-                "scheduler.params.total_num_steps is missing, and so is training.train_steps, "
-                "which would stand in: give one of them"
+                "scheduler.params.total_num_steps is missing, and so is training.train_steps, its "
+                "default: set one of them"
             )
 
 
 class WarmupDecayLRParams(_WithTotal):
-    """Up from min to max, then down in a line."""
+    """Rises from min to max, then falls linearly."""
 
     warmup_min_lr: NotNegative = honoured(0.0, "Rate of the first step, and of the last.")
     warmup_max_lr: NotNegative = honoured(0.001, "Rate after the warm-up.")
@@ -77,60 +71,72 @@ class WarmupDecayLRParams(_WithTotal):
 
 
 class WarmupCosineLRParams(_WithTotal):
-    """Up, then down along a cosine; in parts of the optimizer's rate."""
+    """Rises, then falls along a cosine; in ratios of the optimizer's rate."""
 
-    warmup_min_ratio: Share = honoured(0.0, "Where the warm-up begins.")
+    warmup_min_ratio: Share = honoured(0.0, "Ratio at the start of the warm-up.")
     warmup_num_steps: Count = honoured(1000, "Length of the warm-up.")
-    cos_min_ratio: Share = honoured(1e-4, "Where the cosine ends.")
+    cos_min_ratio: Share = honoured(1e-4, "Ratio at the end of the cosine.")
     warmup_type: Warmup = honoured("log", "Shape of the warm-up.")
 
 
 class OneCycleParams(DeepSpeedParams):
-    """Up, down, and then slowly further down."""
+    """One cycle up and down, then a slow decay."""
 
-    cycle_min_lr: NotNegative = honoured(..., "Rate at the ends of the cycle.")
-    cycle_max_lr: NotNegative = honoured(..., "Rate at its peak.")
+    cycle_min_lr: NotNegative = honoured(..., "Rate at both ends of the cycle.")
+    cycle_max_lr: NotNegative = honoured(..., "Rate at the peak.")
     decay_lr_rate: NotNegative = honoured(0.0, "Decay of the rate after the cycle.")
-    cycle_first_step_size: Count = honoured(2000, "Steps up.")
-    cycle_second_step_size: Count | None = honoured(None, "Steps down; null: as many as up.")
-    cycle_first_stair_count: Whole = honoured(0, "Stairs up; 0: a line.")
-    cycle_second_stair_count: Whole | None = honoured(None, "Stairs down; null: as up.")
+    cycle_first_step_size: Count = honoured(2000, "Steps of the rise.")
+    cycle_second_step_size: Count | None = honoured(
+        None, "Steps of the fall; null: `cycle_first_step_size`."
+    )
+    cycle_first_stair_count: Whole = honoured(0, "Number of stairs in the rise; 0: linear.")
+    cycle_second_stair_count: Whole | None = honoured(
+        None, "Number of stairs in the fall; null: `cycle_first_stair_count`."
+    )
     decay_step_size: Whole = honoured(0, "Steps per decay after the cycle; 0: no decay.")
-    cycle_momentum: bool = honoured(True, "Adam's first beta goes the other way.")
-    cycle_min_mom: NotNegative = honoured(0.8, "Its value at the peak.", lt=1)
-    cycle_max_mom: NotNegative = honoured(0.9, "Its value at the ends.", lt=1)
-    decay_mom_rate: NotNegative = honoured(0.0, "Its decay after the cycle.")
+    cycle_momentum: bool = honoured(True, "Cycle Adam's beta1 in the opposite direction.")
+    cycle_min_mom: NotNegative = honoured(0.8, "beta1 at the peak.", lt=1)
+    cycle_max_mom: NotNegative = honoured(0.9, "beta1 at both ends.", lt=1)
+    decay_mom_rate: NotNegative = honoured(0.0, "Growth of beta1 after the cycle.")
+
+    def arguments(self, train_steps: int | None) -> dict[str, Any]:
+        steps, stairs = self.cycle_second_step_size, self.cycle_second_stair_count
+        return super().arguments(train_steps) | {
+            "cycle_second_step_size": self.cycle_first_step_size if steps is None else steps,
+            "cycle_second_stair_count": self.cycle_first_stair_count if stairs is None else stairs,
+        }
 
 
 class LRRangeTestParams(DeepSpeedParams):
-    """Up without end, to see where training breaks."""
+    """Rises without limit, to find the rate at which training diverges."""
 
-    lr_range_test_min_lr: NotNegative = honoured(1e-3, "Where it begins.")
+    lr_range_test_min_lr: NotNegative = honoured(1e-3, "Rate of the first step.")
     lr_range_test_step_size: Count = honoured(2000, "Steps per rise.")
-    lr_range_test_step_rate: NotNegative = honoured(1.0, "Size of a rise, in parts of the begin.")
+    lr_range_test_step_rate: NotNegative = honoured(
+        1.0, "Size of a rise, as a multiple of the first rate."
+    )
     lr_range_test_staircase: bool = honoured(False, "Rise in stairs.")
 
 
 class ConstantParams(SchedulerParams):
-    """Megatron's schedules: up in a line from `warmup_init_lr`, then what the type says."""
+    """Megatron's schedules: linear warm-up from `warmup_init_lr`, then constant."""
 
     max_lr: NotNegative | None = own(None, "Rate after the warm-up; null: that of the optimizer.")
     warmup_init_lr: NotNegative = own(0.0, "Rate before the first step of the warm-up.")
     warmup_steps: Whole = own(0, "Length of the warm-up.")
-    warmup_fraction: Share | None = own(None, "The same, as a share of `decay_steps`.")
-    decay_steps: Count | None = own(None, "Where the way down ends; null: `training.train_steps`.")
+    warmup_fraction: Share | None = own(None, "Length of the warm-up as a share of `decay_steps`.")
+    decay_steps: Count | None = own(None, "End of the decay; null: `training.train_steps`.")
     min_lr: NotNegative = ignored(
-        0.0, "Smallest rate.", "a constant rate does not fall", agrees=[0, 0.0]
+        0.0, "Smallest rate.", "a constant rate does not decay", agrees=[0, 0.0]
     )
 
-    @model_validator(mode="after")
-    def _one_length_of_warmup(self) -> "ConstantParams":
+    @rule("warmup_fraction", "warmup_steps")
+    def _one_length_of_warmup(self) -> Iterator[str]:
         if self.warmup_fraction is not None and self.warmup_steps:
-            raise ValueError(
+            yield (
                 "scheduler.params.warmup_steps and scheduler.params.warmup_fraction are both "
                 "given: keep one"
             )
-        return self
 
     def arguments(self, train_steps: int | None) -> dict[str, Any]:
         named = {
@@ -146,7 +152,7 @@ class ConstantParams(SchedulerParams):
         if self.warmup_fraction is not None and not (self.decay_steps or train_steps):
             raise ValueError(
                 "scheduler.params.warmup_fraction is a share of scheduler.params.decay_steps, "
-                "which is missing, as is training.train_steps: give one of them"
+                "which is missing, as is training.train_steps: set one of them"
             )
 
     def _warmup(self, train_steps: int | None) -> int:
@@ -155,32 +161,32 @@ class ConstantParams(SchedulerParams):
         return round(self.warmup_fraction * (self.decay_steps or train_steps or 0))
 
 
-class FallingParams(ConstantParams):
-    """Down from `max_lr` to `min_lr`, which is reached at `decay_steps`."""
+class DecayParams(ConstantParams):
+    """Decays from `max_lr` to `min_lr`, which is reached at `decay_steps`."""
 
-    min_lr: NotNegative = own(0.0, "Rate at `decay_steps` and after.")
+    min_lr: NotNegative = own(0.0, "Rate from `decay_steps` on.")
 
     def check(self, train_steps: int | None) -> None:
         super().check(train_steps)
         end, warmup = self.decay_steps or train_steps, self._warmup(train_steps)
         if end is None:
             raise ValueError(
-                "scheduler.params.decay_steps is missing, and so is training.train_steps, which "
-                "would stand in: give one of them"
+                "scheduler.params.decay_steps is missing, and so is training.train_steps, its "
+                "default: set one of them"
             )
         if end <= warmup:
             raise ValueError(
                 f"scheduler.params.decay_steps ({end}) must be above the warm-up's {warmup} steps: "
-                "the rate falls between the two"
+                "the rate decays between the two"
             )
 
 
-class WsdParams(FallingParams):
-    """Constant after the warm-up, and down in the last `wsd_decay_steps`."""
+class WsdParams(DecayParams):
+    """Constant after the warm-up; decays in the last `wsd_decay_steps`."""
 
-    wsd_decay_steps: Count = own(..., "Steps of the way down at the end.")
+    wsd_decay_steps: Count = own(..., "Length of the decay at the end.")
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = own(
-        "exponential", "Its shape."
+        "exponential", "Shape of the decay."
     )
 
     def arguments(self, train_steps: int | None) -> dict[str, Any]:
@@ -193,7 +199,7 @@ class WsdParams(FallingParams):
         if self.wsd_decay_steps > falling:
             raise ValueError(
                 f"scheduler.params.wsd_decay_steps ({self.wsd_decay_steps}) must be at most "
-                f"decay_steps less the warm-up ({falling}): the rate falls in the last steps"
+                f"decay_steps minus the warm-up ({falling}): the rate decays in the last steps"
             )
 
 
@@ -204,25 +210,25 @@ PARAMS: Mapping[str, type[SchedulerParams]] = {
     "OneCycle": OneCycleParams,
     "LRRangeTest": LRRangeTestParams,
     "constant": ConstantParams,
-    "linear": FallingParams,
-    "cosine": FallingParams,
-    "inverse-square-root": FallingParams,
+    "linear": DecayParams,
+    "cosine": DecayParams,
+    "inverse-square-root": DecayParams,
     "WSD": WsdParams,
 }
 
 
 class SchedulerSection(Section):
-    """The learning rate; without it, it is the optimizer's at every step."""
+    """The learning rate schedule; without this section the optimizer's rate is constant."""
 
     type: Literal[
         "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest",
         "constant", "linear", "cosine", "inverse-square-root", "WSD",
-    ] = honoured(..., "Which one, in any case of letters.")  # fmt: skip
-    params: SerializeAsAny[SchedulerParams] = honoured(..., "What that type takes; see below.")
+    ] = honoured(..., "The schedule; case is ignored.")  # fmt: skip
+    params: SerializeAsAny[SchedulerParams] = honoured(..., "Parameters of the type, listed below.")
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:
-        return with_type(raw, "scheduler.type", PARAMS)
+        return normalize_type(raw, "scheduler.type", PARAMS)
 
     @classmethod
     def section_at(cls, key: str, raw: Mapping[str, Any]) -> SectionClass | None:

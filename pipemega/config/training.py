@@ -1,75 +1,95 @@
-"""`training`: how long, how often it is evaluated, how the loss is averaged.  Floor 1."""
+"""`training`: length of the run, evaluation, and what the Trainer does on errors and spikes."""
 
+import re
+from collections.abc import Iterator
 from typing import Literal
 
-from pipemega.config.keys import Count, NotNegative, Positive, Section, Whole, own, section
+from pipemega.config.key_kinds import Section, own, rule, section
+from pipemega.config.value_types import Count, Name, NotNegative, Positive, Whole
+
+_FOLDER_NAME = re.compile(r"\w[\w.\-]*")
 
 
 class NonFiniteSection(Section):
-    """What becomes of a step whose loss or gradients hold inf or nan; see docs/long_runs.md."""
+    """What to do if the loss or a gradient is inf or nan; see docs/long_runs.md."""
 
     policy: Literal["skip", "stop", "rollback"] | None = own(
         None,
-        "skip: go on with the next batch; stop: end the run with an error; rollback: load the "
-        "newest checkpoint of checkpoint.save and go on behind the batch. null: skip with bf16 "
-        "unless bf16.check_grad_overflow is false, else stop. Overflows of fp16's gradients are "
-        "the loss scale's in any case.",
+        "skip: do not update, continue with the next batch; stop: end the run with an error; "
+        "rollback: load the newest checkpoint of checkpoint.save and continue with the next batch. "
+        "null: skip with bf16 unless bf16.check_grad_overflow is false, else stop. In fp16 the "
+        "loss scaler always handles gradient overflows.",
     )
     budget: Count = own(
-        10, "Steps of the whole run that a written skip or rollback may cost before it stops."
+        10,
+        "Largest number of steps that the policies skip and rollback may discard in the whole run; "
+        "the next one ends the run.",
     )
 
 
 class LossSpikesSection(Section):
-    """When a loss is worth a warning; nothing else comes of it."""
+    """Warn if the loss jumps."""
 
-    window: Whole = own(100, "Steps that a loss is compared with; 0: it is not.")
+    window: Whole = own(100, "Compare the loss with that of this many previous steps; 0: no check.")
     factor: Positive = own(
-        10.0, "Standard deviations above their median that are a spike (1.4826 * MAD each)."
+        10.0, "Warn if the loss is this many standard deviations (1.4826 * MAD) above the median."
     )
 
 
 class StragglersSection(Section):
-    """When a rank that takes longer than the others is named."""
+    """Log ranks that compute more slowly than the other ranks of their stage."""
 
     factor: NotNegative = own(
-        1.5, "Times the median of the ranks with the same work; 0: no rank is timed."
+        1.5, "Warn of ranks slower than this times the median of the ranks of their stage; 0: off."
     )
-    interval: Count | None = own(None, "Steps that are looked at together; null: steps_per_print.")
+    checks: Count = own(3, "Warn if a rank is slow in this many checks in a row.")
+    interval: Count | None = own(None, "Steps per check; null: steps_per_print.")
 
 
 class TrainingSection(Section):
-    """The loop around the steps."""
+    """The training loop."""
 
-    train_steps: Count | None = own(
+    run_name: Name | None = own(
         None,
-        "Optimizer steps of the whole run; `pretrain_gpt.py` needs it, a loop of your own not.",
+        "Without checkpoint.save: name of the run folder in `runs`; null: name of the config file "
+        "and time.",
+    )
+    train_steps: Count | None = own(
+        None, "Optimizer steps of the whole run; required by `pretrain_gpt.py`."
     )
     eval_interval: Whole = own(0, "Steps between evaluations; 0: never.")
-    eval_steps: Count = own(10, "Global batches in one evaluation.")
+    eval_steps: Count = own(10, "Global batches per evaluation.")
     loss_reduction: Literal["token", "micro_batch"] = own(
-        "token",
-        "The loss is the mean over all tokens of the global batch, or the mean of the means of the "
-        "micro-batches.",
+        "token", "Mean over all tokens of the global batch, or mean of the micro-batch means."
     )
     weight_decay_norms_and_biases: bool = own(
-        True, "false: parameters of one dim (norms, biases) are not decayed."
+        True,
+        "Also decay parameters with one dim, as torch and DeepSpeed do; false: as Megatron-LM.",
     )
-    generate_tokens: Whole = own(0, "Length of the text that is shown after training; 0: none.")
-    generate_prompt: str = own("", "How that text begins.")
-    generate_temperature: NotNegative = own(0.0, "0 takes the likeliest token, more draws freely.")
-    progress: bool = own(True, "Show a progress bar, where there is a terminal.")
+    generate_tokens: Whole = own(
+        0, "Tokens to generate after each evaluation, and to print after training; 0: none."
+    )
+    generate_prompt: str = own("", "Prompt of the generated text.")
+    generate_temperature: NotNegative = own(
+        0.0, "Sampling temperature; 0: always take the most likely token."
+    )
+    progress: bool = own(True, "Show a progress bar if the output is a terminal.")
     resume: Literal["auto", False] = own(
-        False,
-        "auto: begin with the newest complete checkpoint of checkpoint.save; where there is none, "
-        "with checkpoint.load; else anew.",
+        False, "auto: resume from checkpoint.save, else checkpoint.load, else start a new run."
     )
     exit_after_minutes: Positive | None = own(
-        None, "Save and end the run, with exit code 0, so long after its start; null: never."
+        None, "Save a checkpoint and exit with code 0 after this many minutes; null: never."
     )
-    on_nonfinite: NonFiniteSection = section(NonFiniteSection, "Steps with inf or nan.", own=True)
-    loss_spikes: LossSpikesSection = section(LossSpikesSection, "Losses that jump.", own=True)
-    stragglers: StragglersSection = section(StragglersSection, "Ranks that lag.", own=True)
-    check_replicas_every: Whole = own(
-        0, "Steps between comparisons of all copies of each parameter, bit by bit; 0: never."
-    )
+    on_nonfinite: NonFiniteSection = section(NonFiniteSection, "Reaction to inf or nan.", own=True)
+    loss_spikes: LossSpikesSection = section(LossSpikesSection, "Warn if the loss jumps.", own=True)
+    stragglers: StragglersSection = section(StragglersSection, "Log slow ranks.", own=True)
+    check_replicas_every: Whole = own(0, "Steps between checks that replicas are equal; 0: never.")
+
+    @rule("run_name")
+    def _run_name_is_a_folder(self) -> Iterator[str]:
+        name = self.run_name
+        if name is not None and not (_FOLDER_NAME.fullmatch(name) and name != "latest"):
+            yield (
+                f"training.run_name {name!r} cannot be the name of a folder in runs: use letters, "
+                "digits, '_', '-' and '.', do not start with '.', and do not use 'latest'"
+            )

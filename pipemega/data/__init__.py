@@ -1,4 +1,11 @@
-"""From text to batches: corpus, tokenizer, token files, samples, blends, loader.  Floor 4.
+"""Data: from text to batches.
 
-Nothing is imported here: preparing text must not load torch, and most of this room needs none.
+    corpus, tokenizer, prepare     text -> tokens -> Megatron's token files
+    indexed, mapped_files          read and write token files
+    samples, gpt_dataset, blending     GPT samples and weighted mixtures of datasets
+    data_files                     which inputs exist, their tokenizer and vocabulary
+    build_datasets                 the datasets of a run, from the config section `data`
+    loader, sample_order, prefetch, workers    micro-batches of one data rank, resumable
+
+Imports nothing: text can be prepared without torch.
 """

@@ -1,12 +1,12 @@
-"""The loss of a token bigram model: what a trained model must beat to have learned more than pairs.
+"""The loss of a token bigram model: a baseline that a trained model should beat.
 
     P(b | a) = w * (count(a, b) + s * P(b)) / (count(a) + s) + (1 - w) * P(b)
     P(b)     = (count(b) + 1) / (n + V)
 
-Seen often, a token predicts its successor by its own counts; seen rarely, it falls back on how
-common each token is; w keeps a share for pairs never seen. Strength s and weight w are chosen
-where they may be: counts from the first nine tenths of the training tokens, the least loss on the
-last tenth. Then all training tokens are counted.
+A frequent token predicts its successor by its own counts; a rare one falls back on the unigram
+distribution; 1 - w is the share of pairs never seen. Strength s and weight w minimise the loss on
+the last tenth of the training tokens, with counts of the other nine tenths. The final model counts
+all training tokens.
 
 Source: Jelinek and Mercer 1980 for w; MacKay and Peto 1995 for s.
 """
@@ -28,7 +28,7 @@ Floats = npt.NDArray[np.float64]
 STRENGTHS = (1.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 WEIGHTS = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 HELD_OUT = 0.1
-# Pairs are counted in portions, so that memory grows with the distinct pairs only.
+# Pairs are counted in portions, so that memory grows only with the distinct pairs.
 PORTION = 1 << 22
 
 
@@ -46,8 +46,8 @@ class BigramLoss:
     Attributes:
         loss: of the bigram model.
         unigram_loss: of P(b) alone, for comparison.
-        smoothing: what was chosen.
-        tokens: how many were predicted.
+        smoothing: the chosen s and w.
+        tokens: number of predicted tokens.
     """
 
     loss: float
@@ -57,26 +57,25 @@ class BigramLoss:
 
 
 class BigramCounts:
-    """Counts of tokens and of pairs, pairs kept sparsely.
+    """Counts of tokens and of pairs; pairs are sparse.
 
     Args:
-        tokens: one stream; pairs across the borders of documents count too, as they do in
-            training samples.
-        vocab_size: ids lie below it.
+        tokens: one stream; pairs across document borders count too, as in training samples.
+        vocab_size: upper bound of the ids.
     """
 
     def __init__(self, tokens: Tokens, vocab_size: int) -> None:
         self.vocab_size = vocab_size
         self.single: Ints = np.bincount(tokens, minlength=vocab_size)
         self.first: Ints = self.single.copy()
-        self.first[int(tokens[-1])] -= 1  # the last token is first of no pair
+        self.first[int(tokens[-1])] -= 1  # the last token starts no pair
         self.pairs, self.pair_counts = _count_pairs(tokens, vocab_size)
 
     def losses(self, tokens: Tokens, smoothings: Sequence[Smoothing]) -> tuple[float, Floats]:
-        """Mean nats per token of a stream, its first token apart.
+        """Return mean losses in nats per token of a stream, without its first token.
 
         Returns:
-            of P(b) alone, and of P(b | a) under each smoothing
+            the loss of P(b) alone, and of P(b | a) under each smoothing
         """
         common = (self.single + 1.0) / (self.single.sum() + self.vocab_size)
         distinct, how_often = _count_pairs(tokens, self.vocab_size)
@@ -93,10 +92,10 @@ class BigramCounts:
 
 
 def bigram_loss(train: Tokens, valid: Tokens, vocab_size: int) -> BigramLoss:
-    """Fit on the training tokens, judge on the validation tokens.
+    """Fit on the training tokens, evaluate on the validation tokens.
 
     Raises:
-        DataError: one of them is too short, or holds foreign ids.
+        DataError: one of them is too short, or has ids outside of the vocabulary.
     """
     cut = len(train) - int(len(train) * HELD_OUT)
     held_out = train[cut:]
@@ -119,7 +118,7 @@ def bigram_loss(train: Tokens, valid: Tokens, vocab_size: int) -> BigramLoss:
 
 
 def _count_pairs(tokens: Tokens, vocab_size: int) -> tuple[Ints, Ints]:
-    """Distinct pairs a * V + b, sorted, and how often each occurs."""
+    """Return the distinct pairs a * V + b, sorted, and the count of each."""
     pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
     for start in range(0, len(tokens) - 1, PORTION):
         part = tokens[start : start + PORTION + 1].astype(np.int64)

@@ -1,18 +1,18 @@
-"""Several datasets mixed by weight, exactly as Megatron mixes them.
+"""Mix several datasets by weight, identical to Megatron's blending.
 
-Sample k comes from the dataset that lags furthest behind its share: the first i that maximises
-weight_i * max(k, 1) - taken_i. That is a chain of a million small steps, each needing the counts
-that the one before left. It is run here in many pieces side by side:
+Sample k comes from the dataset with the largest deficit: the first i that maximises
+weight_i * max(k, 1) - taken_i. This is a sequence of up to millions of small steps, each of which
+needs the counts of the previous step. Here it runs in many segments in parallel:
 
-    1. cut the chain into pieces, and guess the counts at the start of each (its share, rounded);
-    2. advance all pieces together, one vectorised step after the other;
-    3. where a piece ended with other counts than the next one started from, run the next again
-       from the counts that were found, until all ends meet.
+    1. cut the sequence into segments, and guess the counts at the start of each (rounded shares);
+    2. advance all segments together, one vectorised step after the other;
+    3. if a segment ended with other counts than the next one started from, run the next one again
+       from the correct counts, until all ends match.
 
-Each piece runs the same float64 arithmetic as Megatron's loop, and a piece whose start is the end
-of its predecessor is right when its predecessor is; the first one is right. So the result is that
-of the loop, bit for bit. It is fast because a greedy choice forgets: two runs from different
-counts agree after a few steps, so that a second round nearly always finds all ends to meet.
+Each segment runs the same float64 arithmetic as Megatron's loop. The first segment is correct, and
+a segment that starts at the end of a correct one is correct, so the result equals the loop's bit
+for bit. It is fast because two runs from different counts agree after a few steps: the second round
+nearly always matches all ends.
 
 Source: Megatron-LM, core/datasets/helpers.cpp and blended_dataset.py.
 """
@@ -25,47 +25,47 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from pipemega.data.caching import Say, cached_arrays, digest_of
+from pipemega.data.file_cache import Say, cached_arrays, digest_of
 from pipemega.data.gpt_dataset import GPTDataset, Sample
-from pipemega.data.mapped import Mappings
+from pipemega.data.mapped_files import Mappings
 from pipemega.errors import DataError
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]
 Blend = tuple[npt.NDArray[np.int16], npt.NDArray[np.int64]]
 
-# Megatron builds each dataset a little larger than its share.
+# Megatron builds each dataset slightly larger than its share.
 SURPLUS = 0.005
 MAX_DATASETS = 32767
 
 
 def normalized(weights: Sequence[float] | Floats) -> Floats:
-    """Weights that add up to one.
+    """Return the weights divided by their sum.
 
     Raises:
-        DataError: none, too many for the index's int16, or one that is not positive.
+        DataError: no weights, too many for an int16 index, or one that is not positive.
     """
     array = np.array(weights, dtype=np.float64)
     if not 1 <= len(array) <= MAX_DATASETS:
-        raise DataError(f"a blend takes 1 to {MAX_DATASETS} datasets, and {len(array)} were given")
+        raise DataError(f"a blend takes 1 to {MAX_DATASETS} datasets, but {len(array)} were given")
     wrong = np.flatnonzero(~(array > 0) | ~np.isfinite(array))
     if len(wrong):
         raise DataError(
             f"weight {weights[int(wrong[0])]} of dataset {wrong[0]} in data.data_path must be "
-            "positive; leave a dataset out that is not to be read"
+            "positive; remove a dataset that should not be read"
         )
     return array / np.sum(array)
 
 
 def sizes_of_parts(weights: Sequence[float], num_samples: int, surplus: float = 0.0) -> list[int]:
-    """Samples that each dataset of a blend gives: its share, rounded up, and the surplus on top."""
+    """Return the samples of each dataset of a blend: its share, rounded up, plus the surplus."""
     return [
         math.ceil(math.ceil(num_samples * weight) * (1 + surplus)) for weight in normalized(weights)
     ]
 
 
 def blend(weights: Sequence[float] | Floats, num_samples: int) -> Blend:
-    """Which dataset each sample comes from, and which of its samples that is.
+    """Return the dataset of each sample, and the sample's index in that dataset.
 
     Shape:
         dataset_index int16 [num_samples], dataset_sample_index int64 [num_samples]
@@ -74,7 +74,7 @@ def blend(weights: Sequence[float] | Floats, num_samples: int) -> Blend:
 
 
 def blend_exhaustively(sizes: Sequence[int]) -> Blend:
-    """Every sample of every dataset once, spread in proportion to the sizes.
+    """Blend every sample of every dataset once, in proportion to the sizes.
 
     Shape:
         dataset_index int16 [sum(sizes)], dataset_sample_index int64 [sum(sizes)]
@@ -87,17 +87,17 @@ def blend_exhaustively(sizes: Sequence[int]) -> Blend:
 
 
 def _greedy(weights: Floats, num_samples: int, sizes: Counts | None) -> Blend:
-    """The chain of choices; with `sizes`, a dataset that is used up is out of the running."""
-    # Pieces of sqrt(n) keep both the number of steps and the width of each moderate.
-    piece = max(256, math.isqrt(num_samples))
-    starts_at = np.arange(0, num_samples, piece, dtype=np.int64)
+    """Run the sequence of choices; with `sizes`, an exhausted dataset is not chosen again."""
+    # Segments of sqrt(n) samples balance the number of steps and the width of each.
+    segment = max(256, math.isqrt(num_samples))
+    starts_at = np.arange(0, num_samples, segment, dtype=np.int64)
     starts = np.stack([_rounded_share(weights, int(k), sizes) for k in starts_at])
-    chosen = np.zeros((len(starts_at), piece), dtype=np.int16)
+    chosen = np.zeros((len(starts_at), segment), dtype=np.int16)
     ends = np.empty_like(starts)
     stale = np.arange(len(starts_at))
     while len(stale):
         chosen[stale], ends[stale] = _advance(
-            weights, starts_at[stale], starts[stale], piece, num_samples, sizes
+            weights, starts_at[stale], starts[stale], segment, num_samples, sizes
         )
         met = np.all(ends[:-1] == starts[1:], axis=1)
         stale = np.flatnonzero(~met) + 1
@@ -114,15 +114,15 @@ def _advance(
     num_samples: int,
     sizes: Counts | None,
 ) -> tuple[npt.NDArray[np.int16], Counts]:
-    """Take `steps` choices in every piece.
+    """Make `steps` choices in every segment.
 
     Shape:
-        at [pieces]; counts [pieces, datasets] -> choices [pieces, steps], counts at the end
+        at [segments]; counts [segments, datasets] -> choices [segments, steps], final counts
     """
     taken = counts.astype(np.float64)
     chosen = np.empty((steps, len(at)), dtype=np.int16)
     rows = np.arange(len(at))
-    # The last piece runs past the end, where nothing is left to take; what it does is cut off.
+    # The last segment runs past the end, where all datasets are exhausted; the caller drops that.
     limit = None if sizes is None else sizes.astype(np.float64)
     for step in range(steps):
         lag = weights * np.maximum(at + step, 1).astype(np.float64)[:, None] - taken
@@ -135,9 +135,9 @@ def _advance(
 
 
 def _rounded_share(weights: Floats, num_taken: int, sizes: Counts | None) -> Counts:
-    """A guess at the counts after `num_taken` choices: the shares, largest remainders rounded up.
+    """Guess the counts after `num_taken` choices: rounded shares, largest remainders rounded up.
 
-    Only a guess, but one whose sum is right.
+    The sum of the guess is exact.
     """
     shares = weights * num_taken
     counts = np.floor(shares).astype(np.int64)
@@ -149,7 +149,7 @@ def _rounded_share(weights: Floats, num_taken: int, sizes: Counts | None) -> Cou
 
 
 def _running_count(choices: npt.NDArray[np.int16], num_datasets: int) -> npt.NDArray[np.int64]:
-    """For each choice, how often the same was chosen before. [n] -> [n]"""
+    """Return for each choice the number of equal choices before it. [n] -> [n]"""
     order = np.argsort(choices, kind="stable")
     counts = np.bincount(choices, minlength=num_datasets)
     firsts = np.repeat(np.cumsum(counts) - counts, counts)
@@ -163,15 +163,16 @@ class BlendedDataset(Dataset[Sample]):
 
     Args:
         datasets: of one split, each large enough for its share; see `sizes_of_parts`.
-        weights: their shares; None: every sample of each, once.
-        num_samples: how many to mix; without weights there are no more than all, and None is all.
-        cache: where the index is kept.
+        weights: their shares; None: every sample of each dataset once.
+        num_samples: number of samples; without weights at most all, and None means all.
+        cache: folder of the index.
 
     Raises:
-        DataError: a dataset has fewer samples than the blend takes of it.
+        DataError: a dataset has fewer samples than the blend needs from it.
     """
 
     already_shuffled = True
+    deterministic = True
 
     def __init__(
         self,
@@ -204,7 +205,7 @@ class BlendedDataset(Dataset[Sample]):
             "weights": self.weights.tolist(),
             "exhaustive": whole,
         }
-        # A longer blend starts with the shorter one, so its length is no part of what it is.
+        # A longer blend starts with the shorter one, so the length is not part of the fingerprint.
         self.fingerprint = digest_of(identity)
         arrays = cached_arrays(
             cache,
@@ -225,24 +226,24 @@ class BlendedDataset(Dataset[Sample]):
 
     def __getitem__(self, index: int) -> Sample:
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"sample index {index} is out of range: {len(self)} samples")
         self._mappings.refuse_shortened()
         return self.datasets[int(self._dataset_index[index])][int(self._sample_index[index])]
 
     def describe(self) -> str:
-        """One line per dataset, and one for the blend."""
+        """Return one line per dataset, and one for the blend."""
         shares = ", ".join(
             f"{weight:.4f} {dataset.data.prefix}"
             for weight, dataset in zip(self.weights, self.datasets, strict=True)
         )
         lines = [dataset.describe() for dataset in self.datasets]
-        return "\n".join([*lines, f"{self.name}: {len(self):,} samples blended of {shares}"])
+        return "\n".join([*lines, f"{self.name}: {len(self):,} samples blended from {shares}"])
 
     def _refuse_too_small(self, sizes: Sequence[int]) -> None:
         taken = np.bincount(self._dataset_index, minlength=len(sizes))
         for dataset, size, count in zip(self.datasets, sizes, taken.tolist(), strict=True):
             if count > size:
                 raise DataError(
-                    f"the {self.name} blend takes {count} samples of {dataset.data.prefix}, "
-                    f"which was built with {size}"
+                    f"the {self.name} blend needs {count} samples of {dataset.data.prefix}, "
+                    f"which has {size}"
                 )

@@ -1,4 +1,4 @@
-"""From samples to a micro-batch: (inputs, labels), each any pytree."""
+"""Collate samples into a micro-batch (inputs, labels), each any pytree."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -14,10 +14,10 @@ Collate = Callable[[list[Pytree]], Pytree]
 
 
 def stack_samples(samples: Sequence[Pytree]) -> Pytree:
-    """Samples of one structure -> that structure with a batch dim first.
+    """Stack samples of one structure along a new first dim.
 
-    torch's `default_collate`, except that a tuple stays a tuple (there it becomes a list), since
-    what crosses the stages of a pipeline must keep its structure.
+    As torch's `default_collate`, but a tuple stays a tuple (torch makes it a list): a message
+    between pipeline stages must keep its structure.
     """
     first = samples[0]
     if type(first) is tuple:
@@ -30,27 +30,36 @@ def stack_samples(samples: Sequence[Pytree]) -> Pytree:
 def make_micro_batch(
     samples: Sequence[Pytree], collate: Collate | None, source: str, which: str
 ) -> MicroBatch:
-    """Collate, and insist on a pair.
+    """Collate samples into one (inputs, labels) pair.
 
     Args:
-        collate: the user's own, or None for `stack_samples`.
-        source: names the dataset in messages.
-        which: names the samples in messages.
+        collate: the user's function, or None for `stack_samples`.
+        source: name of the dataset in messages.
+        which: name of the samples in messages.
 
     Raises:
-        DataError: the samples do not fit together, or are no (inputs, labels) pairs.
+        DataError: the samples do not fit together, or are not (inputs, labels) pairs.
     """
     try:
         batch = stack_samples(samples) if collate is None else collate(list(samples))
     except Exception as error:
         raise DataError(
-            f"{which} of {source} cannot be put into one micro-batch: {error}; samples must have "
-            "equal structure and shapes, or the loader needs a collate_fn that makes them so"
+            f"{which} of {source} cannot be collated into one micro-batch: {error}; samples must "
+            "have equal structure and shapes, or give a collate_fn that makes them equal"
         ) from error
+    return make_pair(batch, source, which)
+
+
+def make_pair(batch: Pytree, source: str, which: str) -> MicroBatch:
+    """Return a micro-batch as a tuple (inputs, labels).
+
+    Raises:
+        DataError: it is not a pair; the message names `source` and `which` samples.
+    """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
         got = f"{len(batch)} members" if isinstance(batch, tuple | list) else type(batch).__name__
         raise DataError(
-            f"{source} must give (inputs, labels) pairs, and {which} make {got}; "
-            "put what belongs together into one of the two, each may be a tuple or a dict"
+            f"{source} must return (inputs, labels) pairs, but {which} give {got}; "
+            "inputs and labels may each be a tuple or a dict"
         )
     return batch[0], batch[1]

@@ -1,4 +1,4 @@
-"""Where text comes from: files, JSON lines, folders, globs, and Python's own sources."""
+"""Sources of text: files, JSON lines, folders, globs, and the Python standard library."""
 
 import glob
 import gzip
@@ -16,25 +16,25 @@ from pipemega.errors import DataError
 
 PYTHON_STDLIB = "python-stdlib"
 JSON_LINES = (".jsonl", ".ndjson", ".json")
-# Tests and generated parts of the library, and what is not of the library at all.
+# Tests and generated parts of the library, and packages that are not part of it.
 STDLIB_LEFT_OUT = frozenset(
     ("test", "tests", "idlelib", "idle_test", "lib2to3", "site-packages", "dist-packages",
      "__pycache__")
 )  # fmt: skip
 STDLIB_SMALLEST_BYTES = 256
-# Of files, and of what was packed into them.
+# Errors of files and of gzip streams.
 _UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 @dataclass
 class Skipped:
-    """Documents that were left out, by reason."""
+    """Number of skipped documents, by reason."""
 
     empty: int = 0
     undecodable: int = 0
 
     def __str__(self) -> str:
-        return f"{self.empty} empty and {self.undecodable} that are not UTF-8"
+        return f"{self.empty} empty, {self.undecodable} not UTF-8"
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class Corpus:
     """A list of files, each one document or one document per line.
 
     Attributes:
-        files: in the order in which their documents come.
-        name: for messages.
-        identity: what the content depends on, JSON-able: names, sizes, times.
-        json_key: where a JSON line holds its text.
-        lenient: files that were found, and not named, may be no text; they are left out.
+        files: in the order of their documents.
+        name: name in messages.
+        identity: names, sizes and times that identify the content; JSON-serialisable.
+        json_key: key of the text in a JSON line.
+        lenient: files that were found in a folder or by a glob; skipped if they are not text.
     """
 
     files: tuple[Path, ...]
@@ -57,14 +57,14 @@ class Corpus:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on disk."""
+        """Size on disk in bytes."""
         return sum(path.stat().st_size for path in self.files)
 
     def documents(self, skipped: Skipped) -> Iterator[tuple[str, int]]:
-        """(text, bytes on disk read for it), document by document; counts what it leaves out.
+        """Yield (text, bytes read from disk) of each document; counts skipped ones.
 
         Raises:
-            DataError: a file cannot be read, is no UTF-8, or holds a line that is no JSON object
+            DataError: a file cannot be read, is not UTF-8, or has a line that is not a JSON object
                 with the key; the message names file and line.
         """
         for path in self.files:
@@ -104,36 +104,36 @@ class Corpus:
         except (ValueError, RecursionError) as error:
             raise DataError(f"{where} is not JSON: {error}") from error
         if not isinstance(record, dict):
-            raise DataError(f"{where} is a {type(record).__name__}, and must be a JSON object")
+            raise DataError(f"{where} is a {type(record).__name__}, but must be a JSON object")
         if self.json_key not in record:
             raise DataError(
-                f"{where} has no key {self.json_key!r}, but {', '.join(map(repr, record))}: "
-                "name the one that holds the text with --json-key"
+                f"{where} has no key {self.json_key!r}; its keys are "
+                f"{', '.join(map(repr, record))}: name the key of the text with --json-key"
             )
         text = record[self.json_key]
         if not isinstance(text, str):
-            raise DataError(f"{where} holds a {type(text).__name__} at {self.json_key!r}, no text")
+            raise DataError(f"{where}: {self.json_key!r} must be text, not {type(text).__name__}")
         return text
 
 
 def is_json_lines(path: Path) -> bool:
-    """By its name; .gz may follow."""
+    """Return whether the file has an extension of JSON lines; .gz may follow."""
     name = path.with_suffix("") if path.suffix == ".gz" else path
     return name.suffix in JSON_LINES
 
 
 def open_bytes(path: Path) -> IO[bytes]:
-    """The file, or what was packed into it."""
+    """Open the file; decompress .gz."""
     return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
 
 
 def find_corpus(inputs: str | Path | Sequence[str | Path], json_key: str = "text") -> Corpus:
-    """The files that `inputs` name, in order, each once.
+    """Return the files that `inputs` name, in order, each once.
 
     Args:
-        inputs: one or more of: "python-stdlib" (alone), a file, a glob, a folder (all files in
-            it that are not hidden).
-        json_key: where a JSON line holds its text.
+        inputs: "python-stdlib", or one or more of: a file, a glob, a folder (all its files that
+            are not hidden).
+        json_key: key of the text in a JSON line.
 
     Raises:
         DataError: an input names no file.
@@ -147,10 +147,8 @@ def find_corpus(inputs: str | Path | Sequence[str | Path], json_key: str = "text
         named = Path(name).expanduser()
         matches = _expand(named)
         if not matches:
-            hint = f" (it must be the only input then: {PYTHON_STDLIB!r})" * (
-                str(name) == PYTHON_STDLIB
-            )
-            raise DataError(f"the corpus {str(name)!r} is no file, folder or glob with files{hint}")
+            hint = " (it must be the only input)" if str(name) == PYTHON_STDLIB else ""
+            raise DataError(f"no file, folder or glob matches the corpus {str(name)!r}{hint}")
         if matches != [named]:
             found.update(matches)
         files.update(dict.fromkeys(matches))
@@ -164,7 +162,7 @@ def find_corpus(inputs: str | Path | Sequence[str | Path], json_key: str = "text
 
 
 def _expand(named: Path) -> list[Path]:
-    """A file, the files of a folder, or those of a glob, sorted."""
+    """Return a file, the files of a folder, or the files of a glob, sorted."""
     if named.is_file():
         return [named]
     if named.is_dir():
@@ -186,13 +184,13 @@ def _files_in(folder: Path) -> list[Path]:
 
 
 def python_stdlib() -> Corpus:
-    """The running Python's own library: some 11 MB of real text that every machine has.
+    """Return the sources of the running Python's library: about 11 MB of text on every machine.
 
-    A document is a file. Left out are tests, what is built for the machine, files that are hardly
-    more than nothing, and the little that is not UTF-8.
+    A document is a file. Tests, machine-specific files, very small files and files that are not
+    UTF-8 are left out.
 
     Raises:
-        DataError: this Python came without its sources.
+        DataError: this Python has no sources.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files = []
@@ -202,13 +200,13 @@ def python_stdlib() -> Corpus:
             for name in subfolders
             if name not in STDLIB_LEFT_OUT and not name.startswith("config-")
         ]
-        # _sysconfigdata and config-* say how and where this Python was built.
+        # _sysconfigdata and config-* depend on the build of this Python.
         found = (Path(folder) / name for name in names if not name.startswith("_sysconfigdata"))
         files += [path for path in found if path.suffix == ".py" and path.is_file()]
     files = sorted(path for path in files if path.stat().st_size >= STDLIB_SMALLEST_BYTES)
     if not files:
         raise DataError(
-            f"this Python has no sources in {root}, so there is no {PYTHON_STDLIB!r} corpus: "
+            f"this Python has no sources in {root}, so there is no corpus {PYTHON_STDLIB!r}: "
             "name text files with data.corpus"
         )
     python = f"{platform.python_implementation()} {platform.python_version()}"

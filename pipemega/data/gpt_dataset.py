@@ -1,4 +1,4 @@
-"""The map-style dataset over Megatron's token files: sample i -> (tokens, labels)."""
+"""Map-style dataset over Megatron's token files: sample i -> (tokens, labels)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,11 +10,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pipemega.data.caching import Say, cached_arrays, digest_of, user_cache_folder, writable_folder
+from pipemega.data.file_cache import (
+    Say,
+    cached_arrays,
+    digest_of,
+    user_cache_folder,
+    writable_folder,
+)
 from pipemega.data.indexed import IndexedDataset
-from pipemega.data.mapped import Mappings
+from pipemega.data.mapped_files import Mappings
 from pipemega.data.samples import (
     SampleIndices,
+    Split,
     build_indices,
     count_windows,
     index_folder,
@@ -23,7 +30,7 @@ from pipemega.data.samples import (
 from pipemega.errors import DataError
 
 IGNORE = -100
-# Stands for "no token here" before it becomes token 0 with an ignored label, as in Megatron.
+# Padding; it becomes token 0 with an ignored label, as in Megatron.
 PAD = -1
 
 Sample = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
@@ -34,16 +41,16 @@ class SampleFormat:
     """How windows of tokens become samples.
 
     Attributes:
-        seq_length: tokens of a sample.
-        vocab_size: ids must lie below it.
-        eod: the end-of-document token; needed by the next two.
+        seq_length: number of tokens of a sample.
+        vocab_size: upper bound of the token ids.
+        eod: the end-of-document id; required by the next two.
         eod_mask_loss: no loss where the *input* token is the end of a document.
-        reset_position_ids: positions start from 0 again after each end of a document; the inputs
-            are then (tokens, position_ids).
-        add_extra_token: read one token more than seq_length, for the last label; otherwise the
+        reset_position_ids: restart positions from 0 after each end of a document; the inputs are
+            then (tokens, position_ids).
+        add_extra_token: read one more token than seq_length, for the last label; otherwise the
             last label is ignored.
-        keep_partial: keep the last window though it is not full (Megatron's
-            drop_last_partial_validation_sequence turned off): padded, its labels ignored.
+        keep_partial: keep the last window if it is not full, padded and with ignored labels
+            (Megatron's drop_last_partial_validation_sequence turned off).
     """
 
     seq_length: int
@@ -56,12 +63,12 @@ class SampleFormat:
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:
-            raise DataError(f"model.seq_length is {self.seq_length}, and samples need tokens")
+            raise DataError(f"model.seq_length is {self.seq_length}, but must be at least 1")
         for key in ("eod_mask_loss", "reset_position_ids"):
             if getattr(self, key) and self.eod is None:
                 raise DataError(
-                    f"data.{key} needs to know the token that ends a document, and there is no "
-                    "tokenizer that says so: set data.tokenizer"
+                    f"data.{key} needs the end-of-document id, but no tokenizer defines one: set "
+                    "data.tokenizer"
                 )
 
 
@@ -70,32 +77,31 @@ class GPTDataset(Dataset[Sample]):
 
     Args:
         data: the token files.
-        sequences: the split, a part of range(len(data)); see `samples.split_ranges`.
-        name: the split's name, "train", "valid" or "test".
+        split: name ("train", "valid" or "test") and sequences; see `samples.split_ranges`.
         sample_format: how windows become samples.
-        num_samples: at least so many, over as many epochs as that takes; None: one epoch.
-        seed: of the shuffling.
-        cache: where indices are kept; None: beside the data, else in the user's cache folder.
-        say: takes a line of progress when building takes long.
+        num_samples: minimum number of samples, over as many epochs as needed; None: one epoch.
+        seed: seed of the shuffling.
+        cache: folder of the indices; None: next to the data, else in the user's cache folder.
+        say: called with a progress line if building takes long.
 
     Shape:
         [i] -> (tokens int64 [seq], labels int64 [seq]), or ((tokens, position_ids int64 [seq]),
-        labels); labels are -100 where no loss is to be taken
+        labels); labels are -100 where the loss ignores them
 
     Raises:
-        DataError: a split without documents or too short for one sample; on reading, a token
-            outside the vocabulary.
+        DataError: the split has no documents or is too short for one sample. While reading: a token
+            is outside of the vocabulary.
     """
 
-    # The loader reads in order what is already shuffled, as Megatron does.
+    # The loader does not shuffle again, as in Megatron.
     already_shuffled = True
+    deterministic = True
 
     def __init__(
         self,
         data: IndexedDataset,
-        sequences: range,
+        split: Split,
         *,
-        name: str,
         sample_format: SampleFormat,
         num_samples: int | None,
         seed: int,
@@ -103,12 +109,11 @@ class GPTDataset(Dataset[Sample]):
         say: Say | None = None,
     ) -> None:
         self.data = data
-        self.sequences = sequences
-        self.name = name
+        self.name, self.sequences = split
         self.format = sample_format
         self.num_samples = num_samples
         self.tokens_per_epoch = int(
-            data.lengths[sequences.start : sequences.stop].sum(dtype=np.int64)
+            data.lengths[self.sequences.start : self.sequences.stop].sum(dtype=np.int64)
         )
         self._extra = int(sample_format.add_extra_token)
         self._refuse_too_little()
@@ -124,33 +129,33 @@ class GPTDataset(Dataset[Sample]):
         return len(self._indices.shuffle)
 
     def __getitem__(self, index: int) -> Sample:
-        """One sample; a negative index counts from the end."""
+        """Return one sample; a negative index counts from the end."""
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
+            raise IndexError(f"sample index {index} is out of range: {len(self)} samples")
         self._mappings.refuse_shortened()
         window = int(self._indices.shuffle[index])
         text = self._read(window)
         return self._sample_of(text)
 
     def split_tokens(self) -> npt.NDArray[np.generic]:
-        """All tokens of the split once, in the order of the file; no copy."""
+        """Return all tokens of the split once, in file order; no copy."""
         return self.data.span(self.sequences.start, self.sequences.stop)
 
     def describe(self) -> str:
-        """One line: how much there is, and how often it will be read."""
+        """Return one line: the size of the split and the number of epochs."""
         per_epoch = count_windows(
             self.tokens_per_epoch, self.format.seq_length, 1, self._extra, self.format.keep_partial
         )
-        asked = ""
+        requested = ""
         if self.num_samples is not None:
             needed = self.num_samples * self.format.seq_length + self._extra
-            asked = (
-                f"; {self.num_samples:,} asked for = {needed / self.tokens_per_epoch:.2f} epochs"
+            requested = (
+                f"; {self.num_samples:,} requested = {needed / self.tokens_per_epoch:.2f} epochs"
             )
         return (
             f"{self.name}: {self.tokens_per_epoch:,} tokens in {len(self.sequences):,} sequences "
-            f"of {self.data.prefix}, {per_epoch:,} samples of {self.format.seq_length} in an "
-            f"epoch{asked}"
+            f"of {self.data.prefix}, {per_epoch:,} samples of {self.format.seq_length} per "
+            f"epoch{requested}"
         )
 
     def _refuse_too_little(self) -> None:
@@ -160,17 +165,17 @@ class GPTDataset(Dataset[Sample]):
                 f"{len(self.data)} sequences; give {self.name} a larger share"
             )
         if self.data.dtype.kind == "f":
-            raise DataError(f"{self.data.bin_path} holds {self.data.dtype.name}, and no token ids")
+            raise DataError(f"{self.data.bin_path} contains {self.data.dtype.name}, not token ids")
         needed = self.format.seq_length + self._extra
         enough = self.tokens_per_epoch >= needed
         if self.tokens_per_epoch < 2 or (self.num_samples is None and not enough):
             raise DataError(
-                f"{self.name} has {self.tokens_per_epoch} tokens in {self.data.prefix}, and one "
-                f"sample takes {needed}: give it a larger share of data.split"
+                f"{self.name} has {self.tokens_per_epoch} tokens in {self.data.prefix}, but one "
+                f"sample needs {needed}: give it a larger share of data.split"
             )
 
     def _describe(self, seed: int) -> dict[str, object]:
-        """All that the indices depend on; not where the files lie, nor the number of samples."""
+        """Return what the indices depend on; without file paths and the number of samples."""
         return {
             "dataset": self.data.fingerprint(),
             "split": self.name,
@@ -210,7 +215,7 @@ class GPTDataset(Dataset[Sample]):
         return SampleIndices(*(arrays[f"{key}_index"] for key in SampleIndices._fields))  # type: ignore[arg-type]
 
     def _read(self, window: int) -> npt.NDArray[np.int64]:
-        """The tokens of one window, padded if there are too few. [seq + extra]"""
+        """Return the tokens of one window, padded at the end. [seq + extra]"""
         (first, start), (last, end) = self._indices.sample[window : window + 2].tolist()
         documents: Sequence[int] = self._indices.document[first : last + 1].tolist()
         text = np.full(self.format.seq_length + self._extra, PAD, dtype=np.int64)
@@ -233,14 +238,14 @@ class GPTDataset(Dataset[Sample]):
             if foreign.size:
                 raise DataError(
                     f"token id {foreign[0]} in document {self.data.document_of(sequence)} of "
-                    f"{self.data.bin_path} lies outside the vocabulary of "
+                    f"{self.data.bin_path} is outside of the vocabulary of "
                     f"{self.format.vocab_size}: the data was made with another tokenizer, or "
                     "model.vocab_size is too small"
                 )
-        raise AssertionError("a token was seen to be foreign and is not")
+        raise AssertionError("no token is outside of the vocabulary")
 
     def _sample_of(self, text: npt.NDArray[np.int64]) -> Sample:
-        """Text [seq + extra] -> the sample of `SampleFormat`."""
+        """Convert tokens [seq + extra] to a sample of `SampleFormat`."""
         if self._extra:
             inputs, labels = text[:-1].copy(), text[1:].copy()
         else:
@@ -259,7 +264,7 @@ class GPTDataset(Dataset[Sample]):
 def positions_within_documents(
     tokens: npt.NDArray[np.int64], eod: int | None
 ) -> npt.NDArray[np.int64]:
-    """0, 1, 2, ... starting from 0 again after each end-of-document token. [seq] -> [seq]"""
+    """Return 0, 1, 2, ... restarting from 0 after each end-of-document id. [seq] -> [seq]"""
     places = np.arange(len(tokens), dtype=np.int64)
     starts = np.zeros(len(tokens), dtype=np.int64)
     after_eod = np.flatnonzero(tokens[:-1] == eod) + 1

@@ -1,10 +1,10 @@
-"""Megatron's token files, read and written byte for byte: PREFIX.bin and PREFIX.idx.
+"""Read and write Megatron's token files, byte for byte: PREFIX.bin and PREFIX.idx.
 
-    .bin    the tokens of all sequences, one after the other, little endian, nothing between
+    .bin    the tokens of all sequences, concatenated, little endian
 
     .idx    "MMIDIDX" 00 00 | version 1 u64 | dtype code u8 | sequences S u64 | D u64
-            lengths    int32 [S]      tokens of each sequence
-            pointers   int64 [S]      where it starts in .bin, in bytes
+            lengths    int32 [S]      number of tokens of each sequence
+            pointers   int64 [S]      its start in .bin, in bytes
             documents  int64 [D]      bounds in sequences: starts with 0, ends with S
             modes      int8  [S]      only in multimodal files
 
@@ -12,18 +12,17 @@ Source: the format of Megatron-LM's core/datasets/indexed_dataset.py.
 """
 
 import hashlib
-import os
 import struct
-import uuid
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pipemega.data.caching import flush_folder
-from pipemega.data.mapped import Mappings, TokenFile
+from pipemega.data.file_cache import atomic_path
+from pipemega.data.mapped_files import Mappings, TokenFile
 from pipemega.errors import DataError
 
 Tokens = npt.NDArray[np.generic]
@@ -31,42 +30,34 @@ Tokens = npt.NDArray[np.generic]
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 HEADER = struct.Struct("<9sQBQQ")
-DTYPES: dict[int, str] = {
-    1: "uint8",
-    2: "int8",
-    3: "int16",
-    4: "int32",
-    5: "int64",
-    6: "float64",
-    7: "float32",
-    8: "uint16",
-}
-# The bound is Megatron's, a little below what uint16 holds.
+_DTYPE_NAMES = ("uint8", "int8", "int16", "int32", "int64", "float64", "float32", "uint16")
+DTYPES = dict(enumerate(_DTYPE_NAMES, start=1))
+# Megatron's bound, slightly below the range of uint16.
 UINT16_VOCABULARY = 65500
 FINGERPRINT_BYTES = 1 << 20
 
 
 def smallest_dtype(vocab_size: int) -> np.dtype[np.generic]:
-    """The dtype in which Megatron stores tokens of such a vocabulary: uint16 or int32."""
+    """Return the dtype in which Megatron stores tokens of this vocabulary: uint16 or int32."""
     return np.dtype("uint16" if vocab_size < UINT16_VOCABULARY else "int32")
 
 
 def prefix_of(path: str | Path) -> Path:
-    """The prefix of a pair of files; a user may also have named one of the two."""
+    """Return the prefix of a pair of files; `path` may also name one of the two files."""
     path = Path(path).expanduser()
     return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
 
 
 def files_of(prefix: Path) -> tuple[Path, Path]:
-    """(PREFIX.bin, PREFIX.idx)."""
+    """Return (PREFIX.bin, PREFIX.idx)."""
     return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
 class IndexedDataset:
-    """The sequences of PREFIX.bin and PREFIX.idx, read where they are asked for.
+    """The sequences of PREFIX.bin and PREFIX.idx, with random access.
 
     Args:
-        prefix: the files' common path, without .bin or .idx (or with one of them).
+        prefix: common path of the files, without .bin or .idx (or with one of them).
 
     Attributes:
         lengths: int32 [S].
@@ -74,8 +65,9 @@ class IndexedDataset:
         document_indices: int64 [D].
 
     Raises:
-        DataError: a file is missing, foreign, cut short or at odds with the other one; the
-            message names both files. On reading, a file became shorter, or the disk fails.
+        DataError: a file is missing, of another format, truncated, or does not match the other
+            one; the message names both files. While reading: a file was truncated, or the disk
+            fails.
     """
 
     def __init__(self, prefix: str | Path) -> None:
@@ -95,16 +87,16 @@ class IndexedDataset:
 
     @property
     def num_documents(self) -> int:
-        """Documents, each of one or more sequences."""
+        """Number of documents; each has one or more sequences."""
         return len(self.document_indices) - 1
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all sequences."""
+        """Number of tokens of all sequences."""
         return self._tokens.num_bytes // int(self.dtype.itemsize)
 
     def get(self, sequence: int, offset: int = 0, length: int | None = None) -> Tokens:
-        """Tokens [offset, offset + length) of one sequence, to its end by default."""
+        """Return tokens [offset, offset + length) of one sequence; by default up to its end."""
         self._index.refuse_shortened()
         start = int(self.pointers[sequence]) // self.dtype.itemsize
         stop = start + int(self.lengths[sequence])
@@ -112,7 +104,7 @@ class IndexedDataset:
         return self._tokens.read(start, stop if length is None else min(start + length, stop))
 
     def span(self, first: int, last: int) -> Tokens:
-        """The tokens of the sequences [first, last), as they lie in the file; no copy."""
+        """Return the tokens of the sequences [first, last) in file order; no copy."""
         if first >= last:
             return np.empty(0, dtype=self.dtype)
         self._index.refuse_shortened()
@@ -121,14 +113,14 @@ class IndexedDataset:
         return self._tokens.mapped()[start:stop]
 
     def document_of(self, sequence: int) -> int:
-        """The document that holds a sequence."""
+        """Return the document of a sequence."""
         return int(np.searchsorted(self.document_indices, sequence, side="right")) - 1
 
     def fingerprint(self) -> str:
-        """32 hex digits for the content, wherever the files lie.
+        """Return 32 hex digits that identify the content, independent of the path.
 
-        From the sizes and from both ends of both files: reading all of it would take minutes
-        for a large corpus, and a changed corpus changes its sizes or its ends.
+        Computed from the sizes and from both ends of both files: reading a large corpus would take
+        minutes, and a changed corpus has other sizes or other ends.
         """
         digest = hashlib.sha256()
         for path in (self.idx_path, self.bin_path):
@@ -145,48 +137,48 @@ class IndexedDataset:
         if len(missing) == 2:
             raise DataError(
                 f"neither {self.bin_path} nor {self.idx_path} exists; a data path is their common "
-                "part, and 'python -m pipemega data prepare' writes both"
+                "prefix; 'pipemega data prepare' writes both"
             )
         if missing:
-            there = self.idx_path if missing[0] == self.bin_path else self.bin_path
+            existing = self.idx_path if missing[0] == self.bin_path else self.bin_path
             raise DataError(
-                f"{missing[0]} is missing, and {there} is no use without it: "
-                "copy both files, or prepare them again"
+                f"{missing[0]} is missing, but {existing} exists: copy both files, or prepare them "
+                "again"
             )
 
     def _read_header(self, raw: bytes) -> tuple[int, int, int]:
         if not raw.startswith(MAGIC):
             raise DataError(
-                f"{self.idx_path} is no Megatron index: it starts with {raw[: len(MAGIC)]!r} and "
-                f"not with {MAGIC!r} (its tokens would be in {self.bin_path})"
+                f"{self.idx_path} is not a Megatron index of {self.bin_path}: it starts with "
+                f"{raw[: len(MAGIC)]!r} instead of {MAGIC!r}"
             )
         if len(raw) < HEADER.size:
             raise DataError(
-                f"{self.idx_path} is cut short: {len(raw)} bytes, and its header alone takes "
+                f"{self.idx_path} is truncated: it has {len(raw)} bytes, and its header alone has "
                 f"{HEADER.size}; prepare it and {self.bin_path} again"
             )
         _, version, code, num_sequences, num_bounds = HEADER.unpack(raw)
         if version != VERSION:
             raise DataError(
-                f"{self.idx_path} is a Megatron index of version {version}, and only version "
-                f"{VERSION} is known; prepare it and {self.bin_path} again"
+                f"{self.idx_path} is a Megatron index of version {version}, but only version "
+                f"{VERSION} is supported; prepare it and {self.bin_path} again"
             )
         if code not in DTYPES:
             known = ", ".join(f"{key} {name}" for key, name in DTYPES.items())
             raise DataError(
-                f"{self.idx_path} gives dtype code {code} for {self.bin_path}; known are {known}"
+                f"{self.idx_path} has dtype code {code} for {self.bin_path}; known are {known}"
             )
         return code, num_sequences, num_bounds
 
     def _map_index(self, num_sequences: int, num_bounds: int) -> None:
         bare = HEADER.size + 12 * num_sequences + 8 * num_bounds
         size = self.idx_path.stat().st_size
-        # Multimodal files carry one more byte for each sequence.
+        # Multimodal files have one more byte for each sequence.
         if size not in (bare, bare + num_sequences):
-            state = "is cut short" if size < bare else "is longer than it should be"
+            state = "is truncated" if size < bare else "is too long"
             raise DataError(
                 f"{self.idx_path} {state}: {num_sequences} sequences and {num_bounds} document "
-                f"bounds take {bare} bytes, and it has {size}; prepare it and {self.bin_path} again"
+                f"bounds take {bare} bytes, but it has {size}; prepare it and {self.bin_path} again"
             )
         mapped = np.memmap(self.idx_path, dtype=np.uint8, mode="r")
         self._index, raw = Mappings(mapped), mapped.view(np.ndarray)
@@ -201,11 +193,11 @@ class IndexedDataset:
         bounds, last = self.document_indices, len(self.lengths)
         if not len(bounds) or bounds[0] != 0 or bounds[-1] != last or np.any(np.diff(bounds) < 0):
             wrong = np.flatnonzero(np.diff(bounds) < 0)
-            where = f"; they go back after document {wrong[0]}" if len(wrong) else ""
+            where = f"; they decrease after document {wrong[0]}" if len(wrong) else ""
             ends = f"from {bounds[0]} to {bounds[-1]}" if len(bounds) else "empty"
             raise DataError(
                 f"the document bounds of {self.idx_path} must rise from 0 to its {last} sequences, "
-                f"and they are {ends}{where}; prepare it and {self.bin_path} again"
+                f"but they are {ends}{where}; prepare it and {self.bin_path} again"
             )
 
     def _refuse_odd_size(self, size: int) -> None:
@@ -213,113 +205,80 @@ class IndexedDataset:
         if len(self.lengths):
             if self.lengths.min() < 0 or self.pointers.min() < 0:
                 raise DataError(
-                    f"{self.idx_path} holds a negative length or offset; "
+                    f"{self.idx_path} contains a negative length or offset; "
                     f"prepare it and {self.bin_path} again"
                 )
             ends = self.pointers + self.lengths * np.int64(self.dtype.itemsize)
-            # A pointer near the end of int64 would make a negative end.
+            # A pointer near the maximum of int64 would give a negative end.
             needed = max(int(ends.max()), int(self.pointers.max()))
         if size != needed:
             state = "shorter" if size < needed else "longer"
             raise DataError(
-                f"{self.bin_path} is {state} than {self.idx_path} says: {size} bytes, and "
-                f"{needed} are accounted for; the two files are not of one run, or were cut"
+                f"{self.bin_path} is {state} than {self.idx_path} requires: it has {size} bytes, "
+                f"the index describes {needed}; the two files do not belong together, or one was "
+                "truncated"
             )
 
 
 class IndexedWriter:
-    """Writes PREFIX.bin and PREFIX.idx; they appear, whole, when the block ends well.
+    """Write PREFIX.bin and PREFIX.idx; both appear, complete, when the block ends without error.
 
         with IndexedWriter(prefix, "uint16") as writer:
             writer.add_document(tokens)
 
     Args:
-        prefix: the files' common path; folders are made.
+        prefix: common path of the files; missing folders are created.
         dtype: one of `DTYPES`; `smallest_dtype(vocab_size)` for text.
 
     Raises:
-        DataError: a token that the dtype cannot hold, lengths that do not add up, or a disk that
-            refuses; the files under the final names are then as they were.
+        DataError: a token does not fit the dtype, lengths do not add up, or the disk refuses a
+            write; existing files under the final names are then unchanged.
     """
 
     def __init__(self, prefix: str | Path, dtype: npt.DTypeLike) -> None:
         self.prefix = prefix_of(prefix)
         self.bin_path, self.idx_path = files_of(self.prefix)
         self.dtype = np.dtype(dtype).newbyteorder("<")
-        codes = {name: code for code, name in DTYPES.items()}
-        if self.dtype.name not in codes:
-            raise DataError(f"tokens cannot be stored as {dtype}; known are {', '.join(codes)}")
-        self._code = codes[self.dtype.name]
+        if self.dtype.name not in _DTYPE_NAMES:
+            known = ", ".join(_DTYPE_NAMES)
+            raise DataError(f"tokens cannot be stored as {dtype}; known are {known}")
         self._lengths: list[npt.NDArray[np.int32]] = []
         self._documents: list[npt.NDArray[np.int64]] = []
         self._num_sequences = 0
-        unique = f"{os.getpid()}-{uuid.uuid4().hex[:8]}.tmp"
-        self._temporary = tuple(
-            path.with_name(f".{path.name}.{unique}") for path in (self.bin_path, self.idx_path)
-        )
-        try:
-            self.prefix.parent.mkdir(parents=True, exist_ok=True)
-            self._bin = open(self._temporary[0], "wb")  # noqa: SIM115 - closed by commit or discard
-        except OSError as error:
-            raise DataError(f"cannot write {self.bin_path}: {error.strerror}") from error
+        # Exits run in reverse order: write the index, close and rename .bin, rename .idx.
+        with ExitStack() as files:
+            self._idx_draft = files.enter_context(atomic_path(self.idx_path))
+            bin_draft = files.enter_context(atomic_path(self.bin_path))
+            self._bin = files.enter_context(open(bin_draft, "wb"))
+            files.push(self._write_index)
+            self._files = files.pop_all()
 
     def add_document(
         self, tokens: npt.ArrayLike, sequence_lengths: Sequence[int] | None = None
     ) -> None:
-        """Append one document: [tokens], cut into sequences of the lengths given (one if None)."""
+        """Append one document: [tokens], cut into sequences of the given lengths (one if None)."""
         array = np.asarray(tokens)
         lengths = [array.size] if sequence_lengths is None else list(sequence_lengths)
         self._append(array, np.asarray(lengths, dtype=np.int64))
         self._documents.append(np.array([self._num_sequences], dtype=np.int64))
 
     def add_documents(self, tokens: npt.ArrayLike, lengths: npt.ArrayLike) -> None:
-        """Append many documents of one sequence each: their tokens in one array, their lengths."""
+        """Append documents of one sequence each: all tokens in one array, and the lengths."""
         lengths = np.asarray(lengths, dtype=np.int64)
         first = self._num_sequences
         self._append(np.asarray(tokens), lengths)
         self._documents.append(np.arange(first + 1, first + 1 + len(lengths), dtype=np.int64))
 
-    def commit(self) -> None:
-        """Flush both files to disk and give them their names."""
-        try:
-            self._flush_and_close()
-            self._write_index()
-            # An old index beside a new .bin would be read without complaint were their sizes
-            # equal; without an index, the pair is refused by name.
-            self.idx_path.unlink(missing_ok=True)
-            for temporary, path in zip(
-                self._temporary, (self.bin_path, self.idx_path), strict=True
-            ):
-                os.replace(temporary, path)
-            flush_folder(self.prefix.parent)
-        except OSError as error:
-            self.discard()
-            raise DataError(f"cannot write {self.prefix}: {error.strerror or error}") from error
-
-    def discard(self) -> None:
-        """Leave nothing behind."""
-        self._bin.close()
-        for temporary in self._temporary:
-            temporary.unlink(missing_ok=True)
-
     def __enter__(self) -> "IndexedWriter":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if kind is None:
-            self.commit()
-        else:
-            self.discard()
+    def __exit__(self, *error: Any) -> None:
+        self._files.__exit__(*error)
 
     def _append(self, tokens: Tokens, lengths: npt.NDArray[np.int64]) -> None:
         if int(lengths.sum()) != tokens.size or (lengths.size and lengths.min() < 0):
             raise DataError(
-                f"{tokens.size} tokens were given for {self.bin_path} with sequence lengths that "
+                f"{tokens.size} tokens were given for {self.bin_path}, but the sequence lengths "
                 f"add up to {int(lengths.sum())}"
             )
         if lengths.size and lengths.max() > np.iinfo(np.int32).max:
@@ -328,10 +287,7 @@ class IndexedWriter:
                 f"counts to {np.iinfo(np.int32).max}: cut it into several"
             )
         self._refuse_unfit(tokens)
-        try:
-            self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
-        except OSError as error:
-            raise DataError(f"cannot write {self.bin_path}: {error.strerror}") from error
+        self._bin.write(np.ascontiguousarray(tokens, dtype=self.dtype).data)
         self._lengths.append(lengths.astype(np.int32))
         self._num_sequences += len(lengths)
 
@@ -346,20 +302,20 @@ class IndexedWriter:
                 f"{self.dtype.name} holds {bounds.min} to {bounds.max}"
             )
 
-    def _flush_and_close(self) -> None:
-        self._bin.flush()
-        os.fsync(self._bin.fileno())
-        self._bin.close()
-
-    def _write_index(self) -> None:
+    def _write_index(self, error_type: object, *_: object) -> None:
+        """Write the temporary index, unless the block raised."""
+        if error_type is not None:
+            return
         lengths = np.concatenate([np.empty(0, np.int32), *self._lengths])
         pointers = np.zeros(len(lengths), dtype=np.int64)
         np.cumsum(lengths[:-1] * np.int64(self.dtype.itemsize), out=pointers[1:])
         documents = np.concatenate([np.zeros(1, np.int64), *self._documents])
-        with open(self._temporary[1], "wb") as file:
-            file.write(HEADER.pack(MAGIC, VERSION, self._code, len(lengths), len(documents)))
+        code = _DTYPE_NAMES.index(self.dtype.name) + 1
+        with open(self._idx_draft, "wb") as file:
+            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
             file.write(lengths.astype("<i4").data)
             file.write(pointers.astype("<i8").data)
             file.write(documents.astype("<i8").data)
-            file.flush()
-            os.fsync(file.fileno())
+        # An old index next to a new .bin of equal size would be read without an error; a .bin
+        # without an index is refused.
+        self.idx_path.unlink(missing_ok=True)

@@ -1,146 +1,117 @@
-"""Micro-batches for one data rank, prefetched, and resumable to the sample.
+"""Micro-batches of one data rank: read ahead where possible, and resumable at any sample.
 
-    loader = BatchLoader(dataset, train_batch_size=8, micro_batch_size=2, data_rank=r, data_size=2)
+    share = Share(train_batch_size=8, micro_batch_size=2, data_rank=r, data_size=2)
+    loader = BatchLoader(dataset, share)
     for _ in range(steps):
         for inputs, labels in loader.next_step():
             ...
-    state = loader.state_dict()          # counts what was delivered, not what was prefetched
+    state = loader.state_dict()          # counts delivered samples, not those read ahead
 
-All pipeline and tensor ranks of a data rank make equal loaders and get equal samples.
+All pipeline and tensor ranks of one data rank build equal loaders and get equal samples.
 """
 
-from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sized
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
-from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import closing
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from pipemega.data.collate import Collate, MicroBatch, Pytree
-from pipemega.data.order import EpochOrder, Indices, Share
-from pipemega.data.prefetch import Prefetcher, no_data_within
-from pipemega.data.reading import Reader
-from pipemega.data.workers import Workers
-from pipemega.errors import ConfigError, DataError
-
-Delivery = tuple[MicroBatch, "Position"]
-
-
-@dataclass(frozen=True)
-class Position:
-    """A place in the stream of samples.
-
-    Attributes:
-        consumed: samples delivered to all data ranks since the start of the run.
-        epoch: how often the dataset was read through.
-        epoch_start: what `consumed` was when this epoch began.
-    """
-
-    consumed: int = 0
-    epoch: int = 0
-    epoch_start: int = 0
+from pipemega.data.collate import Collate, MicroBatch
+from pipemega.data.iterable_source import IterableSource
+from pipemega.data.map_source import MapSource
+from pipemega.data.prefetch import Prefetcher
+from pipemega.data.sample_order import Share
+from pipemega.data.sample_reader import SampleReader
+from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position
+from pipemega.data.torch_loader import TorchLoaderSource
+from pipemega.errors import DataError
+from pipemega.random import preserve_all_rng
 
 
 class BatchLoader:
-    """Iterates over this data rank's micro-batches (inputs, labels); `next_step` groups them.
+    """Iterate over the micro-batches (inputs, labels) of this data rank.
+
+    `next_step` returns the micro-batches of one optimizer step.
 
     Args:
-        dataset: map-style (`len` and `[i]`), or iterable; samples are (inputs, labels), each any
+        dataset: map-style (`len` and `[i]`), or iterable. A sample is (inputs, labels), each any
             pytree of tensors, arrays and numbers. Every data rank reads a whole iterable and
-            keeps its own share, so that the samples do not depend on the mesh.
-        train_batch_size: samples of one step, on all data ranks together.
-        micro_batch_size: samples of one micro-batch on one data rank.
-        data_rank, data_size: this rank's place on the data axis.
-        consumed_samples: where in the stream to begin.
-        seed: of the permutation of each epoch.
-        shuffle: None shuffles map-style datasets that are not shuffled already.
-        repeat: begin another epoch at the end; otherwise iteration ends at the last whole step.
-        drop_last: without `repeat`, leave out the last samples when they fill no step; False
-            makes them an error, for who must not lose a sample.
-        prefetch: micro-batches that are made ahead in a thread; 0 makes them when asked for.
-        num_workers: further threads that read map-style samples. Threads and not processes,
-            because a process that holds sockets and devices must not be forked; numpy, torch and
-            decoders work in parallel there all the same.
+            keeps its share, so that the samples do not depend on the mesh. Or a torch DataLoader,
+            whose batches are the micro-batches of this data rank.
+        share: batch sizes, and the samples of each step that this data rank gets.
+        options: order and reading.
         collate_fn: list of samples -> (inputs, labels); None stacks them.
-        timeout_seconds: how long to wait for one micro-batch; without prefetch and workers it is
-            the caller's own thread that reads, and nothing can end its wait.
+        consumed_samples: position in the stream to start from.
+
+    Attributes:
+        is_map_style: the data never ends.
+        is_compared: what the ranks of a data rank read should be compared: it is not declared to be
+            deterministic.
+        must_differ: it should be compared over data ranks too, where equal data is an error.
 
     Raises:
-        ConfigError: sizes that do not divide.
-        DataError: an empty dataset; on iterating, a sample that cannot be read, samples that do
-            not fit together, an iterable that ends in mid-step, no data within the timeout.
+        ConfigError: `num_workers` with an iterable dataset.
+        DataError: the dataset is empty. While iterating: a sample cannot be read, samples do not
+            fit together, an iterable ends within a step, no data within the timeout.
     """
 
     def __init__(
         self,
         dataset: Any,
+        share: Share,
+        options: LoaderOptions | None = None,
         *,
-        train_batch_size: int,
-        micro_batch_size: int,
-        data_rank: int = 0,
-        data_size: int = 1,
-        consumed_samples: int = 0,
-        seed: int = 1234,
-        shuffle: bool | None = None,
-        repeat: bool = True,
-        drop_last: bool = True,
-        prefetch: int = 2,
-        num_workers: int = 0,
         collate_fn: Collate | None = None,
-        timeout_seconds: float = 600.0,
+        consumed_samples: int = 0,
     ) -> None:
-        self.dataset = dataset
-        self.share = Share(train_batch_size, micro_batch_size, data_rank, data_size)
+        options = options or LoaderOptions()
+        self.dataset, self.share = dataset, share
         self.name = type(dataset).__name__
-        # torch's IterableDataset inherits a __getitem__ that only raises.
-        self.is_map_style = not isinstance(dataset, IterableDataset) and all(
-            hasattr(dataset, method) for method in ("__getitem__", "__len__")
-        )
-        self._refuse_unusable(num_workers)
-        self._repeat = repeat
-        self._drop_last = drop_last
-        self._prefetch = prefetch
-        self._num_workers = num_workers
-        self._timeout = timeout_seconds
+        self._options = options
+        self._reader = SampleReader(dataset, self.name, collate_fn)
+        self._source = _source_of(dataset, self._reader, share, options)
+        self.is_map_style = self._source.is_map_style
+        self.is_compared, self.must_differ = self._source.is_compared, self._source.must_differ
+        shuffle = options.shuffle
         if shuffle is None:
             shuffle = self.is_map_style and not getattr(dataset, "already_shuffled", False)
-        self._set_order(seed, shuffle)
-        self._reader = Reader(dataset, self.name, collate_fn)
+        self._set_order(options.seed, shuffle)
         self._was_read = False
         self._peeked: Delivery | None = None
-        self._source: Prefetcher[Delivery] | Generator[Delivery, None, None] | None = None
-        self._start_at(self._position_of(consumed_samples))
+        self._prefetcher: Prefetcher[Delivery] | None = None
+        self._start_at(self._source.position_of(consumed_samples))
+
+    @property
+    def reads_ahead(self) -> bool:
+        """Whether samples are read before they are needed, by a thread or by processes."""
+        return self._source.reads_ahead or self._options.num_workers > 0
 
     @property
     def num_microbatches(self) -> int:
-        """Micro-batches of one step on this rank."""
+        """Number of micro-batches of one step on this rank."""
         return self.share.num_microbatches
 
     @property
     def consumed_samples(self) -> int:
-        """Samples delivered to all data ranks together, counted from the start of the run."""
+        """Number of samples delivered to all data ranks since the start of the run."""
         return self._position.consumed
 
     @property
     def epoch(self) -> int:
-        """The epoch of the sample that comes next."""
+        """The epoch of the next sample."""
         return self._position.epoch
 
     @property
     def fingerprint(self) -> str:
-        """What the dataset says it is (`dataset.fingerprint`), or its class and length."""
-        own = getattr(self.dataset, "fingerprint", None)
-        size = f" of {len(self.dataset)} samples" if isinstance(self.dataset, Sized) else ""
-        return str(own) if own is not None else f"{self.name}{size}"
+        """`dataset.fingerprint` if it exists, else the class name and the length."""
+        return self._source.fingerprint
 
     def __len__(self) -> int:
-        """Whole micro-batches of this rank in one epoch of a map-style dataset."""
+        """Return the number of whole micro-batches of this rank per epoch."""
+        if isinstance(self.dataset, DataLoader):
+            return len(self.dataset)
         if not self.is_map_style:
-            raise TypeError(f"{self.name} is an iterable dataset, whose length is not known")
+            raise TypeError(f"{self.name} is an iterable dataset; its length is not known")
         return len(self.dataset) // self.share.samples_per_slice
 
     def __iter__(self) -> Iterator[MicroBatch]:
@@ -151,20 +122,20 @@ class BatchLoader:
         return batch
 
     def peek(self) -> MicroBatch:
-        """The next micro-batch, which stays the next one; also right for a generator.
+        """Return the next micro-batch without consuming it; works for a generator too.
 
         Raises:
-            StopIteration, DataError: as iterating does.
+            StopIteration, DataError: as `next()`.
         """
         self._peeked = self._peeked or self._take()
         return self._peeked[0]
 
     def next_step(self) -> list[MicroBatch]:
-        """The micro-batches of one optimizer step.
+        """Return the micro-batches of one optimizer step.
 
         Raises:
             StopIteration: the data does not fill another step (`repeat=False`).
-            DataError: it ended within the step.
+            DataError: the data ended within the step.
         """
         step = [next(self)]
         for _ in range(self.num_microbatches - 1):
@@ -172,39 +143,40 @@ class BatchLoader:
                 step.append(next(self))
             except StopIteration:
                 had = len(step) * self.share.samples_per_slice
-                raise self._exhausted(had) from None
+                raise self._source.exhausted(had) from None
         return step
 
     def state_dict(self) -> dict[str, object]:
-        """Where the next sample is; the same on every rank, and for every way to cut a step."""
+        """Return the position of the next sample; equal on all ranks and for all batch sizes."""
         return {
             "consumed_samples": self._position.consumed,
             "epoch": self._position.epoch,
             "epoch_start": self._position.epoch_start,
-            "seed": self._order.seed,
-            "shuffle": self._order.shuffle,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
             "fingerprint": self.fingerprint,
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_data: bool = True) -> None:
-        """Go on where `state` was taken; batch sizes and mesh may have changed.
+        """Continue at the position of `state`; batch sizes and mesh may differ.
 
         Args:
-            same_data: refuse a dataset that is not the one of `state`; False begins the dataset
-                that is here now, at the same number of samples.
+            same_data: raise an error if the dataset differs from that of `state`; False: start
+                the current dataset at the same number of samples.
 
         Raises:
-            DataError: the state is incomplete, or the data is another one.
+            DataError: the state is incomplete, or the dataset differs.
         """
         missing = [key for key in self.state_dict() if key not in state]
         if missing:
-            raise DataError(f"the data position that was saved lacks {', '.join(missing)}")
+            raise DataError(f"the saved data position lacks {', '.join(missing)}")
         if same_data and state["fingerprint"] != self.fingerprint:
             raise DataError(
-                f"the data is not that of the checkpoint: {self.fingerprint} now, "
-                f"{state['fingerprint']} then, so sample {state['consumed_samples']} is another "
-                "one (files, split, seq_length, seed, blend or number of epochs changed); restore "
-                "the old settings, or load with same_data=False to go on with the new data"
+                f"the data differs from the checkpoint's: {self.fingerprint} now, "
+                f"{state['fingerprint']} in the checkpoint, so sample {state['consumed_samples']} "
+                "would be a different one (files, split, seq_length, seed, blend or number of "
+                "epochs changed); restore the old settings, or load with same_data=False to "
+                "continue with the new data"
             )
         self._set_order(int(state["seed"]), bool(state["shuffle"]))
         self._start_at(
@@ -212,152 +184,70 @@ class BatchLoader:
         )
 
     def close(self) -> None:
-        """Stop the threads; the loader begins again where it was if it is iterated once more."""
+        """Stop threads and worker processes. Iterating again continues at the same position."""
         self._peeked = None
-        source, self._source = self._source, None
-        if source is not None:
-            source.close()
-
-    def _refuse_unusable(self, num_workers: int) -> None:
-        if self.is_map_style:
-            if len(self.dataset) < 1:
-                raise DataError(f"{self.name} has no samples")
-        elif not hasattr(self.dataset, "__iter__"):
-            raise DataError(
-                f"{self.name} is no dataset: it has neither __getitem__ and __len__ nor __iter__"
-            )
-        elif num_workers:
-            raise ConfigError(
-                f"data.num_workers is {num_workers}, and {self.name} is an iterable, which one "
-                "thread reads in order: set it to 0"
-            )
+        prefetcher, self._prefetcher = self._prefetcher, None
+        if prefetcher is not None:
+            prefetcher.close()
+        self._source.close()
 
     def _set_order(self, seed: int, shuffle: bool) -> None:
-        size = len(self.dataset) if self.is_map_style else 0
-        self._order = EpochOrder(size, seed, shuffle)
-
-    def _position_of(self, consumed: int) -> Position:
-        if not self.is_map_style:
-            return Position(consumed)
-        epoch = consumed // len(self.dataset)
-        return Position(consumed, epoch, epoch * len(self.dataset))
+        self._seed, self._shuffle = seed, shuffle
+        self._source.set_order(seed, shuffle)
 
     def _start_at(self, position: Position) -> None:
         self.close()
         self._position = position
 
     def _take(self) -> Delivery:
-        if self._source is None:
-            self._source = self._open()
-        source = self._source
+        if self._prefetcher is None:
+            self._prefetcher = self._open()
         try:
-            return source.get() if isinstance(source, Prefetcher) else next(source)
+            return self._prefetcher.get()
         except DataError:
-            # Asked again, the loader tries the same samples again, and never skips them.
+            # The next call reads the same samples again; none is skipped.
             self.close()
             raise
 
-    def _open(self) -> "Prefetcher[Delivery] | Generator[Delivery, None, None]":
-        # A generator is its own iterator: what was read of it, or read ahead, is gone.
-        once = not self.is_map_style and iter(self.dataset) is self.dataset
-        if once and self._was_read:
+    def _open(self) -> Prefetcher[Delivery]:
+        # Samples of an iterator that were read are lost.
+        if self._source.is_one_pass and self._was_read:
             raise DataError(
-                f"{self.name} can be read only once, and the loader was closed or moved after it "
-                "had begun: give a dataset whose __iter__ begins anew"
+                f"{self.name} can be read only once, and the loader was closed or moved after the "
+                "first sample: give a dataset whose __iter__ returns a new iterator"
             )
         self._was_read = True
-        make = self._map_style if self.is_map_style else self._iterable
-        items = make(self._position)
-        if not self._prefetch:
-            return items
-        return Prefetcher(items, self._prefetch, lambda: self._reader.doing, self._timeout)
-
-    def _exhausted(self, had: int) -> DataError:
-        return DataError(
-            f"{self.name} was exhausted in mid-batch: the step needs {self.share.train_batch_size} "
-            f"samples (train_batch_size), and {had} were left; choose a train_batch_size that "
-            "divides the data, drop the last samples, or let it repeat"
+        source, options = self._source, self._options
+        items = source.deliveries(self._position)
+        return Prefetcher(
+            items if source.reads_ahead else _restore_rng(items),
+            options.prefetch if source.reads_ahead else 0,
+            lambda: source.current,
+            options.timeout_seconds,
         )
 
-    # Map-style: the indices of all micro-batches are known ahead, so threads can share the work.
 
-    def _map_style(self, start: Position) -> Generator[Delivery, None, None]:
-        plans = self._plans(start)
-        if not self._num_workers:
-            for indices, position in plans:
-                yield self._reader.micro_batch(indices.tolist()), position
-            return
-        workers: Workers[MicroBatch] = Workers(self._num_workers)
-        running: deque[tuple[Future[MicroBatch], Position]] = deque()
-        try:
-            for indices, position in plans:
-                read = partial(self._reader.micro_batch, indices.tolist())
-                running.append((workers.submit(read), position))
-                if len(running) > self._num_workers:
-                    yield self._first_of(running)
-            while running:
-                yield self._first_of(running)
-        finally:
-            workers.close()
-
-    def _first_of(self, running: "deque[tuple[Future[MicroBatch], Position]]") -> Delivery:
-        future, position = running.popleft()
-        try:
-            return future.result(self._timeout), position
-        except FutureTimeout:
-            raise no_data_within(self._timeout, self._reader.doing) from None
-
-    def _plans(self, start: Position) -> Iterator[tuple[Indices, Position]]:
-        """This rank's dataset indices, micro-batch by micro-batch, and the position after each."""
-        size, step_size = len(self.dataset), self.share.train_batch_size
-        consumed = start.consumed
+def _restore_rng(items: Generator[Delivery, None, None]) -> Generator[Delivery, None, None]:
+    """Yield the items; the default generators continue as if none had been read."""
+    with closing(items):
         while True:
-            if not self._repeat and consumed + step_size > size:
-                if consumed < size and not self._drop_last:
-                    raise self._exhausted(size - consumed)
+            with preserve_all_rng():
+                item = next(items, None)
+            if item is None:
                 return
-            for _ in range(self.num_microbatches):
-                indices = self._order.indices(*self.share.bounds(consumed))
-                consumed += self.share.samples_per_slice
-                yield indices, self._position_of(consumed)
+            yield item
 
-    # Iterable: a step is read whole before its first micro-batch is given out, so that the data
-    # ends between two steps, and on the same step on every rank.
 
-    def _iterable(self, start: Position) -> Generator[Delivery, None, None]:
-        stream = self._stream(start)
-        consumed = start.consumed
-        step_size, unit = self.share.train_batch_size, self.share.samples_per_slice
-        while True:
-            mine: list[Pytree] = []
-            positions: list[Position] = []
-            for offset, (sample, position) in enumerate(islice(stream, step_size)):
-                if self.share.owns(offset):
-                    mine.append(sample)
-                positions.append(position)
-            if len(positions) < step_size:
-                if positions and not self._drop_last:
-                    raise self._exhausted(len(positions))
-                return
-            size = self.share.micro_batch_size
-            for j in range(self.num_microbatches):
-                which = f"samples of step positions {consumed} to {consumed + unit - 1}"
-                batch = self._reader.together(mine[j * size : (j + 1) * size], which)
-                consumed += unit
-                yield batch, positions[(j + 1) * unit - 1]
+def is_map_style(data: Any) -> bool:
+    """Return whether `data` is a dataset with `len` and `[i]`."""
+    # torch's IterableDataset inherits a __getitem__ that only raises.
+    if isinstance(data, IterableDataset | DataLoader):
+        return False
+    return hasattr(data, "__getitem__") and hasattr(data, "__len__")
 
-    def _stream(self, start: Position) -> Iterator[tuple[Pytree, Position]]:
-        """All samples from `start` on, over epochs, each with the position after it."""
-        consumed, epoch, epoch_start = start.epoch_start, start.epoch, start.epoch_start
-        while True:
-            iterator = iter(self.dataset)
-            for sample in self._reader.each(iterator):
-                consumed += 1
-                if consumed > start.consumed:
-                    yield sample, Position(consumed, epoch, epoch_start)
-            # A generator is its own iterator: it cannot be read a second time.
-            if not self._repeat or iterator is self.dataset:
-                return
-            if consumed == epoch_start:
-                raise DataError(f"{self.name} gave no sample in epoch {epoch}")
-            epoch, epoch_start = epoch + 1, consumed
+
+def _source_of(data: Any, reader: SampleReader, share: Share, options: LoaderOptions) -> DataSource:
+    if isinstance(data, DataLoader):
+        return TorchLoaderSource(data, reader, share, options)
+    kind = MapSource if is_map_style(data) else IterableSource
+    return kind(data, reader, share, options)

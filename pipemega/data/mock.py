@@ -1,10 +1,10 @@
-"""Tokens from nothing, for trials of a mesh or a size: no files, and still something to learn."""
+"""Generated tokens for trials without data files; a model can learn them."""
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from pipemega.data.caching import digest_of
+from pipemega.data.file_cache import digest_of
 from pipemega.data.gpt_dataset import Sample, SampleFormat
 from pipemega.data.samples import SPLITS
 
@@ -13,16 +13,17 @@ SAMPLES_OF_AN_EPOCH = 1024
 
 
 class MockDataset(Dataset[Sample]):
-    """Sample i counts through the vocabulary from a start and by a stride that i decides.
+    """Sample i is an arithmetic sequence modulo the vocabulary size; start and stride depend on i.
 
     Args:
-        name: "train", "valid" or "test"; each has samples of its own.
-        sample_format: see `gpt_dataset`; there are no documents here, hence no ends of any.
+        name: "train", "valid" or "test"; each has different samples.
+        sample_format: see `gpt_dataset`; mock data has no documents.
         num_samples: None: 1024.
-        seed: of starts and strides.
+        seed: seed of starts and strides.
     """
 
     already_shuffled = True
+    deterministic = True
 
     def __init__(
         self, name: str, sample_format: SampleFormat, num_samples: int | None, seed: int
@@ -53,5 +54,5 @@ class MockDataset(Dataset[Sample]):
         return torch.from_numpy(tokens), torch.from_numpy(labels)
 
     def describe(self) -> str:
-        """One line."""
+        """Return a one-line description."""
         return f"{self.name}: {self._size:,} mock samples of {self.format.seq_length} tokens"

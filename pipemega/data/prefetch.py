@@ -1,4 +1,4 @@
-"""An iterator that works ahead in a thread: a bounded buffer between maker and taker."""
+"""Run a generator in a thread, ahead of its consumer or on demand, with a timeout."""
 
 import threading
 import time
@@ -12,61 +12,65 @@ from pipemega.errors import DataError
 T = TypeVar("T")
 
 
-def no_data_within(seconds: float, doing: str) -> DataError:
-    """The error of a wait for data that took too long."""
-    return DataError(f"no data came within {seconds:g} s: {doing}")
+def data_timeout(seconds: float, current: str) -> DataError:
+    """Return the error of a data wait that timed out; `current` says what was being read."""
+    return DataError(f"no data came within {seconds:g} s: {current}")
 
 
 @dataclass(frozen=True)
 class _End:
-    """The iterator is through, or failed."""
+    """End marker: the generator ended, or failed with `error`."""
 
     error: BaseException | None = None
 
 
 class Prefetcher(Generic[T]):
-    """Takes up to `depth` items from a generator before they are asked for.
+    """Take items from a generator in a thread, up to `depth` in advance.
 
     Args:
-        items: run in the thread, and closed there.
-        depth: items that may wait; 2 is a double buffer.
-        what: says what is being waited for, for the message of a wait that ends badly.
-        timeout_seconds: how long the taker waits for one item.
+        items: the generator; runs and is closed in the thread.
+        depth: maximum number of buffered items; 2 is a double buffer; 0: the generator runs only
+            while the consumer waits.
+        current: returns what is being read, for the message of a timeout.
+        timeout_seconds: maximum wait of the consumer for one item.
     """
 
     def __init__(
         self,
         items: Generator[T, None, None],
         depth: int,
-        what: Callable[[], str],
+        current: Callable[[], str],
         timeout_seconds: float,
     ) -> None:
         self._items = items
         self._depth = depth
-        self._what = what
+        self._current = current
         self._timeout = timeout_seconds
         self._ready: deque[T | _End] = deque()
         self._changed = threading.Condition()
+        self._wanted = False
         self._closed = False
         self._stuck = False
-        # A dataset may block for ever, and must not keep the interpreter from ending.
+        # A daemon: a dataset that blocks must not prevent the interpreter's exit.
         self._thread = threading.Thread(target=self._work, name="data-prefetch", daemon=True)
         self._thread.start()
 
     def get(self) -> T:
-        """The next item.
+        """Return the next item.
 
         Raises:
-            StopIteration: there is none left; raised again on every later call.
-            DataError: the wait took too long.
-            Exception: what the generator raised; raised again on every later call.
+            StopIteration: no item is left; raised again on every later call.
+            DataError: the wait timed out.
+            Exception: the error of the generator; raised again on every later call.
         """
         deadline = time.monotonic() + self._timeout
         with self._changed:
+            self._wanted = True
+            self._changed.notify_all()
             while not self._ready and not self._closed:
                 if not self._changed.wait(deadline - time.monotonic()):
                     self._stuck = True
-                    raise no_data_within(self._timeout, self._what())
+                    raise data_timeout(self._timeout, self._current())
             if self._closed:
                 raise DataError("the loader was closed")
             item = self._ready[0]
@@ -79,9 +83,10 @@ class Prefetcher(Generic[T]):
         raise item.error
 
     def close(self, wait_seconds: float = 5.0) -> None:
-        """Stop the thread, drop what waits; a thread that is stuck in a dataset is left behind.
+        """Stop the thread and drop the buffered items.
 
-        At once if that is known: the other ranks are waiting to hear of it.
+        A thread that is blocked in a dataset is abandoned after `wait_seconds`, or at once if a
+        wait for it timed out before: the other ranks wait for this rank's error.
         """
         with self._changed:
             self._closed = True
@@ -91,22 +96,26 @@ class Prefetcher(Generic[T]):
 
     def _work(self) -> None:
         try:
-            for item in self._items:
-                if not self._put(item):
+            while self._wait_for_room():
+                item = next(self._items, _End())
+                self._put(item)
+                if isinstance(item, _End):
                     return
-            self._put(_End())
         except BaseException as error:
             self._put(_End(error))
         finally:
             self._items.close()
 
-    def _put(self, item: T | _End) -> bool:
-        """False when nobody will take it any more."""
+    def _wait_for_room(self) -> bool:
+        """Wait until an item may be read; False if the consumer has closed the buffer."""
         with self._changed:
-            while len(self._ready) >= self._depth and not self._closed:
+            while len(self._ready) >= max(self._depth, self._wanted) and not self._closed:
                 self._changed.wait()
-            if self._closed:
-                return False
-            self._ready.append(item)
-            self._changed.notify_all()
-            return True
+            return not self._closed
+
+    def _put(self, item: T | _End) -> None:
+        with self._changed:
+            self._wanted = False
+            if not self._closed:
+                self._ready.append(item)
+                self._changed.notify_all()

@@ -1,15 +1,16 @@
-"""GPT samples: fixed-length windows over shuffled documents, exactly as Megatron cuts them.
+"""GPT samples: windows of fixed length over shuffled documents, identical to Megatron's.
 
-    document index   [E * documents]   the documents in the order of reading, E epochs of them
-    sample index     [N + 1, 2]        where each window starts: (place in the line above, offset)
-    shuffle index    [N]               which window is sample i
+    document index   [E * documents]   the documents in reading order, E epochs
+    sample index     [N + 1, 2]        start of each window: (position in document index, offset)
+    shuffle index    [N]               the window of sample i
 
-Windows lie end to end over the stream of documents; each is seq_length + 1 tokens, its last one
-being the first of the next: inputs are all but the last, labels all but the first. The arrays are
-pure functions of lengths, sizes and seed, so samples depend on no mesh, micro-batch or worker.
+Windows follow each other in the stream of documents. A window has seq_length + 1 tokens; its last
+token is the first of the next window: inputs are all but the last, labels all but the first. The
+arrays are pure functions of lengths, sizes and seed, so samples do not depend on mesh, micro-batch
+size or workers.
 
-Source: Megatron-LM, core/datasets/gpt_dataset.py and helpers.cpp, whose results are matched; its
-loops are cumulative sums and binary searches here.
+Source: Megatron-LM, core/datasets/gpt_dataset.py and helpers.cpp. The results are equal; cumulative
+sums and binary searches replace its loops.
 """
 
 from collections.abc import Sequence
@@ -23,15 +24,15 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.integer]
 
 SPLITS = ("train", "valid", "test")
-# Megatron sets a last epoch apart when it gives fewer than this share of an epoch's samples.
+# Megatron shuffles a last epoch separately if it has fewer than this share of an epoch's samples.
 WHOLE_ENOUGH = 0.80
 
 
 def split_ranges(shares: Sequence[float], num_sequences: int) -> dict[str, range]:
-    """{"train", "valid", "test"} -> the sequences of each, cut at rounded shares of the whole.
+    """Return {"train", "valid", "test"} -> its sequences, cut at rounded shares of the total.
 
     Args:
-        shares: of train, valid and test; they add up to 1.
+        shares: shares of train, valid and test; their sum is 1.
     """
     bounds = [0.0]
     for share in shares:
@@ -40,12 +41,19 @@ def split_ranges(shares: Sequence[float], num_sequences: int) -> dict[str, range
     return {name: range(cuts[i], cuts[i + 1]) for i, name in enumerate(SPLITS)}
 
 
+class Split(NamedTuple):
+    """One split of a data set: its name, and its part of the sequences."""
+
+    name: str
+    sequences: range
+
+
 @dataclass(frozen=True)
 class Epochs:
-    """How often the documents are read, and whether the last time is shuffled on its own.
+    """The number of epochs, and whether the last epoch is shuffled separately.
 
-    The indices depend on a number of samples only through these two, so a run that is prolonged
-    within its epochs keeps the order of its samples.
+    The indices depend on the number of samples only through these two values, so a run that is
+    extended within its epochs keeps the order of its samples.
     """
 
     count: int
@@ -55,10 +63,10 @@ class Epochs:
 def plan_epochs(
     tokens_per_epoch: int, seq_length: int, num_samples: int | None, extra: int
 ) -> Epochs:
-    """The fewest epochs that give `num_samples` windows; one if no number is asked for.
+    """Return the fewest epochs that give `num_samples` windows; one epoch if it is None.
 
     Args:
-        extra: 1 if a window needs one token more than its length for its last label, else 0.
+        extra: 1 if a window has one more token than seq_length (for the last label), else 0.
     """
     if num_samples is None:
         return Epochs(1, False)
@@ -74,16 +82,16 @@ def plan_epochs(
 def count_windows(
     tokens_per_epoch: int, seq_length: int, epochs: int, extra: int, keep_partial: bool
 ) -> int:
-    """Windows in so many epochs; a last, partial one counts if it is to be kept.
+    """Return the number of windows in `epochs`; with `keep_partial` a last partial one counts.
 
-    In integers: Megatron rounds up in float32 and is off by one past 16 million windows.
+    In integers: Megatron rounds up in float32, which is off by one above 16 million windows.
     """
     tokens = epochs * tokens_per_epoch - extra
     return max(0, -(-tokens // seq_length) if keep_partial else tokens // seq_length)
 
 
 class SampleIndices(NamedTuple):
-    """The three arrays; see the head of this file."""
+    """The three index arrays; see the module docstring."""
 
     document: Ints
     sample: Ints
@@ -100,14 +108,14 @@ def build_indices(
     add_extra_token: bool = True,
     keep_partial: bool = False,
 ) -> SampleIndices:
-    """The three arrays, drawn in Megatron's order from one generator.
+    """Build the three arrays with one random generator, in Megatron's order.
 
     Args:
-        lengths: tokens of every sequence of the files [S].
+        lengths: number of tokens of every sequence of the files [S].
         documents: the sequences to read, a part of range(S).
         epochs: from `plan_epochs`.
-        add_extra_token: windows carry one token more than seq_length, for the last label.
-        keep_partial: keep the last window though it is not full.
+        add_extra_token: windows have one more token than seq_length, for the last label.
+        keep_partial: keep the last window if it is not full.
 
     Shape:
         document int32 [E * documents]; sample int32 or int64 [N + 1, 2]; shuffle uint32 or
@@ -126,7 +134,7 @@ def build_indices(
 
 
 def _document_index(documents: range, epochs: Epochs, random: np.random.RandomState) -> Ints:
-    """The documents, `epochs.count` times, shuffled as a whole or with the last time apart."""
+    """Return the documents of all epochs, shuffled together or with the last epoch separate."""
     once = np.arange(documents.start, documents.stop, dtype=np.int32)
     parts = [epochs.count - 1, 1] if epochs.last_apart else [epochs.count]
     index = []
@@ -144,18 +152,18 @@ def _sample_index(
     num_windows: int,
     extra: int,
 ) -> Ints:
-    """Where each window starts, and where the last one ends. [N + 1, 2]
+    """Return the start of each window and the end of the last one. [N + 1, 2]
 
-    Window i starts at token i * seq_length of the stream, which lies in the first document whose
-    cumulative length exceeds it. Without an extra token, a window's end is the place *after* its
-    last token: on the border of two documents that is the end of the first, not the start of the
-    second, hence the search from the left.
+    Window i starts at token i * seq_length of the stream, in the first document whose cumulative
+    length exceeds that. Without an extra token the end of a window is the position *after* its last
+    token: at the border of two documents this is the end of the first document, not the start of
+    the second, so the search uses side "left".
     """
     ends = np.cumsum(lengths[document], dtype=np.int64)
     total = int(ends[-1]) if len(ends) else 0
     at = np.minimum(np.arange(num_windows + 1, dtype=np.int64) * seq_length, total - extra)
     place = np.searchsorted(ends, at, side="right" if extra else "left")
-    # The start of the stream is the start of its first document, however many are empty.
+    # The stream starts at its first document, even if that is empty.
     place[0] = 0
     starts = ends[place] - lengths[document[place]]
     biggest = max(len(document), int(lengths.max()))
@@ -164,7 +172,7 @@ def _sample_index(
 
 
 def _shuffle_index(first: int, total: int, random: np.random.RandomState) -> Ints:
-    """A permutation of [0, first), then one of [first, total)."""
+    """Return a permutation of [0, first), followed by one of [first, total)."""
     dtype = np.int64 if total >= np.iinfo(np.uint32).max - 1 else np.uint32
     parts = []
     for start, stop in ((0, first), (first, total)):
@@ -176,5 +184,5 @@ def _shuffle_index(first: int, total: int, random: np.random.RandomState) -> Int
 
 
 def index_folder(prefix: Path) -> Path:
-    """Where indices lie by default: beside the data, under Megatron's name for the folder."""
+    """Return the default folder of the indices: next to the data, with Megatron's name."""
     return prefix.parent / "cache" / "GPTDataset_indices"

@@ -1,5 +1,6 @@
 """Byte-level BPE, loaded from a tokenizer.json or trained on a corpus."""
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -7,7 +8,6 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pipemega.data.caching import atomic_path
 from pipemega.errors import ConfigError, DataError
 
 EOD = "<|endoftext|>"
@@ -16,26 +16,26 @@ SMALLEST_VOCABULARY = 257
 
 
 class TextTokenizer:
-    """Text to token ids and back; a thin hold on the `tokenizers` package.
+    """Text to token ids and back: a thin wrapper of the `tokenizers` package.
 
     Attributes:
         vocab_size: one more than the largest id.
-        eod: the id of "<|endoftext|>", or None when the tokenizer has no such token.
+        eod: id of "<|endoftext|>"; None if the tokenizer has no such token.
     """
 
     def __init__(self, inner: Tokenizer) -> None:
         self._inner = inner
-        # A source file that speaks of "<|endoftext|>" holds text, and no end of a document.
+        # "<|endoftext|>" inside of a text is text, not the end of a document.
         inner.encode_special_tokens = True
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod: int | None = inner.token_to_id(EOD)
 
     @classmethod
     def load(cls, path: str | Path) -> "TextTokenizer":
-        """From a tokenizer.json.
+        """Load a tokenizer.json.
 
         Raises:
-            DataError: the file is missing, or is none.
+            DataError: the file does not exist, or is not a tokenizer.json.
         """
         path = Path(path).expanduser()
         if not path.is_file():
@@ -44,23 +44,23 @@ class TextTokenizer:
             return cls(Tokenizer.from_str(path.read_text(encoding="utf-8")))
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the package raises Exception itself, or panics
+        except BaseException as error:  # the package raises Exception, or panics
             raise DataError(
-                f"{path} is no tokenizer.json of the tokenizers package: {error}"
+                f"{path} is not a tokenizer.json of the tokenizers package: {error}"
             ) from error
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "TextTokenizer":
-        """A new one with `vocab_size` tokens, or fewer when the text yields no more.
+        """Train a tokenizer with `vocab_size` tokens, or fewer if the text yields fewer.
 
         The same texts in the same order give the same tokenizer.
 
         Raises:
-            ConfigError: the vocabulary could not even hold all bytes.
+            ConfigError: `vocab_size` is smaller than the number of bytes and special tokens.
         """
         if vocab_size < SMALLEST_VOCABULARY:
             raise ConfigError(
-                f"data.vocab_size is {vocab_size}, and a byte-level vocabulary takes at least "
+                f"data.vocab_size is {vocab_size}, but a byte-level vocabulary needs at least "
                 f"{SMALLEST_VOCABULARY}: every byte and the end of a document"
             )
         inner = Tokenizer(models.BPE())
@@ -75,26 +75,25 @@ class TextTokenizer:
         inner.train_from_iterator(texts, trainer)
         return cls(inner)
 
-    def save(self, path: Path) -> None:
-        """Write a tokenizer.json, whole or not at all."""
-        with atomic_path(path) as temporary:
-            temporary.write_text(self.to_json(), encoding="utf-8")
-
     def to_json(self) -> str:
-        """The text of its tokenizer.json."""
+        """Return the text of its tokenizer.json."""
         return str(self._inner.to_str())
 
+    def digest(self) -> str:
+        """Return a digest of the tokenizer, independent of its path."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
     def encode(self, text: str) -> list[int]:
-        """Text -> ids, without an end of document."""
+        """Return the ids of `text`, without an end-of-document id."""
         return list(self._inner.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[npt.NDArray[np.int64]]:
-        """Texts -> their ids, one array each; in parallel threads of the package."""
-        # Newer versions have a variant without the offsets that nobody reads here.
+        """Yield the ids of each text; the package encodes in parallel threads."""
+        # Newer versions have a faster variant that omits the offsets.
         encode = getattr(self._inner, "encode_batch_fast", self._inner.encode_batch)
         for encoding in encode(list(texts), add_special_tokens=False):
             yield np.array(encoding.ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Ids -> text; the end of a document is shown."""
+        """Return the text of `ids`, special tokens included."""
         return str(self._inner.decode([int(i) for i in ids], skip_special_tokens=False))

@@ -1,4 +1,4 @@
-"""Threads that read samples side by side, and never keep a process from ending."""
+"""Daemon threads that read samples in parallel."""
 
 import queue
 import threading
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 class Workers(Generic[T]):
-    """Some daemon threads that call what they are given, in order.
+    """A pool of daemon threads that run submitted calls in order.
 
-    Those of `concurrent.futures` are waited for when the interpreter ends: one that is stuck in a
-    dataset would hold a process, and with it a GPU, that has long said what is wrong.
+    The interpreter joins threads of `concurrent.futures` at exit: a thread that is blocked in a
+    dataset would keep the process, and its GPU, after the error was reported.
 
     Args:
-        number: of threads.
+        number: number of threads.
     """
 
     def __init__(self, number: int) -> None:
@@ -28,13 +28,13 @@ class Workers(Generic[T]):
             threading.Thread(target=self._work, name=name, daemon=True).start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
-        """What `call` will have given; an error of it is raised by `result()`."""
+        """Queue `call`; its result or error comes from `Future.result()`."""
         future: Future[T] = Future()
         self._tasks.put((future, call))
         return future
 
     def close(self) -> None:
-        """Drops what has not begun, and lets the threads end when they come out of what has."""
+        """Drop queued calls; each thread ends after the call that it is running."""
         try:
             while True:
                 self._tasks.get_nowait()

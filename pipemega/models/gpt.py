@@ -1,4 +1,4 @@
-"""One GPT for both families, as a list of LayerSpecs.
+"""GPT as a list of LayerSpecs, in GPT-2 or Llama style.
 
     GPT-2 style   learned positions, LayerNorm, GELU, biases, tied head
     Llama style   rotary positions, RMSNorm, SwiGLU, no biases, grouped queries, untied head
@@ -6,8 +6,8 @@
     position      0           1           2 .. L+1     L+2    L+3
     layer         embedding   positions   blocks       norm   head
 
-Between layers goes `hidden` [batch, sequence, hidden] (a slice of the sequence under sequence
-parallelism), or (hidden, positions) where documents restart their positions.
+The message between layers is `hidden` [batch, sequence, hidden] (a slice of the sequence under
+sequence parallelism), or (hidden, positions) if position ids restart at each document.
 
 Sources: Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Su et al.
 2021, arXiv:2104.09864 (rotary positions); Ainslie et al. 2023, arXiv:2305.13245 (grouped queries).
@@ -24,11 +24,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipemega.config import Config
+from pipemega.config.model import ModelSection
+from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, DataError
 from pipemega.kernels import Kernels
-from pipemega.mesh import Axis
 from pipemega.models.rotary import Rotary
-from pipemega.parameters import Shard, describe, even_share, mark_partial, normal
+from pipemega.parameters import Shard, attach_shard, even_share, mark_partial_gradient, normal
+from pipemega.pipeline.microbatch_loss import WeightedLoss
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.recompute import recompute
 from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
@@ -41,14 +43,18 @@ from pipemega.tensor_parallel import (
     VocabParallelHead,
     vocab_parallel_cross_entropy,
 )
+from pipemega.tensor_parallel.collectives import SEQUENCE_DIM, slice_of
 
-Recompute = Literal["none", "selective", "full"]
 Hidden = Tensor | tuple[Tensor, Tensor]
+
+
+def _default(name: str) -> Any:
+    return ModelSection.model_fields[name].default
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The sizes and choices of a GPT, by Megatron's names."""
+    """Sizes and options of a GPT with Megatron's names; defaults are those of `ModelSection`."""
 
     vocab_size: int
     seq_length: int
@@ -58,38 +64,38 @@ class GPTConfig:
     ffn_hidden_size: int
     num_query_groups: int
     kv_channels: int
-    make_vocab_size_divisible_by: int = 128
-    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
-    rotary_base: float = 10000.0
-    rotary_percent: float = 1.0
-    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
-    norm_epsilon: float = 1e-5
-    swiglu: bool = False
-    add_bias_linear: bool = True
-    add_qkv_bias: bool = False
-    untie_embeddings_and_output_weights: bool = False
-    attention_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-    init_method_std: float = 0.02
-    label_smoothing: float = 0.0
-    recompute: Recompute = "none"
+    make_vocab_size_divisible_by: int = _default("make_vocab_size_divisible_by")
+    position_embedding_type: Literal["learned_absolute", "rope"] = _default(
+        "position_embedding_type"
+    )
+    rotary_base: float = _default("rotary_base")
+    rotary_percent: float = _default("rotary_percent")
+    normalization: Literal["LayerNorm", "RMSNorm"] = _default("normalization")
+    norm_epsilon: float = _default("norm_epsilon")
+    swiglu: bool = _default("swiglu")
+    add_bias_linear: bool = _default("add_bias_linear")
+    add_qkv_bias: bool = _default("add_qkv_bias")
+    untie_embeddings_and_output_weights: bool = _default("untie_embeddings_and_output_weights")
+    attention_dropout: float = _default("attention_dropout")
+    hidden_dropout: float = _default("hidden_dropout")
+    init_method_std: float = _default("init_method_std")
+    label_smoothing: float = _default("label_smoothing")
+    recompute: Literal["none", "selective", "full"] = _default("recompute")
     sequence_parallel: bool = False
 
     @classmethod
     def of(cls, config: Config, vocab_size: int) -> "GPTConfig":
-        """What the sections `model` and `mesh` say, with the vocabulary of the data.
+        """Return the GPT of the sections `model` and `mesh`, with the vocabulary of the data.
 
         Raises:
-            ConfigError: there is no section `model`, or the heads do not divide by the ranks.
+            ConfigError: the section `model` is missing, or the heads do not divide by mesh.tensor.
         """
         section = config.model
         if section is None:
-            raise ConfigError("the config has no section 'model': it says what GPT to build")
-        for key, number in (
-            ("num_attention_heads", section.num_attention_heads),
-            ("num_query_groups", section.query_groups),
-        ):
-            even_share(number, config.mesh.tensor, f"model.{key}")
+            raise ConfigError("the config has no section 'model', which defines the GPT to build")
+        ranks = config.mesh.tensor
+        even_share(section.num_attention_heads, ranks, "model.num_attention_heads")
+        even_share(section.query_groups, ranks, "model.num_query_groups")
         own = {f.name for f in fields(cls)}
         return cls(
             **{key: value for key, value in section.model_dump().items() if key in own}
@@ -106,41 +112,41 @@ class GPTConfig:
 def gpt(
     config: GPTConfig, kernels: Kernels | None = None, *, boundary: Any = None
 ) -> PipelineModule:
-    """The model, with its loss: labels are token ids, -100 where they do not count.
+    """Return the model with its loss; labels are token ids, or -100 for ignored tokens.
 
     Args:
-        kernels: which norms to use; torch's own by default.
+        kernels: selects the norms; torch's by default.
         boundary: see `PipelineModule`.
     """
     kernels = kernels or Kernels.detect("cpu")
-    c, draw = config, normal(config.init_method_std)
+    c, init_method = config, normal(config.init_method_std)
     vocabulary: dict[str, Any] = {
         "axis": TENSOR_AXIS,
         "divisible_by": c.make_vocab_size_divisible_by,
-        "draw": draw,
+        "init_method": init_method,
         "sequence_parallel": c.sequence_parallel,
     }
 
-    def words(layer: type[nn.Module]) -> LayerSpec:
+    def vocabulary_layer(layer: type[nn.Module]) -> LayerSpec:
         if c.untie_embeddings_and_output_weights:
             return LayerSpec(layer, c.vocab_size, c.hidden_size, **vocabulary)
         return TiedLayerSpec("words", layer, c.vocab_size, c.hidden_size, **vocabulary)
 
     return PipelineModule(
         [
-            words(Words),
+            vocabulary_layer(TokenEmbedding),
             LayerSpec(Positions, c, TENSOR_AXIS),
             *(LayerSpec(Block, c, kernels, TENSOR_AXIS) for _ in range(c.num_layers)),
             LayerSpec(FinalNorm, c, kernels, TENSOR_AXIS),
-            words(VocabParallelHead),
+            vocabulary_layer(VocabParallelHead),
         ],
         loss_fn=LayerSpec(GPTLoss, c, TENSOR_AXIS),
         boundary=boundary,
     )
 
 
-class Words(VocabParallelEmbedding):
-    """Token ids, or (token ids, positions), to hidden or (hidden, positions)."""
+class TokenEmbedding(VocabParallelEmbedding):
+    """Maps token ids to hidden, or (token ids, positions) to (hidden, positions)."""
 
     def forward(self, inputs: Hidden) -> Hidden:  # type: ignore[override]
         tokens, positions = inputs if isinstance(inputs, tuple | list) else (inputs, None)
@@ -149,7 +155,7 @@ class Words(VocabParallelEmbedding):
 
 
 class Positions(nn.Module):
-    """Adds learned positions, where the model has them; then dropout.
+    """Adds learned position embeddings, if configured; then dropout.
 
     Shape:
         hidden [batch, sequence (/ T), hidden]  ->  the same
@@ -157,19 +163,14 @@ class Positions(nn.Module):
 
     def __init__(self, config: GPTConfig, axis: Axis) -> None:
         super().__init__()
-        self._axis, self._sequence_parallel = axis, config.sequence_parallel
-        self.dropout = Dropout(
-            config.hidden_dropout, axis=axis, sequence_parallel=config.sequence_parallel
-        )
+        c = config
+        self._axis, self._sequence_parallel = axis, c.sequence_parallel
+        self.dropout = Dropout(c.hidden_dropout, axis=axis, sequence_parallel=c.sequence_parallel)
         self.weight: nn.Parameter | None = None
-        if config.position_embedding_type == "learned_absolute":
-            shape = (config.seq_length, config.hidden_size)
-            shard = Shard(
-                shape,
-                partial_gradient=config.sequence_parallel,
-                draw=normal(config.init_method_std),
-            )
-            self.weight = describe(nn.Parameter(torch.empty(shape)), shard)
+        if c.position_embedding_type == "learned_absolute":
+            shape, init_method = (c.seq_length, c.hidden_size), normal(c.init_method_std)
+            shard = Shard(shape, partial_gradient=c.sequence_parallel, init_method=init_method)
+            self.weight = attach_shard(nn.Parameter(torch.empty(shape)), shard)
 
     def forward(self, inputs: Hidden) -> Hidden:
         hidden, positions = inputs if isinstance(inputs, tuple) else (inputs, None)
@@ -183,32 +184,27 @@ class Positions(nn.Module):
         else:
             added = F.embedding(positions, self.weight)
         if self._sequence_parallel:
-            added = _own_slice(added, self._axis)
+            # The reduction of partial gradients sums the gradient of the slices over the ranks.
+            added = slice_of(added, self._axis, SEQUENCE_DIM)
         return self.dropout(hidden + added)  # type: ignore[no-any-return]
-
-
-def _own_slice(x: Tensor, axis: Axis) -> Tensor:
-    """This rank's part of the sequence; its gradient is summed over ranks by the reduction."""
-    length = x.shape[1] // axis.size
-    return x.narrow(1, axis.rank * length, length)
 
 
 def _check_length(length: int, limit: int) -> None:
     if length > limit:
         raise DataError(
             f"a sample has {length} tokens, and the model has positions for model.seq_length = "
-            f"{limit}: cut the samples, or raise model.seq_length"
+            f"{limit}: shorten the samples, or increase model.seq_length"
         )
 
 
 def _norm(config: GPTConfig, kernels: Kernels) -> nn.Module:
     norm = kernels.rms_norm if config.normalization == "RMSNorm" else kernels.layer_norm
     module: nn.Module = norm(config.hidden_size, eps=config.norm_epsilon)
-    return mark_partial(module) if config.sequence_parallel else module
+    return mark_partial_gradient(module) if config.sequence_parallel else module
 
 
 class FinalNorm(nn.Module):
-    """The norm in front of the head; lets go of the positions."""
+    """The norm before the head; drops the positions."""
 
     def __init__(self, config: GPTConfig, kernels: Kernels, axis: Axis) -> None:
         super().__init__()
@@ -228,22 +224,20 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, kernels: Kernels, axis: Axis) -> None:
         super().__init__()
-        self.attention_norm = _norm(config, kernels)
-        self.attention = Attention(config, axis)
-        self.mlp_norm = _norm(config, kernels)
-        self.mlp = MLP(config, axis)
-        self.dropout = Dropout(
-            config.hidden_dropout, axis=axis, sequence_parallel=config.sequence_parallel
-        )
-        self._recompute = config.recompute == "full"
-        self._draws = config.hidden_dropout > 0 or config.attention_dropout > 0
+        c = config
+        self.attention_norm = _norm(c, kernels)
+        self.attention = Attention(c, axis)
+        self.mlp_norm = _norm(c, kernels)
+        self.mlp = MLP(c, axis)
+        self.dropout = Dropout(c.hidden_dropout, axis=axis, sequence_parallel=c.sequence_parallel)
+        self._recompute = c.recompute == "full"
+        self._uses_rng = c.hidden_dropout > 0 or c.attention_dropout > 0
 
     def forward(self, inputs: Hidden) -> Hidden:
         hidden, positions = inputs if isinstance(inputs, tuple) else (inputs, None)
         if self._recompute:
-            hidden = recompute(
-                self._block, hidden, positions, restore_rng=self._draws and self.training
-            )
+            restore_rng = self._uses_rng and self.training
+            hidden = recompute(self._block, hidden, positions, restore_rng=restore_rng)
         else:
             hidden = self._block(hidden, positions)
         return hidden if positions is None else (hidden, positions)
@@ -253,8 +247,33 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]
 
 
+def _column_parallel(
+    c: GPTConfig, out_features: int | tuple[int, ...], axis: Axis, bias: bool
+) -> ColumnParallelLinear:
+    return ColumnParallelLinear(
+        c.hidden_size,
+        out_features,
+        axis=axis,
+        bias=bias,
+        sequence_parallel=c.sequence_parallel,
+        init_method=normal(c.init_method_std),
+    )
+
+
+def _row_parallel(c: GPTConfig, in_features: int, axis: Axis) -> RowParallelLinear:
+    return RowParallelLinear(
+        in_features,
+        c.hidden_size,
+        axis=axis,
+        bias=c.add_bias_linear,
+        sequence_parallel=c.sequence_parallel,
+        # As in GPT-2: the residual stream is a sum of 2 L outputs.
+        init_method=normal(c.init_method_std / math.sqrt(2 * c.num_layers)),
+    )
+
+
 class Attention(nn.Module):
-    """Causal self-attention; the heads are shared out over the tensor ranks.
+    """Causal self-attention; the heads are sharded over the tensor ranks.
 
     Shape:
         x [batch, sequence (/ T), hidden]  ->  the same
@@ -269,23 +288,9 @@ class Attention(nn.Module):
         self._dropout, self._selective = c.attention_dropout, c.recompute == "selective"
         queries = c.num_attention_heads * c.kv_channels
         keys = c.num_query_groups * c.kv_channels
-        self.qkv = ColumnParallelLinear(
-            c.hidden_size,
-            (queries, keys, keys),
-            axis=axis,
-            bias=c.add_bias_linear or c.add_qkv_bias,
-            sequence_parallel=c.sequence_parallel,
-            draw=normal(c.init_method_std),
-        )
-        self.output = RowParallelLinear(
-            queries,
-            c.hidden_size,
-            axis=axis,
-            bias=c.add_bias_linear,
-            sequence_parallel=c.sequence_parallel,
-            # The residual stream adds up 2 L outputs: GPT-2 draws them smaller by the root of that.
-            draw=normal(c.init_method_std / math.sqrt(2 * c.num_layers)),
-        )
+        qkv_bias = c.add_bias_linear or c.add_qkv_bias
+        self.qkv = _column_parallel(c, (queries, keys, keys), axis, qkv_bias)
+        self.output = _row_parallel(c, queries, axis)
         self._rotary: Rotary | None = None
         if c.position_embedding_type == "rope":
             self._rotary = Rotary(int(c.kv_channels * c.rotary_percent), c.rotary_base)
@@ -293,15 +298,14 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x)  # [batch, sequence, (heads + 2 groups) / T * head]
         if self._selective:
-            mixed = recompute(
-                self._attend, qkv, positions, restore_rng=self._dropout > 0 and self.training
-            )
+            restore_rng = self._dropout > 0 and self.training
+            mixed = recompute(self._attend, qkv, positions, restore_rng=restore_rng)
         else:
             mixed = self._attend(qkv, positions)
         return self.output(mixed)  # type: ignore[no-any-return]
 
     def _attend(self, qkv: Tensor, positions: Tensor | None) -> Tensor:
-        """[batch, sequence, heads / T * head]"""
+        """Return the attention output [batch, sequence, heads / T * head]."""
         d, h, g = self._head, self._heads, self._groups
         q, k, v = (
             rearrange(part, "b s (h d) -> b h s d", d=d)
@@ -311,7 +315,7 @@ class Attention(nn.Module):
             q, k = self._rotary(q, k, positions)
         attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=g != h)
         if self._dropout > 0 and self.training:
-            # Each tensor rank has heads of its own, so its mask is its own too.
+            # Tensor ranks have different heads, so they need different masks.
             with sharded_rng(self._axis, q.device):
                 mixed = attend(dropout_p=self._dropout)
         else:
@@ -330,22 +334,9 @@ class MLP(nn.Module):
         super().__init__()
         c = config
         self._swiglu = c.swiglu
-        self.up = ColumnParallelLinear(
-            c.hidden_size,
-            (c.ffn_hidden_size, c.ffn_hidden_size) if c.swiglu else c.ffn_hidden_size,
-            axis=axis,
-            bias=c.add_bias_linear,
-            sequence_parallel=c.sequence_parallel,
-            draw=normal(c.init_method_std),
-        )
-        self.down = RowParallelLinear(
-            c.ffn_hidden_size,
-            c.hidden_size,
-            axis=axis,
-            bias=c.add_bias_linear,
-            sequence_parallel=c.sequence_parallel,
-            draw=normal(c.init_method_std / math.sqrt(2 * c.num_layers)),
-        )
+        size = c.ffn_hidden_size
+        self.up = _column_parallel(c, (size, size) if c.swiglu else size, axis, c.add_bias_linear)
+        self.down = _row_parallel(c, size, axis)
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up(x)  # [batch, sequence, (2) ffn / T]
@@ -356,10 +347,11 @@ class MLP(nn.Module):
 
 
 class GPTLoss(nn.Module):
-    """Cross entropy over a vocabulary that is cut over the tensor ranks.
+    """Cross entropy over a vocabulary that is sharded over the tensor ranks.
 
-    Returns (sum of the tokens' losses, number of tokens that count), both over the sequence
-    length: so a micro-batch weighs about as much as it has samples, which keeps fp16 in range.
+    Returns the sum of the token losses and the number of tokens that are not ignored, both divided
+    by the sequence length: the weight of a micro-batch is about its number of samples, which fits
+    fp16.
     """
 
     def __init__(self, config: GPTConfig, axis: Axis) -> None:
@@ -367,7 +359,7 @@ class GPTLoss(nn.Module):
         self._axis, self._vocab_size = axis, config.vocab_size
         self._length, self._smoothing = config.seq_length, config.label_smoothing
 
-    def forward(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, logits: Tensor, labels: Tensor) -> WeightedLoss:
         losses = vocab_parallel_cross_entropy(
             logits,
             labels,
@@ -375,5 +367,5 @@ class GPTLoss(nn.Module):
             vocab_size=self._vocab_size,
             label_smoothing=self._smoothing,
         )
-        counted = (labels != -100).sum()
-        return losses.sum() / self._length, counted.to(losses.dtype) / self._length
+        num_tokens = (labels != -100).sum()
+        return WeightedLoss(losses.sum() / self._length, num_tokens.to(losses.dtype) / self._length)

@@ -1,11 +1,27 @@
-"""The monitor room: what a run says about itself, and where that goes."""
+"""Monitoring: records of a run, and the sinks that write them.
 
-from pipemega.monitor.background import Background
-from pipemega.monitor.build import build_sinks
+records                 step, evaluation, timeline, event and sample records; metric_names
+sinks                   JSON lines, CSV, TensorBoard; Monitor, which combines sinks
+console, wandb_sink     progress bar and lines; Weights & Biases
+background_sink         runs a sink in a thread
+build_sinks             the sinks that a config enables
+step_phases             phases of a step that add up to its time
+timers, flops, logger   stopwatches, FLOP counts, the logger of a rank
+"""
+
+from pipemega.monitor.background_sink import BackgroundSink
+from pipemega.monitor.build_sinks import build_sinks
 from pipemega.monitor.console import Console, eval_line, parse_line, step_line, timeline_line
 from pipemega.monitor.flops import gpt_flops_per_token, peak_tflops, tflops_per_device
 from pipemega.monitor.logger import get_logger
-from pipemega.monitor.records import EvalRecord, EventRecord, Record, StepRecord, TimelineRecord
+from pipemega.monitor.records import (
+    EvalRecord,
+    EventRecord,
+    Record,
+    SampleRecord,
+    StepRecord,
+    TimelineRecord,
+)
 from pipemega.monitor.sinks import (
     CsvSink,
     JsonLinesSink,
@@ -14,11 +30,12 @@ from pipemega.monitor.sinks import (
     Sink,
     TensorboardSink,
 )
+from pipemega.monitor.step_phases import Phase, StepPhases
 from pipemega.monitor.timers import MultiTimer, Timer, breakdown_line, breakdown_scalars
-from pipemega.monitor.wandb_sink import WandbSink
+from pipemega.monitor.wandb_sink import WandbOptions, WandbSink
 
 __all__ = [
-    "Background",
+    "BackgroundSink",
     "Console",
     "CsvSink",
     "EvalRecord",
@@ -26,13 +43,17 @@ __all__ = [
     "JsonLinesSink",
     "Monitor",
     "MultiTimer",
+    "Phase",
     "Record",
     "ResumePoint",
+    "SampleRecord",
     "Sink",
+    "StepPhases",
     "StepRecord",
     "TensorboardSink",
     "TimelineRecord",
     "Timer",
+    "WandbOptions",
     "WandbSink",
     "breakdown_line",
     "breakdown_scalars",

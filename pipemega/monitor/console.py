@@ -1,4 +1,4 @@
-"""What rank 0 shows while a run goes on: a progress bar, and lines that a program can read back."""
+"""Console output of rank 0: a progress bar, and lines that `parse_line` can read."""
 
 import math
 import re
@@ -8,27 +8,50 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from pipemega.monitor.records import EvalRecord, EventRecord, Record, StepRecord, TimelineRecord
+from pipemega.monitor.records import EvalRecord, Record, StepRecord, TimelineRecord
 from pipemega.monitor.sinks import Sink
+from pipemega.printing import line_width, percent
 
-# One "key value" of a line: the value is the last word, whatever words the key has.
+# The parts to leave out, in this order, until a line fits a terminal. A count of zero has no news;
+# the progress bar shows the ETA, too.
+_LESS_IMPORTANT = (
+    "consumed samples",
+    "skipped 0",
+    "nan 0",
+    "loss scale",
+    "TFLOP/s",
+    "memory GiB",
+    "ETA",
+    "MFU %",
+    "seconds",
+    "span ms",
+    "lr",
+    "predicted ms",
+    "tokens/s",
+    "schedule",
+    "grad norm",
+    "perplexity",
+)
+
+# One "key value" of a line: the value is the last word, the key may have several words.
 PART = re.compile(r"(?P<key>[A-Za-z][A-Za-z/% ]*) (?P<value>\S+)")
 
 
 class Console(Sink):
-    """Lines on standard output, and a bar on standard error where that is a terminal.
+    """Writes lines to standard output, and a progress bar to standard error if it is a terminal.
 
         step 20/200 | consumed samples 640 | loss 6.1234 | lr 3.0000e-04 | grad norm 1.2340 | ...
         validation step 20 | consumed samples 640 | loss 6.0000 | perplexity 403.43 | ...
 
-    A number that is not finite is shown as `nan`, `inf` or `-inf`.  One that is not known on this
-    machine (MFU without a peak, loss scale without fp16) has no part in the line.
+    Non-finite numbers are shown as `nan`, `inf` or `-inf`. Unknown numbers (MFU without a peak,
+    loss scale without fp16) are left out. On a terminal a line has only the parts that fit.
 
     Args:
-        total_steps: of the whole run; None when nobody knows.
-        steps_per_print: a line every so many steps, and one for the last; None or 0: no lines.
-        progress: show the bar.
-        lines, bar: where to; None: sys.stdout and sys.stderr.
+        total_steps: of the whole run; None if unknown.
+        steps_per_print: interval of the step lines; the last step has one, too. None or 0: no
+            step lines.
+        progress: show the progress bar.
+        lines, bar: output streams; None: sys.stdout and sys.stderr.
     """
 
     name = "console"
@@ -48,22 +71,19 @@ class Console(Sink):
         self._bar_file = sys.stderr if bar is None else bar
         self._progress = progress and self._bar_file.isatty()
         self._bar: tqdm | None = None
-        # The time left follows the pace of late, so that the slow first step does not stay in it.
+        # The ETA is computed from the latest steps only, without the slow first step.
         self._seconds: deque[float] = deque(maxlen=max(self._steps_per_print, 10))
 
     def write(self, record: Record) -> None:
         if isinstance(record, EvalRecord):
-            self._say(eval_line(record))
-            return
-        if isinstance(record, TimelineRecord):
-            self._say(timeline_line(record))
-            return
-        if isinstance(record, EventRecord):
-            return  # the log has told it, in words
-        self._seconds.append(record.step_seconds)
-        self._advance(record)
-        if self._is_due(record.step):
-            self._say(step_line(record, self._total_steps, self._seconds_left(record.step)))
+            self._print(eval_line(record))
+        elif isinstance(record, TimelineRecord):
+            self._print(timeline_line(record))
+        elif isinstance(record, StepRecord):  # events are in the log
+            self._seconds.append(record.step_seconds)
+            self._advance(record)
+            if self._is_due(record.step):
+                self._print(step_line(record, self._total_steps, self._seconds_left(record.step)))
 
     def close(self) -> None:
         if self._bar is not None:
@@ -78,13 +98,13 @@ class Console(Sink):
     def _seconds_left(self, step: int) -> float | None:
         if self._total_steps is None:
             return None
-        pace = sum(self._seconds) / len(self._seconds)
-        return max(self._total_steps - step, 0) * pace
+        mean = sum(self._seconds) / len(self._seconds)
+        return max(self._total_steps - step, 0) * mean
 
     def _advance(self, record: StepRecord) -> None:
         if not self._progress:
             return
-        if self._bar is None:  # only now is it known where a resumed run goes on
+        if self._bar is None:  # the first record has the first step, also of a resumed run
             self._bar = tqdm(
                 total=self._total_steps,
                 initial=record.step - 1,
@@ -95,7 +115,9 @@ class Console(Sink):
         self._bar.set_postfix_str(f"loss {_decimal(record.loss)}", refresh=False)
         self._bar.update(record.step - self._bar.n)
 
-    def _say(self, line: str) -> None:
+    def _print(self, line: str) -> None:
+        if self._lines.isatty():
+            line = fit(line, line_width(self._lines, len(line)))
         tqdm.write(line, file=self._lines)
         self._lines.flush()
 
@@ -103,57 +125,68 @@ class Console(Sink):
 def step_line(
     record: StepRecord, total_steps: int | None = None, seconds_left: float | None = None
 ) -> str:
-    """The line of one step: parts "key value", joined by " | ", always in this order.
+    """Return the line of one step: parts "key value" joined by " | ", always in this order.
 
-    step, consumed samples, loss, lr, grad norm, [loss scale], tokens/s, [TFLOP/s], [MFU],
-    skipped, nan, [memory GiB], [ETA]; those in brackets only where they are known.
+    step, consumed samples, loss, lr, grad norm, [loss scale], tokens/s (samples/s if the tokens of
+    a sample are unknown), [TFLOP/s], [MFU], skipped, nan, [memory GiB], [ETA]; the parts in
+    brackets only if known.
     """
-    of_all = "" if total_steps is None else f"/{total_steps}"
+    total = "" if total_steps is None else f"/{total_steps}"
     parts: list[tuple[str, str | None]] = [
-        ("step", f"{record.step}{of_all}"),
+        ("step", f"{record.step}{total}"),
         ("consumed samples", f"{record.consumed_samples}"),
         ("loss", _decimal(record.loss)),
         ("lr", f"{record.lr:.4e}"),
         ("grad norm", _decimal(record.grad_norm)),
         ("loss scale", _known(record.loss_scale, ".10g")),
-        ("tokens/s", f"{record.tokens_per_second:.0f}"),
+        _rate(record),
         ("TFLOP/s", _known(record.tflops_per_device, ".4g")),
-        ("MFU %", None if record.mfu is None else f"{record.mfu * 100:.1f}"),
+        ("MFU %", None if record.mfu is None else percent(record.mfu).rstrip("%")),
         ("skipped", f"{record.skipped_steps}"),
         ("nan", f"{record.nan_steps}"),
-        ("memory GiB", _known(record.memory_gib, ".2f")),
+        ("memory GiB", _known(record.peak_gib, ".2f")),
         ("ETA", _duration(seconds_left)),
     ]
     return " | ".join(f"{key} {value}" for key, value in parts if value is not None)
 
 
+def _rate(record: StepRecord) -> tuple[str, str]:
+    if record.consumed_tokens:
+        return "tokens/s", f"{record.tokens_per_second:.0f}"
+    return "samples/s", f"{record.samples_per_second:.4g}"
+
+
 def eval_line(record: EvalRecord) -> str:
-    """The line of one evaluation, of the same form; its first key is "validation step"."""
-    parts = [
-        (f"{record.split} step", f"{record.step}"),
-        ("consumed samples", f"{record.consumed_samples}"),
-        ("loss", _decimal(record.loss)),
-        ("perplexity", _decimal(record.perplexity)),
-        ("seconds", f"{record.seconds:.2f}"),
-    ]
-    return " | ".join(f"{key} {value}" for key, value in parts)
+    """Return the line of one evaluation; its first key is "validation step" or "test step"."""
+    return (
+        f"{record.split} step {record.step} | consumed samples {record.consumed_samples} | "
+        f"loss {_decimal(record.loss)} | perplexity {_decimal(record.perplexity)} | "
+        f"seconds {record.seconds:.2f}"
+    )
 
 
 def timeline_line(record: TimelineRecord) -> str:
-    """The line of one measured timeline, of the same form; its first key is "timeline step"."""
-    parts = [
-        ("timeline step", f"{record.step}"),
-        ("schedule", record.schedule),
-        ("makespan ms", f"{record.makespan * 1e3:.2f}"),
-        ("predicted ms", f"{record.predicted_makespan * 1e3:.2f}"),
-        ("span ms", f"{record.span * 1e3:.2f}"),
-        ("bubble %", f"{record.bubble * 100:.1f}"),
-    ]
-    return " | ".join(f"{key} {value}" for key, value in parts)
+    """Return the line of one measured timeline; its first key is "timeline step"."""
+    return (
+        f"timeline step {record.step} | schedule {record.schedule} | "
+        f"makespan ms {record.makespan * 1e3:.2f} | "
+        f"predicted ms {record.predicted_makespan * 1e3:.2f} | "
+        f"span ms {record.span * 1e3:.2f} | bubble % {percent(record.bubble).rstrip('%')}"
+    )
+
+
+def fit(line: str, width: int) -> str:
+    """Return the line without its less important parts, as few as needed for `width` columns."""
+    parts = line.split(" | ")
+    for key in _LESS_IMPORTANT:
+        if len(" | ".join(parts)) <= width:
+            break
+        parts = [part for part in parts if part != key and part.rpartition(" ")[0] != key]
+    return " | ".join(parts)
 
 
 def parse_line(line: str) -> dict[str, str]:
-    """Key -> value of a line of this module; {} for any other line."""
+    """Return {key: value} of a line of this module; {} for any other line."""
     matches = [PART.fullmatch(part) for part in line.strip().split(" | ")]
     if not all(matches) or len(matches) < 2:
         return {}
@@ -161,10 +194,11 @@ def parse_line(line: str) -> dict[str, str]:
 
 
 def _decimal(value: float | None) -> str | None:
-    """Four decimals where they say enough, else an exponent; NaN is `nan`."""
+    """Format with four decimals, or with an exponent if the number is very small or large."""
     if value is None:
         return None
     fits = not math.isfinite(value) or value == 0 or 1e-2 <= abs(value) < 1e6
+    value += 0.0  # makes -0.0 positive
     return f"{value:.4f}" if fits else f"{value:.4e}"
 
 

@@ -1,9 +1,9 @@
-"""How much arithmetic a step asks for, and how much of the device's peak that uses."""
+"""FLOPs of a model, and the peak FLOP/s of devices."""
 
-# Dense bf16 matrix products in TFLOP/s, from the makers' data sheets, by a part of the name that
-# torch.cuda.get_device_name() gives.  The first that fits counts, so the narrower stand first.
+# Peak of dense bf16 matrix products in TFLOP/s, from the manufacturers' data sheets, by a part of
+# torch.cuda.get_device_name(). The first match counts, so more specific names come first.
 PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
-    ("MIG", 0.0),  # a slice of a device, of a size that its name does not tell in FLOPs
+    ("MIG", 0.0),  # part of a device; its name does not give its FLOP/s
     ("A100", 312.0),
     ("H100 PCIe", 756.0),
     ("H100 NVL", 835.0),
@@ -16,9 +16,9 @@ PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Dense bf16 peak of a device in TFLOP/s, or None for one that is not in the table.
+    """Return the dense bf16 peak of a device in TFLOP/s; None if it is not in the table.
 
-    An unknown device has no MFU rather than a wrong one; `monitor.peak_tflops` gives it one.
+    For an unknown device no MFU is reported, unless `monitor.peak_tflops` gives its peak.
     """
     for part, peak in PEAK_TFLOPS:
         if part in device_name:
@@ -38,22 +38,21 @@ def gpt_flops_per_token(
     kv_channels: int | None = None,
     swiglu: bool = False,
 ) -> float:
-    """Model FLOPs of forward and backward per token of a GPT.
+    """Return the model FLOPs of forward and backward per token of a GPT.
 
-    A product of [m, k] and [k, n] is 2mkn; the backward pass repeats it twice (towards the input
-    and towards the weight), hence 6 per weight and token:
+    A product of [m, k] and [k, n] takes 2mkn; backward computes two such products (gradients of
+    input and weight), hence 6 per weight and token:
 
         6 * ( L * ( h (q + 2 g) + q h        query, key, value; output
-                  + q s                      scores and their use, 2 * q * s/2: causal
+                  + q s                      scores and weighted values, 2 * q * s/2: causal
                   + (2 or 3) h f )           feed-forward; 3 with SwiGLU's gate
             + h V )                          head, tied or not
 
     with q = heads * channels, g = query groups * channels, f = ffn_hidden_size.  Embeddings,
-    norms and what activation checkpointing computes again are not counted, so that a run is not
-    called more efficient for doing the same work twice.
+    norms and the recomputation of activation checkpointing are not counted.
 
     Args:
-        ffn_hidden_size: width inside the feed-forward block; with SwiGLU, of one of its halves.
+        ffn_hidden_size: hidden width of the feed-forward block; with SwiGLU, of one half.
         vocab_size: rows of the head.  Megatron counts the padded ones.
         num_query_groups: heads of key and value; None: as many as of query.
         kv_channels: size of one head; None: hidden_size / num_attention_heads.
@@ -71,5 +70,5 @@ def gpt_flops_per_token(
 
 
 def tflops_per_device(flops: float, seconds: float, num_devices: int) -> float:
-    """FLOPs of a whole step -> TFLOP/s of one of the devices that shared it."""
+    """Return the TFLOP/s per device from the FLOPs and seconds of a whole step."""
     return flops / seconds / num_devices / 1e12

@@ -1,32 +1,37 @@
-"""The logger of a rank: rank 0 tells what happens, the others only what is wrong."""
+"""The logger of a rank: rank 0 logs INFO and above, the others WARNING and above."""
 
 import logging
 import sys
 
 from tqdm import tqdm
 
+from pipemega.printing import coloured
+
 NAME = "pipemega"
 
 
 class _RankHandler(logging.Handler):
-    """Writes to the standard error of the moment, above a progress bar if there is one.
+    """Writes to the current sys.stderr, above a progress bar if one is shown.
 
-    Silent where the program has set up logging for itself: its handlers see the record too.
+    The prefix of a warning or an error has a colour. Does nothing if the root logger has handlers:
+    they get the record, too.
     """
 
     def emit(self, record: logging.LogRecord) -> None:
         if logging.getLogger().handlers:
             return
         try:
-            tqdm.write(self.format(record), file=sys.stderr)
+            prefix, message = self.format(record).split(":", 1)
+            line = coloured(f"{prefix}:", record.levelname, sys.stderr) + message
+            tqdm.write(line, file=sys.stderr)
         except Exception:
             self.handleError(record)
 
 
 def get_logger(rank: int = 0) -> logging.Logger:
-    """The "pipemega" logger, set up for this rank; to be called any number of times.
+    """Return the "pipemega" logger, set up for this rank; may be called repeatedly.
 
-    Rank 0 shows INFO and above; the others WARNING and above, each line with its rank.
+    Rank 0 logs INFO and above; the others WARNING and above, with the rank in each line.
     """
     logger = logging.getLogger(NAME)
     handler = next((h for h in logger.handlers if isinstance(h, _RankHandler)), None)

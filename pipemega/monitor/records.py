@@ -1,4 +1,4 @@
-"""What a run says about itself: a record per step and per evaluation.  Plain numbers."""
+"""Records of a run: one per step, evaluation, measured timeline and event."""
 
 import math
 from collections.abc import Mapping
@@ -7,24 +7,26 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import ClassVar
 
-# DeepSpeed's prefix; its users plot these tags over consumed samples.
-PREFIX = "Train/Samples/"
+from pipemega.monitor.metric_names import step_metric
+
+# Fields of a step that are drawn as no curve of their own.
+_NO_CURVES = ("step", "consumed_samples", "extra")
 
 _NO_EXTRAS: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One optimizer step, as every rank agrees on it.
+    """One optimizer step; equal on all ranks.
 
-    None means "not known here" and is left out of plots; NaN is a value, and is shown.
+    None means "unknown" and is left out of plots; NaN is a value and is shown.
 
     Args:
         step: the number of this step, from 1; skipped steps count.
-        consumed_samples: samples of the whole run up to and with this step.
+        consumed_samples: samples of the whole run, this step included.
         consumed_tokens: likewise, in tokens.
         loss: mean loss of the step.
-        lr: learning rate that the step used.
+        lr: learning rate of the step.
         grad_norm: norm over the logical parameters, before clipping.
         loss_scale: the fp16 loss scale; None without fp16.
         step_seconds: wall-clock time of the step.
@@ -33,8 +35,8 @@ class StepRecord:
         mfu: tflops_per_device over the device's peak, 0 to 1.
         skipped_steps: steps of the run so far that changed no parameter (fp16 overflow).
         nan_steps: steps of the run so far with a loss or a gradient norm that is not finite.
-        memory_gib: peak memory of the fullest device.
-        extra: more numbers by name; a name without "/" gets the prefix of the others.
+        peak_gib: peak memory, the maximum over ranks.
+        extra: more numbers by name; a name without "/" gets the group "train".
     """
 
     step: int
@@ -51,32 +53,20 @@ class StepRecord:
     mfu: float | None = None
     skipped_steps: int = 0
     nan_steps: int = 0
-    memory_gib: float | None = None
+    peak_gib: float | None = None
     extra: Mapping[str, float] = field(default_factory=lambda: _NO_EXTRAS)
 
     kind: ClassVar[str] = "train"
 
     def scalars(self) -> dict[str, float]:
-        """Tag -> value for whatever draws curves; what is not known is absent."""
-        named: dict[str, float | None] = {
-            "train_loss": self.loss,
-            "lr": self.lr,
-            "grad_norm": self.grad_norm,
-            "loss_scale": self.loss_scale,
-            "step_seconds": self.step_seconds,
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "tflops_per_device": self.tflops_per_device,
-            "mfu": self.mfu,
-            "skipped_steps": self.skipped_steps,
-            "nan_steps": self.nan_steps,
-            "memory_gib": self.memory_gib,
-            **self.extra,
-        }
-        return {_tag(name): value for name, value in named.items() if value is not None}
+        """Return {grouped name: value} for plots; unknown values are left out."""
+        fields = {k: v for k, v in self.__dict__.items() if k not in _NO_CURVES and v is not None}
+        if not self.consumed_tokens:
+            del fields["consumed_tokens"], fields["tokens_per_second"]
+        return {step_metric(name): value for name, value in (fields | dict(self.extra)).items()}
 
     def row(self) -> dict[str, object]:
-        """The fields by name, for a line of JSON; what is not known is None."""
+        """Return the fields by name, for a line of JSON; unknown values are None."""
         return {"kind": self.kind} | self.__dict__ | {"extra": dict(self.extra)}
 
 
@@ -85,8 +75,8 @@ class EvalRecord:
     """One pass over held-out data.
 
     Args:
-        step: the training step that it followed.
-        consumed_samples: training samples up to then.
+        step: the last training step before it.
+        consumed_samples: training samples so far.
         loss: mean loss over the pass.
         seconds: wall-clock time of the pass.
         split: "validation" or "test".
@@ -104,19 +94,19 @@ class EvalRecord:
 
     @property
     def perplexity(self) -> float:
-        """exp(loss); inf where that has no float."""
+        """exp(loss); inf if that overflows a float."""
         try:
             return math.exp(self.loss)
         except OverflowError:
             return math.inf
 
     def scalars(self) -> dict[str, float]:
-        """Tag -> value; the validation loss has the tag that DeepSpeed gives it."""
-        name = "eval" if self.split == "validation" else self.split
-        return {_tag(f"{name}_loss"): self.loss, _tag(f"{name}_perplexity"): self.perplexity}
+        """Return {grouped name: value}."""
+        group = "eval" if self.split == "validation" else self.split
+        return {f"{group}/loss": self.loss, f"{group}/perplexity": self.perplexity}
 
     def row(self) -> dict[str, object]:
-        """The fields by name, for a line of JSON."""
+        """Return the fields by name, for a line of JSON."""
         return {
             "kind": self.kind,
             "step": self.step,
@@ -129,18 +119,18 @@ class EvalRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TimelineRecord:
-    """One step that was timed instruction by instruction.
+    """One step in which each instruction was timed.
 
     Args:
-        step: the number of that step.
-        consumed_samples: samples up to and with it.
-        schedule: whose plan it was.
+        step: the number of the step.
+        consumed_samples: samples of the run, this step included.
+        schedule: name of the pipeline schedule.
         makespan: seconds from the first instruction of any rank to the last.
-        span: the longest that any one rank took, from its own first instruction to its own last.
-        bubble: share of the makespan that ranks did not work, in the mean, 0 to 1.
-        predicted_makespan: what the simulator gives for the plan with the costs of this step.
-        busy, waited: seconds that each rank worked, and waited for messages.
-        picture: a PNG file of the timeline; None where none could be drawn.
+        span: seconds from a rank's first instruction to its last; the maximum over ranks.
+        bubble: idle share of the makespan, the mean over ranks, 0 to 1.
+        predicted_makespan: makespan of the simulator with the measured costs of this step.
+        busy, waited: seconds of each rank in computation, and waiting for messages.
+        picture: a PNG file of the timeline; None if none was drawn.
     """
 
     step: int
@@ -155,33 +145,33 @@ class TimelineRecord:
     picture: Path | None = None
 
     kind: ClassVar[str] = "timeline"
-    picture_tag: ClassVar[str] = PREFIX + "timeline"
+    picture_name: ClassVar[str] = "perf/timeline"
 
     def scalars(self) -> dict[str, float]:
-        """Tag -> value; the numbers of single ranks are in `row` alone."""
+        """Return {grouped name: value}; the numbers per rank are only in `row`."""
         return {
-            _tag("pipeline_makespan"): self.makespan,
-            _tag("pipeline_span"): self.span,
-            _tag("pipeline_bubble"): self.bubble,
-            _tag("pipeline_predicted_makespan"): self.predicted_makespan,
+            "perf/pipeline_makespan": self.makespan,
+            "perf/pipeline_span": self.span,
+            "perf/pipeline_bubble": self.bubble,
+            "perf/pipeline_predicted_makespan": self.predicted_makespan,
         }
 
     def row(self) -> dict[str, object]:
-        """The fields by name, for a line of JSON; the picture by its file."""
+        """Return the fields by name, for a line of JSON; the picture as a path."""
         picture = None if self.picture is None else str(self.picture)
         return {"kind": self.kind} | self.__dict__ | {"picture": picture}
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventRecord:
-    """Something that befell the run.
+    """An event of the run.
 
     Args:
-        step: after which step; of a step, its number.
-        consumed_samples: samples up to then.
-        name: "loss_spike", "nonfinite", "rollback", "straggler".
-        values: numbers that tell how much.
-        text: the same for people.
+        step: the step in which, or after which, it happened.
+        consumed_samples: samples of the run so far.
+        name: "loss_spike", "nonfinite", "rollback", "straggler", "stop".
+        values: numbers of the event, by name.
+        text: the event as a sentence.
     """
 
     step: int
@@ -193,16 +183,38 @@ class EventRecord:
     kind: ClassVar[str] = "event"
 
     def scalars(self) -> dict[str, float]:
-        """Tag -> value."""
-        return {_tag(f"{self.name}_{key}"): value for key, value in self.values.items()}
+        """Return {grouped name: value}."""
+        return {f"event/{self.name}_{key}": value for key, value in self.values.items()}
 
     def row(self) -> dict[str, object]:
-        """The fields by name, for a line of JSON."""
+        """Return the fields by name, for a line of JSON."""
         return {"kind": self.kind} | self.__dict__ | {"values": dict(self.values)}
 
 
-Record = StepRecord | EvalRecord | TimelineRecord | EventRecord
+@dataclass(frozen=True, kw_only=True)
+class SampleRecord:
+    """A text that the model has generated.
+
+    Args:
+        step: the last training step before it.
+        consumed_samples: samples of the run so far.
+        prompt, text: what the model was given, and what it generated.
+    """
+
+    step: int
+    consumed_samples: int
+    prompt: str
+    text: str
+
+    kind: ClassVar[str] = "sample"
+
+    def scalars(self) -> dict[str, float]:
+        """Return {}: a text has no numbers."""
+        return {}
+
+    def row(self) -> dict[str, object]:
+        """Return the fields by name, for a line of JSON."""
+        return {"kind": self.kind} | self.__dict__
 
 
-def _tag(name: str) -> str:
-    return name if "/" in name else PREFIX + name
+Record = StepRecord | EvalRecord | TimelineRecord | EventRecord | SampleRecord

@@ -1,4 +1,4 @@
-"""Where records go: files that a run leaves behind, and what holds several sinks together."""
+"""Sinks that write records to files, and `Monitor`, which combines several sinks."""
 
 import csv
 import json
@@ -12,26 +12,27 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from pipemega.errors import ConfigError
-from pipemega.monitor.records import Record, TimelineRecord
+from pipemega.monitor.metric_names import MetricNames, in_names, metric_name
+from pipemega.monitor.records import Record, SampleRecord, TimelineRecord
 
 State = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """The last step that counts when a run goes on; what was written after it is written again."""
+    """The last step of a resumed run's checkpoint; records after it are dropped and rewritten."""
 
     step: int
     consumed_samples: int
 
 
 class Sink(ABC):
-    """Takes records until it is closed.  May raise: a `Monitor` keeps that from the run."""
+    """Writes records until it is closed. May raise; `Monitor` handles that."""
 
     name: str
 
-    def open(self) -> None:  # noqa: B027 - most have nothing to do
-        """What takes long, or asks somebody; once, before the first record."""
+    def open(self) -> None:  # noqa: B027 - most sinks do nothing
+        """Do slow work, such as a request to a server; called once before the first record."""
 
     @abstractmethod
     def write(self, record: Record) -> None: ...
@@ -39,24 +40,24 @@ class Sink(ABC):
     @abstractmethod
     def close(self) -> None: ...
 
-    def abandon(self) -> None:  # noqa: B027 - likewise
-        """It hangs in another thread: let nothing of it keep the process from ending."""
+    def abandon(self) -> None:  # noqa: B027 - most sinks do nothing
+        """Release what keeps the process from ending; called if the sink hangs in its thread."""
 
     def state_dict(self) -> State:
-        """What a resumed run must hand to the next sink of this name; {} for nothing."""
+        """Return what the sink of this name needs in a resumed run; {} for nothing."""
         return {}
 
 
 class Monitor(Sink):
-    """Several sinks as one, and a wall between them and the training.
+    """Writes each record to several sinks; their errors do not stop the training.
 
-    A sink that raises is reported once and switched off; the others, and the run, go on.
+    A sink that raises is logged once and switched off; the other sinks and the run continue.
 
     Args:
-        sinks: in the order in which they see a record.
-        logger: takes the report.
-        state: `state_dict()` of an earlier run; kept for sinks that are off in this one, so that
-            the next one can still go on from it.
+        sinks: in the order in which they get a record.
+        logger: logs the errors.
+        state: `state_dict()` of the run's checkpoint; also keeps the state of sinks that are off
+            in this run, for a later one.
     """
 
     name = "monitor"
@@ -74,7 +75,7 @@ class Monitor(Sink):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The sinks that are on."""
+        """Names of the sinks that are on."""
         return tuple(sink.name for sink in self._sinks)
 
     def write(self, record: Record) -> None:
@@ -91,7 +92,7 @@ class Monitor(Sink):
                 sink.close()
             except Exception as error:
                 self._logger.warning(
-                    "the monitor '%s' failed when it was closed: %s", sink.name, _say(error)
+                    "the monitor '%s' failed when it was closed: %s", sink.name, _describe(error)
                 )
         self._sinks = []
 
@@ -105,31 +106,31 @@ class Monitor(Sink):
     def _switch_off(self, sink: Sink, step: int, error: Exception) -> None:
         self._logger.warning(
             "the monitor '%s' failed at step %d and is off for the rest of this run, "
-            "which goes on: %s",
+            "which continues: %s",
             sink.name,
             step,
-            _say(error),
+            _describe(error),
         )
         self._keep_states()
         self._sinks.remove(sink)
         try:
             sink.close()
         except Exception:
-            # It has been reported as broken; that it does not close either is no news.
+            # The sink has already been reported as broken.
             self._logger.debug("closing the monitor '%s' failed too", sink.name, exc_info=True)
 
 
 class JsonLinesSink(Sink):
-    """One JSON object per line and record, flushed, so that `tail -f` and `jq` can follow.
+    """Writes each record as one line of JSON and flushes it, so that `tail -f` and `jq` work.
 
-    JSON has no NaN.  A number that is not finite is the string "nan", "inf" or "-inf", which
-    Python's float() reads; null means that the number is not known.
+    JSON has no NaN: a non-finite number is the string "nan", "inf" or "-inf", which Python's
+    float() reads; null means that the number is unknown.
 
     Args:
-        path: the file; its folders are made.
-        resume: None starts a file of its own, and one that is there gets the name
-            `metrics.1.jsonl` (or the next number that is free).  Otherwise the file is continued,
-            without its lines after this point, and without a line that was cut off.
+        path: the file; missing folders are created.
+        resume: None starts a new file and renames an existing one to `metrics.1.jsonl` (or the
+            next free number). Otherwise the file is continued, without its lines after this point
+            and without an incomplete last line.
     """
 
     name = "jsonl"
@@ -138,13 +139,13 @@ class JsonLinesSink(Sink):
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         if resume is None:
-            _set_aside(path)
+            _rename_existing(path)
         else:
             _keep_lines(path, lambda line: _json_step(line) <= resume.step)
         self._file = path.open("a", encoding="utf-8")
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(_in_json(record.row()), allow_nan=False) + "\n")
+        self._file.write(json.dumps(_to_json(record.row()), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -152,29 +153,35 @@ class JsonLinesSink(Sink):
 
 
 class CsvSink(Sink):
-    """DeepSpeed's csv_monitor: one file per tag, consumed samples against value.
+    """Writes one CSV file per metric, as DeepSpeed's csv_monitor: consumed samples and value.
 
-        output_path/job_name/Train_Samples_train_loss.csv     step,train_loss
-                                                              64,9.0139
+        output_path/job_name/train_loss.csv     step,loss
+                                                64,9.0139
 
-    The column of consumed samples has the heading "step", as there; a resumed run continues the
-    files with no second heading, and drops what was written after the point it resumes from.
+    The column of consumed samples has the heading "step", as in DeepSpeed. A resumed run continues
+    the files without a second heading and drops the rows after the point that it resumes from.
 
     Args:
         folder: output_path/job_name.
         resume: as for `JsonLinesSink`.
+        names: of the metrics.
     """
 
     name = "csv_monitor"
 
-    def __init__(self, folder: str | Path, resume: ResumePoint | None = None) -> None:
-        self._folder = Path(folder)
+    def __init__(
+        self,
+        folder: str | Path,
+        resume: ResumePoint | None = None,
+        names: MetricNames = "grouped",
+    ) -> None:
+        self._folder, self._names = Path(folder), names
         self._folder.mkdir(parents=True, exist_ok=True)
         self._resume = resume
         self._files: dict[str, TextIO] = {}
 
     def write(self, record: Record) -> None:
-        for tag, value in record.scalars().items():
+        for tag, value in in_names(self._names, record.scalars()).items():
             if tag not in self._files:
                 self._files[tag] = self._open(tag)
             csv.writer(self._files[tag]).writerow([record.consumed_samples, value])
@@ -187,7 +194,7 @@ class CsvSink(Sink):
     def _open(self, tag: str) -> TextIO:
         path = self._folder / (tag.replace("/", "_").replace(" ", "_") + ".csv")
         if self._resume is None:
-            _set_aside(path)
+            _rename_existing(path)
         else:
             last = self._resume.consumed_samples
             _keep_lines(path, lambda row: _csv_samples(row) <= last)
@@ -199,11 +206,12 @@ class CsvSink(Sink):
 
 
 class TensorboardSink(Sink):
-    """TensorBoard's event files, consumed samples on the x axis, with DeepSpeed's tags.
+    """Writes TensorBoard event files over consumed samples.
 
     Args:
         folder: output_path/job_name.
-        resume: points after it, in the files of the earlier run, are hidden by TensorBoard.
+        resume: TensorBoard hides the points of earlier runs after it.
+        names: of the metrics.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -211,47 +219,54 @@ class TensorboardSink(Sink):
 
     name = "tensorboard"
 
-    def __init__(self, folder: str | Path, resume: ResumePoint | None = None) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        resume: ResumePoint | None = None,
+        names: MetricNames = "grouped",
+    ) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise ConfigError(
                 "tensorboard.enabled is true, but TensorBoard is not installed: "
-                "pip install 'pipemega[tensorboard]', or set tensorboard.enabled to false"
+                "pip install -e '.[tensorboard]', or set tensorboard.enabled to false"
             ) from error
-        self._folder, self._writer_of = str(folder), SummaryWriter
+        self._folder, self._writer_of, self._names = str(folder), SummaryWriter, names
         self._purge = None if resume is None else resume.consumed_samples + 1
 
     def open(self) -> None:
         self._writer = self._writer_of(log_dir=self._folder, purge_step=self._purge)
 
     def write(self, record: Record) -> None:
-        for tag, value in record.scalars().items():
+        for tag, value in in_names(self._names, record.scalars()).items():
             self._writer.add_scalar(tag, value, record.consumed_samples)
+        if isinstance(record, SampleRecord):
+            text = record.prompt + record.text
+            self._writer.add_text("eval/samples", text, record.consumed_samples)
         if isinstance(record, TimelineRecord) and record.picture is not None:
-            self._add_picture(record.picture_tag, record.picture, record.consumed_samples)
+            # matplotlib has drawn the picture, so it is installed.
+            from matplotlib.image import imread
+
+            picture, samples = imread(record.picture), record.consumed_samples
+            name = metric_name(self._names, record.picture_name)
+            self._writer.add_image(name, picture, samples, dataformats="HWC")
         self._writer.flush()
-
-    def _add_picture(self, tag: str, file: Path, at: int) -> None:
-        # The picture was drawn by matplotlib, so that it is there.
-        from matplotlib.image import imread
-
-        self._writer.add_image(tag, imread(file), at, dataformats="HWC")
 
     def close(self) -> None:
         self._writer.close()
 
 
-def _in_json(value: object) -> object:
+def _to_json(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {key: _in_json(item) for key, item in value.items()}
+        return {key: _to_json(item) for key, item in value.items()}
     return value
 
 
 def _json_step(line: str) -> float:
-    """The step of a line of metrics; past every other for a line that is none."""
+    """Return the step of a JSON line; inf for a line without one, so that it is dropped."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -259,16 +274,16 @@ def _json_step(line: str) -> float:
 
 
 def _csv_samples(row: str) -> float:
-    """The consumed samples of a row; before all others for the heading."""
+    """Return the consumed samples of a CSV row; -inf for the heading, inf for a damaged row."""
     first, comma, _ = row.partition(",")
     if first == "step":
         return -math.inf
     return float(first) if comma and first.isdecimal() else math.inf
 
 
-def _set_aside(path: Path) -> None:
-    """Give a file that is there another name: a new run must not destroy an old one's numbers."""
-    if not path.is_file():  # /dev/stdout has no earlier run in it
+def _rename_existing(path: Path) -> None:
+    """Rename an existing file: a new run must not overwrite the numbers of an old one."""
+    if not path.is_file():  # such as /dev/stdout
         return
     number = 1
     while (other := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
@@ -277,7 +292,7 @@ def _set_aside(path: Path) -> None:
 
 
 def _keep_lines(path: Path, keep: Callable[[str], bool]) -> None:
-    """Leave only the whole lines that `keep` wants, in one atomic step; no file: nothing to do."""
+    """Drop incomplete lines and those that `keep` rejects, atomically, if the file exists."""
     if not path.is_file():
         return
     draft = path.with_name(path.name + ".tmp")
@@ -292,5 +307,5 @@ def _keep_lines(path: Path, keep: Callable[[str], bool]) -> None:
         draft.unlink(missing_ok=True)
 
 
-def _say(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"

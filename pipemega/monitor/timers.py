@@ -1,4 +1,4 @@
-"""Named stop-watches, and the wall-clock breakdown of a step that is made from them."""
+"""Named timers, and the wall-clock breakdown of a step."""
 
 import time
 from collections import deque
@@ -7,23 +7,26 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from pipemega.errors import PipemegaError
 
-# The parts of a step in the order in which the breakdown shows them; others follow by name.
+# The parts of a step in the order of the breakdown; other timers follow by name.
 PARTS = ("data", "forward", "backward", "communication", "optimizer")
 
-# Intervals that a timer remembers: enough for a mean, and bounded in a run of months.
+# Number of intervals that a timer keeps.
 HISTORY = 1000
 
 _NO_INTERVAL: AbstractContextManager[None] = nullcontext()
 
 
 class Timer:
-    """One stop-watch, started and stopped any number of times between two laps.
+    """Measures intervals; any number of them between two laps.
 
     Args:
-        name: for messages.
-        synchronize: called before each look at the clock, so that work which the device has yet
-            to do falls into the interval that asked for it (torch.cuda.synchronize).
-        clock: seconds, never going back.
+        name: for error messages.
+        synchronize: called before the clock is read, so that pending device work counts in the
+            interval that started it (torch.cuda.synchronize).
+        clock: monotonic, in seconds.
+
+    Attributes:
+        total: seconds of all intervals.
     """
 
     def __init__(
@@ -38,48 +41,36 @@ class Timer:
         self._clock = clock
         self._started: float | None = None
         self._lap = 0.0
+        self.total = 0.0
         self._history: deque[float] = deque(maxlen=HISTORY)
 
     @property
-    def running(self) -> bool:
-        return self._started is not None
-
-    @property
-    def elapsed(self) -> float:
-        """Seconds in all finished intervals since the last lap."""
-        return self._lap
-
-    @property
-    def history(self) -> tuple[float, ...]:
-        """The latest intervals in seconds, oldest first; `HISTORY` of them at most."""
-        return tuple(self._history)
-
-    @property
     def mean(self) -> float:
-        """Mean of the history in seconds; 0 before the first interval."""
+        """Mean of the latest `HISTORY` intervals in seconds; 0 before the first."""
         return sum(self._history) / len(self._history) if self._history else 0.0
 
     def start(self) -> None:
-        """Begin an interval.  Raises: PipemegaError when one is already open."""
+        """Start an interval. Raises PipemegaError if the timer is running."""
         if self._started is not None:
             raise PipemegaError(
-                f"timer '{self.name}' is already running: stop it first, or time the inner part "
-                f"under another name"
+                f"timer '{self.name}' is already running: stop it first, or time the inner "
+                f"interval under another name"
             )
         self._started = self._now()
 
     def stop(self) -> float:
-        """End the interval; its seconds.  Raises: PipemegaError when none is open."""
+        """End the interval, return its seconds. Raises PipemegaError if the timer is stopped."""
         if self._started is None:
             raise PipemegaError(f"timer '{self.name}' is not running: start it before stopping it")
         seconds = self._now() - self._started
         self._started = None
         self._lap += seconds
+        self.total += seconds
         self._history.append(seconds)
         return seconds
 
     def lap(self) -> float:
-        """Seconds since the last lap, and start counting from zero."""
+        """Return the total seconds of the intervals since the last lap."""
         seconds, self._lap = self._lap, 0.0
         return seconds
 
@@ -90,7 +81,7 @@ class Timer:
 
 
 class MultiTimer:
-    """Timers by name, made when first used.
+    """Timers by name, created at first use.
 
         timers = MultiTimer(synchronize=torch.cuda.synchronize)
         with timers("forward"):
@@ -100,8 +91,7 @@ class MultiTimer:
 
     Args:
         synchronize, clock: as for `Timer`.
-        enabled: False makes every call free of cost and every lap empty, so that the code that
-            is timed needs no `if`.
+        enabled: if False, no interval is measured and every lap is empty.
     """
 
     def __init__(
@@ -121,19 +111,17 @@ class MultiTimer:
             self._timers[name] = Timer(name, synchronize=self._synchronize, clock=self._clock)
         return self._timers[name]
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._timers)
-
     def start(self, name: str) -> None:
+        """Start an interval of timer `name`, unless the timers are disabled."""
         if self.enabled:
             self[name].start()
 
     def stop(self, name: str) -> float:
-        """Seconds of the interval; 0 when the timers are off."""
+        """Return the seconds of the interval; 0 if the timers are disabled."""
         return self[name].stop() if self.enabled else 0.0
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Time a block, also when it raises."""
+        """Return a context manager that measures its block, also if the block raises."""
         return self._interval(name) if self.enabled else _NO_INTERVAL
 
     @contextmanager
@@ -145,12 +133,16 @@ class MultiTimer:
             self.stop(name)
 
     def lap(self) -> dict[str, float]:
-        """Seconds by name since the last lap; every timer counts from zero again."""
+        """Return the seconds since the last lap by name, and reset all timers."""
         return {name: timer.lap() for name, timer in self._timers.items()}
+
+    def totals(self) -> dict[str, float]:
+        """Return the seconds of all intervals by name; `lap` does not change them."""
+        return {name: timer.total for name, timer in self._timers.items()}
 
 
 def breakdown_line(step: int, seconds: Mapping[str, float]) -> str:
-    """One line of milliseconds by part, of the same form as the console's.
+    """Return a line of milliseconds by part, in the form of the console's lines.
 
     breakdown_line(3, {"backward": 0.02, "forward": 0.01})
     -> "wall clock step 3 | forward ms 10.00 | backward ms 20.00"
@@ -162,12 +154,5 @@ def breakdown_line(step: int, seconds: Mapping[str, float]) -> str:
 
 
 def breakdown_scalars(seconds: Mapping[str, float]) -> dict[str, float]:
-    """The same as extras of a StepRecord, by the names that DeepSpeed's users plot.
-
-    DeepSpeed calls the optimizer's part "step" and the gradients' communication
-    "backward_allreduce".
-    """
-    theirs = {"optimizer": "step", "communication": "backward_allreduce"}
-    return {
-        f"elapsed_time_ms_{theirs.get(name, name)}": value * 1e3 for name, value in seconds.items()
-    }
+    """Return the breakdown as extras of a StepRecord: {"perf/forward_ms": 10.0}."""
+    return {f"perf/{name}_ms": value * 1e3 for name, value in seconds.items()}

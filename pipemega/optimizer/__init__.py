@@ -1,23 +1,33 @@
-"""From gradients to the next parameters: the step, its optimizers, its learning rates."""
+"""The optimizer step: from the gradients of a batch to updated parameters.
 
-from pipemega.optimizer.build import build_optimizer, parameter_groups
-from pipemega.optimizer.decision import StepReport
+step, step_outcome               the step; the decision to skip or clip
+gradients, grad_layout, buckets  gradient buffers and their reductions; their layout
+master_params, zero              what the optimizer updates: whole parameters, or ZeRO slices
+grad_ready, zero_comm            communication of ZeRO, during the backward pass if possible
+mixed_precision                  dtypes and loss scaling
+build_step, build_optimizer, lamb, lr_schedules, lr_formulas, state_by_name
+post_validate, backup            the step that does not wait for the gradient norm
+"""
+
+from pipemega.optimizer.build_optimizer import build_optimizer, parameter_groups
 from pipemega.optimizer.lamb import Lamb
-from pipemega.optimizer.lr_schedules import SCHEDULES, LRSchedule, build_schedule
+from pipemega.optimizer.lr_schedules import LRSchedule, build_schedule
+from pipemega.optimizer.master_params import MasterParams, ModelParams, PlainMasterParams
 from pipemega.optimizer.post_validate import PostValidatedStep
 from pipemega.optimizer.step import OptimizerStep
-from pipemega.optimizer.targets import Targets
-from pipemega.optimizer.zero import ZeroTargets
+from pipemega.optimizer.step_outcome import StepReport
+from pipemega.optimizer.zero import ZeroMasterParams
 
 __all__ = [
-    "SCHEDULES",
     "LRSchedule",
     "Lamb",
+    "MasterParams",
+    "ModelParams",
     "OptimizerStep",
+    "PlainMasterParams",
     "PostValidatedStep",
     "StepReport",
-    "Targets",
-    "ZeroTargets",
+    "ZeroMasterParams",
     "build_optimizer",
     "build_schedule",
     "parameter_groups",

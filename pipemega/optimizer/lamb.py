@@ -1,4 +1,4 @@
-"""LAMB on parameters that are cut over tensor ranks, data ranks, or both."""
+"""LAMB for parameters that are sharded over tensor ranks, data ranks, or both."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -7,28 +7,27 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemega.gradients import square_sum
-from pipemega.mesh import Axis
+from pipemega.distributed.mesh import Axis
+from pipemega.optimizer.gradients import square_sum
 from pipemega.parameters import shard_of
 
 
 class Lamb(torch.optim.Optimizer):
-    """Adam whose step on each parameter is as long as a share of that parameter's own length.
+    """Adam with a step that is proportional to the norm of the parameter.
 
         u = m / (sqrt(v) + eps) + weight_decay w        m, v with Adam's bias correction
         w = w - lr clamp(|w| / |u|) u
 
-    The two norms are those of the *logical* parameter: for one that is cut over tensor ranks the
-    squares are summed over them, all in one all-reduce; where data ranks hold slices (ZeRO), over
-    those before, in another.  Tied copies see equal weights and
-    gradients, so they need to say nothing to each other.  A parameter or an update of length 0
-    moves by lr u.
+    The norms are those of the *logical* parameter: with slices per data rank (ZeRO), squares are
+    summed over the data ranks, and for parameters sharded over tensor ranks over these; each is
+    one all-reduce for all parameters.  Replicas of tied parameters have equal weights and
+    gradients, so they need no communication.  If the norm of w or u is 0, w changes by lr u.
 
     Args:
-        params: parameters or groups.  All ranks of an axis hold theirs in the same order; a slice
-            may be empty.
+        params: parameters or groups, in the same order on all ranks of an axis; a slice may be
+            empty.
         axis: the tensor axis of the mesh.
-        data: the data axis, where its ranks hold slices of each parameter; else None.
+        data: the data axis if its ranks hold slices of each parameter (ZeRO); else None.
         max_coeff, min_coeff: bounds of |w| / |u|.
 
     Source: You et al. 2019, arXiv:1904.00962, algorithm 2; the bounds are DeepSpeed's.
@@ -75,23 +74,23 @@ class Lamb(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        moving: list[tuple[dict[str, Any], Tensor, Tensor]] = [
+        updates: list[tuple[dict[str, Any], Tensor, Tensor]] = [
             (group, parameter, self._direction(group, parameter))
             for group in self.param_groups
             for parameter in group["params"]
             if parameter.grad is not None
         ]
-        if not moving:
+        if not updates:
             return loss
-        ratios = self._trust_ratios([(w, u) for _, w, u in moving])
-        for (group, parameter, update), ratio in zip(moving, ratios, strict=True):
+        ratios = self._trust_ratios([(w, u) for _, w, u in updates])
+        for (group, parameter, update), ratio in zip(updates, ratios, strict=True):
             bounded = ratio.clamp(group["min_coeff"], group["max_coeff"])
             bounded = torch.where(ratio == 0, torch.ones_like(ratio), bounded)
             parameter.sub_(update.mul_((bounded * group["lr"]).to(update.dtype)))
         return loss
 
     def _direction(self, group: dict[str, Any], parameter: Tensor) -> Tensor:
-        """u of the formula; takes this step's gradient into m and v."""
+        """Add this step's gradient to m and v; return u."""
         gradient, state = parameter.grad, self.state[parameter]
         assert gradient is not None
         if not state:
@@ -112,20 +111,20 @@ class Lamb(torch.optim.Optimizer):
         return update
 
     def _trust_ratios(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
-        """|w| / |u| of each logical parameter, 0 where one of them is 0: [parameters] fp64."""
+        """Return |w| / |u| of each logical parameter, 0 if |w| or |u| is 0: [parameters] fp64."""
         squares = torch.stack([square_sum(t) for pair in pairs for t in pair])
         squares = squares.view(-1, 2)  # [parameters, (w, u)]
         if self._data.size > 1 and not squares.is_meta:
             squares = _sum_over(self._data, squares)
-        cut = [i for i, (w, _) in enumerate(pairs) if shard_of(w).dim is not None]
-        if cut and self._axis.size > 1 and not squares.is_meta:
-            squares[cut] = _sum_over(self._axis, squares[cut])
+        sharded = [i for i, (w, _) in enumerate(pairs) if shard_of(w).dim is not None]
+        if sharded and self._axis.size > 1 and not squares.is_meta:
+            squares[sharded] = _sum_over(self._axis, squares[sharded])
         weight, update = squares.sqrt().unbind(1)
         return torch.where(update > 0, weight / update, torch.zeros_like(update))
 
 
 def _sum_over(axis: Axis, tensor: Tensor) -> Tensor:
-    """Over the ranks of the axis; what is kept on the CPU goes by the device that they meet on."""
-    there = tensor.cuda() if dist.get_backend(axis.group) == "nccl" else tensor
-    dist.all_reduce(there, group=axis.group)
-    return there.to(tensor.device)
+    """Sum over the ranks of the axis; NCCL needs CPU tensors to be moved to the GPU."""
+    device_tensor = tensor.cuda() if dist.get_backend(axis.group) == "nccl" else tensor
+    dist.all_reduce(device_tensor, group=axis.group)
+    return device_tensor.to(tensor.device)

@@ -1,4 +1,4 @@
-"""What a forward may change beside its output: the buffers of modules."""
+"""Copies of module buffers, which a forward may change."""
 
 from collections.abc import Iterable
 
@@ -7,15 +7,15 @@ from torch import Tensor, nn
 
 
 class BufferCopies:
-    """The buffers of some modules as they are now: running statistics, and whatever else.
+    """Copies of the current buffers of modules, for example running statistics.
 
     Args:
-        modules: with all modules in them.
+        modules: the root modules; submodules are included.
     """
 
     @torch.no_grad()
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._kept: list[tuple[nn.Module, str, Tensor, Tensor]] = [
+        self._copies: list[tuple[nn.Module, str, Tensor, Tensor]] = [
             (module, name, buffer, buffer.clone())
             for tree in modules
             for module in tree.modules()
@@ -25,6 +25,6 @@ class BufferCopies:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts the values back, and the tensors where others have taken their place."""
-        for module, name, buffer, value in self._kept:
+        """Restore the buffer tensors, also where they were replaced, and their values."""
+        for module, name, buffer, value in self._copies:
             module._buffers[name] = buffer.copy_(value)

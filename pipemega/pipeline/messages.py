@@ -1,4 +1,4 @@
-"""What a message between stages looks like, apart from its numbers."""
+"""Structure of the messages between stages: tree, shapes and dtypes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +11,19 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What must be known of a tensor before it can be received."""
+    """Shape, dtype and requires_grad of a tensor; the receiver needs them to allocate it.
+
+    `number` is the index of the tensor in the message; equal if one tensor is there twice.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+    number: int = 0
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "TensorMeta":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    def of(cls, tensor: Tensor, number: int = 0) -> "TensorMeta":
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, number)
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
@@ -28,54 +32,67 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class Header:
-    """A message without its numbers: the same tree, with a `TensorMeta` in place of each tensor."""
+    """The tree of a message with a `TensorMeta` in place of each tensor."""
 
     tree: Any
 
     @classmethod
     def of(cls, message: Any) -> "Header":
-        # A message is mostly one tensor, and to walk a tree takes longer than all else here.
+        # Most messages are one tensor; a tree walk would take most of the time of a small message.
         if isinstance(message, Tensor):
             return cls(TensorMeta.of(message))
-        return cls(pytree.tree_map_only(Tensor, TensorMeta.of, message))
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors_of(message))}
+        return cls(
+            pytree.tree_map_only(Tensor, lambda t: TensorMeta.of(t, numbers[id(t)]), message)
+        )
 
     @property
     def tensors(self) -> list[TensorMeta]:
         if isinstance(self.tree, TensorMeta):
             return [self.tree]
-        return [leaf for leaf in pytree.tree_leaves(self.tree) if isinstance(leaf, TensorMeta)]
+        leaves = pytree.tree_leaves(self.tree)
+        metas = {leaf.number: leaf for leaf in leaves if isinstance(leaf, TensorMeta)}
+        return list(metas.values())
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """The message with these tensors in it."""
+        """Return the message with these tensors in place of the metas."""
         if isinstance(self.tree, TensorMeta):
             (tensor,) = tensors
             return tensor
-        rest = iter(tensors)
-        return pytree.tree_map_only(TensorMeta, lambda _: next(rest), self.tree)
+        return pytree.tree_map_only(TensorMeta, lambda meta: tensors[meta.number], self.tree)
 
-    def difference(self, other: "Header") -> str | None:
-        """The first thing that is different in `other`, in words."""
+    def difference(self, other: "Header", before: str = "was", after: str = "is now") -> str | None:
+        """Describe the first difference of `other`; None if there is none.
+
+        Args:
+            before, after: introduce this header and `other`.
+        """
         if isinstance(self.tree, TensorMeta) and self.tree == other.tree:
             return None
         old, old_tree = pytree.tree_flatten_with_path(self.tree)
         new, new_tree = pytree.tree_flatten_with_path(other.tree)
         if old_tree != new_tree:
-            return f"the structure was {_shape(self.tree)} and is now {_shape(other.tree)}"
+            old_text, new_text = _structure(self.tree), _structure(other.tree)
+            return f"the structure {before} {old_text} and {after} {new_text}"
         for (path, was), (_, now) in zip(old, new, strict=True):
             if type(was) is not type(now) or was != now:
-                return f"output{pytree.keystr(path)} was {was} and is now {now}"
+                # Only the places of a tensor that is in the message several times differ.
+                places = isinstance(was, TensorMeta) and str(was) == str(now)
+                repeated = ", but at other places of the message" if places else ""
+                return f"output{pytree.keystr(path)} {before} {was} and {after} {now}{repeated}"
         return None
 
 
 def tensors_of(message: Any) -> list[Tensor]:
-    """The tensors of a message, in the order in which they are sent."""
+    """Return the tensors of a message in the order in which they are sent, each once."""
     if isinstance(message, Tensor):
         return [message]
-    return [leaf for leaf in pytree.tree_leaves(message) if isinstance(leaf, Tensor)]
+    leaves = pytree.tree_leaves(message)
+    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
 
 
-def _shape(tree: Any) -> str:
-    """The tree as Python writes it, with a star for each leaf."""
+def _structure(tree: Any) -> str:
+    """Return the repr of the tree with a star for each leaf."""
     return repr(pytree.tree_map(lambda _: _STAR, tree))
 
 

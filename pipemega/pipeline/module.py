@@ -1,60 +1,72 @@
-"""The model as a description, and the stages of it that one rank builds.
+"""PipelineModule, the description of a model as layers, and Stage, a run of built layers.
 
-layers      0  1  2 | 3  4  5 | 6  7  8      PipelineModule: nothing is built
+layers      0  1  2 | 3  4  5 | 6  7  8      PipelineModule: no layer is built
 bounds      0         3         6         9
-stages      0         1         2            Stage: only the local ones are built
+stages      0         1         2            Stage: each rank builds only its own stages
 """
 
-from collections.abc import Callable, Mapping, Sequence
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from pipemega import random
+from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, PipelineError
-from pipemega.mesh import Axis
-from pipemega.parameters import describe, initialize_parameters, shard_of
+from pipemega.parameters import attach_shard, initialize_parameters, shard_of
+from pipemega.pipeline.captured_modules import captured_names
+from pipemega.pipeline.deepspeed_arguments import refuse_arguments
+from pipemega.pipeline.microbatch_loss import Loss
 from pipemega.pipeline.recompute import recompute
-from pipemega.pipeline.spec import Layer, LayerSpec, TiedLayerSpec, as_spec
-
-Loss = Callable[[Any, Any], Tensor | tuple[Tensor, Tensor]]
-"""(output, labels) -> the mean loss of the micro-batch, or its (weighted sum, weight)."""
+from pipemega.pipeline.spec import Layer, LayerSpec, TiedLayerSpec, as_specs
+from pipemega.pipeline.stage_input import InputGuard
 
 
 class PipelineModule:
-    """A model as a list of layers, each fed with the output of the one before.
+    """A model as a list of layers; the output of each layer is the input of the next.
 
-    It is a description: `pipemega.initialize` cuts it into stages for the mesh at hand, and each
-    rank builds only its own. Parameters go by `layers.<position>.<name in the layer>` on every
-    mesh; tied ones by their first position.
+    This is only a description: `pipemega.initialize` partitions it into stages for the mesh, and
+    each rank builds its own stages. On every mesh a parameter has the logical name
+    `layers.<position>.<name in the layer>`; a tied parameter has the position of its first layer.
 
     Args:
-        layers: LayerSpecs, TiedLayerSpecs, modules or plain functions. The first takes the inputs
-            of a micro-batch; what goes from one to the next is any tree of tensors and constants.
-        loss_fn: from (output of the last layer, labels) to a scalar, the mean over the micro-batch;
-            or to a pair of scalars (sum, weight), whose ratio is averaged over all tokens of the
-            global batch with `training.loss_reduction: "token"`. A LayerSpec is built first.
-        boundary: what crosses from one stage to the next, as a tree of meta tensors, or a function
-            from the position of the first layer behind the cut to such a tree; only for
+        layers: LayerSpecs, TiedLayerSpecs, modules or plain functions. The first layer takes the
+            inputs of a micro-batch; outputs are any tree of tensors and constants.
+        loss_fn: maps (output of the last layer, labels) to a scalar, the mean over the
+            micro-batch; or to a `WeightedLoss`, which `training.loss_reduction: "token"` averages
+            over all tokens of the global batch. May be a LayerSpec.
+        boundary: the message between two stages as a tree of meta tensors, or a function that
+            returns this tree for the position of the first layer of the later stage; used only by
             `pipeline.shapes: "declared"`.
+        unsupported: refused; for DeepSpeed's arguments the error names the config key to use.
 
     Raises:
-        ConfigError: there is no layer, or something in the list is not one.
+        ConfigError: the list is empty, an entry is not a layer, or a function uses a trainable
+            module; the same on every rank.
     """
 
     def __init__(
         self,
-        layers: Sequence[Layer],
+        layers: Iterable[Layer],
         loss_fn: Loss | LayerSpec | None = None,
         *,
         boundary: Any | Callable[[int], Any] = None,
+        **unsupported: Any,
     ) -> None:
-        if not layers:
-            raise ConfigError("a PipelineModule needs at least one layer")
-        self.specs = tuple(as_spec(layer, position) for position, layer in enumerate(layers))
+        refuse_arguments("PipelineModule()", unsupported, ("layers", "loss_fn", "boundary"))
+        self.specs = as_specs(layers)
+        _check_loss(loss_fn)
         self._loss_fn, self._boundary = loss_fn, boundary
+
+    def on_meta(self) -> "PipelineModule":
+        """Return a copy for the meta device; modules that the user built are copied, not used."""
+        copied = copy.copy(self)
+        copied.specs = tuple(spec.on_meta() for spec in self.specs)
+        return copied
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -64,77 +76,137 @@ class PipelineModule:
         return [spec.name for spec in self.specs]
 
     def build_loss(self, tensor: Axis) -> Loss | None:
-        return (
-            self._loss_fn.build(tensor) if isinstance(self._loss_fn, LayerSpec) else self._loss_fn
-        )
+        """Return the loss function; build it on the tensor axis if it is a `LayerSpec`."""
+        loss = self._loss_fn
+        if not isinstance(loss, LayerSpec):
+            return loss
+        built = loss.build(tensor)
+        _check_loss(built)
+        return built
 
     def boundary(self, position: int) -> Any:
-        """The message that enters layer `position`, where it was declared."""
+        """Return the declared input of layer `position`, the first layer of a stage."""
         return self._boundary(position) if callable(self._boundary) else self._boundary
 
+    @cached_property
+    def meta_layers(self) -> tuple[nn.Module, ...]:
+        """The unsharded layers on the meta device; modules that the user built as they are."""
+        return tuple(spec.build(Axis("tensor"), device="meta") for spec in self.specs)
+
     def count_parameters(self) -> list[int]:
-        """Trainable elements of each unsplit layer; tied copies count where they are."""
+        """Return the trainable elements of each unsharded layer; each tied copy counts."""
         return [
             sum(
                 int(torch.Size(shard_of(p).shape).numel())
-                for p in _sketch(spec).parameters()
+                for p in layer.parameters()
                 if p.requires_grad
             )
-            for spec in self.specs
+            for layer in self.meta_layers
         ]
 
+    def num_parameters(self) -> int:
+        """Return the trainable elements of the unsharded model; tied copies count once."""
+        counts = self.count_parameters()
+        copies = sum(counts[at] for positions in self.tied().values() for at in positions[1:])
+        return sum(counts) - copies
+
+    def has_built_tensors(self, position: int) -> bool:
+        """Return whether the user built tensors of this layer, so that they may differ by rank."""
+        layer = self.meta_layers[position]
+        return not all(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
+
     def tied(self) -> dict[str, tuple[int, ...]]:
-        """key -> the positions of the layers that share it, in order."""
+        """Return key -> positions of the layers with this key, in order."""
         keys: dict[str, list[int]] = {}
         for position, spec in enumerate(self.specs):
             if isinstance(spec, TiedLayerSpec):
                 keys.setdefault(spec.key, []).append(position)
         return {key: tuple(positions) for key, positions in keys.items()}
 
-    def check_ties(self) -> None:
-        """Refuses tied parameters that cannot be one: missing, or of another shape.
+    def check_tied_layers(self) -> None:
+        """Check that tied parameters exist and have equal shapes, and that no others are shared.
 
         Raises:
-            ConfigError: with key, positions and both shapes.
+            ConfigError: names the key or the parameter, the positions and both shapes; the same on
+                every rank.
         """
+        self._check_shared_parameters()
         for key, (first, *others) in self.tied().items():
-            shapes = {p: _tied_shapes(self.specs[p], key, p) for p in (first, *others)}
+            shapes = {p: self._tied_shapes(key, p) for p in (first, *others)}
             for other in others:
                 for name, shape in shapes[other].items():
                     if shapes[first].get(name) != shape:
                         raise ConfigError(
                             f"layers {first} and {other} are tied by key {key!r}, but {name} is "
-                            f"{shapes[first].get(name)} in one and {shape} in the other"
+                            f"{shapes[first].get(name)} in one and {shape} in the other",
+                            on_every_rank=True,
                         )
 
+    def _tied_shapes(self, key: str, position: int) -> dict[str, tuple[int, ...]]:
+        spec, parameters = self.specs[position], dict(self.meta_layers[position].named_parameters())
+        assert isinstance(spec, TiedLayerSpec)
+        for name in spec.tied_weight_attr:
+            if name not in parameters:
+                raise ConfigError(
+                    f"layer {position} ({spec.name}), tied by key {key!r}, has no parameter "
+                    f"{name!r}; it has: {', '.join(parameters) or 'none'} (tied_weight_attr)",
+                    on_every_rank=True,
+                )
+        return {name: shard_of(parameters[name]).shape for name in spec.tied_weight_attr}
 
-def _sketch(spec: LayerSpec) -> nn.Module:
-    """The layer on the meta device: shapes without memory, whole on one tensor rank."""
-    return spec.build(Axis("tensor"), device="meta")
+    def _check_shared_parameters(self) -> None:
+        """Refuse one parameter in several layers: stages would train separate copies of it."""
+        first_with: dict[int, int] = {}
+        for position, (spec, layer) in enumerate(zip(self.specs, self.meta_layers, strict=True)):
+            if isinstance(spec, TiedLayerSpec):
+                continue
+            for name, parameter in layer.named_parameters():
+                first = first_with.setdefault(id(parameter), position)
+                if first != position and parameter.requires_grad:
+                    raise ConfigError(
+                        f"layers {first} ({self.specs[first].name}) and {position} ({spec.name}) "
+                        f"share the parameter {name!r}, and two stages would train separate copies "
+                        f"of it: write TiedLayerSpec(key, ...) at both positions, or layers that "
+                        f"contain only the parameters they use",
+                        on_every_rank=True,
+                    )
 
 
-def _tied_shapes(spec: LayerSpec, key: str, position: int) -> dict[str, tuple[int, ...]]:
-    assert isinstance(spec, TiedLayerSpec)
-    parameters = dict(_sketch(spec).named_parameters())
-    for name in spec.tied_weight_attr:
-        if name not in parameters:
-            raise ConfigError(
-                f"layer {position} ({spec.name}), tied by key {key!r}, has no parameter {name!r}; "
-                f"it has: {', '.join(parameters) or 'none'} (tied_weight_attr)"
-            )
-    return {name: shard_of(parameters[name]).shape for name in spec.tied_weight_attr}
+def _check_loss(loss: Any) -> None:
+    """Refuse a loss_fn that cannot be called, or whose parameters would not be trained."""
+    if isinstance(loss, type):
+        raise ConfigError(
+            f"loss_fn is the class {loss.__name__}: write loss_fn={loss.__name__}(), or "
+            f"LayerSpec({loss.__name__}, ...)",
+            on_every_rank=True,
+        )
+    if loss is None or isinstance(loss, LayerSpec):
+        return
+    if not callable(loss):
+        raise ConfigError(
+            f"loss_fn is {loss!r}, which cannot be called: give a function of (output, labels), "
+            f"such as torch.nn.functional.cross_entropy, a module or a LayerSpec",
+            on_every_rank=True,
+        )
+    captured = captured_names(loss)
+    if captured:
+        raise ConfigError(
+            f"loss_fn has trainable parameters ({', '.join(captured.values())}), which no stage "
+            f"would train: move them to a last layer in the list",
+            on_every_rank=True,
+        )
 
 
-class Watch(Protocol):
-    """Looks at what goes into each layer of a stage, and at what comes out."""
+class LayerObserver(Protocol):
+    """Observes the input and the output of each layer of a stage."""
 
-    def enter(self, position: int, x: Any, draws: "Draws | None") -> None: ...
+    def enter(self, position: int, x: Any, rng_key: "RngKey | None") -> None: ...
 
-    def leave(self, position: int, y: Any, draws: "Draws | None") -> None: ...
+    def leave(self, position: int, y: Any, rng_key: "RngKey | None") -> None: ...
 
 
-class Draws(NamedTuple):
-    """Which random numbers a forward pass may use: they depend on nothing else than these."""
+class RngKey(NamedTuple):
+    """Seeds the dropout of one forward, together with the position of the layer."""
 
     seed: int
     step: int
@@ -142,15 +214,15 @@ class Draws(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Building:
-    """What layers are built with.
+class BuildOptions:
+    """How layers are built.
 
     Args:
-        tensor: the tensor axis, for the layers that ask for it.
-        device: where they are built.
-        seed: of the first parameters.
-        seed_layers: seed the constructors as DeepSpeed does, with seed + position.
-        checkpoint_interval: recompute in runs of so many layers; 0 is never.
+        tensor: the tensor axis, for layers with a `TENSOR_AXIS` argument.
+        device: device of the parameters.
+        seed: seed of the initial parameters.
+        seed_layers: seed the constructors with seed + position, as DeepSpeed does.
+        checkpoint_interval: layers per activation checkpoint; 0 disables checkpointing.
     """
 
     tensor: Axis
@@ -164,34 +236,31 @@ class Stage(nn.Module):
     """A contiguous run of layers: `layers.<position>` for each position from `start` to `stop` - 1.
 
     Args:
-        net: the whole model's description.
-        number: of the stage along the model, 0 first.
-        start, stop: the run.
-        building: how to build.
+        net: the whole model.
+        number: the stage number, from 0.
+        start, stop: positions of the first layer and after the last.
 
     Attributes:
-        watch: set while a step is looked into; None otherwise.
+        observer: is called around each layer; None by default.
+        input_guard: keeps inputs that are used again from being changed in place.
     """
 
     def __init__(
-        self, net: PipelineModule, number: int, start: int, stop: int, building: Building
+        self, net: PipelineModule, number: int, start: int, stop: int, options: BuildOptions
     ) -> None:
         super().__init__()
         self.number, self.start, self.stop = number, start, stop
-        self.watch: Watch | None = None
-        self._building = building
+        self.observer: LayerObserver | None = None
+        self.input_guard = InputGuard()
+        self._options = options
         self._specs = net.specs[start:stop]
         self._first_of_key = {key: positions[0] for key, positions in net.tied().items()}
-        self._before_each_layer: list[Callable[[int], None]] = []
-        self.layers = nn.ModuleDict(
-            {
-                str(start + i): _build(spec, start + i, building)
-                for i, spec in enumerate(self._specs)
-            }
-        )
+        self._layer_hooks: list[Callable[[int], None]] = []
+        layers = {str(p): _build(spec, p, options) for p, spec in enumerate(self._specs, start)}
+        self.layers = nn.ModuleDict(layers)
 
     def logical_names(self) -> dict[str, nn.Parameter]:
-        """Logical name -> local parameter; tied ones go by the first position in the model."""
+        """Return logical name -> local parameter."""
         names = {}
         for name, parameter in self.named_parameters():
             _, position, inner = name.split(".", 2)
@@ -201,83 +270,77 @@ class Stage(nn.Module):
             names[name] = parameter
         return names
 
-    def tied_names(self) -> dict[str, str]:
-        """Logical name -> key, of the tied parameters that are here."""
-        return {
-            f"layers.{self._first_of_key[spec.key]}.{name}": spec.key
-            for spec in self._specs
-            if isinstance(spec, TiedLayerSpec)
-            for name in spec.tied_weight_attr
-        }
+    def register_layer_hook(self, hook: Callable[[int], None]) -> None:
+        """Call `hook` with the position of each layer before the layer runs, also in recompute."""
+        self._layer_hooks.append(hook)
 
-    def before_each_layer(self, hook: Callable[[int], None]) -> None:
-        """Calls `hook` with the position of each layer before it runs, however it is called."""
-        self._before_each_layer.append(hook)
-
-    def forward(self, x: Any, draws: Draws | None = None) -> Any:
-        """The output of the last layer.
+    def forward(self, x: Any, rng_key: RngKey | None = None) -> Any:
+        """Return the output of the last layer.
 
         Args:
-            draws: seeds each layer for dropout; None draws from torch's generator as it stands.
+            rng_key: seeds each layer for dropout; None uses the current torch generator.
 
         Raises:
-            PipelineError: a layer failed; names it. What it raised is the cause.
+            PipelineError: a layer failed; names the layer, with its exception as the cause.
         """
-        step = self._building.checkpoint_interval
+        step = self._options.checkpoint_interval
         if step == 0 or not torch.is_grad_enabled():
-            return self._run(x, self.start, self.stop, draws)
+            # The first stage gets the data of the caller.
+            run = self._run if self.number > 0 else self._run_guarded
+            return run(x, self.start, self.stop, rng_key)
         for start in range(self.start, self.stop, step):
             stop = min(start + step, self.stop)
-            x = recompute(self._run, x, start, stop, draws, restore_rng=draws is None)
+            x = recompute(self._run_guarded, x, start, stop, rng_key, restore_rng=rng_key is None)
         return x
 
-    def _run(self, x: Any, start: int, stop: int, draws: Draws | None) -> Any:
+    def _run_guarded(self, x: Any, start: int, stop: int, rng_key: RngKey | None) -> Any:
+        """Run layers that may change x in place, but keep x as it is."""
+        key = (start, stop, self.training)
+        return self.input_guard(key, lambda x: self._run(x, start, stop, rng_key), x)
+
+    def _run(self, x: Any, start: int, stop: int, rng_key: RngKey | None) -> Any:
         for position in range(start, stop):
             layer, spec = self.layers[str(position)], self._specs[position - self.start]
-            if draws is not None:
-                random.seed_layer(*draws, position, device=self._building.device)
-            for hook in self._before_each_layer:
+            if rng_key is not None:
+                random.seed_layer(*rng_key, position, device=self._options.device)
+            for hook in self._layer_hooks:
                 hook(position)
-            if self.watch is not None:
-                self.watch.enter(position, x, draws)
+            if self.observer is not None:
+                self.observer.enter(position, x, rng_key)
             try:
-                if isinstance(spec, TiedLayerSpec) and spec.forward_fn is not None:
-                    x = spec.forward_fn(layer, x)
-                else:
-                    x = layer(x)
+                x = layer(x) if spec.forward_fn is None else spec.forward_fn(layer, x)
             except PipelineError:
                 raise
             except Exception as error:
-                # A checkpointed region ends its second run early with an exception of its own.
+                # torch.utils.checkpoint stops a recomputation early by an internal exception.
                 if type(error).__module__.startswith("torch.utils.checkpoint"):
                     raise
                 raise PipelineError(
                     f"layers.{position} ({spec.name}) failed: {type(error).__name__}: {error}"
+                    f"{_dtype_remedy(layer, x)}"
                 ) from error
-            if self.watch is not None:
-                self.watch.leave(position, x, draws)
+            if self.observer is not None:
+                self.observer.leave(position, x, rng_key)
         return x
 
     def name_of(self, position: int) -> str:
-        """What the layer at `position` is called in messages."""
+        """Return the name of the layer at `position` for messages."""
         return self._specs[position - self.start].name
 
     def extra_repr(self) -> str:
         return f"stage {self.number}, layers {self.start} to {self.stop - 1}"
 
 
-def _build(spec: LayerSpec, position: int, building: Building) -> nn.Module:
-    """One layer with its first parameters, the same on every mesh."""
+def _build(spec: LayerSpec, position: int, options: BuildOptions) -> nn.Module:
+    """Build one layer and initialize its parameters, equally on every mesh."""
     name = f"layers.{position}"
-    seed = (
-        building.seed + position
-        if building.seed_layers
-        else random.derive_seed(building.seed, name)
-    )
-    with random.preserve_rng(building.device):
+    seed = random.derive_seed(options.seed, name)
+    if options.seed_layers:
+        seed = options.seed + position
+    with random.preserve_rng(options.device):
         torch.manual_seed(seed)
-        layer = spec.build(building.tensor, building.device)
-    initialize_parameters(layer, name, building.seed)
+        layer = spec.build(options.tensor, options.device)
+    initialize_parameters(layer, name, options.seed)
     return layer
 
 
@@ -287,27 +350,35 @@ def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> Non
 
 
 def build_stages(
-    net: PipelineModule, bounds: Sequence[int], numbers: Sequence[int], building: Building
+    net: PipelineModule, bounds: Sequence[int], numbers: Sequence[int], options: BuildOptions
 ) -> Mapping[int, Stage]:
-    """The stages `numbers` of `net`, cut at `bounds`.
+    """Build the stages `numbers` of `net`; stage s is layers bounds[s] to bounds[s + 1] - 1.
 
-    Tied layers of one stage share a parameter. Those of several stages on this rank share its
-    numbers only: each stage sums up gradients of its own, as it would on a rank of its own, so
-    that the placement of stages changes no bit of their sum.
+    Tied layers of one stage share one parameter. Tied layers in different stages of this rank
+    have separate parameters with shared storage: each stage accumulates its own gradient, as it
+    would on a separate rank, so the placement of stages does not change the sum.
     """
-    stages = {n: Stage(net, n, bounds[n], bounds[n + 1], building) for n in numbers}
-    holders: dict[str, tuple[Stage, nn.Module]] = {}
+    stages = {n: Stage(net, n, bounds[n], bounds[n + 1], options) for n in numbers}
+    first_of_key: dict[str, tuple[Stage, nn.Module]] = {}
     for stage in stages.values():
         for position, layer in enumerate(stage.layers.values(), stage.start):
             spec = net.specs[position]
             if not isinstance(spec, TiedLayerSpec):
                 continue
-            home, holder = holders.setdefault(spec.key, (stage, layer))
-            for name in spec.tied_weight_attr if holder is not layer else ():
-                shared = holder.get_parameter(name)
-                if home is not stage:
-                    shared = describe(
-                        nn.Parameter(shared.data, shared.requires_grad), shard_of(shared)
-                    )
+            first_stage, first_layer = first_of_key.setdefault(spec.key, (stage, layer))
+            for name in spec.tied_weight_attr if first_layer is not layer else ():
+                shared = first_layer.get_parameter(name)
+                if first_stage is not stage:
+                    copy = nn.Parameter(shared.data, shared.requires_grad)
+                    shared = attach_shard(copy, shard_of(shared))
                 _set_parameter(layer, name, shared)
     return stages
+
+
+def _dtype_remedy(layer: nn.Module, x: Any) -> str:
+    """Return what to do if the input of a failed layer has another dtype than its parameters."""
+    dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
+    if dtype is None or not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == dtype:
+        return ""
+    cast = ", or set fp16.auto_cast" if dtype == torch.float16 else ""
+    return f"; its parameters are {dtype} and its input is {x.dtype}: cast the data{cast}"

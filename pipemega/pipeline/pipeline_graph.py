@@ -1,18 +1,18 @@
-"""Colossal-AI's way to ask for a zero-bubble schedule, for whoever comes from there."""
+"""PipelineGraph: the zero-bubble scheduler interface of Colossal-AI."""
 
 import math
 from dataclasses import dataclass
 
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.costs import CostModel
-from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.autoschedule import Placement, find_plan
+from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.schedules.placement import v
-from pipemega.pipeline.synthesis import Layout, synthesize
 
 
 @dataclass(frozen=True)
 class PipelineGraph:
-    """The costs of a model whose stages lie in a v, two on each rank, under Colossal-AI's names.
+    """The costs of a model with V placement, two stages per rank, with Colossal-AI's names.
 
         plan = PipelineGraph(4, 8, f_cost=1, b_cost=1, w_cost=1, c_cost=0.1,
                              f_mem=2, b_mem=-1, w_mem=-1).get_v_schedule()
@@ -21,14 +21,14 @@ class PipelineGraph:
     Args:
         n_stage: pipeline ranks.
         n_micro: micro-batches.
-        f_cost, b_cost, w_cost: times of F, I and W of one chunk, half of a rank.
+        f_cost, b_cost, w_cost: times of F, I and W of one chunk (half of a rank's layers).
         c_cost: time of a message between ranks.
-        f_mem, b_mem, w_mem: what F, I and W of one chunk add to the memory of the rank; F takes it
-            and the other two give it back, so that the three come to 0.
-        max_mem: what a rank may hold; None: that of `n_stage` micro-batches, as 1F1B.
+        f_mem, b_mem, w_mem: change of the rank's memory by F, I and W of one chunk; F allocates
+            it and the others free it, so their sum is 0.
+        max_mem: memory limit of a rank; None: that of `n_stage` micro-batches, as in 1F1B.
 
     Raises:
-        ScheduleError: a cost is negative or no number, or the memory does not come to 0.
+        ScheduleError: a cost is negative or not a number, or the sum of the memory is not 0.
     """
 
     n_stage: int
@@ -47,18 +47,18 @@ class PipelineGraph:
         if not math.isclose(rest, 0.0, abs_tol=1e-6 * abs(self.f_mem)):
             raise ScheduleError(
                 f"f_mem + b_mem + w_mem of a PipelineGraph must be 0, and {self.f_mem:g} + "
-                f"{self.b_mem:g} + {self.w_mem:g} = {rest:g}: what F takes, B and W give back, as "
+                f"{self.b_mem:g} + {self.w_mem:g} = {rest:g}: give the memory that B and W free as "
                 "negative numbers"
             )
         if self.w_mem > 0 or self.f_mem < 0:
             raise ScheduleError(
-                f"f_mem of a PipelineGraph is taken and w_mem given back: {self.f_mem:g} must not "
-                f"be negative, and {self.w_mem:g} not positive"
+                f"f_mem of a PipelineGraph ({self.f_mem:g}) must not be negative, and w_mem "
+                f"({self.w_mem:g}) must not be positive"
             )
 
     @property
     def costs(self) -> CostModel:
-        """The same in our words, stage by stage."""
+        """The costs of each stage as a CostModel."""
         return CostModel.uniform(
             2 * self.n_stage,
             self.f_cost,
@@ -70,10 +70,10 @@ class PipelineGraph:
         )
 
     def get_v_schedule(self) -> Plan:
-        """The best plan that is found within `max_mem`, by makespan; of compute steps, proven.
+        """Return the plan with the shortest makespan found within `max_mem`; compute steps only.
 
         Raises:
-            ScheduleError: no plan keeps `max_mem`; says the least that would do.
+            ScheduleError: no plan fits into `max_mem`; names the smallest limit that fits.
         """
         limit = 2 * self.n_stage * self.f_mem if self.max_mem is None else self.max_mem
-        return synthesize([Layout(v(self.n_stage), self.costs)], self.n_micro, limit).plan
+        return find_plan([Placement(v(self.n_stage), self.costs)], self.n_micro, limit).plan

@@ -1,4 +1,4 @@
-"""Activation checkpointing: forget what lies between, compute it again when backward needs it.
+"""Activation checkpointing: free intermediate activations and recompute them in backward.
 
 Source: Chen et al. 2016, arXiv:1604.06174.
 """
@@ -9,17 +9,45 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from pipemega.config import Config
+from pipemega.errors import PipelineError
+from pipemega.pipeline.messages import tensors_of
+from pipemega.pipeline.stage_input import versions_of
+
 
 def recompute(function: Callable[..., Any], *args: Any, restore_rng: bool = True) -> Any:
-    """`function(*args)`, keeping only `args`; the rest is computed again in backward.
+    """Return `function(*args)`; keep only `args` and recompute the rest in backward.
 
-    The second run stops as soon as it has what backward needs. Without gradients it is a plain
-    call.
+    The recomputation stops once it has the tensors that backward needs. If gradients are
+    disabled, this only calls the function.
 
     Args:
-        restore_rng: run the second time with the random numbers of the first; False where the
-            function seeds itself, or draws none.
+        restore_rng: recompute with the RNG state of the first run; False if the function sets
+            the seed or uses no random numbers.
+
+    Raises:
+        PipelineError: in backward, if `args` were changed in place since the call.
     """
     if not torch.is_grad_enabled():
         return function(*args)
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=restore_rng)
+    versions: list[int] = []
+
+    def checked(*args: Any) -> Any:
+        now = versions_of(tensors_of(args))
+        if versions and now != versions:
+            raise PipelineError(
+                "the input of a checkpointed region was changed in place, so backward cannot "
+                "recompute the region: change a clone() of it, or use inplace=False"
+            )
+        versions[:] = now
+        return function(*args)
+
+    return checkpoint(checked, *args, use_reentrant=False, preserve_rng_state=restore_rng)
+
+
+def checkpoint_interval(config: Config, num_layers: int) -> int:
+    """Return the layers between two activation checkpoints, from the config key that is set."""
+    number = config.activation_checkpointing.number_checkpoints
+    if number is not None:
+        return -(-num_layers // number)
+    return config.pipeline.activation_checkpoint_interval

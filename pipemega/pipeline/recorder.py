@@ -1,33 +1,33 @@
-"""When each instruction of one rank began to work and ended, noted while it runs.
+"""Recorders: measure when each instruction of one rank has its inputs and when it ends.
 
-    end of the one before ....... ready ---------------- end
-                          waits          works
+    end of the previous one ....... ready ---------------- end
+                             waits          executes
 
-On a CPU by the clock. On CUDA by events in the stream, which are read once, at the end: so the host
-never waits for the device in between, and what is timed is what the device did.
+On a CPU the host clock is read. On CUDA events are recorded in the stream and read once, after the
+step: the host never waits for the device during the step, and the times are those of the device.
 """
 
 import ctypes
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from time import perf_counter_ns
 from typing import Any
 
 import torch
 
-Clock = Callable[[], int]  # nanoseconds, never going back
-Meter = Callable[[], int]  # bytes in use
+Clock = Callable[[], int]  # nanoseconds, monotonic
+MemoryMeter = Callable[[], int]  # bytes in use
 
 
 @dataclass(frozen=True)
-class Marks:
-    """What one rank has noted of a step, in nanoseconds of its own clock.
+class InstructionTimes:
+    """Times of the instructions of one step on one rank, in nanoseconds of its clock.
 
     Args:
-        began: when the first instruction began.
-        ready, end: of each instruction, in the order of the program. `ready` is when it had what
-            it needed; where it waited for nothing, when the one before had ended.
-        memory: bytes in use before the first and after each instruction; empty if not known.
+        began: start of the first instruction.
+        ready, end: for each instruction of the program. `ready` is when its inputs were received;
+            if it waited for none, the end of the previous instruction.
+        memory: bytes in use before the first and after each instruction; empty if not recorded.
     """
 
     began: int
@@ -37,44 +37,44 @@ class Marks:
 
 
 class Recorder:
-    """Notes nothing: what a step that is not timed is given."""
+    """Base class; records nothing."""
 
     def begin(self) -> None:
-        """The step begins, or begins again: what was noted is forgotten."""
+        """Start a step; discard earlier times."""
 
     def ready(self) -> None:
-        """The instruction under way has what it waited for, and begins to work."""
+        """Record that the current instruction has its inputs and starts to execute."""
 
     def end(self) -> None:
-        """The instruction under way is done, and the next one begins."""
+        """Record that the current instruction has ended."""
 
-    def marks(self) -> Marks | None:
-        """All that was noted; once, when the step is over."""
+    def marks(self) -> InstructionTimes | None:
+        """Return the recorded times; call once, after the step."""
         return None
 
     def seconds(self) -> float:
-        """That the instructions of the step worked, all together; 0 where nobody counts."""
+        """Return the total execution time of the instructions; 0 if not recorded."""
         return 0.0
 
 
-OFF = Recorder()
+NULL_RECORDER = Recorder()
 
 
 class ClockRecorder(Recorder):
-    """By the host's clock, for work that is done when the call returns.
+    """Records by the host clock, for devices whose work is done when the call returns.
 
     Args:
-        meter: None notes no memory.
+        meter: returns the memory in use; None records no memory.
     """
 
-    def __init__(self, meter: Meter | None = None, clock: Clock = time.perf_counter_ns) -> None:
+    def __init__(self, meter: MemoryMeter | None = None, clock: Clock = perf_counter_ns) -> None:
         self._clock, self._meter = clock, meter
 
     def begin(self) -> None:
         self._ready: list[int] = []
         self._end: list[int] = []
         self._memory: list[int] = []
-        self._weigh()
+        self._sample_memory()
         self._began = self._at = self._clock()
 
     def ready(self) -> None:
@@ -85,36 +85,37 @@ class ClockRecorder(Recorder):
         self._at = self._clock()
         self._end.append(self._at)
         if self._meter is not None:
-            self._weigh()
-            # So that the weighing is not taken for work of the next instruction.
+            self._sample_memory()
+            # The time of the memory sample does not belong to the next instruction.
             self._at = self._clock()
 
-    def _weigh(self) -> None:
+    def _sample_memory(self) -> None:
         if self._meter is not None:
             self._memory.append(self._meter())
 
-    def marks(self) -> Marks:
-        return Marks(self._began, tuple(self._ready), tuple(self._end), tuple(self._memory))
+    def marks(self) -> InstructionTimes:
+        ready, end = tuple(self._ready), tuple(self._end)
+        return InstructionTimes(self._began, ready, end, tuple(self._memory))
 
 
 class EventRecorder(Recorder):
-    """By CUDA events in the current stream.
+    """Records by CUDA events in the current stream.
 
-    The device and the host are brought together once, before the first instruction, so that the
-    device's times can be told by the host's clock.
+    The device is synchronized once, before the first instruction, to convert event times to the
+    host clock.
     """
 
     def __init__(
-        self, device: torch.device, weighs: bool = False, clock: Clock = time.perf_counter_ns
+        self, device: torch.device, record_memory: bool = False, clock: Clock = perf_counter_ns
     ) -> None:
-        self._device, self._weighs, self._clock = device, weighs, clock
+        self._device, self._record_memory, self._clock = device, record_memory, clock
 
     def begin(self) -> None:
         self._ready: list[torch.cuda.Event] = []
         self._end: list[torch.cuda.Event] = []
         self._memory: list[int] = []
         torch.cuda.synchronize(self._device)
-        self._weigh()
+        self._sample_memory()
         self._began = self._clock()
         self._first = self._at = _now()
 
@@ -125,42 +126,42 @@ class EventRecorder(Recorder):
         self._ready.append(self._at)
         self._at = _now()
         self._end.append(self._at)
-        self._weigh()
+        self._sample_memory()
 
-    def _weigh(self) -> None:
-        """What the allocator has handed out; it knows without asking the device."""
-        if self._weighs:
+    def _sample_memory(self) -> None:
+        """Sample the allocated bytes of the caching allocator, without synchronization."""
+        if self._record_memory:
             stats: Any = torch.cuda.memory_stats_as_nested_dict(self._device)
             self._memory.append(stats["allocated_bytes"]["all"]["current"])
 
-    def marks(self) -> Marks:
+    def marks(self) -> InstructionTimes:
         self._at.synchronize()
         ready, end = (tuple(map(self._time, events)) for events in (self._ready, self._end))
-        return Marks(self._began, ready, end, tuple(self._memory))
+        return InstructionTimes(self._began, ready, end, tuple(self._memory))
 
     def _time(self, event: torch.cuda.Event) -> int:
         milliseconds: float = self._first.elapsed_time(event)
         return self._began + round(milliseconds * 1e6)
 
 
-class WorkRecorder(Recorder):
-    """How long the instructions of a step worked, all together: cheap enough for every step.
+class BusyTimeRecorder(Recorder):
+    """Records the total execution time of the instructions; cheap enough for every step.
 
-    On CUDA by events, which nobody waits for while the step runs.
+    On CUDA by events, without synchronization during the step.
     """
 
-    def __init__(self, device: torch.device, clock: Clock = time.perf_counter_ns) -> None:
+    def __init__(self, device: torch.device, clock: Clock = perf_counter_ns) -> None:
         self._clock = clock
         self._on_device = device.type == "cuda"
         self._nanoseconds = 0
         self._at = 0
         self._began: Any = None
         self._events: list[tuple[Any, Any]] = []
-        self._before: list[tuple[Any, Any]] = []  # of the step before
+        self._previous: list[tuple[Any, Any]] = []  # events of the previous step
 
     def begin(self) -> None:
         self._nanoseconds = 0
-        self._before, self._events = self._events, []
+        self._previous, self._events = self._events, []
         self.ready()
 
     def ready(self) -> None:
@@ -178,12 +179,12 @@ class WorkRecorder(Recorder):
             self._nanoseconds += self._at - at
 
     def seconds(self) -> float:
-        """Of the step that was run last; on CUDA of the one before, which the device has done."""
-        if self._before:
-            self._before[-1][1].synchronize()
-            milliseconds = sum(began.elapsed_time(ended) for began, ended in self._before)
+        """Return the time of the last step; on CUDA of the step before, which has completed."""
+        if self._previous:
+            self._previous[-1][1].synchronize()
+            milliseconds = sum(began.elapsed_time(ended) for began, ended in self._previous)
             self._nanoseconds = round(milliseconds * 1e6)
-            self._before = []
+            self._previous = []
         return self._nanoseconds * 1e-9
 
 
@@ -193,17 +194,17 @@ def _now() -> Any:
     return event
 
 
-def recorder_for(
-    device: torch.device, weighs: bool = False, clock: Clock = time.perf_counter_ns
+def make_recorder(
+    device: torch.device, record_memory: bool = False, clock: Clock = perf_counter_ns
 ) -> Recorder:
-    """One for a single step on `device`.
+    """Return a recorder of one step on `device`.
 
     Args:
-        weighs: also note the memory in use, where the machine tells.
+        record_memory: also record the memory in use, if the platform supports it.
     """
     if device.type == "cuda":
-        return EventRecorder(device, weighs, clock)
-    return ClockRecorder(process_meter() if weighs else None, clock)
+        return EventRecorder(device, record_memory, clock)
+    return ClockRecorder(process_memory_meter() if record_memory else None, clock)
 
 
 class _Mallinfo(ctypes.Structure):
@@ -218,20 +219,20 @@ class _Mallinfo(ctypes.Structure):
     ]  # fmt: skip
 
 
-def process_meter() -> Meter | None:
-    """Bytes that this process has allocated, from glibc (2.33 and later); None without it.
+def process_memory_meter() -> MemoryMeter | None:
+    """Return a meter of the bytes allocated by this process, from glibc >= 2.33; else None.
 
-    That is all that the process holds, whatever for; what an instruction adds to it is, but for
-    what other threads do meanwhile, the tensors that it leaves. It goes through all free pieces of
-    memory, which takes a tenth of a millisecond where there are many.
+    It counts all allocations of the process. The change during an instruction is the memory of
+    its tensors, apart from allocations by other threads. A call walks all free chunks, which
+    takes up to about 0.1 ms.
     """
     mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
     if mallinfo is None:
         return None
     mallinfo.restype = _Mallinfo
 
-    def in_use() -> int:
+    def bytes_in_use() -> int:
         info = mallinfo()
         return int(info.uordblks + info.hblkhd)
 
-    return in_use
+    return bytes_in_use

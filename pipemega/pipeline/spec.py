@@ -1,19 +1,22 @@
-"""What a layer will be, before anybody builds it.
+"""LayerSpec: the class and arguments of a layer that is built later.
 
-A model is described by a list of `LayerSpec`s; each pipeline rank builds only the layers of its
-own stages.  Whatever depends on the mesh, which the description cannot know, is written as
-`TENSOR_AXIS` and filled in at that time.
+A model is a list of `LayerSpec`s; each pipeline rank builds only the layers of its stages. An
+argument that depends on the mesh is written as `TENSOR_AXIS` and replaced when the layer is built.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import torch
 from torch import nn
 
+from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, PipemegaError
-from pipemega.mesh import Axis
+from pipemega.parameters import attach_shard, shard_of
+from pipemega.pipeline.captured_modules import captured_names
 
 
 class _TensorAxis:
@@ -24,7 +27,7 @@ class _TensorAxis:
 
 
 TENSOR_AXIS: Final = _TensorAxis()
-"""In the arguments of a `LayerSpec`: the tensor axis of the mesh that the model will run on."""
+"""Placeholder in the arguments of a `LayerSpec` for the tensor axis of the mesh."""
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -33,34 +36,45 @@ class LayerSpec:
     """A layer to be built later: `LayerSpec(nn.Linear, 16, 64)` for `nn.Linear(16, 64)`.
 
     Args:
-        typename: the class of the layer, or any callable that returns an `nn.Module`.
-        args, kwargs: what it is called with; `TENSOR_AXIS` among them becomes the tensor axis.
+        typename: the class of the layer, or a callable that returns an `nn.Module`.
+        args, kwargs: its arguments; `TENSOR_AXIS` is replaced by the tensor axis.
 
     Raises:
-        ConfigError: `typename` cannot be called, or is a module that was already built.
+        ConfigError: `typename` is not callable, or is a built module.
     """
 
     def __init__(self, typename: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
-        if isinstance(typename, nn.Module) or not callable(typename):
+        if isinstance(typename, nn.Module):
+            name = type(typename).__name__
             raise ConfigError(
-                f"LayerSpec takes the class of a layer and its arguments, not {typename!r}: write "
-                f"LayerSpec({type(typename).__name__}, ...), or put the module itself in the list"
+                f"{type(self).__name__} takes the class of a layer and its arguments, not a built "
+                f"{name}: write {type(self).__name__}({name}, ...), or put the module itself in "
+                f"the list",
+                on_every_rank=True,
+            )
+        if not callable(typename):
+            raise ConfigError(
+                f"{type(self).__name__} takes the class of a layer and its arguments, such as "
+                f"LayerSpec(nn.Linear, 16, 64), not {_described(typename)}",
+                on_every_rank=True,
             )
         self.typename, self.args, self.kwargs = typename, args, kwargs
 
-    # Whether its parameters were set before pipemega saw them, so that ranks may differ in them.
+    # True for a module that the user built.
     already_built = False
+    # Called as forward_fn(layer, x) instead of layer(x).
+    forward_fn: Forward | None = None
 
     @property
     def name(self) -> str:
-        """The name of the class, which `partition: "type:REGEX"` is matched with."""
+        """The name of the class; `partition: "type:REGEX"` matches it."""
         return getattr(self.typename, "__name__", type(self.typename).__name__)
 
     def build(self, tensor: Axis, device: torch.device | str | None = None) -> nn.Module:
-        """The layer itself, on `device` (default: torch's).
+        """Build the layer on `device` (default: torch's default device).
 
         Raises:
-            ConfigError: the constructor failed, or returned something else than a module.
+            ConfigError: the constructor failed, or returned no module.
         """
         args = [tensor if arg is TENSOR_AXIS else arg for arg in self.args]
         kwargs = {key: tensor if arg is TENSOR_AXIS else arg for key, arg in self.kwargs.items()}
@@ -71,11 +85,25 @@ class LayerSpec:
             raise
         except Exception as error:
             raise ConfigError(
-                f"{self!r} could not be built: {type(error).__name__}: {error}"
+                f"{self!r} could not be built: {type(error).__name__}: {error}{self._advice}"
             ) from error
         if not isinstance(layer, nn.Module):
-            raise ConfigError(f"{self!r} built {type(layer).__name__}, which is no nn.Module")
+            raise ConfigError(
+                f"{self!r} built {type(layer).__name__}, which is not an nn.Module{self._advice}",
+                on_every_rank=True,
+            )
         return layer
+
+    @property
+    def _advice(self) -> str:
+        """Advice for a LayerSpec around a function that is a layer itself."""
+        if isinstance(self.typename, type) or self.args or self.kwargs:
+            return ""
+        return f"; if {self.name} is itself the layer, put it in the list without LayerSpec"
+
+    def on_meta(self) -> "LayerSpec":
+        """Return a spec that builds the same layer on the meta device, without using this one."""
+        return self
 
     def __repr__(self) -> str:
         arguments = [repr(arg) for arg in self.args]
@@ -84,19 +112,19 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that shares weights with every other one of the same `key`.
+    """A layer that shares weights with all other layers of the same `key`.
 
         TiedLayerSpec("embedding", nn.Embedding, 1000, 64),
         ...
         TiedLayerSpec("embedding", nn.Embedding, 1000, 64, forward_fn=lambda e, x: x @ e.weight.T)
 
-    Each stage that holds one of them has a copy; their gradients are added up before anything
-    else is done with them, so that the copies stay equal.
+    Each stage with such a layer has a copy of the weights. The gradients of all copies are
+    summed before any other reduction, so the copies stay equal.
 
     Args:
-        key: the layers with this key are tied.
-        forward_fn: called as forward_fn(layer, x) in place of layer(x).
-        tied_weight_attr: the parameters that are shared, by name; the others are the layer's own.
+        key: layers with the same key are tied.
+        forward_fn: called as forward_fn(layer, x) instead of layer(x).
+        tied_weight_attr: names of the shared parameters; the other parameters are not shared.
     """
 
     def __init__(
@@ -130,28 +158,82 @@ class Function(nn.Module):
 
 
 Layer = LayerSpec | nn.Module | Callable[[Any], Any]
-"""What may stand in the list of a `PipelineModule`."""
+"""An entry in the list of a `PipelineModule`."""
 
 
-def as_spec(layer: Layer, position: int) -> LayerSpec:
-    """`layer` as a LayerSpec: modules are taken as they are, functions are wrapped.
+def as_specs(layers: Any) -> tuple[LayerSpec, ...]:
+    """Return the list of layers of a `PipelineModule` as LayerSpecs.
 
     Raises:
-        ConfigError: it is none of the three.
+        ConfigError: it is not a list, is empty, or an entry is not a layer; the same on every rank.
     """
+    is_list = isinstance(layers, Iterable) and not isinstance(layers, str | bytes | dict)
+    if not is_list or isinstance(layers, nn.ModuleDict):
+        raise ConfigError(
+            f"PipelineModule takes a list of layers, not {_described(layers)}: write "
+            f"PipelineModule([layer, layer, ...], loss_fn=...); an nn.Sequential is a list too",
+            on_every_rank=True,
+        )
+    specs = tuple(_as_spec(layer, position) for position, layer in enumerate(layers))
+    if not specs:
+        raise ConfigError("a PipelineModule needs at least one layer", on_every_rank=True)
+    return specs
+
+
+def _as_spec(layer: Any, position: int) -> LayerSpec:
+    where = f"layers[{position}]"
     if isinstance(layer, LayerSpec):
+        if layer.forward_fn is not None:
+            _refuse_captured(layer.forward_fn, f"{where} ({layer.name}): its forward_fn")
         return layer
     if isinstance(layer, nn.Module):
-        return _Built(layer)
-    if callable(layer):
-        return _Wrapped(layer)
+        return _BuiltModuleSpec(layer)
+    if callable(layer) and not isinstance(layer, type):
+        method = layer.func if isinstance(layer, partial) else layer
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, nn.Module):
+            if isinstance(layer, partial):
+                _refuse_captured([*layer.args, layer.keywords], f"{where} (partial)")
+            return _MethodSpec(owner, layer, method.__name__)
+        _refuse_captured(layer, f"{where} ({getattr(layer, '__name__', 'a function')})")
+        return _FunctionSpec(layer)
+    advice = ""
+    if isinstance(layer, type) and issubclass(layer, nn.Module):
+        name = layer.__name__
+        advice = f": write {name}(...) for a built module, or LayerSpec({name}, ...)"
+    elif isinstance(layer, list | tuple):
+        advice = ": write *layers to put its entries in the list"
     raise ConfigError(
-        f"layers[{position}] is {layer!r}; a layer is a LayerSpec, an nn.Module or a function"
+        f"{where} is {_described(layer)}{advice}; a layer is a LayerSpec, an nn.Module or a "
+        f"function",
+        on_every_rank=True,
     )
 
 
-class _Built(LayerSpec):
-    """A module that the user has built; it is used as it is, not copied."""
+def _refuse_captured(function: Any, what: str) -> None:
+    """Raise ConfigError if `function`, called `what`, uses trainable modules or parameters."""
+    captured = captured_names(function)
+    if captured:
+        names = ", ".join(f"{name} ({kind})" for name, kind in captured.items())
+        raise ConfigError(
+            f"{what} is a function that uses {names}, whose parameters no layer contains, so they "
+            f"would not be trained: put the module itself, or a method of it, in the list; or "
+            f"write an nn.Module that contains it. For shared weights use TiedLayerSpec",
+            on_every_rank=True,
+        )
+
+
+def _described(value: Any) -> str:
+    """Return a short description of a value that is not a layer."""
+    if isinstance(value, type):
+        return f"the class {value.__name__}"
+    if value is None or isinstance(value, str | bytes | int | float):
+        return repr(value)
+    return f"of type {type(value).__name__}"
+
+
+class _BuiltModuleSpec(LayerSpec):
+    """A module that the user has built; it is used directly, not copied."""
 
     already_built = True
 
@@ -164,8 +246,33 @@ class _Built(LayerSpec):
             return self.module
         return self.module if device is None else self.module.to(device)
 
+    def on_meta(self) -> LayerSpec:
+        memo: dict[int, Any] = {}
+        for p in self.module.parameters():
+            empty = nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad)
+            memo[id(p)] = attach_shard(empty, shard_of(p))
+        for b in self.module.buffers():
+            memo[id(b)] = torch.empty_like(b, device="meta")
+        return _BuiltModuleSpec(copy.deepcopy(self.module, memo))
 
-class _Wrapped(LayerSpec):
+
+class _MethodSpec(_BuiltModuleSpec):
+    """A method of a module that the user has built; the layer is the module."""
+
+    def __init__(self, module: nn.Module, method: Callable[[Any], Any], name: str) -> None:
+        super().__init__(module)
+        self._name = f"{type(module).__name__}.{name}"
+        self.forward_fn = lambda _, x: method(x)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    def on_meta(self) -> LayerSpec:
+        raise ConfigError(f"{self._name} is a method of a built module")
+
+
+class _FunctionSpec(LayerSpec):
     def __init__(self, function: Callable[[Any], Any]) -> None:
         super().__init__(Function, function)
 

@@ -1,18 +1,18 @@
-"""Backward in two halves: I, the gradient of a stage's input, and W, that of its weights.
+"""Split backward: I computes the gradient of a stage's input, W the gradients of its weights.
 
-    forward     x -> take -> [ y = x Wᵀ + b, W without gradient ] -> give -> y
-    I           dx comes from autograd; `give` learns dy and queues the pair (x, dy)
-    W           dW = dyᵀ x for each pair, straight into the gradient buffer
+    forward     x -> SaveInput -> [ y = x Wᵀ + b, W detached ] -> QueueGradient -> y
+    I           autograd computes dx; QueueGradient receives dy and queues (x, dy)
+    W           dW = dyᵀ x for each queued pair, added directly to the gradient buffer
 
-Only the weights of linear, convolution and embedding layers are put off: most of the work, and, of
-an embedding, the memory, since its gradient is dense and in I would come on top of all that waits.
-All else in a stage (norms, biases, attention, routers) gets its gradients in I, by ordinary
-autograd: so any module is exact, and what is covered only moves time from I to W.
+Only the weight gradients of linear, convolution and embedding layers are deferred. Linears and
+convolutions are most of the work; the gradient of an embedding is dense, so in I it would add to
+the memory peak. All other gradients (norms, biases, attention, routers) are computed in I by
+autograd, so every module gets exact gradients.
 
-The weight is no input of autograd, so no hook of it fires before W has run. A tensor hook on y in
-place of `give` would lose dW without a word where y is a view that is changed in place.
+The weight is not an input of the autograd graph, so no hook of the weight runs before W. A tensor
+hook on y instead of QueueGradient would silently lose dW if y is a view that is changed in place.
 
-Source: Qi et al. 2023, arXiv:2401.10241, section 2; the halves as two identity nodes are ours.
+Source: Qi et al. 2023, arXiv:2401.10241, section 2; the two identity nodes are ours.
 """
 
 from collections import Counter, defaultdict
@@ -29,40 +29,40 @@ from torch.nn import functional as F
 Job = tuple[nn.Parameter, Callable[[], None]]
 
 
-class Accumulator(Protocol):
-    """Where gradients are summed up; a `gradients.GradientBuffer`."""
+class GradAccumulator(Protocol):
+    """Accumulates gradients; implemented by `optimizer.gradients.GradientBuffer`."""
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None: ...
 
 
-class Arrivals(Protocol):
-    """Is told which gradients of a step are final; an `optimizer.arrivals.BucketArrivals`."""
+class GradReadyListener(Protocol):
+    """Is notified of complete gradients; implemented by `optimizer.grad_ready`."""
 
     def begin(self) -> None: ...
 
-    def last_of(
-        self, parameters: Iterable[nn.Parameter], waiting: Collection[int] | None
+    def final_backward(
+        self, parameters: Iterable[nn.Parameter], pending: Collection[int] | None
     ) -> AbstractContextManager[None]: ...
 
-    def arrived(self, parameter: nn.Parameter) -> None: ...
+    def mark_ready(self, parameter: nn.Parameter) -> None: ...
 
 
-class WeightGradients:
-    """The weight halves that are still to be run.
+class WeightGradQueue:
+    """Queue of deferred weight gradients.
 
     Args:
-        into: takes each finished gradient.
+        into: accumulates the gradients.
     """
 
-    def __init__(self, into: Accumulator) -> None:
+    def __init__(self, into: GradAccumulator) -> None:
         self._into = into
         self._queued: dict[Hashable, list[Job]] = defaultdict(list)
         self._key: Hashable | None = None
 
     @contextmanager
-    def putting_off(self, key: Hashable) -> Iterator[None]:
-        """Within, backward queues its weight halves under `key`; otherwise it runs them at once."""
-        assert self._key is None, f"the input half of {self._key} is not done"
+    def defer(self, key: Hashable) -> Iterator[None]:
+        """Queue weight gradients under `key` within this context, instead of computing them."""
+        assert self._key is None, f"the input-gradient backward of {self._key} is not finished"
         self._key = key
         try:
             yield
@@ -70,37 +70,28 @@ class WeightGradients:
             self._key = None
 
     def run(self, key: Hashable, done: Callable[[nn.Parameter], None] | None = None) -> None:
-        """The weight half of `key`; each pair of tensors is let go as soon as it is used.
+        """Compute the weight gradients of `key`; each pair (x, dy) is freed after its use.
 
         Args:
-            done: told of each weight when the last of its jobs has run.
+            done: called with each weight after its last gradient was added.
         """
         jobs = self._queued.pop(key, [])
-        left = Counter(id(weight) for weight, _ in jobs)
+        remaining = Counter(id(weight) for weight, _ in jobs)
         jobs.reverse()
         while jobs:
             weight, job = jobs.pop()
             job()
             del job
-            left[id(weight)] -= 1
-            if done is not None and not left[id(weight)]:
+            remaining[id(weight)] -= 1
+            if done is not None and not remaining[id(weight)]:
                 done(weight)
 
-    def weights_of(self, key: Hashable) -> set[int]:
-        """Ids of the parameters whose gradients `key` still brings."""
+    def pending_weights(self, key: Hashable) -> set[int]:
+        """Return the ids of the parameters with queued gradients under `key`."""
         return {id(weight) for weight, _ in self._queued.get(key, ())}
 
-    @property
-    def pending(self) -> int:
-        """Keys whose weight half has not run."""
-        return len(self._queued)
-
-    def clear(self) -> None:
-        """Forgets what an interrupted step has left."""
-        self._queued.clear()
-
-    def take(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
-        """Adds `gradient()` to that of `weight`: now, or when the half that is under way is run."""
+    def add(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
+        """Add `gradient()` to that of `weight`: in `run` if called within `defer`, else now."""
 
         def job() -> None:
             with torch.no_grad():
@@ -117,26 +108,29 @@ Gradient = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass
-class _Tap:
-    """What one product keeps between forward and backward."""
+class _Deferred:
+    """State of one layer call between forward and backward."""
 
-    queue: WeightGradients
+    queue: WeightGradQueue
     weight: nn.Parameter
     gradient: Gradient
-    kept: Any = None  # the autograd context that holds x
+    saved: Any = None  # the autograd context with x
+    # The output of that node, only if no other node needs it: before torch 2.13 a node without
+    # references drops its tensors. Otherwise activation checkpointing must be able to free it.
+    output: Tensor | None = None
 
 
-class _Take(torch.autograd.Function):
-    """Passes x on and keeps it for W.
+class _SaveInput(torch.autograd.Function):
+    """Identity that saves x for W.
 
-    Before the product runs: so the second run of a checkpointed region, which ends as soon as
-    everything is saved, does not repeat the last product.
+    It runs before the matrix product: a recomputation stops once all tensors are saved, so it
+    does not repeat the last product.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tap: _Tap, anchor: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, deferred: _Deferred, anchor: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        tap.kept = ctx
+        deferred.saved = ctx
         return x.view_as(x)
 
     @staticmethod
@@ -144,98 +138,107 @@ class _Take(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class _Give(torch.autograd.Function):
-    """Passes y on; backward, pairs dy with x and hands the pair to the queue."""
+class _QueueGradient(torch.autograd.Function):
+    """Identity on y; its backward adds (x, dy) to the queue."""
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, tap: _Tap, anchor: Tensor) -> Tensor:
-        ctx.tap = tap
-        # "In place": y stays an ordinary tensor, no view of one and no copy.
+    def forward(
+        ctx: Any, y: Tensor, deferred: _Deferred, anchor: Tensor, ids: Tensor | None
+    ) -> Tensor:
+        ctx.deferred = deferred
+        if ids is not None:
+            ctx.save_for_backward(ids)
+        # Marked as changed in place, so that the result is y itself, not a view or a copy.
         ctx.mark_dirty(y)
         return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        tap, dy = ctx.tap, gradients[0]
-        # A checkpointed region computes x again here, once; W finds it.
-        (x,) = tap.kept.saved_tensors
-        tap.kept = None
-        tap.queue.take(tap.weight, lambda: tap.gradient(x, dy))
-        return dy, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        deferred, dy = ctx.deferred, gradients[0]
+        # Under activation checkpointing this recomputes x, so that W does not.
+        (x,) = (deferred.saved or ctx).saved_tensors
+        deferred.saved = deferred.output = None
+        deferred.queue.add(deferred.weight, lambda: deferred.gradient(x, dy))
+        return dy, None, None, None
 
 
-def _through(
+def _defer(
     x: Tensor,
     weight: nn.Parameter,
     product: Callable[[Tensor], Tensor],
     gradient: Gradient,
-    queue: WeightGradients,
+    queue: WeightGradQueue,
 ) -> Tensor:
-    """product(x), whose backward leaves the gradient of `weight` to the queue."""
-    tap = _Tap(queue, weight, gradient)
-    # Makes both nodes want a gradient, where neither x nor a bias does.
+    """Return product(x); its backward adds the gradient of `weight` to the queue."""
+    deferred = _Deferred(queue, weight, gradient)
+    # Makes both nodes require a gradient, even if neither x nor a bias does.
     anchor = torch.zeros((), requires_grad=True)
-    taken: Tensor = _Take.apply(x, tap, anchor)  # type: ignore[no-untyped-call]
-    # Where nobody wants dx, x itself: _Take has kept it all the same.
-    y = product(taken if x.requires_grad else x)
-    given: Tensor = _Give.apply(y, tap, anchor)  # type: ignore[no-untyped-call]
-    return given
+    ids = None if x.is_floating_point() else x  # no autograd node outputs integers
+    entering = x
+    if ids is None:
+        entering = _SaveInput.apply(x, deferred, anchor)  # type: ignore[no-untyped-call]
+        if not x.requires_grad:
+            # dx is not needed: the product uses x directly and has no gradient for it.
+            deferred.output, entering = entering, x
+    y = product(entering)
+    result: Tensor = _QueueGradient.apply(y, deferred, anchor, ids)  # type: ignore[no-untyped-call]
+    return result
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: WeightGradients
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: WeightGradQueue
 ) -> Tensor:
-    """F.linear whose weight gradient may wait.
+    """F.linear with a deferred weight gradient.
 
     Shape:
         x [..., in]  ->  [..., out]
     """
-    if not _can_wait(weight):
+    if not _can_defer(weight):
         return F.linear(x, weight, bias)
-    # Two dims: the result of more is a view, which nobody may change in place.
-    rows, fixed = x.reshape(-1, x.shape[-1]), weight.detach()
-    y = _through(rows, weight, lambda r: F.linear(r, fixed, bias), _linear_gradient, queue)
+    # Two dims: with more, F.linear returns a view, which cannot be marked as changed in place.
+    rows, detached = x.reshape(-1, x.shape[-1]), weight.detach()
+    y = _defer(rows, weight, lambda r: F.linear(r, detached, bias), _linear_gradient, queue)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def _linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    """dW [out, in] of x [n, in] and dy [n, out], by the very product that autograd runs."""
+    """Return dW [out, in] for x [n, in] and dy [n, out], by the same kernel as autograd."""
     return dy.t().mm(x.to(dy.dtype))
 
 
 def embedding(
-    ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, queue: WeightGradients
+    ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, queue: WeightGradQueue
 ) -> Tensor:
-    """F.embedding whose weight gradient may wait.
+    """F.embedding with a deferred weight gradient.
 
     Shape:
         ids [...]  ->  [..., dim]
     """
-    if not _can_wait(weight):
+    if not _can_defer(weight):
         return F.embedding(ids, weight, padding_idx)
-    fixed, rows = weight.detach(), weight.shape[0]
+    detached, rows = weight.detach(), weight.shape[0]
 
     def gradient(ids: Tensor, dy: Tensor) -> Tensor:
-        """Dense, by the very function that autograd runs."""
-        nobody = -1 if padding_idx is None else padding_idx
-        dw: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, rows, nobody, False)
+        """Return the dense gradient, by the same kernel as autograd."""
+        ignored = -1 if padding_idx is None else padding_idx
+        dw: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, rows, ignored, False)
         return dw
 
-    return _through(ids, weight, lambda i: F.embedding(i, fixed, padding_idx), gradient, queue)
+    return _defer(ids, weight, lambda i: F.embedding(i, detached, padding_idx), gradient, queue)
 
 
-def _can_wait(weight: Tensor) -> TypeGuard[nn.Parameter]:
-    # A user's hook on the weight is to see its gradient, which only autograd shows it.
-    hooked = bool(weight._backward_hooks)
-    return torch.is_grad_enabled() and weight.requires_grad and not hooked
+def _can_defer(weight: Tensor) -> TypeGuard[nn.Parameter]:
+    # A user's hook on the weight must see its gradient, and only autograd calls it.
+    has_hook = bool(weight._backward_hooks)
+    return torch.is_grad_enabled() and weight.requires_grad and not has_hook
 
 
-def split(modules: Iterable[nn.Module], queue: WeightGradients) -> None:
-    """Makes the layers below `modules` put their weight gradients off; names stay as they are.
+def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) -> None:
+    """Make the layers in `modules` defer their weight gradients; parameter names do not change.
 
-    Stock linears, convolutions and embeddings get a forward of their own; a subclass is left alone,
-    since it may do something else. A layer with an attribute `product` or `lookup`, as those of
-    tensor_parallel have, gets that replaced.
+    The forward of nn.Linear, nn.Conv1d/2d/3d and nn.Embedding is replaced; subclasses are
+    not changed, because they may compute something else. In a layer with an attribute `product`
+    or `lookup`, as in tensor_parallel, this attribute is replaced.
     """
     for module in {id(m): m for root in modules for m in root.modules()}.values():
         if hasattr(module, "lookup"):
@@ -246,42 +249,42 @@ def split(modules: Iterable[nn.Module], queue: WeightGradients) -> None:
             vars(module)["forward"] = partial(_linear_forward, module, queue=queue)
         elif type(module) in _CONVOLUTIONS and module.padding_mode == "zeros":
             vars(module)["forward"] = partial(_convolution_forward, module, queue=queue)
-        elif type(module) is nn.Embedding and _is_plain(module):
+        elif type(module) is nn.Embedding and _has_dense_gradient(module):
             vars(module)["forward"] = partial(_embedding_forward, module, queue=queue)
 
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def _linear_forward(module: nn.Linear, x: Tensor, *, queue: WeightGradients) -> Tensor:
+def _linear_forward(module: nn.Linear, x: Tensor, *, queue: WeightGradQueue) -> Tensor:
     return linear(x, module.weight, module.bias, queue=queue)
 
 
-def _is_plain(module: nn.Embedding) -> bool:
+def _has_dense_gradient(module: nn.Embedding) -> bool:
     return module.max_norm is None and not (module.scale_grad_by_freq or module.sparse)
 
 
-def _embedding_forward(module: nn.Embedding, ids: Tensor, *, queue: WeightGradients) -> Tensor:
+def _embedding_forward(module: nn.Embedding, ids: Tensor, *, queue: WeightGradQueue) -> Tensor:
     return embedding(ids, module.weight, module.padding_idx, queue=queue)
 
 
-def _convolution_forward(module: Any, x: Tensor, *, queue: WeightGradients) -> Tensor:
+def _convolution_forward(module: Any, x: Tensor, *, queue: WeightGradQueue) -> Tensor:
     weight: nn.Parameter = module.weight
-    if not _can_wait(weight) or isinstance(module.padding, str):
+    if not _can_defer(weight) or isinstance(module.padding, str):
         y: Tensor = module._conv_forward(x, weight, module.bias)
         return y
-    fixed = weight.detach()
+    detached = weight.detach()
 
     def gradient(x: Tensor, dy: Tensor) -> Tensor:
         batched = x.dim() == weight.dim()
         x, dy = (x, dy) if batched else (x.unsqueeze(0), dy.unsqueeze(0))
         _, dw, _ = torch.ops.aten.convolution_backward(
-            dy, x.to(dy.dtype), fixed.to(dy.dtype), None, module.stride, module.padding,
+            dy, x.to(dy.dtype), detached.to(dy.dtype), None, module.stride, module.padding,
             module.dilation, False, [0] * len(module.stride), module.groups, [False, True, False],
         )  # fmt: skip
         assert isinstance(dw, Tensor)
         return dw
 
-    return _through(
-        x, weight, lambda x: module._conv_forward(x, fixed, module.bias), gradient, queue
+    return _defer(
+        x, weight, lambda x: module._conv_forward(x, detached, module.bias), gradient, queue
     )

@@ -1,14 +1,16 @@
-"""Messages between pipeline ranks: trees of tensors over first-in-first-out channels.
+"""Point-to-point messages between pipeline ranks: trees of tensors over FIFO channels.
 
-A channel belongs to one direction and one stage boundary, because with several stages on a rank
-the messages between two ranks are not first-in-first-out any more. A message is a header
-(structure, dtypes, shapes, constants) and its tensors; `shapes` says when headers travel:
+A channel is one direction across one stage boundary. With several stages per rank, the messages
+between two ranks are not in FIFO order, but those of each channel are. A message consists of a
+header (structure, dtypes, shapes, constants) and its tensors. `shapes` decides when headers are
+sent:
 
-    declared    never: both sides know it beforehand
-    cached      with the first message of a channel; after that the sender checks that it still fits
+    declared    never: both peers have the header from the model; the sender checks each message
+    cached      with the first message of a channel; the sender checks that later messages match it
     exchanged   with every message
 
-Gradients need no header: their receiver knows what it sent forward.
+In evaluation every message has a header, because sizes may differ.
+Gradients have no header: the receiver has the shapes of the activation that it sent.
 """
 
 import pickle
@@ -22,17 +24,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.comm_errors import comm_error
+from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
-from pipemega.mesh import Axis
-from pipemega.pipeline.instructions import Instruction, Kind
 from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
+from pipemega.pipeline.plan.instructions import Instruction, Kind
+from pipemega.pipeline.stage_input import check_unchanged, versions_of
 
 ShapeMode = Literal["declared", "cached", "exchanged"]
 Direction = Literal["activation", "gradient"]
 
 
 class Channel(NamedTuple):
-    """The way over the boundary between stage `boundary` and the next one."""
+    """One direction across the boundary between stage `boundary` and the next stage."""
 
     direction: Direction
     boundary: int
@@ -50,27 +54,37 @@ class Channel(NamedTuple):
 
 @dataclass(eq=False)
 class Receive:
-    """A receive that was announced. It is posted at once, or as soon as its shapes are known."""
+    """A requested receive; it is posted (irecv) as soon as its shapes are known."""
 
     channel: Channel
     microbatch: int
-    shapes: Callable[[], list[TensorMeta] | None]  # of a gradient; of an activation see the header
+    grad_metas: Callable[[], list[TensorMeta] | None]  # for a gradient; an activation has a header
     header: Header | None = None
     tensors: list[Tensor] = field(default_factory=list)
     works: list[dist.Work] = field(default_factory=list)
     posted: bool = False
 
 
+class _Send(NamedTuple):
+    """A message whose sends may still be running; keeps its tensors alive."""
+
+    channel: Channel
+    microbatch: int
+    tensors: list[Tensor]
+    versions: list[int]
+    works: list[dist.Work]
+
+
 class Transport:
-    """The channels of one pipeline rank.
+    """All channels of one pipeline rank.
 
     Args:
         pipeline: the pipeline axis of the mesh.
-        rank_of_stage: which pipeline rank holds which stage.
-        device: where received tensors are put.
-        shapes: when headers travel, see above.
-        declared: boundary -> the header that both sides know, for `shapes="declared"`.
-        timeout: how long a wait may take.
+        rank_of_stage: the pipeline rank of each stage.
+        device: device of received tensors.
+        shapes: when headers are sent, see above.
+        declared: boundary -> header, for `shapes="declared"`.
+        timeout: limit of each wait.
     """
 
     def __init__(
@@ -86,18 +100,18 @@ class Transport:
         self._shapes: ShapeMode = shapes
         self._declared, self._timeout = dict(declared or {}), timeout
         self._exchange_all = False
-        self._sent: dict[Channel, Header] = {}
-        self._known: dict[Channel, Header] = {}
-        self._waiting: dict[Channel, deque[Receive]] = defaultdict(deque)
-        self._sending: list[tuple[list[dist.Work], list[Tensor], Channel, int]] = []
+        self._sent_headers: dict[Channel, Header] = {}
+        self._received_headers: dict[Channel, Header] = {}
+        self._unposted: dict[Channel, deque[Receive]] = defaultdict(deque)
+        self._sends: list[_Send] = []
         self._groups = self._make_groups()
 
     def _make_groups(self) -> dict[Direction, list[dist.ProcessGroup]]:
-        """The process groups that channels share.
+        """Return the process groups of each direction, one per chunk.
 
-        Gloo keeps channels apart by tag, so one group carries all. NCCL knows no tags and keeps
-        the messages of a group and a pair of ranks in order: so the two directions, and the
-        chunks of a rank, get groups of their own.
+        Gloo separates channels by tag, so one group is enough. NCCL ignores tags and runs the
+        operations of one group between two ranks in order, so each direction and each chunk of a
+        rank needs a separate group.
         """
         group = self._pipeline.group
         if group is None:
@@ -124,66 +138,56 @@ class Transport:
         """The global rank of each pipeline rank."""
         return self._pipeline.ranks
 
-    def exchange_all(self, wish: bool) -> None:
-        """Sends a header with every message from now on, whatever `shapes` says (evaluation)."""
-        self._exchange_all = wish and self._shapes != "declared"
-
-    def forget_shapes(self) -> None:
-        """The next message of each channel brings a new header; for a new batch size."""
-        self._sent.clear()
-        self._known.clear()
+    def exchange_all(self, enabled: bool) -> None:
+        """Send a header with every message, for evaluation."""
+        self._exchange_all = enabled
 
     def send(self, channel: Channel, microbatch: int, message: Any) -> None:
-        """Starts to send `message` (a tree of tensors and constants), and does not wait.
+        """Start sending `message` (a tree of tensors and constants) without waiting.
 
         Raises:
-            PipelineError: it is not the message that the other side is prepared for.
+            PipelineError: the message does not match the header that the receiver has.
         """
         if channel.direction == "activation":
             header = Header.of(message)
-            known = self._declared.get(channel.boundary) or self._sent.get(channel)
-            if self._exchange_all or (known is None) or self._shapes == "exchanged":
+            known = self._declared.get(channel.boundary) or self._sent_headers.get(channel)
+            if self._exchange_all or known is None or self._shapes == "exchanged":
                 self._send_header(channel, microbatch, header)
                 if not self._exchange_all:
-                    self._sent[channel] = header
-            elif (difference := known.difference(header)) is not None:
-                raise PipelineError(
-                    f"the output of stage {channel.source} changed at micro-batch {microbatch}, "
-                    f"and stage {channel.target} cannot receive it: {difference}; make the "
-                    f"micro-batches alike, or set pipeline.shapes to 'exchanged'"
-                )
-        tensors = [_wire(tensor.detach()) for tensor in tensors_of(message)]
-        self._start(channel, microbatch, tensors)
+                    self._sent_headers[channel] = header
+            elif known.difference(header) is not None:
+                raise PipelineError(self._describe_mismatch(channel, microbatch, known, header))
+        tensors = [_wire_format(tensor.detach()) for tensor in tensors_of(message)]
+        self._start_send(channel, microbatch, tensors)
 
     def receive(
         self,
         channel: Channel,
         microbatch: int,
-        shapes: Callable[[], list[TensorMeta] | None] = lambda: None,
+        grad_metas: Callable[[], list[TensorMeta] | None] = lambda: None,
     ) -> Receive:
-        """Announces a receive and posts it if its shapes are known; `wait` finishes it.
+        """Request a receive; post it if its shapes are known. `wait` returns the message.
 
         Args:
-            shapes: for a gradient, what will come; None as long as that is not known.
+            grad_metas: for a gradient, returns its shapes; None while they are not known.
         """
-        receive = Receive(channel, microbatch, shapes)
-        self._waiting[channel].append(receive)
+        receive = Receive(channel, microbatch, grad_metas)
+        self._unposted[channel].append(receive)
         self._post_known(channel)
         return receive
 
     def wait(self, receive: Receive) -> Any:
-        """What arrived: the message of an activation, the list of tensors of a gradient.
+        """Return the received message: a tree for an activation, a list of tensors for a gradient.
 
         Raises:
-            PipelineError: it did not come in time, or the other side is gone; says what did not
-                come, and from whom.
+            PipelineError: the wait timed out or the peer is lost; names the message and the peer.
         """
         while not receive.posted:
-            first = self._waiting[receive.channel][0]
+            first = self._unposted[receive.channel][0]
             if first.channel.direction == "activation" and self._header_of(first) is None:
                 first.header = self._receive_header(first)
                 if not self._exchange_all and self._shapes != "exchanged":
-                    self._known[first.channel] = first.header
+                    self._received_headers[first.channel] = first.header
             assert self._metas(first) is not None, f"no shapes for micro-batch {first.microbatch}"
             self._post_known(receive.channel)
         self._finish(receive.works, receive.channel, receive.microbatch)
@@ -194,38 +198,53 @@ class Transport:
         return receive.header.fill(receive.tensors)
 
     def release(self, channel: Channel, microbatch: int) -> None:
-        """Lets go of a message that the other side must have used by now."""
-        for at, (works, _, of, number) in enumerate(self._sending):
-            if of == channel and number == microbatch:
-                self._finish(works, channel, microbatch)
-                del self._sending[at]
-                return
+        """Free a sent message that the receiver has used."""
+        kept = []
+        for send in self._sends:
+            # The header and the tensors are two sends.
+            if send.channel == channel and send.microbatch == microbatch:
+                self._finish_send(send)
+            else:
+                kept.append(send)
+        self._sends = kept
 
-    def flush(self) -> None:
-        """Waits until everything that was sent has arrived."""
-        for works, _, channel, microbatch in self._sending:
-            self._finish(works, channel, microbatch)
-        self._sending.clear()
+    def flush(self, check: bool = True) -> None:
+        """Wait until all sends have completed.
+
+        Args:
+            check: whether a tensor that was changed while it was sent is an error.
+
+        Raises:
+            PipelineError: a sent tensor was changed in place.
+        """
+        for send in self._sends:
+            self._finish_send(send, check)
+        self._sends.clear()
+
+    def _finish_send(self, send: _Send, check: bool = True) -> None:
+        channel = send.channel
+        self._finish(send.works, channel, send.microbatch)
+        if check:
+            name = f"the {channel.direction} of micro-batch {send.microbatch} of stage"
+            check_unchanged(send.tensors, send.versions, f"{name} {channel.source}")
 
     def _header_of(self, receive: Receive) -> Header | None:
         if receive.header is not None:
             return receive.header
-        boundary = receive.channel.boundary
-        if boundary in self._declared:
-            return self._declared[boundary]
         if self._exchange_all or self._shapes == "exchanged":
             return None
-        return self._known.get(receive.channel)
+        declared = self._declared.get(receive.channel.boundary)
+        return declared or self._received_headers.get(receive.channel)
 
     def _metas(self, receive: Receive) -> list[TensorMeta] | None:
         if receive.channel.direction == "gradient":
-            return receive.shapes()
+            return receive.grad_metas()
         header = self._header_of(receive)
         return None if header is None else header.tensors
 
     def _post_known(self, channel: Channel) -> None:
-        """Posts the receives at the head of the channel whose shapes are known, in order."""
-        queue = self._waiting[channel]
+        """Post receives in the order of the channel, up to the first with unknown shapes."""
+        queue = self._unposted[channel]
         while queue and (metas := self._metas(queue[0])) is not None:
             receive = queue.popleft()
             if channel.direction == "activation":
@@ -233,47 +252,45 @@ class Transport:
             receive.tensors = [
                 torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas
             ]
-            receive.works = [
-                self._receive_one(channel, _wire(tensor)) for tensor in receive.tensors
-            ]
+            receive.works = [self._irecv(channel, _wire_format(t)) for t in receive.tensors]
             receive.posted = True
 
     def _send_header(self, channel: Channel, microbatch: int, header: Header) -> None:
         payload = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
         length = torch.tensor([payload.numel()])
-        self._start(channel, microbatch, [length.to(self._device), payload.to(self._device)])
+        self._start_send(channel, microbatch, [length.to(self._device), payload.to(self._device)])
 
     def _receive_header(self, receive: Receive) -> Header:
-        """Reads it on the host: what the message is must be known before it can be received."""
+        """Receive the header and copy it to the host: the tensors cannot be posted without it."""
         channel, microbatch = receive.channel, receive.microbatch
         length = torch.empty(1, dtype=torch.int64, device=self._device)
-        self._finish([self._receive_one(channel, length)], channel, microbatch)
+        self._finish([self._irecv(channel, length)], channel, microbatch)
         payload = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
-        self._finish([self._receive_one(channel, payload)], channel, microbatch)
-        # From a rank of this same run, never from a file.
+        self._finish([self._irecv(channel, payload)], channel, microbatch)
+        # Safe to unpickle: it comes from a rank of this run, never from a file.
         header = pickle.loads(bytes(payload.tolist()))
         assert isinstance(header, Header)
         return header
 
-    def _start(self, channel: Channel, microbatch: int, tensors: list[Tensor]) -> None:
+    def _start_send(self, channel: Channel, microbatch: int, tensors: list[Tensor]) -> None:
         peer, group, tag = self._route(channel, channel.target)
         works = []
         for tensor in tensors:
             work = dist.isend(tensor, peer, group=group, tag=tag)
             assert work is not None
             works.append(work)
-        self._sending.append((works, tensors, channel, microbatch))
+        self._sends.append(_Send(channel, microbatch, tensors, versions_of(tensors), works))
         if self._device.type == "cuda":
-            self._sending = [s for s in self._sending if not all(w.is_completed() for w in s[0])]
+            self._sends = [s for s in self._sends if not all(w.is_completed() for w in s.works)]
 
-    def _receive_one(self, channel: Channel, tensor: Tensor) -> dist.Work:
+    def _irecv(self, channel: Channel, tensor: Tensor) -> dist.Work:
         peer, group, tag = self._route(channel, channel.source)
         work = dist.irecv(tensor, peer, group=group, tag=tag)
         assert work is not None
         return work
 
     def _route(self, channel: Channel, stage: int) -> tuple[int, dist.ProcessGroup, int]:
-        """The global rank that holds `stage`, and the group and tag of the channel."""
+        """Return the global rank of `stage`, and the process group and tag of the channel."""
         groups = self._groups[channel.direction]
         group = groups[channel.boundary // self._pipeline.size % len(groups)]
         tag = 2 * channel.boundary + (channel.direction == "gradient")
@@ -283,39 +300,49 @@ class Transport:
         for work in works:
             try:
                 if self._device.type == "cuda":
-                    # Queues the wait on the stream; the deadline is that of NCCL's own watchdog.
+                    # Only the stream waits; the NCCL watchdog enforces the timeout.
                     work.wait()
                 else:
                     work.wait(self._timeout)
             except RuntimeError as error:
-                what = self._awaited(channel, microbatch)
-                raise PipelineError(f"{what}: {self._brief(error)}") from error
+                raise comm_error(self._describe_wait(channel, microbatch), error) from error
 
-    def _awaited(self, channel: Channel, microbatch: int) -> str:
-        """What this rank waits for, and from whom."""
+    def _describe_mismatch(
+        self, channel: Channel, microbatch: int, known: Header, header: Header
+    ) -> str:
+        """Return the error about an output that is not the one that the receiver expects."""
+        if channel.boundary in self._declared:
+            difference = known.difference(header, "is declared as", "is")
+            return (
+                f"the output of stage {channel.source} at micro-batch {microbatch} is not what the "
+                f"model declares for the input of stage {channel.target}: {difference}; correct "
+                f"PipelineModule(..., boundary=...), or set pipeline.shapes to 'cached'"
+            )
+        return (
+            f"the output of stage {channel.source} changed at micro-batch {microbatch}, and stage "
+            f"{channel.target} cannot receive it: {known.difference(header)}; give all "
+            f"micro-batches the same shapes, or set pipeline.shapes to 'exchanged'"
+        )
+
+    def _describe_wait(self, channel: Channel, microbatch: int) -> str:
+        """Return the message and the peer that this rank waits for, for an error."""
         sends = self._rank_of_stage[channel.source] == self._pipeline.rank
-        there = channel.target if sends else channel.source
-        peer = f"stage {there} on rank {self._pipeline.ranks[self._rank_of_stage[there]]}"
+        peer_stage = channel.target if sends else channel.source
+        peer_rank = self._pipeline.ranks[self._rank_of_stage[peer_stage]]
+        peer = f"stage {peer_stage} on rank {peer_rank}"
         name = f"the {channel.direction} of micro-batch {microbatch}"
         kinds = {
             "activation": (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION),
             "gradient": (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT),
         }
-        step = Instruction(kinds[channel.direction][sends], there, microbatch)
-        here = f"pipeline rank {self._pipeline.rank} waited for"
+        peer_step = Instruction(kinds[channel.direction][sends], peer_stage, microbatch)
+        waited = f"pipeline rank {self._pipeline.rank} waited for"
         if sends:
-            return f"{here} {peer} to take {name} ({step})"
-        return f"{here} {name} from {peer} ({step})"
-
-    def _brief(self, error: RuntimeError) -> str:
-        """The last part of a backend's message, without the file that it was built from."""
-        text = str(error).split("] ", 1)[-1].strip().splitlines()[0]
-        if "timed out" in text.lower():
-            return f"timed out after mesh.timeout_seconds ({self._timeout.total_seconds():g} s)"
-        return text
+            return f"{waited} {peer} to receive {name} ({peer_step})"
+        return f"{waited} {name} from {peer} ({peer_step})"
 
 
-def _wire(tensor: Tensor) -> Tensor:
-    """`tensor` as it can be sent: contiguous, and bool as bytes, which every backend carries."""
+def _wire_format(tensor: Tensor) -> Tensor:
+    """Return `tensor` contiguous, and bool viewed as bytes, which every backend supports."""
     tensor = tensor.contiguous()
     return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor

@@ -1,46 +1,96 @@
-"""What is worth saying of a plan: warnings, a recommendation, and what would make it fit."""
+"""Advice on a report: warnings, the recommended schedule, changes that make the run fit."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipemega.config import load
+from pipemega.config import Batch, Config, load
 from pipemega.errors import PipemegaError
-from pipemega.pipeline.partition import partition
+from pipemega.pipeline.plan.partition import partition
 from pipemega.pipeline.schedules import SCHEDULES
-from pipemega.planning.outcome import Outcome
-from pipemega.planning.quantities import show_bytes
-from pipemega.planning.report import Report, Request, draw_up
+from pipemega.planning.estimate import Report, Request, estimate
+from pipemega.planning.prediction import Prediction
+from pipemega.planning.rates import Rates
+from pipemega.planning.units import show_bytes
+from pipemega.printing import percent
 
-LARGE_BUBBLE = 0.2
-UNEVEN = 1.15
-# Bytes kept for W over bytes held for B, from which on halves cost memory.
-DEAR_HALVES = 2.0
-# Schedules whose times differ by less than this are alike.
-_GAIN = 0.02
-# How many changes are shown where none of them is enough.
-_NEARLY = 4
+# Warn above this bubble,
+_LARGE_BUBBLE = 0.2
+# above this ratio of the work of a rank to the mean,
+_UNEVEN_WORK = 1.15
+# and above this ratio of the bytes kept for W to the bytes held for B.
+_LARGE_WEIGHT_HALF = 2.0
+# Schedules are equally fast if their times differ by at most this fraction.
+_SAME_TIME = 0.02
+# A schedule that takes more than this many times as long is no good way to save memory.
+MUCH_SLOWER = 1.5
+# Number of suggestions to show if none of them makes the run fit.
+_MAX_INSUFFICIENT = 4
 
 
-def warnings_of(report: Report) -> list[str]:
-    """What is likely not meant, most costly first."""
-    return [*_bubble(report), *_balance(report), *_halves(report)]
+class Suggestion(NamedTuple):
+    """A change that was tried: what to set, and the peak memory in bytes with it."""
+
+    change: str
+    peak: int
+    fits: bool
+
+
+class Alternative(NamedTuple):
+    """A faster change that fits: what to set, the share of time it saves, the peak in bytes."""
+
+    change: str
+    gain: float
+    peak: int
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Advice on a report.
+
+    Args:
+        warnings: likely mistakes, the most costly first.
+        best: the prediction of the schedule to use; None if no comparison was requested, or none of
+            the compared schedules fits.
+        recommendation: the schedule to use; None if no comparison was requested.
+        suggestions: changes that reduce memory, if the run does not fit: those that make it fit,
+            smallest first, or else a few that come closest.
+        alternatives: faster changes, if the run fits into the memory of a device; fastest first.
+    """
+
+    warnings: tuple[str, ...]
+    best: Prediction | None
+    recommendation: str | None
+    suggestions: tuple[Suggestion, ...]
+    alternatives: tuple[Alternative, ...] = ()
+
+
+def advise(report: Report) -> Advice:
+    """Return the advice on `report`; if the memory is known, estimates the run with changes."""
+    best = _best(report)
+    return Advice(
+        warnings=(*_bubble(report), *_balance(report), *_weight_half(report)),
+        best=best,
+        recommendation=_recommendation(report, best) if report.compared else None,
+        suggestions=tuple(_suggestions(report)) if report.fits is False else (),
+        alternatives=tuple(_alternatives(report)) if report.fits else (),
+    )
 
 
 def _bubble(report: Report) -> Iterator[str]:
-    outcome, timeline = report.outcome, report.outcome.timeline
-    if timeline.bubble <= LARGE_BUBBLE:
+    plan, bubble = report.prediction.plan, report.prediction.timeline.bubble
+    if bubble <= _LARGE_BUBBLE:
         return
-    p, m = outcome.plan.num_ranks, report.batch.num_microbatches
-    text = f"bubble {timeline.bubble:.0%}: the ranks wait for that share of each step"
-    # (p - 1) / (m + p - 1) at 20 % is m = 4 (p - 1).
-    if outcome.plan.name in ("gpipe", "1f1b") and m < 4 * (p - 1):
+    p, m = plan.num_ranks, report.batch.num_microbatches
+    text = f"bubble {percent(bubble, 0)}: on average a rank is idle for that share of each step"
+    # (p - 1) / (m + p - 1) is 20 % for m = 4 (p - 1).
+    if plan.name in ("gpipe", "1f1b") and m < 4 * (p - 1):
         text += (
-            f"; {4 * (p - 1)} micro-batches (now {m}) bring equal stages to 20% "
-            f"(gradient_accumulation_steps)"
+            f"; {4 * (p - 1)} micro-batches (now {m}) reduce it to 20% if stages are equal: "
+            f"increase gradient_accumulation_steps"
         )
-    elif outcome.plan.name == "sequential":
+    elif plan.name == "sequential":
         text += "; schedule '1f1b' overlaps the stages"
     yield text
 
@@ -51,103 +101,220 @@ def _balance(report: Report) -> Iterator[str]:
         return
     work = [sum(s.flops for s in stages if s.rank == rank) for rank in range(p)]
     mean = sum(work) / p
-    if not mean or max(work) <= UNEVEN * mean:
+    if not mean or max(work) <= _UNEVEN_WORK * mean:
         return
     rank = work.index(max(work))
-    here = [s for s in stages if s.rank == rank]
-    numbers = " and ".join(str(s.number) for s in here)
+    numbers = " and ".join(str(s.number) for s in stages if s.rank == rank)
     text = (
-        f"pipeline rank {rank} (stage {numbers}) has {max(work) / mean:.2f} times the mean work, "
-        f"and every other rank waits for it"
+        f"pipeline rank {rank} (stage {numbers}) has {max(work) / mean:.2f} times the mean work; "
+        f"all other ranks wait for it"
     )
-    last = stages[-1]
-    head = report.outcome.layout.costs[-1].layer_flops
-    if last.rank == rank and head and head[-1] > 0.1 * sum(head):
-        text += f"; its head is {head[-1] / sum(head):.0%} of its forward: fewer blocks beside it"
+    last = report.prediction.layout.costs[-1].layer_flops
+    if stages[-1].rank == rank and last and last[-1] > 0.1 * sum(last):
+        text += (
+            f"; the head takes {percent(last[-1] / sum(last), 0)} of its forward: give this stage "
+            f"fewer blocks"
+        )
     bounds = _even_bounds(report)
     if bounds is not None:
-        text += f"; by FLOPs: pipeline.partition {bounds}"
+        text += f"; to balance FLOPs, set pipeline.partition to {bounds}"
     yield text
 
 
 def _even_bounds(report: Report) -> list[int] | None:
-    """The cut that shares FLOPs out evenly, if it is another one."""
-    layout = report.outcome.layout
+    """Return the bounds that balance the FLOPs; None if they are hardly better than the current."""
+    layout = report.prediction.layout
     flops = [f for stage in layout.costs for f in stage.layer_flops]
     if len(layout.rank_of_stage) != report.topology.pipeline:
         return None
     bounds = partition(flops, len(layout.rank_of_stage))
-    worst = max(sum(flops[a:b]) for a, b in pairwise(bounds))
+    best = max(sum(flops[a:b]) for a, b in pairwise(bounds))
     now = max(sum(flops[a:b]) for a, b in pairwise(layout.bounds))
-    return bounds if worst < 0.97 * now else None
+    return bounds if best < 0.97 * now else None
 
 
-def _halves(report: Report) -> Iterator[str]:
-    ratios = [s.kept / s.held for s in report.stages if s.kept and s.held]
-    if ratios and max(ratios) >= DEAR_HALVES:
-        yield (
-            f"recomputation under schedule '{report.outcome.plan.name}': between the halves of its "
-            f"backward a micro-batch keeps {max(ratios):.1f} times what it held before, since I "
-            f"computes again what W needs; '1f1b' or 'interleaved' keep none of it"
+def _weight_half(report: Report) -> Iterator[str]:
+    held = sum(stage.held for stage in report.stages)
+    kept = sum(stage.kept or 0 for stage in report.stages)
+    is_auto = report.request.config.pipeline.schedule == "auto"  # it keeps its memory limit
+    if is_auto or kept < _LARGE_WEIGHT_HALF * held:
+        return
+    text = (
+        f"recomputation saves little memory under schedule '{report.prediction.plan.name}': I "
+        f"recomputes the activations, and W needs them too, so from I to W a micro-batch keeps "
+        f"{kept / held:.1f} times the memory that it keeps from F to I; '1f1b' and "
+        f"'interleaved' do not split backward"
+    )
+    if report.request.config.pipeline.weight_queue_limit is None:
+        change, *_ = _weight_limits(report)
+        limited = _with_changes(report.request, [change], report.request.world)
+        assert limited is not None, "the run has been estimated before"
+        longer = limited.timeline.makespan / report.prediction.timeline.makespan - 1
+        text += (
+            f"; {change} holds the W of one micro-batch: {show_bytes(limited.peak)} instead of "
+            f"{show_bytes(report.prediction.peak)}, step {percent(longer)} longer"
         )
+    yield text
 
 
-def recommendation(report: Report) -> str | None:
-    """The schedule to take, of those compared; None without a comparison."""
-    fitting = [o for o in report.others if o.fits(report.request.limit) is not False]
-    if not report.others:
-        return None
+def _weight_limits(report: Report) -> list[str]:
+    """Return overrides that limit the queue of W to one micro-batch, and to none."""
+    largest = max((stage.kept or 0 for stage in report.stages), default=0)
+    if not largest or report.request.config.pipeline.weight_queue_limit is not None:
+        return []
+    return [f"pipeline.weight_queue_limit={limit}" for limit in (largest, 0)]
+
+
+def _best(report: Report) -> Prediction | None:
+    fitting = [p for p in report.compared if p.fits(report.request.limit) is not False]
     if not fitting:
+        return None
+    own, shortest = report.prediction, fitting[0].timeline.makespan
+    # Among schedules that are as fast as the fastest, the one with the lowest memory.
+    fastest = [p for p in fitting if p.timeline.makespan <= (1 + _SAME_TIME) * shortest]
+    return own if own in fastest else min(fastest, key=lambda p: p.peak)
+
+
+def _recommendation(report: Report, best: Prediction | None) -> str:
+    own = report.prediction
+    if best is None:
         return "none of these fits"
-    own, quickest = report.outcome, fitting[0].timeline.makespan
-    # Of those that are as good as the quickest, the one that holds least.
-    alike = [o for o in fitting if o.timeline.makespan <= (1 + _GAIN) * quickest]
-    best = own if own in alike else min(alike, key=lambda outcome: outcome.peak)
     if best is own:
-        return f"keep '{own.plan.name}': nothing that fits is quicker by more than {_GAIN:.0%}"
-    gain = 1 - best.timeline.makespan / own.timeline.makespan
+        same = percent(_SAME_TIME, 0)
+        return f"keep '{own.plan.name}': no schedule that fits is more than {same} faster"
+    name, peak = best.plan.name, show_bytes(best.peak)
     if report.fits is False:
-        return f"'{best.plan.name}', the quickest that fits: {_peak(best)} on the fullest rank"
+        text = f"'{name}', the fastest that fits: peak memory {peak}"
+        ratio = best.timeline.makespan / own.timeline.makespan
+        if ratio > MUCH_SLOWER:
+            text += f"; it takes {ratio:.1f} times as long as '{own.plan.name}': change other keys"
+        return text
+    gain = 1 - best.timeline.makespan / own.timeline.makespan
     return (
-        f"'{best.plan.name}': {gain:.1%} less time than '{own.plan.name}', "
-        f"{_peak(best)} against {_peak(own)} on the fullest rank"
+        f"'{name}': {percent(gain)} less time than '{own.plan.name}', "
+        f"peak memory {peak} instead of {show_bytes(own.peak)}"
     )
 
 
-def _peak(outcome: Outcome) -> str:
-    return show_bytes(outcome.peak)
-
-
-class Way(NamedTuple):
-    """A change that was tried: what to set, and the fullest rank's bytes with it."""
-
-    change: str
-    peak: int
-    fits: bool
-
-
-def ways_to_fit(report: Report) -> list[Way]:
-    """Changes of a key, each planned anew: those that fit, the best first, or the nearest to it."""
-    ways = []
+def _suggestions(report: Report) -> list[Suggestion]:
+    """Estimate the run with each change and return those that make it fit, or the closest."""
+    suggestions = []
     for overrides, world in _changes(report):
-        try:
-            config = load(report.request.config, overrides)
-            request = replace(report.request, config=config, world=world, compare=())
-            peak = draw_up(request).outcome.peak
-        except PipemegaError:
-            continue
-        if peak < report.outcome.peak:
-            change = " ".join(f"--set {override}" for override in overrides)
+        prediction = _with_changes(report.request, overrides, world)
+        if prediction is not None and prediction.peak < report.prediction.peak:
+            change = _as_options(overrides)
             if world is not None and world != report.topology.world_size:
                 change += f" on {world} ranks"
-            ways.append(Way(change, peak, peak <= (report.request.limit or 0)))
-    ways.sort(key=lambda way: way.peak)
-    fitting = [way for way in ways if way.fits]
-    return fitting or ways[:_NEARLY]
+            fits = prediction.peak <= (report.request.limit or 0)
+            suggestions.append(Suggestion(change, prediction.peak, fits))
+    suggestions.sort(key=lambda s: s.peak)
+    return [s for s in suggestions if s.fits] or suggestions[:_MAX_INSUFFICIENT]
+
+
+def _with_changes(
+    request: Request, overrides: Sequence[str], world: int | None
+) -> Prediction | None:
+    """Predict the run with changed keys; None if it cannot run."""
+    try:
+        config = load(request.config, overrides)
+        changed = replace(request, config=config, world=world, compare=(), quick=True)
+        return estimate(changed).prediction
+    except PipemegaError:
+        return None
+
+
+def _as_options(overrides: Iterable[str]) -> str:
+    return " ".join(f"--set {override}" for override in overrides)
+
+
+# Faster alternatives for a run that fits
+
+
+def _alternatives(report: Report) -> list[Alternative]:
+    """Estimate the run with changes that use more memory, and return those that are faster."""
+    request = report.request
+    if not request.rates.known:
+        # The unit of relative times is the mean forward, which a change of the model changes.
+        request = replace(request, rates=Rates(tflops=1.0))
+    own = _with_changes(request, (), request.world)
+    assert own is not None, "the run has been estimated before"
+    found: list[Alternative] = []
+    faster: list[list[str]] = []
+
+    def attempt(overrides: list[str]) -> Alternative | None:
+        changed = _with_changes(request, overrides, request.world)
+        if changed is None or not changed.fits(request.limit):
+            return None
+        gain = 1 - changed.timeline.makespan / own.timeline.makespan
+        return Alternative(_as_options(overrides), gain, changed.peak)
+
+    for kind in _faster_changes(report):
+        tried = [(attempt(overrides), overrides) for overrides in kind]
+        useful = [(a, overrides) for a, overrides in tried if a and a.gain >= _SAME_TIME]
+        if useful:
+            best, overrides = max(useful, key=lambda entry: entry[0].gain)
+            found.append(best)
+            faster.append(overrides)
+    if len(faster) > 1:
+        both = attempt([override for overrides in faster for override in overrides])
+        if both is not None and both.gain > max(a.gain for a in found):
+            found.append(both)
+    return sorted(found, key=lambda a: -a.gain)
+
+
+def _faster_changes(report: Report) -> Iterator[list[list[str]]]:
+    """Yield, for each kind of change, the overrides to try; of a kind only the best is shown."""
+    config, batch = report.request.config, report.batch
+    if report.topology.pipeline > 1:
+        names = ("1f1b", "interleaved", "zb-h1", "zb-v")
+        reset = _without_schedule_keys(config)
+        yield [
+            [f"pipeline.schedule={name}", *reset]
+            for name in names
+            if name != report.prediction.plan.name and config.pipeline.schedule != "auto"
+        ]
+    if report.request.rates.costs is not None:
+        return  # the given seconds are for these micro-batches with this recomputation
+    yield [*_other_micro_batches(config, batch)]
+    if config.pipeline.activation_checkpoint_interval:
+        yield [["pipeline.activation_checkpoint_interval=0"]]
+    elif config.activation_checkpointing.number_checkpoints:
+        yield [["activation_checkpointing.number_checkpoints=null"]]
+    elif config.model is not None and report.request.model is None:
+        lighter = {"full": ("selective", "none"), "selective": ("none",), "none": ()}
+        yield [[f"model.recompute={name}"] for name in lighter[config.model.recompute]]
+
+
+def _without_schedule_keys(config: Config) -> list[str]:
+    """Return the overrides that remove keys which another schedule may refuse."""
+    keys = []
+    if config.pipeline.chunks != "auto":
+        keys.append('pipeline.chunks="auto"')
+    if config.pipeline.weight_queue_limit is not None:
+        keys.append("pipeline.weight_queue_limit=null")
+    return keys
+
+
+def _other_micro_batches(config: Config, batch: Batch) -> Iterator[list[str]]:
+    """Yield the overrides for other micro-batch sizes with the same train_batch_size."""
+    samples = batch.train_batch_size // batch.data_size
+    for factor in (4, 2, 0.5):
+        size = factor * batch.micro_batch_size
+        if size == int(size) and samples % size == 0:
+            overrides = [f"train_micro_batch_size_per_gpu={int(size)}"]
+            if config.train_batch_size is None:
+                overrides.append(f"train_batch_size={batch.train_batch_size}")
+            if config.gradient_accumulation_steps is not None:
+                overrides.append(f"gradient_accumulation_steps={samples // int(size)}")
+            yield overrides
+
+
+# Changes that reduce memory
 
 
 def _changes(report: Report) -> Iterator[tuple[list[str], int | None]]:
-    request: Request = report.request
+    """Yield (overrides of config keys, number of ranks) of the changes to try."""
+    request = report.request
     config, world = request.config, request.world
     if request.model is None and config.model is not None:
         if config.model.recompute == "none":
@@ -167,13 +334,14 @@ def _changes(report: Report) -> Iterator[tuple[list[str], int | None]]:
         if config.gradient_accumulation_steps is not None:
             smaller.append(f"gradient_accumulation_steps={2 * report.batch.num_microbatches}")
         yield smaller, world
+    for limit in _weight_limits(report):
+        yield [limit], world
     if report.topology.pipeline > 1:
         for name in ("1f1b", "1f1b-v", "v-half", "v-min"):
-            if name in SCHEDULES and name != report.outcome.plan.name:
-                chunks = [] if config.pipeline.chunks == "auto" else ['pipeline.chunks="auto"']
-                yield [f"pipeline.schedule={name}", *chunks], world
+            if name in SCHEDULES and name != report.prediction.plan.name:
+                yield [f"pipeline.schedule={name}", *_without_schedule_keys(config)], world
     for axis, size in (("pipeline", config.mesh.pipeline), ("tensor", config.mesh.tensor)):
-        # Data ranks make room where there are any; otherwise it takes more ranks.
+        # Use data ranks for the larger axis if possible, otherwise more ranks.
         total = report.topology.world_size * (1 if report.topology.data % 2 == 0 else 2)
         changes = [f"mesh.{axis}={2 * size}"]
         if config.mesh.data != "auto":

@@ -1,4 +1,4 @@
-"""What one rank holds whatever the schedule does: weights, gradients, masters, optimizer state."""
+"""Counts the memory of a rank for weights, gradients, masters and optimizer state."""
 
 from dataclasses import dataclass
 
@@ -6,33 +6,33 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from pipemega.assemble_step import optimizer_step, precision_of
 from pipemega.config import Config
-from pipemega.gradients import GradientBuffer
+from pipemega.distributed.mesh import Mesh
 from pipemega.kernels import Kernels
-from pipemega.mesh import Mesh
 from pipemega.optimizer import OptimizerStep
-from pipemega.pipeline.build import LocalModel
-from pipemega.planning.kernels import DeviceType
+from pipemega.optimizer.build_step import optimizer_step, precision_of
+from pipemega.optimizer.gradients import GradientBuffer
+from pipemega.pipeline.local_model import LocalModel
+from pipemega.profiling.meta_kernels import DeviceType
 
-# What gradients.square_sum turns to fp64 at one time, by device.
+# Bytes that gradients.square_sum converts to fp64 at one time, by device.
 _NORM_BYTES = {"cpu": 8 << 18, "cuda": 8 << 24}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes of one rank between two steps, and what the step itself needs beside them.
+    """Bytes of one rank between two steps, and temporary bytes of the optimizer step.
 
     Args:
-        parameters: trainable and frozen elements here.
-        weights: parameters and buffers, as they compute.
-        gradients: the flat buffers, padding included.
-        masters: fp32 copies of the weights; 0 where the optimizer works on the weights.
-        optimizer: the optimizer's state.
-        host: of the two, and of what else the optimizer works on, in the memory of the host.
-        exact: the optimizer's state was counted; otherwise it is at least this much.
-        step: needed while gradients are reduced and the norm is taken.
+        parameters: number of trainable and frozen elements on this rank.
+        weights: parameters and buffers, in the dtype of the computation.
+        gradients: the flat buffers with their padding.
+        masters: fp32 copies of the weights; 0 if the optimizer updates the weights directly.
+        optimizer: state of the optimizer.
+        exact: the optimizer state was counted; otherwise `optimizer` is a lower bound.
+        step: temporary memory of the gradient reduction and the gradient norm.
+        host: host memory of an offloaded optimizer: masters, their gradients and the state.
     """
 
     parameters: int
@@ -50,16 +50,16 @@ class Footprint:
 
 
 @dataclass(frozen=True, eq=False)
-class RankOnPaper:
-    """One rank's part of a run on the meta device: its model, gradients and footprint."""
+class MetaRank:
+    """One rank on the meta device: its model, gradients and footprint."""
 
     local: LocalModel
     gradients: GradientBuffer
     footprint: Footprint
 
 
-def rank_on_paper(config: Config, mesh: Mesh, local: LocalModel, device: DeviceType) -> RankOnPaper:
-    """Casts the parameters of `local` and builds their optimizer, as a run would.
+def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: DeviceType) -> MetaRank:
+    """Cast the parameters of `local`, build the optimizer as in a run, and count both.
 
     Raises:
         ConfigError: the optimizer cannot be built.
@@ -67,18 +67,15 @@ def rank_on_paper(config: Config, mesh: Mesh, local: LocalModel, device: DeviceT
     precision = precision_of(config)
     step = optimizer_step(config, mesh, local, precision, Kernels.detect("meta"))
     trainable = [(name, p) for name, p in local.parameters.items() if p.requires_grad]
-    gradients = (
-        step.gradients
-        if step is not None
-        else GradientBuffer(trainable, dtype=precision.accumulation_dtype)
-    )
+    dtype = precision.accumulation_dtype
+    gradients = GradientBuffer(trainable, dtype=dtype) if step is None else step.gradients
     buffers = [b for stage in local.stages.values() for b in stage.buffers()]
     state, exact = _state_bytes(step.optimizer) if step is not None else (0, True)
     weights = [*local.parameters.values(), *buffers]
-    masters, host = _apart(step, weights), 0
+    masters, host = _master_bytes(step, weights), 0
     if config.zero_optimization.offloads and device == "cuda" and step is not None:
-        # Targets and the gradients that are brought to them, whatever dtype computes.
-        host = state + 2 * sum(t.nbytes for t in step.targets.named.values())
+        # The masters and their gradients, for every dtype of the computation.
+        host = state + 2 * sum(t.nbytes for t in step.masters.named.values())
         state = masters = 0
     footprint = Footprint(
         parameters=sum(p.numel() for p in local.parameters.values()),
@@ -90,59 +87,59 @@ def rank_on_paper(config: Config, mesh: Mesh, local: LocalModel, device: DeviceT
         step=_step_bytes(config, mesh, local, gradients, device),
         host=host,
     )
-    return RankOnPaper(local, gradients, footprint)
+    return MetaRank(local, gradients, footprint)
 
 
 def _bytes(tensors: list[Tensor]) -> int:
-    """Of their storages, each once."""
+    """Return the bytes of the storages, each counted once."""
     storages = {t.untyped_storage()._cdata: t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
 
 
-def _apart(step: OptimizerStep | None, weights: list[Tensor]) -> int:
-    """Bytes of what the optimizer works on and is no part of the weights."""
+def _master_bytes(step: OptimizerStep | None, weights: list[Tensor]) -> int:
+    """Return the bytes of the optimizer's tensors that do not share memory with the weights."""
     if step is None:
         return 0
-    own = {t.untyped_storage()._cdata for t in weights}
-    targets: list[Tensor] = list(step.targets.named.values())
-    return _bytes([t for t in targets if t.untyped_storage()._cdata not in own])
+    of_weights = {t.untyped_storage()._cdata for t in weights}
+    updated: list[Tensor] = list(step.masters.named.values())
+    return _bytes([t for t in updated if t.untyped_storage()._cdata not in of_weights])
 
 
 def _state_bytes(optimizer: Optimizer) -> tuple[int, bool]:
-    """Bytes of the state after a first step, and whether that step could be made.
+    """Return the bytes of the state after a first step, and whether that step succeeded.
 
-    One parameter of each shape takes the step, and stands for the others: the optimizer passes by
-    those that have no gradient.
+    Only one parameter of each shape gets a gradient and takes the step; the optimizer skips the
+    others, and their state has the same size.
     """
-    alike: dict[tuple[int, torch.Size, torch.dtype], list[nn.Parameter]] = {}
+    by_shape: dict[tuple[int, torch.Size, torch.dtype], list[nn.Parameter]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for p in group["params"]:
-            alike.setdefault((number, p.shape, p.dtype), []).append(p)
-    targets = [p for group in optimizer.param_groups for p in group["params"]]
-    before = [p.grad for p in targets]
-    for p in targets:
+            by_shape.setdefault((number, p.shape, p.dtype), []).append(p)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    before = [p.grad for p in parameters]
+    for p in parameters:
         p.grad = None
-    for first, *_ in alike.values():
+    for first, *_ in by_shape.values():
         first.grad = torch.empty_like(first)
     try:
         optimizer.step()
         exact = True
     except (RuntimeError, NotImplementedError):
-        # It reads a number, and meta tensors have none; most have made their state by then.
+        # The step reads a tensor value; most optimizers have created their state by then.
         exact = False
-    for p, gradient in zip(targets, before, strict=True):
+    for p, gradient in zip(parameters, before, strict=True):
         p.grad = gradient
     total = 0
-    for same in alike.values():
-        state = optimizer.state.get(same[0], {})
-        total += len(same) * _bytes([v for v in state.values() if isinstance(v, Tensor)])
+    for equal in by_shape.values():
+        state = optimizer.state.get(equal[0], {})
+        total += len(equal) * _bytes([v for v in state.values() if isinstance(v, Tensor)])
     return total, exact
 
 
 def _step_bytes(
     config: Config, mesh: Mesh, local: LocalModel, gradients: GradientBuffer, device: DeviceType
 ) -> int:
-    """The most that the end of a step needs at one time, beside what is always there."""
+    """Return the maximum temporary bytes of the optimizer step."""
     flats = list(gradients.flats.values())
     tied = 0
     for name, axis in local.tied.items():
@@ -155,19 +152,17 @@ def _step_bytes(
 
 
 def _sent_bytes(config: Config, mesh: Mesh, gradients: GradientBuffer, device: DeviceType) -> int:
-    """Beside the gradients while they are summed over the data ranks."""
+    """Return the temporary bytes of the gradient reduction over the data ranks."""
     if mesh.data.size == 1:
         return 0
-    buckets = gradients.layout.buckets
-    pieces = (
-        [(b.dtype, b.place.size) for b in buckets] if buckets else [*gradients.layout.sizes.items()]
-    )
+    layout, buckets = gradients.layout, gradients.layout.buckets
+    parts = [(b.dtype, b.place.size) for b in buckets] if buckets else [*layout.sizes.items()]
     name = config.communication_data_type
     sizes = []
-    for dtype, size in pieces:
+    for dtype, size in parts:
         sent = dtype if name is None else _DTYPES[name]
-        # Cast before they are sent; and gloo lets them land beside what is sent.
+        # A copy in the communication dtype; gloo also needs a separate receive buffer.
         copies = (sent != dtype) + (bool(buckets) and device == "cpu")
         sizes.append(copies * size * sent.itemsize)
-    several = 2 if config.zero_optimization.overlap_comm else 1
-    return sum(sorted(sizes)[-several:]) if buckets else max(sizes, default=0)
+    concurrent = 2 if config.zero_optimization.overlap_comm else 1
+    return sum(sorted(sizes)[-concurrent:]) if buckets else max(sizes, default=0)

@@ -1,4 +1,9 @@
-"""One layer cut over the tensor ranks: linears, embedding, dropout, loss, and their collectives."""
+"""Tensor parallelism: layers sharded over the tensor ranks, as in Megatron.
+
+`layers`: column- and row-parallel linears; `embedding`, `vocabulary`: vocabulary-parallel embedding
+and head; `cross_entropy`: vocabulary-parallel loss; `dropout`: equal masks on every mesh;
+`collectives`: conjugate pairs of collectives.
+"""
 
 from pipemega.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipemega.tensor_parallel.dropout import Dropout

@@ -1,12 +1,12 @@
-"""Cross entropy over a vocabulary that no rank holds whole.
+"""Cross entropy over logits whose vocabulary is sharded over the tensor ranks.
 
-With m local logits x on each rank, and target t on one of them:
+Each rank has local logits x; the target t is in the shard of one rank:
 
     local       s = softmax(x)      a = log sum exp(x)
-    one gather  [a, x_t or 0, sum of x]  from every rank
+    all-gather  [a, x_t or 0, sum of x]  of every rank
     global      A = log sum exp(a over ranks)      loss = A - x_t      dx = exp(a - A) s - [t]
 
-Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; one collective in place of three.
+Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; with one collective instead of three.
 """
 
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipemega.mesh import Axis
+from pipemega.distributed.mesh import Axis
 from pipemega.tensor_parallel.collectives import start_all_gather
 from pipemega.tensor_parallel.vocabulary import local_range, require_in_vocabulary
 
@@ -28,26 +28,26 @@ def vocab_parallel_cross_entropy(
     label_smoothing: float = 0.0,
     ignore_index: int = -100,
 ) -> Tensor:
-    """The loss of each token, as `F.cross_entropy(..., reduction="none")` of the whole logits.
+    """Return the loss of each token: `F.cross_entropy(..., reduction="none")` of the full logits.
 
-    Keeps one buffer of the size of `logits` from forward to backward, which becomes the gradient
-    in place; so the backward runs once.
+    Forward saves one buffer of the size of `logits`. Backward computes the gradient in place in
+    this buffer, so it can run only once.
 
     Args:
-        logits: this rank's slice of the padded vocabulary; what is in the padding does not matter.
-        target: token ids; `ignore_index` where there is nothing to predict: loss 0, gradient 0.
+        logits: this rank's slice of the padded vocabulary; the values of the padding are ignored.
+        target: token ids; the loss and the gradient of a target `ignore_index` are 0.
         axis: the tensor axis of the mesh.
-        vocab_size: without padding.
-        label_smoothing: the share of the target's weight that is spread evenly over the
-            vocabulary, without padding.
+        vocab_size: size without padding.
+        label_smoothing: share of the target probability that is spread evenly over the
+            vocabulary without padding.
 
     Shape:
         logits [..., padded vocabulary / T], target [...]  ->  [...] in fp32 (fp64 for fp64)
 
     Raises:
-        DataError: a target outside the vocabulary.
+        DataError: a target is outside the vocabulary.
 
-    A token whose real logits are all -inf on one rank has the loss NaN.
+    The loss of a token is NaN if all its logits on one rank are -inf.
     """
     require_in_vocabulary(target, vocab_size, "target", ignore_index)
     loss: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -69,47 +69,47 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         logits: Tensor,  # [tokens, rows]
         target: Tensor,  # [tokens]
         axis: Axis,
-        held: tuple[int, int],
+        local: tuple[int, int],
         vocab_size: int,
         smoothing: float,
         ignore_index: int,
     ) -> Tensor:
-        start, stop = held
+        start, stop = local
         softmax, local_lse = _local_softmax(logits, stop - start)
-        here = (target >= start) & (target < stop)
-        column = (target - start).masked_fill(~here, 0).unsqueeze(1)  # [tokens, 1]
+        is_local = (target >= start) & (target < stop)
+        column = (target - start).masked_fill(~is_local, 0).unsqueeze(1)  # [tokens, 1]
         target_logit = logits.gather(1, column).squeeze(1).to(softmax.dtype)
-        parts = [local_lse, target_logit.masked_fill(~here, 0.0)]
+        parts = [local_lse, target_logit.masked_fill(~is_local, 0.0)]
         if smoothing:
             parts.append(logits[:, : stop - start].sum(1, dtype=softmax.dtype))
-        whole = start_all_gather(torch.stack(parts), axis, 0)().view(axis.size, -1, len(target))
-        lse = whole[:, 0].logsumexp(0)  # [tokens]
-        loss = lse - (1 - smoothing) * whole[:, 1].sum(0)
+        gathered = start_all_gather(torch.stack(parts), axis, 0)().view(axis.size, -1, len(target))
+        lse = gathered[:, 0].logsumexp(0)  # [tokens]
+        loss = lse - (1 - smoothing) * gathered[:, 1].sum(0)
         if smoothing:
-            loss -= smoothing / vocab_size * whole[:, 2].sum(0)
+            loss -= smoothing / vocab_size * gathered[:, 2].sum(0)
         loss = loss.masked_fill(ignored := target == ignore_index, 0.0)
-        ctx.save_for_backward(softmax, (local_lse - lse).exp_(), column, here, ignored)
+        ctx.save_for_backward(softmax, (local_lse - lse).exp_(), column, is_local, ignored)
         ctx.width, ctx.smoothing, ctx.vocab_size = stop - start, smoothing, vocab_size
         ctx.dtype = logits.dtype
         return loss
 
     @staticmethod
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        softmax, share, column, here, ignored = ctx.saved_tensors
+        softmax, share, column, is_local, ignored = ctx.saved_tensors
         dloss = dloss.masked_fill(ignored, 0.0)
         gradient = softmax.mul_((dloss * share).unsqueeze(1))
         if ctx.smoothing:
             even = ctx.smoothing / ctx.vocab_size
             gradient[:, : ctx.width].sub_((dloss * even).unsqueeze(1))
-        at_target = dloss.mul(ctx.smoothing - 1).masked_fill_(~here, 0.0)
+        at_target = dloss.mul(ctx.smoothing - 1).masked_fill_(~is_local, 0.0)
         gradient.scatter_add_(1, column, at_target.unsqueeze(1))
         return gradient.to(ctx.dtype), None, None, None, None, None, None
 
 
 def _local_softmax(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """softmax over the first `width` columns, 0 in the others, and the log of its denominator.
+    """Return softmax over the first `width` columns (0 in the others) and log-sum-exp, in fp32.
 
-    In fp32, or fp64 for fp64.
+    In fp64 for fp64 logits.
     """
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     tokens, rows = logits.shape
@@ -120,5 +120,5 @@ def _local_softmax(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:
         logits = logits.clone()
         logits[:, width:] = -torch.inf
     softmax = torch.softmax(logits, 1, dtype=dtype)
-    # At the largest logit, log softmax = x - log sum exp(x); there it is far from underflow.
+    # log sum exp(x) = x - log softmax, taken at the largest logit, where softmax cannot underflow.
     return softmax, logits.amax(1).to(dtype) - softmax.amax(1).log_()

@@ -1,4 +1,4 @@
-"""The vocabulary shared out over the tensor ranks: where tokens come in, and where they go out."""
+"""Embedding and output head with the vocabulary sharded over the tensor ranks."""
 
 from collections.abc import Callable
 
@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipemega.mesh import Axis
-from pipemega.parameters import Draw, Shard, describe, normal
+from pipemega.distributed.mesh import Axis
+from pipemega.parameters import InitMethod, Shard, attach_shard, normal
 from pipemega.tensor_parallel.collectives import (
     copy_to_tensor,
     gather_sequence,
@@ -17,12 +17,12 @@ from pipemega.tensor_parallel.collectives import (
 from pipemega.tensor_parallel.layers import Product
 from pipemega.tensor_parallel.vocabulary import local_range, require_in_vocabulary, rows_per_rank
 
-# (ids [...], weight [rows, dim]) -> [..., dim]; a pipeline may put its weight gradient off.
+# (ids [...], weight [rows, dim]) -> [..., dim]; split backward replaces it.
 Lookup = Callable[[Tensor, Tensor], Tensor]
 
 
 class _Vocabulary(nn.Module):
-    """A weight of one row for each token, this rank's share of them, and the way out."""
+    """Base class: this rank's rows of the [vocabulary, dim] weight, and `logits`."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class _Vocabulary(nn.Module):
         axis: Axis,
         divisible_by: int = 128,
         sequence_parallel: bool = False,
-        draw: Draw = normal(0.02),  # noqa: B008 (a pure function's value)
+        init_method: InitMethod = normal(0.02),  # noqa: B008 (a pure function's value)
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -42,24 +42,19 @@ class _Vocabulary(nn.Module):
         rows = rows_per_rank(num_embeddings, axis.size, divisible_by)
         self.start, self.stop = local_range(num_embeddings, rows, axis.rank)
         weight = torch.full((rows, embedding_dim), torch.nan, dtype=dtype, device=device)
-        # Padding must be finite: its logits are computed, and then masked.
+        # Padding must be finite: its logits are computed and then masked.
         weight[self.stop - self.start :].zero_()
-        self.weight = describe(
-            nn.Parameter(weight),
-            Shard(
-                (num_embeddings, embedding_dim),
-                dim=0,
-                ranges=((self.start, self.stop),) if self.start < self.stop else (),
-                draw=draw,
-            ),
-        )
+        shape = (num_embeddings, embedding_dim)
+        ranges = ((self.start, self.stop),) if self.start < self.stop else ()
+        shard = Shard(shape, dim=0, ranges=ranges, init_method=init_method)
+        self.weight = attach_shard(nn.Parameter(weight), shard)
 
     product: Product = staticmethod(F.linear)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The score of each token that this rank holds, padding included.
+        """Return the logits of this rank's slice of the vocabulary, with padding.
 
-        Feed it to `vocab_parallel_cross_entropy`, which masks the padding; or join the slices by
+        `vocab_parallel_cross_entropy` masks the padding; for the full logits use
         `gather_from_tensor(logits, axis)[..., :num_embeddings]`.
 
         Shape:
@@ -67,39 +62,38 @@ class _Vocabulary(nn.Module):
             sequence_parallel:  hidden [batch, seq / T, dim]  ->  [batch, seq, padded / T]
         """
         if self.axis.size > 1:
-            spread = gather_sequence if self.sequence_parallel else copy_to_tensor
-            hidden = spread(hidden, self.axis)
+            gather_or_copy = gather_sequence if self.sequence_parallel else copy_to_tensor
+            hidden = gather_or_copy(hidden, self.axis)
         return self.product(hidden, self.weight)
 
     def extra_repr(self) -> str:
-        padded = self.weight.shape[0] * self.axis.size
-        return (
-            f"{self.num_embeddings} (padded to {padded}) / {self.axis.size}, {self.embedding_dim}"
-        )
+        ranks = self.axis.size
+        padded = self.weight.shape[0] * ranks
+        return f"{self.num_embeddings} (padded to {padded}) / {ranks}, {self.embedding_dim}"
 
 
 class VocabParallelEmbedding(_Vocabulary):
-    """A vector for each token id, with the rows of the table shared out over the tensor ranks.
+    """Embedding with the rows of its weight sharded over the tensor ranks.
 
-    The table is padded inside to a multiple of `divisible_by * T` rows.  The rows of padding are
-    zero and get no gradient; checkpoints do not hold them (`Shard.shape` is without).
+    The weight is padded to a multiple of `divisible_by * T` rows. Padding rows are zero and get no
+    gradient; checkpoints do not contain them (`Shard.shape` is without padding).
 
     Args:
-        num_embeddings: the size of the vocabulary, without padding.
-        embedding_dim: the length of a vector, whole on every rank.
+        num_embeddings: size of the vocabulary, without padding.
+        embedding_dim: size of an embedding vector.
         axis: the tensor axis of the mesh.
         divisible_by: model.make_vocab_size_divisible_by.
         sequence_parallel: each rank keeps its slice of the sequence.
-        draw: how `initialize_parameters` draws the table; until then it holds NaN.
+        init_method: used by `initialize_parameters`; the weight is NaN until then.
 
     Shape:
-        ids [batch, seq], equal on all tensor ranks  ->  [batch, seq, dim], likewise
+        ids [batch, seq]  ->  [batch, seq, dim], both equal on all tensor ranks
         sequence_parallel:   ->  [batch, seq / T, dim], a slice per rank
 
     Raises:
-        DataError: in forward, an id outside the vocabulary.
+        DataError: in forward, an id is outside the vocabulary.
 
-    For a tied head, a later stage calls `logits` of its own copy.
+    A tied head calls `logits` of its copy of the weight.
 
     Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
     """
@@ -110,18 +104,18 @@ class VocabParallelEmbedding(_Vocabulary):
         require_in_vocabulary(ids, self.num_embeddings, "token id")
         if self.axis.size == 1:
             return self.lookup(ids, self.weight)
-        elsewhere = (ids < self.start) | (ids >= self.stop)
-        rows = self.lookup((ids - self.start).masked_fill(elsewhere, 0), self.weight)
-        rows = rows.masked_fill(elsewhere.unsqueeze(-1), 0.0)  # [batch, seq, dim]
+        not_local = (ids < self.start) | (ids >= self.stop)
+        rows = self.lookup((ids - self.start).masked_fill(not_local, 0), self.weight)
+        rows = rows.masked_fill(not_local.unsqueeze(-1), 0.0)  # [batch, seq, dim]
         if self.sequence_parallel:
             return reduce_scatter_sequence(rows, self.axis)
         return sum_in_place(rows, self.axis)
 
 
 class VocabParallelHead(_Vocabulary):
-    """The untied way out: hidden states to logits, by a table of its own, without bias.
+    """Untied output head: maps hidden states to logits, without bias.
 
-    Args and shapes are those of `VocabParallelEmbedding` and `logits`.
+    Args as in `VocabParallelEmbedding`, shapes as in `logits`.
     """
 
     def forward(self, hidden: Tensor) -> Tensor:

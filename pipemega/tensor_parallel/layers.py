@@ -1,8 +1,8 @@
-"""Linear layers whose weight is shared out over the tensor ranks.
+"""Linear layers whose weight is sharded over the tensor ranks.
 
     x --copy--> [ column-parallel ] --> activation --> [ row-parallel ] --all-reduce--> y
 
-and under sequence parallelism, with x and y a slice of the sequence on each rank:
+With sequence parallelism, x and y are slices of the sequence:
 
     x --all-gather--> [ column-parallel ] --> ... --> [ row-parallel ] --reduce-scatter--> y
 
@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pipemega.mesh import Axis
-from pipemega.parameters import Draw, Shard, describe, even_share, normal
+from pipemega.distributed.mesh import Axis
+from pipemega.parameters import InitMethod, Shard, attach_shard, even_share, normal
 from pipemega.tensor_parallel.collectives import (
     SEQUENCE_DIM,
     copy_to_tensor,
@@ -34,28 +34,28 @@ from pipemega.tensor_parallel.collectives import (
 
 
 class Product(Protocol):
-    """F.linear, or what stands in for it where backward is cut in two (split_backward.py)."""
+    """F.linear, or its replacement with a deferred weight gradient (split_backward.py)."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor: ...
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x Wᵀ + b, with the rows of W shared out over the tensor ranks.
+    """y = x Wᵀ + b, with the rows of W sharded over the tensor ranks.
 
         W  [out, in]   =   W_0   rank 0   [out / T, in]
                            W_1   rank 1   [out / T, in]
 
-    Follow it with a `RowParallelLinear`, which takes its output as it is: the pair costs one
-    all-reduce forward and one backward.
+    A `RowParallelLinear` can take its output directly: the pair needs one all-reduce in forward
+    and one in backward.
 
     Args:
-        in_features: columns of W, whole on every rank.
+        in_features: columns of W, not sharded.
         out_features: rows of W; or the sizes of the blocks that W stacks (query, key, value; gate,
-            up), each of which is shared out by itself, so that every rank holds a part of each.
+            up): each block is sharded separately, so that every rank has a part of each.
         axis: the tensor axis of the mesh.
-        gather_output: y whole on every rank, in the order of the unsplit layer.
-        sequence_parallel: x is this rank's slice of the sequence, and is gathered first.
-        draw: how `initialize_parameters` draws W; until then it holds NaN.  b starts at 0.
+        gather_output: y is replicated, in the order of the unsharded layer.
+        sequence_parallel: x is this rank's slice of the sequence and is gathered first.
+        init_method: used by `initialize_parameters`; W is NaN until then. b is initialized to 0.
 
     Shape:
         x [..., in], equal on all tensor ranks  ->  y [..., out / T], a slice per rank
@@ -63,7 +63,7 @@ class ColumnParallelLinear(nn.Module):
         gather_output:   y [..., out], equal on all tensor ranks
 
     Raises:
-        ConfigError: out_features, or a block of it, does not divide by T.
+        ConfigError: out_features, or a block of it, is not a multiple of T.
     """
 
     def __init__(
@@ -75,32 +75,30 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         gather_output: bool = False,
         sequence_parallel: bool = False,
-        draw: Draw = normal(0.02),  # noqa: B008 (a pure function's value)
+        init_method: InitMethod = normal(0.02),  # noqa: B008 (a pure function's value)
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        whole = isinstance(out_features, int)
+        one_block = isinstance(out_features, int)
         blocks = [out_features] if isinstance(out_features, int) else list(out_features)
         self.in_features, self.out_features = in_features, sum(blocks)
         self.axis, self.gather_output = axis, gather_output
         self.sequence_parallel = sequence_parallel
         self.local_blocks = [
-            even_share(size, axis.size, "out_features" if whole else f"out_features[{i}]")
+            even_share(size, axis.size, "out_features" if one_block else f"out_features[{i}]")
             for i, size in enumerate(blocks)
         ]
         ranges = _block_ranges(blocks, axis)
         new = partial(torch.full, dtype=dtype, device=device)
         local = sum(self.local_blocks)
-        self.weight = describe(
-            nn.Parameter(new((local, in_features), torch.nan)),
-            Shard((self.out_features, in_features), dim=0, ranges=ranges, draw=draw),
-        )
+        shape = (self.out_features, in_features)
+        shard = Shard(shape, dim=0, ranges=ranges, init_method=init_method)
+        self.weight = attach_shard(nn.Parameter(new((local, in_features), torch.nan)), shard)
         self.bias = None
         if bias:
-            self.bias = describe(
-                nn.Parameter(new((local,), 0.0)), Shard((self.out_features,), dim=0, ranges=ranges)
-            )
+            shard = Shard((self.out_features,), dim=0, ranges=ranges)
+            self.bias = attach_shard(nn.Parameter(new((local,), 0.0)), shard)
 
     product: Product = staticmethod(F.linear)
 
@@ -108,44 +106,39 @@ class ColumnParallelLinear(nn.Module):
         if self.product is F.linear:
             y = column_product(x, self.weight, self.bias, self.axis, self.sequence_parallel)
         else:
-            spread = gather_sequence if self.sequence_parallel else copy_to_tensor
-            y = self.product(spread(x, self.axis), self.weight, self.bias)
+            gather_or_copy = gather_sequence if self.sequence_parallel else copy_to_tensor
+            y = self.product(gather_or_copy(x, self.axis), self.weight, self.bias)
         if not self.gather_output or self.axis.size == 1:
             return y
-        # Block by block: the ranks' outputs end to end would be q0 k0 v0 q1 k1 v1.
-        return torch.cat(
-            [
-                gather_from_tensor(block, self.axis)
-                for block in torch.split(y, self.local_blocks, -1)
-            ],
-            -1,
-        )
+        # Gather each block separately; otherwise the order would be q0 k0 v0 q1 k1 v1.
+        blocks = torch.split(y, self.local_blocks, -1)
+        return torch.cat([gather_from_tensor(block, self.axis) for block in blocks], -1)
 
     def extra_repr(self) -> str:
         return f"in={self.in_features}, out={self.out_features} / {self.axis.size}"
 
 
 class RowParallelLinear(nn.Module):
-    """y = x Wᵀ + b, with the columns of W shared out over the tensor ranks.
+    """y = x Wᵀ + b, with the columns of W sharded over the tensor ranks.
 
         W  [out, in]   =   W_0 | W_1          y  =  x_0 W_0ᵀ + x_1 W_1ᵀ + b
 
-    b is whole on every rank, and added once, after the sum.
+    b is replicated and added once, after the sum.
 
     Args:
         in_features: columns of W; a multiple of the tensor ranks T.
-        out_features: rows of W, whole on every rank.
+        out_features: rows of W, not sharded.
         axis: the tensor axis of the mesh.
-        sequence_parallel: each rank keeps its slice of the sequence of the sum; b then sees a
-            slice only, and its gradient is a part (`Shard.partial_gradient`).
-        draw: how `initialize_parameters` draws W; until then it holds NaN.  b starts at 0.
+        sequence_parallel: each rank keeps its slice of the sequence of the sum; the gradient of b
+            is then partial (`Shard.partial_gradient`).
+        init_method: used by `initialize_parameters`; W is NaN until then. b is initialized to 0.
 
     Shape:
         x [..., in / T], a slice per rank  ->  y [..., out], equal on all tensor ranks
         sequence_parallel:   x [batch, seq, in / T]  ->  y [batch, seq / T, out]
 
     Raises:
-        ConfigError: in_features does not divide by T; in forward, the sequence does not.
+        ConfigError: in_features is not a multiple of T; in forward, the sequence length is not.
     """
 
     def __init__(
@@ -156,7 +149,7 @@ class RowParallelLinear(nn.Module):
         axis: Axis,
         bias: bool = True,
         sequence_parallel: bool = False,
-        draw: Draw = normal(0.02),  # noqa: B008 (a pure function's value)
+        init_method: InitMethod = normal(0.02),  # noqa: B008 (a pure function's value)
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -165,21 +158,13 @@ class RowParallelLinear(nn.Module):
         self.sequence_parallel = sequence_parallel
         local = even_share(in_features, axis.size, "in_features")
         new = partial(torch.full, dtype=dtype, device=device)
-        self.weight = describe(
-            nn.Parameter(new((out_features, local), torch.nan)),
-            Shard(
-                (out_features, in_features),
-                dim=1,
-                ranges=_block_ranges([in_features], axis),
-                draw=draw,
-            ),
-        )
+        ranges = _block_ranges([in_features], axis)
+        shard = Shard((out_features, in_features), dim=1, ranges=ranges, init_method=init_method)
+        self.weight = attach_shard(nn.Parameter(new((out_features, local), torch.nan)), shard)
         self.bias = None
         if bias:
-            self.bias = describe(
-                nn.Parameter(new((out_features,), 0.0)),
-                Shard((out_features,), partial_gradient=sequence_parallel and axis.size > 1),
-            )
+            shard = Shard((out_features,), partial_gradient=sequence_parallel and axis.size > 1)
+            self.bias = attach_shard(nn.Parameter(new((out_features,), 0.0)), shard)
 
     product: Product = staticmethod(F.linear)
 
@@ -200,12 +185,12 @@ class RowParallelLinear(nn.Module):
 def column_product(
     x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool = False
 ) -> Tensor:
-    """x Wᵀ + b for this rank's rows of W; backward, talking and multiplying overlap.
+    """Return x Wᵀ + b for this rank's rows of W; backward overlaps communication and computation.
 
-        backward           gather x ...        sum or scatter dx ...
-                           dx = dy W           dW = dyᵀ x
+        communication      all-gather x ..     all-reduce or reduce-scatter dx ..
+        computation        dx = dy W           dW = dyᵀ x
 
-    The gathers are those of sequence parallelism, which keeps only the slice of x in between.
+    x is gathered under sequence parallelism only, which saves only the slice of x for backward.
     """
     if axis.size == 1:
         return F.linear(x, weight, bias)
@@ -222,8 +207,8 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.axis, ctx.gather = axis, gather
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        whole = start_all_gather(x, axis, SEQUENCE_DIM)() if gather else x
-        return F.linear(whole, weight, bias)
+        full = start_all_gather(x, axis, SEQUENCE_DIM)() if gather else x
+        return F.linear(full, weight, bias)
 
     @staticmethod
     def backward(
@@ -251,12 +236,12 @@ class _ColumnProduct(torch.autograd.Function):
 
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """dW of y = x Wᵀ, over all leading dims: dyᵀ x, [out, in]."""
+    """Return dW = dyᵀ x [out, in] of y = x Wᵀ, summed over all leading dims."""
     return dy.reshape(-1, dy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
 
 
 def _block_ranges(blocks: Sequence[int], axis: Axis) -> tuple[tuple[int, int], ...]:
-    """[start, stop) of this rank's even share of each of the blocks, which lie end to end."""
+    """Return [start, stop) of this rank's share of each of the concatenated blocks."""
     ranges, offset = [], 0
     for size in blocks:
         share = size // axis.size

@@ -1,6 +1,6 @@
-"""How a vocabulary is cut over the tensor ranks.
+"""Sharding of the vocabulary over the tensor ranks.
 
-vocabulary of 1000, divisible_by 128, 2 ranks: padded to 1024, 512 rows each
+Vocabulary of 1000, divisible_by 128, 2 ranks: padded to 1024, 512 rows each
 
     rank 0   0 .. 511           [0, 512)
     rank 1   512 .. 999 + 24    [512, 1000), then 24 rows of padding
@@ -13,25 +13,25 @@ from pipemega.errors import DataError
 
 
 def rows_per_rank(vocab_size: int, ranks: int, divisible_by: int) -> int:
-    """The rows that each rank holds, padding included: a multiple of `divisible_by`."""
+    """Return the rows per rank with padding, a multiple of `divisible_by`."""
     return -(-vocab_size // (divisible_by * ranks)) * divisible_by
 
 
 def local_range(vocab_size: int, rows: int, rank: int) -> tuple[int, int]:
-    """[start, stop) of the ids that this rank holds; empty where it has only padding."""
+    """Return [start, stop) of the ids of this rank; empty if it has only padding."""
     return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
 
 
 def require_in_vocabulary(
     ids: Tensor, vocab_size: int, what: str, ignore_index: int | None = None
 ) -> None:
-    """Refuses ids that no row stands for.
+    """Check that all ids are in the vocabulary.
 
-    On a GPU a message would make the host wait for the device: there, as in torch's own
-    embedding, a wrong id ends in an assertion on the device.
+    On a GPU, this is an assertion on the device, as in torch's embedding: an error message would
+    make the host wait for the device.
 
     Raises:
-        DataError: an id is negative or not below `vocab_size`; with both in the message.
+        DataError: an id is negative or not less than `vocab_size`; names both.
     """
     if ids.numel() == 0:
         return

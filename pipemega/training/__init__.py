@@ -1,7 +1,10 @@
-"""The loop around the engine."""
+"""The training loop around an engine.
+
+trainer          Trainer: trains until the last step and evaluates
+pretrain         data, model and results of pretrain_gpt.py; generate samples text
+"""
 
 from pipemega.training.generate import generate
-from pipemega.training.journal import run_folder
 from pipemega.training.trainer import Trainer
 
-__all__ = ["Trainer", "generate", "run_folder"]
+__all__ = ["Trainer", "generate"]

@@ -1,38 +1,58 @@
-"""A GPT from a config: the pieces that `pretrain_gpt.py` puts together."""
+"""Parts of `pretrain_gpt.py`: data, model, FLOPs and results of a GPT run."""
 
+import argparse
 import math
+from collections.abc import Callable
+from typing import NoReturn
+
+import torch
 
 from pipemega.config import Config
-from pipemega.data.build import Datasets, build_datasets
+from pipemega.data.build_datasets import DataRequest, Datasets, build_datasets
+from pipemega.data.data_files import check_data_inputs
+from pipemega.distributed.mesh import Mesh
+from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
-from pipemega.mesh import Mesh
-from pipemega.models import GPTConfig, gpt
+from pipemega.models import GPTConfig, gpt, layer_inputs
 from pipemega.monitor import get_logger, gpt_flops_per_token
+from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline.module import PipelineModule
+from pipemega.printing import percent
 from pipemega.training.generate import generate
 from pipemega.training.trainer import Trainer
 
 
-def datasets_of(config: Config, mesh: Mesh) -> Datasets:
-    """The data that the config names, prepared if need be; rank 0 shows the progress.
+class ScriptParser(argparse.ArgumentParser):
+    """Raises an error for wrong arguments, so that `pipemega.run` prints it on one rank only."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; {self.format_usage().strip()}")
+
+
+def load_datasets(config: Config, mesh: Mesh) -> Datasets:
+    """Load the datasets of the config, and prepare them first if needed; collective.
 
     Raises:
-        ConfigError, DataError: there is none, or it is not what it must be.
+        ConfigError, DataError: the config names no data, or the data is not valid.
     """
     if config.model is None or config.training.train_steps is None:
         missing = "model" if config.model is None else "training.train_steps"
-        raise ConfigError(f"{missing} is missing: pretraining needs to know it")
+        raise ConfigError(f"{missing} is missing: pretraining needs it")
+    check_data_inputs(config.data)
     log = get_logger(mesh.rank)
     batch = config.batch(mesh.data.size)
     evaluates = config.training.eval_interval > 0
-    datasets = build_datasets(
-        config.data,
+    request = DataRequest(
         seq_length=config.model.seq_length,
         seed=config.seed,
         train_samples=config.training.train_steps * batch.train_batch_size,
         valid_samples=config.training.eval_steps * batch.train_batch_size if evaluates else 0,
         vocab_size=config.model.vocab_size,
+    )
+    datasets = build_datasets(
+        config.data,
+        request,
         say=log.info if mesh.rank == 0 else None,
         progress=mesh.rank == 0 and config.training.progress,
     )
@@ -41,13 +61,21 @@ def datasets_of(config: Config, mesh: Mesh) -> Datasets:
     return datasets
 
 
-def model_of(config: Config, mesh: Mesh, datasets: Datasets) -> PipelineModule:
-    """The GPT of the section `model`, with the vocabulary of the data."""
-    return gpt(GPTConfig.of(config, datasets.vocab_size), Kernels.detect(mesh.device))
+def build_gpt(config: Config, mesh: Mesh, datasets: Datasets) -> PipelineModule:
+    """Return the GPT of the section `model`, with the vocabulary of the data."""
+    gpt_config = GPTConfig.of(config, datasets.vocab_size)
+    boundary = layer_inputs(
+        gpt_config,
+        micro_batch_size=config.batch(mesh.data.size).micro_batch_size,
+        dtype=precision_of(config).compute_dtype or torch.get_default_dtype(),
+        tensor_ranks=mesh.tensor.size,
+        with_positions=config.data.reset_position_ids,
+    )
+    return gpt(gpt_config, Kernels.detect(mesh.device), boundary=boundary)
 
 
 def flops_per_token(config: Config, vocab_size: int) -> float:
-    """Of forward and backward; what recomputation adds does not count."""
+    """Return the FLOPs of forward and backward per token, without recomputation."""
     model = config.model
     assert model is not None
     return gpt_flops_per_token(
@@ -63,23 +91,24 @@ def flops_per_token(config: Config, vocab_size: int) -> float:
     )
 
 
-def report(trainer: Trainer, datasets: Datasets) -> None:
-    """What came out: the validation loss beside a bigram model's, and a text if asked for.
+def print_results(trainer: Trainer, datasets: Datasets) -> None:
+    """Print the validation loss, that of a bigram model, and a sample text if configured.
 
-    Nothing of a run that was stopped: who stops one does not wait.
+    Prints nothing if the run was stopped early, so that the process exits soon.
     """
     if trainer.stopped:
         return
-    _report_losses(trainer, datasets)
-    _report_text(trainer, datasets)
+    _print_losses(trainer, datasets)
+    _print_text(trainer)
 
 
-def _report_losses(trainer: Trainer, datasets: Datasets) -> None:
+def _print_losses(trainer: Trainer, datasets: Datasets) -> None:
     if trainer.engine.mesh.rank != 0 or not trainer.validation:
         return
     (_, first), (_, last) = trainer.validation[0], trainer.validation[-1]
+    change = percent((last - first) / first, 0, signed=True)
     print(
-        f"validation loss {first:.4f} -> {last:.4f} ({(last - first) / first:+.0%}), "
+        f"validation loss {first:.4f} -> {last:.4f} ({change}), "
         f"perplexity {math.exp(min(first, 700)):.1f} -> {math.exp(min(last, 700)):.1f}"
     )
     bigram = datasets.bigram()
@@ -90,20 +119,30 @@ def _report_losses(trainer: Trainer, datasets: Datasets) -> None:
         )
 
 
-def _report_text(trainer: Trainer, datasets: Datasets) -> None:
-    config, tokenizer = trainer.config, datasets.tokenizer
-    count = config.training.generate_tokens
+def text_generator(engine: Engine, datasets: Datasets) -> Callable[[], tuple[str, str]] | None:
+    """Return a function that generates the (prompt, text) of training.generate_tokens, if set."""
+    config, tokenizer = engine.config, datasets.tokenizer
+    count, prompt = config.training.generate_tokens, config.training.generate_prompt
     if not count or tokenizer is None or config.model is None:
-        return
-    prompt = config.training.generate_prompt
-    tokens = generate(
-        trainer.engine,
-        tokenizer.encode(prompt) or [tokenizer.eod or 0],
-        count,
-        seq_length=config.model.seq_length,
-        vocab_size=datasets.vocab_size,
-        temperature=config.training.generate_temperature,
-        seed=config.seed,
-    )
-    if trainer.engine.mesh.rank == 0:
-        print(f"sample:\n{prompt}{tokenizer.decode(tokens)}")
+        return None
+    start, length = tokenizer.encode(prompt) or [tokenizer.eod or 0], config.model.seq_length
+
+    def text() -> tuple[str, str]:
+        tokens = generate(
+            engine,
+            start,
+            count,
+            seq_length=length,
+            vocab_size=datasets.vocab_size,
+            temperature=config.training.generate_temperature,
+            seed=config.seed,
+        )
+        return prompt, tokenizer.decode(tokens)
+
+    return text
+
+
+def _print_text(trainer: Trainer) -> None:
+    text = trainer.last_text()
+    if text is not None and trainer.engine.mesh.rank == 0:
+        print(f"sample:\n{text[0]}{text[1]}")

@@ -1,7 +1,7 @@
-"""Faults: the ledger of what was tried, and the marker of everything in this folder.
+"""Fault tests: the table of results, and the marker of all tests in this folder.
 
 pytest -m faults tests/faults                                         all of them, minutes
-pytest -m faults tests/faults --faults-table docs/reliability.md      and the table (make faults)
+pytest -m faults tests/faults --faults-table docs/reliability.md      the table, too (make faults)
 pytest tests/faults                                                   the quick ones
 """
 
@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.story import Undisturbed
-from tests.faults.table import Ledger
+from tests.faults.fault_trials import FaultFreeRuns
+from tests.faults.table import ResultTable
 
-_LEDGER = pytest.StashKey[Ledger]()
+_RESULTS = pytest.StashKey[ResultTable]()
 HERE = Path(__file__).parent
 
 
@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_LEDGER] = Ledger()
+    config.stash[_RESULTS] = ResultTable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -37,33 +37,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_terminal_summary(
     terminalreporter: pytest.TerminalReporter, config: pytest.Config
 ) -> None:
-    ledger = config.stash[_LEDGER]
-    if not ledger.rows:
+    results = config.stash[_RESULTS]
+    if not results.rows:
         return
     terminalreporter.section("faults")
-    terminalreporter.write(ledger.markdown())
+    terminalreporter.write(results.markdown())
     page = config.getoption("--faults-table", None)
     if page:
-        ledger.write_into(Path(page))
+        results.write_into(Path(page))
 
 
 @pytest.fixture
-def ledger(request: pytest.FixtureRequest) -> Ledger:
-    return request.config.stash[_LEDGER]
+def results(request: pytest.FixtureRequest) -> ResultTable:
+    return request.config.stash[_RESULTS]
 
 
 @pytest.fixture(scope="session")
-def undisturbed() -> Iterator[Undisturbed]:
+def fault_free() -> Iterator[FaultFreeRuns]:
     with _scratch() as folder:
-        yield Undisturbed(folder)
+        yield FaultFreeRuns(folder)
 
 
 @pytest.fixture
 def scratch() -> Iterator[Path]:
-    """A folder for a run, in memory where that can be had.
+    """A folder for a run, in memory if possible.
 
-    A process that is killed leaves behind what it wrote, on whatever disk; and a run that waits for
-    a disk is at one place most of the time.
+    On a slow disk the runs would spend most of their time in writes, and most kills would hit them
+    there.
     """
     with _scratch() as folder:
         yield folder

@@ -1,4 +1,4 @@
-"""What was tried and what came of it, as the table in docs/reliability.md."""
+"""The results of the fault tests, as the table in docs/reliability.md."""
 
 import re
 import threading
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from tests.faults.story import Outcome
+from tests.faults.fault_trials import Outcome
 
 BEGIN, END = "<!-- table: make faults -->", "<!-- end of the table -->"
 
@@ -24,32 +24,34 @@ class Row:
     survived: int = 0
     lost: int = 0
     seconds: float = 0.0
+    codes: frozenset[int] = frozenset()
+    error_lines: int = 0
 
 
-class Ledger:
-    """Counts over all tests."""
+class ResultTable:
+    """Counts the results of all tests."""
 
     def __init__(self) -> None:
         self.rows: dict[str, Row] = {}
         self._lock = threading.Lock()
 
-    def each(
+    def check_all(
         self,
         fault: str,
         cases: Iterable[T],
         check: Callable[[T], Outcome | None],
         at_once: int = 5,
     ) -> None:
-        """Checks all cases, several at a time since most of each is waiting; then fails if any did.
+        """Check all cases, several at a time, because a case mostly waits.
 
         Raises:
-            AssertionError: with what each failed case had to say.
+            AssertionError: some cases failed; with their tracebacks.
         """
         cases = list(cases)
         with ThreadPoolExecutor(at_once) as threads:
-            said = list(threads.map(lambda case: self._try(fault, case, check), cases))
-        failed = [f"=== {case}\n{text}" for case, text in zip(cases, said, strict=True) if text]
-        assert not failed, f"{len(failed)} of {len(cases)} did not hold\n" + "\n".join(failed)
+            errors = list(threads.map(lambda case: self._try(fault, case, check), cases))
+        failed = [f"=== {case}\n{text}" for case, text in zip(cases, errors, strict=True) if text]
+        assert not failed, f"{len(failed)} of {len(cases)} failed\n" + "\n".join(failed)
 
     def _try(self, fault: str, case: T, check: Callable[[T], Outcome | None]) -> str:
         outcome, text = None, ""
@@ -64,21 +66,26 @@ class Ledger:
             if outcome is not None:
                 row.lost = max(row.lost, outcome.lost)
                 row.seconds = max(row.seconds, outcome.seconds or 0.0)
+                row.codes |= outcome.codes
+                row.error_lines = max(row.error_lines, outcome.error_lines)
         return text
 
     def markdown(self) -> str:
         lines = [
-            "| fault | tried | survived | most steps lost | most seconds until all had ended |",
-            "| --- | ---: | ---: | ---: | ---: |",
+            "| fault | tried | survived | most steps lost | most seconds until all had ended "
+            "| exit codes of the ranks | most lines on stderr |",
+            "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         for name, row in self.rows.items():
             seconds = f"{row.seconds:.1f}" if row.seconds else "–"
-            lines.append(f"| {name} | {row.tried} | {row.survived} | {row.lost} | {seconds} |")
+            codes = ", ".join(map(str, sorted(row.codes))) or "–"
+            cells = (name, row.tried, row.survived, row.lost, seconds, codes, row.error_lines)
+            lines.append(f"| {' | '.join(map(str, cells))} |")
         return "\n".join(lines) + "\n"
 
     def write_into(self, page: Path) -> None:
-        """Puts the table between its two markers."""
+        """Replace the table between its two markers."""
         text = page.read_text(encoding="utf-8")
         pattern = re.compile(f"({re.escape(BEGIN)}\n).*({re.escape(END)})", re.DOTALL)
-        assert pattern.search(text), f"{page} has no place for the table"
+        assert pattern.search(text), f"{page} has no markers for the table"
         page.write_text(pattern.sub(rf"\1\n{self.markdown()}\n\2", text), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The disk is full: one clear error on every rank, and the run goes on when there is room."""
+"""A full disk ends all ranks with one error; the run resumes when there is space."""
 
 import subprocess
 from collections.abc import Iterator
@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import Ended
-from tests.faults.story import Outcome, Undisturbed, suffer
-from tests.faults.table import Ledger
+from tests.faults.fault_trials import FaultFreeRuns, Outcome, run_with_fault
+from tests.faults.launch_runs import Ended
+from tests.faults.table import ResultTable
 from tests.faults.training import Job
 
 
@@ -19,7 +19,7 @@ def mount(disk: Path, size: int, *options: str) -> bool:
 
 @pytest.fixture
 def disk(scratch: Path) -> Iterator[Path]:
-    """A small disk, as root can make one."""
+    """A small tmpfs; mounting it needs root."""
     disk = scratch / "disk"
     disk.mkdir()
     if not mount(disk, 2**20):
@@ -38,12 +38,12 @@ def size_of(folder: Path) -> int:
     [[0.5], pytest.param([0.01, 0.2, 0.4, 0.6, 0.8], marks=pytest.mark.sweep)],
     ids=["some", "all"],
 )
-def test_a_full_disk_ends_all_ranks_and_the_run_goes_on_when_there_is_room(
-    shares: list[float], disk: Path, scratch: Path, ledger: Ledger, undisturbed: Undisturbed
+def test_a_full_disk_ends_all_ranks_and_the_run_resumes_when_there_is_space(
+    shares: list[float], disk: Path, scratch: Path, results: ResultTable, fault_free: FaultFreeRuns
 ) -> None:
-    """Full at any part of a third checkpoint, while the two before it are kept."""
-    undisturbed.of(Job(str(scratch)))
-    one = size_of(undisturbed.folder / "0/run/global_step8")
+    """Full within the third checkpoint, while the two earlier ones are kept."""
+    fault_free.of(Job(str(scratch)))
+    one = size_of(fault_free.folder / "0/run/global_step8")
 
     def check(share: float) -> Outcome:
         folder, saves = scratch / str(share), disk / str(share)
@@ -54,19 +54,18 @@ def test_a_full_disk_ends_all_ranks_and_the_run_goes_on_when_there_is_room(
 
         def full(ended: Ended) -> None:
             assert ended.codes == [1, 1], str(ended)
-            for rank in range(2):
-                words = ended.last_words(rank)
-                assert words.startswith("could not save checkpoint 'global_step6'"), str(ended)
-                assert "No space left on device" in words, str(ended)
-                assert "the checkpoints before it are whole" in words, str(ended)
+            (message,) = ended.printed
+            assert message.startswith("error: rank 0: could not save checkpoint 'global_step6'")
+            assert "No space left on device" in message, str(ended)
+            assert "the earlier checkpoints are unchanged" in message, str(ended)
 
         job = Job(str(folder), saves=str(saves))
-        return suffer(
+        return run_with_fault(
             job,
-            undisturbed,
+            fault_free,
             full,
             between=lambda: mount(disk, 2**24, "remount") and None,
-            must_strike=False,
+            must_happen=False,
         )
 
-    ledger.each("a disk that is full", shares, check, at_once=1)
+    results.check_all("a full disk", shares, check, at_once=1)

@@ -1,36 +1,36 @@
-"""An exception in any room, on any rank, ends all with its cause; one in a monitor ends nothing."""
+"""An exception in any component ends all ranks with its cause, except in a monitor."""
 
 from pathlib import Path
 
 import pytest
 
-from tests.faults.launch import Ended
-from tests.faults.plant import ROOMS, SPARK, Fault
-from tests.faults.story import Outcome, Undisturbed, suffer
-from tests.faults.table import Ledger
+from tests.faults.fault_injection import INJECTED, PLACES, Fault
+from tests.faults.fault_trials import FaultFreeRuns, Outcome, run_with_fault
+from tests.faults.launch_runs import Ended
+from tests.faults.table import ResultTable
 from tests.faults.training import Job
 
-# Rank 0 alone has monitors; the loss is where the last stage is.
+# Only rank 0 has monitors; only the last stage has the loss.
 ONLY_ON = {"monitor sink": (0,), "loss": (1,)}
 STEP_OF = {"checkpoint writer": 4}
 
-Case = tuple[str, str, int]  # mesh, room, rank
+Case = tuple[str, str, int]  # mesh, place, rank
 
 
 def cases(meshes: list[str]) -> list[Case]:
     return [
-        (mesh, room, rank)
+        (mesh, place, rank)
         for mesh in meshes
-        for room in ROOMS
+        for place in PLACES
         for rank in (0, 1)
-        if mesh != "pipeline" or rank in ONLY_ON.get(room, (0, 1))
-        if room != "monitor sink" or rank == 0
+        if mesh != "pipeline" or rank in ONLY_ON.get(place, (0, 1))
+        if place != "monitor sink" or rank == 0
     ]
 
 
-# Each room once.
+# Each component once.
 SOME: list[Case] = [
-    ("pipeline", room, ONLY_ON.get(room, (at % 2,))[0]) for at, room in enumerate(ROOMS)
+    ("pipeline", place, ONLY_ON.get(place, (at % 2,))[0]) for at, place in enumerate(PLACES)
 ]
 
 
@@ -45,40 +45,42 @@ SOME: list[Case] = [
     ],
     ids=["some", "all"],
 )
-def test_an_exception_in_any_room_is_told_by_all_and_the_run_goes_on_exactly(
-    where: list[Case], scratch: Path, ledger: Ledger, undisturbed: Undisturbed
+def test_an_exception_in_any_component_is_reported_by_all_ranks_and_the_run_resumes_exactly(
+    where: list[Case], scratch: Path, results: ResultTable, fault_free: FaultFreeRuns
 ) -> None:
     def check(case: Case) -> Outcome:
-        mesh, room, rank = case
+        mesh, place, rank = case
         folder = scratch / "-".join(map(str, case))
         folder.mkdir()
-        fault = Fault("raise", room, rank, STEP_OF.get(room, 3))
+        fault = Fault("raise", place, rank, STEP_OF.get(place, 3))
 
         def ended_with_the_cause(ended: Ended) -> None:
-            if room == "monitor sink":
+            if place == "monitor sink":
                 assert ended.codes == [0, 0], str(ended)
-                assert "is off for the rest of this run, which goes on" in ended.texts[0]
+                assert "is off for the rest of this run, which continues" in ended.texts[0]
                 return
             assert ended.codes == [1, 1], str(ended)
-            assert SPARK in ended.last_words(rank), str(ended)
-            other = ended.last_words(1 - rank)
+            assert ended.printed[0].startswith(f"error: rank {rank}: "), str(ended)
+            assert INJECTED in ended.printed[0], str(ended)
+            assert INJECTED in ended.details[rank], str(ended)
+            other = ended.details[1 - rank]
             assert other.startswith(f"rank {rank} failed first: "), str(ended)
-            assert SPARK in other, str(ended)
+            assert INJECTED in other.splitlines()[0], str(ended)
 
-        return suffer(Job(str(folder), mesh, fault=fault), undisturbed, ended_with_the_cause)
+        return run_with_fault(Job(str(folder), mesh, fault=fault), fault_free, ended_with_the_cause)
 
-    rooms = [case for case in where if case[1] != "monitor sink"]
-    ledger.each("an exception in a room", rooms, check)
-    ledger.each(
-        "an exception in a monitor: the run goes on",
-        [case for case in where if case not in rooms],
+    ends_run = [case for case in where if case[1] != "monitor sink"]
+    results.check_all("an exception in a component", ends_run, check)
+    results.check_all(
+        "an exception in a monitor: the run continues",
+        [case for case in where if case not in ends_run],
         check,
     )
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_exception_in_a_writer_in_the_background_ends_all_at_the_next_save(
-    rank: int, scratch: Path, ledger: Ledger, undisturbed: Undisturbed
+def test_an_exception_in_the_background_writer_ends_all_ranks_at_the_next_save(
+    rank: int, scratch: Path, results: ResultTable, fault_free: FaultFreeRuns
 ) -> None:
     def check(rank: int) -> Outcome:
         job = Job(
@@ -87,30 +89,30 @@ def test_an_exception_in_a_writer_in_the_background_ends_all_at_the_next_save(
             fault=Fault("raise", "checkpoint writer", rank, step=4),
         )
 
-        def told(ended: Ended) -> None:
+        def reported_by_all(ended: Ended) -> None:
             assert ended.codes == [1, 1], str(ended)
-            assert SPARK in ended.texts[rank], str(ended)
-            assert f"rank {rank}" in ended.last_words(1 - rank), str(ended)
+            assert INJECTED in ended.texts[rank], str(ended)
+            assert f"rank {rank}" in ended.details[1 - rank].splitlines()[0], str(ended)
 
-        return suffer(job, undisturbed, told)
+        return run_with_fault(job, fault_free, reported_by_all)
 
-    ledger.each("an exception in a writer in the background", [rank], check)
+    results.check_all("an exception in the background writer of checkpoints", [rank], check)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_disk_that_refuses_ends_all_ranks_alike(
-    rank: int, scratch: Path, ledger: Ledger, undisturbed: Undisturbed
+def test_a_failed_write_ends_all_ranks_with_the_same_error(
+    rank: int, scratch: Path, results: ResultTable, fault_free: FaultFreeRuns
 ) -> None:
     def check(rank: int) -> Outcome:
         fault = Fault("refuse", "checkpoint writer", rank, step=4)
 
-        def said_by_all(ended: Ended) -> None:
+        def reported_by_all(ended: Ended) -> None:
             assert ended.codes == [1, 1], str(ended)
-            for words in (ended.last_words(0), ended.last_words(1)):
-                assert words.startswith("could not save checkpoint 'global_step4'"), str(ended)
-                assert f"rank {rank}: Input/output error" in words, str(ended)
-                assert "the checkpoints before it are whole" in words
+            (message,) = ended.printed
+            assert message.startswith("error: rank 0: could not save checkpoint 'global_step4'")
+            assert f"rank {rank}: Input/output error" in message, str(ended)
+            assert "the earlier checkpoints are unchanged" in message
 
-        return suffer(Job(str(scratch), fault=fault), undisturbed, said_by_all)
+        return run_with_fault(Job(str(scratch), fault=fault), fault_free, reported_by_all)
 
-    ledger.each("a disk that refuses a write", [rank], check)
+    results.check_all("a disk on which a write fails", [rank], check)

@@ -1,4 +1,4 @@
-"""A gradient that is not finite, wherever it comes from."""
+"""A non-finite gradient in any stage and micro-batch."""
 
 import math
 from typing import Any
@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from pipemega.engine import Engine
+from pipemega.engine.engine import Engine
 from pipemega.errors import NonFiniteError
-from tests.faults.plant import poison
-from tests.faults.table import Ledger
-from tests.ranks import checkpoint_run
+from tests.faults.fault_injection import fill_gradient
+from tests.faults.table import ResultTable
+from tests.ranks.checkpoint import checkpoint_runs
 from tests.ranks.pool import RankPool
-from tests.ranks.training_run import settings
+from tests.ranks.training_runs import settings
 
 STEPS, BAD, MICROBATCHES = 5, 2, 4
 BF16 = {"enabled": True}
@@ -37,36 +37,36 @@ def stage_of(engine: Engine, stage: int) -> nn.Module | None:
     return stages.get(stage)
 
 
-def poisoned(config: dict[str, Any], place: Place, value: float) -> Engine:
-    """An engine in which the gradient at a (stage, micro-batch) of one step is `value`."""
-    engine, (stage, microbatch) = checkpoint_run.build(config, "float32"), place
+def engine_with_fault(config: dict[str, Any], place: Place, value: float) -> Engine:
+    """Return an engine whose gradient at a (stage, micro-batch) of one step is `value`."""
+    engine, (stage, microbatch) = checkpoint_runs.build(config, "float32"), place
     module = stage_of(engine, stage)
     if module is not None:
         layer = last_layer(module)
-        poison(layer, microbatch, MICROBATCHES, value, lambda: engine.global_steps == BAD)
+        fill_gradient(layer, microbatch, MICROBATCHES, value, lambda: engine.global_steps == BAD)
     return engine
 
 
 def trained(config: dict[str, Any], places: list[Place], value: float) -> list[dict[str, Any]]:
-    """For each place: what is seen of a run with `value` there, in one step."""
-    return [run(poisoned(config, place, value), STEPS) for place in places]
+    """For each place, run with `value` there in one step, and return the results."""
+    return [run(engine_with_fault(config, place, value), STEPS) for place in places]
 
 
 def stopped(config: dict[str, Any], places: list[Place], value: float) -> list[str]:
-    """For each place: the error, after which all is as it was before the step."""
-    said = []
+    """For each place, return the error; check that it leaves the parameters unchanged."""
+    errors = []
     for place in places:
-        engine = poisoned(config, place, value)
+        engine = engine_with_fault(config, place, value)
         for _ in range(BAD):
             engine.train_batch()
         before = parameters_of(engine)
         try:
             engine.train_batch()
         except NonFiniteError as error:
-            said.append(str(error))
+            errors.append(str(error))
         assert parameters_of(engine) == before
         assert engine.global_steps == BAD
-    return said
+    return errors
 
 
 def last_layer(stage: nn.Module) -> nn.Module:
@@ -76,8 +76,8 @@ def last_layer(stage: nn.Module) -> nn.Module:
 
 
 def without_the_step(config: dict[str, Any]) -> dict[str, Any]:
-    """The same run, from which the step was taken out by hand."""
-    engine = checkpoint_run.build(config, "float32")
+    """Run without the step, skipping it explicitly."""
+    engine = checkpoint_runs.build(config, "float32")
     run(engine, BAD)
     assert engine.loader is not None
     engine.loader.next_step()
@@ -119,15 +119,15 @@ SCHEDULES = [
 
 @pytest.mark.parametrize(("schedule", "stages", "changes"), SCHEDULES)
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
-def test_a_gradient_that_is_not_finite_costs_that_step_wherever_it_comes_from(
+def test_a_non_finite_gradient_in_any_place_skips_that_step_only(
     pool: RankPool,
-    ledger: Ledger,
+    results: ResultTable,
     precision: str,
     schedule: str,
     stages: int,
     changes: dict[str, Any],
 ) -> None:
-    """All ranks skip it; inf in fp16 halves the scale; the rest is the run without that step."""
+    """All ranks skip the step; inf in fp16 halves the scale; the rest equals a run without it."""
     changes = {**changes, "fp16": FP16} if precision == "fp16" else {**changes, "bf16": BF16}
     config = config_of(schedule, **changes)
     value = math.inf if precision == "fp16" else math.nan
@@ -144,25 +144,27 @@ def test_a_gradient_that_is_not_finite_costs_that_step_wherever_it_comes_from(
             assert one["losses"][BAD + 1 :] == want["losses"]
             assert one["end"] == want["end"]
 
-    ledger.each(
+    results.check_all(
         f"{value} at a (stage, micro-batch) in {precision}: the step is skipped", places, check
     )
 
 
 @pytest.mark.parametrize(("schedule", "stages", "changes"), SCHEDULES)
-def test_a_run_that_shall_stop_at_nan_names_its_stage_and_micro_batch(
-    pool: RankPool, ledger: Ledger, schedule: str, stages: int, changes: dict[str, Any]
+def test_with_policy_stop_the_error_names_stage_and_micro_batch(
+    pool: RankPool, results: ResultTable, schedule: str, stages: int, changes: dict[str, Any]
 ) -> None:
     training = {"on_nonfinite": {"policy": "stop"}}
     config = config_of(schedule, bf16=BF16, training=training, **changes)
     places = [(stage, m) for stage in range(stages) for m in range(MICROBATCHES)]
-    said = pool.run(2, stopped, config, places, math.nan)
+    errors = pool.run(2, stopped, config, places, math.nan)
 
     def check(place: Place) -> None:
         stage, microbatch = place
-        for rank in said:
+        for rank in errors:
             text = rank[places.index(place)]
             assert f"in the backward of micro-batch {microbatch}" in text, text
             assert f"stage {stage}" in text, text
 
-    ledger.each("nan at a (stage, micro-batch), policy 'stop': it is named", places, check)
+    results.check_all(
+        "nan at a (stage, micro-batch), policy 'stop': the error names it", places, check
+    )

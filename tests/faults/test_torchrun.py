@@ -1,4 +1,4 @@
-"""The same under torchrun itself: it starts the ranks again, and they go on by themselves."""
+"""Faults under torchrun itself, which restarts the ranks."""
 
 import os
 import subprocess
@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.plant import Fault
-from tests.faults.story import Books, Outcome, Undisturbed
-from tests.faults.table import Ledger
+from tests.faults.fault_injection import Fault
+from tests.faults.fault_trials import EventLogs, FaultFreeRuns, Outcome
+from tests.faults.table import ResultTable
 from tests.faults.training import INTERVAL, Job
 
 ROOT = Path(__file__).parents[2]
 
-Case = tuple[str, str, int, int]  # action, room, rank, step
+Case = tuple[str, str, int, int]  # action, place, rank, step
 
 
 @pytest.mark.sweep
-def test_torchrun_starts_the_ranks_again_and_they_go_on_from_the_newest_checkpoint(
-    scratch: Path, ledger: Ledger, undisturbed: Undisturbed
+def test_ranks_that_torchrun_restarts_resume_from_the_newest_checkpoint(
+    scratch: Path, results: ResultTable, fault_free: FaultFreeRuns
 ) -> None:
     def check(case: Case) -> Outcome:
-        action, room, rank, step = case
+        action, place, rank, step = case
         folder = scratch / "-".join(map(str, case))
         folder.mkdir()
-        job = Job(str(folder), fault=Fault(action, room, rank, step))
+        job = Job(str(folder), fault=Fault(action, place, rank, step))
         (folder / "job.json").write_text(job.to_json())
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
         done = subprocess.run(
@@ -38,12 +38,14 @@ def test_torchrun_starts_the_ranks_again_and_they_go_on_from_the_newest_checkpoi
             capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        books = Books(job)
-        assert len(books.began) == 2, done.stderr
-        assert books.losses == undisturbed.of(Job(job.folder)).losses
-        assert books.digests == undisturbed.of(Job(job.folder)).digests
-        assert books.began[-1] == step - step % INTERVAL
-        return Outcome(books.repeated, None)
+        logs = EventLogs(job)
+        assert len(logs.started_at) == 2, done.stderr
+        assert logs.losses == fault_free.of(Job(job.folder)).losses
+        assert logs.digests == fault_free.of(Job(job.folder)).digests
+        assert logs.started_at[-1] == step - step % INTERVAL
+        return Outcome(logs.repeated, None)
 
     cases = [("kill", "optimizer", 0, 5), ("kill", "layer backward", 1, 4), ("raise", "loss", 1, 3)]
-    ledger.each("torchrun --max-restarts, with a kill or an exception", cases, check, at_once=1)
+    results.check_all(
+        "torchrun --max-restarts, with a kill or an exception", cases, check, at_once=1
+    )

@@ -1,7 +1,7 @@
-"""The small training that everything happens to; a rank of it, by a fork server or by torchrun.
+"""The small training of the fault tests; a rank is started by a fork server or by torchrun.
 
-Each rank keeps a book in the run's folder, one JSON object a line, each written whole: what a rank
-that is killed had come to stands there.
+Each rank writes an event log to the run's folder, one JSON object per line with one write call, so
+that the log of a killed rank is complete.
 """
 
 import hashlib
@@ -18,22 +18,22 @@ import torch
 import torch.distributed as dist
 
 import pipemega
-from pipemega.engine import Engine
+from pipemega.engine.engine import Engine
 from pipemega.models import GPTConfig, gpt
 from pipemega.training import Trainer
-from tests.faults.plant import (
+from tests.faults.fault_injection import (
     Fault,
-    Readable,
-    Stacked,
-    let_the_clock_jump,
-    plant,
-    plant_before,
+    HookedCollate,
+    HookedDataset,
+    inject,
+    inject_before_start,
+    make_clock_jump,
 )
-from tests.ranks.training_run import VOCAB, settings
+from tests.ranks.training_runs import VOCAB, settings
 
 STEPS, INTERVAL = 8, 2
 
-# The first two are those of the quick tests.
+# The quick tests use the first two.
 MESHES: dict[str, dict[str, Any]] = {
     "pipeline": {"mesh": {"pipeline": 2}},
     "zero": {"mesh": {"data": 2}, "zero_optimization": {"stage": 1}},
@@ -45,23 +45,23 @@ MESHES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Job:
-    """What is run.
+    """A run.
 
     Args:
-        folder: for the books, and for the checkpoints unless `saves` names another.
+        folder: for the event logs, and for the checkpoints unless `saves` is set.
         mesh: a name in `MESHES`.
-        changes: laid over the config.
-        fault: what happens, in the first life of the run only.
-        deadline: how long a rank waits for another once all have started; None: a minute.
-        saves: where checkpoints go.
-        jumping_clock: the time of day jumps by hours, in every life.
+        changes: override the config.
+        fault: injected in the first incarnation only.
+        timeout: timeout of waits for other ranks after start-up; None: a minute.
+        saves: folder of the checkpoints.
+        jumping_clock: the time of day jumps by hours, in every incarnation.
     """
 
     folder: str
     mesh: str = "pipeline"
     changes: dict[str, Any] = field(default_factory=dict)
     fault: Fault | None = None
-    deadline: float | None = None
+    timeout: float | None = None
     saves: str | None = None
     jumping_clock: bool = False
 
@@ -71,7 +71,7 @@ class Job:
 
     @property
     def may_lose(self) -> int:
-        """Steps: since the last save; in the background, since the one before it."""
+        """Steps since the last save; with background saves, since the save before it."""
         saves = 2 if self.changes.get("checkpoint", {}).get("async") else 1
         return saves * INTERVAL
 
@@ -105,71 +105,75 @@ class Job:
         return cls(**values, fault=None if fault is None else Fault(**fault))
 
 
-class Book:
-    """What one rank writes down."""
+class EventLog:
+    """The event log of one rank."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        self._file = os.open(f"{folder}/book{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._file = os.open(f"{folder}/log{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def write(self, **entry: Any) -> None:
         os.write(self._file, (json.dumps(entry) + "\n").encode())
 
 
-class Watched(Trainer):
-    """A trainer that keeps a book."""
+def log_events(engine: Engine, log: EventLog) -> None:
+    """Write the steps and checkpoints of an engine to an event log."""
+    log.write(started_at=engine.global_steps)
+    add_record, save = engine.run.logger.add, engine.save_checkpoint
 
-    def __init__(self, engine: Engine, book: Book) -> None:
-        super().__init__(engine)
-        self._book = book
-        book.write(began=engine.global_steps)
+    def log_step(loss: float, seconds: float) -> None:
+        add_record(loss, seconds)
+        log.write(step=engine.global_steps, loss=float(loss).hex())
 
-    def train_step(self) -> float:
-        loss = super().train_step()
-        self._book.write(step=self.engine.global_steps, loss=float(loss).hex())
-        return loss
+    def log_save(*args: Any, **options: Any) -> Any:
+        path = save(*args, **options)
+        # With background saves only the previous one is known to be on the disk.
+        behind = INTERVAL if engine.config.checkpoint.in_background else 0
+        log.write(saved=max(0, engine.global_steps - behind))
+        return path
 
-    def save(self) -> None:
-        super().save()
-        # In the background only the one before is known to be on the disk.
-        step = self.engine.global_steps
-        behind = INTERVAL if self.config.checkpoint.in_background else 0
-        self._book.write(saved=max(0, step - behind))
+    engine.run.logger.add = log_step  # type: ignore[method-assign]
+    engine.save_checkpoint = log_save  # type: ignore[method-assign]
 
 
 def main(job: Job) -> None:
-    """One life of one rank; ends as a script does, with an exit code."""
+    """Run one incarnation of one rank; exits like a script, with an exit code."""
     rank = int(os.environ["RANK"])
     fault = job.fault if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None
     if fault is not None and fault.rank not in (rank, None):
         fault = None
-    book = Book(job.folder, rank)
+    log = EventLog(job.folder, rank)
     torch.set_num_threads(1)
     if job.jumping_clock:
-        let_the_clock_jump(rank)
+        make_clock_jump(rank)
     if fault is not None:
-        plant_before(fault, book)
+        inject_before_start(fault, log)
     with pipemega.run():
-        trainer = Watched(build(job), book)
+        trainer = Trainer(build(job))
+        log_events(trainer.engine, log)
         if fault is not None:
-            plant(fault, trainer, book)
-        if job.deadline is not None:
-            _give_up_after(job.deadline, trainer.engine)
+            inject(fault, trainer, log)
+        if job.timeout is not None:
+            _set_timeouts(job.timeout, trainer.engine)
         trainer.fit()
         if trainer.engine.global_steps == STEPS:
-            book.write(digest=digest(trainer.engine))
+            log.write(digest=digest(trainer.engine))
 
 
 def build(job: Job) -> Engine:
     loaded = pipemega.load_config(job.config)
     mesh = pipemega.build_mesh(loaded)
     engine, *_ = pipemega.initialize(
-        gpt(GPTConfig.of(loaded, VOCAB)), loaded, Readable(), collate_fn=Stacked(), mesh=mesh
+        gpt(GPTConfig.of(loaded, VOCAB)),
+        loaded,
+        HookedDataset(),
+        collate_fn=HookedCollate(),
+        mesh=mesh,
     )
     return engine
 
 
 def digest(engine: Engine) -> str:
-    """Of all parameters of the unsplit model, and the counters."""
+    """Return a hash of all parameters of the unsharded model, and of the counters."""
     hashed = hashlib.sha256(f"{engine.global_steps} {engine.consumed_samples}".encode())
     for name, parameter in sorted(engine.parameter_state().items()):
         hashed.update(name.encode())
@@ -177,16 +181,16 @@ def digest(engine: Engine) -> str:
     return hashed.hexdigest()
 
 
-def _give_up_after(seconds: float, engine: Engine) -> None:
-    """After the start, which on a busy machine may take longer than a wait in the run."""
-    deadline = timedelta(seconds=seconds)
+def _set_timeouts(seconds: float, engine: Engine) -> None:
+    """Set the timeouts after start-up, which may take longer on a busy machine."""
+    timeout = timedelta(seconds=seconds)
     for group in list(dist.distributed_c10d._world.pg_map):
-        dist.distributed_c10d._set_pg_timeout(deadline, group)
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
     transport = engine._executor._transport
     if transport is not None:
-        transport._timeout = deadline
-    # Of the group that it makes for the first save in the background.
-    engine._checkpoints._background._timeout = deadline
+        transport._timeout = timeout
+    # The timeout of the group for background saves.
+    engine._checkpoints._background._timeout = timeout
 
 
 if __name__ == "__main__":

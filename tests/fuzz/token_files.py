@@ -1,10 +1,10 @@
-"""Bytes that look for a way through the reader of token files, guided by the lines that they reach.
+"""Coverage-guided fuzzing of the reader of token files.
 
-    make fuzz                                            a minute of it
+    make fuzz                                            runs it for one minute
     python -m tests.fuzz.token_files -max_total_time=600
 
-Needs atheris (pip install atheris); takes libFuzzer's options. It stops at the first input whose
-answer is neither data nor a DataError that names the files, and leaves it in a file.
+Needs atheris (pip install atheris) and accepts libFuzzer's options. It stops at the first input
+that gives neither data nor a DataError with the file names, and writes that input to a file.
 """
 
 import shutil
@@ -19,19 +19,19 @@ with atheris.instrument_imports(include=["pipemega.data"]):
 
 from pipemega.errors import DataError
 
-# Of each input, the first two bytes say how long .idx is; the rest of it is .bin.
+# The first two bytes of an input are the length of .idx; then come .idx and .bin.
 LENGTH = 2
 
 
 def packed(prefix: Path) -> bytes:
-    """A pair of files as one input."""
+    """Return a pair of files as one input."""
     bin_path, idx_path = files_of(prefix)
     idx = idx_path.read_bytes()
     return len(idx).to_bytes(LENGTH, "little") + idx + bin_path.read_bytes()
 
 
 def read(prefix: Path, raw: bytes) -> None:
-    """Writes the pair that `raw` stands for, and reads all that is in it."""
+    """Write the pair of files that `raw` encodes, and read all of it."""
     size = int.from_bytes(raw[:LENGTH], "little")
     bin_path, idx_path = files_of(prefix)
     idx_path.write_bytes(raw[LENGTH : LENGTH + size])

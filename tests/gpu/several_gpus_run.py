@@ -1,12 +1,12 @@
-"""What test_several_gpus.py runs under torchrun: trains on one mesh, and tells the numbers."""
+"""Training run that test_several_gpus.py starts with torchrun; writes its results as JSON."""
 
 import json
 import sys
 from pathlib import Path
 
 import pipemega
-from pipemega.mesh import launched_rank
-from tests.ranks.training_run import train
+from pipemega.distributed.mesh import launched_rank
+from tests.ranks.training_runs import train
 
 
 def main() -> None:
@@ -14,8 +14,8 @@ def main() -> None:
     with pipemega.run():
         result = train(config, "float32")
         if launched_rank() == 0:
-            told = {key: result[key] for key in ("loss", "norm", "eval")}
-            out.write_text(json.dumps(told), encoding="utf-8")
+            metrics = {key: result[key] for key in ("loss", "norm", "eval")}
+            out.write_text(json.dumps(metrics), encoding="utf-8")
 
 
 if __name__ == "__main__":

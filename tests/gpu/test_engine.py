@@ -1,7 +1,7 @@
-"""A whole engine on one GPU: against the CPU, against itself, and never waiting for the device.
+"""The engine on one GPU, compared with the CPU, and without synchronization during a step.
 
-Where bits are compared, attention is torch's plain one: the fused kernels add in no fixed order in
-their backward pass.
+Tests for bitwise equality use the math kernel of attention: the backward of the fused kernels has
+no fixed order of additions.
 """
 
 import time
@@ -16,21 +16,21 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipemega.engine import Engine
+from pipemega.engine.engine import Engine
 from pipemega.errors import NonFiniteError
-from pipemega.pipeline.measured import measured_costs
-from tests.ranks.training_run import build, data, settings, train
+from pipemega.profiling.cost_estimation import measured_costs
+from tests.ranks.training_runs import build, data, settings, train
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # Of the thread that runs backward passes, when its first matrix product meets it unprepared.
+    # From the backward thread at its first matrix product.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 
 DEVICE = "cuda"
 RECOMPUTE = ["none", "selective", "full"]
-# Heads of 16 channels, which the fused kernels take.
+# Heads of 16 channels, which the fused kernels support.
 WIDER: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 128}
 DROPOUT: dict[str, Any] = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 NO_DROPOUT: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -40,7 +40,7 @@ def on(device: str, **changes: Any) -> dict[str, Any]:
     return settings(mesh={"device": device}, **changes)
 
 
-def test_fp32_trains_to_the_losses_and_parameters_of_the_cpu() -> None:
+def test_fp32_training_gives_the_losses_and_gradients_of_the_cpu() -> None:
     ours, theirs = (
         train(on(device, model=NO_DROPOUT), "float32", steps=5) for device in (DEVICE, "cpu")
     )
@@ -52,7 +52,7 @@ def test_fp32_trains_to_the_losses_and_parameters_of_the_cpu() -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("position", ["learned_absolute", "rope"])
-def test_the_loss_falls_in_16_bits(dtype: str, position: str) -> None:
+def test_the_loss_decreases_in_16_bit_precision(dtype: str, position: str) -> None:
     model = {**WIDER, **NO_DROPOUT, "position_embedding_type": position}
     engine = build(on(DEVICE, model=model, **{dtype: {"enabled": True}}))
     losses = [engine.train_batch(data(engine, 0)) for _ in range(20)]
@@ -76,7 +76,7 @@ def test_an_fp16_overflow_skips_the_step_and_halves_the_scale() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_dropout_gives_the_very_gradients(recompute: str) -> None:
+def test_recomputed_dropout_gives_bitwise_equal_gradients(recompute: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         kept, again, other = (
             train(on(DEVICE, model={**model, "recompute": mode}), "float32", steps=2)
@@ -90,7 +90,7 @@ def test_recomputed_dropout_gives_the_very_gradients(recompute: str) -> None:
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_recomputed_dropout_of_fused_attention_draws_the_same_mask(recompute: str) -> None:
+def test_recomputed_dropout_of_fused_attention_uses_the_same_mask(recompute: str) -> None:
     kept, again = (
         train(
             on(DEVICE, model={**WIDER, **DROPOUT, "recompute": mode}, bf16={"enabled": True}),
@@ -101,14 +101,14 @@ def test_recomputed_dropout_of_fused_attention_draws_the_same_mask(recompute: st
     )
     assert again["loss"] == pytest.approx(kept["loss"], rel=1e-6)
     for name, gradient in kept["gradients"][0].items():
-        # Another mask would change a gradient by as much as it is large.
+        # A different mask would change a gradient by about its own norm.
         difference = numpy.linalg.norm(again["gradients"][0][name] - gradient)
         assert difference <= 0.02 * numpy.linalg.norm(gradient), name
 
 
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_a_resumed_run_repeats_every_bit(dtype: str, background: bool, tmp_path: Path) -> None:
+def test_a_resumed_run_is_bitwise_equal(dtype: str, background: bool, tmp_path: Path) -> None:
     precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     config = on(DEVICE, model=DROPOUT, checkpoint={"async": background}, **precision)
     with sdpa_kernel(SDPBackend.MATH):
@@ -129,10 +129,10 @@ def test_a_resumed_run_repeats_every_bit(dtype: str, background: bool, tmp_path:
 
 
 @contextmanager
-def no_waiting() -> Iterator[None]:
-    """Lets torch refuse what makes the host wait for the GPU."""
+def no_synchronization() -> Iterator[None]:
+    """Make torch raise an error at a synchronization with the GPU."""
     with warnings.catch_warnings():
-        # It says that it is a prototype.
+        # torch warns that this mode is a prototype.
         warnings.simplefilter("ignore")
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -141,37 +141,37 @@ def no_waiting() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_makes_the_host_wait_is_noticed() -> None:
+def test_a_synchronization_raises_in_sync_debug_mode() -> None:
     number = torch.ones((), device=DEVICE)
-    with no_waiting(), pytest.raises(RuntimeError, match="synchroniz"):
+    with no_synchronization(), pytest.raises(RuntimeError, match="synchroniz"):
         number.item()
 
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_the_host_waits_for_the_gpu_only_at_the_end_of_a_step(
+def test_the_host_synchronizes_with_the_gpu_only_at_the_end_of_a_step(
     dtype: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     model = {**WIDER, **DROPOUT, "recompute": recompute}
     engine: Engine = build(on(DEVICE, model=model, **precision))
-    # The first step makes what stays: work spaces, handles, the optimizer's state.
+    # The first step allocates workspaces, handles and the optimizer state.
     engine.train_batch(data(engine, 0))
-    run, watched = engine._executor.run, []
+    run, results = engine._executor.run, []
 
-    def run_without_waiting(*args: Any) -> Any:
-        with no_waiting():
-            watched.append(run(*args))
-        return watched[-1]
+    def run_without_synchronization(*args: Any) -> Any:
+        with no_synchronization():
+            results.append(run(*args))
+        return results[-1]
 
-    monkeypatch.setattr(engine._executor, "run", run_without_waiting)
+    monkeypatch.setattr(engine._executor, "run", run_without_synchronization)
     engine.train_batch(data(engine, 1))
-    assert len(watched) == 1
-    assert len(watched[0].losses) == engine.batch.num_microbatches
+    assert len(results) == 1
+    assert len(results[0].losses) == engine.batch.num_microbatches
 
 
 @pytest.mark.parametrize("schedule", ["sequential", "zb-h1"])
-def test_instructions_are_timed_by_the_device_without_waiting_for_it(
+def test_instruction_times_are_measured_without_synchronization(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monitor = {"trace": {"steps": [2], "memory": True}}
@@ -179,11 +179,11 @@ def test_instructions_are_timed_by_the_device_without_waiting_for_it(
     engine.train_batch(data(engine, 0))
     run = engine._executor.run
 
-    def run_without_waiting(*args: Any) -> Any:
-        with no_waiting():
+    def run_without_synchronization(*args: Any) -> Any:
+        with no_synchronization():
             return run(*args)
 
-    monkeypatch.setattr(engine._executor, "run", run_without_waiting)
+    monkeypatch.setattr(engine._executor, "run", run_without_synchronization)
     engine.train_batch(data(engine, 1))
     trace = engine.last_trace
     assert trace is not None
@@ -196,25 +196,25 @@ def test_instructions_are_timed_by_the_device_without_waiting_for_it(
     assert all(held > 0 for held in costs.held_after_forward)
 
 
-def test_the_work_of_a_rank_is_timed_by_the_device_without_waiting_for_it(
+def test_the_busy_time_of_a_rank_is_measured_without_synchronization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = build(on(DEVICE, model=WIDER))
     run = engine._executor.run
 
-    def run_without_waiting(*args: Any) -> Any:
-        with no_waiting():
+    def run_without_synchronization(*args: Any) -> Any:
+        with no_synchronization():
             return run(*args)
 
     engine.train_batch(data(engine, 0))
-    monkeypatch.setattr(engine._executor, "run", run_without_waiting)
+    monkeypatch.setattr(engine._executor, "run", run_without_synchronization)
     started = time.perf_counter()
     engine.train_batch(data(engine, 1))
     engine.train_batch(data(engine, 2))
     assert 0 < engine.work_seconds < time.perf_counter() - started
 
 
-def test_a_nan_is_named_and_copies_are_compared_on_the_device() -> None:
+def test_nan_origin_and_replica_check_run_on_the_device() -> None:
     engine = build(on(DEVICE, model=WIDER))
     engine.check_replicas()
     weight = engine._model.parameters["layers.3.mlp.up.weight"]

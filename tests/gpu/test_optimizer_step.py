@@ -7,11 +7,18 @@ import pytest
 import torch
 from torch import nn
 
+from pipemega.config.optimizer import PARAMS
+from pipemega.distributed.mesh import Mesh
 from pipemega.kernels import Kernels
-from pipemega.mesh import Mesh
-from pipemega.optimizer import OptimizerStep, Targets, build_optimizer, parameter_groups
-from pipemega.optimizer.targets import Host
-from pipemega.precision import DynamicLossScale, Precision
+from pipemega.optimizer import (
+    ModelParams,
+    OptimizerStep,
+    PlainMasterParams,
+    build_optimizer,
+    parameter_groups,
+)
+from pipemega.optimizer.master_params import Host
+from pipemega.optimizer.mixed_precision import DynamicLossScale, Precision
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,13 +27,13 @@ pytestmark = [
 
 
 def build(weight, precision, name, host=None, **settings):
-    named = [("w", weight)]
-    targets = Targets(named, Mesh.single(weight.device), precision=precision, host=host)
-    groups = parameter_groups(targets.named.items())
+    model = ModelParams([("w", weight)])
+    masters = PlainMasterParams(model, Mesh.single(weight.device), precision=precision, host=host)
+    groups = parameter_groups(masters.named.items())
     kernels = Kernels.detect(weight.device if host is None else host.device)
     return OptimizerStep(
-        build_optimizer(name, {"lr": 0.01}, groups, kernels=kernels),
-        targets,
+        build_optimizer(name, PARAMS[name](lr=0.01), groups, kernels=kernels),
+        masters,
         skip_nonfinite=precision.skip_nonfinite,
         **settings,
     )
@@ -34,7 +41,7 @@ def build(weight, precision, name, host=None, **settings):
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb", "RMSprop"])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
-def test_a_step_on_the_gpu_is_the_step_on_the_cpu(name, dtype):
+def test_a_step_on_the_gpu_equals_the_step_on_the_cpu(name, dtype):
     start, gradients = torch.randn(300), torch.randn(3, 300)
     results = []
     for device in ("cpu", "cuda"):
@@ -51,7 +58,7 @@ def test_a_step_on_the_gpu_is_the_step_on_the_cpu(name, dtype):
 
 @pytest.mark.parametrize("pin", [False, True])
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
-def test_a_step_whose_state_lies_on_the_host_is_that_of_the_cpu(dtype, pin):
+def test_a_step_with_offloaded_state_equals_the_step_on_the_cpu(dtype, pin):
     start, gradients = torch.randn(300), torch.randn(3, 300)
     results = []
     for device, host in (("cpu", None), ("cuda", Host(torch.device("cpu"), pin))):
@@ -60,16 +67,16 @@ def test_a_step_whose_state_lies_on_the_host_is_that_of_the_cpu(dtype, pin):
         for gradient in gradients:
             (weight.float() * gradient.to(device)).sum().backward()
             step(torch.tensor(1.0, device=device), 1.0, 1)
-        (target,) = step.targets.named.values()
-        assert target.device.type == "cpu"
-        assert target.is_pinned() == (pin and device == "cuda")
+        (master,) = step.masters.named.values()
+        assert master.device.type == "cpu"
+        assert master.is_pinned() == (pin and device == "cuda")
         state = step.state_dict()["parameters"]["w"]
         assert state["exp_avg"].device.type == "cpu"
         results.append(weight.detach().float().cpu())
     torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
-def test_fp16_recovers_from_an_overflow_and_takes_up_its_state_on_the_gpu():
+def test_fp16_recovers_from_an_overflow_and_loads_its_state_on_the_gpu():
     weight = nn.Parameter(torch.ones(4, device="cuda"))
     fp16 = Precision(torch.float16, skip_nonfinite=True)
     step = build(weight, fp16, "AdamW", loss_scale=DynamicLossScale(2.0**17, hysteresis=1))

@@ -1,9 +1,9 @@
-"""A step that is taken back on a GPU."""
+"""Undoing and repeating an optimizer step on a GPU."""
 
 import pytest
 import torch
 
-from tests.unit import test_post_validate
+from tests.unit.optimizer import test_post_validate
 
 pytestmark = [
     pytest.mark.gpu,
@@ -13,5 +13,5 @@ pytestmark = [
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Lamb"])
-def test_a_step_that_is_done_again_is_the_step_that_waited(name, dtype):
+def test_a_repeated_step_equals_the_synchronous_step(name, dtype):
     test_post_validate.check(name, dtype, "cuda")

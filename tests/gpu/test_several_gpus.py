@@ -1,4 +1,4 @@
-"""Ranks with a GPU each, over NCCL, against one rank without any."""
+"""Several ranks with one GPU each, over NCCL, compared with one CPU rank."""
 
 import json
 import os
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks.training_run import settings, train
+from tests.ranks.training_runs import settings, train
 
 pytestmark = [
     pytest.mark.gpu,
@@ -35,13 +35,13 @@ def launch(config: dict[str, Any], num_ranks: int, out: Path) -> dict[str, Any]:
         check=False,
     )
     assert result.returncode == 0, result.stderr
-    told: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
-    return told
+    metrics: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return metrics
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("shapes", ["cached", "exchanged"])
-def test_a_pipeline_over_nccl_trains_to_the_losses_of_one_rank(
+def test_a_pipeline_over_nccl_gives_the_losses_of_one_rank(
     schedule: str, shapes: str, tmp_path: Path
 ) -> None:
     check({"pipeline": 2}, tmp_path, pipeline={"schedule": schedule, "shapes": shapes})
@@ -50,7 +50,7 @@ def test_a_pipeline_over_nccl_trains_to_the_losses_of_one_rank(
 @pytest.mark.parametrize(
     "mesh", [{"data": 2}, {"tensor": 2}, {"tensor": 2, "sequence_parallel": True}]
 )
-def test_data_and_tensor_ranks_over_nccl_train_to_the_losses_of_one_rank(
+def test_data_and_tensor_ranks_over_nccl_give_the_losses_of_one_rank(
     mesh: dict[str, Any], tmp_path: Path
 ) -> None:
     check(mesh, tmp_path)
@@ -58,7 +58,7 @@ def test_data_and_tensor_ranks_over_nccl_train_to_the_losses_of_one_rank(
 
 @pytest.mark.skipif(torch.cuda.device_count() < 4, reason="needs four CUDA devices")
 @pytest.mark.parametrize("mesh", [{"pipeline": 4}, {"pipeline": 2, "tensor": 2}])
-def test_four_ranks_over_nccl_train_to_the_losses_of_one_rank(
+def test_four_ranks_over_nccl_give_the_losses_of_one_rank(
     mesh: dict[str, Any], tmp_path: Path
 ) -> None:
     check(mesh, tmp_path, num_ranks=4)
@@ -66,7 +66,7 @@ def test_four_ranks_over_nccl_train_to_the_losses_of_one_rank(
 
 def check(mesh: dict[str, Any], tmp_path: Path, num_ranks: int = 2, **changes: Any) -> None:
     config = settings(mesh={**mesh, "device": DEVICE}, model=MODEL, **changes)
-    ours = launch(config, num_ranks, tmp_path / "result.json")
-    theirs = train(settings(mesh={"device": "cpu"}, model=MODEL, **changes), "float32")
-    for key in ours:
-        assert ours[key] == pytest.approx(theirs[key], rel=5e-4), key
+    actual = launch(config, num_ranks, tmp_path / "result.json")
+    expected = train(settings(mesh={"device": "cpu"}, model=MODEL, **changes), "float32")
+    for key in actual:
+        assert actual[key] == pytest.approx(expected[key], rel=5e-4), key

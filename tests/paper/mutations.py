@@ -1,4 +1,4 @@
-"""Files as they come out of accidents: bytes and JSON trees, changed a little."""
+"""Random mutations of bytes and JSON trees, for fuzz tests."""
 
 import json
 import os
@@ -22,14 +22,14 @@ SCALARS = st.one_of(
 
 
 def fuzzing(examples: int) -> settings:
-    """The same examples each time; FUZZ=20 in the environment: twenty times as many, and others."""
+    """Return settings with fixed examples; FUZZ=20 in the environment: 20 times as many, random."""
     factor = int(os.environ.get("FUZZ", "1"))
-    return settings(max_examples=examples * factor, deadline=None, derandomize=factor == 1)
+    return settings(max_examples=examples * factor, derandomize=factor == 1)
 
 
 @st.composite
 def damaged(draw: Any, raw: bytes) -> bytes:
-    """`raw` with bytes changed, cut out, doubled, or added."""
+    """Return `raw` with bytes changed, removed or added."""
     data = bytearray(raw)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(data)))
@@ -52,18 +52,18 @@ def damaged(draw: Any, raw: bytes) -> bytes:
 
 @st.composite
 def changed(draw: Any, tree: Any) -> Any:
-    """A JSON tree with something in it replaced, left out, doubled, renamed or buried."""
+    """Return a JSON tree with a value replaced, removed, renamed, duplicated or nested."""
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(_paths(tree)))
-        kind = draw(st.sampled_from(["scalar", "drop", "wrap", "rename", "swap", "bury"]))
+        kind = draw(st.sampled_from(["scalar", "drop", "wrap", "rename", "swap", "nest"]))
         tree = _at(tree, path, lambda value, kind=kind: _change(draw, value, kind))
     return tree
 
 
 def _change(draw: Any, value: Any, kind: str) -> Any:
     if kind == "drop" and isinstance(value, dict) and value:
-        gone = draw(st.sampled_from(sorted(value)))
-        return {key: below for key, below in value.items() if key != gone}
+        removed = draw(st.sampled_from(sorted(value)))
+        return {key: below for key, below in value.items() if key != removed}
     if kind == "drop" and isinstance(value, list) and value:
         return value[:-1]
     if kind == "rename" and isinstance(value, dict) and value:
@@ -73,7 +73,7 @@ def _change(draw: Any, value: Any, kind: str) -> Any:
         return [*value[1:], value[0], value[0]]
     if kind == "wrap":
         return draw(st.sampled_from([[value], {"type": value}, {"enabled": value}, [value] * 3]))
-    if kind == "bury":
+    if kind == "nest":
         for _ in range(draw(st.sampled_from([3, 50, 200]))):
             value = [value]
         return value
@@ -100,7 +100,7 @@ def _at(tree: Any, path: tuple[Any, ...], change: Any) -> Any:
 
 
 def text_of(tree: Any) -> str:
-    """The tree as JSON, however deep it is nested."""
+    """Return the tree as JSON, at any depth."""
     depth = 0
     while isinstance(tree, list) and len(tree) == 1:
         tree, depth = tree[0], depth + 1

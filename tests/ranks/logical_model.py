@@ -1,11 +1,11 @@
-"""A model of a few parameters, cut, copied and tied by hand, beside its unsplit self.
+"""A model of a few parameters, sharded, replicated and tied by hand, and the unsplit model.
 
 name              stage        over tensor ranks
 layers.0.table    0 and last   rows [7, 3], padded to a multiple of the ranks; tied
-layers.0.norm     0            whole, each rank sees a part of its gradient
+layers.0.norm     0            replicated; each rank has a part of its gradient
 layers.1.weight   0            rows, two ranges (as a fused query-key-value weight has)
 layers.2.weight   last         columns
-layers.2.bias     last         whole
+layers.2.bias     last         replicated
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from pipemega.mesh import Axis, Mesh, build_mesh
-from pipemega.parameters import Shard, derive_seed, describe, shard_of
-from pipemega.topology import Topology
+from pipemega.distributed.mesh import Axis, Mesh, build_mesh
+from pipemega.distributed.topology import Topology
+from pipemega.parameters import Shard, attach_shard, derive_seed, shard_of
 
 SHAPES = {
     "layers.0.table": (7, 3),
@@ -28,19 +28,19 @@ TIED = "layers.0.table"
 PARTIAL = "layers.0.norm"
 
 
-def draw(*what: object, shape: tuple[int, ...]) -> Tensor:
-    """fp64 numbers that depend on `what` only."""
+def random_tensor(*key: object, shape: tuple[int, ...]) -> Tensor:
+    """Return random fp64 numbers that depend on `key` only."""
     return torch.randn(
-        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(derive_seed(*what))
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(derive_seed(*key))
     )
 
 
 def whole_parameters() -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(draw(name, shape=shape)) for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(random_tensor(name, shape=shape)) for name, shape in SHAPES.items()}
 
 
 def whole_gradient(name: str, data_rank: int, step: int) -> Tensor:
-    return draw("gradient", name, data_rank, step, shape=SHAPES[name])
+    return random_tensor("gradient", name, data_rank, step, shape=SHAPES[name])
 
 
 def mesh_of(pipeline: int, data: int, tensor: int) -> Mesh:
@@ -49,21 +49,21 @@ def mesh_of(pipeline: int, data: int, tensor: int) -> Mesh:
 
 @dataclass
 class LocalModel:
-    """What one rank of the mesh holds of the model."""
+    """The part of the model that one rank of the mesh holds."""
 
     mesh: Mesh
     named: list[tuple[str, nn.Parameter]]
     tied: dict[str, Axis]
 
     def local(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's shard of `whole`."""
+        """Return this rank's shard of `whole`."""
         parameter = dict(self.named)[name]
         into = torch.empty(parameter.shape, dtype=whole.dtype)
-        shard_of(parameter).take(whole, into)
+        shard_of(parameter).copy_from_full(whole, into)
         return into
 
     def contribution(self, name: str, gradient: Tensor) -> Tensor:
-        """What this rank's backward would see of a whole gradient: parts add up to the shard."""
+        """Return this rank's part of a whole gradient; the parts of all ranks sum to the shard."""
         local = self.local(name, gradient)
         if name == PARTIAL:
             local = _part(local, self.mesh.tensor)
@@ -71,7 +71,7 @@ class LocalModel:
 
 
 def _part(gradient: Tensor, axis: Axis) -> Tensor:
-    """Unequal parts over the ranks of the axis that sum to the gradient."""
+    """Return this rank's part: unequal parts over the axis that sum to the gradient."""
     weights = torch.arange(1, axis.size + 1, dtype=torch.float64)
     return gradient * float(weights[axis.rank] / weights.sum())
 
@@ -105,8 +105,8 @@ def local_model(mesh: Mesh, dtype: torch.dtype = torch.float64) -> LocalModel:
         if size == 1 and shard.dim is not None:
             shard = Shard(shard.shape)
         value = torch.empty(local_shapes.get(name, SHAPES[name]), dtype=torch.float64)
-        shard.take(whole_parameters()[name].detach(), value)
-        named.append((name, describe(nn.Parameter(value.to(dtype)), shard)))
-    # With more than two stages the first and the last would need a group of their own.
+        shard.copy_from_full(whole_parameters()[name].detach(), value)
+        named.append((name, attach_shard(nn.Parameter(value.to(dtype)), shard)))
+    # With more than two stages the first and the last one would need a separate group.
     tied = {TIED: mesh.pipeline} if mesh.pipeline.size == 2 else {}
     return LocalModel(mesh, named, tied)

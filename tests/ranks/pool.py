@@ -1,8 +1,7 @@
-"""A pool of gloo ranks that lives as long as the test session, and runs functions on all of them.
+"""A pool of gloo ranks that runs functions on all of them during a test session.
 
-Starting four ranks that import torch takes 10 s; a fork server that has imported it once starts
-them in a fraction of one.  A rank that hangs or dies costs its test, not the session: the pool is
-started anew for the next.
+Starting four ranks that import torch takes 10 s; a fork server that has imported torch starts them
+in less than 1 s. If a rank hangs or dies, only its test fails: the pool is restarted for the next.
 """
 
 import multiprocessing
@@ -17,21 +16,21 @@ from typing import Any
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 
-# What the fork server has imported; the first who asks of it decides.
+# Modules that the fork server imports; its first user decides.
 PRELOAD = [
     "pytest",
     "torch",
     # Of torch's optimizers, which import it when the first one is made.
     "torch._dynamo",
     "torch.distributed",
-    "pipemega.assemble",
+    "pipemega.engine.initialize",
     "pipemega.models",
     "pipemega.training",
 ]
 
 
 class RanksFailed(AssertionError):
-    """What each failed rank had to say."""
+    """Carries the error of each failed rank."""
 
     def __init__(self, errors: dict[int, tuple[str, str]]) -> None:
         self.errors = errors  # rank -> (str(exception) with its class, traceback)
@@ -48,7 +47,7 @@ class RankPool:
     def run(
         self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0
     ) -> list[Any]:
-        """`function(*args)` on ranks 0 to world_size - 1, and their results by rank.
+        """Run `function(*args)` on ranks 0 to world_size - 1; return the results by rank.
 
         Raises:
             RanksFailed: some raised, died, or were not done in `timeout` seconds.
@@ -90,7 +89,8 @@ class RankPool:
         _CONTEXT.set_forkserver_preload(PRELOAD)
         for _ in range(self._size):
             here, there = _CONTEXT.Pipe()
-            process = _CONTEXT.Process(target=_serve, args=(there,), daemon=True)
+            # Not a daemon: a rank may start processes that read data.
+            process = _CONTEXT.Process(target=_serve, args=(there,))
             process.start()
             there.close()
             self._ranks.append((process, here))
@@ -125,7 +125,7 @@ def _serve(pipe: Connection) -> None:
                 world_size=world_size,
                 timeout=timedelta(seconds=60),
             )
-            # Who fails at once must not break connections that others still make.
+            # A rank that fails at once must not break connections that are being established.
             dist.barrier()
             pipe.send((False, function(*args)))
         except BaseException as error:

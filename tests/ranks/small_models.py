@@ -1,4 +1,4 @@
-"""Models that are not a GPT, trained on any mesh; run by test_pipeline.py in the pool's ranks."""
+"""Small models other than GPT, trained on any mesh; test_pipeline.py runs them on the pool."""
 
 import time
 from collections.abc import Iterator
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
-from pipemega.engine import Engine
+from pipemega.engine.engine import Engine
 
 WIDTH = 6
 
 
 class TreeLayer(nn.Module):
-    """Takes and gives a tree with everything that may cross a boundary."""
+    """Takes and returns a tree of everything that may be sent between stages."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ def tree_model(depth: int = 4) -> PipelineModule:
 
 
 def tied_thrice(depth: int = 4) -> PipelineModule:
-    """One matrix at the first, a middle and the last layer, beside biases of their own."""
+    """One matrix tied over the first, a middle and the last layer; each has its own bias."""
     layers: list[Any] = []
     for number in range(depth):
         if number in (0, depth // 2, depth - 1):
@@ -64,8 +64,84 @@ def plain(depth: int = 5) -> PipelineModule:
     return PipelineModule(layers, squares)
 
 
+class Mixing(nn.Module):
+    """Makes a message of several tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            tree = tree, tree * 0.5, None, (tree * 4).long()
+        x, skip, _, ids = tree
+        y = self.linear(x)
+        skip = skip + y
+        return y, skip, skip, ids
+
+
+class Changing(nn.Module):
+    """Changes all tensors of a message, in place or not."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.in_place = in_place
+
+    def forward(self, tree: Any) -> Any:
+        x, skip, same, ids = tree
+        if self.in_place:
+            skip.mul_(1.5)
+            return x.relu_(), skip + same, None, ids.add_(1)
+        return x.relu(), (skip + skip) * 1.5, None, ids + 1
+
+
+def changing_inputs(in_place: bool) -> PipelineModule:
+    """The stages start with layers that change their input, if cut at 2, 4 and 6."""
+    layers: list[Any] = [LayerSpec(nn.LeakyReLU, 0.1, inplace=in_place)]
+    for _ in range(3):
+        layers += [LayerSpec(Mixing), LayerSpec(Changing, in_place)]
+    return PipelineModule([*layers, lambda tree: tree[0] + tree[1] * tree[3]], squares)
+
+
+def train_in_place(configs: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
+    """Train with layers in place and out of place; check that the caller's data do not change."""
+
+    def run(in_place: bool, config: dict[str, Any]) -> Any:
+        engine = engine_of(changing_inputs(in_place), **config)
+        data = [(x, x) for x, _ in microbatches(0, 4)]
+        copies = [x.clone() for x, _ in data]
+        losses = [engine.train_batch(iter(data)) for _ in range(3)]
+        losses.append(engine.eval_batch(data))
+        assert all(torch.equal(x, copy) for (x, _), copy in zip(data, copies, strict=True))
+        return losses, {n: p.numpy() for n, p in engine.parameter_state().items()}
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        return [(run(True, config), run(False, config)) for config in configs]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class CountingLayer(nn.Linear):
+    """Returns a buffer that each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.calls = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Any:
+        self.calls += 1
+        return super().forward(x), self.calls
+
+
+def changes_sent_output() -> None:
+    net = PipelineModule([LayerSpec(CountingLayer), lambda tree: tree[0] * tree[1]], squares)
+    engine = engine_of(net, mesh={"pipeline": 2}, pipeline={"partition": [0, 1, 2]})
+    engine.train_batch((a.float(), b.float()) for a, b in microbatches(0, 4))
+
+
 class Frozen(nn.Linear):
-    """A linear whose weight is not trained."""
+    """A linear layer with a frozen weight."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -87,7 +163,7 @@ def partly_frozen() -> PipelineModule:
 
 
 def built_by_the_user() -> PipelineModule:
-    """Modules that differ between ranks, as those of a user who did not seed."""
+    """Modules with different initial values per rank, as if the user set no seed."""
     torch.manual_seed(torch.distributed.get_rank() if torch.distributed.is_initialized() else 0)
     return PipelineModule([nn.Linear(WIDTH, WIDTH), torch.tanh, nn.Linear(WIDTH, WIDTH)], squares)
 
@@ -115,7 +191,7 @@ def engine_of(net: PipelineModule, **config: Any) -> Engine:
 
 
 def train(model: str, steps: int = 2, **config: Any) -> dict[str, Any]:
-    """Losses and parameters of `model`, a function above."""
+    """Train `model`, the name of a function above; return losses and parameters."""
     torch.set_default_dtype(torch.float64)
     try:
         engine = engine_of(globals()[model](), **config)
@@ -128,7 +204,7 @@ def train(model: str, steps: int = 2, **config: Any) -> dict[str, Any]:
 
 
 def train_and_evaluate(**config: Any) -> dict[str, Any]:
-    """Training steps with evaluations of other sizes between them, and without."""
+    """Train with evaluations of other sizes between the steps, and without evaluations."""
     torch.set_default_dtype(torch.float64)
     try:
         alone = engine_of(plain(), **config)
@@ -138,7 +214,7 @@ def train_and_evaluate(**config: Any) -> dict[str, Any]:
         losses = []
         for step in range(3):
             losses.append(engine.train_batch(microbatches(step, 4)))
-            # The last micro-batch is a partial one.
+            # The last micro-batch is smaller.
             batches = [*microbatches(60, 2, rows=4), *microbatches(61, 1, rows=1)]
             evaluations.append(engine.eval_batch(iter(batches), 3))
         loss, outputs = engine.eval_batch(microbatches(50, 3), 3, return_outputs=True)
@@ -155,7 +231,7 @@ def train_and_evaluate(**config: Any) -> dict[str, Any]:
 
 
 def changing_lengths(**config: Any) -> list[float]:
-    """Each micro-batch with a length of its own."""
+    """Train with micro-batches of different sequence lengths."""
     torch.set_default_dtype(torch.float64)
     try:
         engine = engine_of(plain(), **config)
@@ -171,22 +247,28 @@ def changing_lengths(**config: Any) -> list[float]:
         torch.set_default_dtype(torch.float32)
 
 
-def declared(**config: Any) -> list[float]:
+def declared(rows: int = 3, **config: Any) -> tuple[list[float], list[float]]:
+    """Train, evaluate and infer with declared shapes; micro-batches have 3 rows."""
     torch.set_default_dtype(torch.float64)
     try:
-        net = plain()
-        boundary = torch.empty(3, 2, WIDTH, device="meta", requires_grad=True)
-        net = PipelineModule(net.specs, squares, boundary=boundary)
+        boundary = torch.empty(rows, 2, WIDTH, device="meta", requires_grad=True)
+        net = PipelineModule(plain().specs, squares, boundary=boundary)
         engine = engine_of(net, pipeline={"shapes": "declared"}, **config)
-        return [engine.train_batch(microbatches(s, 4)) for s in range(2)]
+        results = [engine.eval_batch(microbatches(8, 2), 2)]
+        results += [engine.train_batch(microbatches(s, 4)) for s in range(2)]
+        # In evaluation micro-batches may have any size.
+        results.append(engine.eval_batch(microbatches(9, 2, rows=1), 2))
+        outputs = engine.infer([x for x, _ in microbatches(9, 2, rows=1)])
+        results.append(engine.train_batch(microbatches(3, 4)))
+        return results, [float(y.sum()) for y in outputs or ()]
     finally:
         torch.set_default_dtype(torch.float32)
 
 
 def user_streams(**config: Any) -> tuple[list[float], list[float]]:
-    """Numbers that the user draws before, between and after steps; with and without the steps."""
+    """Return random numbers drawn between steps by the user, with and without the steps."""
 
-    def draws(steps: bool) -> list[float]:
+    def drawn_numbers(steps: bool) -> list[float]:
         engine = engine_of(
             PipelineModule([LayerSpec(nn.Linear, WIDTH, WIDTH), nn.Dropout(0.5)], squares), **config
         )
@@ -199,11 +281,11 @@ def user_streams(**config: Any) -> tuple[list[float], list[float]]:
             drawn.append(torch.rand(()).item())
         return drawn
 
-    return draws(True), draws(False)
+    return drawn_numbers(True), drawn_numbers(False)
 
 
 class SlowLayer(nn.Linear):
-    """Takes 20 ms, which a busy machine does not take from another layer by chance."""
+    """Takes 20 ms, far more than another layer takes even on a busy machine."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
@@ -214,7 +296,7 @@ class SlowLayer(nn.Linear):
 
 
 def bounds_by_time(**config: Any) -> tuple[int, ...]:
-    """Where `profile` cuts a model whose last layers are much slower."""
+    """Return the stage bounds that `profile` chooses if the last layers are much slower."""
     slow = [LayerSpec(SlowLayer)] * 4
     quick = [LayerSpec(nn.Linear, WIDTH, WIDTH)] * 8
     dataset = [(torch.ones(WIDTH), torch.ones(WIDTH))] * 64
@@ -234,7 +316,7 @@ def bounds_by_time(**config: Any) -> tuple[int, ...]:
 
 
 def kept_between(schedule: str) -> tuple[int, bool]:
-    """Most micro-batches alive on this rank, and whether an output outlives its sending."""
+    """Return the most micro-batches in flight, and whether an output is kept after its send."""
     import weakref
 
     engine = engine_of(plain(6), pipeline={"schedule": schedule}, mesh={"pipeline": 2})
@@ -245,7 +327,7 @@ def kept_between(schedule: str) -> tuple[int, bool]:
     stage.register_forward_hook(
         lambda _m, _a, output: (
             (
-                alive.append(1 + len(executor._flying)),
+                alive.append(1 + len(executor._run.in_flight)),
                 outputs.append(weakref.ref(output)),
             )[:0]
             or None

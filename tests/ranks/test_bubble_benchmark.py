@@ -1,79 +1,79 @@
-"""The harness of benchmarks/bubble: that both systems sleep what they should; not how fast."""
+"""The code of benchmarks/bubble: sleep times, memory and comparisons of each system, not speed."""
 
 import pytest
 import torch
 from torch.distributed.pipelining import _backward as torch_halves
 
 from benchmarks.bubble.plans import find_plans
-from benchmarks.bubble.run import marks
-from benchmarks.bubble.stages import Diary, Seconds, SleepingStage
+from benchmarks.bubble.run import comparisons
+from benchmarks.bubble.stages import Seconds, SleepingStage, SleepLog
 from benchmarks.bubble.systems import Task
 from benchmarks.bubble.timing import lags, timeline
 from benchmarks.bubble.worker import measure
-from pipemega.gradients import GradientBuffer
-from pipemega.pipeline.instructions import Plan
-from pipemega.pipeline.split_backward import WeightGradients, split
+from pipemega.optimizer.gradients import GradientBuffer
+from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from tests.ranks.pool import RankPool
 
-NAP = Seconds(0.001, 0.001, 0.001)
+SECONDS = Seconds(0.001, 0.001, 0.001)
 SYSTEMS = ["pipemega:1f1b", "pipemega:zb-v", "torch:1f1b", "torch:zb-v", "torch:dualpipe-v"]
 
 
-def parts(diary: Diary) -> str:
-    slept = "".join(nap.part for nap in diary.naps)
-    diary.clear()
+def parts(log: SleepLog) -> str:
+    slept = "".join(sleep.part for sleep in log.sleeps)
+    log.clear()
     return slept
 
 
-def stage() -> tuple[SleepingStage, Diary]:
-    diary = Diary()
-    return SleepingStage(1, NAP, 0.5, diary), diary
+def stage() -> tuple[SleepingStage, SleepLog]:
+    log = SleepLog()
+    return SleepingStage(1, SECONDS, 0.5, log), log
 
 
-def test_torchs_halves_sleep_one_half_each() -> None:
-    module, diary = stage()
+def test_the_two_halves_of_torchs_backward_sleep_for_i_and_for_w() -> None:
+    module, log = stage()
     x = torch.ones(1, 8, requires_grad=True)
     y = module(x)
-    assert parts(diary) == "F"
+    assert parts(log) == "F"
     _, groups = torch_halves.stage_backward_input(
         [y], [torch.ones_like(y)], [x], module.parameters()
     )
-    assert parts(diary) == "I"
+    assert parts(log) == "I"
     torch_halves.stage_backward_weight(module.parameters(), groups)
-    assert parts(diary) == "W"
+    assert parts(log) == "W"
 
 
-def test_our_halves_sleep_one_half_each() -> None:
-    module, diary = stage()
-    queue = WeightGradients(GradientBuffer(list(module.named_parameters())))
-    split([module], queue)
+def test_the_two_halves_of_pipemegas_backward_sleep_for_i_and_for_w() -> None:
+    module, log = stage()
+    queue = WeightGradQueue(GradientBuffer(list(module.named_parameters())))
+    enable_split_backward([module], queue)
     y = module(torch.ones(1, 8, requires_grad=True))
-    assert parts(diary) == "F"
-    with queue.putting_off("here"):
+    assert parts(log) == "F"
+    with queue.defer("here"):
         y.sum().backward()
-    assert parts(diary) == "I"
+    assert parts(log) == "I"
     queue.run("here")
-    assert parts(diary) == "W"
+    assert parts(log) == "W"
 
 
-def test_a_whole_backward_sleeps_both_and_gives_the_same_gradients_either_way() -> None:
+def test_a_full_backward_sleeps_for_i_and_w_with_and_without_the_queue() -> None:
     gradients = []
     for splits in (False, True):
-        module, diary = stage()
+        module, log = stage()
         buffer = GradientBuffer(list(module.named_parameters()))
         if splits:
-            split([module], WeightGradients(buffer))
-        # As on a first stage, where nobody wants the gradient of the input.
+            enable_split_backward([module], WeightGradQueue(buffer))
+        # As on the first stage, whose input needs no gradient.
         module(torch.arange(8.0)[None]).sum().backward()
-        assert sorted(parts(diary)) == ["F", "I", "W"]
+        assert sorted(parts(log)) == ["F", "I", "W"]
         gradients.append(buffer.flats[torch.float32].clone())
     assert torch.equal(*gradients)
 
 
-def test_every_system_sleeps_what_its_plan_says_and_holds_what_is_simulated(pool: RankPool) -> None:
-    # `measure` holds each diary against the plan, nap by nap.
-    task = Task(2, 4, NAP)
-    plans, missing = find_plans(["1f1b", "zb-v"], 2, 4, NAP, {})
+def test_every_system_sleeps_as_planned_and_holds_the_simulated_memory(pool: RankPool) -> None:
+    # `measure` checks each log against the plan, sleep by sleep.
+    task = Task(2, 4, SECONDS)
+    plans, missing = find_plans(["1f1b", "zb-v"], 2, 4, SECONDS, {})
     assert not missing
     ranks = pool.run(2, measure, task, SYSTEMS, 2, plans)
     for name in SYSTEMS:
@@ -82,19 +82,19 @@ def test_every_system_sleeps_what_its_plan_says_and_holds_what_is_simulated(pool
         peak = max(entry["peak"] for result in own for entry in result["rounds"])
         assert peak == pytest.approx(own[0]["simulated_peak"])
         plan = Plan.from_json(own[0]["plan"])
-        measured = timeline(plan, [r["parts"] for r in own], [r["naps"] for r in own])
+        measured = timeline(plan, [r["parts"] for r in own], [r["sleeps"] for r in own])
         assert measured.makespan >= own[0]["simulated"]
-        between = lags(measured)
-        assert between["own"] > 0
-        assert between["message"] > 0
+        lag = lags(measured)
+        assert lag["own"] > 0
+        assert lag["message"] > 0
 
 
-def test_marks_compare_with_what_holds_as_much_memory() -> None:
+def test_comparisons_are_with_systems_that_hold_at_least_the_same_memory() -> None:
     def row(system: str, measured: float, peak: float) -> dict[str, object]:
         return {"system": system, "measured": measured, "over_simulation": 1.02, "peak": peak}
 
     rows = [row("pipemega:zb-v", 1.1, 4), row("torch:zb-v", 1.2, 4), row("torch:small", 1.0, 3)]
-    assert marks(rows) == {
+    assert comparisons(rows) == {
         "worst over simulation": ["pipemega:zb-v", 1.02, True],
         "pipemega:zb-v against torch": ["torch:zb-v", pytest.approx(1.2 / 1.1), True],
     }

@@ -1,4 +1,4 @@
-"""Which kernel is chosen, and that a package which only bears the name apex is left alone."""
+"""Selection of fused kernels and detection of NVIDIA apex."""
 
 import sys
 import textwrap
@@ -7,16 +7,17 @@ import pytest
 import torch
 from torch import nn
 
+from pipemega.config.optimizer import AdamParams
+from pipemega.distributed.mesh import Mesh
 from pipemega.kernels import Kernels
-from pipemega.mesh import Mesh
-from pipemega.optimizer import Targets, build_optimizer
-from pipemega.optimizer.state import pack, unpack
+from pipemega.optimizer import ModelParams, PlainMasterParams, build_optimizer
+from pipemega.optimizer.state_by_name import pack, unpack
 
 FAKE_ADAM = """
     import torch
 
     class FusedAdam(torch.optim.Optimizer):
-        '''Counts its steps in the group, as NVIDIA's does.'''
+        '''Counts its steps per group, as in NVIDIA apex.'''
 
         def __init__(self, params, lr=1e-3, bias_correction=True, betas=(0.9, 0.999), eps=1e-8,
                      adam_w_mode=True, weight_decay=0.0, amsgrad=False):
@@ -33,7 +34,7 @@ FAKE_ADAM = """
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """Puts modules of the given sources on the path, and takes them off again."""
+    """Install modules with the given sources; remove them after the test."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -49,7 +50,7 @@ def installed(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
-def nvidia(installed):
+def install_nvidia_apex(installed):
     installed(
         amp_C="",
         apex__optimizers=FAKE_ADAM,
@@ -61,7 +62,7 @@ def nvidia(installed):
     )
 
 
-def test_a_package_that_only_bears_the_name_apex_is_never_imported(installed):
+def test_an_apex_package_that_is_not_nvidias_is_never_imported(installed):
     installed(apex__optimizers="raise AssertionError('imported')")
     kernels = Kernels.detect("cuda")
     assert kernels.adam is None
@@ -70,8 +71,8 @@ def test_a_package_that_only_bears_the_name_apex_is_never_imported(installed):
     assert not any(name.split(".")[0] == "apex" for name in sys.modules)
 
 
-def test_nvidias_apex_is_known_by_its_content_and_used(installed):
-    nvidia(installed)
+def test_nvidias_apex_is_detected_by_its_extension_module_and_used(installed):
+    install_nvidia_apex(installed)
     kernels = Kernels.detect("cuda")
     assert kernels.adam.__name__ == "FusedAdam"
     assert kernels.layer_norm.__name__ == "FusedLayerNorm"
@@ -80,20 +81,20 @@ def test_nvidias_apex_is_known_by_its_content_and_used(installed):
     assert Kernels.detect("cpu").adam is None
 
 
-def test_an_apex_built_without_its_parts_is_passed_over_with_the_reason(installed):
+def test_an_incomplete_apex_is_not_used_and_the_reason_is_reported(installed):
     installed(amp_C="", apex__optimizers="")
     kernels = Kernels.detect("cuda")
     assert kernels.adam is None
-    assert "NVIDIA apex is there but incomplete" in kernels.description
+    assert "NVIDIA apex is installed but incomplete" in kernels.description
 
 
-def test_adam_is_apexs_where_that_can_do_what_was_asked(installed):
-    nvidia(installed)
+def test_adam_of_apex_is_used_if_it_supports_the_options_and_dtypes(installed):
+    install_nvidia_apex(installed)
     kernels = Kernels.detect("cuda")
 
     def kind(params, dtype=torch.float32, name="AdamW"):
         groups = [{"params": [nn.Parameter(torch.zeros(2, dtype=dtype))]}]
-        return type(build_optimizer(name, params, groups, kernels=kernels)).__name__
+        return type(build_optimizer(name, AdamParams(**params), groups, kernels=kernels)).__name__
 
     assert kind({"lr": 0.1}) == "FusedAdam"
     assert kind({"torch_adam": True}) == "AdamW"
@@ -101,33 +102,33 @@ def test_adam_is_apexs_where_that_can_do_what_was_asked(installed):
     assert kind({}, dtype=torch.float64) == "AdamW"
 
 
-def targets(weight):
-    return Targets([("w", weight)], Mesh.single())
+def masters(weight):
+    return PlainMasterParams(ModelParams([("w", weight)]), Mesh.single())
 
 
-def test_steps_that_apex_counts_by_group_are_kept_by_parameter_and_come_back(installed):
-    nvidia(installed)
+def test_step_counts_of_apex_per_group_are_saved_per_parameter_and_loaded_again(installed):
+    install_nvidia_apex(installed)
     kernels = Kernels.detect("cuda")
 
     def build():
         weight = nn.Parameter(torch.ones(2))
         weight.grad = torch.full((2,), 3.0)
-        optimizer = build_optimizer("Adam", {}, [{"params": [weight]}], kernels=kernels)
+        optimizer = build_optimizer("Adam", AdamParams(), [{"params": [weight]}], kernels=kernels)
         return weight, optimizer
 
     weight, optimizer = build()
     optimizer.step()
     optimizer.step()
-    packed = pack(optimizer, targets(weight))
+    packed = pack(optimizer, masters(weight))
     assert packed["w"]["step"] == torch.tensor(2.0)
     other, fresh = build()
-    unpack(fresh, targets(other), packed)
+    unpack(fresh, masters(other), packed)
     assert fresh.param_groups[0]["step"] == 2
     assert torch.equal(fresh.state[other]["exp_avg"], torch.full((2,), 3.0))
 
     # The same state under torch's Adam, as on a machine without apex.
     torch_adam = torch.optim.AdamW([{"params": [weight]}], fused=True)
-    unpack(torch_adam, targets(weight), {"w": {**packed["w"], "exp_avg_sq": torch.ones(2)}})
+    unpack(torch_adam, masters(weight), {"w": {**packed["w"], "exp_avg_sq": torch.ones(2)}})
     weight.grad = torch.full((2,), 3.0)
     torch_adam.step()
     assert torch_adam.state[weight]["step"] == torch.tensor(3.0)
@@ -144,6 +145,6 @@ def test_steps_that_apex_counts_by_group_are_kept_by_parameter_and_come_back(ins
         (torch.optim.RMSprop, "cuda", {"foreach": True}),
     ],
 )
-def test_torch_optimizers_run_fused_else_foreach_where_that_gains(optimizer, device, expected):
+def test_torch_optimizers_use_fused_or_foreach_where_it_is_faster(optimizer, device, expected):
     kernels = Kernels(torch.device(device))
     assert kernels.optimizer_arguments(optimizer, [torch.zeros(1)]) == expected

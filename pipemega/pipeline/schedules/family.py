@@ -1,22 +1,25 @@
-"""What is known of a schedule beside its plan: what it can take, what it costs by formula."""
+"""Description of a schedule: its function, its sizes, and formulas for time and memory."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from functools import cache
+from types import CodeType
+from typing import Any, Final, Literal, NamedTuple
 
-from pipemega.pipeline.instructions import Plan
+from pipemega.pipeline.plan.instructions import Plan
 
 
 class Sizes(NamedTuple):
-    """What a schedule is built for."""
+    """The sizes that a schedule is built for."""
 
     pp_size: int
     num_microbatches: int
     chunks: int = 1
 
 
-class ShareCosts(NamedTuple):
-    """Times of one rank's share of the model for one micro-batch, and of one message."""
+class RankCosts(NamedTuple):
+    """Times for one micro-batch in all stages of one rank together, and the time of one message."""
 
     forward: float = 1.0
     backward_input: float = 1.0
@@ -28,61 +31,95 @@ class ShareCosts(NamedTuple):
         return self.forward + self.backward_input + self.backward_weight
 
 
-UNIT_COSTS: Final = ShareCosts()
+UNIT_COSTS: Final = RankCosts()
+
+
+class Formula(str):
+    """A Python expression that prints as it is written and can be evaluated.
+
+    Variables: p ranks, m micro-batches, v stages per rank, r the rank; F, I and W the times of all
+    stages of one rank for one micro-batch, c the time of a message. Functions: min, max, ceil.
+
+        Formula("min(m, p - r)")(Sizes(4, 8), rank=1) == 3
+    """
+
+    __slots__ = ()
+
+    def __call__(self, sizes: Sizes, costs: RankCosts = UNIT_COSTS, rank: int = 0) -> float:
+        """Return the value of the expression; True or False for a condition."""
+        variables = dict(zip("pmvFIWcr", (*sizes, *costs, rank), strict=True))
+        value: float = eval(_compiled(self), _FUNCTIONS, variables)
+        return value
+
+
+_FUNCTIONS: Final[dict[str, Any]] = {
+    "__builtins__": {}, "min": min, "max": max, "ceil": math.ceil,
+}  # fmt: skip
+
+
+ALWAYS: Final = Formula("True")
+
+
+@cache
+def _compiled(formula: Formula) -> CodeType:
+    return compile(formula, "<formula>", "eval")
 
 
 @dataclass(frozen=True)
 class ScheduleFamily:
-    """One schedule: how it is built and what is known of it.
+    """One schedule: the function that builds it, and formulas for stages of equal cost.
 
-    The formulas are for stages of equal cost. Each is there twice: as a function, and as people
-    read it, with p ranks, m micro-batches, v chunks, rank r, times F, I and W of one rank's share
-    and c of a message; a test holds both to the simulation.
+    A test compares the formulas with the simulation.
 
     Args:
         name: as `pipeline.schedule` names it.
-        aliases: other names that it goes by.
-        build: the plan for given sizes.
-        placement: how the stages lie on the ranks.
-        chunks: stages on each rank; None: any number, usually 2.
-        makespan, makespan_formula: from the first step to the last, where `exact` says so.
-        exact, exact_formula: for which sizes and costs the makespan is that of the formula; for
-            others the simulation alone tells.
-        peak, peak_formula: the most micro-batches whose activations a rank holds at one time, in
-            shares of the whole rank; no rank holds more, and the fullest holds as much.
+        build: returns the plan for (pp_size, num_microbatches), and chunks if `chunks` is None.
+        makespan: time from the first step to the last, where `exact` is true.
+        peak: the most micro-batches whose activations rank r holds at one time, as a fraction of
+            the activations of all its stages. An upper bound on every rank, exact on the rank that
+            holds most.
         source: where it was published.
+        aliases: other names of the schedule.
+        placement: which rank holds which stage.
+        chunks: stages on each rank; None: any number, 2 by default.
+        exact: condition on sizes and costs under which `makespan` is exact; otherwise only the
+            simulation gives the makespan.
     """
 
     name: str
-    build: Callable[[Sizes], Plan]
-    makespan: Callable[[Sizes, ShareCosts], float]
-    makespan_formula: str
-    peak: Callable[[Sizes, int], float]
-    peak_formula: str
+    build: Callable[..., Plan]
+    makespan: Formula
+    peak: Formula
     source: str
     aliases: tuple[str, ...] = ()
     placement: Literal["loop", "v"] = "loop"
     chunks: int | None = 1
-    exact: Callable[[Sizes, ShareCosts], bool] = lambda sizes, costs: True
-    exact_formula: str = "True"
+    exact: Formula = ALWAYS
 
     @property
-    def usual_chunks(self) -> int:
-        """Stages on each rank where nobody says how many."""
+    def default_chunks(self) -> int:
+        """Stages on each rank if the caller does not say how many."""
         return self.chunks or 2
 
-    def refuses(self, sizes: Sizes) -> str | None:
-        """Why it cannot take these sizes, and what to do; None if it can."""
-        if self.chunks in (None, sizes.chunks):
+    def plan(self, sizes: Sizes) -> Plan:
+        """Return the plan for `sizes`, whose chunks the schedule accepts."""
+        return self.build(*sizes) if self.chunks is None else self.build(*sizes[:2])
+
+    def chunks_error(self, chunks: int) -> str | None:
+        """Return why the schedule does not accept `chunks` and what to do; None if it does."""
+        if self.chunks in (None, chunks):
             return None
         stages = "one stage" if self.chunks == 1 else f"{self.chunks} stages"
         in_a_v = ", placed in a v" if self.placement == "v" else ""
+        others = ", or use pipeline.schedule 'interleaved'" if self.chunks == 1 else ""
         return (
-            f"runs {stages} per rank{in_a_v}, and pipeline.chunks is {sizes.chunks}: set it to "
-            f"{self.chunks}"
+            f"pipeline.chunks is {chunks}, and schedule {self.name!r} runs {stages} per rank"
+            f"{in_a_v}: set it to {self.chunks}{others}"
         )
 
-    def bubble(self, sizes: Sizes, costs: ShareCosts = UNIT_COSTS) -> float:
-        """The share of the makespan that a rank does not work, by formula, 0 to 1."""
+    def bubble(self, sizes: Sizes, costs: RankCosts = UNIT_COSTS) -> float:
+        """Return the fraction of the makespan in which a rank is idle, by formula, 0 to 1."""
         makespan = self.makespan(sizes, costs)
-        return 1.0 - sizes.num_microbatches * costs.work / makespan if makespan else 0.0
+        busy = sizes.num_microbatches * costs.work
+        # Rounding can make the busy time larger than the makespan.
+        return max(0.0, 1.0 - busy / makespan) if makespan else 0.0

@@ -1,9 +1,9 @@
 """GPipe: all micro-batches forward, then all backward."""
 
-from pipemega.pipeline.instructions import Kind, Plan
-from pipemega.pipeline.schedules.family import ScheduleFamily, ShareCosts, Sizes
-from pipemega.pipeline.schedules.phrases import steps
+from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.schedules.family import Formula, ScheduleFamily
 from pipemega.pipeline.schedules.placement import loop
+from pipemega.pipeline.schedules.sequences import steps
 
 
 def gpipe(pp_size: int, num_microbatches: int) -> Plan:
@@ -15,10 +15,10 @@ def gpipe(pp_size: int, num_microbatches: int) -> Plan:
         rank 1   .. F0 F1 F2 F3 .. .. B0 B1 B2 B3 ..
         rank 2   .. .. F0 F1 F2 F3 B0 B1 B2 B3 .. ..
 
-    The bubble of 1F1B, but every rank holds the activations of all micro-batches at once. With
-    slow messages it is the faster of the two: they travel one way at a time, behind the work.
+    Same bubble as 1F1B, but every rank holds the activations of all micro-batches at once. With
+    slow messages it is faster than 1F1B: messages go one way at a time and overlap with compute.
 
-    Backward goes in the order of the micro-batches, so that gradients add up in the same order
+    Backwards run in the order of the micro-batches, so that gradients are summed in the same order
     under every schedule.
 
     Source: Huang et al. 2019, arXiv:1811.06965.
@@ -30,18 +30,11 @@ def gpipe(pp_size: int, num_microbatches: int) -> Plan:
     return Plan("gpipe", num_microbatches, loop(pp_size), programs)
 
 
-def _makespan(sizes: Sizes, costs: ShareCosts) -> float:
-    p, m, _ = sizes
-    return (m + p - 1) * costs.work + 2 * (p - 1) * costs.message
-
-
 GPIPE = ScheduleFamily(
     name="gpipe",
     aliases=("f-then-b",),
-    build=lambda sizes: gpipe(sizes.pp_size, sizes.num_microbatches),
-    makespan=_makespan,
-    makespan_formula="(m + p - 1) * (F + I + W) + 2 * (p - 1) * c",
-    peak=lambda sizes, rank: sizes.num_microbatches,
-    peak_formula="m",
+    build=gpipe,
+    makespan=Formula("(m + p - 1) * (F + I + W) + 2 * (p - 1) * c"),
+    peak=Formula("m"),
     source="arXiv:1811.06965",
 )

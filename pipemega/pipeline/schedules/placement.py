@@ -1,4 +1,4 @@
-"""Which pipeline rank holds which stage: the two ways to lay a model over ranks.
+"""Placements: which pipeline rank holds which stage.
 
 Four ranks, two chunks each:
 
@@ -12,12 +12,12 @@ With one chunk per rank both are the same.
 
 
 def loop(pp_size: int, chunks: int = 1) -> tuple[int, ...]:
-    """Stage s on rank s mod pp_size.  Source: Narayanan et al. 2021, arXiv:2104.04473."""
+    """Place stage s on rank s mod pp_size.  Source: Narayanan et al. 2021, arXiv:2104.04473."""
     return tuple(stage % pp_size for stage in range(pp_size * chunks))
 
 
 def v(pp_size: int, chunks: int = 2) -> tuple[int, ...]:
-    """Down the ranks and back up, as often as there are chunks; no message where it turns.
+    """Place chunks down the ranks and up again in turn; no message at a turning point.
 
     Source: Qi et al. 2023, arXiv:2401.10241, section 6; with more than two chunks, the waves of
     Liu et al. 2023, arXiv:2308.15762.

@@ -1,13 +1,12 @@
 """One micro-batch at a time: plain model parallelism."""
 
-from pipemega.pipeline.instructions import Kind, Plan
-from pipemega.pipeline.schedules.family import ScheduleFamily, ShareCosts, Sizes
-from pipemega.pipeline.schedules.phrases import by_turns, steps
+from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
+from pipemega.pipeline.schedules.family import Formula, ScheduleFamily
 from pipemega.pipeline.schedules.placement import loop
 
 
 def sequential(pp_size: int, num_microbatches: int) -> Plan:
-    """The next micro-batch enters once the one before has left: no pipelining at all.
+    """A micro-batch starts when the previous one has finished: no pipelining.
 
     pp_size=3, num_microbatches=2, backward as long as forward:
 
@@ -15,32 +14,33 @@ def sequential(pp_size: int, num_microbatches: int) -> Plan:
         rank 1   .. F0 .. .. B0 .. .. F1 .. .. B1 ..
         rank 2   .. .. F0 B0 .. .. .. .. F1 B1 .. ..
 
-    One rank works, the others wait. Nothing overlaps, which makes it the one to debug with.
+    Only one rank works at a time. Nothing overlaps, which makes it useful for debugging.
 
     Source: the naive baseline of Huang et al. 2019, arXiv:1811.06965, figure 2b.
     """
+    return sequential_on(loop(pp_size), num_microbatches)
+
+
+def sequential_on(rank_of_stage: tuple[int, ...], num_microbatches: int) -> Plan:
+    """Return the same for any placement: the least memory that a plan on it can need."""
+    forwards = [(Kind.FORWARD, stage) for stage in range(len(rank_of_stage))]
+    backwards = [(Kind.BACKWARD, stage) for _, stage in reversed(forwards)]
+    order = [
+        Instruction(kind, stage, microbatch)
+        for microbatch in range(num_microbatches)
+        for kind, stage in (*forwards, *backwards)
+    ]
     programs = tuple(
-        by_turns(
-            steps(Kind.FORWARD, rank, num_microbatches),
-            steps(Kind.BACKWARD, rank, num_microbatches),
-            lead=0,
-        )
-        for rank in range(pp_size)
+        tuple(step for step in order if rank_of_stage[step.stage] == rank)
+        for rank in range(max(rank_of_stage) + 1)
     )
-    return Plan("sequential", num_microbatches, loop(pp_size), programs)
-
-
-def _makespan(sizes: Sizes, costs: ShareCosts) -> float:
-    p, m, _ = sizes
-    return m * (p * costs.work + 2 * (p - 1) * costs.message)
+    return Plan("sequential", num_microbatches, rank_of_stage, programs)
 
 
 SEQUENTIAL = ScheduleFamily(
     name="sequential",
-    build=lambda sizes: sequential(sizes.pp_size, sizes.num_microbatches),
-    makespan=_makespan,
-    makespan_formula="m * (p * (F + I + W) + 2 * (p - 1) * c)",
-    peak=lambda sizes, rank: 1,
-    peak_formula="1",
+    build=sequential,
+    makespan=Formula("m * (p * (F + I + W) + 2 * (p - 1) * c)"),
+    peak=Formula("1"),
     source="arXiv:1811.06965",
 )

@@ -1,0 +1,236 @@
+"""Writing and reading shards in the file format of torch.distributed.checkpoint (DCP).
+
+DCP plans the reads and writes, and its tools read the files. Its `FsspecWriter` and `FsspecReader`
+are not used, because they compute no checksums and read `.metadata` with a plain `pickle.load`,
+which can run code; listing, renaming and deleting checkpoints needs `Storage` in any case.
+So DCP's `FileSystemWriter` writes into streams of `Storage`, and `.metadata` is read by an
+unpickler that only creates data.
+"""
+
+import io
+import itertools
+import pickle
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+from pipemega.checkpoint.collective_io import CollectiveIO, short_cause
+from pipemega.checkpoint.manifest import ChecksumWriter
+from pipemega.checkpoint.shards import OutgoingShard, TensorShard
+from pipemega.errors import CheckpointError
+from pipemega.storage.filesystem import Storage
+
+TensorIndex = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""name -> (logical shape, dtype) of each tensor in a checkpoint."""
+
+INDEX = ".metadata"
+
+
+def write_shards(
+    files: ChecksumWriter, folder: str, shards: Mapping[str, OutgoingShard], ranks: CollectiveIO
+) -> None:
+    """Write the shards of every rank into `folder`, and on rank 0 the index; collective.
+
+    Raises:
+        CheckpointError: a rank could not write; on every rank.
+    """
+    planner, writer = _SavePlanner(), _ShardWriter(files, folder, ranks.rank)
+    planner.set_up_planner(dict(shards), is_coordinator=ranks.is_rank0)
+    # No chunk is on two ranks, so a local plan does not depend on the other ranks.
+    plan = planner.create_local_plan()
+    results = ranks.run_on_all(lambda: writer.write(plan, planner))
+    all_ranks = ranks.gather_to_rank0((plan, results))
+
+    def write_index() -> None:
+        # This also checks that the chunks of each tensor fill it and do not overlap.
+        _, metadata = planner.create_global_plan([plan for plan, _ in all_ranks])
+        writer.finish(metadata, [results for _, results in all_ranks])
+
+    ranks.run_on_rank0(write_index)
+
+
+class ShardReader:
+    """Reads the shards that `write_shards` wrote into `folder`.
+
+    Raises:
+        CheckpointError: the index is missing, damaged, or contains something other than data.
+    """
+
+    def __init__(self, storage: Storage, folder: str) -> None:
+        self._storage, self._folder = storage, folder
+        self._metadata = _read_index(storage, f"{folder}/{INDEX}")
+
+    @property
+    def tensors(self) -> TensorIndex:
+        return {
+            name: (tuple(entry.size), entry.properties.dtype)
+            for name, entry in self._metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def read(self, shards: Mapping[str, TensorShard]) -> None:
+        """Fill the local tensors of `shards` in place, with one stored chunk in memory at a time.
+
+        Raises:
+            CheckpointError: a chunk cannot be read.
+        """
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.state_dict, planner.metadata = dict(shards), self._metadata
+        wanted = sorted(planner.create_local_plan().items, key=self._position)
+        for file, items in itertools.groupby(wanted, key=lambda item: self._position(item)[0]):
+            with self._storage.open(f"{self._folder}/{file}") as stream:
+                for (_, offset, length), parts in itertools.groupby(items, key=self._position):
+                    stream.seek(offset)
+                    chunk = self._load_chunk(file, stream.read(length))
+                    for part in parts:
+                        _copy_part(chunk, part, shards)
+
+    def _position(self, item: ReadItem) -> tuple[str, int, int]:
+        info = self._metadata.storage_data[item.storage_index]
+        return info.relative_path, info.offset, info.length
+
+    def _load_chunk(self, file: str, data: bytes) -> Tensor:
+        where = self._storage.full_path(f"{self._folder}/{file}")
+        try:
+            chunk = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        # A damaged zip file or pickle can raise any exception.
+        except Exception as error:
+            raise CheckpointError(f"{where} is damaged: {short_cause(error)}") from error
+        if not isinstance(chunk, Tensor):
+            raise CheckpointError(
+                f"{where} is damaged: it contains a {type(chunk).__name__}, not a tensor"
+            )
+        return chunk
+
+
+@torch.no_grad()
+def _copy_part(chunk: Tensor, item: ReadItem, shards: Mapping[str, TensorShard]) -> None:
+    into = shards[item.dest_index.fqn].__get_tensor_shard__(item.dest_index)
+    for dim, length in enumerate(item.lengths):
+        chunk = chunk.narrow(dim, item.storage_offsets[dim], length)
+        into = into.narrow(dim, item.dest_offsets[dim], length)
+    into.copy_(chunk)
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Plans writes of `OutgoingShard`s; DCP's own planner only looks up tensors."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        shard = self.state_dict[index.fqn]
+        assert isinstance(shard, OutgoingShard)
+        return shard.__get_tensor_shard__(index)
+
+
+class _ShardWriter(FileSystemWriter):
+    """DCP's file writer, writing into the streams of a `ChecksumWriter`."""
+
+    def __init__(self, files: ChecksumWriter, folder: str, rank: int) -> None:
+        # `Storage.create` syncs the files.
+        super().__init__(folder, sync_files=False)
+        self.fs = _ChecksumFileSystem(files)
+        self.path = folder
+        self._files, self._rank = files, rank
+
+    def write(self, plan: SavePlan, planner: DefaultSavePlanner) -> list[WriteResult]:
+        self.set_up_storage_writer(self._rank == 0, rank=self._rank, use_collectives=False)
+        plan = self.prepare_local_plan(plan)
+        try:
+            results: list[WriteResult] = self.write_data(plan, planner).wait()
+        except RuntimeError as error:
+            # When a write fails, closing torch's zip file fails too, and hides the OSError.
+            cause: BaseException | None = error
+            while cause is not None and not isinstance(cause, OSError):
+                cause = cause.__context__
+            if cause is None:
+                raise
+            raise cause from None
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        metadata.storage_data = {
+            result.index: result.storage_data for of_rank in results for result in of_rank
+        }
+        # Without the path: the folder is renamed later, and the class of a path is pickled under
+        # names that differ between versions of Python.
+        metadata.storage_meta = StorageMeta(save_id=self.save_id)
+        self._files.write(f"{self.path}/{INDEX}", pickle.dumps(metadata))
+
+
+class _ChecksumFileSystem(FileSystem):
+    """The file operations of DCP's writer, in a folder where every file is new."""
+
+    def __init__(self, files: ChecksumWriter) -> None:
+        self._files = files
+
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        assert mode == "wb", "only DCP's writer uses this"
+        with self._files.create(path) as stream:
+            yield stream
+
+    def concat_path(self, path: Any, suffix: str) -> Any:
+        return f"{path}/{suffix}"
+
+    def exists(self, path: Any) -> bool:
+        return False
+
+    def mkdir(self, path: Any) -> None:
+        """Do nothing: `Storage.create` creates the folder."""
+
+
+def _read_index(storage: Storage, path: str) -> Metadata:
+    try:
+        with storage.open(path) as file:
+            metadata = _DataUnpickler(file).load()
+    # A damaged pickle can raise any exception.
+    except Exception as error:
+        raise CheckpointError(f"{storage.full_path(path)} is damaged: {error}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.state_dict_metadata, dict):
+        raise CheckpointError(f"{storage.full_path(path)} is damaged: it is not a tensor index")
+    return metadata
+
+
+class _DataUnpickler(pickle.Unpickler):
+    """Creates the classes that an index contains, and refuses every other name.
+
+    The list has full names: an allowed module would also offer the names that it has imported,
+    such as `os.system`.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and (module, name) not in _NAMES_IN_AN_INDEX:
+            raise pickle.UnpicklingError(f"it contains {module}.{name}, which no index needs")
+        return super().find_class(module, name)
+
+
+_NAMES_IN_AN_INDEX = frozenset(
+    {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.distributed.checkpoint.metadata", "ChunkStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "Metadata"),
+        ("torch.distributed.checkpoint.metadata", "MetadataIndex"),
+        ("torch.distributed.checkpoint.metadata", "StorageMeta"),
+        ("torch.distributed.checkpoint.metadata", "TensorProperties"),
+        ("torch.distributed.checkpoint.metadata", "TensorStorageMetadata"),
+        ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"),
+    }
+)

@@ -1,0 +1,63 @@
+"""JSON Schema of the config, for completion and checks in an editor."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from pipemega.config import optimizer, scheduler
+from pipemega.config.config import Config
+from pipemega.config.key_kinds import Section
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON Schema of a config file."""
+    found = Config.model_json_schema()
+    for kind in (found, *found.get("$defs", {}).values()):
+        _adapt_object(kind)
+    found["properties"]["bfloat16"] = {"$ref": "#/$defs/Bf16Section"}
+    for name, table in (
+        ("OptimizerSection", optimizer.PARAMS),
+        ("SchedulerSection", scheduler.PARAMS),
+    ):
+        _add_params_by_type(found["$defs"], name, table)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+
+
+def _adapt_object(kind: dict[str, Any]) -> None:
+    """Allow comment keys in one object, and adapt its properties."""
+    kind["patternProperties"] = {"^_comment": {}}
+    kind["properties"] = {k: _adapt_property(v) for k, v in kind["properties"].items()}
+
+
+def _adapt_property(value: dict[str, Any]) -> dict[str, Any]:
+    """Add the reason to the description, mark unsupported keys as deprecated, allow "auto"."""
+    found = value.pop("pipemega", {})
+    if why := found.get("why"):
+        value["description"] = f"{value.get('description', '')} {found['status']}: {why}"
+    if found.get("status") in ("ignored", "refused", "block"):
+        value["deprecated"] = True
+    if found.get("own") or "auto" in json.dumps(value.get("anyOf", "")):
+        return value
+    words = ("description", "default", "title", "deprecated")
+    texts: dict[str, Any] = {word: value.pop(word) for word in words if word in value}
+    return {**texts, "anyOf": [value, {"const": "auto"}]}
+
+
+def _add_params_by_type(
+    definitions: dict[str, Any], name: str, table: Mapping[str, type[Section]]
+) -> None:
+    """Make the allowed keys of `params` depend on `type`."""
+    cases = []
+    for word, kind in table.items():
+        part = kind.model_json_schema()
+        _adapt_object(part)
+        definitions[kind.__name__] = part
+        cases.append(
+            {
+                "if": {"properties": {"type": {"const": word}}},
+                "then": {"properties": {"params": {"$ref": f"#/$defs/{kind.__name__}"}}},
+            }
+        )
+    definitions[name]["allOf"] = cases
+    definitions[name]["properties"]["params"] = {"description": "Parameters of that type."}
+    definitions[name]["required"] = ["type"]

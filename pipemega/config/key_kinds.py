@@ -1,0 +1,183 @@
+"""How a config key is declared: its meaning, and what pipemega does with it.
+
+    own         supported; DeepSpeed does not have this key
+    honoured    supported, with DeepSpeed's meaning
+    ignored     accepted and has no effect; a warning gives the reason
+    refused     only values that disable the feature are accepted; any other is an error with the
+                reason and the alternative
+    block       the section of an unsupported feature: ignored if disabled, refused if enabled
+
+The checks, the JSON Schema and the reference pages are all made from these declarations.
+"""
+
+import typing
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, ClassVar, NamedTuple, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.fields import FieldInfo
+
+
+class Rule(NamedTuple):
+    """A rule between keys of a section; it runs only if the keys that it reads are valid.
+
+    Args:
+        keys: that it reads, relative to the section: "mesh.tensor" or a whole section; errors are
+            reported at the first one that the config contains.
+        check: takes the section; yields the text of each error, or raises ValueError.
+    """
+
+    keys: tuple[str, ...]
+    check: Callable[[Any], Iterable[str]]
+
+
+F = TypeVar("F", bound=Callable[[Any], Iterable[str]])
+
+
+def rule(*keys: str) -> Callable[[F], F]:
+    """Mark a method of a Section as the check of a `Rule` that reads `keys`."""
+
+    def mark(method: F) -> F:
+        method.__dict__["rule_keys"] = keys
+        return method
+
+    return mark
+
+
+class Section(BaseModel):
+    """One JSON object of the config: frozen, refuses unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    old_names: ClassVar[Mapping[str, str]] = {}
+    """Old name of a key -> its present name."""
+
+    @classmethod
+    def prepare(cls, raw: Any) -> Any:
+        """Convert other accepted forms of the object to the one that the fields describe.
+
+        Raises:
+            ValueError: the form is not accepted; its text is the error message.
+        """
+        return raw
+
+    @classmethod
+    def section_at(cls, key: str, raw: Mapping[str, Any]) -> "type[Section] | None":
+        """Return the Section class of the object at `key`, None if it is not a Section."""
+        return section_type(cls.model_fields[key].annotation)
+
+    @classmethod
+    def rules(cls) -> Iterable[Rule]:
+        """Return the rules between keys: the methods that are marked by `rule`."""
+        for base in reversed(cls.__mro__):
+            for method in vars(base).values():
+                if keys := getattr(method, "rule_keys", None):
+                    yield Rule(keys, method)
+
+    def remarks(self) -> Iterable[str]:
+        """Return warnings that follow from this section alone."""
+        return ()
+
+
+# A class with a field named `type` cannot use the builtin `type` in its annotations.
+SectionClass = type[Section]
+
+
+def own(default: Any, text: str, **constraints: Any) -> Any:
+    """Declare a supported key that DeepSpeed does not have."""
+    return _field(default, text, {"own": True, "status": "honoured"}, constraints)
+
+
+def honoured(default: Any, text: str, **constraints: Any) -> Any:
+    """Declare a supported key with DeepSpeed's meaning."""
+    return _field(default, text, {"status": "honoured"}, constraints)
+
+
+def ignored(default: Any, text: str, why: str, agrees: Iterable[Any] = ()) -> Any:
+    """Declare a key without effect.
+
+    Args:
+        why: the reason, for the warning.
+        agrees: values that describe what pipemega does anyway; they give no warning.
+    """
+    silent = [None, *agrees, *([False] if default in (False, None) else [])]
+    return _field(default, text, {"status": "ignored", "why": why, "accepts": silent}, {})
+
+
+def refused(
+    default: Any,
+    text: str,
+    why: str | Mapping[Any, str],
+    *,
+    accepts: Iterable[Any] = (),
+    own: bool = False,
+    **constraints: Any,
+) -> Any:
+    """Declare a key of which only the default and the values in `accepts` are allowed.
+
+    Args:
+        why: the reason and the alternative; or a mapping from each refused value to its reason,
+            if the other values of the type are supported.
+    """
+    extra: dict[str, Any] = {"status": "refused", "own": own, "accepts": [default, None, *accepts]}
+    if isinstance(why, str):
+        extra["why"] = why
+    else:
+        extra |= {"status": "honoured", "reasons": dict(why)}
+    return _field(default, text, extra, constraints)
+
+
+def block(text: str, why: str, keys: str | None = None, on: str = "enabled") -> Any:
+    """Declare the section of an unsupported DeepSpeed feature.
+
+    Args:
+        why: what to do instead.
+        keys: the keys that the section may have, separated by spaces; None: any.
+        on: what enables the feature: names of keys that must be false, null or 0; "any" content;
+            or "nested", a true `enabled` at any depth.
+    """
+    names = None if keys is None else keys.split()
+    extra = {"status": "block", "why": why, "keys": names, "on": on}
+    return _field(None, text, extra, {})
+
+
+def section(kind: type[Section], text: str, *, own: bool = False) -> Any:
+    """Declare a nested section; all its keys have their defaults if it is not given."""
+    return Field(
+        default_factory=kind,
+        description=text,
+        json_schema_extra={"pipemega": {"status": "honoured", "own": own}},
+    )
+
+
+def _field(default: Any, text: str, extra: dict[str, Any], constraints: dict[str, Any]) -> Any:
+    return Field(
+        default, description=text, json_schema_extra={"pipemega": dict(extra)}, **constraints
+    )
+
+
+def key_info(field: FieldInfo) -> dict[str, Any]:
+    """Return what `own`, `ignored` and the others stored with the field."""
+    extra = field.json_schema_extra
+    assert isinstance(extra, dict), "every key is declared by a function of this module"
+    found = extra["pipemega"]
+    assert isinstance(found, dict)
+    return found
+
+
+def section_type(annotation: Any) -> type[Section] | None:
+    """Return the Section class in the annotation `Section` or `Section | None`, else None."""
+    for kind in typing.get_args(annotation) or (annotation,):
+        if isinstance(kind, type) and issubclass(kind, Section):
+            return kind
+    return None
+
+
+def sections(root: Section) -> Iterator[tuple[tuple[str, ...], Section]]:
+    """Yield (path, section) of `root` and of every section below it."""
+    yield (), root
+    for name in type(root).model_fields:
+        value = getattr(root, name)
+        if isinstance(value, Section):
+            for path, below in sections(value):
+                yield (name, *path), below

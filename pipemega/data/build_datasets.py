@@ -1,0 +1,254 @@
+"""Build the datasets of a run from the config section `data`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from pipemega.config.data import DataSection
+from pipemega.data.bigram import BigramLoss, bigram_loss
+from pipemega.data.blending import SURPLUS, BlendedDataset, normalized, sizes_of_parts
+from pipemega.data.data_files import corpus_prefix, find_tokenizer
+from pipemega.data.file_cache import Say, user_cache_folder, writable_folder
+from pipemega.data.gpt_dataset import GPTDataset, SampleFormat
+from pipemega.data.indexed import IndexedDataset, prefix_of
+from pipemega.data.mock import MockDataset
+from pipemega.data.prepare import PrepareOptions, prepare
+from pipemega.data.samples import SPLITS, Split, index_folder, split_ranges
+from pipemega.data.tokenizer import TextTokenizer
+from pipemega.errors import ConfigError, DataError
+
+AnyDataset: TypeAlias = GPTDataset | BlendedDataset | MockDataset
+
+
+@dataclass(frozen=True)
+class Datasets:
+    """The datasets of a run.
+
+    Attributes:
+        train, valid, test: None if no samples were requested.
+        vocab_size: vocabulary size of the model.
+        tokenizer: None if the data has no tokenizer.
+        description: lines that say what is read, its size and the number of epochs.
+    """
+
+    train: AnyDataset | None
+    valid: AnyDataset | None
+    test: AnyDataset | None
+    vocab_size: int
+    tokenizer: TextTokenizer | None
+    description: tuple[str, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """32 hex digits that identify the training data and its order."""
+        return self.train.fingerprint if self.train is not None else ""
+
+    def bigram(self) -> BigramLoss | None:
+        """Return the bigram model's loss on the validation tokens.
+
+        None unless both splits come from one pair of token files.
+        """
+        if not (isinstance(self.train, GPTDataset) and isinstance(self.valid, GPTDataset)):
+            return None
+        return bigram_loss(self.train.split_tokens(), self.valid.split_tokens(), self.vocab_size)
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """What a run needs from its data.
+
+    Attributes:
+        seq_length: number of tokens of a sample.
+        seed: seed of the order of documents and samples.
+        train_samples, valid_samples, test_samples: required numbers; 0: no dataset; None: one
+            epoch.
+        vocab_size: vocabulary size of the model; "auto": that of the tokenizer.
+    """
+
+    seq_length: int
+    seed: int
+    train_samples: int | None
+    valid_samples: int | None = 0
+    test_samples: int | None = 0
+    vocab_size: int | Literal["auto"] = "auto"
+
+    @property
+    def samples(self) -> dict[str, int | None]:
+        """Split name -> number of samples."""
+        counts = (self.train_samples, self.valid_samples, self.test_samples)
+        return dict(zip(SPLITS, counts, strict=True))
+
+
+def build_datasets(
+    section: DataSection,
+    request: DataRequest,
+    *,
+    say: Say | None = None,
+    progress: bool = False,
+    deadline_seconds: float = 3600.0,
+) -> Datasets:
+    """Prepare, open, split and index the data of `section`; every rank calls it with equal values.
+
+    Ranks do not communicate: one rank per file system builds, the others wait for its files.
+
+    Args:
+        section: the config section `data`.
+        request: lengths, numbers of samples, seed and vocabulary size.
+        say, progress: on one rank: function that takes log lines, and whether to show a bar.
+        deadline_seconds: maximum wait for another rank that prepares text.
+
+    Raises:
+        ConfigError: `section` names no data, or weights without a number of samples.
+        DataError: files, tokens or splits are invalid.
+    """
+    if not (section.corpus or section.data_path or section.mock):
+        raise ConfigError(
+            "the config names no data: set data.corpus (text; 'python-stdlib' needs no download), "
+            "data.data_path (token files) or data.mock"
+        )
+    if section.mock:
+        return _build_mock(section, request)
+    lines: list[str] = []
+    if section.corpus:
+        prefix, line = _prepare_corpus(section, say, progress, deadline_seconds)
+        prefixes, weights = [prefix], None
+        lines.append(line)
+    else:
+        prefixes = [prefix_of(prefix) for _, prefix in section.blend]
+        weights = [weight for weight, _ in section.blend if weight is not None] or None
+    tokenizer = find_tokenizer(prefixes, section.tokenizer)
+    sample_format = SampleFormat(
+        seq_length=request.seq_length,
+        vocab_size=_vocab_size(request.vocab_size, tokenizer, prefixes[0]),
+        eod=None if tokenizer is None else tokenizer.eod,
+        eod_mask_loss=section.eod_mask_loss,
+        reset_position_ids=section.reset_position_ids,
+    )
+    files = [IndexedDataset(prefix) for prefix in prefixes]
+    ranges = [split_ranges(section.split_weights, len(data)) for data in files]
+    cache = Path(section.cache_path).expanduser() if section.cache_path else None
+    builder = _SplitBuilder(files, weights, ranges, sample_format, request.seed, cache, say)
+    splits = {name: builder.build(name, number) for name, number in request.samples.items()}
+    lines += [dataset.describe() for dataset in splits.values() if dataset is not None]
+    return Datasets(
+        **splits,
+        vocab_size=sample_format.vocab_size,
+        tokenizer=tokenizer,
+        description=tuple("\n".join(lines).splitlines()),
+    )
+
+
+def _build_mock(section: DataSection, request: DataRequest) -> Datasets:
+    size = section.vocab_size if request.vocab_size == "auto" else request.vocab_size
+    sample_format = SampleFormat(
+        request.seq_length, size, None, section.eod_mask_loss, section.reset_position_ids
+    )
+    splits = {
+        name: None if number == 0 else MockDataset(name, sample_format, number, request.seed)
+        for name, number in request.samples.items()
+    }
+    return Datasets(
+        **splits,
+        vocab_size=size,
+        tokenizer=None,
+        description=tuple(each.describe() for each in splits.values() if each is not None),
+    )
+
+
+def _prepare_corpus(
+    section: DataSection, say: Say | None, progress: bool, deadline_seconds: float
+) -> tuple[Path, str]:
+    """Prepare `section.corpus` in the cache folder; return the prefix and a line for the log."""
+    assert section.corpus, "checked by the caller"
+    corpus, prefix = corpus_prefix(section)
+    writable_folder(prefix.parents[2], prefix.parents[2])
+    prepared = prepare(
+        section.corpus,
+        prefix,
+        PrepareOptions(tokenizer=section.tokenizer, vocab_size=section.vocab_size),
+        say=say,
+        progress=progress,
+        deadline_seconds=deadline_seconds,
+    )
+    return prefix, f"corpus {corpus.name}: {prepared.describe()}, kept in {prefix.parent}"
+
+
+def _vocab_size(
+    requested: int | Literal["auto"], tokenizer: TextTokenizer | None, prefix: Path
+) -> int:
+    """Return the vocabulary size of the model: `requested`, or that of the tokenizer.
+
+    Raises:
+        DataError: it is smaller than the tokenizer's, or unknown.
+    """
+    own = None if tokenizer is None else tokenizer.vocab_size
+    if requested == "auto":
+        if own is None:
+            raise DataError(
+                f"model.vocab_size is 'auto', but {prefix} has no tokenizer next to it: set "
+                "model.vocab_size or data.tokenizer"
+            )
+        return own
+    if own is not None and requested < own:
+        raise DataError(
+            f"model.vocab_size is {requested}, but the tokenizer of {prefix} has {own} tokens: "
+            f"make it at least {own}, or 'auto'"
+        )
+    return requested
+
+
+@dataclass(frozen=True)
+class _SplitBuilder:
+    """Builds the dataset of each split over the same files.
+
+    Attributes:
+        files: the token files to read.
+        weights: of the files in a blend, if given.
+        ranges: of each file, the sequences of each split.
+    """
+
+    files: Sequence[IndexedDataset]
+    weights: Sequence[float] | None
+    ranges: Sequence[Mapping[str, range]]
+    format: SampleFormat
+    seed: int
+    cache: Path | None
+    say: Say | None
+
+    def build(self, name: str, num_samples: int | None) -> GPTDataset | BlendedDataset | None:
+        """Return the dataset of a split; None if it needs no samples."""
+        if num_samples == 0:
+            return None
+        weights = self.weights
+        if len(self.files) == 1 and weights is None:
+            return self._part(0, name, num_samples)
+        sizes: list[int | None] = [None] * len(self.files)
+        total = num_samples
+        if weights is not None:
+            if num_samples is None:
+                raise ConfigError(
+                    f"data.data_path has weights, so the number of {name} samples must be given"
+                )
+            # Normalised twice, as in Megatron, to get the same last bits.
+            weights = normalized(weights).tolist()
+            sizes = [*sizes_of_parts(weights, num_samples, SURPLUS)]
+            total = sum(sizes_of_parts(weights, num_samples))
+        parts = [self._part(i, name, size) for i, size in enumerate(sizes)]
+        folder = (
+            writable_folder(index_folder(self.files[0].prefix), user_cache_folder() / "blends")
+            if self.cache is None
+            else self.cache
+        )
+        return BlendedDataset(parts, weights, total, cache=folder, say=self.say)
+
+    def _part(self, place: int, name: str, num_samples: int | None) -> GPTDataset:
+        return GPTDataset(
+            self.files[place],
+            Split(name, self.ranges[place][name]),
+            sample_format=self.format,
+            num_samples=num_samples,
+            seed=self.seed,
+            cache=self.cache,
+            say=self.say,
+        )

@@ -1,0 +1,166 @@
+"""The files that the config section `data` names: do they exist, and which vocabulary have they?"""
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from pipemega.config.data import DataSection
+from pipemega.data.corpus import Corpus, find_corpus
+from pipemega.data.file_cache import digest_of, user_cache_folder
+from pipemega.data.indexed import IndexedDataset, files_of, prefix_of
+from pipemega.data.prepare import read_manifest, tokenizer_of
+from pipemega.data.tokenizer import TextTokenizer
+from pipemega.errors import DataError
+
+
+class DataInput(NamedTuple):
+    """One input of the training data.
+
+    Args:
+        key: the config key that names it.
+        name: as in the config.
+        size: bytes of its files.
+        tokens: of token files; 0 for other files.
+        error: why it cannot be read; empty if it can.
+    """
+
+    key: str
+    name: str
+    size: int = 0
+    tokens: int = 0
+    error: str = ""
+
+
+def data_inputs(section: DataSection) -> Iterator[DataInput]:
+    """Yield every file, folder and prefix that `section` names."""
+    for _, prefix in section.blend:
+        yield _token_files(prefix)
+    corpora = (section.corpus,) if isinstance(section.corpus, str) else section.corpus or ()
+    for name in corpora:
+        try:
+            yield DataInput("data.corpus", name, find_corpus(name).num_bytes)
+        except DataError as error:
+            yield DataInput("data.corpus", name, error=f"data.corpus: {error}")
+    if section.tokenizer is not None:
+        path = Path(section.tokenizer).expanduser()
+        try:
+            TextTokenizer.load(path)
+            yield DataInput("data.tokenizer", section.tokenizer, path.stat().st_size)
+        except DataError as error:
+            yield DataInput("data.tokenizer", section.tokenizer, error=f"data.tokenizer: {error}")
+
+
+def check_data_inputs(section: DataSection) -> None:
+    """Check that all inputs exist.
+
+    Raises:
+        DataError: some do not; the message has a line for each of them.
+    """
+    errors = [found.error for found in data_inputs(section) if found.error]
+    if len(errors) == 1:
+        raise DataError(errors[0])
+    if errors:
+        raise DataError("\n  ".join([f"{len(errors)} inputs of the data are missing:", *errors]))
+
+
+def _token_files(name: str) -> DataInput:
+    files = files_of(prefix_of(name))
+    missing = [str(path) for path in files if not path.is_file()]
+    if missing:
+        are = "do not exist" if len(missing) > 1 else "does not exist"
+        error = (
+            f"data.data_path {name!r}: {' and '.join(missing)} {are}; a data path is the common "
+            "prefix of both files, which 'pipemega data prepare' writes"
+        )
+        return DataInput("data.data_path", name, error=error)
+    try:
+        tokens = IndexedDataset(name).num_tokens
+    except DataError as error:
+        return DataInput("data.data_path", name, error=f"data.data_path {name!r}: {error}")
+    size = sum(path.stat().st_size for path in files)
+    return DataInput("data.data_path", name, size, tokens)
+
+
+def corpus_prefix(section: DataSection) -> tuple[Corpus, Path]:
+    """Return the corpus of `section`, and the prefix of its token files in the cache folder.
+
+    Raises:
+        DataError: the corpus does not exist, or the tokenizer cannot be read.
+    """
+    assert section.corpus, "checked by the caller"
+    corpus = find_corpus(section.corpus)
+    given = None if section.tokenizer is None else TextTokenizer.load(section.tokenizer)
+    tokenizer = section.vocab_size if given is None else given.digest()
+    key = digest_of({"corpus": corpus.identity, "tokenizer": tokenizer})
+    label = re.sub(r"[^A-Za-z0-9]+", "-", Path(corpus.name).name).strip("-")[:40] or "corpus"
+    root = Path(section.cache_path).expanduser() if section.cache_path else user_cache_folder()
+    return corpus, root / "corpora" / f"{label}-{key[:16]}" / "text"
+
+
+def find_tokenizer(prefixes: Sequence[Path], named: str | None) -> TextTokenizer | None:
+    """Return the named tokenizer, or the one next to the first token files; None if there is none.
+
+    Raises:
+        DataError: some files were made with another tokenizer.
+    """
+    manifests = [read_manifest(prefix) for prefix in prefixes]
+    path = tokenizer_of(prefixes[0]) if named is None else named
+    if named is None and (manifests[0] is None or not Path(path).is_file()):
+        return None
+    tokenizer = TextTokenizer.load(path)
+    digest = tokenizer.digest()
+    for prefix, manifest in zip(prefixes, manifests, strict=True):
+        if manifest is not None and manifest.tokenizer_digest != digest:
+            raise DataError(
+                f"{prefix} was not made with the tokenizer {path}, so its token ids have another "
+                "meaning: set data.tokenizer to the tokenizer that made it, or prepare the text "
+                "again"
+            )
+    return tokenizer
+
+
+class Vocabulary(NamedTuple):
+    """A vocabulary size, and where it is from.
+
+    Args:
+        is_certain: False if the run may use another size.
+    """
+
+    size: int
+    origin: str
+    is_certain: bool = True
+
+
+def known_vocabulary(section: DataSection) -> Vocabulary | None:
+    """Return the vocabulary size of the tokenizer, without preparing text; None if unknown.
+
+    Raises:
+        DataError: a tokenizer is damaged, or token files were made with another tokenizer.
+    """
+    if section.mock:
+        return Vocabulary(section.vocab_size, "data.vocab_size of the mock data")
+    if section.tokenizer is not None and Path(section.tokenizer).expanduser().is_file():
+        return _vocabulary_of(Path(section.tokenizer).expanduser())
+    prefixes = [prefix_of(prefix) for _, prefix in section.blend]
+    if prefixes:
+        tokenizer = None if section.tokenizer else find_tokenizer(prefixes, None)
+        return None if tokenizer is None else _vocabulary_of(tokenizer_of(prefixes[0]))
+    if section.corpus is None or section.tokenizer is not None:
+        return None
+    try:
+        _, prefix = corpus_prefix(section)
+    except DataError:  # the corpus is missing; `data_inputs` reports it
+        prefix = None
+    if prefix is not None and read_manifest(prefix) is not None and tokenizer_of(prefix).is_file():
+        return _vocabulary_of(tokenizer_of(prefix))
+    return Vocabulary(
+        section.vocab_size,
+        "data.vocab_size; the tokenizer is trained when the run starts, and a small corpus gives "
+        "fewer tokens",
+        is_certain=False,
+    )
+
+
+def _vocabulary_of(path: Path) -> Vocabulary:
+    return Vocabulary(TextTokenizer.load(path).vocab_size, f"tokenizer {path}")

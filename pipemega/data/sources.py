@@ -1,0 +1,121 @@
+"""What a `BatchLoader` reads from: the common part of datasets, iterables and DataLoaders."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Generator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from pipemega.data.collate import MicroBatch
+from pipemega.data.sample_order import Share
+from pipemega.data.sample_reader import SampleReader
+from pipemega.errors import DataError
+
+
+@dataclass(frozen=True)
+class Position:
+    """A position in the stream of samples.
+
+    Attributes:
+        consumed: samples delivered to all data ranks since the start of the run.
+        epoch: number of completed passes over the dataset.
+        epoch_start: value of `consumed` at the start of this epoch.
+    """
+
+    consumed: int = 0
+    epoch: int = 0
+    epoch_start: int = 0
+
+
+Delivery = tuple[MicroBatch, Position]
+
+
+@dataclass(frozen=True)
+class LoaderOptions:
+    """How a `BatchLoader` orders and reads samples.
+
+    Attributes:
+        seed: seed of the permutation of each epoch, and of the random numbers of each sample.
+        shuffle: None: shuffle map-style datasets that are not shuffled already.
+        repeat: start another epoch at the end; otherwise iteration ends at the last whole step.
+        drop_last: without `repeat`, drop the last samples if they do not fill a step; False: raise
+            an error instead, so that no sample is lost.
+        prefetch: number of micro-batches to read ahead, if the data may be read while the model
+            runs.
+        num_workers: number of threads (deterministic datasets) or processes (all others) that read
+            map-style samples in parallel; 0: one thread reads.
+        timeout_seconds: maximum wait for one micro-batch.
+    """
+
+    seed: int = 1234
+    shuffle: bool | None = None
+    repeat: bool = True
+    drop_last: bool = True
+    prefetch: int = 2
+    num_workers: int = 0
+    timeout_seconds: float = 600.0
+
+
+class DataSource(ABC):
+    """Reads the micro-batches of one data rank, from any position of the stream.
+
+    Args:
+        data: the dataset, iterable or DataLoader.
+        reader: reads its samples.
+        share: the part of each step that this data rank reads.
+        options: order and reading.
+
+    Attributes:
+        name: name of the data in messages.
+        is_map_style: the data has a length and never ends.
+        is_one_pass: the data is an iterator, which cannot start again.
+        reads_ahead: may be read while the model runs: draws nothing from the default generators of
+            this process.
+        is_compared: the engine compares what the ranks read.
+        must_differ: the engine checks that the data ranks read different samples.
+    """
+
+    must_differ = False
+    is_map_style = False
+    is_one_pass = False
+
+    def __init__(self, data: Any, reader: SampleReader, share: Share, options: LoaderOptions):
+        self.data, self.name = data, reader.name
+        self.reads_ahead = not reader.may_draw
+        self.is_compared = not reader.is_deterministic
+        self._reader, self._share, self._options = reader, share, options
+
+    @abstractmethod
+    def deliveries(self, start: Position) -> Generator[Delivery, None, None]:
+        """Yield micro-batches, and the position after each, from `start` on."""
+
+    @property
+    def fingerprint(self) -> str:
+        """`data.fingerprint` if it exists, else the class name and the length."""
+        given = getattr(self.data, "fingerprint", None)
+        size = f" of {len(self.data)} samples" if isinstance(self.data, Sized) else ""
+        return str(given) if given is not None else f"{self.name}{size}"
+
+    @property
+    def current(self) -> str:
+        """Text that names what is being read."""
+        return self._reader.current
+
+    def set_order(self, seed: int, shuffle: bool) -> None:
+        """Order the samples, and seed the random numbers of each sample, from `seed`."""
+        self._reader.seed = seed
+
+    def position_of(self, consumed: int) -> Position:
+        """Return the position after `consumed` samples, as far as it is known without reading."""
+        return Position(consumed)
+
+    def close(self) -> None:
+        """End worker processes."""
+        return
+
+    def exhausted(self, had: int) -> DataError:
+        """Return the error of data that ends within a step, of which it has `had` samples."""
+        return DataError(
+            f"{self.name} ended within a batch: the step needs {self._share.train_batch_size} "
+            f"samples (train_batch_size), and {had} were left; choose a train_batch_size that "
+            "divides the data, drop the last samples, or let it repeat"
+        )

@@ -1,0 +1,156 @@
+"""A torch DataLoader as training data: its batches are the micro-batches of one data rank."""
+
+from collections.abc import Generator, Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from pipemega.data.collate import make_pair
+from pipemega.data.sample_order import Share
+from pipemega.data.sample_reader import SampleReader
+from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position
+from pipemega.errors import ConfigError, DataError
+from pipemega.random import derive_seed
+
+# These give every data rank the same samples.
+_SAME_ON_ALL_RANKS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+
+_WAY_OUT = (
+    "give initialize() the dataset itself, which is then shared out over the data ranks; or, with "
+    "mesh = pipemega.build_mesh(pipemega.load_config(config)), use DistributedSampler(dataset, "
+    "num_replicas=mesh.data.size, rank=mesh.data.rank) and initialize(..., mesh=mesh)"
+)
+
+
+class TorchLoaderSource(DataSource):
+    """The batches of a DataLoader, taken as they are, epoch after epoch.
+
+    Order and random numbers of an epoch depend on the seed and the epoch, so that all ranks of a
+    data rank read the same, and a resumed run continues at the same micro-batch: it reads the
+    micro-batches of the epoch up to this one and drops them.
+
+    Raises:
+        ConfigError: sizes, sampler or options do not fit the run.
+    """
+
+    def __init__(
+        self, data: DataLoader[Any], reader: SampleReader, share: Share, options: LoaderOptions
+    ):
+        super().__init__(data, reader, share, options)
+        # Its own workers read ahead. Without them this process must not.
+        self.reads_ahead = False
+        inner = getattr(data.batch_sampler, "sampler", None)
+        self._samplers: list[Any] = [data.sampler, data.batch_sampler, inner]
+        self._generators = _generators_of(data, *self._samplers)
+        self._refuse_other_sizes()
+        self._refuse_other_ranks()
+        # A sampler of the user's class, or an iterable dataset.
+        self.must_differ = share.data_size > 1 and not any(map(_is_distributed, self._samplers))
+
+    @property
+    def fingerprint(self) -> str:
+        dataset = self.data.dataset
+        given = getattr(dataset, "fingerprint", None)
+        size = f" of {len(dataset)} samples" if isinstance(dataset, Sized) else ""
+        return f"{self.name} of {type(dataset).__name__}{size}" if given is None else str(given)
+
+    def deliveries(self, start: Position) -> Generator[Delivery, None, None]:
+        unit = self._share.samples_per_slice
+        if (start.consumed - start.epoch_start) % unit:
+            raise DataError(
+                f"the position in the {self.name}, sample {start.consumed - start.epoch_start} of "
+                f"epoch {start.epoch}, is not between two micro-batches: those of all data ranks "
+                f"have {unit} samples together (train_micro_batch_size_per_gpu * mesh.data); "
+                "restore the old sizes"
+            )
+        epoch, epoch_start = start.epoch, start.epoch_start
+        while True:
+            consumed = epoch_start
+            for batch in self._epoch(epoch):
+                consumed += unit
+                if consumed > start.consumed:
+                    which = f"a batch of epoch {epoch}"
+                    yield make_pair(batch, self.name, which), Position(consumed, epoch, epoch_start)
+            if consumed == 0:
+                raise DataError(f"the {self.name} yielded no micro-batch in epoch 0")
+            # An iterable dataset may have ended for good.
+            if consumed == epoch_start or not self._options.repeat:
+                return
+            epoch, epoch_start = epoch + 1, consumed
+
+    def _epoch(self, epoch: int) -> Iterator[Any]:
+        for part in (*self._samplers, self.data.dataset):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        for generator, seed in self._generators:
+            generator.manual_seed(derive_seed(seed, epoch))
+        return self._reader.each(
+            self.data, epoch, unit="micro-batch", data_rank=self._share.data_rank
+        )
+
+    def _refuse_other_sizes(self) -> None:
+        if self._reader.has_collate:
+            raise ConfigError(
+                f"training_data is a {self.name}, and collate_fn is given too: give collate_fn to "
+                f"the {self.name}"
+            )
+        loader, size = self.data, self._share.micro_batch_size
+        batches = loader.batch_sampler
+        if self._options.num_workers:
+            raise ConfigError(
+                f"data.num_workers is {self._options.num_workers}, but training_data is a "
+                f"{self.name}, which has its own num_workers ({loader.num_workers}): set "
+                "data.num_workers to 0"
+            )
+        if type(batches) is not BatchSampler:
+            # The sizes of its batches are known only to the user's code.
+            return
+        if batches.batch_size != size:
+            raise ConfigError(
+                f"the {self.name} has batch_size {batches.batch_size}, and its batches are the "
+                f"micro-batches of train_micro_batch_size_per_gpu {size}: make them equal, or give "
+                "initialize() the dataset itself"
+            )
+        rest = len(batches.sampler) % size if isinstance(batches.sampler, Sized) else None
+        if rest != 0 and not batches.drop_last:
+            last = "may be smaller" if rest is None else f"would have {rest} samples"
+            raise ConfigError(
+                f"the last batch of an epoch of the {self.name} {last} instead of {size} "
+                "(train_micro_batch_size_per_gpu): set drop_last=True"
+            )
+
+    def _refuse_other_ranks(self) -> None:
+        rank, size = self._share.data_rank, self._share.data_size
+        for sampler in filter(_is_distributed, self._samplers):
+            if (sampler.num_replicas, sampler.rank) != (size, rank):
+                raise ConfigError(
+                    f"the {type(sampler).__name__} of the {self.name} has rank {sampler.rank} of "
+                    f"num_replicas {sampler.num_replicas}, but this is data rank {rank} of {size}; "
+                    f"pipeline and tensor ranks of one data rank read the same samples: {_WAY_OUT}"
+                )
+        batches = self.data.batch_sampler
+        sampler = batches.sampler if type(batches) is BatchSampler else self.data.sampler
+        is_custom = type(batches) not in (BatchSampler, type(None))
+        if size > 1 and type(sampler) in _SAME_ON_ALL_RANKS and not is_custom:
+            raise ConfigError(
+                f"the {type(sampler).__name__} of the {self.name} gives all {size} data ranks the "
+                f"same samples: {_WAY_OUT}"
+            )
+
+
+def _is_distributed(sampler: Any) -> bool:
+    return hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+
+
+def _generators_of(*parts: Any) -> list[tuple[torch.Generator, int]]:
+    """Return the generators of a loader and its samplers, and the seed of each."""
+    found = (getattr(part, "generator", None) for part in parts)
+    return [(g, g.initial_seed()) for g in found if isinstance(g, torch.Generator)]

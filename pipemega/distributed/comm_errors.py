@@ -1,0 +1,147 @@
+"""Describe the errors of collectives: operation, tensor, ranks and caller.
+
+Backends report "connection closed" or "timed out" and nothing else. The traceback holds the rest:
+torch's function, its tensor and its group, and our function that called it. So every collective is
+named, also one in the user's script, and no call has to pass a name. Only a wait for a collective
+that was started earlier has no such traceback: use `named_collective` there.
+"""
+
+import re
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from pipemega.errors import PipelineError, Stopped
+
+_TORCH = "torch.distributed.distributed_c10d"
+_OURS = "pipemega."
+# Modules that are on the stack of every error, or that call a collective for another module; the
+# caller to report is another one.
+_NOT_CALLERS = (
+    "pipemega.distributed.mesh",
+    "pipemega.fault_tolerance.error_propagation",
+    "pipemega.fault_tolerance.run",
+)
+# torch's names of the group of all ranks.
+_DEFAULT_GROUP = ("", "undefined", "default_pg")
+
+# In the messages of backends when a peer is gone or did not respond in time.
+_CONNECTION_LOSS = (
+    "gloo/transport", "connection closed", "connection reset", "pair closure", "timed out",
+    "broken pipe", "connection refused", "remote process exited", "nccl",
+)  # fmt: skip
+
+# In our messages when a peer did not respond in time.
+TIMED_OUT = "timed out after mesh.timeout_seconds"
+
+# The timeouts of torch's DataLoader are not lost connections.
+_NO_CONNECTIONS = "torch.utils.data"
+
+
+@contextmanager
+def named_collective(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
+    """Name the collective in errors of a wait for it.
+
+    Args:
+        what: as in "the all-reduce of a tensor-parallel layer".
+        ranks: the global ranks of its group; empty if `what` contains them.
+
+    Raises:
+        PipelineError: the backend failed; names the collective and the ranks.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise comm_error(f"{what} over ranks {_listed(ranks)}" if ranks else what, error) from error
+
+
+def comm_error(what: str, error: RuntimeError) -> PipelineError:
+    """Return the error to raise if communication `what` failed with the backend's `error`."""
+    return PipelineError(f"{what}: {trim_backend_error(str(error))}")
+
+
+def is_connection_loss(error: BaseException) -> bool:
+    """Return whether the root cause of `error` is a broken connection or a timeout."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, Stopped):
+        return True
+    # Errors of torch only: the errors of a user's layer may mention sockets, too.
+    from_torch = type(error) is RuntimeError or isinstance(error, dist.DistError)
+    if not from_torch or _raising_module(error).startswith(_NO_CONNECTIONS):
+        return False
+    return any(part in str(error).lower() for part in _CONNECTION_LOSS)
+
+
+def _raising_module(error: BaseException) -> str:
+    """Return the module of the innermost Python frame."""
+    modules = [_module(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return modules[-1] if modules else ""
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def describe_comm_error(error: BaseException) -> str:
+    """Return the error's text, with the collective that failed if the traceback shows one.
+
+    all_reduce of 1,024 float32 over data ranks 0, 2 in optimizer.gradients.reduce_data: timed out
+    """
+    caller, call = _frames(error)
+    text = trim_backend_error(str(error))
+    if call is None:
+        return f"{type(error).__name__ if caller is None else _function(caller)}: {text}"
+    where = "" if caller is None else f" in {_function(caller)}"
+    return f"{call.f_code.co_name}{_size(call)} over {_group(call)}{where}: {text}"
+
+
+def trim_backend_error(text: str) -> str:
+    """Return the first line, without gloo's source file and advice."""
+    line = (text.splitlines() or [""])[0]
+    line = re.sub(r"\[/\S+:\d+\] |\. This is typically caused by a remote worker.*", "", line)
+    return re.sub(
+        r"[Tt]imed out waiting (\d+)ms for \w+ operation to complete",
+        lambda m: f"{TIMED_OUT} ({int(m[1]) / 1000:g} s)",
+        line,
+    )
+
+
+def _frames(error: BaseException) -> tuple[FrameType | None, FrameType | None]:
+    """Return our frame that called a collective, and torch's frame of the collective."""
+    caller = None
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        module = _module(frame)
+        if module == _TORCH and not frame.f_code.co_name.startswith("_"):
+            return caller, frame
+        if module.startswith(_OURS) and module not in _NOT_CALLERS:
+            caller = frame
+    return caller, None
+
+
+def _function(frame: FrameType) -> str:
+    return f"{_module(frame).removeprefix(_OURS)}.{frame.f_code.co_name}"
+
+
+def _size(call: FrameType) -> str:
+    tensor = next((v for v in call.f_locals.values() if isinstance(v, Tensor)), None)
+    if tensor is None:
+        return ""
+    return f" of {tensor.numel():,} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _group(call: FrameType) -> str:
+    group: Any = call.f_locals.get("group") or dist.group.WORLD
+    name = getattr(group, "group_desc", "")
+    ranks = _listed(dist.get_process_group_ranks(group))
+    return f"{'all' if name in _DEFAULT_GROUP else name} ranks {ranks}"
+
+
+def _listed(ranks: Sequence[int], most: int = 16) -> str:
+    shown = ", ".join(map(str, ranks[:most]))
+    return shown if len(ranks) <= most else f"{shown}, .. {ranks[-1]}"

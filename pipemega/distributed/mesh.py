@@ -1,0 +1,205 @@
+"""The mesh of this process: one process group per axis, and the device."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from pipemega.distributed.rendezvous import agree_on_incarnation
+from pipemega.distributed.topology import AXES, AxisName, Topology
+from pipemega.errors import MeshError, PipemegaError
+
+T = TypeVar("T")
+
+# Timeout of every wait for another rank; config key mesh.timeout_seconds.
+DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """The process group of this rank along one mesh axis.
+
+    Args:
+        name: "pipeline", "data", "tensor", or "world" for all ranks.
+        ranks: the global ranks of the group, in order.
+        rank: index of this process in `ranks`.
+        group: the process group; None for an axis of one rank, which does not communicate.
+    """
+
+    name: str
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    group: dist.ProcessGroup | None = field(default=None, repr=False)
+
+    @property
+    def size(self) -> int:
+        return len(self.ranks)
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """The axes of this process, its device, and the timeout of its waits."""
+
+    topology: Topology
+    pipeline: Axis
+    data: Axis
+    tensor: Axis
+    world: Axis
+    device: torch.device
+    timeout: timedelta = DEFAULT_TIMEOUT
+
+    @property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return self.world.rank
+
+    @property
+    def data_timeout_seconds(self) -> float:
+        """How long this rank waits for its own data: less than other ranks wait for this rank.
+
+        So the error comes from the rank that can name the sample, before another rank times out.
+        """
+        return 0.9 * self.timeout.total_seconds()
+
+    @classmethod
+    def single(cls, device: torch.device | str = "cpu") -> "Mesh":
+        """Return the mesh of a single process."""
+        return cls(
+            Topology(),
+            Axis("pipeline"),
+            Axis("data"),
+            Axis("tensor"),
+            Axis("world"),
+            torch.device(device),
+        )
+
+
+def launched_world_size() -> int:
+    """Return the number of ranks: from torch.distributed, else torchrun's variables, else 1."""
+    if dist.is_initialized():
+        return dist.get_world_size()
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launched_rank() -> int:
+    """Return the global rank of this process: from the same sources, else 0."""
+    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+
+
+def gather_objects(value: T, axis: Axis) -> list[T]:
+    """Return the `value` of every rank of `axis`, in order; collective."""
+    if axis.size == 1:
+        return [value]
+    values: list[Any] = [None] * axis.size
+    dist.all_gather_object(values, value, group=axis.group)
+    return values
+
+
+def from_first(world: Axis, make: Callable[[], T]) -> T:
+    """Call `make` on rank 0 and return its result on all ranks of `world`; collective.
+
+    If `make` raises a PipemegaError, all ranks raise it. Any other error is the failure of rank 0.
+    """
+    if world.size == 1:
+        return make()
+    values: list[Any] = [None, None]
+    if world.rank == 0:
+        try:
+            values[0] = make()
+        except PipemegaError as error:
+            error.on_every_rank = True
+            values[1] = error
+    dist.broadcast_object_list(values, src=world.ranks[0], group=world.group)
+    made: T = values[0]
+    if values[1] is not None:
+        raise values[1]
+    return made
+
+
+def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
+    """Return the device of this process; on a node with several GPUs, that of its LOCAL_RANK.
+
+    Raises:
+        MeshError: `wish` is "cuda", and the node has no GPU, or fewer than ranks.
+    """
+    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise MeshError("mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu'")
+    local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= found:
+        raise MeshError(
+            f"there is no GPU for local rank {local_rank}: this node has {found}; start at most "
+            f"{found} ranks here (torchrun --nproc_per_node={found})"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def build_mesh(
+    topology: Topology, device: torch.device, timeout: timedelta = DEFAULT_TIMEOUT
+) -> Mesh:
+    """Create the process groups of `topology`; collective.
+
+    Initializes torch.distributed from torchrun's variables unless the caller has done so.
+
+    Raises:
+        MeshError: the number of ranks is not the size of the topology.
+    """
+    world_size = launched_world_size()
+    if world_size != topology.world_size:
+        raise MeshError(
+            f"{world_size} ranks were started, and the mesh {topology} takes {topology.world_size}"
+        )
+    if world_size == 1 and not dist.is_initialized():
+        return Mesh.single(device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        # Without device_id: with it, NCCL runs all single sends and receives of a group in one
+        # queue, and a receive that is posted early blocks the sends after it.
+        backend = "nccl" if device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, timeout=timeout, **_fresh_store(timeout))
+    rank = dist.get_rank()
+    axes = {name: _axis(name, topology, rank, timeout) for name in AXES}
+    # A rank that fails after this breaks connections; all must be established by then.
+    dist.barrier()
+    world = Axis("world", tuple(range(world_size)), rank, dist.group.WORLD)
+    return Mesh(topology, **axes, world=world, device=device, timeout=timeout)
+
+
+def _fresh_store(timeout: timedelta) -> dict[str, Any]:
+    """Return arguments of init_process_group: a new store prefix for each restart by torchrun.
+
+    So ranks never read stale keys. Without torchrun: no arguments.
+    """
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
+        return {}
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    incarnation = agree_on_incarnation(store, rank, world_size, timeout.total_seconds())
+    prefixed = dist.PrefixStore(f"run {incarnation}", store)  # type: ignore[attr-defined]
+    return {"store": prefixed, "rank": rank, "world_size": world_size}
+
+
+def set_world_timeout(mesh: Mesh) -> None:
+    """Set the timeout of the world's process group to that of the mesh.
+
+    If the caller has initialized torch.distributed, the group has the caller's timeout until then.
+    """
+    dist.distributed_c10d._set_pg_timeout(mesh.timeout, mesh.world.group)
+
+
+def _axis(name: AxisName, topology: Topology, rank: int, timeout: timedelta) -> Axis:
+    ranks = topology.along(name, rank)
+    group = None
+    if len(ranks) > 1:
+        # Local synchronization: only the ranks of a group synchronize to create it, so start-up
+        # time does not grow with the number of groups.
+        group = dist.new_group(
+            list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
+        )
+    return Axis(name, ranks, ranks.index(rank), group)

@@ -1,0 +1,122 @@
+"""The parts of an engine: stages, executor, optimizer step; and how they are built."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from pipemega.config import Config
+from pipemega.data.loader import BatchLoader
+from pipemega.distributed.mesh import Mesh
+from pipemega.errors import ConfigError
+from pipemega.kernels import Kernels
+from pipemega.monitor import MultiTimer, get_logger
+from pipemega.optimizer import OptimizerStep, ZeroMasterParams
+from pipemega.optimizer.build_step import optimizer_step, precision_of
+from pipemega.pipeline.executor import Executor, RankStages
+from pipemega.pipeline.local_model import LocalModel
+from pipemega.pipeline.messages import Header
+from pipemega.pipeline.microbatch_loss import reduced_loss
+from pipemega.pipeline.module import PipelineModule
+from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.transport import Transport
+
+
+@dataclass(frozen=True)
+class Components:
+    """What `initialize` builds for an engine.
+
+    Args:
+        model: the stages of this rank.
+        executor: runs plans with them.
+        optimizer_step: None if the config has no section `optimizer`.
+        loader: of the training data; None if the caller passes iterators.
+        timers: of data, forward, backward, communication and optimizer.
+        num_parameters: of the whole model.
+    """
+
+    model: LocalModel
+    executor: Executor
+    optimizer_step: OptimizerStep | None
+    loader: BatchLoader | None
+    timers: MultiTimer
+    num_parameters: int
+
+
+def build_components(
+    config: Config,
+    mesh: Mesh,
+    net: PipelineModule,
+    model: LocalModel,
+    plan: Plan,
+    loader: BatchLoader | None,
+    *,
+    plan_may_change: bool,
+) -> Components:
+    """Build what trains the local stages `model` of `net` with `plan`.
+
+    Args:
+        plan_may_change: a plan that splits backward may replace `plan`.
+
+    Raises:
+        ConfigError: the optimizer cannot be built, or a message has no declared shape.
+    """
+    kernels = Kernels.detect(mesh.device)
+    get_logger(mesh.rank).info(kernels.description)
+    precision = precision_of(config)
+    step = optimizer_step(config, mesh, model, precision, kernels)
+    timers = MultiTimer(
+        enabled=config.wall_clock_breakdown,
+        synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else None,
+    )
+    splits = plan_may_change or any(i.kind is Kind.BACKWARD_INPUT for i in plan.steps())
+    weight_queue = None
+    if step is not None and splits:
+        weight_queue = WeightGradQueue(step.gradients)
+        enable_split_backward(model.stages.values(), weight_queue)
+    readiness = None
+    if step is not None and isinstance(step.masters, ZeroMasterParams):
+        step.masters.register_param_waits(model.stages.values())
+        readiness = step.masters.bucket_readiness(hooks=weight_queue is None)
+    executor = Executor(
+        RankStages(
+            mesh.pipeline.rank,
+            model.stages,
+            plan.num_stages,
+            reduced_loss(config, model.loss_fn),
+            precision.cast_inputs,
+        ),
+        _transport(config, mesh, net, plan, model.bounds),
+        timers,
+        weight_queue,
+        readiness,
+    )
+    return Components(model, executor, step, loader, timers, net.num_parameters())
+
+
+def _transport(
+    config: Config, mesh: Mesh, net: PipelineModule, plan: Plan, bounds: Sequence[int]
+) -> Transport | None:
+    if mesh.pipeline.size == 1:
+        return None
+    declared: dict[int, Header] = {}
+    if config.pipeline.shapes == "declared":
+        for boundary, position in enumerate(bounds[1:-1]):
+            message = net.boundary(position)
+            if message is None:
+                raise ConfigError(
+                    f"pipeline.shapes is 'declared', but the model declares no input of layer "
+                    f"{position} ({net.layer_names[position]}), the first layer of a stage: give "
+                    f"PipelineModule(..., boundary=...), or use 'cached'",
+                    on_every_rank=True,
+                )
+            declared[boundary] = Header.of(message)
+    return Transport(
+        mesh.pipeline,
+        plan.rank_of_stage,
+        mesh.device,
+        config.pipeline.shapes,
+        declared,
+        mesh.timeout,
+    )

@@ -1,0 +1,224 @@
+"""The engine that `pipemega.initialize` returns: steps, and the run that the config describes."""
+
+import os
+import time
+from collections.abc import Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pipemega.config import Config
+from pipemega.distributed.mesh import Mesh
+from pipemega.engine.components import Components
+from pipemega.engine.schedule_tuner import ScheduleTuner
+from pipemega.engine.step_engine import StepEngine
+from pipemega.engine.training_run import TrainingRun
+from pipemega.errors import ConfigError, StopTraining
+from pipemega.fault_tolerance.run_progress import RunProgress, register_progress
+from pipemega.pipeline.plan.instructions import Plan
+
+
+class Engine(StepEngine):
+    """Trains a model; returned by `pipemega.initialize`.
+
+    `train_batch` also does what the config asks of a run (docs/long_runs.md): it writes records,
+    saves checkpoints, applies `training.on_nonfinite`, and ends the run after a signal or at a time
+    limit. If no such key is set, it only trains.
+
+    Attributes:
+        run: records, counters and checkpoints of the run.
+        client_state: saved with each checkpoint for which `save_checkpoint` gets no other state;
+            set by the caller, and by `load_checkpoint`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        plan: Plan,
+        components: Components,
+        tuner: ScheduleTuner | None = None,
+    ) -> None:
+        super().__init__(config, mesh, plan, components, tuner)
+        self.client_state: Any = None
+        self.run = TrainingRun(self)
+        self._saved_in = config.checkpoint.save
+        register_progress(self._progress)
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
+        """Train one step on one global batch.
+
+        With `training.on_nonfinite.policy: "rollback"`, a step with inf or nan loads the newest
+        checkpoint, and the next batch is trained: `global_steps` may be lower afterwards.
+
+        Args:
+            data_iter: yields the (inputs, labels) of this data rank's micro-batches; read on the
+                pipeline ranks of the first and the last stage. None: the training data given to
+                `initialize`.
+
+        Returns:
+            the loss, averaged over the whole batch; the same on every rank.
+
+        Raises:
+            StopIteration: no data is left.
+            StopTraining: a signal or `training.exit_after_minutes` ends the run; it is saved.
+            DataError: the data ended within this batch; or the ranks of a data rank have read
+                different data (config key data.compare_every).
+            PipelineError: a layer or another rank failed; or as `settle`.
+            ReplicaError: copies of a parameter differ (`training.check_replicas_every`).
+        """
+        with self._failures.propagate_errors("train_batch"):
+            loss = self.run.train_step(partial(super().train_batch, data_iter), data_iter)
+        if self.run.stopped:
+            raise StopTraining(self.run.stopped)
+        return loss
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse the calls of a loop without a pipeline: `engine(x)`, `backward`, `step`.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "engine(x), engine.forward, engine.backward and engine.step do not exist with a "
+            "pipeline: train_batch() does them for all micro-batches of a step; for outputs use "
+            "infer(x), for a loss without gradients eval_batch(iterator)"
+        )
+
+    forward = backward = step = __call__
+
+    def eval_batch(
+        self,
+        data_iter: Iterable[Any],
+        num_micro_batches: int | None = None,
+        *,
+        return_outputs: bool = False,
+        split: str = "validation",
+    ) -> Any:
+        """Compute the loss on some micro-batches, without gradients, and record it.
+
+        Args:
+            data_iter: as for `train_batch`; micro-batches may have any size.
+            num_micro_batches: how many to read; by default as many as in a training step.
+            return_outputs: also return the outputs of the last layer.
+            split: name of the data in the records: "validation" or "test".
+
+        Returns:
+            the loss, the same on every rank; or (loss, outputs). `outputs` is a list on the ranks
+            of the last stage (a shard per tensor rank if the layer returns shards), else None.
+        """
+        self.run.settle_before_evaluation()
+        started = time.perf_counter()
+        result = super().eval_batch(data_iter, num_micro_batches, return_outputs=return_outputs)
+        loss = result[0] if return_outputs else result
+        self.run.add_evaluation(loss, time.perf_counter() - started, split)
+        return result
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+    ) -> Path | str:
+        """Save a checkpoint with the complete state of the run; return its path.
+
+        With `checkpoint.async` this method copies the state and returns; a background thread writes
+        the files. If writing fails, the next call reports it: `finish_saving` raises the error,
+        `save_checkpoint` logs it and then saves synchronously.
+
+        If `checkpoint.interval` has just saved this step in this folder, and neither `tag` nor
+        `client_state` is given, nothing is written again.
+
+        Args:
+            save_dir: a folder on a file system that all ranks share, or an fsspec URL.
+            tag: name of the checkpoint; default: `global_step<N>`.
+            client_state: state of the caller, returned by `load_checkpoint`: tensors and plain
+                values, the same on every rank; None: the attribute `client_state`.
+            save_latest: make this the checkpoint that `load_checkpoint` loads by default.
+
+        Raises:
+            ConfigError: `save_dir` is no path.
+            CheckpointError: a rank could not write its files; earlier checkpoints are unchanged.
+        """
+        if not isinstance(save_dir, str | os.PathLike):
+            raise ConfigError(
+                f"save_checkpoint() takes a folder as save_dir, not {save_dir!r}: give a path"
+            )
+        if tag is None and client_state is None:
+            saved = self.run.saved_automatically(save_dir)
+            if saved is not None:
+                return saved
+        self._saved_in = os.fspath(save_dir)
+        state = self.client_state if client_state is None else client_state
+        path = super().save_checkpoint(save_dir, tag, state, save_latest)
+        self.run.record_save(save_dir)
+        return path
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        *,
+        load_module_only: bool = False,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        strict: bool = True,
+    ) -> tuple[Path | str, Any]:
+        """Load a checkpoint; a run on another mesh may have saved it.
+
+        The records continue after the step of the checkpoint: lines of later steps are dropped.
+
+        Args:
+            load_dir: the `save_dir` of `save_checkpoint`.
+            tag: name of the checkpoint; default: the newest complete one. If newer ones are
+                incomplete or damaged, a warning lists them.
+            load_module_only: load only parameters and buffers; the run starts at step 0.
+            load_optimizer_states: if False, keep the current optimizer state.
+            load_lr_scheduler_states: if False, keep the current learning rate.
+            strict: if False, load the parameters that match, and log every difference.
+
+        Returns:
+            the path of the checkpoint, and its client_state.
+
+        Raises:
+            CheckpointError: the checkpoint is missing, incomplete or damaged, or it was saved with
+                another model or another order of the data.
+        """
+        path, self.client_state = super().load_checkpoint(
+            load_dir,
+            tag,
+            load_module_only=load_module_only,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            strict=strict,
+        )
+        if not load_module_only:
+            self.run.record_load(load_dir)
+        return path, self.client_state
+
+    def close(self) -> None:
+        """End the run: write the last records, save to `checkpoint.save` if this step was not
+        saved, and close the sinks.
+
+        `pipemega.run` calls it when the script ends without an error. Without `pipemega.run`, call
+        it after the last step.
+
+        Raises:
+            CheckpointError: a rank could not write; earlier checkpoints are unchanged.
+        """
+        with self._failures.propagate_errors("close"):
+            self.run.close()
+            self._checkpoints.wait()
+
+    def _progress(self) -> RunProgress:
+        """Return what an error message says about this run."""
+        config = self.config
+        resumes = config.training.resume == "auto" and self._saved_in == config.checkpoint.save
+        return RunProgress(self.global_steps, self._saved_in, resumes)
+
+    def _run_state(self) -> dict[str, Any]:
+        return self.run.state_dict()
+
+    def _restore_run_state(self, state: dict[str, Any]) -> None:
+        self.run.load_state_dict(state)

@@ -1,0 +1,238 @@
+"""`initialize`: builds an engine from a config and a model."""
+
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from pipemega.config import Batch, Config, load
+from pipemega.data.loader import BatchLoader
+from pipemega.data.sample_order import Share
+from pipemega.data.sources import LoaderOptions
+from pipemega.distributed.exit_hooks import register_exit_hook
+from pipemega.distributed.mesh import (
+    Mesh,
+    build_mesh,
+    from_first,
+    launched_world_size,
+    pick_device,
+    set_world_timeout,
+)
+from pipemega.distributed.topology import Topology
+from pipemega.engine.check_arguments import check_arguments
+from pipemega.engine.components import build_components
+from pipemega.engine.cpu_allocator import keep_freed_memory
+from pipemega.engine.engine import Engine
+from pipemega.engine.plan_choice import PlanChooser
+from pipemega.engine.resume import resume
+from pipemega.engine.running_statistics import running_statistics_warning
+from pipemega.engine.schedule_tuner import ScheduleTuner, begin_tuning
+from pipemega.errors import ConfigError
+from pipemega.fault_tolerance.error_propagation import failure_reporter
+from pipemega.monitor import get_logger
+from pipemega.optimizer import LRSchedule
+from pipemega.pipeline.local_model import build_local_model, log_stages, make_replicas_equal
+from pipemega.pipeline.module import BuildOptions, PipelineModule
+from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan_selection import plan_is_provisional
+from pipemega.pipeline.recompute import checkpoint_interval
+from pipemega.pipeline.stage_partition import stage_bounds
+
+
+def build_mesh_of(config: Config) -> Mesh:
+    """Connect the launched ranks and return the mesh of the config.
+
+    Raises:
+        ConfigError, MeshError: the config does not fit the number of ranks; before they connect.
+    """
+    _refuse_worker_process()
+    topology = Topology.fit(
+        launched_world_size(), config.mesh.pipeline, config.mesh.tensor, config.mesh.data
+    )
+    config.check_sizes(topology.data)
+    device = pick_device(config.mesh.device)
+    return build_mesh(topology, device, timedelta(seconds=config.mesh.timeout_seconds))
+
+
+def initialize(
+    model: PipelineModule,
+    config: str | Path | Mapping[str, Any] | Config,
+    training_data: Any = None,
+    *,
+    overrides: Sequence[str] = (),
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    mesh: Mesh | None = None,
+    plan: Plan | None = None,
+    **unsupported: Any,
+) -> tuple[Engine, Optimizer | None, BatchLoader | None, LRSchedule | None]:
+    """Build this rank's stages of `model`, and the engine that trains them.  Collective.
+
+    Works under torchrun, in a process group that the caller has created, and in a single process.
+    The engine starts from the checkpoint of `training.resume` or `checkpoint.load`, if any.
+
+    Args:
+        model: describes the layers; only the local stages are built.
+        config: a path, a mapping of the same structure, or a Config.
+        training_data: a dataset of (inputs, labels) samples, or a torch DataLoader whose batches
+            are the micro-batches of this data rank; without it `train_batch` needs an iterator over
+            micro-batches. See docs/data.md.
+        overrides: "pipeline.schedule=gpipe" and the like; they replace keys of the config.
+        collate_fn: list of samples -> (inputs, labels) of a micro-batch.
+        mesh: if the caller has built it already.
+        plan: what each pipeline rank computes in a step, instead of pipeline.schedule; the same
+            on every rank.
+        unsupported: refused; for DeepSpeed's arguments the error names the config key to use.
+
+    Returns:
+        (engine, optimizer, loader, lr_scheduler); None for what the config does not use.
+
+    Raises:
+        ConfigError: the config is invalid, or does not fit the model or the data; `model` is not a
+            PipelineModule.
+        MeshError: the number of launched ranks does not fit the mesh.
+    """
+    _refuse_worker_process()
+    check_arguments(model, training_data, unsupported)
+    config = load(config, overrides)
+    mesh = mesh or build_mesh_of(config)
+    with failure_reporter().propagate_errors("initialize"):
+        config.check_sizes(mesh.data.size)
+        batch = config.batch(mesh.data.size)
+        _log_config(config, batch, mesh)
+        loader = _build_loader(config, mesh, batch, training_data, collate_fn)
+        engine = _build_engine(model, config, mesh, batch, loader, plan)
+        if mesh.world.size > 1:
+            # If a rank could not build its part, all ranks stop here and not in the first step.
+            dist.barrier(mesh.world.group)
+            set_world_timeout(mesh)
+    log = get_logger(mesh.rank)
+    resume(engine, log)
+    register_exit_hook(engine.close)
+    return engine, engine.optimizer, engine.loader, engine.lr_scheduler
+
+
+def _refuse_worker_process() -> None:
+    """Refuse to start a rank while multiprocessing imports the script in a new process."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "initialize() was called in a worker process, which imports the script: put the "
+            "statements of the script below `if __name__ == '__main__':`"
+        )
+
+
+def _build_engine(
+    model: PipelineModule,
+    config: Config,
+    mesh: Mesh,
+    batch: Batch,
+    loader: BatchLoader | None,
+    given_plan: Plan | None,
+) -> Engine:
+    log = get_logger(mesh.rank)
+    if mesh.device.type == "cpu" and config.mesh.keep_cpu_memory:
+        keep_freed_memory()
+    chooser = PlanChooser(config, mesh, model, batch.num_microbatches, loader)
+    tuner: ScheduleTuner | None = None
+    if plan_is_provisional(config.pipeline, mesh.pipeline.size, given_plan):
+        plan, tuner = begin_tuning(chooser, mesh, _cost_key(config, mesh, model), log)
+    else:
+        plan = from_first(mesh.world, lambda: chooser.configured_plan(given_plan))
+    build_options = BuildOptions(
+        tensor=mesh.tensor,
+        device=mesh.device,
+        seed=config.seed,
+        seed_layers=config.pipeline.seed_layers,
+        checkpoint_interval=checkpoint_interval(config, len(model)),
+    )
+    bounds = stage_bounds(
+        model,
+        config.pipeline.partition,
+        plan.num_stages,
+        mesh,
+        build_options,
+        lambda: _first_micro_batch(loader),
+    )
+    local = build_local_model(model, mesh, bounds, plan.rank_of_stage, build_options)
+    make_replicas_equal(model, mesh, local)
+    recomputes = build_options.checkpoint_interval > 0
+    warning = running_statistics_warning(model, config, batch, checkpointing=recomputes)
+    if warning is not None and mesh.rank == 0:
+        log.warning(warning)
+    log_stages(log, model, bounds, plan.rank_of_stage)
+    log.info(batch.equation)
+    components = build_components(
+        config, mesh, model, local, plan, loader, plan_may_change=tuner is not None
+    )
+    return Engine(config, mesh, plan, components, tuner)
+
+
+def _log_config(config: Config, batch: Batch, mesh: Mesh) -> None:
+    """Log, once, the warnings and notes about the config."""
+    log = get_logger(mesh.rank)
+    for note in config.notes:
+        log.info(note)
+    if mesh.rank == 0:
+        for warning in (*config.warnings, *batch.warnings):
+            log.warning(warning)
+        for note in config.zero_notes(mesh.data.size):
+            log.info(note)
+        if config.zero_optimization.offloads and mesh.device.type == "cpu":
+            log.info(
+                "zero_optimization.offload_optimizer.device 'cpu': the model is on the CPU, so "
+                "nothing is moved"
+            )
+    if config.dump_state:
+        log.info(config.to_json())
+
+
+def _build_loader(
+    config: Config, mesh: Mesh, batch: Batch, data: Any, collate_fn: Any
+) -> BatchLoader | None:
+    if data is None:
+        return None
+    share = Share(batch.train_batch_size, batch.micro_batch_size, mesh.data.rank, mesh.data.size)
+    options = LoaderOptions(
+        seed=config.seed,
+        drop_last=config.dataloader_drop_last,
+        prefetch=config.data.prefetch,
+        num_workers=config.data.num_workers,
+        timeout_seconds=mesh.data_timeout_seconds,
+    )
+    loader = BatchLoader(data, share, options, collate_fn=collate_fn)
+    if loader.is_map_style and not loader.reads_ahead:
+        get_logger(mesh.rank).info(
+            f"training data: {loader.name} may draw random numbers, so it is read when a step "
+            "needs it; to read ahead, set data.num_workers, or deterministic = True on the dataset "
+            "if a sample depends only on its index"
+        )
+    return loader
+
+
+def _first_micro_batch(loader: BatchLoader | None) -> tuple[Any, Any]:
+    """Return the micro-batch that partition "profile" measures; the loader does not consume it."""
+    if loader is None or not loader.is_map_style:
+        raise ConfigError(
+            "pipeline.partition 'profile' measures the layers with a micro-batch, and there is "
+            "none: give initialize() a map-style training_data, or use 'parameters'"
+        )
+    return loader.peek()
+
+
+def _cost_key(config: Config, mesh: Mesh, model: PipelineModule) -> dict[str, Any]:
+    """Return everything that the cost of a micro-batch on a layer depends on."""
+    sections = ("model", "activation_checkpointing", "fp16", "bf16", "data_types")
+    whole = config.to_dict()
+    return {
+        "layers": model.layer_names,
+        "parameters": model.count_parameters(),
+        "partition": config.pipeline.partition,
+        "checkpoint_interval": config.pipeline.activation_checkpoint_interval,
+        "mesh": str(mesh.topology),
+        "sequence_parallel": config.mesh.sequence_parallel,
+        "micro_batch": config.train_micro_batch_size_per_gpu,
+        **{name: whole.get(name) for name in sections},
+    }

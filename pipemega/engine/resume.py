@@ -1,0 +1,64 @@
+"""How a run starts: from its own checkpoint, from another run's checkpoint, or at step 0."""
+
+import logging
+
+from pipemega.checkpoint import any_checkpoint, newest
+from pipemega.config import Config
+from pipemega.distributed.mesh import from_first
+from pipemega.engine.step_engine import StepEngine
+from pipemega.errors import CheckpointError
+
+
+def resume(engine: StepEngine, log: logging.Logger) -> None:
+    """Load the checkpoint that the config asks for, if any; collective.
+
+    With `training.resume: "auto"` this is the newest complete checkpoint in `checkpoint.save`, so
+    that the same command continues a run. Otherwise, or if there is none, it is `checkpoint.load`.
+    """
+    config = engine.config.checkpoint
+    if engine.config.training.resume == "auto":
+        assert config.save is not None, "the config has been checked"
+        folder = config.save
+        tag = from_first(engine.mesh.world, lambda: newest(folder))
+        if tag is not None:
+            log.info(f"training.resume 'auto': resuming from {tag} in {folder}")
+            _load(engine, folder, None, {}, log)
+            return
+        start = f"loading checkpoint.load ({config.load})" if config.load else "starting a new run"
+        log.info(f"training.resume 'auto': {folder} has no complete checkpoint; {start}")
+    if config.load is not None:
+        options = {
+            "load_module_only": config.load_module_only,
+            "load_optimizer_states": config.load_optimizer_states,
+            "load_lr_scheduler_states": config.load_lr_scheduler_states,
+            "strict": config.strict,
+        }
+        _load(engine, config.load, config.load_tag, options, log)
+
+
+def refuse_other_run(config: Config, engine: StepEngine) -> None:
+    """Refuse to replace the checkpoints of an earlier run, or to delete them as old; collective.
+
+    Call it before the first step, if the run was not loaded from `checkpoint.save`.
+
+    Raises:
+        CheckpointError: `checkpoint.save` has checkpoints, and `checkpoint.overwrite` is false.
+    """
+    folder = config.checkpoint.save
+    if folder is None or config.checkpoint.overwrite:
+        return
+    tag = from_first(engine.mesh.world, lambda: any_checkpoint(folder))
+    if tag is not None:
+        raise CheckpointError(
+            f"checkpoint.save ({folder}) has {tag} of an earlier run, and this run does not "
+            "continue it: set training.resume to 'auto' to continue it, choose another "
+            "checkpoint.save to keep it, or set checkpoint.overwrite to true to replace it",
+            on_every_rank=True,
+        )
+
+
+def _load(
+    engine: StepEngine, folder: str, tag: str | None, options: dict[str, bool], log: logging.Logger
+) -> None:
+    path, _ = engine.load_checkpoint(folder, tag, **options)
+    log.info(f"resumed from {path} at step {engine.global_steps}")

@@ -1,0 +1,311 @@
+"""Writes a record of each step, and of events such as loss spikes, to the monitor."""
+
+import atexit
+import logging
+import math
+import resource
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipemega.diagnostics.loss_spikes import SpikeDetector
+from pipemega.diagnostics.stragglers import SHOWN_RANKS, StragglerWatch
+from pipemega.engine.nan_policy import NonFinitePolicy
+from pipemega.engine.run_facts import run_facts
+from pipemega.engine.run_folder import RunFolder
+from pipemega.engine.run_stats import RunStats
+from pipemega.engine.step_engine import StepEngine
+from pipemega.engine.timelines import write_timeline
+from pipemega.monitor import (
+    EventRecord,
+    Monitor,
+    ResumePoint,
+    StepRecord,
+    breakdown_line,
+    breakdown_scalars,
+    build_sinks,
+    peak_tflops,
+    tflops_per_device,
+)
+from pipemega.optimizer import StepReport
+from pipemega.storage.folder_lock import folder_locks
+
+
+class RunLogger:
+    """Writes the records of an engine's steps; every method is collective.
+
+    Args:
+        engine: its steps are recorded.
+        log: of this rank.
+        keeps_files: also write `metrics.jsonl` and `config.json`.
+
+    Attributes:
+        folder: the run folder.
+        history: counters of the run, over all its restarts.
+        policy: for steps with inf or nan.
+        tokens_per_sample, flops_per_token: for tokens/s, TFLOP/s and MFU; 0: do not record them.
+    """
+
+    def __init__(self, engine: StepEngine, log: logging.Logger, *, keeps_files: bool) -> None:
+        self._engine, self._config, self._log = engine, engine.config, log
+        self._keeps_files, self._shows_progress = keeps_files, False
+        self.folder = RunFolder(self._config, engine.mesh, log)
+        model = self._config.model
+        self.tokens_per_sample, self.flops_per_token = model.seq_length if model else 0, 0.0
+        self._peak_tflops = self._config.monitor.peak_tflops
+        if not self._peak_tflops and engine.mesh.device.type == "cuda":
+            self._peak_tflops = peak_tflops(torch.cuda.get_device_name(engine.mesh.device))
+        self._pending: deque[StepRecord] = deque()  # records of steps whose norm is not known yet
+        self._reports: deque[StepReport] = deque()  # reports of steps that are not written yet
+        self._elapsed: dict[str, float] = {}
+        training = self._config.training
+        self.history = RunStats()
+        self.policy = NonFinitePolicy(self._config, self.history, self.warn)
+        self._spikes = SpikeDetector(training.loss_spikes.window, training.loss_spikes.factor)
+        self._stragglers = StragglerWatch(
+            engine.mesh, training.stragglers, self._config.steps_per_print or 10
+        )
+        self._monitor: Monitor | None = None
+        self._sink_states: dict[str, Any] = {}
+        self._resume: ResumePoint | None = None  # where the next monitor continues
+
+    def take_over(self) -> None:
+        """Write what a Trainer writes: also files and a progress bar."""
+        # A step before this is not recorded.
+        self._engine.settle()
+        self._keeps_files = self._shows_progress = True
+
+    @property
+    def monitor(self) -> Monitor:
+        """Writes the records; on rank 0 only. Opened at first use."""
+        if self._monitor is None:
+            self._monitor = self._open_monitor()
+        return self._monitor
+
+    def open(self) -> None:
+        """Open the run folder, if the run has files, and the sinks."""
+        if self._keeps_files:
+            self.folder.open()
+        self._monitor = self._monitor or self._open_monitor()
+
+    def close(self) -> None:
+        """Close the sinks; the next record opens them again. Not collective."""
+        if self._monitor is not None:
+            atexit.unregister(self._monitor.close)
+            self._monitor.close()
+            self._sink_states, self._monitor = self._monitor.state_dict(), None
+
+    def _open_monitor(self) -> Monitor:
+        resume, self._resume = self._resume or self._point(), None
+        if self._engine.mesh.rank > 0:
+            return Monitor([], self._log, self._sink_states)
+        monitor = build_sinks(
+            self._config,
+            self.folder.on_rank0() if self._keeps_files else None,
+            logger=self._log,
+            resume=resume,
+            state=self._sink_states,
+            progress=self._shows_progress,
+            facts=self._facts() if self._config.wandb.enabled else None,
+        )
+        # If the script ends without `Engine.close`, for example with an error.
+        atexit.register(monitor.close)
+        return monitor
+
+    def _facts(self) -> dict[str, Any]:
+        engine = self._engine
+        return run_facts(engine.mesh, engine.batch, engine.num_parameters, engine.plan.name)
+
+    def _point(self) -> ResumePoint | None:
+        engine = self._engine
+        if engine.global_steps == 0:
+            return None
+        return ResumePoint(engine.global_steps, engine.consumed_samples)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a resumed run continues from."""
+        sinks = self._monitor.state_dict() if self._monitor else self._sink_states
+        return {
+            "monitor": sinks,
+            "history": self.history.state_dict(),
+            "spikes": self._spikes.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint that the engine has loaded: drop records of later steps."""
+        self.close()
+        self._pending.clear()
+        self._reports.clear()
+        self._sink_states, self._resume = state.get("monitor", {}), self._point()
+        self.history.load_state_dict(state.get("history", {}))
+        if "spikes" in state:
+            self._spikes.load_state_dict(state["spikes"])
+
+    def add_report(self, report: StepReport) -> None:
+        """Keep the report of a step that became final, for its record."""
+        self._reports.append(report)
+
+    # Steps
+
+    def add(self, loss: float, seconds: float) -> None:
+        """Record the step that the engine has just run.
+
+        With `pipeline.optimizer_sync: "post_validate"` its gradient norm is known, and its record
+        written, one step later.
+
+        Raises:
+            FolderLockedError: another run has taken over a folder of this run; on rank 0 only.
+        """
+        folder_locks.verify_heartbeats()
+        record = self._step_record(loss, seconds)
+        # A step that failed in validation and is repeated has left a record.
+        while self._pending and self._pending[-1].step >= record.step:
+            self._pending.pop()
+        self._pending.append(record)
+        self.write_final_steps()
+        self._write_timeline()
+
+    def _step_record(self, loss: float, seconds: float) -> StepRecord:
+        """Return the record of the last step, without what its report has."""
+        engine = self._engine
+        memory = self._peak_memory() if self._prints() else {}
+        samples = engine.batch.train_batch_size
+        tokens = samples * self.tokens_per_sample
+        tflops = None
+        if self.flops_per_token:
+            flops = self.flops_per_token * tokens
+            tflops = tflops_per_device(flops, seconds, engine.mesh.world.size)
+        return StepRecord(
+            step=engine.global_steps,
+            consumed_samples=engine.consumed_samples,
+            consumed_tokens=engine.consumed_samples * self.tokens_per_sample,
+            loss=loss,
+            lr=math.nan,
+            step_seconds=seconds,
+            samples_per_second=samples / seconds,
+            tokens_per_second=tokens / seconds,
+            tflops_per_device=tflops,
+            mfu=tflops / self._peak_tflops if tflops and self._peak_tflops else None,
+            peak_gib=max(memory.values(), default=None),
+            extra={**self._breakdown(), **self._compare_ranks(), **_shown(memory)},
+        )
+
+    def write_final_steps(self) -> None:
+        """Write the records of all steps whose reports are available.
+
+        Raises:
+            NonFiniteError: a step was skipped that `training.on_nonfinite` does not allow to skip.
+        """
+        while self._reports:
+            report = self._reports.popleft()
+            record = self._pending.popleft()
+            if not (math.isfinite(record.loss) and math.isfinite(report.grad_norm)):
+                self.history.nan_steps += 1
+            extra = dict(record.extra)
+            if self._config.pipeline.optimizer_sync == "post_validate":
+                extra["rollbacks"] = report.rollbacks
+            self.monitor.write(
+                replace(
+                    record,
+                    lr=report.learning_rate,
+                    grad_norm=report.grad_norm,
+                    loss_scale=report.loss_scale if self._config.fp16.enabled else None,
+                    skipped_steps=report.skipped_steps,
+                    nan_steps=self.history.nan_steps,
+                    extra=extra,
+                )
+            )
+            self._check_spike(record.step, report.loss)
+            if report.origin:
+                what = report.in_words(record.step)
+                values = {"skipped_steps": report.skipped_steps}
+                self.event("nonfinite", values, f"{what}: {report.origin}")
+                self.policy.on_skip(what, report.origin)
+
+    def _write_timeline(self) -> None:
+        """Write the timeline of this step if it was traced; on rank 0."""
+        engine, trace = self._engine, self._engine.last_trace
+        if trace is None or trace.step != engine.global_steps:
+            return
+        configured = self._config.monitor.trace.folder
+        folder = Path(configured) if configured else self.folder.on_rank0() / "timelines"
+        self.monitor.write(write_timeline(trace, folder, engine.consumed_samples, self._log))
+
+    def _prints(self) -> bool:
+        every = self._config.steps_per_print or 0
+        return every > 0 and self._engine.global_steps % every == 0
+
+    def _breakdown(self) -> dict[str, float]:
+        if not self._config.wall_clock_breakdown:
+            return {}
+        elapsed = self._engine.timers.totals()
+        seconds = {name: total - self._elapsed.get(name, 0.0) for name, total in elapsed.items()}
+        self._elapsed = elapsed
+        if self._prints():
+            self._log.info(breakdown_line(self._engine.global_steps, seconds))
+        return breakdown_scalars(seconds)
+
+    def _peak_memory(self) -> dict[str, float]:
+        """Return the peak GiB of each rank: allocated on a GPU, of the process on a CPU."""
+        mesh = self._engine.mesh
+        if mesh.device.type == "cuda":
+            peak = float(torch.cuda.max_memory_allocated(mesh.device))
+        else:
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
+        if self._config.memory_breakdown:
+            self._log.info(f"memory of rank {mesh.rank}: peak {peak / 2**30:.2f} GiB")
+        own = torch.tensor([peak / 2**30], dtype=torch.float64, device=mesh.device)
+        gathered = [own]
+        if mesh.world.size > 1:
+            gathered = [torch.empty_like(own) for _ in mesh.world.ranks]
+            dist.all_gather(gathered, own, group=mesh.world.group)
+        peaks = torch.cat(gathered).tolist()
+        return {f"memory/rank{rank}_gib": peak for rank, peak in enumerate(peaks)}
+
+    # Events
+
+    def event(self, name: str, values: Mapping[str, float], text: str) -> None:
+        """Write an event record."""
+        step, samples = self._engine.global_steps, self._engine.consumed_samples
+        self.monitor.write(
+            EventRecord(step=step, consumed_samples=samples, name=name, values=values, text=text)
+        )
+
+    def warn(self, text: str) -> None:
+        """Log a warning on rank 0."""
+        if self._engine.mesh.rank == 0:
+            self._log.warning(text)
+
+    def _check_spike(self, step: int, loss: float) -> None:
+        spike = self._spikes.add(loss)
+        if spike is None:
+            return
+        self.history.spikes += 1
+        text = (
+            f"loss {spike.loss:.4f} at step {step} is a spike: the median of the previous steps is "
+            f"{spike.median:.4f}, the bound {spike.bound:.4f} "
+            f"(training.loss_spikes.factor {self._config.training.loss_spikes.factor:g})"
+        )
+        self.warn(text)
+        self.event("loss_spike", {"loss": spike.loss, "bound": spike.bound}, text)
+
+    def _compare_ranks(self) -> dict[str, float]:
+        """Return the work times of all ranks every few steps, and warn of stragglers."""
+        engine, watch = self._engine, self._stragglers
+        summary = watch.add(engine.work_seconds)
+        if summary is None:
+            return {}
+        warning = watch.warning(summary, engine.plan)
+        if warning:
+            self.warn(warning)
+            self.event("straggler", summary.scalars(), warning)
+        return summary.scalars()
+
+
+def _shown(memory: Mapping[str, float]) -> Mapping[str, float]:
+    return memory if len(memory) <= SHOWN_RANKS else {}

@@ -1,0 +1,206 @@
+"""Error propagation: when one rank fails, all ranks end with an error that names the cause.
+
+A failing rank writes its error to the store of the process group and breaks its connections. Ranks
+that wait for it then get a connection error, read the cause from the store and break their own
+connections, so the failure reaches every rank that waits in a collective. A rank that was killed or
+that hangs writes nothing: the ranks that lost a connection report this, and the ranks without a
+report are the missing ones (`missing_ranks`).
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pipemega.distributed.comm_errors import (
+    describe_comm_error,
+    is_connection_loss,
+    trim_backend_error,
+)
+from pipemega.errors import PeerError, PipemegaError, Stopped
+from pipemega.fault_tolerance.failure_store import FailureReport, FailureStore, default_store
+from pipemega.fault_tolerance.missing_ranks import Where, find_cause
+from pipemega.fault_tolerance.sigterm import ignore_sigterm
+from pipemega.pipeline.plan.deadlock_report import PlanPosition
+
+# How long a rank that lost a connection waits for the cause or for the other ranks' reports.
+_COLLECT_SECONDS = 3.0
+
+# How long to wait for an answer of the store itself.
+_STORE_SECONDS = 0.5
+
+# A tag that no other message has.
+_UNUSED_TAG = 0x7FFF
+
+
+def failure_reporter() -> "FailureReporter":
+    """Return the FailureReporter of this process.
+
+    It is created by the first call, and again only if torch.distributed was started since then:
+    the reports are in the store of its default process group.
+    """
+    return _create_reporter(default_store())
+
+
+@lru_cache(maxsize=1)
+def _create_reporter(store: Any) -> "FailureReporter":
+    if store is None:
+        return FailureReporter(None)
+    reports = FailureStore(store, dist.get_rank(), dist.get_world_size())
+    reports.publish_identity()
+    return FailureReporter(reports)
+
+
+class FailureReporter:
+    """Publishes this rank's first error, and finds the first error of all ranks.
+
+    Args:
+        store: where the reports are; None in a run of one rank.
+
+    Attributes:
+        store: as given.
+        cause: the first failure of the run; None until this rank has published its own error.
+    """
+
+    def __init__(self, store: FailureStore | None) -> None:
+        self.store = store
+        self.cause: FailureReport | None = None
+
+    @contextmanager
+    def propagate_errors(self, doing: str) -> Iterator[None]:
+        """End all ranks if this rank raises within the block, and this rank if another does.
+
+        Args:
+            doing: what this rank does in the block, for messages.
+        """
+        try:
+            yield
+        except StopIteration:
+            # The end of the data, which is the same on all ranks.
+            raise
+        except BaseException as error:
+            reported = self.report(error, doing)
+            if reported is error:
+                raise
+            raise reported from error
+
+    def report(self, error: BaseException, doing: str) -> BaseException:
+        """Publish `error` and return what this rank has to raise: `error`, or a PeerError.
+
+        The first call writes the error to the store and breaks the connections of this rank, so
+        that no other rank waits for it. Later calls only look at the cause that was found. An
+        error that all ranks raise at the same point is not published: no rank waits.
+        """
+        if self.store is None or isinstance(error, PeerError):
+            return error
+        message, lost = _message(error, doing), is_connection_loss(error)
+        if isinstance(error, PipemegaError) and error.on_every_rank and not lost:
+            return error
+        rank = self.store.rank
+        if self.cause is None:
+            ignore_sigterm()
+            self.cause = self._publish(self.store, message, Where(doing, _position_of(error)), lost)
+        cause = self.cause
+        if cause.rank == rank or cause.message == message:
+            # A bare backend error names neither the operation nor the ranks.
+            bare = lost and not isinstance(error, PipemegaError | Stopped)
+            return PeerError(cause.message) if bare else error
+        name = "" if cause.rank is None else f"rank {cause.rank} failed first: "
+        here = f"\n  (rank {rank} was stopped by this in {trim_backend_error(message)})"
+        repeated = trim_backend_error(message) in cause.message
+        return PeerError(f"{name}{cause.message}{'' if repeated else here}")
+
+    def failure_known(self) -> bool:
+        """Return whether a rank has reported a failure, or the store is gone."""
+        if self.store is None:
+            return False
+        with suppress(RuntimeError):
+            return self.store.failure_known()
+        return True  # the store is gone: the rank or torchrun that hosted it has ended
+
+    def _publish(
+        self, store: FailureStore, message: str, where: Where, lost: bool
+    ) -> FailureReport:
+        """Write the error to the store, break all connections, and return the cause."""
+        position = where.position
+        own = FailureReport(store.rank, message, None if position is None else position.at)
+        trimmed, causes, written = trim_backend_error(message), [], threading.Event()
+
+        def publish() -> None:
+            try:
+                if not lost:
+                    causes.append(store.publish_cause(own))
+                    return
+                store.report_lost_connection(own)
+            except RuntimeError:
+                gone = "the store of the process group, in rank 0 or in torchrun, is gone"
+                causes.append(FailureReport(None, f"{trimmed}; and {gone}"))
+                return
+            finally:
+                written.set()
+            causes.append(find_cause(store, own, where, _COLLECT_SECONDS))
+
+        # In a thread: if the network link is cut, the store never answers.
+        thread = _call_in_thread(publish)
+        written.wait(_STORE_SECONDS)
+        # Do not wait: all ranks must report soon, so that only missing ranks have no report.
+        _break_connections()
+        thread.join(_COLLECT_SECONDS + _STORE_SECONDS)
+        if causes:
+            return causes[0]
+        if not lost:
+            return own
+        return FailureReport(
+            None, f"{trimmed}; and the store of the process group does not respond"
+        )
+
+
+def _call_in_thread(call: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=call, name="failure-report", daemon=True)
+    thread.start()
+    return thread
+
+
+def _position_of(error: BaseException) -> PlanPosition | None:
+    """Return the position in the plan at which the error, or the SIGTERM, interrupted this rank."""
+    interrupted = error.__context__ if isinstance(error, Stopped) else error
+    position = getattr(interrupted, "place", None)
+    return position if isinstance(position, PlanPosition) else None
+
+
+def _break_connections() -> None:
+    """Break every connection of this rank in every group, so that no other rank waits for it."""
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if dist.get_backend(group) == "gloo":
+            _break_gloo(group)
+        else:
+            with suppress(RuntimeError):
+                group._get_backend(torch.device("cuda")).abort()
+
+
+def _break_gloo(group: dist.ProcessGroup) -> None:
+    """Let one receive of the group time out: gloo then closes all connections of the group."""
+    for rank in dist.get_process_group_ranks(group):
+        if rank != dist.get_rank():
+            # A receive on a connection that is already broken fails at once: try the next rank.
+            with suppress(RuntimeError):
+                work = dist.irecv(torch.empty(1), rank, group=group, tag=_UNUSED_TAG)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+
+
+def _message(error: BaseException, doing: str) -> str:
+    if isinstance(error, PipemegaError):
+        return str(error)
+    if isinstance(error, Stopped):
+        # SIGTERM may interrupt the handling of an error, such as a lost connection: add it.
+        interrupted = error.__context__
+        return "SIGTERM" + ("" if interrupted is None else f", {_message(interrupted, doing)}")
+    if is_connection_loss(error):
+        return f"{doing}: {describe_comm_error(error)}"
+    return f"{doing}: {type(error).__name__}: {error}".removesuffix(": ")

@@ -1,0 +1,130 @@
+"""Builds the sinks that a config enables."""
+
+import logging
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from pipemega.errors import ConfigError
+from pipemega.monitor.background_sink import CLOSE_SECONDS, BackgroundSink
+from pipemega.monitor.console import Console
+from pipemega.monitor.sinks import (
+    CsvSink,
+    JsonLinesSink,
+    Monitor,
+    ResumePoint,
+    Sink,
+    State,
+    TensorboardSink,
+)
+from pipemega.monitor.wandb_sink import WandbOptions, WandbSink
+
+
+def build_sinks(
+    config: Any,
+    run_folder: str | Path | None,
+    *,
+    logger: logging.Logger,
+    resume: ResumePoint | None = None,
+    state: Mapping[str, State] | None = None,
+    progress: bool = True,
+    facts: Mapping[str, Any] | None = None,
+) -> Monitor:
+    """Return the monitor of rank 0: console, JSON lines, and the sinks that are enabled.
+
+    The enabled sinks run in threads, so that an unreachable server or a slow disk does not delay
+    the run.
+
+    Args:
+        config: a `pipemega.config.Config`; only these attributes are read: steps_per_print,
+            training, mesh, monitor, csv_monitor, tensorboard, wandb, and model_dump().
+        run_folder: base folder of the paths that the config does not set; None: write no file.
+        logger: logs the sinks that fail.
+        resume: the last step of the checkpoint that the run resumes from; None for a new run.
+        state: `Monitor.state_dict()` from the checkpoint.
+        progress: allow `training.progress`, the progress bar.
+        facts: of the run, shown by wandb beside the config: mesh, number of parameters.
+
+    Raises:
+        ConfigError: an enabled sink needs a package that is not installed.
+    """
+    training = config.training
+    progress = progress and training.progress
+    builders: list[Callable[[], Sink]] = [
+        lambda: Console(training.train_steps, config.steps_per_print, progress=progress)
+    ]
+    if run_folder is not None:
+        builders += _file_sinks(config, Path(run_folder), resume)
+        if config.wandb.enabled:
+            saved = (state or {}).get(WandbSink.name, {})
+            builders.append(lambda: _wandb(config, Path(run_folder), saved, logger, facts or {}))
+    sinks: list[Sink] = []
+    for builder in builders:
+        try:
+            sinks.append(builder())
+        except ConfigError:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("a monitor could not be opened and is off for this run: %s", reason)
+    return Monitor(sinks, logger, state)
+
+
+def _file_sinks(
+    config: Any, run_folder: Path, resume: ResumePoint | None
+) -> list[Callable[[], Sink]]:
+    """Return functions that build the sinks that write files."""
+    names = config.monitor.metric_names
+    path = config.monitor.jsonl or run_folder / "metrics.jsonl"
+    builders: list[Callable[[], Sink]] = [partial(JsonLinesSink, path, resume)]
+    if config.csv_monitor.enabled:
+        folder = _job_folder(config.csv_monitor, run_folder / "csv")
+        builders.append(partial(_in_background, config, CsvSink, folder, resume, names))
+    if config.tensorboard.enabled:
+        folder = _job_folder(config.tensorboard, run_folder / "tensorboard")
+        builders.append(partial(_in_background, config, TensorboardSink, folder, resume, names))
+    return builders
+
+
+def _in_background(config: Any, build: Callable[..., Sink], *arguments: Any) -> Sink:
+    """Return a sink that runs in a thread; a missing package raises here."""
+    # The other ranks wait for this one at the end: it must close its sinks well within the timeout.
+    seconds = min(CLOSE_SECONDS, config.mesh.timeout_seconds / 4)
+    return BackgroundSink(build(*arguments), close_seconds=seconds)
+
+
+def _job_folder(section: Any, default: Path) -> Path:
+    """Return output_path/job_name, as DeepSpeed; `default` replaces an empty output_path."""
+    return Path(section.output_path or default, section.job_name)
+
+
+def _wandb(
+    config: Any,
+    run_folder: Path,
+    saved: Mapping[str, Any],
+    logger: logging.Logger,
+    facts: Mapping[str, Any],
+) -> Sink:
+    section = config.wandb
+    options = WandbOptions(
+        mode=section.mode,
+        project=section.project,
+        entity=section.team,
+        group=section.group,
+        name=section.name or run_folder.resolve().name,
+        tags=tuple(section.tags or ()),
+        # The run id of the checkpoint wins: the config may contain that of an older run.
+        id=saved.get("id") or section.id,
+        resume=section.resume or "allow",
+    )
+    values = config.to_dict() | {"run": dict(facts)}
+    sink = WandbSink(
+        section.dir or run_folder,
+        options,
+        logger=logger,
+        config=values,
+        names=config.monitor.metric_names,
+        started=saved.get("started"),
+    )
+    return _in_background(config, lambda: sink)

@@ -1,0 +1,277 @@
+"""Gradient buffers of one rank, and the reductions that turn them into logical gradients.
+
+    flat    | .. | a parameter's slot | .. |                one per dtype; see grad_layout.py
+                   ^ view: where its gradient is summed
+
+A step runs the reductions in this order: parts that tensor ranks hold of one gradient, then
+replicas of tied parameters, then the data ranks.  After them every rank holds the gradients of its
+shards of the logical parameters (with ZeRO, of its slices of these), and the squared norm counts
+each of them once.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipemega.distributed.mesh import Axis
+from pipemega.distributed.tied_comm import all_reduce_tied
+from pipemega.optimizer.grad_layout import GradLayout, GradSlot, whole_layout
+from pipemega.parameters import shard_of
+
+# Elements of a flat buffer that are converted to fp64 at a time on a CPU: they fit into the cache.
+_NORM_BLOCK = 1 << 18
+# The same on other devices: 128 MiB of fp64; all at once would take twice the gradients' memory.
+_DEVICE_NORM_BLOCK = 1 << 24
+
+
+class GradientBuffer:
+    """One flat buffer per dtype, with a view for each trainable parameter.
+
+    Where buffer and parameter have the same dtype, `parameter.grad` is the view, and autograd adds
+    to it in place.  Otherwise a hook adds the gradient from autograd to the view and frees it.
+    Either way gradients are summed in the order of the backward passes.  A parameter that gets no
+    gradient keeps zeros, which an optimizer treats as a gradient of zero.
+
+    If other code sets a `grad` to None (`optimizer.zero_grad()`), the sum is discarded: see
+    `restore_views`.
+
+    Args:
+        named_parameters: (logical name, parameter), each parameter once; those that need no
+            gradient are left out.
+        dtype: to sum in; None for the dtype of each parameter.
+        layout: of the flat buffers; None for `whole_layout`.
+    """
+
+    def __init__(
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        *,
+        dtype: torch.dtype | None = None,
+        layout: GradLayout | None = None,
+    ) -> None:
+        named = [(name, p) for name, p in named_parameters if p.requires_grad]
+        self.layout = layout if layout is not None else whole_layout(named, dtype)
+        self.slots: tuple[GradSlot, ...] = self.layout.slots
+        """In the order of the layout."""
+        self.flats: dict[torch.dtype, Tensor] = {}
+        """The buffers: [elements]."""
+        for slot in self.slots:
+            if slot.dtype not in self.flats:
+                size, device = self.layout.sizes[slot.dtype], slot.parameter.device
+                self.flats[slot.dtype] = torch.zeros(size, dtype=slot.dtype, device=device)
+        self._views = {
+            id(s.parameter): self.flats[s.dtype][s.start : s.end].view(s.parameter.shape)
+            for s in self.slots
+        }
+        for slot in self.slots:
+            if not self._in_place(slot):
+                slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._add_autograd_grad
+                )
+        self._attach_grads()
+
+    def view(self, parameter: nn.Parameter) -> Tensor:
+        """Return the view in which the gradient of `parameter` is summed; of its shape."""
+        return self._views[id(parameter)]
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient that does not come from autograd: that of a weight-gradient job."""
+        self.view(parameter).add_(gradient)
+
+    def zero(self) -> None:
+        """Set all gradients to zero, for the next step."""
+        for flat in self.flats.values():
+            flat.zero_()
+        self._attach_grads()
+
+    def restore_views(self) -> None:
+        """Restore views as `grad` where other code replaced them since the buffer was zeroed.
+
+        Where it set None, the view becomes zero; another tensor is copied to the view.
+        """
+        for slot in self.slots:
+            gradient, view = slot.parameter.grad, self.view(slot.parameter)
+            if not self._in_place(slot) or gradient is view:
+                continue
+            if gradient is None:
+                view.zero_()
+            else:
+                view.copy_(gradient)
+            slot.parameter.grad = view
+
+    def _in_place(self, slot: GradSlot) -> bool:
+        return slot.dtype == slot.parameter.dtype
+
+    def _attach_grads(self) -> None:
+        for slot in self.slots:
+            in_place = self._in_place(slot)
+            slot.parameter.grad = self.view(slot.parameter) if in_place else None
+
+    def _add_autograd_grad(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        self._views[id(parameter)].add_(parameter.grad)
+        parameter.grad = None
+
+
+@dataclass(frozen=True)
+class DataReduction:
+    """How gradients are reduced over the data ranks.
+
+    Args:
+        op: "mean" or "sum" (`gradient_allreduce_op`).
+        prescale: divide by the number of ranks before the sum, not after (`prescale_gradients`).
+        predivide_factor: divide by this before the sum, and correct for it after.
+        dtype: dtype that is sent (`communication_data_type`); None for that of the buffer.
+    """
+
+    op: Literal["mean", "sum"] = "mean"
+    prescale: bool = False
+    predivide_factor: float = 1.0
+    dtype: torch.dtype | None = None
+
+    def factors(self, size: int) -> tuple[float, float]:
+        """Return the factors of the gradients before and after the sum over `size` ranks."""
+        before = 1 / size if self.prescale else 1 / self.predivide_factor
+        if self.op == "sum":
+            return before, float(size) if self.prescale else self.predivide_factor
+        return before, 1.0 if self.prescale else self.predivide_factor / size
+
+
+def reduce_partial(gradients: GradientBuffer, tensor: Axis) -> None:
+    """Sum partial gradients over the tensor axis: one all-reduce per flat buffer."""
+    if tensor.size == 1:
+        return
+    ends: dict[torch.dtype, int] = {}
+    for slot in gradients.slots:
+        if shard_of(slot.parameter).partial_gradient:
+            ends[slot.dtype] = slot.stop
+    for dtype, end in ends.items():
+        dist.all_reduce(gradients.flats[dtype][:end], group=tensor.group)
+
+
+def reduce_tied(gradients: GradientBuffer, tied: Mapping[str, Axis]) -> None:
+    """Sum the gradients of tied parameters over the pipeline ranks that hold a replica.
+
+    Args:
+        tied: logical name -> the ranks that hold it; names that this rank does not hold are
+            ignored.
+    """
+    # Sorted by name: ranks that share several tied parameters must reduce them in one order.
+    for slot in sorted(gradients.slots, key=lambda slot: slot.name):
+        axis = tied.get(slot.name)
+        if axis is not None and axis.size > 1:
+            all_reduce_tied(gradients.view(slot.parameter), axis)
+
+
+def reduce_data(gradients: GradientBuffer, data: Axis, reduction: DataReduction) -> float:
+    """Sum over the data axis: one all-reduce per flat buffer.
+
+    Returns:
+        the factor that the gradients still have to be multiplied by.  The caller merges it into
+        its own multiplication of the gradients.
+    """
+    if data.size == 1:
+        return 1.0
+    before, after = reduction.factors(data.size)
+    for flat in gradients.flats.values():
+        if before != 1.0:
+            flat.mul_(before)
+        if reduction.dtype is None or reduction.dtype == flat.dtype:
+            dist.all_reduce(flat, group=data.group)
+        else:
+            sent = flat.to(reduction.dtype)
+            dist.all_reduce(sent, group=data.group)
+            flat.copy_(sent)
+    return after
+
+
+def squared_norms(
+    gradients: GradientBuffer,
+    tensor: Axis,
+    data: Axis,
+    tied: Mapping[str, Axis],
+    num_layers: int = 1,
+) -> Tensor:
+    """Return this rank's part of the squared norm of each layer, after the reductions.
+
+    Each logical parameter counts once in the world: one replicated over the tensor ranks on the
+    first of them, a tied one on its first holder, and all on the first data rank only, or, with
+    ZeRO, each slice on its owner.  Per layer, so that the sum does not depend on which rank holds
+    which layers: the norm is bitwise the same for all schedules.
+
+    Returns:
+        [num_layers + 1] fp64: the squares, by the position in the logical name, and 1 if this rank
+        holds any inf or nan, else 0.  That flag includes replicas that are counted on other ranks,
+        so that a replica with a wrong value is noticed.
+    """
+    first = next(iter(gradients.flats.values()), None)
+    device = None if first is None else first.device
+    total = torch.zeros(num_layers + 1, dtype=torch.float64, device=device)
+    for dtype, start, stop, counted, layer in _runs(gradients, tensor, data, tied):
+        square = square_sum(gradients.flats[dtype][start:stop])
+        if counted:
+            total[layer] += square
+        total[-1] += ~torch.isfinite(square)
+    total[-1].clamp_(max=1.0)
+    return total
+
+
+class _Run(NamedTuple):
+    """A range of a flat buffer that belongs to one layer, and whether this rank counts it."""
+
+    dtype: torch.dtype
+    start: int
+    stop: int
+    counted: bool
+    layer: int
+
+
+def _runs(
+    gradients: GradientBuffer, tensor: Axis, data: Axis, tied: Mapping[str, Axis]
+) -> list[_Run]:
+    """Return what this rank owns of the buffers, adjacent slots that count alike merged."""
+    runs: list[_Run] = []
+    layout = gradients.layout
+    for dtype in gradients.flats:
+        for slot in (slot for slot in gradients.slots if slot.dtype == dtype):
+            start, stop = layout.owned(slot)
+            if start == stop:
+                continue
+            counted = data.rank == 0 or bool(layout.buckets)
+            counted &= tensor.rank == 0 or shard_of(slot.parameter).dim is not None
+            counted &= slot.name not in tied or tied[slot.name].rank == 0
+            run = _Run(dtype, start, stop, counted, _layer_of(slot.name))
+            last = runs[-1] if runs else None
+            if last and (last.dtype, last.stop, *last[3:]) == (dtype, start, *run[3:]):
+                run = run._replace(start=runs.pop().start)
+            runs.append(run)
+    return runs
+
+
+def _layer_of(name: str) -> int:
+    """Return the position in a logical name: layers.12.weight -> 12; 0 for any other name."""
+    found = re.match(r"layers\.(\d+)\.", name)
+    return int(found.group(1)) if found else 0
+
+
+def square_sum(tensor: Tensor) -> Tensor:
+    """Return the sum of squares in fp64.
+
+    Squares of fp32 numbers cannot overflow fp64: the sum is not finite only if an element is not.
+    """
+    if tensor.device.type != "cpu":
+        # In blocks: vector_norm first makes an fp64 copy of its whole input.
+        blocks = torch.split(tensor.reshape(-1), _DEVICE_NORM_BLOCK)
+        norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
+        return torch.stack(norms).square().sum()
+    # vector_norm with a dtype is ten times slower on a CPU (docs/optimizer.md).
+    total = torch.zeros((), dtype=torch.float64)
+    for block in torch.split(tensor.reshape(-1), _NORM_BLOCK):
+        block = block.double()
+        total += torch.dot(block, block)
+    return total

@@ -1,0 +1,349 @@
+"""Master parameters: the tensors that the optimizer updates.
+
+    gradients --reduce--> gradients of logical parameters --assign_grads--> master.grad
+                                                                            optimizer.step()
+    model parameters <--------------copy_to_model------------------------ master
+
+There are two strategies with the interface `MasterParams`: `PlainMasterParams` here, where every
+data rank updates whole parameters, and `zero.ZeroMasterParams`, where every data rank updates one
+slice of each.  Members of `MasterParams` that are not abstract serve both; none is overridden.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipemega.distributed.mesh import Axis, Mesh
+from pipemega.optimizer.grad_layout import DataBucket, GradLayout, GradSlot, Named, whole_layout
+from pipemega.optimizer.gradients import (
+    DataReduction,
+    GradientBuffer,
+    reduce_data,
+    reduce_partial,
+    reduce_tied,
+    squared_norms,
+)
+from pipemega.optimizer.mixed_precision import Precision
+from pipemega.parameters import attach_shard, shard_of
+
+
+@dataclass(frozen=True)
+class Host:
+    """Host memory that holds masters and optimizer state instead of the compute device.
+
+    Args:
+        device: the CPU.
+        pin: use pinned memory.
+    """
+
+    device: torch.device
+    pin: bool = False
+
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` on the host; the same object if it is there already."""
+        moved = tensor.to(self.device)
+        return moved.pin_memory() if self.pin and moved is not tensor else moved
+
+
+@dataclass(frozen=True)
+class ModelParams:
+    """The parameters of one rank's part of the model.
+
+    Args:
+        named: (logical name, parameter), each parameter once.
+        tied: logical name -> the ranks that hold a replica of a tied parameter.
+        copies: logical name -> the same tied parameter in later stages of this rank.  Copies are
+            separate `nn.Parameter` objects: they get the storage of the first one, and their
+            gradients are added to its gradient.
+    """
+
+    named: Named
+    tied: Mapping[str, Axis] = field(default_factory=dict)
+    copies: Mapping[str, Sequence[nn.Parameter]] = field(default_factory=dict)
+
+    @property
+    def trainable(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters that need a gradient, without copies."""
+        return [(name, p) for name, p in self.named if p.requires_grad]
+
+    @property
+    def trainable_copies(self) -> list[tuple[str, str, nn.Parameter]]:
+        """(slot name of the copy, logical name, copy) of the copies that need a gradient."""
+        return [
+            (f"{name} (copy {number})", name, copy)
+            for name, copies in self.copies.items()
+            for number, copy in enumerate(copies, 1)
+            if copy.requires_grad
+        ]
+
+    @property
+    def with_gradient(self) -> list[tuple[str, nn.Parameter]]:
+        """Trainable parameters and copies under their slot names."""
+        return [*self.trainable, *((slot, copy) for slot, _, copy in self.trainable_copies)]
+
+    def share_storage(self) -> None:
+        """Give every copy the storage of the first parameter of its name."""
+        parameters = dict(self.named)
+        for name, copies in self.copies.items():
+            for copy in copies:
+                copy.data = parameters[name].data
+
+
+class _Master(NamedTuple):
+    """One master and the tensors that belong to it, all of the same shape.
+
+    Args:
+        name: logical name.
+        param: the model parameter, or the slice of it that this data rank updates.
+        grad: its gradient in the gradient buffer.
+        tensor: what the optimizer updates.
+        separate: it has storage other than `param`, and `param` is copied from it.
+    """
+
+    name: str
+    param: Tensor
+    grad: Tensor
+    tensor: nn.Parameter
+    separate: bool
+
+
+class MasterParams(ABC):
+    """The masters of one rank, and the copies between them, gradients and model parameters.
+
+    Args:
+        model: its parameters are cast in place.
+        mesh: the axes to reduce over.
+        layout: of the gradients.  A layout with buckets says that each data rank updates one slice
+            of every bucket: masters are 1-D slices then, and parameters are moved to flat buffers
+            of the same layout.
+        precision: decides on masters, and on the dtype of gradients.
+        host: where to keep masters; None: on the device of the parameters.
+        shard_axis: the data ranks that hold the other slices of each master; None where masters
+            are whole.
+    """
+
+    def __init__(
+        self,
+        model: ModelParams,
+        mesh: Mesh,
+        layout: GradLayout,
+        precision: Precision,
+        host: Host | None,
+        shard_axis: Axis | None = None,
+    ) -> None:
+        self.mesh, self.layout, self.shard_axis = mesh, layout, shard_axis
+        self._model, self._host = model, host
+        self._parameters = dict(model.named)
+        self.spans: dict[str, tuple[int, int]] | None = (
+            None if shard_axis is None else {s.name: layout.span(s) for s in layout.slots}
+        )
+        """Logical name -> [start, stop) of the flattened parameter that the master holds.
+
+        None where masters are whole.
+        """
+        copies = precision.cast_parameters(model.named, self._master_values)
+        self._flat_params = _move_to_buckets(layout.buckets)
+        model.share_storage()
+        self.gradients = GradientBuffer(
+            model.with_gradient, dtype=precision.accumulation_dtype, layout=layout
+        )
+        self.gradient_tensors = [
+            self.gradients.flats[dtype][start:stop] for dtype, start, stop in layout.owned_ranges
+        ]
+        """The gradients that this rank is responsible for after `reduce`."""
+        self.saved_masters = frozenset(copies)
+        """Names of masters of a higher precision than the parameter: saved in checkpoints."""
+        slots = {slot.name: slot for slot in layout.slots}
+        self._masters = {
+            name: self._master(slots[name], copies.get(name)) for name, _ in model.trainable
+        }
+        self.named = {name: master.tensor for name, master in self._masters.items()}
+        """Logical name -> master, in the order of the model."""
+
+    # Gradients to masters
+
+    @abstractmethod
+    def reduce(self) -> float:
+        """Reduce the gradients over the tensor axis, tied replicas and the data axis.
+
+        Returns:
+            the factor that the gradients still have to be multiplied by.
+        """
+
+    def squared_norms(self, num_layers: int) -> Tensor:
+        """Return this rank's part of the squared norms, after `reduce`: [num_layers + 1]."""
+        mesh = self.mesh
+        return squared_norms(self.gradients, mesh.tensor, mesh.data, self._model.tied, num_layers)
+
+    def assign_grads(self, factor: float) -> None:
+        """Multiply the gradients by `factor` and set the `grad` of each master.
+
+        `grad` is a view of the gradient buffer if dtype and device agree, else a copy.
+        """
+        if factor != 1.0:
+            for gradient in self.gradient_tensors:
+                gradient.mul_(factor)
+        for _, _, grad, master, _ in self._masters.values():
+            if (grad.dtype, grad.device) == (master.dtype, master.device):
+                master.grad = grad
+                continue
+            if master.grad is None:
+                master.grad = torch.empty_like(master, pin_memory=master.is_pinned())
+            master.grad.copy_(grad)
+
+    def release_grads(self) -> None:
+        """Free the copies that `assign_grads` made on the compute device."""
+        for _, param, grad, master, _ in self._masters.values():
+            if master.dtype != grad.dtype and master.device == param.device:
+                master.grad = None
+
+    # Masters to model parameters
+
+    @abstractmethod
+    def copy_to_model(self) -> None:
+        """Copy the masters to the model parameters, on all data ranks."""
+
+    @torch.no_grad()
+    def sync_from_model(self) -> None:
+        """After loading, make parameters and masters agree.
+
+        Masters that are not saved take the loaded parameters; parameters take the others.
+        """
+        for name, param, _, master, _ in self._separate:
+            if name not in self.saved_masters:
+                master.copy_(param)
+        self.copy_to_model()
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Wait until all model parameters are complete."""
+
+    @abstractmethod
+    def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors of the local parameters' shapes, from those of the masters' shapes.
+
+        Collective over the data axis.
+        """
+
+    def gather_masters(self) -> dict[str, Tensor]:
+        """Return logical name -> saved master, of the parameter's shape; collective as `gather`."""
+        return self.gather({name: self.named[name].detach() for name in self.saved_masters})
+
+    # Shared by the strategies
+
+    @torch.no_grad()
+    def _copy_masters(self) -> None:
+        separate = self._separate
+        if separate:
+            torch._foreach_copy_([m.param for m in separate], [m.tensor for m in separate])
+
+    @property
+    def _separate(self) -> list[_Master]:
+        """Masters that do not share storage with their parameter."""
+        return [m for m in self._masters.values() if m.separate]
+
+    def _sum_copies(self) -> None:
+        """Add the gradients of copies of tied parameters to those of the first, and zero them."""
+        for _, name, copy in self._model.trainable_copies:
+            gradient = self.gradients.view(copy)
+            self.gradients.view(self._parameters[name]).add_(gradient)
+            gradient.zero_()
+
+    def _slice(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the elements of a parameter-shaped tensor that the master holds.
+
+        A view, unless `tensor` is not contiguous.
+        """
+        if self.spans is None:
+            return tensor
+        start, stop = self.spans[name]
+        return tensor.reshape(-1)[start:stop]
+
+    def _master_values(self, name: str, values: Tensor) -> Tensor:
+        """Return the values that a master is to hold, on the host if masters are kept there."""
+        values = self._slice(name, values)
+        return values if self._host is None else self._host.take(values)
+
+    def _master(self, slot: GradSlot, copy: nn.Parameter | None) -> _Master:
+        """Collect the tensors of one master.
+
+        Args:
+            copy: the master of higher precision; None where the precision makes none.
+        """
+        name, parameter = slot.name, slot.parameter
+        param = parameter if self.spans is None else self._slice(name, parameter.detach())
+        grad = self._slice(name, self.gradients.view(parameter))
+        if copy is not None:
+            return _Master(name, param, grad, copy, separate=True)
+        own = self._master_values(name, parameter.detach())
+        if own.device != parameter.device:
+            master = attach_shard(nn.Parameter(own), shard_of(parameter))
+            return _Master(name, param, grad, master, separate=True)
+        if not isinstance(param, nn.Parameter):
+            param = attach_shard(nn.Parameter(param), shard_of(parameter))
+        return _Master(name, param, grad, param, separate=False)
+
+
+class PlainMasterParams(MasterParams):
+    """Masters of whole parameters: every data rank reduces and updates all of its parameters.
+
+    Args:
+        model: its parameters are cast in place.
+        mesh: the axes to reduce over.
+        precision: decides on masters, and on the dtype of gradients.
+        reduction: over the data axis.
+        host: where to keep masters; None: on the device of the parameters.
+    """
+
+    def __init__(
+        self,
+        model: ModelParams,
+        mesh: Mesh,
+        *,
+        precision: Precision | None = None,
+        reduction: DataReduction | None = None,
+        host: Host | None = None,
+    ) -> None:
+        precision = precision if precision is not None else Precision()
+        layout = whole_layout(model.with_gradient, precision.accumulation_dtype)
+        super().__init__(model, mesh, layout, precision, host)
+        self._reduction = reduction if reduction is not None else DataReduction()
+
+    def reduce(self) -> float:
+        self.gradients.restore_views()
+        self._sum_copies()
+        reduce_partial(self.gradients, self.mesh.tensor)
+        reduce_tied(self.gradients, self._model.tied)
+        return reduce_data(self.gradients, self.mesh.data, self._reduction)
+
+    def copy_to_model(self) -> None:
+        self._copy_masters()
+
+    def wait(self) -> None:
+        """Return at once: no copy is asynchronous."""
+
+    def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return dict(values)
+
+
+@torch.no_grad()
+def _move_to_buckets(buckets: Sequence[DataBucket]) -> dict[int, Tensor]:
+    """Move parameters to one flat buffer per bucket; return the buffers by bucket number.
+
+    One bucket at a time, so that at most one bucket of parameters exists twice.
+    """
+    flats: dict[int, Tensor] = {}
+    for bucket in buckets:
+        first = bucket.slots[0].parameter
+        flat = torch.zeros(bucket.place.size, dtype=first.dtype, device=first.device)
+        for slot in bucket.slots:
+            start = slot.start - bucket.place.start
+            view = flat[start : start + slot.parameter.numel()].view(slot.parameter.shape)
+            view.copy_(slot.parameter)
+            slot.parameter.data = view
+        flats[bucket.number] = flat
+    return flats

@@ -1,0 +1,156 @@
+"""ZeRO communication over the data axis: reduce-scatter of gradients, all-gather of parameters.
+
+    gradients   | 0 | 1 | 2 |   local sums on every rank           -> the total on the owner
+    parameters  | 0 | 1 | 2 |   each owner has its slice           -> every rank has all slices
+
+All data ranks send buckets in the same order, not in the order in which they become ready, so that
+collectives match by their number.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.mesh import Axis
+from pipemega.optimizer.grad_layout import DataBucket
+from pipemega.optimizer.gradients import DataReduction, GradientBuffer
+
+# Their names from torch 2.13 on, and before.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    """The reduce-scatter of one bucket, between start and completion.
+
+    Args:
+        received: each rank's part of the slice that this rank owns [ranks, share]; or, where the
+            backend sums, the sum [share].
+    """
+
+    bucket: DataBucket
+    work: dist.Work | None
+    received: Tensor
+
+
+class ReduceScatter:
+    """Sums each bucket of gradients over the data ranks; each slice on its owner.
+
+    On a CPU each rank sends every owner its part, and the owner sums in the order of ranks: gloo's
+    reduce-scatter is an all-reduce of a copy, which sends twice as much.  On other devices the
+    backend's reduce-scatter runs in place.
+
+    Args:
+        gradients: laid out in buckets.
+        data: the data axis, of at least two ranks.
+        reduction: factors and dtype.
+        window: largest number of buckets in flight; each needs a receive buffer.
+    """
+
+    def __init__(
+        self, gradients: GradientBuffer, data: Axis, reduction: DataReduction, window: int
+    ) -> None:
+        self._gradients, self._data, self._reduction = gradients, data, reduction
+        self._buckets = gradients.layout.buckets
+        self._before, self.after = reduction.factors(data.size)
+        self._window = window
+        self._in_flight: deque[_InFlight] = deque()
+        self.started = 0
+        """Number of buckets of this step whose reduction has started."""
+
+    def start_next(self) -> None:
+        """Start the next bucket, whose gradients are final on this rank."""
+        while len(self._in_flight) >= self._window:
+            self._complete()
+        bucket = self._buckets[self.started]
+        self.started += 1
+        place = bucket.place
+        flat = self._gradients.flats[bucket.dtype][place.start : place.stop]
+        if self._before != 1.0:
+            flat.mul_(self._before)
+        dtype = self._reduction.dtype
+        sent = flat if dtype is None else flat.to(dtype)
+        with named_collective(bucket.name, self._data.ranks):
+            self._in_flight.append(_InFlight(bucket, *self._send(sent, place.share)))
+
+    def finish(self) -> None:
+        """Start the remaining buckets and wait until this rank's slices hold their sums."""
+        while self.started < len(self._buckets):
+            self.start_next()
+        while self._in_flight:
+            self._complete()
+        self.started = 0
+
+    def _send(self, sent: Tensor, share: int) -> tuple[dist.Work | None, Tensor]:
+        group = self._data.group
+        if sent.device.type == "cpu":
+            received = torch.empty_like(sent)
+            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+            return work, received.view(self._data.size, share)
+        received = sent.narrow(0, self._data.rank * share, share)
+        return _reduce_scatter(received, sent, group=group, async_op=True), received
+
+    def _complete(self) -> None:
+        entry = self._in_flight.popleft()
+        with named_collective(entry.bucket.name, self._data.ranks):
+            if entry.work is not None:
+                entry.work.wait()
+        start, stop = entry.bucket.place.owned_by(self._data.rank)
+        owned = self._gradients.flats[entry.bucket.dtype][start:stop]
+        if entry.received.dim() == 1:
+            if entry.received.data_ptr() != owned.data_ptr():
+                owned.copy_(entry.received)
+            return
+        total, *others = entry.received.unbind()
+        for part in others:
+            total.add_(part)
+        owned.copy_(total)
+
+
+class AllGather:
+    """Gathers the slices of each bucket of parameters from their owners to all data ranks.
+
+    Args:
+        flats: buffers of the buckets, in the order of gathering.
+        names: of the buckets, for messages.
+        data: the data axis.
+        overlap: run in the background until `wait` or `wait_for`.
+    """
+
+    def __init__(
+        self, flats: Sequence[Tensor], names: Sequence[str], data: Axis, *, overlap: bool
+    ) -> None:
+        self._flats, self._names, self._data, self._overlap = flats, names, data, overlap
+        self._works: dict[int, dist.Work] = {}
+
+    def start(self) -> None:
+        """Start gathering all buckets; every data rank calls it."""
+        self.wait()
+        for number, flat in enumerate(self._flats):
+            share = flat.numel() // self._data.size
+            own = flat.narrow(0, self._data.rank * share, share)
+            with named_collective(self._names[number], self._data.ranks):
+                work = _all_gather(flat, own, group=self._data.group, async_op=True)
+            assert work is not None
+            self._works[number] = work
+            if not self._overlap:
+                self.wait_for((number,))
+
+    def wait_for(self, numbers: Iterable[int]) -> None:
+        """Wait until the buckets of these indices are complete."""
+        for number in numbers:
+            work = self._works.pop(number, None)
+            if work is not None:
+                with named_collective(self._names[number], self._data.ranks):
+                    work.wait()
+
+    def wait(self) -> None:
+        """Wait until all buckets are complete."""
+        if self._works:
+            self.wait_for(sorted(self._works))

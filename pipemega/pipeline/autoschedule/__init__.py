@@ -1,0 +1,29 @@
+"""Schedule `auto`: searches the best plan for given costs and a memory limit.
+
+    placements_of_rank_costs or placements_of_stage_costs -> find_plan -> AutoPlan
+
+`placements.py` lists the placements of stages; `problem.py` holds the numbers that the searches
+work on, `replay.py` computes the times of a plan, `bounds.py` lower bounds; `priorities.py` and
+`greedy.py` construct plans, `anneal.py` improves them, `search.py` divides the effort among them;
+`exact.py` solves small problems with OR-tools.
+"""
+
+from pipemega.pipeline.autoschedule.auto_plan import AutoPlan, find_plan, prove_optimal
+from pipemega.pipeline.autoschedule.placements import (
+    Placement,
+    chunk_counts,
+    limit_of_1f1b,
+    placements_of_rank_costs,
+    placements_of_stage_costs,
+)
+
+__all__ = [
+    "AutoPlan",
+    "Placement",
+    "chunk_counts",
+    "find_plan",
+    "limit_of_1f1b",
+    "placements_of_rank_costs",
+    "placements_of_stage_costs",
+    "prove_optimal",
+]

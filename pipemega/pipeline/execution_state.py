@@ -1,0 +1,100 @@
+"""The data, the results and the state of one run of a plan on one pipeline rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipemega.pipeline.messages import TensorMeta, tensors_of
+from pipemega.pipeline.module import RngKey
+from pipemega.pipeline.plan.instructions import Instruction, Plan
+from pipemega.pipeline.recorder import Recorder
+from pipemega.pipeline.stage_input import InputGradient
+from pipemega.pipeline.transport import Receive
+
+Key = tuple[int, int]  # (stage, micro-batch)
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """The data of one run of a plan on one data rank.
+
+    Args:
+        inputs: one entry per micro-batch; used only on the rank of the first stage.
+        labels: one entry per micro-batch; used only on the rank of the last stage.
+        rng_keys: RNG keys for dropout, one per micro-batch; None in evaluation.
+        loss_factor: initial gradient of each micro-batch's loss; contains the loss scale and the
+            division by the number of micro-batches.
+        keep_outputs: also return the outputs of the last layer.
+        discard_grads: do not start reductions; the gradients are discarded.
+    """
+
+    inputs: Sequence[Any]
+    labels: Sequence[Any]
+    rng_keys: Sequence[RngKey] | None = None
+    loss_factor: float = 1.0
+    keep_outputs: bool = False
+    discard_grads: bool = False
+
+
+@dataclass
+class Results:
+    """Losses and outputs of a run on the rank of the last stage; empty on the other ranks.
+
+    `losses[m]` and `weights[m]` are scalars on the device; the weight of a mean loss is 1.
+    """
+
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    weights: dict[int, Tensor] = field(default_factory=dict)
+    outputs: dict[int, Any] = field(default_factory=dict)
+
+
+@dataclass
+class InFlight:
+    """What a stage keeps of a micro-batch between its forward and its backward.
+
+    Only the autograd graph of the output is kept; its values are at the next stage.
+    """
+
+    inputs: list[InputGradient]
+    edges: list[GradientEdge]
+    metas: list[TensorMeta]
+
+    @classmethod
+    def of(cls, inputs: list[InputGradient], output: Any) -> "InFlight":
+        """Collect the state from the gradients of the input and the output of a forward."""
+        differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        return cls(
+            inputs=inputs,
+            edges=[get_gradient_edge(tensor) for tensor in differentiable],
+            metas=[TensorMeta(tuple(t.shape), t.dtype, False) for t in differentiable],
+        )
+
+
+@dataclass
+class ExecutionState:
+    """State of one run of a plan on this rank."""
+
+    plan: Plan
+    batch: MicroBatches
+    recorder: Recorder
+    # The backwards that complete the gradients of a stage.
+    final_backwards: frozenset[Instruction] = frozenset()
+    completed: int = 0  # instructions of the program
+    results: Results = field(default_factory=Results)
+    in_flight: dict[Key, InFlight] = field(default_factory=dict)
+    # Outputs with their versions, by the stage that computed them, until the next stage takes them
+    # or they are sent.
+    activations: dict[Key, tuple[Any, list[int]]] = field(default_factory=dict)
+    # Input gradients by the stage that computed them, until the previous stage takes them or they
+    # are sent.
+    gradients: dict[Key, list[Tensor]] = field(default_factory=dict)
+    # Posted receives, by the stage that uses the message.
+    activation_receives: dict[Key, Receive] = field(default_factory=dict)
+    gradient_receives: dict[Key, Receive] = field(default_factory=dict)
+
+    @property
+    def train(self) -> bool:
+        return not self.plan.forward_only

@@ -1,0 +1,139 @@
+"""Builds this rank's part of the model: stages, parameters, tied parameters."""
+
+import bisect
+import itertools
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pipemega.distributed.mesh import Axis, Mesh
+from pipemega.distributed.tied_comm import broadcast_tied
+from pipemega.parameters import shard_of
+from pipemega.pipeline.microbatch_loss import Loss
+from pipemega.pipeline.module import BuildOptions, PipelineModule, Stage, build_stages
+
+
+@dataclass(frozen=True, eq=False)
+class LocalModel:
+    """The part of the model on one rank.
+
+    Args:
+        stages: the local stages, by stage number, in the order of the model.
+        bounds: stage s of the whole model is layers bounds[s] to bounds[s + 1] - 1.
+        parameters: logical name -> local parameter.
+        copies: logical name -> the tied copies in later stages of this rank, which share the
+            storage of the parameter.
+        tied: logical name -> axis of the pipeline ranks that hold a copy, the owner first; only
+            for parameters that this rank and other ranks hold.
+        loss_fn: None if the model has no loss.
+    """
+
+    stages: dict[int, Stage]
+    bounds: tuple[int, ...]
+    parameters: dict[str, nn.Parameter]
+    copies: dict[str, list[nn.Parameter]]
+    tied: dict[str, Axis]
+    loss_fn: Loss | None
+
+    @property
+    def owned(self) -> dict[str, nn.Parameter]:
+        """The local parameters without the tied copies whose owner is another rank."""
+        return {
+            name: parameter
+            for name, parameter in self.parameters.items()
+            if name not in self.tied or self.tied[name].rank == 0
+        }
+
+
+def build_local_model(
+    net: PipelineModule,
+    mesh: Mesh,
+    bounds: Sequence[int],
+    rank_of_stage: Sequence[int],
+    options: BuildOptions,
+) -> LocalModel:
+    """Build this rank's stages without communication; see `make_replicas_equal`."""
+    net.check_tied_layers()
+    local_stages = [s for s, rank in enumerate(rank_of_stage) if rank == mesh.pipeline.rank]
+    stages = dict(build_stages(net, bounds, local_stages, options))
+    parameters: dict[str, nn.Parameter] = {}
+    copies: dict[str, list[nn.Parameter]] = {}
+    for stage in stages.values():
+        for name, parameter in stage.logical_names().items():
+            if parameters.setdefault(name, parameter) is not parameter:
+                copies.setdefault(name, []).append(parameter)
+    return LocalModel(
+        stages=stages,
+        bounds=tuple(bounds),
+        parameters=parameters,
+        copies=copies,
+        tied=_tied_axes(net, mesh, bounds, rank_of_stage),
+        loss_fn=net.build_loss(mesh.tensor),
+    )
+
+
+def _tied_axes(
+    net: PipelineModule, mesh: Mesh, bounds: Sequence[int], rank_of_stage: Sequence[int]
+) -> dict[str, Axis]:
+    """Return logical name -> axis of the ranks with a copy, if this rank and others have one."""
+    axes: dict[str, Axis] = {}
+    for key, positions in sorted(net.tied().items()):
+        stages = [bisect.bisect_right(bounds, position) - 1 for position in positions]
+        # The owner is the rank of the first of the tied layers.
+        holders = list(dict.fromkeys(rank_of_stage[s] for s in stages))
+        if len(holders) == 1 or mesh.pipeline.rank not in holders:
+            continue
+        ranks = tuple(mesh.pipeline.ranks[r] for r in holders)
+        axis = Axis(f"tied {key}", ranks, holders.index(mesh.pipeline.rank), mesh.pipeline.group)
+        spec = net.specs[positions[0]]
+        axes |= {f"layers.{positions[0]}.{n}": axis for n in spec.tied_weight_attr}  # type: ignore[attr-defined]
+    return axes
+
+
+def make_replicas_equal(net: PipelineModule, mesh: Mesh, local: LocalModel) -> None:
+    """Broadcast modules that the user built and tied parameters from their first rank; collective.
+
+    Without this, they may differ between ranks.
+    """
+    for stage in local.stages.values():
+        for position, layer in enumerate(stage.layers.values(), stage.start):
+            if not net.has_built_tensors(position):
+                continue
+            for tensor in [*layer.parameters(), *layer.buffers()]:
+                for axis in (mesh.data, mesh.tensor):
+                    replicated = axis is mesh.data or shard_of(tensor).dim is None
+                    if axis.size > 1 and replicated:
+                        dist.broadcast(tensor.data, src=axis.ranks[0], group=axis.group)
+    with torch.no_grad():
+        for name in sorted(local.tied):
+            broadcast_tied(local.parameters[name].data, local.tied[name])
+
+
+def log_stages(
+    log: logging.Logger, net: PipelineModule, bounds: Sequence[int], rank_of_stage: Sequence[int]
+) -> None:
+    """Log rank, layers and parameter count of each stage, and the totals of the model."""
+    counts = net.count_parameters()
+    for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        names = ", ".join(fold_equal_names(net.layer_names[start:stop]))
+        log.info(
+            f"stage {stage} on pipeline rank {rank_of_stage[stage]}: layers {start} to {stop - 1} "
+            f"of {len(net)} ({names}), {sum(counts[start:stop]):,} parameters"
+        )
+    log.info(f"model: {len(net)} layers, {net.num_parameters():,} parameters")
+
+
+def fold_equal_names(names: Sequence[str]) -> list[str]:
+    """Fold runs of equal names: Block, Block, Block -> 3 x Block."""
+    runs: list[list[Any]] = []
+    for name in names:
+        if runs and runs[-1][0] == name:
+            runs[-1][1] += 1
+        else:
+            runs.append([name, 1])
+    return [name if count == 1 else f"{count} x {name}" for name, count in runs]

@@ -1,0 +1,119 @@
+"""The loss of one micro-batch: its reduction, and checks of what the loss function returns."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from pipemega.config import Config
+from pipemega.errors import PipelineError
+
+
+class WeightedLoss(NamedTuple):
+    """A weighted sum of losses and its weight; a `loss_fn` returns it to average over weights.
+
+        def loss_fn(logits, labels):
+            losses = cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+            return pipemega.WeightedLoss(losses, (labels != -100).sum())
+
+    With `training.loss_reduction: "token"` the loss of a step is the sum of all sums divided by the
+    sum of all weights, over the micro-batches of all data ranks.
+
+    Args:
+        sum: scalar tensor with a gradient: the sum of the losses, such as those of tokens.
+        weight: their number or total weight: a scalar tensor or a number.
+    """
+
+    sum: Tensor
+    weight: Tensor | float
+
+
+Loss = Callable[[Any, Any], Tensor | WeightedLoss | tuple[Tensor, Tensor | int]]
+"""(output, labels) -> the mean loss of the micro-batch, or its (weighted sum, weight)."""
+
+
+def weighted_loss(result: Any) -> WeightedLoss:
+    """Return what a `loss_fn` returned as a WeightedLoss; a mean loss has weight 1.
+
+    Raises:
+        PipelineError: it is neither a scalar, nor a WeightedLoss, nor a pair (sum, integer).
+    """
+    if isinstance(result, tuple) and not isinstance(result, WeightedLoss):
+        if len(result) != 2 or not _is_count(result[1]):
+            raise PipelineError(
+                f"loss_fn returned ({', '.join(map(_kind, result))}), which does not say whether "
+                f"its parts are weights: return the mean loss alone; or, to average over tokens, "
+                f"pipemega.WeightedLoss(sum, weight) or a pair (sum, integer count). Only the loss "
+                f"is used: other values cannot be returned"
+            )
+        result = WeightedLoss(*result)
+    loss, weight = result if isinstance(result, WeightedLoss) else (result, 1)
+    for name, value in (("loss", loss), ("weight", weight)):
+        is_number = name == "weight" and isinstance(value, int | float)
+        if not is_number and (not isinstance(value, Tensor) or value.numel() != 1):
+            raise PipelineError(
+                f"loss_fn must return a scalar tensor, the mean loss, or "
+                f"pipemega.WeightedLoss(sum, weight), but its {name} is {_kind(value)}: "
+                f"reduce it, for example with .mean()"
+            )
+    return WeightedLoss(loss, weight)
+
+
+def reduced_loss(config: Config, loss_fn: Loss | None) -> Loss | None:
+    """Return `loss_fn` with the reduction of training.loss_reduction.
+
+    "token": micro-batches are averaged by their weights. "micro_batch": all have weight 1.
+    """
+    if loss_fn is None or config.training.loss_reduction == "token":
+        return loss_fn
+
+    def mean(output: Any, labels: Any) -> Tensor:
+        total, weight = weighted_loss(loss_fn(output, labels))
+        if not isinstance(weight, Tensor):
+            return total / weight if weight > 0 else total
+        # A micro-batch in which no token counts has loss 0, not nan.
+        return total / torch.where(weight > 0, weight, torch.ones_like(weight))
+
+    return mean
+
+
+def microbatch_loss(loss_fn: Loss, output: Any, labels: Any, train: bool) -> tuple[Tensor, Tensor]:
+    """Return (loss, weight) of one micro-batch; the weight of a mean loss is 1.
+
+    Args:
+        train: the loss must have a gradient.
+
+    Raises:
+        PipelineError: loss_fn failed, returned something else (see `weighted_loss`), or returned a
+            loss without a gradient.
+    """
+    try:
+        result = loss_fn(output, labels)
+    except PipelineError:
+        raise
+    except Exception as error:
+        raise PipelineError(f"loss_fn failed: {type(error).__name__}: {error}") from error
+    loss, weight = weighted_loss(result)
+    if train and not loss.requires_grad:
+        raise PipelineError(
+            "the loss has no gradient: it was computed under no_grad, detached or rounded, or "
+            "the model has no trainable parameter"
+        )
+    if not isinstance(weight, Tensor):
+        weight = torch.full((), weight, device=loss.device)
+    return loss, weight
+
+
+def _is_count(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        integer = not (value.is_floating_point() or value.is_complex())
+        return integer and value.dtype != torch.bool
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _kind(value: Any) -> str:
+    """Return dtype and shape of a tensor, the type of anything else."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,125 @@
+"""Costs of the steps of a plan in time and memory, per stage.
+
+Times have any one unit and memory any one unit: measured seconds and bytes, or multiples of the
+cost of one micro-batch on one rank, as in the papers.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from pipemega.errors import ScheduleError
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Times and memory of each stage for one micro-batch.
+
+    Args:
+        forward: time of F, per stage.
+        backward_input: time of I, per stage.
+        backward_weight: time of W, per stage.
+        backward: time of B, per stage; None: the sum of I and W.
+        activation: memory from the start of F to the end of B or W, per stage; None: 1 each.
+        kept: memory between I and W, per stage; None: the same as `activation`. It can be higher:
+            with activation checkpointing, I recomputes what F released.
+        message: time from the end of a step to the start of the step on another rank that uses its
+            result; 0 between steps of the same rank.
+
+    Raises:
+        ScheduleError: a cost is negative or not finite, or the numbers of stages differ.
+    """
+
+    forward: tuple[float, ...]
+    backward_input: tuple[float, ...]
+    backward_weight: tuple[float, ...]
+    backward: tuple[float, ...] | None = None
+    activation: tuple[float, ...] | None = None
+    kept: tuple[float, ...] | None = None
+    message: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            costs = value if isinstance(value, tuple) else () if value is None else (value,)
+            for stage, cost in enumerate(costs):
+                if not (math.isfinite(cost) and cost >= 0):
+                    where = f" of stage {stage}" if isinstance(value, tuple) else ""
+                    raise ScheduleError(
+                        f"the cost {field.name}{where} is {cost}: give a finite number, at least 0"
+                    )
+            if isinstance(value, tuple) and len(value) != len(self.forward):
+                raise ScheduleError(
+                    f"the costs have {len(self.forward)} stages for forward and {len(value)} for "
+                    f"{field.name}: give the same number"
+                )
+
+    @classmethod
+    def uniform(
+        cls,
+        num_stages: int,
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        *,
+        backward: float | None = None,
+        activation: float = 1.0,
+        kept: float | None = None,
+        message: float = 0.0,
+    ) -> "CostModel":
+        """Return the same costs for every stage."""
+        return cls(
+            (forward,) * num_stages,
+            (backward_input,) * num_stages,
+            (backward_weight,) * num_stages,
+            None if backward is None else (backward,) * num_stages,
+            (activation,) * num_stages,
+            None if kept is None else (kept,) * num_stages,
+            message,
+        )
+
+    @classmethod
+    def from_rank_costs(
+        cls,
+        rank_of_stage: Sequence[int],
+        forward: float = 1.0,
+        backward_input: float = 1.0,
+        backward_weight: float = 1.0,
+        message: float = 0.0,
+    ) -> "CostModel":
+        """Return costs for a rank whose stages together have the given times.
+
+        The work of a rank is divided evenly among its stages, so schedules with different numbers
+        of chunks compare directly. Memory is 1 unit per micro-batch and rank.
+        """
+        stages_on = Counter(rank_of_stage)
+        share = [1.0 / stages_on[rank] for rank in rank_of_stage]
+        return cls(
+            tuple(forward * part for part in share),
+            tuple(backward_input * part for part in share),
+            tuple(backward_weight * part for part in share),
+            activation=tuple(share),
+            message=message,
+        )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+    @property
+    def held_after_forward(self) -> tuple[float, ...]:
+        """Memory between F and backward, per stage."""
+        return self.activation if self.activation is not None else (1.0,) * self.num_stages
+
+    @property
+    def held_after_input(self) -> tuple[float, ...]:
+        """Memory between I and W, per stage."""
+        return self.kept if self.kept is not None else self.held_after_forward
+
+    @property
+    def whole_backward(self) -> tuple[float, ...]:
+        """Time of B, per stage."""
+        if self.backward is not None:
+            return self.backward
+        return tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))

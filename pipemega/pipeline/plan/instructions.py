@@ -1,0 +1,297 @@
+"""Instructions and plans, the data that describes a pipeline schedule.  No torch, no processes.
+
+    rank         position along the pipeline axis of the mesh
+    stage        position in the model, from 0; a rank may hold several stages
+    micro-batch  index of a slice of the data rank's share of the global batch, from 0
+
+Plans for thousands of ranks can be built, checked, simulated and drawn on a laptop.
+"""
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import NamedTuple
+
+from pipemega.errors import ScheduleError
+
+
+class Kind(Enum):
+    """Kind of an instruction; the value is its notation."""
+
+    FORWARD = "F"
+    BACKWARD = "B"  # gradients of the input and of the weights
+    BACKWARD_INPUT = "I"  # gradient of the input; the previous stage waits for it
+    BACKWARD_WEIGHT = "W"  # gradients of the weights; only the optimizer waits for them
+    SEND_ACTIVATION = "SA"
+    RECV_ACTIVATION = "RA"
+    SEND_GRADIENT = "SG"
+    RECV_GRADIENT = "RG"
+
+    # Enum computes its hash in Python. Members are singletons, so the identity hash is enough; it
+    # halves the time of functions on plans.
+    __hash__ = object.__hash__
+
+    @property
+    def is_message(self) -> bool:
+        return self in _MESSAGES
+
+
+_MESSAGES = frozenset(
+    {Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT}
+)
+# At most nine digits, since Python limits the length of the numbers that it parses.
+_NOTATION = re.compile(r"(F|B|I|W|SA|RA|SG|RG)([0-9]{1,9})@([0-9]{1,9})")
+# The notation of compute steps in CSV files of torch.distributed.pipelining.
+_TORCH_NOTATION = re.compile(r"([0-9]{1,9})(F|B|I|W)([0-9]{1,9})")
+
+
+class Instruction(NamedTuple):
+    """One instruction for one rank.  `F3@1` is the forward of micro-batch 3 at stage 1.
+
+        F3@1    run stage 1 on micro-batch 3
+        B3@1    run its whole backward; or in two halves, I3@1 and later W3@1
+        SA3@1   send the output of stage 1 to stage 2
+        RA3@1   post the receive of the input of stage 1, from stage 0
+        SG3@1   send the gradient of the input of stage 1 to stage 0
+        RG3@1   post the receive of the gradient of the output of stage 1, from stage 2
+
+    Posting a receive does not wait; see `lowering` for what waits.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.kind.value}{self.microbatch}@{self.stage}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Instruction":
+        """Return the instruction written as `text`.
+
+        Raises:
+            ScheduleError: `text` is not kind, micro-batch, @stage.
+        """
+        if (found := _NOTATION.fullmatch(text)) is None:
+            raise ScheduleError(
+                f"{text!r} is not an instruction: write kind, micro-batch, @ and stage, as in "
+                f"F3@1; the kinds are {', '.join(kind.value for kind in Kind)}"
+            )
+        kind, microbatch, stage = found.groups()
+        return cls(Kind(kind), int(stage), int(microbatch))
+
+
+Program = tuple[Instruction, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The instructions of every pipeline rank in one training step, in order.
+
+    Args:
+        name: of the schedule.
+        num_microbatches: number of micro-batches of the step.
+        rank_of_stage: stage s is on pipeline rank rank_of_stage[s].
+        programs: programs[r] are the instructions of pipeline rank r.
+
+    A plan has only compute steps until `lowering.lower` adds the messages. A plan without any
+    backward is an evaluation.
+    """
+
+    name: str
+    num_microbatches: int
+    rank_of_stage: tuple[int, ...]
+    programs: tuple[Program, ...]
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.rank_of_stage)
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.programs)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """Return the stages on `rank` in the order of the model; their index is the chunk."""
+        return tuple(s for s, owner in enumerate(self.rank_of_stage) if owner == rank)
+
+    @cached_property
+    def forward_only(self) -> bool:
+        """Whether the plan has no backward, as in evaluation."""
+        backward = {Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}
+        return not any(step.kind in backward for step in self.steps())
+
+    @cached_property
+    def is_lowered(self) -> bool:
+        """Whether the plan has its messages."""
+        return any(step.kind.is_message for step in self.steps())
+
+    def steps(self) -> Iterator[Instruction]:
+        """Yield all instructions, rank by rank."""
+        return (step for program in self.programs for step in program)
+
+    def compute_only(self) -> "Plan":
+        """Return the plan without its messages."""
+        if not self.is_lowered:
+            return self
+        programs = (tuple(s for s in p if not s.kind.is_message) for p in self.programs)
+        return Plan(self.name, self.num_microbatches, self.rank_of_stage, tuple(programs))
+
+    def crosses(self, stage: int) -> bool:
+        """Return whether `stage` and the next stage are on different ranks."""
+        ranks = self.rank_of_stage
+        return 0 <= stage < len(ranks) - 1 and ranks[stage] != ranks[stage + 1]
+
+    def needs(self, step: Instruction) -> Instruction | None:
+        """Return the instruction that must have run before `step` can, or None.
+
+        One is enough: a backward needs the backward of the next stage, which needed its forward,
+        which needed the forward of this stage. In a lowered plan, a result from another rank is
+        represented by its send. Posting a receive needs nothing.
+        """
+        kind, stage, microbatch = step
+        if kind is Kind.FORWARD:
+            if stage == 0:
+                return None
+            sent = self.is_lowered and self.crosses(stage - 1)
+            return Instruction(Kind.SEND_ACTIVATION if sent else kind, stage - 1, microbatch)
+        if kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+            if stage == self.num_stages - 1:
+                return Instruction(Kind.FORWARD, stage, microbatch)
+            if self.is_lowered and self.crosses(stage):
+                return Instruction(Kind.SEND_GRADIENT, stage + 1, microbatch)
+            return self._input_gradient_of(stage + 1, microbatch)
+        if kind is Kind.BACKWARD_WEIGHT:
+            return Instruction(Kind.BACKWARD_INPUT, stage, microbatch)
+        if kind is Kind.SEND_ACTIVATION:
+            return Instruction(Kind.FORWARD, stage, microbatch)
+        if kind is Kind.SEND_GRADIENT:
+            return self._input_gradient_of(stage, microbatch)
+        return None
+
+    def _input_gradient_of(self, stage: int, microbatch: int) -> Instruction:
+        half = Instruction(Kind.BACKWARD_INPUT, stage, microbatch)
+        return half if half in self._input_halves else half._replace(kind=Kind.BACKWARD)
+
+    @cached_property
+    def _input_halves(self) -> frozenset[Instruction]:
+        return frozenset(step for step in self.steps() if step.kind is Kind.BACKWARD_INPUT)
+
+    # To and from files
+
+    def to_json(self) -> str:
+        """Return one line of JSON, with instructions as text: `"programs": [["F0@0", ...]]`."""
+        return json.dumps(
+            {
+                "name": self.name,
+                "num_microbatches": self.num_microbatches,
+                "rank_of_stage": self.rank_of_stage,
+                "programs": [list(map(str, program)) for program in self.programs],
+            }
+        )
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """Return the plan that `to_json` wrote; not yet validated (`validate.validate`).
+
+        Raises:
+            ScheduleError: not JSON, a missing or unknown key, or an invalid instruction.
+        """
+        try:
+            written = json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ScheduleError(f"expected a plan in JSON: {error}") from error
+        keys = ("name", "num_microbatches", "rank_of_stage", "programs")
+        if not isinstance(written, Mapping) or set(written) != set(keys):
+            found = sorted(written) if isinstance(written, Mapping) else type(written).__name__
+            raise ScheduleError(f"a plan in JSON needs the keys {', '.join(keys)}, not {found}")
+        name, num_microbatches, ranks, rows = (written[key] for key in keys)
+        if not (isinstance(name, str) and _is_count(num_microbatches)):
+            raise ScheduleError(
+                "a plan in JSON needs a string as name, an integer as num_microbatches"
+            )
+        if not (isinstance(ranks, list) and all(map(_is_count, ranks))):
+            raise ScheduleError("rank_of_stage of a plan in JSON must be a list of ranks")
+        if not (isinstance(rows, list) and all(_is_row(row) for row in rows)):
+            raise ScheduleError(
+                "programs of a plan in JSON must have one list of instructions per rank"
+            )
+        programs = _read(rows, Instruction.parse)
+        return cls(name, num_microbatches, tuple(ranks), programs)
+
+    def to_csv(self) -> str:
+        """Return the compute steps in the format of torch.distributed.pipelining.
+
+        One row per rank, cells such as `1F3`: stage, kind, micro-batch. Without messages, since the
+        reader adds its own.
+        """
+        written = io.StringIO()
+        csv.writer(written, lineterminator="\n").writerows(
+            [f"{s.stage}{s.kind.value}{s.microbatch}" for s in program]
+            for program in self.compute_only().programs
+        )
+        return written.getvalue()
+
+    @classmethod
+    def from_csv(cls, text: str, name: str = "csv") -> "Plan":
+        """Return the plan in `text`, one row per rank; empty cells are skipped.
+
+        Raises:
+            ScheduleError: an invalid cell, a stage on two ranks, or a missing stage.
+        """
+        try:
+            rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines())]
+        except csv.Error as error:
+            raise ScheduleError(f"expected a plan in CSV: {error}") from error
+        programs = _read([[cell for cell in row if cell] for row in rows], _parse_torch)
+        rank_of_stage: dict[int, int] = {}
+        for rank, program in enumerate(programs):
+            for step in program:
+                if rank_of_stage.setdefault(step.stage, rank) != rank:
+                    raise ScheduleError(
+                        f"stage {step.stage} of the plan in CSV is on rank "
+                        f"{rank_of_stage[step.stage]} and on rank {rank}: give each stage one rank"
+                    )
+        if sorted(rank_of_stage) != list(range(len(rank_of_stage))) or not rank_of_stage:
+            raise ScheduleError(
+                f"the stages of the plan in CSV are {sorted(rank_of_stage)}: number them from 0 "
+                f"without gaps"
+            )
+        num_microbatches = 1 + max(step.microbatch for program in programs for step in program)
+        ranks = tuple(rank_of_stage[stage] for stage in range(len(rank_of_stage)))
+        return cls(name, num_microbatches, ranks, programs)
+
+
+def _is_count(value: object) -> bool:
+    # In Python bool is an int, but true is not a valid number here.
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_row(row: object) -> bool:
+    return isinstance(row, list) and all(isinstance(cell, str) for cell in row)
+
+
+def _parse_torch(text: str) -> Instruction:
+    if (found := _TORCH_NOTATION.fullmatch(text)) is None:
+        raise ScheduleError(
+            f"{text!r} is not a step of a plan in CSV: write stage, kind, micro-batch, as in 1F3; "
+            f"the kinds are F, B, I and W"
+        )
+    stage, kind, microbatch = found.groups()
+    return Instruction(Kind(kind), int(stage), int(microbatch))
+
+
+def _read(rows: list[list[str]], parse: Callable[[str], Instruction]) -> tuple[Program, ...]:
+    """Parse all cells; an error names the rank."""
+    programs = []
+    for rank, row in enumerate(rows):
+        try:
+            programs.append(tuple(map(parse, row)))
+        except ScheduleError as error:
+            raise ScheduleError(f"rank {rank}: {error}") from error
+    return tuple(programs)

@@ -1,0 +1,190 @@
+"""Validation: the rules that every plan must keep, proven before a process starts.
+
+1.  Every stage is on an existing rank, and every instruction is on the rank of its stage.
+2.  Every stage runs each micro-batch forward exactly once, and backward exactly once: as one B, or
+    as one I and one W. A plan without any backward is an evaluation and needs none.
+3.  In a lowered plan, each result that another rank uses is sent exactly once and its receive
+    posted exactly once, before the step that uses it. In each channel (one direction over one stage
+    boundary), receives are posted in the order of the sends.
+4.  It does not deadlock. Sends are *unbuffered*: a message arrives once its send has run and its
+    receive was posted, without relying on a buffer in between. Because sends are asynchronous and
+    both ends of a channel have the same order (rule 3), that is as soon as the later of the two has
+    run.
+
+Duplicates are counted: a step that occurs twice is as wrong as a missing one.
+
+`validate_unbuffered_sends` checks one more rule, for transports whose sends block until their
+receive is posted (those of this project do not):
+
+5.  It does not deadlock even if each send waits until its receive is posted.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from typing import NoReturn
+
+from pipemega.errors import ScheduleError
+from pipemega.pipeline.plan.execution_order import excerpt, execution_order
+from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
+
+_COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+# Kind of a receive -> kind of its send, and the sender's stage minus the receiver's.
+_SEND_OF = {
+    Kind.RECV_ACTIVATION: (Kind.SEND_ACTIVATION, -1),
+    Kind.RECV_GRADIENT: (Kind.SEND_GRADIENT, +1),
+}
+# Kind of a receive -> kinds of the step that uses its message.
+_USERS = {
+    Kind.RECV_ACTIVATION: (Kind.FORWARD,),
+    Kind.RECV_GRADIENT: (Kind.BACKWARD, Kind.BACKWARD_INPUT),
+}
+
+
+def validate(plan: Plan) -> Plan:
+    """Return `plan` unchanged if it keeps rules 1 to 4; messages are checked if it is lowered.
+
+    Raises:
+        ScheduleError: names the instruction and the rank, and shows the position.
+    """
+    _check_places(plan)
+    _check_counts(plan)
+    if plan.is_lowered:
+        _check_messages(plan)
+        _check_channels(plan)
+    for _ in execution_order(plan):
+        pass
+    return plan
+
+
+def validate_unbuffered_sends(plan: Plan) -> Plan:
+    """Return the lowered `plan` unchanged if it keeps rules 1 to 5.
+
+    If it fails rule 5, post receives further ahead (`lowering.lower`).
+
+    Raises:
+        ScheduleError: says which ranks wait for each other, and shows their positions.
+    """
+    for _ in execution_order(validate(plan), unbuffered_sends=True):
+        pass
+    return plan
+
+
+def _check_places(plan: Plan) -> None:
+    """Check rule 1, and the range of stages and micro-batches."""
+    if plan.num_microbatches < 1 or plan.num_stages < 1:
+        _fail(
+            plan,
+            f"{plan.num_microbatches} micro-batches and {plan.num_stages} stages; both must be at "
+            f"least 1",
+        )
+    for stage, rank in enumerate(plan.rank_of_stage):
+        if not 0 <= rank < plan.num_ranks:
+            _fail(plan, f"stage {stage} is on rank {rank}, but there are {plan.num_ranks} ranks")
+    for rank in range(plan.num_ranks):
+        if not plan.stages_of(rank):
+            _fail(plan, f"rank {rank} holds no stage; rank_of_stage is {list(plan.rank_of_stage)}")
+    for rank, program in enumerate(plan.programs):
+        for at, step in enumerate(program):
+            if not 0 <= step.stage < plan.num_stages:
+                _fail(plan, f"{step}: the stages are 0 to {plan.num_stages - 1}", {rank: at})
+            if not 0 <= step.microbatch < plan.num_microbatches:
+                last = plan.num_microbatches - 1
+                _fail(plan, f"{step}: the micro-batches are 0 to {last}", {rank: at})
+            if (owner := plan.rank_of_stage[step.stage]) != rank:
+                problem = f"{step} is on rank {rank}, but stage {step.stage} is on rank {owner}"
+                _fail(plan, problem, {rank: at})
+
+
+def _check_counts(plan: Plan) -> None:
+    """Check rule 2."""
+    count = Counter(plan.steps())
+    valid_backward = [[0, 0, 0]] if plan.forward_only else [[1, 0, 0], [0, 1, 1]]
+    for stage in range(plan.num_stages):
+        for m in range(plan.num_microbatches):
+            forward, *backward = (count[Instruction(kind, stage, m)] for kind in _COMPUTE)
+            if forward != 1:
+                problem = f"F{m}@{stage} occurs {_times(forward)} instead of once"
+                _fail(plan, problem, _second(plan, Instruction(Kind.FORWARD, stage, m)))
+            if backward not in valid_backward:
+                whole, inputs, weights = backward
+                doubled = (Instruction(kind, stage, m) for kind in _COMPUTE[1:])
+                _fail(
+                    plan,
+                    f"micro-batch {m} at stage {stage} has {whole} B, {inputs} I and {weights} W; "
+                    f"its backward must be one B, or one I and one W",
+                    next((_second(plan, step) for step in doubled if count[step] > 1), None),
+                )
+
+
+def _check_messages(plan: Plan) -> None:
+    """Check rule 3: each send and receive once, receives before their use."""
+    count = Counter(step for step in plan.steps() if step.kind.is_message)
+    expected = _expected_messages(plan)
+    for step in [*expected, *count]:
+        if count[step] != int(step in expected):
+            wanted = "instead of once" if step in expected else "but no other rank uses its result"
+            _fail(plan, f"{step} occurs {_times(count[step])} {wanted}", _second(plan, step))
+    for rank, program in enumerate(plan.programs):
+        position = {step: at for at, step in enumerate(program)}
+        for receive, at in position.items():
+            if receive.kind not in _SEND_OF:
+                continue
+            users = (receive._replace(kind=kind) for kind in _USERS[receive.kind])
+            user = next(user for user in users if user in position)
+            if position[user] < at:
+                problem = f"{user} uses the message of {receive}, but comes before it"
+                _fail(plan, problem, {rank: at})
+
+
+def _expected_messages(plan: Plan) -> dict[Instruction, None]:
+    """Return the sends and receives that the plan needs, in the order of the stages."""
+    kinds = [(Kind.SEND_ACTIVATION, 0), (Kind.RECV_ACTIVATION, 1)]
+    if not plan.forward_only:
+        kinds += [(Kind.SEND_GRADIENT, 1), (Kind.RECV_GRADIENT, 0)]
+    return {
+        Instruction(kind, boundary + offset, m): None
+        for boundary in range(plan.num_stages - 1)
+        if plan.crosses(boundary)
+        for m in range(plan.num_microbatches)
+        for kind, offset in kinds
+    }
+
+
+def _check_channels(plan: Plan) -> None:
+    """Check rule 3: both ends of a channel have the same order."""
+    ends: dict[tuple[Kind, int], list[Instruction]] = defaultdict(list)
+    for step in plan.steps():
+        if step.kind.is_message:
+            ends[step.kind, step.stage].append(step)
+    for (kind, stage), receives in ends.items():
+        if kind not in _SEND_OF:
+            continue
+        send_kind, offset = _SEND_OF[kind]
+        sends = ends[send_kind, stage + offset]
+        for send, receive in zip(sends, receives, strict=True):
+            if send.microbatch != receive.microbatch:
+                sender, receiver = (plan.rank_of_stage[step.stage] for step in (send, receive))
+                _fail(
+                    plan,
+                    f"rank {sender} sends {send} next to rank {receiver}, which posts {receive}: "
+                    f"sends and receives of a channel must have the same order",
+                    {
+                        sender: plan.programs[sender].index(send),
+                        receiver: plan.programs[receiver].index(receive),
+                    },
+                )
+
+
+def _second(plan: Plan, step: Instruction) -> dict[int, int]:
+    """Return {rank: position} of the second occurrence of `step`; empty if there is none."""
+    rank = plan.rank_of_stage[step.stage]
+    places = [at for at, found in enumerate(plan.programs[rank]) if found == step]
+    return {rank: places[1]} if len(places) > 1 else {}
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"
+
+
+def _fail(plan: Plan, problem: str, marks: Mapping[int, int] | None = None) -> NoReturn:
+    raise ScheduleError(f"schedule {plan.name!r}: {problem}\n{excerpt(plan, marks or {})}")

@@ -1,0 +1,210 @@
+"""Selects the plan of the training steps from `pipeline.schedule`; imports no torch.
+
+a name          the schedule of that name
+{"file": ...}   the plan in that file
+"auto"          with `pipeline.costs`: the best plan for these costs; without: see
+                `planning.schedule_choice`, or, if the shapes of the data are unknown, a well-known
+                plan until the stages are measured
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pipemega.config.pipeline import CostsSection, PipelineSection, PlanFile
+from pipemega.errors import ConfigError, ScheduleError
+from pipemega.pipeline.autoschedule import (
+    AutoPlan,
+    Placement,
+    chunk_counts,
+    find_plan,
+    limit_of_1f1b,
+    placements_of_stage_costs,
+)
+from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.lowering import lower
+from pipemega.pipeline.plan.validate import validate
+from pipemega.pipeline.schedules import build_plan
+from pipemega.pipeline.schedules.placement import loop, v
+
+
+def plan_is_provisional(section: PipelineSection, pp_size: int, given: Plan | None = None) -> bool:
+    """Return whether the first plan is replaced once its steps were measured."""
+    measured = section.schedule == "auto" and not isinstance(section.costs, CostsSection)
+    return measured and given is None and pp_size > 1
+
+
+def training_plan(
+    section: PipelineSection,
+    pp_size: int,
+    num_microbatches: int,
+    num_layers: int,
+    given: Plan | None = None,
+) -> Plan:
+    """Return the plan of the first training step, lowered and validated.
+
+    Args:
+        given: the plan that the caller of `initialize` passed; it replaces the configured one.
+
+    Raises:
+        ConfigError: a file cannot be read or has other sizes; more stages than layers.
+        ScheduleError: the schedule does not support these sizes, no plan fits the memory limit, or
+            the plan is invalid.
+    """
+    if given is None:
+        plan = first_plan(section, pp_size, num_microbatches, num_layers)
+    else:
+        origin = f"the plan {given.name!r} given to initialize()"
+        plan = check_sizes(given, origin, pp_size, num_microbatches)
+    if plan.num_stages > num_layers:
+        raise ConfigError(
+            f"the plan {plan.name!r} has {plan.num_stages} stages, and the model has {num_layers} "
+            "layers: a stage needs at least one"
+        )
+    return validate(lower(plan))
+
+
+def first_plan(
+    section: PipelineSection, pp_size: int, num_microbatches: int, num_layers: int
+) -> Plan:
+    """Return the plan of the first training step, compute steps only.
+
+    Raises:
+        ConfigError: the file cannot be read or has other sizes.
+        ScheduleError: the schedule does not support these sizes, or no plan fits the memory limit.
+    """
+    if isinstance(section.schedule, PlanFile):
+        return _read_plan(section.schedule.file, pp_size, num_microbatches)
+    if section.schedule != "auto":
+        return build_plan(section.schedule, pp_size, num_microbatches, section.stages_per_rank)
+    if isinstance(section.costs, CostsSection):
+        placements = _placements(section, section.costs, pp_size, num_layers)
+        return best_plan(placements, num_microbatches, section.memory_limit).plan
+    if pp_size == 1:
+        # One rank never waits: all schedules are equally fast.
+        chunks = section.stages_per_rank or 1
+        return build_plan("1f1b" if chunks == 1 else "interleaved", 1, num_microbatches, chunks)
+    return measurement_plan(pp_size, num_microbatches, section.stages_per_rank or 1)
+
+
+def measurement_plan(pp_size: int, num_microbatches: int, chunks: int) -> Plan:
+    """Return a well-known plan to measure the stages with, with I and W instead of each B.
+
+    It is 1F1B for one stage per rank, 1F1B with V placement for two (the placement with the best
+    plans at the memory of 1F1B) and interleaved 1F1B for more.
+    """
+    name = {1: "1f1b", 2: "1f1b-v"}.get(chunks, "interleaved")
+    return _with_split_backward(build_plan(name, pp_size, num_microbatches, chunks))
+
+
+def best_plan(
+    placements: Sequence[Placement], num_microbatches: int, memory_limit: float | str
+) -> AutoPlan:
+    """Return the plan with the shortest makespan on one of `placements` within the memory limit.
+
+    Args:
+        memory_limit: of the activations, in the unit of the costs; "auto": `limit_of_1f1b`.
+
+    Raises:
+        ScheduleError: no plan fits the limit; names the smallest limit that fits.
+    """
+    if not isinstance(memory_limit, str):
+        return find_plan(placements, num_microbatches, memory_limit)
+    return find_plan(placements, num_microbatches, limit_of_1f1b(placements, num_microbatches))
+
+
+def _placements(
+    section: PipelineSection, costs: CostsSection, pp_size: int, num_layers: int
+) -> list[Placement]:
+    """Return the placements to search, with the costs of their stages."""
+    if (stages := costs.num_stages) is not None:
+        if stages % pp_size or section.stages_per_rank not in (None, stages // pp_size):
+            per_rank = section.stages_per_rank
+            times = " times any number" if per_rank is None else f" * pipeline.chunks ({per_rank})"
+            raise ConfigError(
+                f"pipeline.costs has {stages} numbers for each step, and the stages are "
+                f"mesh.pipeline ({pp_size}){times}: write one number for each stage"
+            )
+        return placements_of_stage_costs(pp_size, _per_stage(costs, [1.0] * stages))
+    found = []
+    chunks = section.stages_per_rank
+    for count in (chunks,) if chunks else chunk_counts(pp_size, num_layers):
+        if pp_size * count > max(num_layers, pp_size):
+            continue
+        share = [1.0 / count] * (pp_size * count)
+        for place in dict.fromkeys((loop(pp_size, count), v(pp_size, count))):
+            found.append(Placement(place, _per_stage(costs, share)))
+    if not found:
+        raise ConfigError(
+            f"mesh.pipeline ({pp_size}) * pipeline.chunks ({section.stages_per_rank}) = "
+            f"{pp_size * (section.stages_per_rank or 1)} stages, and the model has {num_layers} "
+            "layers: a stage needs at least one"
+        )
+    return found
+
+
+def _per_stage(costs: CostsSection, share: Sequence[float]) -> CostModel:
+    """Return the costs of each stage; one number for all stages is multiplied by `share`."""
+
+    def each(value: float | tuple[float, ...]) -> tuple[float, ...]:
+        return value if isinstance(value, tuple) else tuple(value * part for part in share)
+
+    return CostModel(
+        each(costs.forward),
+        each(costs.backward_input),
+        each(costs.backward_weight),
+        None if costs.backward is None else each(costs.backward),
+        each(1.0 if costs.activation is None else costs.activation),
+        None if costs.kept is None else each(costs.kept),
+        costs.message,
+    )
+
+
+def _with_split_backward(plan: Plan) -> Plan:
+    """Replace each B of the plan by I and then W."""
+    halves = {Kind.BACKWARD: (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)}
+    programs = (
+        tuple(s._replace(kind=kind) for s in program for kind in halves.get(s.kind, (s.kind,)))
+        for program in plan.programs
+    )
+    return replace(plan, programs=tuple(programs))
+
+
+def _read_plan(file: str, pp_size: int, num_microbatches: int) -> Plan:
+    path, origin = Path(file), f"pipeline.schedule.file {file!r}"
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise ConfigError(f"{origin} cannot be read: {why}") from error
+    try:
+        read = Plan.from_json if text.lstrip().startswith("{") else Plan.from_csv
+        plan = read(text)
+    except ScheduleError as error:
+        raise ScheduleError(f"{origin}: {error}") from error
+    return check_sizes(replace(plan, name=path.name), origin, pp_size, num_microbatches)
+
+
+def check_sizes(plan: Plan, origin: str, pp_size: int, num_microbatches: int) -> Plan:
+    """Return the compute steps of a user's plan, if its sizes fit the mesh and the batch.
+
+    Args:
+        origin: names the plan in messages.
+
+    Raises:
+        ConfigError: it has other sizes or no backward.
+    """
+    if plan.num_ranks != pp_size:
+        raise ConfigError(
+            f"{origin} is a plan for {plan.num_ranks} pipeline ranks, and mesh.pipeline is "
+            f"{pp_size}: make them equal"
+        )
+    if plan.num_microbatches != num_microbatches:
+        raise ConfigError(
+            f"{origin} is a plan for {plan.num_microbatches} micro-batches, and "
+            f"gradient_accumulation_steps is {num_microbatches}: make them equal"
+        )
+    if plan.forward_only:
+        raise ConfigError(f"{origin} has no backward (B, or I and W), so it cannot train")
+    return plan.compute_only()

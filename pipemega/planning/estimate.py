@@ -1,0 +1,296 @@
+"""Estimates a run from its config: builds the model on the meta device and predicts its step."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from pipemega.config import Batch, Config
+from pipemega.config.pipeline import PipelineSection
+from pipemega.distributed.topology import Topology
+from pipemega.errors import ConfigError, PipelineError, ScheduleError
+from pipemega.optimizer.build_step import precision_of
+from pipemega.pipeline import plan_selection
+from pipemega.pipeline.local_model import fold_equal_names
+from pipemega.pipeline.plan.instructions import Kind
+from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
+from pipemega.planning.meta_model import MetaModel
+from pipemega.planning.model_source import gpt_and_sample, user_model_and_sample, vocabulary_of
+from pipemega.planning.prediction import Prediction, predict
+from pipemega.planning.rates import Rates
+from pipemega.planning.schedule_choice import ScheduleChooser
+from pipemega.profiling.meta_kernels import DeviceType
+
+_AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to estimate.
+
+    Args:
+        config: of the run.
+        world: number of ranks; None: the smallest number that the config can run on.
+        model: MODULE:FUNCTION of a user's model; None: the GPT of the config.
+        limit: memory of a device in bytes; None: unknown.
+        rates: speed of devices and links, if known.
+        compare: names of schedules to compare with that of the config; "all": every schedule.
+        quick: schedule `auto` chooses among named schedules only, without a search.
+    """
+
+    config: Config
+    world: int | None = None
+    model: str | None = None
+    limit: int | None = None
+    rates: Rates = field(default_factory=Rates)
+    compare: tuple[str, ...] = ()
+    quick: bool = False
+
+    @property
+    def device(self) -> DeviceType:
+        """The device whose kernels are assumed: CUDA, unless mesh.device is "cpu"."""
+        return "cpu" if self.config.mesh.device == "cpu" else "cuda"
+
+    @property
+    def topology(self) -> Topology:
+        mesh = self.config.mesh
+        if self.world is None:
+            return Topology(mesh.pipeline, self.config.smallest_data_size, mesh.tensor)
+        return Topology.fit(self.world, mesh.pipeline, mesh.tensor, mesh.data)
+
+
+@dataclass(frozen=True)
+class StageSummary:
+    """One stage, for tables.
+
+    Args:
+        layers: names of its layers; equal neighbours are folded.
+        parameters: elements of the unsharded layers; tied parameters count in each stage.
+        flops: of forward and backward of one micro-batch, on each rank of the stage.
+        held: bytes from F to B.
+        kept: bytes from I to W; None if the schedule has full backwards.
+    """
+
+    number: int
+    rank: int
+    first_layer: int
+    last_layer: int
+    layers: str
+    parameters: int
+    flops: float
+    held: int
+    kept: int | None
+
+
+@dataclass(frozen=True, eq=False)
+class Report:
+    """The estimate for a config.
+
+    Args:
+        precision: as text.
+        parameters: of the unsharded model; tied parameters count once.
+        stages: of the schedule of the config.
+        prediction: for the schedule of the config.
+        compared: predictions for this and the requested other schedules, fastest first; empty if no
+            comparison was requested.
+        refused: name of a requested schedule -> why it cannot run.
+        notes: assumptions of the estimate.
+    """
+
+    request: Request
+    topology: Topology
+    batch: Batch
+    precision: str
+    parameters: int
+    num_layers: int
+    stages: tuple[StageSummary, ...]
+    prediction: Prediction
+    compared: tuple[Prediction, ...]
+    refused: dict[str, str]
+    notes: tuple[str, ...]
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the run fits into the memory of the device; None if that is unknown."""
+        return self.prediction.fits(self.request.limit)
+
+    @property
+    def tokens(self) -> int | None:
+        """Tokens per step over all data ranks; None if the model is not the GPT of the config."""
+        model = self.request.config.model
+        if self.request.model is not None or model is None:
+            return None
+        return self.batch.train_batch_size * model.seq_length
+
+    @property
+    def run_seconds(self) -> float | None:
+        """Predicted seconds of all training.train_steps; None if these or the rates are unknown."""
+        steps = self.request.config.training.train_steps
+        if steps is None or not self.request.rates.known:
+            return None
+        return steps * self.prediction.timeline.makespan
+
+
+def estimate(request: Request) -> Report:
+    """Estimate the run.
+
+    Raises:
+        ConfigError, MeshError, ScheduleError: the config cannot run, or the model cannot run on the
+            meta device.
+    """
+    config, topology = request.config, request.topology
+    batch = config.batch(topology.data)
+    config.check_zero(topology.data)
+    model = _meta_model(request, topology, batch)
+    try:
+        prediction = _predict_section(request, model, config.pipeline, batch.num_microbatches)
+    except PipelineError as error:
+        raise ConfigError(
+            f"{error}; a plan runs each layer on torch's meta device, where tensors have shapes "
+            f"but no values: a layer that reads a value cannot be planned"
+        ) from error
+    compared, refused = _compare(request, model, prediction, batch.num_microbatches)
+    counts = model.net.count_parameters()
+    repeated = sum(counts[p] for places in model.net.tied().values() for p in places[1:])
+    return Report(
+        request=request,
+        topology=topology,
+        batch=batch,
+        precision=_precision(config),
+        parameters=sum(counts) - repeated,
+        num_layers=len(counts),
+        stages=tuple(_stages(model, prediction, counts)),
+        prediction=prediction,
+        compared=compared,
+        refused=refused,
+        notes=tuple(_notes(request, prediction, compared)),
+    )
+
+
+def _meta_model(request: Request, topology: Topology, batch: Batch) -> MetaModel:
+    micro = batch.micro_batch_size
+    if request.model is None:
+        net, sample = gpt_and_sample(request.config, micro)
+    else:
+        net, sample = user_model_and_sample(request.model, micro)
+    try:
+        return MetaModel(request.config, net, sample, topology, request.device)
+    except NotImplementedError as error:
+        raise ConfigError(f"the model cannot be built on the meta device: {error}") from error
+
+
+def _predict_section(
+    request: Request, model: MetaModel, section: PipelineSection, num_microbatches: int
+) -> Prediction:
+    """Predict the schedule of a config section; "auto" uses costs from the meta device."""
+    sizes = (request.topology.pipeline, num_microbatches, len(model.net))
+    if not plan_selection.plan_is_provisional(section, request.topology.pipeline):
+        return predict(model, plan_selection.training_plan(section, *sizes), request.rates)
+    chooser = ScheduleChooser(model, section, num_microbatches, request.rates, quick=request.quick)
+    return chooser.choose().prediction
+
+
+def _predict_schedule(
+    request: Request, model: MetaModel, name: str, own: Prediction, num_microbatches: int
+) -> Prediction:
+    """Predict schedule `name` in place of that of the config."""
+    if name == _AUTO:
+        limit = request.config.pipeline.weight_queue_limit
+        section = PipelineSection(schedule="auto", weight_queue_limit=limit)
+        return _predict_section(request, model, section, num_microbatches)
+    chunks = own.chunks if find_schedule(name).chunks is None and own.chunks > 1 else None
+    plan = build_plan(name, own.plan.num_ranks, num_microbatches, chunks)
+    return predict(model, plan, request.rates)
+
+
+def _without_weight_limit(
+    request: Request, model: MetaModel, num_microbatches: int
+) -> Iterator[Prediction]:
+    """Yield the prediction of the config without pipeline.weight_queue_limit, if it is set."""
+    section, ranks = request.config.pipeline, request.topology.pipeline
+    if section.weight_queue_limit is None or section.schedule == _AUTO:
+        return
+    plan = plan_selection.training_plan(section, ranks, num_microbatches, len(model.net))
+    free = predict(model, plan, request.rates, weight_queue_limit=False)
+    yield replace(free, plan=replace(free.plan, name=f"{plan.name}, any queue"))
+
+
+def _compare(
+    request: Request, model: MetaModel, own: Prediction, num_microbatches: int
+) -> tuple[tuple[Prediction, ...], dict[str, str]]:
+    """Return predictions for all requested schedules, and the reasons why some cannot run."""
+    if not request.compare:
+        return (), {}
+    requested = [*SCHEDULES, _AUTO] if "all" in request.compare else request.compare
+    names = [name if name == _AUTO else find_schedule(name).name for name in requested]
+    predictions, refused = [own, *_without_weight_limit(request, model, num_microbatches)], {}
+    for name in dict.fromkeys(names):
+        if name == own.plan.name:
+            continue
+        try:
+            predictions.append(_predict_schedule(request, model, name, own, num_microbatches))
+        except (ConfigError, ScheduleError, PipelineError) as error:
+            refused[name] = str(error)
+    return tuple(sorted(predictions, key=lambda p: (p.timeline.makespan, p.peak))), refused
+
+
+def _stages(model: MetaModel, prediction: Prediction, counts: Sequence[int]) -> list[StageSummary]:
+    layout, names = prediction.layout, model.net.layer_names
+    splits_backward = any(step.kind is Kind.BACKWARD_INPUT for step in prediction.plan.steps())
+    stages = []
+    for number, costs in enumerate(layout.costs):
+        start, stop = layout.bounds[number : number + 2]
+        stages.append(
+            StageSummary(
+                number=number,
+                rank=layout.rank_of_stage[number],
+                first_layer=start,
+                last_layer=stop - 1,
+                layers=", ".join(fold_equal_names(names[start:stop])),
+                parameters=sum(counts[start:stop]),
+                flops=sum(costs.flops),
+                held=costs.held,
+                kept=costs.kept if splits_backward else None,
+            )
+        )
+    return stages
+
+
+def _precision(config: Config) -> str:
+    if not precision_of(config).master:
+        return "fp32"
+    name = "bf16" if config.bf16.enabled else "fp16"
+    return f"{name}, fp32 masters"
+
+
+def _notes(request: Request, prediction: Prediction, compared: Sequence[Prediction]) -> list[str]:
+    notes = list(request.config.zero_notes(request.topology.data))
+    notes += dict.fromkeys(p.note for p in (prediction, *compared) if p.note is not None)
+    partition = request.config.pipeline.partition
+    if partition == "profile":
+        notes.append(
+            "pipeline.partition 'profile' measures the layers when the run starts; this plan "
+            "splits the model by parameters"
+        )
+    if isinstance(partition, tuple) and request.compare:
+        notes.append(
+            "schedules whose number of stages does not match pipeline.partition split the model by "
+            "parameters"
+        )
+    if request.config.optimizer is None:
+        notes.append("the config has no section 'optimizer': no optimizer state is counted")
+    elif not all(rank.footprint.exact for rank in prediction.memory):
+        notes.append(
+            f"the optimizer state of {request.config.optimizer.type} is an estimate: its step "
+            f"reads tensor values, which the meta device does not have"
+        )
+    if request.model is None:
+        vocabulary = vocabulary_of(request.config)
+        if not vocabulary.is_certain:
+            notes.append(
+                f"a vocabulary of {vocabulary.size:,} tokens is assumed: {vocabulary.origin}; "
+                "--set model.vocab_size sets another"
+            )
+    if request.rates.assumed:
+        notes.append(f"times assume {request.rates.tflops:.4g} TFLOP/s, {request.rates.assumed}")
+    if request.rates.link and not request.rates.known:
+        notes.append("--link has no effect without --tflops: times are not in seconds")
+    return notes

@@ -1,0 +1,159 @@
+"""Checks that need no model: ranks, batch, schedule and files of a config.  Imports no torch.
+
+Each check is a `Rule`, so that a config with errors elsewhere is still checked as far as possible.
+"""
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+from pipemega.config import Config
+from pipemega.config.batch_equation import MICRO, STEPS, TRAIN
+from pipemega.config.key_kinds import Rule
+from pipemega.config.pipeline import PlanFile
+from pipemega.data.data_files import data_inputs, known_vocabulary
+from pipemega.distributed.topology import Topology
+from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan_selection import training_plan
+from pipemega.planning.units import show_bytes
+
+_FILE_KEYS = (
+    "data.data_path", "data.corpus", "data.tokenizer", "data.cache_path", "checkpoint.load",
+    "checkpoint.save", "wandb.dir", "monitor.trace.folder",
+)  # fmt: skip
+_SIZES = (TRAIN, MICRO, STEPS, "mesh", "pipeline.stages")
+
+
+class RunFile(NamedTuple):
+    """A file or folder that the config names.
+
+    Args:
+        state: what it is, for a table: "exists, 1.31 GB".
+        error: why the run cannot start; empty if it can.
+    """
+
+    key: str
+    path: str
+    state: str
+    error: str = ""
+
+
+def topology_of(config: Config, world: int | None) -> Topology:
+    """Return the mesh of `world` ranks; None: of the smallest number that fits the config.
+
+    Raises:
+        MeshError: the mesh does not fit this number of ranks.
+    """
+    mesh = config.mesh
+    if world is None:
+        return Topology(mesh.pipeline, config.smallest_data_size, mesh.tensor)
+    return Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data)
+
+
+def first_plan_of(config: Config, topology: Topology) -> Plan | None:
+    """Return the plan of the first steps; None without the GPT of the config: its size is unknown.
+
+    Raises:
+        ConfigError, ScheduleError: there is none for these sizes, or its file is not valid.
+    """
+    if config.model is None:
+        return None
+    count = config.batch(topology.data).num_microbatches
+    layers = config.model.pipeline_layers
+    return training_plan(config.pipeline, topology.pipeline, count, layers)
+
+
+def run_rules(world: int | None) -> tuple[Rule, ...]:
+    """Return the checks of a config for `world` ranks; None: for the smallest number that fits."""
+
+    def ranks(config: Config) -> tuple[str, ...]:
+        topology_of(config, world)
+        return ()
+
+    def batch(config: Config) -> tuple[str, ...]:
+        config.batch(topology_of(config, world).data)
+        return ()
+
+    def zero(config: Config) -> tuple[str, ...]:
+        config.check_zero(topology_of(config, world).data)
+        return ()
+
+    def plan(config: Config) -> tuple[str, ...]:
+        first_plan_of(config, topology_of(config, world))
+        return ()
+
+    # A rule runs only if those before it found no error in its keys.
+    return (
+        Rule(("mesh.data", "mesh.tensor", "mesh.pipeline"), ranks),
+        Rule(_SIZES, batch),
+        Rule(("zero_optimization.stage", "mesh"), zero),
+        Rule(("pipeline.schedule", "pipeline", "model.num_layers", *_SIZES), plan),
+        *(Rule((key,), partial(_file_errors, key)) for key in _FILE_KEYS),
+        Rule(("model.vocab_size", "data"), _vocabulary_fits),
+    )
+
+
+def _vocabulary_fits(config: Config) -> Iterator[str]:
+    found = None if config.data.mock else known_vocabulary(config.data)
+    size = "auto" if config.model is None else config.model.vocab_size
+    if size != "auto" and found is not None and found.is_certain and size < found.size:
+        yield (
+            f"model.vocab_size is {size}, but the {found.origin} has {found.size} tokens: make it "
+            f"at least {found.size}, or 'auto'"
+        )
+
+
+def _file_errors(key: str, config: Config) -> Iterator[str]:
+    yield from (found.error for found in run_files(config) if found.key == key and found.error)
+
+
+def run_files(config: Config) -> Iterator[RunFile]:
+    """Yield every file and folder that the config names, except plans, which `plan` reads."""
+    for found in data_inputs(config.data):
+        state = "missing" if found.error else f"exists, {show_bytes(found.size)}"
+        state += f", {found.tokens:,} tokens" if found.tokens else ""
+        yield RunFile(found.key, found.name, state, found.error)
+    if isinstance(config.pipeline.schedule, PlanFile):
+        path = config.pipeline.schedule.file
+        # The plan itself reports a missing file.
+        yield RunFile("pipeline.schedule.file", path, _state(path, "missing"))
+    yield from _checkpoint_folders(config)
+    folders = {"data.cache_path": config.data.cache_path, "wandb.dir": config.wandb.dir}
+    folders["monitor.trace.folder"] = config.monitor.trace.folder
+    for key, name in folders.items():
+        if name is not None:
+            yield _folder_to_write(key, name)
+
+
+def _checkpoint_folders(config: Config) -> Iterator[RunFile]:
+    save, load = config.checkpoint.save, config.checkpoint.load
+    if save is not None:
+        yield _folder_to_write("checkpoint.save", save)
+    if load is None:
+        return
+    error = ""
+    # A run that continues its own checkpoints does not read the folder `load`.
+    continues = config.training.resume == "auto" and save is not None and Path(save).exists()
+    if not (continues or _is_url(load) or Path(load).expanduser().is_dir()):
+        error = (
+            f"checkpoint.load: the folder {load} does not exist; remove the key to start a new run"
+        )
+    yield RunFile("checkpoint.load", load, _state(load, "missing"), error)
+
+
+def _folder_to_write(key: str, name: str) -> RunFile:
+    path = Path(name).expanduser()
+    if not _is_url(name) and path.exists() and not path.is_dir():
+        return RunFile(key, name, "a file", f"{key}: {name} is a file, and must be a folder")
+    return RunFile(key, name, _state(name, "will be created"))
+
+
+def _state(name: str, otherwise: str) -> str:
+    if _is_url(name):
+        return "a URL, not checked"
+    return "exists" if Path(name).expanduser().exists() else otherwise
+
+
+def _is_url(name: str) -> bool:
+    return "://" in name

@@ -1,0 +1,232 @@
+"""Measures the bytes and FLOPs of one stage for one micro-batch by running it on the meta device.
+
+The stage is built, cast and checkpointed as in a run. It is run like the executor runs it: after
+the forward only the autograd graph of the output is kept, and of the input only what backward
+needs.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipemega.optimizer.gradients import GradientBuffer
+from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
+from pipemega.pipeline.microbatch_loss import Loss, weighted_loss
+from pipemega.pipeline.module import RngKey, Stage
+from pipemega.pipeline.split_backward import WeightGradQueue
+from pipemega.pipeline.stage_input import InputGradient, collect_gradients
+from pipemega.profiling.meta_kernels import DeviceKernels, DeviceType
+from pipemega.profiling.tensor_meter import TensorMeter
+
+# Dropout needs a key; the random numbers do not change the costs.
+_RNG_KEY = RngKey(0, 0, 0)
+_MICROBATCH = "0"  # name under which the weight half is queued
+
+
+@dataclass(frozen=True)
+class StageCosts:
+    """Costs of one stage for one micro-batch, on one rank.
+
+    Args:
+        input: bytes of the input as received.
+        held: bytes kept from the end of F to B, including what is kept of the input.
+        output: bytes kept in addition until the output has been sent.
+        message: bytes sent to the next stage; 0 for the last stage.
+        gradient_in, gradient_out: bytes of the gradient of the output and of the input.
+        kept: bytes kept from I to W.
+        working: temporary bytes, beyond those in use at the start: during F, B or I, and W.
+        flops: of F, of B or I, of W.
+        kernels: number of kernels of F, of B or I, of W.
+        layer_flops: of the forward of each layer.
+    """
+
+    input: int
+    held: int
+    output: int
+    message: int
+    gradient_in: int
+    gradient_out: int
+    kept: int
+    working: tuple[int, int, int]
+    flops: tuple[float, float, float]
+    kernels: tuple[int, int, int]
+    layer_flops: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Measures stages of one model.
+
+    Args:
+        device: the device whose kernels are assumed.
+        loss: runs after the last stage.
+        labels: of one micro-batch, for the loss.
+        cast_inputs: applied to the input of the first stage.
+    """
+
+    device: DeviceType
+    loss: Loss
+    labels: Any
+    cast_inputs: Callable[[Any], Any]
+
+    def measure(
+        self,
+        stage: Stage,
+        entering: Header,
+        gradients: GradientBuffer,
+        weights: WeightGradQueue | None,
+        is_last: bool,
+    ) -> tuple[StageCosts, Header]:
+        """Return the costs of `stage` and the header of its output, which the next stage receives.
+
+        Args:
+            entering: header of the input.
+            gradients: the buffer that accumulates the gradients of the stage.
+            weights: the queue for weight gradients if the plan splits backward into I and W.
+        """
+        stage.train()
+        existing = [*stage.parameters(), *stage.buffers(), *gradients.flats.values()]
+        existing += tensors_of(self.labels)
+
+        def measure() -> tuple[StageCosts, Header]:
+            with DeviceKernels(self.device), TensorMeter(existing) as meter:
+                return _StageRun(self, stage, meter, weights).measure(entering, is_last)
+
+        result = measure()
+        # The run has shown whether the stage changes inputs that it has to copy before.
+        return measure() if stage.input_guard.copies else result
+
+
+@dataclass
+class _LiveTensors:
+    """Tensors of a micro-batch that the executor keeps, dropped where the executor drops them."""
+
+    x: Any
+    output: Any = None
+    inputs: list[InputGradient] = field(default_factory=list)
+    edges: list[GradientEdge] = field(default_factory=list)
+    shapes: list[TensorMeta] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+
+
+class _Metered(NamedTuple):
+    """Costs of one instruction: bytes beyond those in use before, FLOPs, number of kernels."""
+
+    working: int
+    flops: float
+    kernels: int
+
+
+class _StageRun:
+    """Runs F and B, or F, I and W, of one micro-batch."""
+
+    def __init__(
+        self, probe: Probe, stage: Stage, meter: TensorMeter, weights: WeightGradQueue | None
+    ) -> None:
+        self._probe, self._stage, self._meter, self._weights = probe, stage, meter, weights
+
+    def measure(self, entering: Header, is_last: bool) -> tuple[StageCosts, Header]:
+        """Return the costs and the header of the output."""
+        meter, first = self._meter, self._stage.number == 0
+        live = _LiveTensors(_empty(entering))
+        arrived = meter.now
+        with _layer_flops(self._stage, meter) as layer_flops:
+            header, forward = self._metered(lambda: self._forward(live, is_last))
+        with_output = meter.now
+        live.output = None
+        output = with_output - meter.now
+        if not first:
+            # The engine keeps the inputs of the first stage until the end of the step.
+            live.x = None
+        held = meter.now
+        live.gradients = [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in live.shapes]
+        gradient_in = meter.now - held
+        _, backward = self._metered(lambda: self._backward(live))
+        gradient_out = sum(g.value.nbytes for g in live.inputs if g.value is not None)
+        live.x, live.inputs = None, []
+        kept = meter.now
+        _, weight = self._metered(self._weight_half)
+        costs = StageCosts(
+            input=arrived,
+            held=held,
+            output=0 if is_last else output,
+            message=0 if is_last else sum(_sizes(header)),
+            gradient_in=0 if is_last else gradient_in,
+            gradient_out=0 if first else gradient_out,
+            kept=kept,
+            working=(forward.working, backward.working, weight.working),
+            flops=(forward.flops, backward.flops, weight.flops),
+            kernels=(forward.kernels, backward.kernels, weight.kernels),
+            layer_flops=tuple(layer_flops.values()),
+        )
+        return costs, header
+
+    def _metered(self, work: Callable[[], Any]) -> tuple[Any, "_Metered"]:
+        """Return the result of `work` and its costs."""
+        meter = self._meter
+        before, flops, kernels = meter.now, meter.flops, meter.kernels
+        meter.reset_peak()
+        result = work()
+        return result, _Metered(meter.peak - before, meter.flops - flops, meter.kernels - kernels)
+
+    def _forward(self, live: _LiveTensors, is_last: bool) -> Header:
+        if self._stage.number == 0:
+            x = self._probe.cast_inputs(live.x)
+        else:
+            x, live.inputs = collect_gradients(live.x)
+        output = self._stage(x, _RNG_KEY)
+        header = Header.of(output)
+        if is_last:
+            output = weighted_loss(self._probe.loss(output, self._probe.labels)).sum
+        live.output = output
+        differentiable = [t for t in tensors_of(output) if t.requires_grad]
+        live.edges = [get_gradient_edge(t) for t in differentiable]
+        live.shapes = [TensorMeta.of(t) for t in differentiable]
+        return header
+
+    def _backward(self, live: _LiveTensors) -> None:
+        weights = self._weights
+        with nullcontext() if weights is None else weights.defer(_MICROBATCH):
+            if live.edges:
+                torch.autograd.backward(live.edges, live.gradients)
+        live.edges, live.gradients = [], []
+
+    def _weight_half(self) -> None:
+        if self._weights is not None:
+            self._weights.run(_MICROBATCH)
+
+
+@contextmanager
+def _layer_flops(stage: Stage, meter: TensorMeter) -> Iterator[dict[str, float]]:
+    """Context that counts the FLOPs of the forward of each layer, by hooks that read the meter."""
+    counts, handles = dict.fromkeys(stage.layers, 0.0), []
+
+    def add(sign: int, name: str, *_: Any) -> None:
+        counts[name] += sign * meter.flops
+
+    for name, layer in stage.layers.items():
+        handles.append(layer.register_forward_pre_hook(partial(add, -1, name)))
+        handles.append(layer.register_forward_hook(partial(add, +1, name)))
+    yield counts
+    for handle in handles:
+        handle.remove()
+
+
+def _sizes(header: Header) -> list[int]:
+    """Return the bytes of each tensor of a message."""
+    return [torch.Size(t.shape).numel() * t.dtype.itemsize for t in header.tensors]
+
+
+def _empty(header: Header) -> Any:
+    """Return an uninitialised message with this header, on the meta device."""
+    tensors = [
+        torch.empty(t.shape, dtype=t.dtype, device="meta").requires_grad_(t.requires_grad)
+        for t in header.tensors
+    ]
+    return header.fill(tensors)

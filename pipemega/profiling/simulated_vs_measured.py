@@ -1,0 +1,221 @@
+"""Compares a measured step with a simulation of the same plan that uses the measured costs.
+
+If the two differ, the cause is neither the plan nor the usual speed of its steps: a step took
+longer than its median, messages arrived late, or a rank was busy with other work.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from pipemega.monitor.step_phases import OTHER, PIPELINE, Phase
+from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.simulate import Timeline, simulate
+from pipemega.pipeline.visualize import Intro, Panel, Table, render
+from pipemega.pipeline.visualize.text import draw_text
+from pipemega.printing import percent
+from pipemega.profiling.cost_estimation import measured_costs
+from pipemega.profiling.trace import Trace
+
+_MS, _MIB = 1e3, 2.0**-20
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The measured and the simulated timeline, in milliseconds; memory in MiB if it was measured.
+
+    Args:
+        trace: the measured step.
+        costs: estimated from `trace`.
+        predicted, measured: timelines in milliseconds.
+    """
+
+    trace: Trace
+    costs: CostModel
+    predicted: Timeline
+    measured: Timeline
+
+    @property
+    def memory_unit(self) -> str:
+        return "micro-batches" if self.trace.memory is None else "MiB"
+
+    def render(self, form: str) -> bytes:
+        """Return a file that shows both timelines, the measured one first.
+
+        Args:
+            form: png, svg, html or trace.
+
+        Raises:
+            ConfigError: PNG or SVG, and matplotlib is not installed.
+        """
+        name = f"{self.measured.plan.name}, step {self.trace.step}"
+        panels = (
+            Panel(self.measured, f"measured: {name}", self.costs, phases=self.phases()),
+            Panel(
+                self.predicted,
+                "simulated with the measured costs",
+                self.costs,
+                phases=self.predicted_phases(),
+            ),
+        )
+        tables = [Table("parts of the step, ms", *self.parts())] if self.trace.phases else []
+        intro = Intro(name, tables=tables)
+        return render(form, panels, unit="ms", memory_unit=self.memory_unit, intro=intro)
+
+    def text(self, width: int = 120) -> str:
+        """Return both timelines and tables of totals, ranks, stages and waits, as text."""
+        plan, step = self.measured.plan, self.trace
+        parts = [
+            f"step {step.step}: {plan.name}, {plan.num_ranks} ranks, {plan.num_stages} stages, "
+            f"{plan.num_microbatches} micro-batches",
+            f"measured\n{draw_text(self.measured, width, phases=self.phases())}",
+            "simulated with the measured costs\n"
+            f"{draw_text(self.predicted, width, phases=self.predicted_phases())}",
+            _table(("", "measured", "simulated"), self._totals()),
+            _table(*self._by_rank()),
+            *([f"parts of the step, ms\n{_table(*self.parts())}"] if step.phases else []),
+            _table(*self._by_stage()),
+            f"message between ranks: {self.costs.message:.4g} ms; clocks of the ranks agree within "
+            f"{step.clock_error * _MS:.3g} ms",
+            *self._waits(),
+        ]
+        return "\n\n".join(parts)
+
+    def _totals(self) -> list[tuple[str, ...]]:
+        totals: list[tuple[str, Callable[[Timeline], str]]] = [
+            ("makespan, ms", lambda t: f"{t.makespan:.4g}"),
+            ("span, ms", lambda t: f"{t.span:.4g}"),
+            ("step, ms", lambda t: f"{self._step_time(t):.4g}"),
+            ("bubble", lambda t: percent(t.bubble, 2)),
+            (f"peak memory, {self.memory_unit}", lambda t: f"{max(t.peak):.4g}"),
+        ]
+        if not self.trace.phases:
+            totals = [entry for entry in totals if entry[0] != "step, ms"]
+        return [(name, show(self.measured), show(self.predicted)) for name, show in totals]
+
+    def _step_time(self, timeline: Timeline) -> float:
+        """Return the time of the whole step if its pipeline takes the makespan of `timeline`."""
+        outside = self.trace.step_interval * _MS - self.measured.makespan
+        return timeline.makespan + outside
+
+    def phases(self) -> list[list[Phase]]:
+        """Return, for each rank, the measured phases outside of the pipeline, in milliseconds."""
+        return [
+            [Phase(p.name, p.start * _MS, p.end * _MS) for p in rank if p.name != PIPELINE]
+            for rank in self.trace.phases
+        ]
+
+    def predicted_phases(self) -> list[list[Phase]]:
+        """Return the phases as they are around the simulated pipeline: as long as measured.
+
+        Those after the pipeline end earlier or later by the difference of the makespans.
+        """
+        zero = min(row[0] for row in self.measured.start)
+        later = self.predicted.makespan - self.measured.makespan
+        found = []
+        for rank, phases in enumerate(self.phases()):
+            first, last = self.measured.start[rank][0], self.measured.end[rank][-1]
+            done, moved = self.predicted.end[rank][-1], []
+            for name, start, end in phases:
+                if end <= first:
+                    moved.append(Phase(name, start - zero, end - zero))
+                elif start >= last:
+                    begin = max(done, start - zero + later)
+                    moved.append(Phase(name, begin, max(begin, end - zero + later)))
+            found.append(moved)
+        return found
+
+    def parts(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        """Return a table of the parts of the step on each rank, which add up to its time."""
+        ranks = range(self.trace.plan.num_ranks)
+        times = [self.trace.parts(rank) for rank in ranks]
+        names = [name for name in times[0] if name == OTHER or any(part[name] for part in times)]
+        rows = [
+            (
+                str(rank),
+                *(f"{parts[name] * _MS:.4g}" for name in names),
+                f"{self.trace.step_time(rank) * _MS:.4g}",
+            )
+            for rank, parts in zip(ranks, times, strict=True)
+        ]
+        return ("rank", *names, "step"), rows
+
+    def _by_rank(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        unit = self.memory_unit
+        header: tuple[str, ...] = ("rank", "busy, ms", "waited, ms", "bubble", f"peak, {unit}")
+        rows: list[tuple[str, ...]] = [
+            (
+                str(rank),
+                f"{self.measured.busy(rank):.4g}",
+                f"{self.trace.waited(rank) * _MS:.4g}",
+                percent(self.measured.bubble_of(rank), 2),
+                f"{self.measured.peak[rank]:.4g}",
+            )
+            for rank in range(self.measured.plan.num_ranks)
+        ]
+        return header, rows
+
+    def _by_stage(self) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+        costs, unit = self.costs, self.memory_unit
+        columns = {
+            "F, ms": costs.forward,
+            "I, ms": costs.backward_input,
+            "W, ms": costs.backward_weight,
+            "B, ms": costs.whole_backward,
+            f"after F, {unit}": costs.held_after_forward,
+            f"after I, {unit}": costs.held_after_input,
+        }
+        rows = enumerate(zip(*columns.values(), strict=True))
+        table = [(str(stage), *(f"{n:.4g}" for n in row)) for stage, row in rows]
+        return ("stage", *columns), table
+
+    def _waits(self) -> list[str]:
+        waits = [
+            f"  rank {rank}  {row.wait * _MS:8.4g} ms at {row.step} for {need}"
+            for rank, row, need in self.trace.longest_waits()
+        ]
+        return ["\n".join(("longest waits", *waits))] if waits else []
+
+
+def compare(trace: Trace) -> Comparison:
+    """Simulate the plan of `trace` with the costs measured in it."""
+    costs = _to_ms_and_mib(measured_costs([trace]))
+    measured = trace.timeline
+    memory_scale = 1.0 if trace.memory is None else _MIB
+    in_ms = Timeline(
+        measured.plan,
+        tuple(_scaled(row) for row in measured.start),
+        tuple(_scaled(row) for row in measured.end),
+        _scaled(measured.peak, memory_scale),
+    )
+    return Comparison(trace, costs, simulate(measured.plan, costs), in_ms)
+
+
+def _to_ms_and_mib(costs: CostModel) -> CostModel:
+    """Convert seconds and bytes to milliseconds and MiB."""
+    return replace(
+        costs,
+        forward=_scaled(costs.forward),
+        backward_input=_scaled(costs.backward_input),
+        backward_weight=_scaled(costs.backward_weight),
+        backward=None if costs.backward is None else _scaled(costs.backward),
+        activation=None if costs.activation is None else _scaled(costs.activation, _MIB),
+        kept=None if costs.kept is None else _scaled(costs.kept, _MIB),
+        message=costs.message * _MS,
+    )
+
+
+def _scaled(values: Sequence[float], factor: float = _MS) -> tuple[float, ...]:
+    return tuple(value * factor for value in values)
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Format a table; all columns but the first are right-aligned."""
+    cells = [header, *rows]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    return "\n".join(
+        "  ".join(
+            word.ljust(width) if column == 0 else word.rjust(width)
+            for column, (word, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in cells
+    )

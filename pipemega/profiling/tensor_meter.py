@@ -1,0 +1,93 @@
+"""Counts the bytes of live tensors and the FLOPs, operation by operation.
+
+Works on every device, including the meta device, where tensors have a size but no memory. So the
+memory of a stage between forward and backward is counted by running it, not by a formula.
+"""
+
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+_aten = torch.ops.aten
+# torch has no FLOP formula for the CPU attention kernel; it does the same work as the CUDA kernel.
+_FORMULAS: dict[Any, Any] = {
+    _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        _aten._scaled_dot_product_flash_attention
+    ],
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        _aten._scaled_dot_product_flash_attention_backward
+    ],
+}
+
+
+class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context that counts FLOPs and the bytes of all storages that operations allocate.
+
+    A storage counts once, even if several tensors share it, and until it is freed. Temporary memory
+    inside a kernel is not counted. FLOPs are those of matrix products, by torch's formulas; a
+    causal attention counts half, as in `monitor.flops`.
+
+    Args:
+        ignoring: existing tensors, whose storages do not count.
+    """
+
+    def __init__(self, ignoring: Iterable[Tensor] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = 0
+        """Bytes of all live storages."""
+        self.peak = 0
+        """Maximum of `now` since the last `reset_peak`."""
+        self.flops = 0.0
+        self.kernels = 0
+        """Number of operations that run a kernel: all but views."""
+        self._seen: dict[int, Any] = {}
+        for tensor in ignoring:
+            self._track(tensor.untyped_storage(), counted=False)
+
+    def reset_peak(self) -> None:
+        """Set the peak to the current bytes."""
+        self.peak = self.now
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._seen:
+                    self._track(storage, counted=True)
+        self.kernels += not func.is_view
+        packet = func._overloadpacket
+        formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+        if formula is not None:
+            flops = formula(*args, **kwargs, out_val=result)
+            self.flops += flops / 2 if _is_causal(func, args, kwargs) else flops
+        return result
+
+    def _track(self, storage: torch.UntypedStorage, counted: bool) -> None:
+        key, size = storage._cdata, storage.nbytes() if counted else 0
+
+        def forget(_: Any) -> None:
+            self._seen.pop(key, None)
+            self.now -= size
+
+        # torch keeps the Python object of a storage alive as long as the storage.
+        self._seen[key] = weakref.ref(storage, forget)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+
+
+def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    names = [argument.name for argument in func._schema.arguments]
+    if "is_causal" not in names:
+        return False
+    index = names.index("is_causal")
+    return bool(args[index] if index < len(args) else kwargs.get("is_causal", False))

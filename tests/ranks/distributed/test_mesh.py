@@ -1,0 +1,68 @@
+"""The axes of each rank have the process groups that the topology defines."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pipemega.distributed.mesh import Mesh, build_mesh, pick_device
+from pipemega.distributed.topology import AXES, Topology
+from pipemega.errors import MeshError
+
+CPU = torch.device("cpu")
+
+
+def groups_of_this_rank(topology):
+    """Each axis's ranks by the mesh, and by a gather over its group."""
+    mesh = build_mesh(topology, CPU)
+    found = {}
+    for name in (*AXES, "world"):
+        axis = getattr(mesh, name)
+        gathered = [mesh.rank]
+        if axis.size > 1:
+            gathered = [None] * axis.size
+            dist.all_gather_object(gathered, mesh.rank, group=axis.group)
+        assert axis.ranks[axis.rank] == mesh.rank
+        assert (axis.group is None) == (axis.size == 1)
+        found[name] = (axis.ranks, tuple(gathered))
+    return found
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [Topology(2, 1, 2), Topology(1, 2, 2), Topology(2, 2, 1), Topology(4, 1, 1), Topology(1, 1, 4)],
+    ids=str,
+)
+def test_every_group_has_the_ranks_that_the_topology_defines(pool, topology):
+    for rank, found in enumerate(pool.run(4, groups_of_this_rank, topology)):
+        for name in AXES:
+            line = topology.along(name, rank)
+            assert found[name] == (line, line)
+        assert found["world"] == ((0, 1, 2, 3), (0, 1, 2, 3))
+
+
+def refused_mesh():
+    with pytest.raises(MeshError) as error:
+        build_mesh(Topology(2, 1, 2), CPU)
+    return str(error.value)
+
+
+def test_a_world_size_that_does_not_fit_is_refused_on_every_rank(pool):
+    message = "2 ranks were started, and the mesh pipeline 2 x data 1 x tensor 2 takes 4"
+    assert pool.run(2, refused_mesh) == [message] * 2
+
+
+def test_one_process_needs_no_torch_distributed():
+    mesh = build_mesh(Topology(), CPU)
+    assert not dist.is_initialized()
+    assert (mesh.rank, mesh.world.size, mesh.tensor.group) == (0, 1, None)
+    assert Mesh.single().device == CPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_missing_gpu_is_refused_with_the_remedy():
+    assert pick_device("auto") == CPU
+    with pytest.raises(MeshError) as error:
+        pick_device("cuda")
+    assert (
+        str(error.value) == "mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu'"
+    )

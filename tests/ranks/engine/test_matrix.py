@@ -1,0 +1,305 @@
+"""Every mesh, schedule and setting trains like the unsharded model in one process (the oracle).
+
+Losses, gradients, norms and parameters are compared. By default each mesh runs with each schedule,
+and each other setting on some meshes; `pytest -m sweep` runs all combinations.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import numpy
+import pytest
+
+from tests.ranks import small_models, training_runs
+from tests.ranks.pool import RankPool
+from tests.ranks.training_runs import settings
+
+MESHES = [
+    (data, tensor, pipeline)
+    for data, tensor, pipeline in itertools.product((1, 2, 3, 4), (1, 2, 4), (1, 2, 3, 4))
+    if data * tensor * pipeline <= 4
+]
+SCHEDULES = ("sequential", "gpipe", "1f1b")
+# Split backward, one stage per rank.
+SPLIT = ("zb-h1", "zb-h2")
+# Two stages per rank, with full or split backwards.
+TWO_STAGES_PER_RANK = (
+    "interleaved",
+    "looped-bfs",
+    "interleaved-zb",
+    "zb-v",
+    "v-half",
+    "v-min",
+    "1f1b-v",
+    "dualpipe-v",
+)
+
+# Changes to the plain config, and the default dtype of the run.
+Choice = tuple[dict[str, Any], str]
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+CHOICES: dict[str, Choice] = {
+    "plain": ({}, "float64"),
+    "clipped": ({"gradient_clipping": 0.05}, "float64"),
+    "untied": ({"model": {"untie_embeddings_and_output_weights": True}}, "float64"),
+    "sequence parallel": ({"mesh": {"sequence_parallel": True}}, "float64"),
+    "recompute full": ({"model": {"recompute": "full"}}, "float64"),
+    "recompute selective": ({"model": {"recompute": "selective"}}, "float64"),
+    "checkpoint every 2 layers": ({"pipeline": {"activation_checkpoint_interval": 2}}, "float64"),
+    "number of checkpoints": ({"activation_checkpointing": {"number_checkpoints": 3}}, "float64"),
+    "mean of micro-batches": ({"training": {"loss_reduction": "micro_batch"}}, "float64"),
+    "llama style": (
+        {
+            "model": {
+                "position_embedding_type": "rope",
+                "normalization": "RMSNorm",
+                "swiglu": True,
+                "add_bias_linear": False,
+                "num_query_groups": 2,
+                "untie_embeddings_and_output_weights": True,
+            }
+        },
+        "float64",
+    ),
+    "label smoothing": ({"model": {"label_smoothing": 0.1}}, "float64"),
+    "exchanged shapes": ({"pipeline": {"shapes": "exchanged"}}, "float64"),
+    "declared shapes": ({"pipeline": {"shapes": "declared"}}, "float64"),
+    "layers seeded one by one": ({"pipeline": {"seed_layers": True}}, "float64"),
+    "cut evenly": ({"pipeline": {"partition": "uniform"}}, "float64"),
+    "cut by type": ({"pipeline": {"partition": "type:block|norm|head"}}, "float64"),
+    "SGD": (SGD, "float64"),
+    "LAMB": ({"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, "float64"),
+    "prescaled": (
+        {"prescale_gradients": True, "gradient_allreduce_op": "mean"},
+        "float64",
+    ),
+    "fp32": ({}, "float32"),
+    # With SGD: Adam turns a gradient that is only rounding error into a full step.
+    "bf16": (SGD | {"bf16": {"enabled": True}}, "float32"),
+    "fp16": (SGD | {"fp16": {"enabled": True, "initial_scale_power": 8}}, "float32"),
+}
+
+
+def with_zero(choice: str, **keys: Any) -> Choice:
+    """Add ZeRO with small buckets: several of them, and parameters larger than a bucket."""
+    changes, dtype = CHOICES[choice]
+    zero = {"stage": 1, "reduce_bucket_size": 1500, **keys}
+    return changes | {"zero_optimization": zero}, dtype
+
+
+CHOICES |= {
+    f"{name}, ZeRO": with_zero(name, overlap_comm=name in ("plain", "bf16", "LAMB"))
+    for name in (
+        "plain", "clipped", "untied", "sequence parallel", "llama style", "LAMB", "SGD",
+        "prescaled", "bf16", "fp16",
+    )
+}  # fmt: skip
+CHOICES["offloaded, ZeRO"] = with_zero("plain", offload_optimizer={"device": "cpu"})
+
+# With ZeRO, norms are sums over shards: the last bit differs between placements.
+BY_NORMS = ("clipped, ZeRO", "LAMB, ZeRO")
+
+# Relative to the largest value: the order of sums differs between meshes. Masters are fp32.
+TOLERANCE = {"float64": 1e-10, "float32": 2e-4, "bf16": 6e-2, "fp16": 1e-2}
+
+
+def config_of(mesh: tuple[int, int, int], schedule: str, choice: str) -> dict[str, Any]:
+    changes, _ = CHOICES[choice]
+    data, tensor, pipeline = mesh
+    config = settings(**changes)
+    config["mesh"] = {"tensor": tensor, "pipeline": pipeline, "data": data} | config.get("mesh", {})
+    config["pipeline"] = {"schedule": schedule} | config.get("pipeline", {})
+    # Each stage needs a matching layer.
+    if choice == "cut by type" and pipeline > 3:
+        config["pipeline"]["partition"] = "type:.*"
+    return config
+
+
+Oracle = Callable[[str], dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def oracle(pool: RankPool) -> Oracle:
+    """Train the unsharded model in one process, for each choice."""
+
+    @cache
+    def run(choice: str) -> dict[str, Any]:
+        config = config_of((1, 1, 1), "sequential", choice)
+        (result,) = pool.run(1, training_runs.train, config, CHOICES[choice][1])
+        return result
+
+    return run
+
+
+def run_all(pool: RankPool, mesh: tuple[int, int, int], cases: list[tuple[str, str]]) -> list[Any]:
+    """Return the results of (schedule, choice) cases on a mesh; check that all ranks agree."""
+    configs = [(config_of(mesh, s, choice), CHOICES[choice][1]) for s, choice in cases]
+    data, tensor, pipeline = mesh
+    by_rank = pool.run(data * tensor * pipeline, training_runs.train_all, configs, timeout=300.0)
+    for results in zip(*by_rank, strict=True):
+        for other in results[1:]:
+            assert other["loss"] == results[0]["loss"], "the loss is the same float on every rank"
+            assert other["norm"] == results[0]["norm"]
+            assert other["eval"] == results[0]["eval"]
+    return list(by_rank[0])
+
+
+def largest_difference(got: dict[str, Any], want: dict[str, Any]) -> float:
+    """Return the largest difference of a logical tensor, relative to its largest element."""
+    assert set(got) == set(want)
+    return max(
+        float(numpy.abs(got[n] - want[n]).max() / max(numpy.abs(want[n]).max(), 1e-3)) for n in want
+    )
+
+
+def assert_like_the_oracle(got: Any, want: Any, choice: str) -> None:
+    kind = choice.removesuffix(", ZeRO")
+    tolerance = TOLERANCE[kind if kind in TOLERANCE else CHOICES[choice][1]]
+    for key in ("loss", "norm"):
+        assert got[key] == pytest.approx(want[key], rel=tolerance), key
+    assert got["eval"] == pytest.approx(want["eval"], rel=tolerance)
+    assert got["skipped"] == want["skipped"]
+    for mine, theirs in zip(got["gradients"], want["gradients"], strict=True):
+        assert largest_difference(mine, theirs) < tolerance
+    assert largest_difference(got["parameters"], want["parameters"]) < tolerance
+
+
+def assert_bitwise(results: list[Any], *, norm: bool = True) -> None:
+    """Compare bit for bit; `norm=False`: the norm to rounding (with ZeRO shards differ)."""
+    first = results[0]
+    for other in results[1:]:
+        assert other["norm"] == (first["norm"] if norm else pytest.approx(first["norm"], rel=1e-12))
+        for key in ("loss", "eval", "scale"):
+            assert other[key] == first[key]
+        for name, value in first["parameters"].items():
+            assert numpy.array_equal(other["parameters"][name], value), name
+        for mine, theirs in zip(other["gradients"], first["gradients"], strict=True):
+            for name, value in theirs.items():
+                assert numpy.array_equal(mine[name], value), name
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_mesh_trains_like_one_process_and_all_schedules_give_the_same_bits(
+    pool: RankPool, oracle: Oracle, mesh: tuple[int, int, int]
+) -> None:
+    # The model has layers for two ranks with two stages. One rank alone sums the gradients of a
+    # tied weight in one sum with one stage, and in two sums with two stages.
+    schedules = SCHEDULES + SPLIT * (mesh[2] > 1) + TWO_STAGES_PER_RANK * (mesh[2] == 2)
+    if mesh[2] == 1 and mesh[0] * mesh[1] > 2:
+        # Without a pipeline the schedules hardly differ; smaller meshes compare all of them.
+        schedules = ("1f1b",)
+    results = run_all(pool, mesh, [(schedule, "plain") for schedule in schedules])
+    assert_bitwise(results)
+    assert_like_the_oracle(results[0], oracle("plain"), "plain")
+
+
+# These settings depend on the tensor axis.
+WITH_TENSOR_RANKS = (
+    "clipped", "untied", "sequence parallel", "recompute full", "llama style", "label smoothing",
+    "LAMB", "bf16", "fp16",
+)  # fmt: skip
+
+
+def _some() -> Iterator[tuple[str, tuple[int, int, int]]]:
+    """Return each choice on one mesh, and on further meshes where it matters most."""
+    for choice in CHOICES:
+        if choice == "plain" or choice.endswith("ZeRO"):
+            continue
+        yield choice, (1, 2 if choice in WITH_TENSOR_RANKS else 1, 2)
+        if choice in ("mean of micro-batches", "prescaled", "fp32", "bf16", "fp16", "clipped"):
+            yield choice, (2, 1, 2)
+        if choice in ("sequence parallel", "LAMB", "llama style"):
+            yield choice, (2, 2, 1)
+        if choice in ("untied", "exchanged shapes", "recompute full"):
+            yield choice, (1, 1, 4)
+
+
+@pytest.mark.parametrize(("choice", "mesh"), list(_some()), ids=str)
+def test_every_setting_trains_like_one_process(
+    pool: RankPool, oracle: Oracle, choice: str, mesh: tuple[int, int, int]
+) -> None:
+    # With two stages per rank the partition of the setting has the wrong number of stages.
+    cut = choice.startswith("cut")
+    split = "zb-v" if mesh[2] == 2 and not cut else "zb-h1" if mesh[2] > 1 else "sequential"
+    results = run_all(pool, mesh, [("1f1b", choice), (split, choice)])
+    assert_bitwise(results)
+    assert_like_the_oracle(results[0], oracle(choice), choice)
+
+
+# Bitwise equal where no order of a sum changes: two data ranks, and no clipping by the norm.
+@pytest.mark.parametrize(
+    ("mesh", "schedules", "choices"),
+    [
+        ((2, 1, 2), ("zb-h1",), ("plain", "plain, ZeRO", "bf16, ZeRO", "clipped, ZeRO")),
+        ((2, 1, 2), ("zb-v", "interleaved"), ("plain, ZeRO",)),
+        ((2, 1, 2), ("1f1b",), ("untied, ZeRO", "LAMB, ZeRO", "offloaded, ZeRO")),
+        ((2, 2, 1), ("1f1b",), ("plain, ZeRO", "sequence parallel, ZeRO", "LAMB, ZeRO")),
+        ((3, 1, 1), ("1f1b",), ("plain, ZeRO", "prescaled, ZeRO")),
+    ],
+    ids=str,
+)
+def test_zero_trains_like_one_process_on_every_kind_of_mesh(
+    pool: RankPool,
+    oracle: Oracle,
+    mesh: tuple[int, int, int],
+    schedules: tuple[str, ...],
+    choices: tuple[str, ...],
+) -> None:
+    cases = [(schedule, choice) for choice in choices for schedule in schedules]
+    results = dict(zip(cases, run_all(pool, mesh, cases), strict=True))
+    for schedule, choice in cases:
+        assert_like_the_oracle(results[schedule, choice], oracle(choice), choice)
+    for choice in choices:
+        if choice not in BY_NORMS:
+            assert_bitwise([results[schedule, choice] for schedule in schedules], norm=False)
+    if "plain" in choices:
+        pair = [results[schedules[0], choice] for choice in ("plain", "plain, ZeRO")]
+        assert_bitwise(pair, norm=False)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_every_setting_on_every_mesh_trains_like_one_process(
+    pool: RankPool, oracle: Oracle, choice: str, mesh: tuple[int, int, int]
+) -> None:
+    schedules = SCHEDULES + SPLIT * (mesh[2] > 1)
+    schedules += TWO_STAGES_PER_RANK * (mesh[2] == 2 and not choice.startswith("cut"))
+    results = run_all(pool, mesh, [(schedule, choice) for schedule in schedules])
+    if choice in BY_NORMS:
+        for result in results:
+            assert_like_the_oracle(result, oracle(choice), choice)
+        return
+    assert_bitwise(results, norm=not choice.endswith("ZeRO"))
+    assert_like_the_oracle(results[0], oracle(choice), choice)
+
+
+CUT_BEFORE_IN_PLACE = {2: [0, 2, 8], 4: [0, 2, 4, 6, 8]}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [
+        (1, [("1f1b", 0), ("zb-h1", 1), ("1f1b", 2)]),
+        (2, [("1f1b", 0), ("gpipe", 1), ("zb-h1", 0), ("zb-h1", 2), ("zb-v", 0), ("zb-v", 1)]),
+        (4, [("1f1b", 0), ("zb-h1", 1)]),
+    ],
+)
+def test_layers_that_change_their_input_in_place_at_a_cut_give_the_bits_of_other_layers(
+    pool: RankPool, ranks: int, cases: list[tuple[str, int]]
+) -> None:
+    """Each case is a schedule and the number of layers per activation checkpoint."""
+    configs: list[dict[str, Any]] = []
+    for schedule, interval in cases:
+        bounds = CUT_BEFORE_IN_PLACE.get(ranks * (2 if schedule == "zb-v" else 1))
+        section = {"schedule": schedule, "activation_checkpoint_interval": interval}
+        section |= {} if bounds is None else {"partition": bounds}
+        configs.append({"mesh": {"pipeline": ranks}, "pipeline": section})
+    ((_, one_process),) = pool.run(1, small_models.train_in_place, [{}])[0]
+    for results in pool.run(ranks, small_models.train_in_place, configs):
+        for (losses, parameters), (want_losses, want) in results:
+            assert losses == want_losses
+            assert losses == pytest.approx(one_process[0], rel=1e-12)
+            for name, value in want.items():
+                assert numpy.array_equal(parameters[name], value), name

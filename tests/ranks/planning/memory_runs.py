@@ -1,0 +1,57 @@
+"""Trains a small GPT on real ranks and measures the memory of each."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipemega.config import load
+from pipemega.engine.initialize import initialize
+from pipemega.models import GPTConfig, gpt
+from pipemega.profiling.tensor_meter import TensorMeter
+
+STEPS = 2
+
+
+def held_bytes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the bytes of weights, gradients, optimizer state and masters, and the peak of all
+    tensors.
+
+    The peak includes all tensors since before the model was built, also those of the transport and
+    of the optimizer step, but not the temporary memory inside kernels and gloo.
+    """
+    settings = load(config)
+    assert settings.model is not None
+    vocab, length = settings.model.vocab_size, settings.model.seq_length
+    assert isinstance(vocab, int)
+    with TensorMeter() as meter:
+        engine, *_ = initialize(gpt(GPTConfig.of(settings, vocab)), settings)
+        for step in range(STEPS):
+            engine.train_batch(
+                (tokens(step, m, engine.batch.micro_batch_size, length, vocab),) * 2
+                for m in range(engine.batch.num_microbatches)
+            )
+    optimizer, step = engine.optimizer, engine._step
+    assert optimizer is not None
+    assert step is not None
+    states = [v for state in optimizer.state.values() for v in state.values()]
+    weights = [*engine.module.parameters(), *engine.module.buffers()]
+    return {
+        "weights": storage_bytes(weights),
+        "gradients": storage_bytes(step.gradients.flats.values()),
+        "masters": storage_bytes(step.masters.named[name] for name in step.masters.saved_masters),
+        "optimizer": storage_bytes(v for v in states if isinstance(v, Tensor)),
+        "peak": meter.peak,
+    }
+
+
+def tokens(step: int, microbatch: int, size: int, length: int, vocab: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + microbatch)
+    return torch.randint(vocab, (size, length), generator=generator)
+
+
+def storage_bytes(tensors: Any) -> int:
+    """Return the bytes of the storages, each counted once."""
+    storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
+    return sum(storages.values())

@@ -1,0 +1,120 @@
+"""Trains a small GPT for a few steps on any mesh, and returns everything to compare."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipemega.engine.engine import Engine
+from pipemega.engine.initialize import initialize
+from pipemega.models import GPTConfig, gpt, layer_inputs
+from pipemega.pipeline.gather_tensors import gather_full_tensors
+
+VOCAB, LENGTH, MICRO = 50, 8, 2
+# A multiple of every data size from 1 to 4.
+NUM_MICROBATCHES = 12
+STEPS = 3
+
+MODEL = {
+    "num_layers": 3,
+    "hidden_size": 16,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "ffn_hidden_size": 24,
+    "seq_length": LENGTH,
+    "vocab_size": VOCAB,
+    "make_vocab_size_divisible_by": 8,
+    "hidden_dropout": 0.1,
+    "attention_dropout": 0.0,
+}
+
+
+def settings(**changes: Any) -> dict[str, Any]:
+    """Return a config; a change such as mesh={"tensor": 2} is merged into its section."""
+    config: dict[str, Any] = {
+        "train_batch_size": NUM_MICROBATCHES * MICRO,
+        "train_micro_batch_size_per_gpu": MICRO,
+        "seed": 7,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        # Starts above 0, so that every step changes the parameters.
+        "scheduler": {
+            "type": "WarmupLR",
+            "params": {"warmup_min_lr": 0.004, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
+        },
+        "model": dict(MODEL),
+    }
+    for key, value in changes.items():
+        config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value
+    return config
+
+
+def microbatch(step: int, place: int) -> tuple[Tensor, Tensor]:
+    """Return micro-batch `place` of the global batch; some labels are ignored (-100)."""
+    generator = torch.Generator().manual_seed(1000 * step + place)
+    tokens = torch.randint(VOCAB, (MICRO, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    # Unequal numbers of tokens: the mean of the means is not the mean.
+    labels[0, : place % (LENGTH - 1)] = -100
+    return tokens[:, :-1], labels
+
+
+def data(engine: Engine, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    ranks, rank = engine.mesh.data.size, engine.mesh.data.rank
+    for m in range(engine.batch.num_microbatches):
+        yield microbatch(step, m * ranks + rank)
+
+
+def train(config: Mapping[str, Any], dtype: str = "float64", steps: int = STEPS) -> dict[str, Any]:
+    """Return losses, norms, gradients of each step, and parameters after the last."""
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        return _train(config, steps)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def build(config: Mapping[str, Any]) -> Engine:
+    from pipemega.config import load
+
+    loaded = load(config)
+    gpt_config = GPTConfig.of(loaded, VOCAB)
+    boundary = layer_inputs(gpt_config, MICRO, torch.get_default_dtype())
+    engine, *_ = initialize(gpt(gpt_config, boundary=boundary), loaded)
+    return engine
+
+
+def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
+    engine = build(config)
+    gradients: list[dict[str, Tensor]] = []
+    assert engine.optimizer is not None
+    assert engine._step is not None
+    masters = engine._step.masters
+
+    def keep(*_: Any) -> None:
+        grads = {n: m.grad.clone() for n, m in masters.named.items() if m.grad is not None}
+        gradients.append(masters.gather(grads))
+
+    engine.optimizer.register_step_pre_hook(keep)
+    result: dict[str, Any] = {"loss": [], "norm": [], "scale": [], "skipped": []}
+    for step in range(steps):
+        result["loss"].append(engine.train_batch(data(engine, step)))
+        assert engine.last_step is not None
+        result["norm"].append(engine.last_step.grad_norm)
+        result["scale"].append(engine.last_step.loss_scale)
+        result["skipped"].append(engine.last_step.skipped)
+    result["gradients"] = [gather_full_tensors(g, engine._model, engine.mesh) for g in gradients]
+    result["parameters"] = engine.parameter_state()
+    result["eval"] = engine.eval_batch(data(engine, 99))
+    # Arrays are sent between processes without shared memory.
+    result["gradients"] = [
+        {n: g.double().numpy() for n, g in gs.items()} for gs in result["gradients"]
+    ]
+    result["parameters"] = {n: p.double().numpy() for n, p in result["parameters"].items()}
+    return result
+
+
+def train_all(cases: list[tuple[Mapping[str, Any], str]]) -> list[dict[str, Any]]:
+    """Train several configs one after another."""
+    return [train(config, dtype) for config, dtype in cases]

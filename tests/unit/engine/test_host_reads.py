@@ -1,0 +1,145 @@
+"""No code within a step reads a value from the device, which would make the host wait.
+
+Tested without a GPU on torch's meta device: its tensors have no values, so that reading one
+(`.item()`, `bool(tensor)`, a mask as an index) raises an error.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipemega import LayerSpec, PipelineModule
+from pipemega.config import load
+from pipemega.distributed.mesh import Mesh
+from pipemega.engine.engine import Engine
+from pipemega.engine.initialize import initialize
+from pipemega.engine.loss import sum_losses
+from pipemega.errors import PipelineError
+from pipemega.models import GPTConfig, gpt
+from pipemega.optimizer.gradients import square_sum
+from pipemega.pipeline.execution_state import MicroBatches, Results
+from pipemega.pipeline.module import RngKey
+from pipemega.pipeline.plan.instructions import Kind
+from pipemega.pipeline.recorder import NULL_RECORDER, Recorder, make_recorder
+
+VOCAB = 50  # padded inside, so that the padding is masked
+
+GPT2 = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8}
+LLAMA = {
+    **GPT2,
+    "num_query_groups": 2,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "label_smoothing": 0.1,
+}
+
+
+def build(net: PipelineModule, **changes: Any) -> Engine:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **changes,
+    }
+    return initialize(net, config, mesh=Mesh.single("meta"))[0]
+
+
+def run(engine: Engine, inputs: Any, labels: Any, recorder: Recorder = NULL_RECORDER) -> Results:
+    rng_keys = [RngKey(1, 0, place) for place in range(2)]
+    batch = MicroBatches([inputs] * 2, [labels] * 2, rng_keys=rng_keys, loss_factor=0.5)
+    return engine._executor.run(engine.plan, batch, recorder)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["GPT-2", "Llama"])
+@pytest.mark.parametrize("reduction", ["token", "micro_batch"])
+def test_a_step_of_the_gpt_reads_no_value_before_the_optimizer_step(
+    model: dict[str, Any], recompute: str, dtype: str, reduction: str
+) -> None:
+    config = {"train_batch_size": 2, "model": {**model, "recompute": recompute}}
+    net = gpt(GPTConfig.of(load(config), VOCAB))
+    precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
+    engine = build(net, training={"loss_reduction": reduction}, **precision)
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    results = run(engine, tokens, tokens)
+    assert sorted(results.losses) == [0, 1]
+    assert engine._step is not None
+    # The optimizer step reads once.
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        engine._step(*sum_losses(results, engine.mesh))
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["not timed", "timed"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_split_backward_and_tracing_read_no_value(
+    schedule: str, recompute: str, traced: bool
+) -> None:
+    config = {"train_batch_size": 2, "model": {**LLAMA, "recompute": recompute}}
+    net = gpt(GPTConfig.of(load(config), VOCAB))
+    engine = build(net, pipeline={"schedule": schedule})
+    kinds = {step.kind for step in engine.plan.steps()}
+    assert {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} <= kinds
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    recorder = make_recorder(torch.device("meta"), record_memory=True) if traced else NULL_RECORDER
+    assert sorted(run(engine, tokens, tokens, recorder).losses) == [0, 1]
+    marks = recorder.marks()
+    assert (marks is not None) == traced
+    if marks is not None:
+        assert len(marks.end) == len(engine.plan.programs[0])
+
+
+class ReadsValue(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) if x.sum().item() > 0 else x
+
+
+def test_a_layer_that_reads_a_value_fails_this_test() -> None:
+    net = PipelineModule([LayerSpec(ReadsValue)], nn.functional.mse_loss)
+    x = torch.empty(2, 4, device="meta")
+    with pytest.raises(PipelineError, match="ReadsValue"):
+        run(build(net), x, x)
+
+
+class _Norms(TorchDispatchMode):
+    """Records the number of elements of each vector norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.linalg_vector_norm.default:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_norm_on_a_device_copies_the_gradients_in_blocks() -> None:
+    gradients = torch.empty(5 << 24, device="meta")
+    with _Norms() as norms:
+        assert square_sum(gradients + 0).dtype == torch.float64
+    # vector_norm holds an fp64 copy of what it is given.
+    assert max(norms.sizes) * 8 <= 2**27
+    assert sum(norms.sizes) == gradients.numel()
+
+
+def test_the_norm_on_a_device_equals_the_norm_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = torch.randn(1000, generator=torch.Generator().manual_seed(0))
+    expected = square_sum(gradients)
+
+    class OnDevice(torch.Tensor):
+        device = torch.device("meta")  # type: ignore[assignment]
+
+    monkeypatch.setattr("pipemega.optimizer.gradients._DEVICE_NORM_BLOCK", 300)
+    assert square_sum(gradients.as_subclass(OnDevice)).item() == pytest.approx(expected.item())

@@ -1,0 +1,128 @@
+"""The plans that `initialize` chooses, on one process without groups."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipemega import LayerSpec, PipelineModule
+from pipemega.config import Config, load
+from pipemega.distributed.mesh import Axis, Mesh
+from pipemega.distributed.topology import Topology
+from pipemega.engine.plan_choice import MeasuredStages, PlanChooser, split_was_measured
+from pipemega.errors import ConfigError
+from pipemega.models import GPTConfig, gpt
+from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.instructions import Kind
+from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.weight_queue import queued_bytes
+from pipemega.pipeline.plan_selection import measurement_plan
+from pipemega.pipeline.schedules import SCHEDULES, Sizes
+from pipemega.planning.estimate import Request, estimate
+
+MODEL = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "vocab_size": 512,
+}
+
+
+def config(pipeline: dict[str, Any], **changes: Any) -> Config:
+    return load(
+        {
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 1,
+            "mesh": {"pipeline": 2, "device": "cpu"},
+            "model": MODEL,
+            "pipeline": pipeline,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            **changes,
+        }
+    )
+
+
+def mesh() -> Mesh:
+    """Return rank 0 of a mesh of two pipeline ranks, without groups."""
+    ranks = Axis("pipeline", (0, 1), 0)
+    return Mesh(Topology(2, 1, 1), ranks, Axis("data"), Axis("tensor"), ranks, torch.device("cpu"))
+
+
+def chooser(settings: Config, net: PipelineModule | None = None) -> PlanChooser:
+    net = net or gpt(GPTConfig.of(settings, MODEL["vocab_size"]))
+    return PlanChooser(settings, mesh(), net, 8, loader=None)
+
+
+@pytest.mark.parametrize("pipeline", [{}, {"chunks": 2}])
+def test_initialize_chooses_the_same_plan_as_the_plan_command(pipeline: dict[str, Any]) -> None:
+    settings = config({"schedule": "auto", **pipeline})
+    planned = estimate(Request(settings)).prediction.plan
+    assert chooser(settings).first_plan(None) == (planned, None)
+
+
+def test_modules_that_are_already_built_are_counted_and_stay_unchanged() -> None:
+    built = nn.Linear(8, 8)
+    net = PipelineModule([nn.Linear(8, 8), built, nn.Tanh(), nn.Linear(8, 4)])
+    copied = net.on_meta()
+    assert [p.device.type for p in copied.specs[1].build(Axis("tensor")).parameters()] == [
+        "meta"
+    ] * 2
+    assert built.weight.device.type == "cpu"
+
+
+def test_without_known_shapes_auto_starts_with_one_stage_per_rank() -> None:
+    settings = config({"schedule": "auto"}, model=None)
+    net = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(6)], nn.functional.mse_loss)
+    choice = chooser(settings, net)
+    plan, predicted = choice.first_plan(None)
+    assert plan.compute_only() == measurement_plan(2, 8, 1)
+    assert predicted is None
+    costs = CostModel((1.0, 2.0), (1.0, 2.0), (1.0, 2.0), activation=(9.0, 9.0), kept=(9.0, 9.0))
+    best, _ = choice.next_plan(plan, MeasuredStages((0, 1), True, costs))
+    plain = simulate(SCHEDULES["1f1b"].plan(Sizes(2, 8)), costs)
+    found = simulate(best, costs)
+    assert found.makespan < plain.makespan
+    assert max(found.peak) <= max(plain.peak)
+
+
+def test_measured_costs_choose_among_all_placements_in_the_next_run() -> None:
+    settings = config({"schedule": "auto"})
+    choice = chooser(settings)
+    first, _ = choice.first_plan(None)
+    one = (1.0,) * first.num_stages
+    slow_messages = CostModel(one, one, one, message=50.0)
+    measured = MeasuredStages(first.rank_of_stage, split_was_measured(first), slow_messages)
+    best, predicted = choice.first_plan(measured)
+    assert best.num_stages == 2
+    # In the same run the stages cannot move.
+    same_run, costs = choice.next_plan(first, measured)
+    assert same_run.rank_of_stage == first.rank_of_stage
+    assert predicted is not None
+    assert predicted < simulate(same_run, costs).makespan <= simulate(first, costs).makespan
+
+
+def test_the_queue_of_w_is_limited_to_the_configured_bytes() -> None:
+    free = chooser(config({"schedule": "zb-h1"})).configured_plan(None)
+    report = estimate(Request(config({"schedule": "zb-h1"})))
+    kept = [costs.kept for costs in report.prediction.layout.costs]
+    limit = max(kept)
+    settings = config({"schedule": "zb-h1", "weight_queue_limit": limit})
+    limited = chooser(settings).configured_plan(None)
+    assert limited == estimate(Request(settings)).prediction.plan
+    assert max(queued_bytes(p, kept) for p in free.compute_only().programs) > limit
+    assert max(queued_bytes(p, kept) for p in limited.compute_only().programs) <= limit
+    none = chooser(config({"schedule": "zb-h1", "weight_queue_limit": 0})).configured_plan(None)
+    assert not any(step.kind is Kind.BACKWARD_INPUT for step in none.steps())
+
+
+def test_a_limit_of_the_queue_without_known_shapes_is_an_error_with_the_way_out() -> None:
+    settings = config({"schedule": "zb-h1", "weight_queue_limit": 1000}, model=None)
+    net = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(6)], nn.functional.mse_loss)
+    with pytest.raises(
+        ConfigError,
+        match=r"pipeline\.weight_queue_limit needs the bytes .* of a micro-batch are unknown; give "
+        r"initialize\(\) a map-style training_data",
+    ):
+        chooser(settings, net).configured_plan(None)

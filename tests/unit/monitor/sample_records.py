@@ -1,0 +1,37 @@
+"""Records for the tests of the monitor."""
+
+from typing import Any
+
+from pipemega.monitor import StepRecord, TimelineRecord
+
+
+def step_record(step: int = 1, **changes: Any) -> StepRecord:
+    """The record of step `step` in a run with 32 samples per step."""
+    fields: dict[str, Any] = {
+        "step": step,
+        "consumed_samples": 32 * step,
+        "consumed_tokens": 4096 * step,
+        "loss": 6.5 / step,
+        "lr": 3e-4,
+        "grad_norm": 1.25,
+        "step_seconds": 0.5,
+        "samples_per_second": 64.0,
+        "tokens_per_second": 8192.4,
+    }
+    return StepRecord(**(fields | changes))
+
+
+def timeline_record(**changes: Any) -> TimelineRecord:
+    """The timeline of a step on two ranks."""
+    fields: dict[str, Any] = {
+        "step": 10,
+        "consumed_samples": 320,
+        "schedule": "zb-v",
+        "makespan": 0.25,
+        "span": 0.24,
+        "bubble": 0.125,
+        "predicted_makespan": 0.2,
+        "busy": (0.2, 0.15),
+        "waited": (0.01, 0.02),
+    }
+    return TimelineRecord(**(fields | changes))

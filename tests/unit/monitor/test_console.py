@@ -1,0 +1,211 @@
+"""The console output of rank 0."""
+
+import io
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pipemega.monitor import (
+    Console,
+    EvalRecord,
+    eval_line,
+    parse_line,
+    step_line,
+    timeline_line,
+)
+from tests.unit.monitor.sample_records import step_record, timeline_record
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(console_records, total_steps=None, steps_per_print=10, bar=None, lines=None) -> list[str]:
+    lines = lines or io.StringIO()
+    console = Console(total_steps, steps_per_print, lines=lines, bar=bar or io.StringIO())
+    for record in console_records:
+        console.write(record)
+    console.close()
+    return lines.getvalue().splitlines()
+
+
+def test_the_line_of_a_step_has_its_values_in_a_fixed_order():
+    record = step_record(
+        20,
+        loss=6.12345,
+        loss_scale=65536.0,
+        tflops_per_device=151.234,
+        mfu=0.4847,
+        skipped_steps=1,
+        peak_gib=41.5,
+    )
+    assert step_line(record, total_steps=200, seconds_left=3725.0) == (
+        "step 20/200 | consumed samples 640 | loss 6.1235 | lr 3.0000e-04 | grad norm 1.2500 | "
+        "loss scale 65536 | tokens/s 8192 | TFLOP/s 151.2 | MFU % 48.5 | skipped 1 | nan 0 | "
+        "memory GiB 41.50 | ETA 1:02:05"
+    )
+
+
+FULL = step_record(
+    20,
+    loss=6.12345,
+    loss_scale=65536.0,
+    tflops_per_device=151.234,
+    mfu=0.4847,
+    peak_gib=41.5,
+)
+
+
+@pytest.mark.parametrize(
+    ("columns", "keys"),
+    [
+        (60, "step, loss, grad norm, tokens/s"),
+        (80, "step, loss, lr, grad norm, tokens/s"),
+        (100, "step, loss, lr, grad norm, tokens/s, MFU %"),
+        (130, "step, loss, lr, grad norm, tokens/s, MFU %, memory GiB, ETA"),
+        (
+            250,
+            "step, consumed samples, loss, lr, grad norm, loss scale, tokens/s, TFLOP/s, MFU %, "
+            "skipped, nan, memory GiB, ETA",
+        ),
+    ],
+)
+def test_on_a_terminal_a_line_has_the_parts_that_fit(columns, keys, monkeypatch):
+    """Longer lines were wrapped by the terminal."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    (line,) = shown([FULL], total_steps=200, lines=Terminal())
+    assert len(line) <= columns
+    assert ", ".join(parse_line(line)) == keys
+    full = step_line(FULL, 200, 0.0)
+    assert set(line.split(" | ")[:-1]) <= set(full.split(" | "))
+
+
+def test_a_count_of_skipped_steps_is_shown_before_the_less_important_parts(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    (line,) = shown([step_record(20, skipped_steps=3, nan_steps=1)], lines=Terminal())
+    assert "skipped 3 | nan 1" in line
+
+
+def test_validation_and_timeline_lines_fit_the_terminal_too(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    records = [EvalRecord(step=20, consumed_samples=640, loss=4.0, seconds=1.5), timeline_record()]
+    assert shown(records, lines=Terminal()) == [
+        "validation step 20 | loss 4.0000 | perplexity 54.5982",
+        "timeline step 10 | makespan ms 250.00 | bubble % 12.5",
+    ]
+
+
+def test_other_output_than_a_terminal_has_whole_lines(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    (line,) = shown([FULL], total_steps=200)
+    assert len(parse_line(line)) == 13
+
+
+def test_a_bubble_that_is_rounded_to_zero_has_no_minus_sign():
+    """The console showed `bubble % -0.0`."""
+    line = timeline_line(replace(timeline_record(), bubble=-2e-16))
+    assert parse_line(line)["bubble %"] == "0.0"
+    assert parse_line(step_line(step_record(loss=-0.0)))["loss"] == "0.0000"
+
+
+def test_the_line_of_a_validation_has_loss_and_perplexity():
+    record = EvalRecord(step=20, consumed_samples=640, loss=4.0, seconds=1.5)
+    assert eval_line(record) == (
+        "validation step 20 | consumed samples 640 | loss 4.0000 | perplexity 54.5982 | "
+        "seconds 1.50"
+    )
+
+
+def test_the_line_of_a_timeline_has_measured_and_predicted_makespan():
+    line = timeline_line(timeline_record())
+    assert line == (
+        "timeline step 10 | schedule zb-v | makespan ms 250.00 | predicted ms 200.00 | "
+        "span ms 240.00 | bubble % 12.5"
+    )
+    assert parse_line(line)["bubble %"] == "12.5"
+    assert shown([timeline_record()]) == [line]
+
+
+def test_unknown_numbers_are_left_out():
+    keys = parse_line(step_line(step_record(grad_norm=None)))
+    assert list(keys) == [
+        "step",
+        "consumed samples",
+        "loss",
+        "lr",
+        "tokens/s",
+        "skipped",
+        "nan",
+    ]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -3.5, 1e-7, 2.5e9])
+def test_parse_line_reads_every_loss_that_is_shown(value):
+    parsed = parse_line(step_line(step_record(loss=value, grad_norm=value)))
+    for key in ("loss", "grad norm"):
+        assert float(parsed[key]) == pytest.approx(value, rel=1e-4, nan_ok=True)
+
+
+def test_nan_is_shown_as_nan():
+    assert " | loss nan | " in step_line(step_record(loss=math.nan))
+    assert " | loss nan | perplexity nan | " in eval_line(
+        EvalRecord(step=1, consumed_samples=1, loss=math.nan, seconds=0.1)
+    )
+
+
+def test_a_perplexity_that_overflows_is_inf():
+    assert parse_line(eval_line(EvalRecord(step=1, consumed_samples=1, loss=1e4, seconds=0.1)))[
+        "perplexity"
+    ] == str(math.inf)
+
+
+def test_parse_line_returns_nothing_for_other_lines():
+    assert parse_line("[pipemega] INFO: stage 0 holds layers 0 to 3") == {}
+
+
+def test_the_regular_expression_in_the_docs_reads_the_lines():
+    page = Path(__file__, "../../../../docs/monitoring.md").resolve().read_text(encoding="utf-8")
+    expression = re.search(r'^PART = re.compile\(r"(.*)"\)$', page, re.MULTILINE)
+    assert expression is not None
+    for line in re.findall(r"^((?:step|validation step) \d.*)$", page, re.MULTILINE):
+        found = {m["key"]: m["value"] for m in re.finditer(expression[1], line)}
+        assert found == parse_line(line)
+        assert {"consumed samples", "loss"} <= set(found)
+
+
+def test_a_line_is_printed_at_each_interval_and_for_the_last_step():
+    lines = shown((step_record(n) for n in range(1, 8)), total_steps=7, steps_per_print=3)
+    assert [parse_line(line)["step"] for line in lines] == ["3/7", "6/7", "7/7"]
+
+
+@pytest.mark.parametrize("steps_per_print", [None, 0])
+def test_without_steps_per_print_only_validation_lines_are_printed(steps_per_print):
+    records = [step_record(1), EvalRecord(step=1, consumed_samples=32, loss=1.0, seconds=1.0)]
+    lines = shown(records, total_steps=1, steps_per_print=steps_per_print)
+    assert [line.split(" | ")[0] for line in lines] == ["validation step 1"]
+
+
+def test_the_eta_is_computed_from_the_latest_steps():
+    records = [step_record(n, step_seconds=100.0 if n == 1 else 2.0) for n in range(1, 21)]
+    lines = shown(records, total_steps=50, steps_per_print=10)
+    assert parse_line(lines[1])["ETA"] == "0:01:00"
+
+
+def test_the_bar_is_shown_on_a_terminal_only():
+    file, terminal = io.StringIO(), Terminal()
+    records = [step_record(n) for n in (1, 2)]
+    shown(records, total_steps=2, bar=file)
+    shown(records, total_steps=2, bar=terminal)
+    assert file.getvalue() == ""
+    assert "2/2" in terminal.getvalue()
+    assert "loss 3.2500" in terminal.getvalue()
+
+
+def test_the_bar_of_a_resumed_run_starts_at_the_resumed_step():
+    terminal = Terminal()
+    shown([step_record(150)], total_steps=200, bar=terminal)
+    assert "150/200" in terminal.getvalue()

@@ -1,0 +1,170 @@
+"""Learning rates against numbers computed by hand."""
+
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from pipemega.config import load
+from pipemega.errors import ConfigError
+from pipemega.optimizer import build_schedule
+from pipemega.optimizer.lr_formulas import Megatron
+
+LOG = 1 / math.log(4)
+
+
+def adam(lr=0.5, groups=1):
+    return torch.optim.Adam([{"params": [nn.Parameter(torch.zeros(1))]} for _ in range(groups)], lr)
+
+
+def build(optimizer, name, params, train_steps=None):
+    config = {"train_micro_batch_size_per_gpu": 1, "scheduler": {"type": name, "params": params}}
+    if train_steps is not None:
+        config["training"] = {"train_steps": train_steps}
+    section = load(config).scheduler
+    return build_schedule(optimizer, section.type, section.params, train_steps)
+
+
+def curve(name, params, steps, **more):
+    schedule = build(adam(), name, params, **more)
+    rates = []
+    for _ in range(steps):
+        rates.append(schedule.get_last_lr()[0])
+        schedule.advance()
+    return rates
+
+
+CYCLE = {"cycle_min_lr": 1.0, "cycle_max_lr": 3.0, "cycle_first_step_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "expected"),
+    [
+        # The first two rates are alike: DeepSpeed counts from -1.
+        ("WarmupLR", {"warmup_num_steps": 4, "warmup_max_lr": 1.0},
+         [0, 0, math.log(2) * LOG, math.log(3) * LOG, 1, 1, 1]),
+        ("WarmupLR", {"warmup_num_steps": 4, "warmup_type": "linear", "warmup_min_lr": 0.1},
+         [0.1, 0.1, 0.2, 0.3, 0.4, 0.5, 0.5]),  # up to the optimizer's own 0.5
+        ("WarmupDecayLR", {"total_num_steps": 6, "warmup_num_steps": 2, "warmup_max_lr": 1.0,
+                           "warmup_type": "linear"},
+         [0, 0, 0.5, 1, 0.75, 0.5, 0.25, 0, 0]),
+        ("WarmupCosineLR", {"total_num_steps": 6, "warmup_num_steps": 2, "cos_min_ratio": 0.2,
+                            "warmup_type": "linear", "warmup_min_ratio": 0.5},
+         [0, 0.25, 0.375, 0.5 * (0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2), 0.3,
+          0.5 * (0.2 + 0.8 * (1 - math.sqrt(0.5)) / 2), 0.1, 0.1]),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2},
+         [0.1, 0.15, 0.2, 0.25]),
+        ("LRRangeTest", {"lr_range_test_min_lr": 0.1, "lr_range_test_step_size": 2,
+                         "lr_range_test_step_rate": 3.0, "lr_range_test_staircase": True},
+         [0.1, 0.1, 0.4, 0.4, 0.7]),
+        ("OneCycle", CYCLE, [1, 2, 3, 2, 1, 1, 1]),
+        ("OneCycle", {**CYCLE, "cycle_second_step_size": 4, "decay_step_size": 2,
+                      "decay_lr_rate": 1.0},
+         [1, 2, 3, 2.5, 2, 1.5, 1, 1 / 1.5, 1 / 2]),
+        ("OneCycle", {**CYCLE, "cycle_first_step_size": 4, "cycle_first_stair_count": 2},
+         [1, 1, 2, 2, 3, 2, 2, 1, 1]),
+        ("constant", {}, [0.5, 0.5]),
+        ("constant", {"max_lr": 1.0, "warmup_steps": 2, "warmup_init_lr": 0.2}, [0.2, 0.6, 1, 1]),
+        ("linear", {"max_lr": 1.0, "min_lr": 0.2, "warmup_steps": 2, "decay_steps": 6},
+         [0, 0.5, 1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ("cosine", {"max_lr": 1.0, "decay_steps": 4},
+         [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0, 0]),
+        ("inverse-square-root", {"max_lr": 1.0, "min_lr": 0.6, "warmup_steps": 4,
+                                 "decay_steps": 20},
+         [0, 0.25, 0.5, 0.75, 1, math.sqrt(4 / 5), math.sqrt(4 / 6)]),
+        ("WSD", {"max_lr": 1.0, "warmup_steps": 1, "decay_steps": 5, "wsd_decay_steps": 2,
+                 "wsd_decay_style": "linear"}, [0, 1, 1, 1, 0.5, 0, 0]),
+    ],
+)  # fmt: skip
+def test_the_curve_equals_the_one_computed_by_hand(name, params, expected):
+    assert curve(name, params, len(expected)) == pytest.approx(expected, rel=1e-12, abs=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("style", "halfway"),
+    [
+        ("linear", 0.5),
+        ("cosine", 0.5),
+        ("exponential", 2 * math.sqrt(0.5) - 1),
+        ("minus_sqrt", 1 - math.sqrt(0.5)),
+    ],
+)
+def test_the_decay_of_wsd_goes_from_max_to_min_in_its_style(style, halfway):
+    rate = Megatron(style="WSD", max_lr=3.0, min_lr=1.0, init_lr=0.0, warmup_steps=0,
+                    decay_steps=10, wsd_decay_steps=4, wsd_decay_style=style)  # fmt: skip
+    assert [rate(6), rate(8), rate(10)] == pytest.approx([3, 1 + 2 * halfway, 1], rel=1e-12)
+
+
+def test_one_cycle_moves_adams_beta1_opposite_to_the_rate():
+    optimizer = adam()
+    schedule = build(optimizer, "OneCycle", {**CYCLE, "decay_step_size": 2,
+                                                      "decay_mom_rate": 0.1})  # fmt: skip
+    seen = []
+    for _ in range(7):
+        seen.append(optimizer.param_groups[0]["betas"])
+        schedule.advance()
+    # DeepSpeed's very first step has the smallest momentum, before the cycle begins.
+    assert [beta1 for beta1, _ in seen] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.945, 0.99])
+    assert {beta2 for _, beta2 in seen} == {0.99}
+
+
+def test_one_cycle_keeps_the_betas_if_configured_so_or_if_there_are_none(caplog):
+    optimizer = adam()
+    build(optimizer, "OneCycle", {**CYCLE, "cycle_momentum": False})
+    assert optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    sgd = torch.optim.SGD([nn.Parameter(torch.zeros(1))], momentum=0.9)
+    build(sgd, "OneCycle", CYCLE)
+    assert "betas" not in sgd.param_groups[0]
+    assert "cycle_momentum has no effect" in caplog.text
+
+
+def test_all_groups_get_the_rate_and_a_loaded_state_continues_the_curve():
+    first = build(adam(groups=2), "cosine", {"decay_steps": 9})
+    for _ in range(4):
+        first.advance()
+    second = build(adam(groups=2), "cosine", {"decay_steps": 9})
+    second.load_state_dict(first.state_dict())
+    assert second.get_last_lr() == first.get_last_lr()
+    assert second.get_last_lr() == pytest.approx(2 * [0.25 * (1 + math.cos(math.pi * 4 / 9))])
+
+
+def test_the_length_of_the_run_is_the_default_of_the_decay():
+    assert curve("linear", {}, 5, train_steps=4) == pytest.approx([0.5, 0.375, 0.25, 0.125, 0])
+    assert curve("linear", {"decay_steps": 2}, 3, train_steps=4) == pytest.approx([0.5, 0.25, 0])
+    assert curve("WarmupLR", {"warmup_num_steps": 2}, 4, train_steps=4)[-1] == 0.5
+
+
+def test_last_batch_iteration_starts_in_the_middle():
+    params = {"warmup_max_lr": 1.0, "warmup_num_steps": 4, "warmup_type": "linear"}
+    assert curve("WarmupLR", {**params, "last_batch_iteration": -1}, 3) == [0, 0, 0.25]
+    assert curve("WarmupLR", {**params, "last_batch_iteration": 1}, 1) == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "message"),
+    [
+        ("WarmpLR", {}, "scheduler.type 'WarmpLR' is not known; did you mean 'WarmupLR'?"),
+        ("WarmupLR", {"warmup_steps": 3}, "unknown key 'scheduler.params.warmup_steps'"),
+        ("cosine", {"decay_step": 3}, "did you mean 'decay_steps'?"),
+        ("OneCycle", {}, "scheduler.params.cycle_min_lr is missing"),
+        ("WarmupDecayLR", {}, "scheduler.params.total_num_steps is missing"),
+        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps must be an integer >= 1, not 0"),
+        ("WarmupLR", {"warmup_type": "exp"}, 'must be "log" or "linear", not "exp"'),
+        ("linear", {"decay_steps": 3, "warmup_steps": 3},
+         "decay_steps (3) must be above the warm-up's 3 steps"),
+        ("WSD", {"decay_steps": 8, "warmup_steps": 3}, "wsd_decay_steps is missing"),
+        ("WSD", {"decay_steps": 8, "warmup_steps": 3, "wsd_decay_steps": 6},
+         "wsd_decay_steps (6) must be at most decay_steps minus the warm-up (5)"),
+    ],
+)  # fmt: skip
+def test_invalid_parameters_of_a_schedule_are_refused_by_the_name_of_their_key(
+    name, params, message
+):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        build(adam(), name, params)
+
+
+def test_the_case_of_the_name_of_a_schedule_is_ignored():
+    assert curve("COSINE", {"decay_steps": 4}, 1) == curve("cosine", {"decay_steps": 4}, 1)
