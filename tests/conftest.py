@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 
 from tests.ranks.pool import RankPool
+from tests.ranks.training.long_runs import handlers_restored
 
 # An example may take long on a busy machine.
 settings.register_profile("no deadline", deadline=None)
@@ -30,3 +31,13 @@ def pool() -> Iterator[RankPool]:
     ranks = RankPool(4)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(autouse=True)
+def restored_signal_handlers() -> Iterator[None]:
+    """Restore the signal handlers after each test.
+
+    A stopped run keeps its handlers, because its process is about to end.
+    """
+    with handlers_restored():
+        yield

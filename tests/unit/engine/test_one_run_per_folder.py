@@ -12,13 +12,11 @@ from pipemega.errors import CheckpointError, FolderLockedError
 from pipemega.storage.filesystem import LocalStorage
 from pipemega.storage.folder_lock import LOCK_FILE, FolderLocks, LockOptions, folder_locks
 from pipemega.storage.process_identity import ProcessIdentity
-from tests.ranks.training.long_runs import handlers_restored
 
 
 @pytest.fixture(autouse=True)
 def nothing_left():
-    with handlers_restored():
-        yield
+    yield
     folder_locks.release_all()
 
 

@@ -37,10 +37,8 @@ def run_states(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def own_handlers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+def in_tmp_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    with long_runs.handlers_restored():
-        yield
 
 
 def test_a_loop_without_keys_of_a_run_prints_and_writes_nothing(
