@@ -1,7 +1,7 @@
 """The mesh of this process: one process group per axis, and the device."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
@@ -166,10 +166,23 @@ def build_mesh(
         dist.init_process_group(backend, timeout=timeout, **_fresh_store(timeout))
     rank = dist.get_rank()
     axes = {name: _axis(name, topology, rank, timeout) for name in AXES}
+    world = Axis("world", tuple(range(world_size)), rank, dist.group.WORLD)
+    _create_communicators([*axes.values(), world], device)
     # A rank that fails after this breaks connections; all must be established by then.
     dist.barrier()
-    world = Axis("world", tuple(range(world_size)), rank, dist.group.WORLD)
     return Mesh(topology, **axes, world=world, device=device, timeout=timeout)
+
+
+def _create_communicators(axes: Sequence[Axis], device: torch.device) -> None:
+    """Run one collective on every group, in the same order of axes on all ranks.
+
+    NCCL creates the communicator of a group in the group's first operation. For a batch of sends
+    and receives that is the communicator of all its ranks, so a batch in which only some of them
+    take part, such as the exchange of a tied parameter, would wait for the others forever.
+    """
+    for axis in axes:
+        if axis.size > 1:
+            dist.all_reduce(torch.ones(1, device=device), group=axis.group)
 
 
 def _fresh_store(timeout: timedelta) -> dict[str, Any]:

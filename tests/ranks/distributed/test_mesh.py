@@ -40,6 +40,32 @@ def test_every_group_has_the_ranks_that_the_topology_defines(pool, topology):
         assert found["world"] == ((0, 1, 2, 3), (0, 1, 2, 3))
 
 
+def first_operations(topology):
+    """The axes of this rank's groups and the collectives on them, in the order of build_mesh."""
+    called = []
+    names = ("all_reduce", "barrier", "isend", "irecv", "batch_isend_irecv")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            original = getattr(dist, name)
+
+            def record(*args, name=name, original=original, **options):
+                called.append((name, options.get("group")))
+                return original(*args, **options)
+
+            patch.setattr(dist, name, record)
+        mesh = build_mesh(topology, CPU)
+    axes = {name: getattr(mesh, name) for name in (*AXES, "world")}
+    groups = {axis.group: name for name, axis in axes.items() if axis.size > 1}
+    return [(name, groups.get(group)) for name, group in called]
+
+
+@pytest.mark.parametrize("topology", [Topology(4), Topology(2, 1, 2)], ids=str)
+def test_the_first_operation_of_every_group_is_one_that_all_its_ranks_join(pool, topology):
+    axes = [name for name in AXES if topology.size(name) > 1] + ["world"]
+    expected = [("all_reduce", name) for name in axes] + [("barrier", None)]
+    assert pool.run(4, first_operations, topology) == [expected] * 4
+
+
 def refused_mesh():
     with pytest.raises(MeshError) as error:
         build_mesh(Topology(2, 1, 2), CPU)
