@@ -28,6 +28,7 @@ LAYERS = [
     "distributed",
     "random",
     "kernels",
+    "host_memory",
     "parameters",
     "monitor",
     "data",
@@ -47,7 +48,9 @@ LAYERS = [
     "__init__",
     "__main__",
 ]
-LEAF_MODULES = {"version", "errors", "printing", "random", "kernels", "parameters"}
+LEAF_MODULES = {
+    "version", "errors", "printing", "random", "kernels", "host_memory", "parameters",
+}  # fmt: skip
 # Every package up to `config` runs without torch, and so do these.
 NO_TORCH_LAYERS = LAYERS[: LAYERS.index("config") + 1]
 NO_TORCH = (

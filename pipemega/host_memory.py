@@ -1,0 +1,174 @@
+"""Host memory that is copied to and from a device, and the events that say when a copy is complete.
+
+    device -> host     empty, copy, record     wait for the event before the host reads the memory
+    host -> device     empty, copy, record     wait for the event before the host writes it again
+
+On a CUDA device the memory is pinned and the copies are asynchronous: one from or to pageable
+memory makes the host wait for the device.  On other devices nothing is pinned, a copy is complete
+when `copy` returns, and every event has occurred.  All code for CUDA is in this module, so the code
+that uses it is the same on every device.
+"""
+
+import mmap
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pipemega.errors import PipemegaError
+
+# torch's allocator rounds pinned memory up to a power of two, 5 GiB to 8 GiB; larger buffers than
+# this are pinned in their exact size.
+_LARGEST_ROUNDED = 1 << 20
+
+
+class CopyEvent(Protocol):
+    """A point in the work of a device; occurs when all work before it is complete."""
+
+    def query(self) -> bool:
+        """Return whether it has occurred."""
+
+    def synchronize(self) -> None:
+        """Make the host wait until it occurs."""
+
+    def wait(self) -> None:
+        """Make the current stream wait until it occurs; the host continues."""
+
+
+class _Occurred:
+    """The event of a device without asynchronous copies."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        """Return at once."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+class HostMemory:
+    """Allocates host memory for copies to and from one device, and starts the copies.
+
+    Args:
+        device: the device; with "meta" nothing is allocated.
+        pin: pin the memory if the device is a CUDA device.
+    """
+
+    def __init__(self, device: torch.device, *, pin: bool = True) -> None:
+        self._cuda = device.type == "cuda"
+        self.pins = pin and self._cuda
+        """Whether `empty` and `pinned` return pinned memory."""
+        self.location = torch.device("meta" if device.type == "meta" else "cpu")
+        """The device of the host memory."""
+        self._side: torch.cuda.Stream | None = None
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return uninitialized host memory, pinned in exactly this size.
+
+        Raises:
+            PipemegaError: the memory cannot be pinned.
+        """
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        if not self.pins or nbytes <= _LARGEST_ROUNDED:
+            return torch.empty(shape, dtype=dtype, device=self.location, pin_memory=self.pins)
+        return _exactly_pinned(nbytes).view(dtype).view(shape)
+
+    def pinned(self, tensor: Tensor) -> Tensor:
+        """Return `tensor` in pinned memory; the same object if nothing is to be pinned.
+
+        Unlike those of `empty`, the memory is reused after the tensor is freed, but not before the
+        copies from it are complete.
+        """
+        if not self.pins or tensor.device.type != "cpu" or tensor.is_pinned():
+            return tensor
+        return tensor.pin_memory()
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy on the current stream; complete when an event recorded afterwards has occurred."""
+        target.copy_(source, non_blocking=True)
+
+    def record(self) -> CopyEvent:
+        """Return the event that occurs when the work so far of the current stream is complete."""
+        if not self._cuda:
+            return _Occurred()
+        # Blocking: the host sleeps instead of occupying a core.
+        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record()
+        found: CopyEvent = event
+        return found
+
+    @contextmanager
+    def side_stream(self) -> Iterator[None]:
+        """Run the copies of the block beside the work that the current stream gets afterwards.
+
+        They begin when the work so far of the current stream is complete.
+        """
+        if not self._cuda:
+            yield
+            return
+        if self._side is None:
+            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            yield
+
+
+class HostCopy:
+    """A copy of a small device tensor in host memory, on its way.
+
+    Args:
+        memory: of the tensor's device.
+        tensor: not changed by the host until the copy is complete.
+    """
+
+    def __init__(self, memory: HostMemory, tensor: Tensor) -> None:
+        self._copy = memory.empty(*tensor.shape, dtype=tensor.dtype)
+        memory.copy(self._copy, tensor)
+        self._event = memory.record()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._event.query()
+
+    def wait(self) -> Tensor:
+        """Wait until the copy is complete, and return it."""
+        self._event.synchronize()
+        return self._copy
+
+
+class _PinnedPages(mmap.mmap):
+    """Whole pages of host memory, which are unpinned before they are freed."""
+
+    pinned_at = 0
+
+    def __del__(self) -> None:
+        if self.pinned_at:
+            # At the end of the process torch may be gone.
+            with suppress(AttributeError, TypeError):
+                _cudart().cudaHostUnregister(self.pinned_at)
+
+
+def _exactly_pinned(nbytes: int) -> Tensor:
+    """Return [nbytes] uint8 of pinned memory."""
+    nbytes_mapped = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    pages = _PinnedPages(-1, nbytes_mapped, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Else a write after a fork would move the page away from the one that the device reads.
+    pages.madvise(mmap.MADV_DONTFORK)
+    memory = torch.frombuffer(pages, dtype=torch.uint8)
+    error = int(_cudart().cudaHostRegister(memory.data_ptr(), nbytes_mapped, 0))
+    if error:
+        raise PipemegaError(
+            f"{nbytes / 2**20:.1f} MiB of host memory cannot be pinned (CUDA error {error}): give "
+            "the process more memory or a higher limit of locked memory (ulimit -l), or set "
+            "zero_optimization.offload_optimizer.pin_memory or checkpoint.async to false"
+        )
+    pages.pinned_at = memory.data_ptr()
+    return memory[:nbytes]
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
