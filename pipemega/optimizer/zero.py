@@ -29,7 +29,7 @@ from pipemega.optimizer.zero_comm import AllGather, ReduceScatter
 from pipemega.parameters import shard_of
 from pipemega.pipeline.module import Stage
 
-# Reduce-scatters in flight with overlap: one is summed on the CPU while the next is sent.
+# Temporary buffers of reductions with overlap: one is summed on the CPU while the next is sent.
 _WINDOW = 2
 
 

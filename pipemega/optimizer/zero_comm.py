@@ -44,13 +44,16 @@ class ReduceScatter:
 
     On a CPU each rank sends every owner its part, and the owner sums in the order of ranks: gloo's
     reduce-scatter is an all-reduce of a copy, which sends twice as much.  On other devices the
-    backend's reduce-scatter runs in place.
+    backend's reduce-scatter runs in place, unless it sends another dtype.
+
+    A bucket whose reduction needs a temporary buffer waits until the window has room for it.  With
+    NCCL this wait would hold up the backward pass, so reductions in place run until `finish`.
 
     Args:
         gradients: laid out in buckets.
         data: the data axis, of at least two ranks.
         reduction: factors and dtype.
-        window: largest number of buckets in flight; each needs a receive buffer.
+        window: largest number of temporary buffers of buckets in flight.
     """
 
     def __init__(
@@ -61,14 +64,16 @@ class ReduceScatter:
         self._before, self.after = reduction.factors(data.size)
         self._window = window
         self._in_flight: deque[_InFlight] = deque()
+        self._in_place: list[_InFlight] = []
         self.started = 0
         """Number of buckets of this step whose reduction has started."""
 
     def start_next(self) -> None:
         """Start the next bucket, whose gradients are final on this rank."""
-        while len(self._in_flight) >= self._window:
-            self._complete()
         bucket = self._buckets[self.started]
+        in_place = self._runs_in_place(bucket)
+        while not in_place and len(self._in_flight) >= self._window:
+            self._complete(self._in_flight.popleft())
         self.started += 1
         place = bucket.place
         flat = self._gradients.flats[bucket.dtype][place.start : place.stop]
@@ -77,15 +82,23 @@ class ReduceScatter:
         dtype = self._reduction.dtype
         sent = flat if dtype is None else flat.to(dtype)
         with named_collective(bucket.name, self._data.ranks):
-            self._in_flight.append(_InFlight(bucket, *self._send(sent, place.share)))
+            entry = _InFlight(bucket, *self._send(sent, place.share))
+        (self._in_place if in_place else self._in_flight).append(entry)
 
     def finish(self) -> None:
         """Start the remaining buckets and wait until this rank's slices hold their sums."""
         while self.started < len(self._buckets):
             self.start_next()
-        while self._in_flight:
-            self._complete()
+        for entry in (*self._in_place, *self._in_flight):
+            self._complete(entry)
+        self._in_place.clear()
+        self._in_flight.clear()
         self.started = 0
+
+    def _runs_in_place(self, bucket: DataBucket) -> bool:
+        """Return whether the reduction reads and writes only the buffer of the gradients."""
+        on_cpu = self._gradients.flats[bucket.dtype].device.type == "cpu"
+        return not on_cpu and self._reduction.dtype in (None, bucket.dtype)
 
     def _send(self, sent: Tensor, share: int) -> tuple[dist.Work | None, Tensor]:
         group = self._data.group
@@ -96,8 +109,7 @@ class ReduceScatter:
         received = sent.narrow(0, self._data.rank * share, share)
         return _reduce_scatter(received, sent, group=group, async_op=True), received
 
-    def _complete(self) -> None:
-        entry = self._in_flight.popleft()
+    def _complete(self, entry: _InFlight) -> None:
         with named_collective(entry.bucket.name, self._data.ranks):
             if entry.work is not None:
                 entry.work.wait()
