@@ -21,6 +21,7 @@ from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBat
 from pipemega.pipeline.messages import TensorMeta, tensors_of
 from pipemega.pipeline.microbatch_loss import Loss, microbatch_loss
 from pipemega.pipeline.module import Stage
+from pipemega.pipeline.plan.channels import Channel
 from pipemega.pipeline.plan.deadlock_report import PlanPosition
 from pipemega.pipeline.plan.execution_order import last_gradients
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
@@ -33,7 +34,7 @@ from pipemega.pipeline.stage_input import (
     collect_gradients,
     versions_of,
 )
-from pipemega.pipeline.transport import Channel, Receive, Transport
+from pipemega.pipeline.transport import Receive, Transport
 
 
 @dataclass

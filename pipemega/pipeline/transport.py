@@ -1,9 +1,8 @@
 """Point-to-point messages between pipeline ranks: trees of tensors over FIFO channels.
 
-A channel is one direction across one stage boundary. With several stages per rank, the messages
-between two ranks are not in FIFO order, but those of each channel are. A message consists of a
-header (structure, dtypes, shapes, constants) and its tensors. `shapes` decides when headers are
-sent:
+With several stages per rank, the messages between two ranks are not in FIFO order, but those of
+each channel are (`plan.channels`). A message consists of a header (structure, dtypes, shapes,
+constants) and its tensors. `shapes` decides when headers are sent:
 
     declared    never: both peers have the header from the model; the sender checks each message
     cached      with the first message of a channel; the sender checks that later messages match it
@@ -27,29 +26,13 @@ from torch import Tensor
 from pipemega.distributed.comm_errors import comm_error
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
+from pipemega.pipeline.connections import connect
 from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
+from pipemega.pipeline.plan.channels import Channel
 from pipemega.pipeline.plan.instructions import Instruction, Kind
 from pipemega.pipeline.stage_input import check_unchanged, versions_of
 
 ShapeMode = Literal["declared", "cached", "exchanged"]
-Direction = Literal["activation", "gradient"]
-
-
-class Channel(NamedTuple):
-    """One direction across the boundary between stage `boundary` and the next stage."""
-
-    direction: Direction
-    boundary: int
-
-    @property
-    def source(self) -> int:
-        """The stage that sends."""
-        return self.boundary + (self.direction == "gradient")
-
-    @property
-    def target(self) -> int:
-        """The stage that receives."""
-        return self.boundary + (self.direction == "activation")
 
 
 @dataclass(eq=False)
@@ -104,34 +87,7 @@ class Transport:
         self._received_headers: dict[Channel, Header] = {}
         self._unposted: dict[Channel, deque[Receive]] = defaultdict(deque)
         self._sends: list[_Send] = []
-        self._groups = self._make_groups()
-
-    def _make_groups(self) -> dict[Direction, list[dist.ProcessGroup]]:
-        """Return the process groups of each direction, one per chunk.
-
-        Gloo separates channels by tag, so one group is enough. NCCL ignores tags and runs the
-        operations of one group between two ranks in order, so each direction and each chunk of a
-        rank needs a separate group.
-        """
-        group = self._pipeline.group
-        if group is None:
-            return {"activation": [], "gradient": []}
-        if dist.get_backend(group) == "gloo":
-            return {"activation": [group], "gradient": [group]}
-        chunks = -(-len(self._rank_of_stage) // self._pipeline.size)
-        timeout, ranks = self._timeout, list(self._pipeline.ranks)
-        return {
-            direction: [
-                dist.new_group(
-                    ranks,
-                    timeout=timeout,
-                    use_local_synchronization=True,
-                    group_desc=f"pipeline {direction} {chunk}",
-                )
-                for chunk in range(chunks)
-            ]
-            for direction in ("activation", "gradient")
-        }
+        self._routes = connect(pipeline, self._rank_of_stage, device, timeout)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -291,9 +247,7 @@ class Transport:
 
     def _route(self, channel: Channel, stage: int) -> tuple[int, dist.ProcessGroup, int]:
         """Return the global rank of `stage`, and the process group and tag of the channel."""
-        groups = self._groups[channel.direction]
-        group = groups[channel.boundary // self._pipeline.size % len(groups)]
-        tag = 2 * channel.boundary + (channel.direction == "gradient")
+        group, tag = self._routes[channel]
         return self._pipeline.ranks[self._rank_of_stage[stage]], group, tag
 
     def _finish(self, works: Sequence[dist.Work], channel: Channel, microbatch: int) -> None:

@@ -3,12 +3,15 @@
 import time
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from pipemega.engine.engine import Engine
+from pipemega.pipeline import connections
 
 WIDTH = 6
 
@@ -201,6 +204,16 @@ def train(model: str, steps: int = 2, **config: Any) -> dict[str, Any]:
         return {"loss": losses, "parameters": parameters}
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def train_without_tags(model: str, **config: Any) -> tuple[dict[str, Any], set[int]]:
+    """Train with the process groups of a backend without tags; return also the tags in use."""
+    with (
+        mock.patch.object(connections, "message_order", return_value="queues"),
+        mock.patch.object(dist, "isend", wraps=dist.isend) as sends,
+    ):
+        result = train(model, **config)
+    return result, {call.kwargs.get("tag", 0) for call in sends.call_args_list}
 
 
 def train_and_evaluate(**config: Any) -> dict[str, Any]:

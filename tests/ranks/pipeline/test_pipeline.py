@@ -133,3 +133,16 @@ def test_a_rank_keeps_the_microbatches_of_its_schedule_and_no_sent_output(
     (first, outlives), _ = pool.run(2, small_models.kept_between, schedule)
     assert first == most
     assert not outlives
+
+
+@pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"pipeline": 4}], ids=str)
+def test_messages_without_tags_give_the_same_steps(pool: RankPool, mesh: dict[str, int]) -> None:
+    """Every channel between two ranks has its own group, in each of the pipelines of the mesh."""
+    config = {"mesh": mesh, "pipeline": {"schedule": "interleaved"}}
+    by_tag = pool.run(4, call, small_models.train, "plain", config)
+    without_tags = pool.run(4, call, small_models.train_without_tags, "plain", config)
+    for tagged, (result, tags) in zip(by_tag, without_tags, strict=True):
+        assert tags == {0}
+        assert result["loss"] == tagged["loss"]
+        for name, value in tagged["parameters"].items():
+            numpy.testing.assert_array_equal(result["parameters"][name], value)

@@ -1,0 +1,113 @@
+"""Process groups and tags of the channels of one pipeline, opened before the first step."""
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.mesh import Axis
+from pipemega.errors import MeshError
+from pipemega.pipeline.plan.channels import Channel, Connection, MessageOrder, channels, connections
+
+
+class Route(NamedTuple):
+    """How the messages of a channel travel."""
+
+    group: dist.ProcessGroup
+    tag: int
+
+
+def message_order(group: dist.ProcessGroup, device: torch.device) -> MessageOrder:
+    """Return how the backend of `group` separates the messages of tensors on `device`.
+
+    Only gloo matches tags. Every other backend is taken to order messages as NCCL does.
+    """
+    config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    backends = dict(entry.split(":", 1) for entry in config.split(","))
+    return "tags" if backends.get(device.type) == "gloo" else "queues"
+
+
+def connect(
+    pipeline: Axis, rank_of_stage: Sequence[int], device: torch.device, timeout: timedelta
+) -> dict[Channel, Route]:
+    """Return the route of each channel; collective over the pipeline.
+
+    Args:
+        rank_of_stage: the pipeline rank of each stage.
+        device: of the messages.
+        timeout: of each wait.
+
+    Raises:
+        MeshError: the caller has initialized torch.distributed with a device_id.
+        PipelineError: a rank did not open its connections; names both ranks.
+    """
+    if (group := pipeline.group) is None:
+        return {}
+    if message_order(group, device) == "tags":
+        return {c: Route(group, tag) for tag, c in enumerate(channels(rank_of_stage))}
+    _refuse_bound_device(group)
+    links = connections(rank_of_stage)
+    groups = _make_groups(pipeline, 1 + max(link.group for link in links), timeout)
+    _open(pipeline, links, groups, device)
+    return {link.channel: Route(groups[link.group], 0) for link in links}
+
+
+def _refuse_bound_device(group: dist.ProcessGroup) -> None:
+    if (bound := group.bound_device_id) is not None:
+        raise MeshError(
+            f"torch.distributed was initialized with device_id={bound}: then one queue of each "
+            f"process group runs the messages to all ranks, and a receive that is posted early "
+            f"blocks the sends after it, so a pipeline would hang; call init_process_group without "
+            f"device_id, or let pipemega call it"
+        )
+
+
+def _make_groups(pipeline: Axis, count: int, timeout: timedelta) -> list[dist.ProcessGroup]:
+    """Make `count` groups of the ranks of the pipeline.
+
+    With local synchronization only these ranks take part. torch then names a group by its ranks and
+    by the number of groups that a process is in. All ranks of a pipeline are in equally many: the
+    mesh gives each rank a group for the same axes, and every rank is in one pipeline.
+    """
+    return [
+        dist.new_group(
+            list(pipeline.ranks),
+            timeout=timeout,
+            use_local_synchronization=True,
+            group_desc=f"pipeline messages {number}",
+        )
+        for number in range(count)
+    ]
+
+
+def _open(
+    pipeline: Axis,
+    links: Sequence[Connection],
+    groups: Sequence[dist.ProcessGroup],
+    device: torch.device,
+) -> None:
+    """Send one element over each connection, in the same order on all ranks.
+
+    NCCL creates the communicator of a group and two ranks in its first operation, which blocks the
+    host until both ranks are in it. In a step, the ranks come to these operations in different
+    orders, and could wait for each other for ever.
+    """
+    element = torch.zeros(1, device=device)
+    for link in links:
+        if pipeline.rank not in (link.source, link.target):
+            continue
+        source, target = pipeline.ranks[link.source], pipeline.ranks[link.target]
+        with named_collective("the first message of a pipeline connection", (source, target)):
+            if pipeline.rank == link.source:
+                work = dist.isend(element, target, group=groups[link.group])
+            else:
+                work = dist.irecv(element, source, group=groups[link.group])
+            assert work is not None
+            work.wait()
+    with named_collective("the end of opening the pipeline connections", pipeline.ranks):
+        # A barrier that works on every device; reading the element waits for it.
+        dist.all_reduce(element, group=pipeline.group)
+        element.item()
