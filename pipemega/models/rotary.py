@@ -3,8 +3,20 @@
 Source: Su et al. 2021, arXiv:2104.09864.
 """
 
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
+
+Table = tuple[Tensor, Tensor]
+"""Cosines and sines, each [1 or batch, 1, sequence, dim]."""
+
+# Rotations whose tables are kept; a model has one or two (fp32 and bf16).
+_MOST_TABLES = 8
 
 
 class Rotary(nn.Module):
@@ -25,13 +37,11 @@ class Rotary(nn.Module):
         Shape:
             q, k [batch, heads, sequence, head]; positions [batch, sequence], None for 0, 1, 2 ..
         """
+        rotation = _Rotation(self._dim, self._base, q.dtype, q.device)
         if positions is None:
-            positions = torch.arange(q.shape[2], device=q.device).unsqueeze(0)
-        # In fp64: large positions times small frequencies lose precision in fp32.
-        exponents = torch.arange(0, self._dim, 2, dtype=torch.float64, device=q.device) / self._dim
-        angles = positions.unsqueeze(-1) * self._base**-exponents  # [batch, sequence, dim / 2]
-        cos = angles.cos().repeat(1, 1, 2).unsqueeze(1).to(q.dtype)
-        sin = angles.sin().repeat(1, 1, 2).unsqueeze(1).to(q.dtype)
+            cos, sin = _counted_table(rotation, q.shape[2])
+        else:
+            cos, sin = _given_table(rotation, positions)
         return self._rotate(q, cos, sin), self._rotate(k, cos, sin)
 
     def _rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -39,3 +49,92 @@ class Rotary(nn.Module):
         first, second = rotated.chunk(2, dim=-1)
         rotated = rotated * cos + torch.cat((-second, first), dim=-1) * sin
         return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """Everything but the positions that a table depends on."""
+
+    dim: int
+    base: float
+    dtype: torch.dtype
+    device: torch.device
+
+    def table(self, positions: Tensor) -> Table:
+        """Return the table of `positions` [batch, sequence]."""
+        # In fp64: large positions times small frequencies lose precision in fp32.
+        exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device=self.device) / self.dim
+        angles = positions.unsqueeze(-1) * self.base**-exponents  # [batch, sequence, dim / 2]
+        cos = angles.cos().repeat(1, 1, 2).unsqueeze(1).to(self.dtype)
+        sin = angles.sin().repeat(1, 1, 2).unsqueeze(1).to(self.dtype)
+        return cos, sin
+
+    def counted(self, length: int) -> Table:
+        """Return the table of the positions 0 to length - 1."""
+        return self.table(torch.arange(length, device=self.device).unsqueeze(0))
+
+
+# The layers and micro-batches of a process share their tables. A compiled graph has its own,
+# because its tensors must not outlive its run; the compiler computes equal expressions once.
+_counted: dict[_Rotation, Table] = {}
+_given: deque["_Given"] = deque(maxlen=1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Given:
+    """The table of the positions that a micro-batch has brought."""
+
+    positions: "weakref.ref[Tensor]"
+    version: int
+    rotation: _Rotation
+    table: Table
+
+
+def _counted_table(rotation: _Rotation, length: int) -> Table:
+    """Return the table of the positions 0 to length - 1."""
+    if torch.compiler.is_compiling():
+        return rotation.counted(length)
+    if rotation.device.type == "meta":
+        # One element: a planner that counts the tensors of a micro-batch must not count a table
+        # that all micro-batches share.
+        one = torch.empty((), dtype=rotation.dtype, device="meta")
+        return (one.expand(1, 1, length, rotation.dim),) * 2
+    known = _counted.get(rotation)
+    if known is None or known[0].shape[2] < length:
+        with _normal_tensors():
+            # To a power of two: the sequence of `generate` grows by one token at a time.
+            known = rotation.counted(1 << (length - 1).bit_length())
+        _counted.pop(rotation, None)
+        while len(_counted) >= _MOST_TABLES:
+            _counted.pop(next(iter(_counted)))
+        _counted[rotation] = known
+    cos, sin = known
+    return cos[:, :, :length], sin[:, :, :length]
+
+
+def _given_table(rotation: _Rotation, positions: Tensor) -> Table:
+    """Return the table of `positions`; it is kept for the other layers of the micro-batch."""
+    # An inference tensor has no version, which would show a change in place.
+    if torch.compiler.is_compiling() or positions.is_inference():
+        return rotation.table(positions)
+    version = positions._version
+    for known in _given:
+        same = known.positions() is positions and known.version == version
+        if same and known.rotation == rotation:
+            return known.table
+    with _normal_tensors():
+        table = rotation.table(positions)
+    _given.append(_Given(weakref.ref(positions, _forget), version, rotation, table))
+    return table
+
+
+def _forget(positions: "weakref.ref[Tensor]") -> None:
+    if _given and _given[0].positions is positions:
+        _given.clear()
+
+
+@contextmanager
+def _normal_tensors() -> Iterator[None]:
+    """Create tensors that training can use too, also within `torch.inference_mode`."""
+    with torch.inference_mode(False), torch.no_grad():
+        yield
