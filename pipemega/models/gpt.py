@@ -15,7 +15,6 @@ Sources: Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Lla
 
 import math
 from dataclasses import dataclass, fields
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -28,6 +27,7 @@ from pipemega.config.model import ModelSection
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, DataError
 from pipemega.kernels import Kernels
+from pipemega.models.causal_attention import causal_attention
 from pipemega.models.rotary import Rotary
 from pipemega.parameters import Shard, attach_shard, even_share, mark_partial_gradient, normal
 from pipemega.pipeline.microbatch_loss import WeightedLoss
@@ -313,13 +313,12 @@ class Attention(nn.Module):
         )
         if self._rotary is not None:
             q, k = self._rotary(q, k, positions)
-        attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=g != h)
         if self._dropout > 0 and self.training:
             # Tensor ranks have different heads, so they need different masks.
             with sharded_rng(self._axis, q.device):
-                mixed = attend(dropout_p=self._dropout)
+                mixed = causal_attention(q, k, v, self._dropout)
         else:
-            mixed = attend()
+            mixed = causal_attention(q, k, v)
         return rearrange(mixed, "b h s d -> b s (h d)")
 
 

@@ -7,6 +7,8 @@ backward. For meta tensors torch chooses the unfused version, which saves more:
     attention          saves scores [seq, seq]         fused: saves queries, keys, values, output
     dropout            saves a mask, dtype of x        CUDA: saves a mask of bytes
     RMSNorm            saves an fp32 copy of x         CUDA: saves x and one number per row
+
+`Tensor.is_cuda` is that of the real device, so that a model that chooses by it chooses as in a run.
 """
 
 from collections.abc import Sequence
@@ -21,6 +23,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 _aten = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
+_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 
 
 class DeviceKernels(TorchFunctionMode):
@@ -39,6 +42,8 @@ class DeviceKernels(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if func == _IS_CUDA:
+                return self._device == "cuda"
             if func is F.scaled_dot_product_attention:
                 return self._attention(*args, **kwargs)
             if func is F.dropout and self._device == "cuda":

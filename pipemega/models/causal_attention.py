@@ -1,0 +1,56 @@
+"""Causal attention with grouped queries, on the fused kernel of the device.
+
+On a CUDA device torch chooses among three kernels:
+
+    kernel              dtypes        heads of k and v
+    flash, cuDNN        bf16, fp16    may be fewer than those of q (`enable_gqa`)
+    memory-efficient    and fp32      as many as those of q
+    math                all           may be fewer; holds the scores [heads, sequence, sequence]
+
+So k and v are expanded where flash attention does not run. The fused kernel of a CPU takes fewer
+heads in all dtypes.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+# Limits of flash attention in torch 2.13: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_FLASH_CHANNELS = 256
+_FLASH_ARCHITECTURE = 8  # Ampere
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+    """Return softmax(q kᵀ / sqrt(head)) v, in which a position sees itself and earlier ones.
+
+    Args:
+        dropout: probability that a weight of the softmax becomes 0.
+
+    Shape:
+        q [batch, heads, sequence, head], k and v [batch, groups, sequence, head]  ->  as q;
+        heads / groups consecutive heads of q use one head of k and v
+    """
+    heads, groups = q.shape[1], k.shape[1]
+    if heads != groups and not takes_grouped_queries(q):
+        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+    enable_gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=enable_gqa
+    )
+
+
+def takes_grouped_queries(q: Tensor) -> bool:
+    """Return whether a fused kernel of q's device takes fewer heads in k and v than in q."""
+    if not q.is_cuda:
+        return True
+    if q.dtype not in _FLASH_DTYPES or q.shape[-1] > _FLASH_CHANNELS:
+        return False
+    # The planner counts tensors without values as if they were on a GPU of today.
+    return q.is_meta or _has_flash(q.device)
+
+
+def _has_flash(device: torch.device) -> bool:
+    architecture: int = torch.cuda.get_device_properties(device).major
+    # ROCm's flash attention takes no grouped queries.
+    return architecture >= _FLASH_ARCHITECTURE and torch.version.hip is None
