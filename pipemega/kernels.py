@@ -3,8 +3,8 @@
 On public package indexes the name `apex` belongs to another project. NVIDIA's package has the
 extension module `amp_C`, so this module is searched for, and another `apex` is never imported.
 
-There is no multi-tensor norm to select: gradients are in flat buffers, so one kernel computes
-the norm of each buffer, in fp64.
+There is no multi-tensor norm to select: `optimizer.grad_norm` uses that of torch, which adds in
+fp64.
 """
 
 import importlib.util

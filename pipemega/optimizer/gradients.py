@@ -5,14 +5,13 @@
 
 A step runs the reductions in this order: parts that tensor ranks hold of one gradient, then
 replicas of tied parameters, then the data ranks.  After them every rank holds the gradients of its
-shards of the logical parameters (with ZeRO, of its slices of these), and the squared norm counts
-each of them once.
+shards of the logical parameters (with ZeRO, of its slices of these); grad_norm.py computes their
+norm.
 """
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -22,11 +21,6 @@ from pipemega.distributed.mesh import Axis
 from pipemega.distributed.tied_comm import all_reduce_tied
 from pipemega.optimizer.grad_layout import GradLayout, GradSlot, whole_layout
 from pipemega.parameters import shard_of
-
-# Elements of a flat buffer that are converted to fp64 at a time on a CPU: they fit into the cache.
-_NORM_BLOCK = 1 << 18
-# The same on other devices: 128 MiB of fp64; all at once would take twice the gradients' memory.
-_DEVICE_NORM_BLOCK = 1 << 24
 
 
 class GradientBuffer:
@@ -188,90 +182,3 @@ def reduce_data(gradients: GradientBuffer, data: Axis, reduction: DataReduction)
             dist.all_reduce(sent, group=data.group)
             flat.copy_(sent)
     return after
-
-
-def squared_norms(
-    gradients: GradientBuffer,
-    tensor: Axis,
-    data: Axis,
-    tied: Mapping[str, Axis],
-    num_layers: int = 1,
-) -> Tensor:
-    """Return this rank's part of the squared norm of each layer, after the reductions.
-
-    Each logical parameter counts once in the world: one replicated over the tensor ranks on the
-    first of them, a tied one on its first holder, and all on the first data rank only, or, with
-    ZeRO, each slice on its owner.  Per layer, so that the sum does not depend on which rank holds
-    which layers: the norm is bitwise the same for all schedules.
-
-    Returns:
-        [num_layers + 1] fp64: the squares, by the position in the logical name, and 1 if this rank
-        holds any inf or nan, else 0.  That flag includes replicas that are counted on other ranks,
-        so that a replica with a wrong value is noticed.
-    """
-    first = next(iter(gradients.flats.values()), None)
-    device = None if first is None else first.device
-    total = torch.zeros(num_layers + 1, dtype=torch.float64, device=device)
-    for dtype, start, stop, counted, layer in _runs(gradients, tensor, data, tied):
-        square = square_sum(gradients.flats[dtype][start:stop])
-        if counted:
-            total[layer] += square
-        total[-1] += ~torch.isfinite(square)
-    total[-1].clamp_(max=1.0)
-    return total
-
-
-class _Run(NamedTuple):
-    """A range of a flat buffer that belongs to one layer, and whether this rank counts it."""
-
-    dtype: torch.dtype
-    start: int
-    stop: int
-    counted: bool
-    layer: int
-
-
-def _runs(
-    gradients: GradientBuffer, tensor: Axis, data: Axis, tied: Mapping[str, Axis]
-) -> list[_Run]:
-    """Return what this rank owns of the buffers, adjacent slots that count alike merged."""
-    runs: list[_Run] = []
-    layout = gradients.layout
-    for dtype in gradients.flats:
-        for slot in (slot for slot in gradients.slots if slot.dtype == dtype):
-            start, stop = layout.owned(slot)
-            if start == stop:
-                continue
-            counted = data.rank == 0 or bool(layout.buckets)
-            counted &= tensor.rank == 0 or shard_of(slot.parameter).dim is not None
-            counted &= slot.name not in tied or tied[slot.name].rank == 0
-            run = _Run(dtype, start, stop, counted, _layer_of(slot.name))
-            last = runs[-1] if runs else None
-            if last and (last.dtype, last.stop, *last[3:]) == (dtype, start, *run[3:]):
-                run = run._replace(start=runs.pop().start)
-            runs.append(run)
-    return runs
-
-
-def _layer_of(name: str) -> int:
-    """Return the position in a logical name: layers.12.weight -> 12; 0 for any other name."""
-    found = re.match(r"layers\.(\d+)\.", name)
-    return int(found.group(1)) if found else 0
-
-
-def square_sum(tensor: Tensor) -> Tensor:
-    """Return the sum of squares in fp64.
-
-    Squares of fp32 numbers cannot overflow fp64: the sum is not finite only if an element is not.
-    """
-    if tensor.device.type != "cpu":
-        # In blocks: vector_norm first makes an fp64 copy of its whole input.
-        blocks = torch.split(tensor.reshape(-1), _DEVICE_NORM_BLOCK)
-        norms = [torch.linalg.vector_norm(block, dtype=torch.float64) for block in blocks]
-        return torch.stack(norms).square().sum()
-    # vector_norm with a dtype is ten times slower on a CPU (docs/optimizer.md).
-    total = torch.zeros((), dtype=torch.float64)
-    for block in torch.split(tensor.reshape(-1), _NORM_BLOCK):
-        block = block.double()
-        total += torch.dot(block, block)
-    return total

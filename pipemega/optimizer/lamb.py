@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.mesh import Axis
-from pipemega.optimizer.gradients import square_sum
+from pipemega.optimizer.grad_norm import square_sums
 from pipemega.parameters import shard_of
 
 
@@ -112,7 +112,7 @@ class Lamb(torch.optim.Optimizer):
 
     def _trust_ratios(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return |w| / |u| of each logical parameter, 0 if |w| or |u| is 0: [parameters] fp64."""
-        squares = torch.stack([square_sum(t) for pair in pairs for t in pair])
+        squares = square_sums([tensor for pair in pairs for tensor in pair])
         squares = squares.view(-1, 2)  # [parameters, (w, u)]
         if self._data.size > 1 and not squares.is_meta:
             squares = _sum_over(self._data, squares)

@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.optimizer.grad_layout import DataBucket, GradLayout, GradSlot, Named, whole_layout
+from pipemega.optimizer.grad_norm import GradientNorms
 from pipemega.optimizer.gradients import (
     DataReduction,
     GradientBuffer,
     reduce_data,
     reduce_partial,
     reduce_tied,
-    squared_norms,
 )
 from pipemega.optimizer.mixed_precision import Precision
 from pipemega.parameters import attach_shard, shard_of
@@ -174,10 +174,12 @@ class MasterParams(ABC):
             the factor that the gradients still have to be multiplied by.
         """
 
-    def squared_norms(self, num_layers: int) -> Tensor:
-        """Return this rank's part of the squared norms, after `reduce`: [num_layers + 1]."""
+    def gradient_norms(self, num_layers: int) -> GradientNorms:
+        """Return what computes this rank's part of the squared norms, after `reduce`."""
         mesh = self.mesh
-        return squared_norms(self.gradients, mesh.tensor, mesh.data, self._model.tied, num_layers)
+        return GradientNorms(
+            self.gradients, mesh.tensor, mesh.data, self._model.tied, num_layers, mesh.device
+        )
 
     def assign_grads(self, factor: float) -> None:
         """Multiply the gradients by `factor` and set the `grad` of each master.

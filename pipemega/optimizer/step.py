@@ -85,6 +85,7 @@ class OptimizerStep:
         self._last: StepReport | None = None
         self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
         self._mesh, self._num_layers = masters.mesh, num_layers
+        self._gradient_norms = masters.gradient_norms(num_layers)
         self._clip, self._skip_nonfinite = clip, skip_nonfinite
         self._updating = False
 
@@ -172,7 +173,7 @@ class OptimizerStep:
     ) -> Tensor:
         """Return this rank's part of the `GlobalStats`: [num_layers + 5] fp64, on the device."""
         stats = torch.empty(self._num_layers + 5, dtype=torch.float64, device=self._mesh.device)
-        stats[:-4] = self.masters.squared_norms(self._num_layers)
+        stats[:-4] = self._gradient_norms()
         stats[-4] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
         stats[-3], stats[-2], stats[-1] = weight_sum, num_microbatches, self.stop_requested()
         return stats

@@ -15,8 +15,8 @@ from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.profiling.meta_kernels import DeviceType
 
-# Bytes that gradients.square_sum converts to fp64 at one time, by device.
-_NORM_BYTES = {"cpu": 8 << 18, "cuda": 8 << 24}
+# Bytes that grad_norm.square_sums converts to fp64 at one time, by device.
+_NORM_BYTES = {"cpu": 8 << 18, "cuda": 0}
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

@@ -10,13 +10,13 @@ from torch import nn
 from pipemega.config import load
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
+from pipemega.optimizer.grad_norm import GradientNorms
 from pipemega.optimizer.gradients import (
     DataReduction,
     GradientBuffer,
     reduce_data,
     reduce_partial,
     reduce_tied,
-    squared_norms,
 )
 from pipemega.parameters import Shard, attach_shard
 from tests.ranks.logical_model import SHAPES, local_model, mesh_of, whole_gradient
@@ -25,6 +25,10 @@ MESHES = [
     sizes for sizes in itertools.product((1, 2), repeat=3) if 2 <= math.prod(sizes) <= 4
 ]  # (pipeline, data, tensor)
 SINGLE = {name: Axis(name) for name in ("tensor", "data")}
+
+
+def squared_norms(buffer, num_layers=1, **axes):
+    return GradientNorms(buffer, num_layers=num_layers, device=torch.device("cpu"), **axes)()
 
 
 def reduce_and_compare_with_whole(sizes):

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipemega import LayerSpec, PipelineModule
 from pipemega.config import load
@@ -19,7 +18,6 @@ from pipemega.engine.initialize import initialize
 from pipemega.engine.loss import sum_losses
 from pipemega.errors import PipelineError
 from pipemega.models import GPTConfig, gpt
-from pipemega.optimizer.gradients import square_sum
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.module import RngKey
 from pipemega.pipeline.plan.instructions import Kind
@@ -110,36 +108,3 @@ def test_a_layer_that_reads_a_value_fails_this_test() -> None:
     x = torch.empty(2, 4, device="meta")
     with pytest.raises(PipelineError, match="ReadsValue"):
         run(build(net), x, x)
-
-
-class _Norms(TorchDispatchMode):
-    """Records the number of elements of each vector norm."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.linalg_vector_norm.default:
-            self.sizes.append(args[0].numel())
-        return func(*args, **(kwargs or {}))
-
-
-def test_the_norm_on_a_device_copies_the_gradients_in_blocks() -> None:
-    gradients = torch.empty(5 << 24, device="meta")
-    with _Norms() as norms:
-        assert square_sum(gradients + 0).dtype == torch.float64
-    # vector_norm holds an fp64 copy of what it is given.
-    assert max(norms.sizes) * 8 <= 2**27
-    assert sum(norms.sizes) == gradients.numel()
-
-
-def test_the_norm_on_a_device_equals_the_norm_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    gradients = torch.randn(1000, generator=torch.Generator().manual_seed(0))
-    expected = square_sum(gradients)
-
-    class OnDevice(torch.Tensor):
-        device = torch.device("meta")  # type: ignore[assignment]
-
-    monkeypatch.setattr("pipemega.optimizer.gradients._DEVICE_NORM_BLOCK", 300)
-    assert square_sum(gradients.as_subclass(OnDevice)).item() == pytest.approx(expected.item())
