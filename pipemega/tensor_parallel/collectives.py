@@ -19,7 +19,8 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053 (the first four); Korthikanti et a
 arXiv:2205.05198 (the last three).
 """
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,6 +36,11 @@ Pending = Callable[[], Tensor]
 """A started collective: call it once to wait for the result."""
 
 SEQUENCE_DIM = 1  # of [batch, sequence, ...]
+
+# A collective is split if each part has this size: the copy of a smaller one takes less time than
+# the start of another collective, and so do those of very many parts.
+_PIECE_BYTES = 1 << 20
+_MOST_PIECES = 64
 
 # torch 2.13 renamed both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -55,6 +61,13 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
         return lambda: x
     x = x.contiguous()
     gathered = x.new_empty(axis.size * x.numel())
+    shape = (*x.shape[:dim], axis.size * x.shape[dim], *x.shape[dim + 1 :])
+    pieces = _pieces(gathered.nbytes, shape, dim)
+    if pieces:
+        if x.is_meta:
+            return lambda: gathered.view(shape)
+        work = _start_gathers(gathered.view(pieces, -1), x.view(pieces, -1), axis)
+        return _after(work, lambda: gathered.view(shape), "all-gather", axis)
 
     def concatenated() -> Tensor:
         return gathered.view(axis.size, *x.shape).movedim(0, dim).flatten(dim, dim + 1)
@@ -66,12 +79,23 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
-    """Sum `x` over the axis and keep this rank's slice along `dim`."""
+    """Sum `x` over the axis and keep this rank's slice along `dim`.
+
+    `x` must not be changed until the result is there.
+    """
     if axis.size == 1:
         return lambda: x
     length = _slice_length(x, axis, dim)
+    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    if x.device.type != "cpu" and (pieces := _pieces(x.nbytes, x.shape, dim)):
+        x = x.contiguous()
+        reduced = x.new_empty(shape)
+        if x.is_meta:
+            return lambda: reduced
+        work = _start_reduces(reduced.view(pieces, -1), x.view(pieces, -1), axis)
+        return _after(work, lambda: reduced, "reduce-scatter", axis)
     split = x.reshape(*x.shape[:dim], axis.size, length, *x.shape[dim + 1 :])
-    parts = split.movedim(dim, 0).contiguous()  # [T, ..., length, ...]; no copy if batch is 1
+    parts = split.movedim(dim, 0).contiguous()  # [T, ..., length, ...]
     if x.device.type == "cpu":
         # The reduce-scatter of gloo is an all-reduce. An all-to-all with a local sum transfers half
         # as much; the order of the sum is the rank order.
@@ -83,6 +107,37 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
         return lambda: reduced
     work = _reduce_scatter(reduced.view(-1), parts.view(-1), group=axis.group, async_op=True)
     return _after(work, lambda: reduced, "reduce-scatter", axis)
+
+
+def _pieces(nbytes: int, shape: Sequence[int], dim: int) -> int:
+    """Return into how many collectives to split one along `dim`; 0: do not split it.
+
+    A collective transfers contiguous memory. One along the sequence of a batch would copy the
+    batch; one for each sample, all started together, copies nothing.
+
+    Args:
+        nbytes, shape: of the tensor that is not sharded.
+    """
+    pieces = math.prod(shape[:dim])
+    return pieces if 1 < pieces <= _MOST_PIECES and nbytes >= pieces * _PIECE_BYTES else 0
+
+
+def _start_gathers(gathered: Tensor, x: Tensor, axis: Axis) -> dist.Work:
+    """Start the all-gather of each row of `x` [pieces, n] into that of `gathered` [pieces, T n]."""
+    assert axis.group is not None
+    options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+    options.asyncOp = True
+    with named_collective(f"the all-gathers of a layer sharded over {axis.name}", axis.ranks):
+        return axis.group.all_gather_single_coalesced([*gathered], [*x], options)
+
+
+def _start_reduces(reduced: Tensor, x: Tensor, axis: Axis) -> dist.Work:
+    """Start the reduce-scatter of each row of `x` [pieces, T n] to that of `reduced`."""
+    assert axis.group is not None
+    options = dist.distributed_c10d.ReduceScatterOptions()
+    options.asyncOp = True
+    with named_collective(f"the reduce-scatters of a layer sharded over {axis.name}", axis.ranks):
+        return axis.group.reduce_scatter_single_coalesced([*reduced], [*x], options)
 
 
 def _after(work: dist.Work, result: Pending, name: str, axis: Axis) -> Pending:

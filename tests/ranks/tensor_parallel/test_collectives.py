@@ -170,3 +170,35 @@ def test_a_dim_that_is_not_a_multiple_of_the_ranks_is_an_error(pool, name, shape
 
 def test_one_tensor_rank_accepts_any_size(pool):
     assert on_ranks(pool, 1, refusal, "scatter_sequence", (2, 7, 3), ()) == [None]
+
+
+def check_split(ranks_have_another_device):
+    """The collectives of a micro-batch, one for each sample, without a copy."""
+    axis = tensor_axis()
+    collectives._PIECE_BYTES = 1
+    try:
+        for batch in (1, 3):
+            xs = [of_rank(rank, (batch, 8, 4)) for rank in range(axis.size)]
+            mine = xs[axis.rank].clone()
+            close(collectives.start_all_gather(mine, axis, 1)(), torch.cat(xs, 1))
+            if ranks_have_another_device:
+                mine = mine.as_subclass(_OnDevice)
+            # Not contiguous, as a gradient may be.
+            for x in (mine, mine.mT.contiguous().mT):
+                total = collectives.start_reduce_scatter(x, axis, 1)()
+                close(total.as_subclass(torch.Tensor), part(sum(xs), axis, 1))
+                assert torch.equal(x.as_subclass(torch.Tensor), xs[axis.rank])
+    finally:
+        collectives._PIECE_BYTES = 1 << 20
+
+
+class _OnDevice(torch.Tensor):
+    """A CPU tensor that takes the path of a GPU, with gloo's reduce-scatter."""
+
+    device = torch.device("cuda")
+
+
+@pytest.mark.parametrize("another_device", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_collectives_that_are_split_by_sample_equal_one(pool, ranks, another_device):
+    pool.run(ranks, check_split, another_device)
