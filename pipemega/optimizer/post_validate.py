@@ -26,48 +26,17 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.mesh import Mesh
+from pipemega.host_memory import HostMemory
+from pipemega.optimizer.async_sums import AsyncSums, HostSums
 from pipemega.optimizer.backup import Backup
 from pipemega.optimizer.step import OptimizerStep
-from pipemega.optimizer.step_outcome import Attempt, Decision, GlobalStats, StepReport, decide
+from pipemega.optimizer.step_outcome import Attempt, Decision, StepReport, decide
 
 _log = logging.getLogger(__name__)
-
-
-class _AsyncSums:
-    """An asynchronous all-reduce over all ranks, which overlaps computation.
-
-    Args:
-        name: what is summed, for error messages.
-        local: this rank's contribution; copied to the CPU.
-        group: all ranks; None with one rank.
-    """
-
-    def __init__(self, name: str, local: Tensor, group: dist.ProcessGroup | None) -> None:
-        self._name = name
-        self._sums = local.cpu()
-        self._work = (
-            None if group is None else dist.all_reduce(self._sums, group=group, async_op=True)
-        )
-        self._stats: GlobalStats | None = None
-
-    def wait(self) -> GlobalStats:
-        """Return the sums over all ranks; block until every rank has contributed.
-
-        Raises:
-            PipelineError: the all-reduce failed or timed out.
-        """
-        if self._stats is None:
-            if self._work is not None:
-                with named_collective(f"{self._name}: the all-reduce over all ranks"):
-                    self._work.wait()
-            self._stats = GlobalStats.of(self._sums.tolist())
-        return self._stats
 
 
 @dataclass(frozen=True)
@@ -76,7 +45,7 @@ class _UnvalidatedStep:
 
     attempt: Attempt
     assumed: Decision
-    sums: _AsyncSums
+    sums: AsyncSums
     schedule: dict[str, Any]
     loss_scale: dict[str, Any]
 
@@ -100,9 +69,9 @@ class PostValidatedStep(OptimizerStep):
         """Steps so far that were undone and repeated."""
         self._sync_after = sync_after
         self._right_in_a_row = 0
-        self._loss_sums: _AsyncSums | None = None
+        self._loss_sums: AsyncSums | None = None
         self._unvalidated: _UnvalidatedStep | None = None
-        self._group = _separate_group(self._mesh)
+        self._sums = HostSums(HostMemory(self._mesh.device), _separate_group(self._mesh))
         self._backup = Backup(
             self.optimizer, [*self.masters.gradient_tensors, *self.masters.named.values()]
         )
@@ -112,10 +81,8 @@ class PostValidatedStep(OptimizerStep):
     ) -> None:
         """Start the all-reduce of the next call's arguments; collective, after all forwards."""
         # Same length and order as the sums with the norm, so that the results are bitwise equal.
-        local = torch.zeros(self._num_layers + 5, dtype=torch.float64)
-        local[-4] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
-        local[-3], local[-2], local[-1] = weight_sum, num_microbatches, self.stop_requested()
-        self._loss_sums = _AsyncSums("loss and weight", local, self._group)
+        local = self._stats_with(0.0, loss_sum, weight_sum, num_microbatches)
+        self._loss_sums = self._sums.start("loss and weight", local)
 
     def __call__(
         self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
@@ -137,7 +104,7 @@ class PostValidatedStep(OptimizerStep):
         self._loss_sums = None
         with self.phases("gradient norm"):
             stats = self._local_stats(loss_sum, weight_sum, num_microbatches)
-        sums = _AsyncSums(f"the gradient norm of step {self.steps}", stats, self._group)
+        sums = self._sums.start(f"the gradient norm of step {self.steps}", stats)
         assumed = decide(attempt, totals.without_norm(), self._clip)
         if self._right_in_a_row < self._sync_after or assumed.report.overflow:
             return self._wait_for_norm(attempt, assumed, sums)
@@ -149,7 +116,7 @@ class PostValidatedStep(OptimizerStep):
         self._execute(assumed, keep_gradients=True)
         return replace(assumed.report, grad_norm=math.nan, rollbacks=self.rollbacks)
 
-    def _wait_for_norm(self, attempt: Attempt, assumed: Decision, sums: _AsyncSums) -> StepReport:
+    def _wait_for_norm(self, attempt: Attempt, assumed: Decision, sums: AsyncSums) -> StepReport:
         """Do the synchronous step; record whether the assumption would have been right."""
         with self.phases("gradient norm"):
             decision = decide(attempt, sums.wait(), self._clip)

@@ -172,8 +172,17 @@ class OptimizerStep:
         self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
     ) -> Tensor:
         """Return this rank's part of the `GlobalStats`: [num_layers + 5] fp64, on the device."""
+        return self._stats_with(self._gradient_norms(), loss_sum, weight_sum, num_microbatches)
+
+    def _stats_with(
+        self,
+        squared_norms: Tensor | float,
+        loss_sum: Tensor | float,
+        weight_sum: Tensor | float,
+        num_microbatches: int,
+    ) -> Tensor:
         stats = torch.empty(self._num_layers + 5, dtype=torch.float64, device=self._mesh.device)
-        stats[:-4] = self._gradient_norms()
+        stats[:-4] = squared_norms
         stats[-4] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
         stats[-3], stats[-2], stats[-1] = weight_sum, num_microbatches, self.stop_requested()
         return stats
