@@ -19,12 +19,14 @@ COMMANDS: Mapping[str, str] = {
     "timeline": "draw a measured training step and compare it with the simulation",
     "data": "prepare text for training and inspect token files",
     "checkpoint": "list, inspect and verify checkpoints",
+    "doctor": "check a cluster before the first run; start it with torchrun or srun",
 }
 
 _DESCRIPTION = """\
 Train large transformers with data, tensor and pipeline parallelism from one JSON config.
 
-torchrun starts the training itself. The commands below run in one process and need no GPU.
+torchrun starts the training itself. The commands below run in one process and need no GPU; only
+`doctor` is started like a training.
 `python -m pipemega COMMAND --help` prints the options of a command.
 """
 
@@ -36,6 +38,7 @@ examples:
   python -m pipemega schedule 1f1b --pp 4 --microbatches 8
   python -m pipemega data prepare --input python-stdlib --output-prefix data/python
   python -m pipemega checkpoint verify runs/mine
+  torchrun --nproc_per_node=4 -m pipemega doctor --config configs/quickstart.json
   torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json
 """
 

@@ -42,6 +42,7 @@ LAYERS = [
     "diagnostics",
     "checkpoint",
     "fault_tolerance",
+    "doctor",
     "engine",
     "training",
     "cli",
@@ -68,10 +69,14 @@ NO_TORCH = (
     "data/data_files.py",
     "planning/run_checks.py",
     "planning/resolved.py",
+    "doctor/launch.py",
+    "doctor/findings.py",
+    "doctor/attendance.py",
     "cli/",
 )
-# Commands that need torch: stages run on the meta device; a checkpoint's index is torch's.
-NEEDS_TORCH = ("cli/plan.py", "cli/checkpoint.py")
+# Commands that need torch: stages run on the meta device; a checkpoint's index is torch's;
+# the connections of a cluster are torch's.
+NEEDS_TORCH = ("cli/plan.py", "cli/checkpoint.py", "cli/doctor.py")
 
 # Libraries that may be missing, and are therefore imported where they are used.
 OPTIONAL = {

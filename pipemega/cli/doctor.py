@@ -1,0 +1,142 @@
+"""Check a cluster before the first run: start it in place of the training script.
+
+It checks, in this order: the variables of the launcher; whether all ranks start; the disk of the
+checkpoint folder (written by one rank of each node, seen by all nodes); versions, devices, memory
+and variables of all ranks; one element over every connection (with --config: every group of the
+mesh and every pipeline connection; without: all ranks, and a ring); the bandwidth of each axis; the
+clocks of the nodes; with --config also the memory that `pipemega plan` predicts.
+
+Rank 0 prints one line per check: ok, warning or failed, and what to do. Every wait has a deadline,
+and the message names the ranks that did not answer. Without GPUs it uses gloo.
+
+The exit code is 1 if a check failed.
+"""
+
+import argparse
+import json
+import os
+import sys
+import threading
+
+import torch.distributed as dist
+
+from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.config import Config, load
+from pipemega.doctor.attendance import THREAD_NAME, Attendance
+from pipemega.doctor.examination import Examination, Options
+from pipemega.doctor.findings import Finding, as_table, as_values, has_failed
+from pipemega.doctor.launch import Launch, read_launch
+from pipemega.doctor.rank_store import open_store
+from pipemega.errors import ConfigError, MeshError
+from pipemega.fault_tolerance.process_exit import skip_teardown
+from pipemega.printing import print_report
+
+_EPILOG = """\
+examples:
+  torchrun --nproc_per_node=8 -m pipemega doctor --config ds.json
+  srun --ntasks-per-node=8 python -m pipemega doctor --config ds.json --json > doctor.json
+  python -m pipemega doctor
+"""
+
+_MEGABYTE = 10**6
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command `doctor`."""
+    parser = add_command(subparsers, "doctor", __doc__, _EPILOG)
+    parser.add_argument("--config", metavar="CONFIG", help="path of the JSON config of the run")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override a key of the config; repeatable",
+    )
+    parser.add_argument(
+        "--folder",
+        metavar="PATH",
+        help="folder for checkpoints (default: checkpoint.save of the config, or this folder)",
+    )
+    parser.add_argument(
+        "--timeout",
+        type=_positive,
+        default=60.0,
+        metavar="S",
+        help="deadline of each wait in seconds (default: 60)",
+    )
+    parser.add_argument(
+        "--disk-mb",
+        type=int,
+        default=64,
+        metavar="N",
+        help="MB that each node writes and reads (default: 64; 0: no check of the disk)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON values, for scripts")
+    parser.set_defaults(func=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the checks, print the result on rank 0 and return the exit code."""
+    launch = read_launch(os.environ)
+    os.environ |= launch.variables
+    if has_failed(launch.findings):
+        return _print(launch, list(launch.findings), arguments.json)
+    try:
+        attendance = Attendance(
+            open_store(launch, arguments.timeout),
+            launch.rank,
+            launch.world_size,
+            arguments.timeout,
+        )
+    except MeshError as error:
+        remedy = "check that rank 0 was started, and that this node reaches that address and port"
+        return _print(launch, [Finding("failed", "ranks", str(error), remedy)], arguments.json)
+    examination = Examination(attendance, _options(arguments))
+    examination.run()
+    attendance.leave()
+    code = 0
+    if launch.rank == 0 or examination.findings:
+        findings = [*launch.findings, *examination.findings]
+        code = _print(launch, findings, arguments.json, **examination.measured)
+    if any(thread.name == THREAD_NAME for thread in threading.enumerate()):
+        # A check did not end: its thread is in a call of torch.
+        skip_teardown(code)
+    elif dist.is_initialized() and not has_failed(examination.findings):
+        dist.destroy_process_group()
+    return code
+
+
+def _options(arguments: argparse.Namespace) -> Options:
+    config: Config | None = None
+    error = ""
+    if arguments.config is not None:
+        try:
+            config = load(arguments.config, arguments.overrides)
+        except ConfigError as problem:
+            error = str(problem)
+    folder = arguments.folder or (config is not None and config.checkpoint.save) or "."
+    return Options(config, error, folder, max(0, arguments.disk_mb) * _MEGABYTE)
+
+
+def _print(launch: Launch, findings: list[Finding], as_json: bool, **measured: object) -> int:
+    """Print the findings on rank 0, or on the first rank of a node; return the exit code."""
+    failed = has_failed(findings)
+    if launch.rank == 0 or launch.local_rank == 0:
+        if as_json:
+            values = as_values(findings, world_size=launch.world_size, measured=measured)
+            print(json.dumps(values, indent=1))
+        else:
+            print_report(as_table(findings))
+        sys.stdout.flush()
+    return 1 if failed else 0
+
+
+def _positive(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number of seconds")
+    return number

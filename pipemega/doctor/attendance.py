@@ -1,0 +1,176 @@
+"""Collects the results of all ranks at rank 0, and names the ranks that do not answer.
+
+The results go through a key-value store, so this also works if no process group can be created.
+
+    rank r                                  rank 0
+    write the result of topic T
+                                            wait for all results, or until the deadline
+                                            write the decision of topic T
+    wait for the decision
+"""
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pipemega.errors import MeshError
+
+# Seconds between two polls of the store.
+_POLL_SECONDS = 0.02
+# Default of `grace`: all ranks end a step at its deadline, but busy hosts and stores take time.
+_GRACE_SECONDS = 5.0
+# Of the threads that run the steps; one that is still there has not ended in time.
+THREAD_NAME = "pipemega doctor"
+
+
+class AbsentRanks(MeshError):
+    """Ranks did not answer in time.
+
+    Args:
+        topic: what they did not answer.
+        ranks: their global ranks.
+        seconds: how long the others waited.
+
+    Attributes:
+        present: on rank 0, the outcomes of the ranks that did answer.
+    """
+
+    def __init__(self, topic: str, ranks: tuple[int, ...], seconds: float) -> None:
+        super().__init__(f"{topic}: no answer from ranks {ranks} within {seconds:g} s")
+        self.topic, self.ranks, self.seconds = topic, ranks, seconds
+        self.present: dict[int, Outcome] = {}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a step ended on one rank.
+
+    Args:
+        value: result, JSON values; None after an error.
+        error: text of the error, or that the step did not end in time; empty for success.
+    """
+
+    value: Any = None
+    error: str = ""
+
+
+class Attendance:
+    """All ranks, connected by a store.
+
+    Args:
+        store: a torch.distributed.Store; None for one rank.
+        seconds: deadline of each step.
+        grace: seconds after a step in which the results of all ranks must arrive.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        seconds: float,
+        grace: float = _GRACE_SECONDS,
+    ) -> None:
+        self._store, self.rank, self.world_size, self.seconds = store, rank, world_size, seconds
+        self._grace = grace
+        self._missing: tuple[int, ...] = ()
+        self.position = ""
+        """What the step of this rank waits for; part of the error if the step does not end."""
+
+    def run(self, topic: str, step: Callable[[], Any]) -> dict[int, Outcome]:
+        """Run `step` on every rank within the deadline; collective.
+
+        Returns:
+            On rank 0 the outcomes by rank; on other ranks that of this rank only.
+
+        Raises:
+            AbsentRanks: some ranks did not answer; on other ranks than 0: rank 0 did not.
+        """
+        return self.collect(topic, self._outcome(step), self.seconds + self._grace)
+
+    def collect(self, topic: str, outcome: Outcome, seconds: float) -> dict[int, Outcome]:
+        """Send the outcome to rank 0, and wait until rank 0 has those of all ranks."""
+        if self._store is None:
+            return {self.rank: outcome}
+        self._store.set(f"{topic}/{self.rank}", json.dumps(asdict(outcome)))
+        if self.rank > 0:
+            # Rank 0 itself may wait this long for another rank.
+            self._wait_for(topic, [f"{topic}/all"], [0], 2 * seconds)
+            absent = json.loads(self._store.get(f"{topic}/all"))
+            if absent:
+                raise AbsentRanks(topic, tuple(absent), seconds)
+            return {self.rank: outcome}
+        ranks = list(range(self.world_size))
+        try:
+            self._wait_for(topic, [f"{topic}/{rank}" for rank in ranks], ranks, seconds)
+        except AbsentRanks as error:
+            self._store.set(f"{topic}/all", json.dumps(error.ranks))
+            self._missing = error.ranks
+            error.present = self._outcomes(topic, set(ranks) - set(error.ranks))
+            raise
+        self._store.set(f"{topic}/all", "[]")
+        return self._outcomes(topic, ranks)
+
+    def _outcomes(self, topic: str, ranks: Iterable[int]) -> dict[int, Outcome]:
+        stored = {rank: json.loads(self._store.get(f"{topic}/{rank}")) for rank in sorted(ranks)}
+        return {rank: Outcome(**value) for rank, value in stored.items()}
+
+    def share(self, topic: str, make: Callable[[], Any]) -> Any:
+        """Return on every rank what `make` returns on rank 0: JSON values."""
+        if self._store is None:
+            return make()
+        if self.rank == 0:
+            self._store.set(topic, json.dumps(make()))
+        else:
+            self._wait_for(topic, [topic], [0], 2 * (self.seconds + self._grace))
+        return json.loads(self._store.get(topic))
+
+    def leave(self) -> None:
+        """Let rank 0, which may host the store, wait until the others have left; for `grace`."""
+        if self._store is None:
+            return
+        deadline, count = time.monotonic() + self._grace, self.world_size - len(self._missing)
+        with suppress(RuntimeError):
+            self._store.add("left", 1)
+            while self.rank == 0 and self._store.add("left", 0) < count:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_POLL_SECONDS)
+
+    def _wait_for(self, topic: str, keys: list[str], ranks: list[int], seconds: float) -> None:
+        """Wait until all keys exist, the i-th of which `ranks[i]` writes."""
+        deadline, waiting = time.monotonic() + seconds, dict(zip(keys, ranks, strict=True))
+        while True:
+            with suppress(RuntimeError):  # the store is gone: rank 0 is named below
+                waiting = {k: rank for k, rank in waiting.items() if not self._store.check([k])}
+            if not waiting:
+                return
+            if time.monotonic() > deadline:
+                raise AbsentRanks(topic, tuple(waiting.values()), seconds)
+            time.sleep(_POLL_SECONDS)
+
+    def _outcome(self, step: Callable[[], Any]) -> Outcome:
+        """Run the step in a thread: a call of torch that hangs cannot be interrupted."""
+        outcomes: list[Outcome] = []
+        self.position = ""
+
+        def run() -> None:
+            try:
+                outcomes.append(Outcome(step()))
+            # An error of any class is the result of the check.
+            except Exception as error:
+                text = " ".join(str(error).split()) or type(error).__name__
+                where = f" (waiting for {self.position})" if self.position else ""
+                outcomes.append(Outcome(None, f"{text}{where}"))
+
+        thread = threading.Thread(target=run, name=THREAD_NAME, daemon=True)
+        thread.start()
+        thread.join(self.seconds)
+        if outcomes:
+            return outcomes[0]
+        where = f", waiting for {self.position}" if self.position else ""
+        return Outcome(None, f"not done within {self.seconds:g} s{where}")

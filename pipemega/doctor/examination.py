@@ -1,0 +1,346 @@
+"""All checks of `pipemega doctor` in order; rank 0 collects the findings."""
+
+import socket
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from pipemega.config import Config
+from pipemega.distributed.mesh import Mesh, build_mesh, pick_device
+from pipemega.distributed.topology import Topology
+from pipemega.doctor import bandwidth, clocks, compare_facts, connections, disk_speed
+from pipemega.doctor.attendance import AbsentRanks, Attendance, Outcome
+from pipemega.doctor.findings import Finding, listed, ranges
+from pipemega.doctor.rank_facts import RankFacts, read_facts
+from pipemega.errors import PipemegaError
+from pipemega.planning.estimate import Report, Request, estimate
+from pipemega.planning.units import show_bytes
+from pipemega.profiling.clock_sync import ClockSample
+
+# torch's own timeout must not end a process before the deadline of a step is reported.
+_LONGER_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to check.
+
+    Args:
+        config: of the run; None: world and ring only.
+        config_error: why the config is not valid.
+        folder: where checkpoints will be written.
+        disk_bytes: size of the file that each node writes; 0: no check of the disk.
+        quiet: no progress on stderr.
+    """
+
+    config: Config | None = None
+    config_error: str = ""
+    folder: str = "."
+    disk_bytes: int = 64 * 10**6
+    quiet: bool = False
+
+
+@dataclass(eq=False)
+class Examination:
+    """The checks of one rank.
+
+    Attributes:
+        findings: on rank 0, of all ranks.
+        measured: on rank 0, the numbers behind the findings.
+    """
+
+    attendance: Attendance
+    options: Options
+    findings: list[Finding] = field(default_factory=list)
+    measured: dict[str, Any] = field(default_factory=dict)
+    _mesh: Mesh | None = None
+
+    def run(self) -> None:
+        """Run all checks; collective.  Those after a failed connection are skipped."""
+        started = time.monotonic()
+        try:
+            self._tell("waiting for all ranks")
+            # Without a grace period: ranks may start at any time until the deadline.
+            host = Outcome(socket.gethostname())
+            self.attendance.collect("start", host, self.attendance.seconds)
+            self._count_ranks(time.monotonic() - started)
+            facts = self._facts()
+            topology = self._topology()
+            self._check_disk(facts)
+            self._check_network(facts, topology)
+            if self.attendance.rank == 0:
+                self._check_memory(facts, topology)
+        except AbsentRanks as error:
+            self._report_absent(error)
+
+    def _count_ranks(self, seconds: float) -> None:
+        size = self.attendance.world_size
+        self._add(Finding("ok", "ranks", f"{size} of {size} answered within {seconds:.1f} s"))
+
+    def _report_absent(self, error: AbsentRanks) -> None:
+        if self.attendance.rank > 0:
+            # Rank 0 reports them. If it cannot, each rank says so.
+            if 0 in error.ranks:
+                self.findings.append(_absent_finding(error, self.attendance.world_size))
+            return
+        self._add(_absent_finding(error, self.attendance.world_size))
+
+    def _facts(self) -> dict[int, RankFacts]:
+        self._tell("versions, devices, memory")
+        config = self.options.config
+        outcomes = self.attendance.run("facts", lambda: asdict(read_facts(config)))
+        if self.attendance.rank > 0:
+            return {}
+        self._add(*_errors("devices", outcomes, "check the GPU and its driver (nvidia-smi)"))
+        facts = {r: RankFacts(**o.value) for r, o in outcomes.items() if not o.error}
+        self.measured["ranks"] = {rank: asdict(fact) for rank, fact in facts.items()}
+        return facts
+
+    def _topology(self) -> Topology | None:
+        """Return the mesh of the config; None without one that fits the ranks."""
+        config, world = self.options.config, self.attendance.world_size
+        error = self.options.config_error
+        topology = None
+        if config is not None:
+            try:
+                mesh = config.mesh
+                topology = Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data)
+                config.check_sizes(topology.data)
+                connections.rank_of_stages(config, topology)
+            except PipemegaError as problem:
+                topology, error = None, str(problem)
+        if error:
+            remedy = "correct the config (pipemega check); the connections are checked without it"
+            self._add(Finding("failed", "config", " ".join(error.split()), remedy))
+        elif topology is not None:
+            self._add(Finding("ok", "config", f"mesh {topology}"))
+        return topology
+
+    def _check_disk(self, facts: dict[int, RankFacts]) -> None:
+        """Let the first rank of each node write and read a file."""
+        options, attendance = self.options, self.attendance
+        if not options.disk_bytes:
+            return
+        self._tell(f"speed of the disk of {options.folder}")
+        prepared = attendance.run("disk folder", self._prepare_folder)
+        job = attendance.share(
+            "disk",
+            lambda: {
+                "firsts": {h: r[0] for h, r in compare_facts.ranks_of_hosts(facts).items()},
+                "error": prepared[0].error,
+                **(prepared[0].value or {"folder": options.folder, "token": ""}),
+            },
+        )
+        folder, token = job["folder"], job["token"]
+
+        def measure() -> dict[str, Any] | None:
+            if job["error"] or attendance.rank not in job["firsts"].values():
+                return None
+            return disk_speed.measure(folder, token, attendance.rank, options.disk_bytes)
+
+        outcomes = attendance.run("disk speed", measure)
+        if attendance.rank > 0:
+            return
+        if token:
+            disk_speed.remove_marker(folder, token)
+        self._add(*_errors("disk", outcomes, f"check the file system of {folder}"))
+        values = {host: outcomes[rank].value for host, rank in job["firsts"].items()}
+        self.measured["disk"] = results = {h: v for h, v in values.items() if v is not None}
+        size = checkpoint_bytes(options.config, self._plan())
+        self._add(*disk_speed.judge(folder, job["error"], results, size))
+
+    def _prepare_folder(self) -> dict[str, str] | None:
+        """Write the file that the other nodes look for, on rank 0."""
+        if self.attendance.rank > 0:
+            return None
+        folder = disk_speed.existing_folder(self.options.folder)
+        token = f"pipemega-doctor-{uuid.uuid4().hex[:12]}"
+        disk_speed.place_marker(folder, token)
+        return {"folder": folder, "token": token}
+
+    def _check_network(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
+        attendance = self.attendance
+        if attendance.rank == 0:
+            found = compare_facts.compare(facts, topology) if facts else []
+            self._add(*found)
+        if attendance.world_size == 1:
+            self._add(Finding("skipped", "connections", "one rank has none"))
+            return
+        blocked = attendance.share("network", self._blocked)
+        if blocked:
+            self._add(Finding("skipped", "connections", blocked))
+            return
+        for topic, remedy, work in self._network_steps(topology):
+            self._tell(topic)
+            outcomes = attendance.run(topic, work)
+            failures = _errors(topic, outcomes, remedy)
+            self._add(*failures)
+            if attendance.share(f"{topic} stops", lambda: bool(failures)):  # noqa: B023
+                self._add(Finding("skipped", "connections", f"the checks after {topic!r}"))
+                return
+            if attendance.rank == 0:
+                self._judge_network(topic, {r: o.value for r, o in outcomes.items()}, facts)
+
+    def _blocked(self) -> str:
+        """Return why no rank should open connections; empty if they should."""
+        fatal = {"devices", "versions"}
+        failed = sorted({f.check for f in self.findings if f.status == "failed"} & fatal)
+        return f"not checked before {listed(failed)} are repaired" if failed else ""
+
+    def _network_steps(
+        self, topology: Topology | None
+    ) -> Iterator[tuple[str, str, Callable[[], Any]]]:
+        """Yield (topic, remedy if it fails, function)."""
+        world = self.attendance.world_size
+        interface = (
+            "check the network between these nodes, firewalls, and the interface "
+            "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO prints NCCL's choice)"
+        )
+        yield "process groups", interface, lambda: self._connect(topology or Topology(data=world))
+        yield "axes", interface, lambda: connections.check_axes(self._ready_mesh(), self._at)
+        if topology is None:
+            yield "ring", interface, self._ring
+        elif topology.pipeline > 1:
+            yield "pipeline", interface, lambda: self._pipeline(topology)
+        yield "bandwidth", interface, lambda: bandwidth.measure(self._ready_mesh(), self._at)
+        yield "clocks", interface, lambda: clocks.sample(self._ready_mesh())
+
+    def _connect(self, topology: Topology) -> None:
+        self._at(f"the process groups of the mesh {topology}")
+        config = self.options.config
+        device = pick_device("auto" if config is None else config.mesh.device)
+        seconds = self.attendance.seconds + _LONGER_SECONDS
+        self._mesh = build_mesh(topology, device, timedelta(seconds=seconds))
+
+    def _ready_mesh(self) -> Mesh:
+        assert self._mesh is not None, "the step 'process groups' comes first"
+        if self._mesh.device.type == "cuda":
+            # The current device belongs to the thread, and each step has its own.
+            torch.cuda.set_device(self._mesh.device)
+        return self._mesh
+
+    def _ring(self) -> int:
+        mesh = self._ready_mesh()
+        return connections.check_ring(mesh.world, mesh.device, self._at)
+
+    def _pipeline(self, topology: Topology) -> int:
+        assert self.options.config is not None, "the topology is that of the config"
+        stages = connections.rank_of_stages(self.options.config, topology)
+        return connections.check_pipeline(self._ready_mesh(), stages, self._at)
+
+    def _judge_network(
+        self, topic: str, values: dict[int, Any], facts: dict[int, RankFacts]
+    ) -> None:
+        if topic == "axes":
+            names = ", ".join(dict.fromkeys(name for rank in values for name in values[rank]))
+            self._add(Finding("ok", "connections", f"one element over each group of: {names}"))
+        elif topic == "ring":
+            self._add(Finding("ok", "connections", f"one element around {values[0]} ranks"))
+        elif topic == "pipeline":
+            count = sum(values.values()) // 2
+            text = f"one element over each of {count} pipeline connections"
+            self._add(Finding("ok", "connections", text))
+        elif topic == "bandwidth":
+            self.measured["bandwidth"] = values[0] if len(values) == 1 else values
+            is_nccl = bool(facts) and facts[0].device.startswith("cuda")
+            self._add(*bandwidth.judge(values, is_nccl))
+        elif topic == "clocks":
+            samples: dict[int, list[ClockSample]] = values
+            self._add(clocks.judge(samples, compare_facts.ranks_of_hosts(facts)))
+
+    def _check_memory(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
+        """Compare the memory that `pipemega plan` predicts with that of the GPUs."""
+        report = self._plan()
+        if topology is None or report is None:
+            return
+        memory = report.prediction.memory
+        needed = {rank: memory[topology.coordinate(rank).pipeline].total for rank in facts}
+        self.measured["predicted_bytes"] = needed
+        self._add(*judge_memory(needed, facts))
+
+    @cached_property
+    def _planned(self) -> list[Report]:
+        config = self.options.config
+        if config is None or config.model is None:
+            return []
+        with suppress(PipemegaError):
+            return [estimate(Request(config, self.attendance.world_size, quick=True))]
+        return []
+
+    def _plan(self) -> Report | None:
+        """Return what `pipemega plan` predicts; None without a GPT, or if it does not fit."""
+        return self._planned[0] if self._planned else None
+
+    def _at(self, position: str) -> None:
+        self.attendance.position = position
+
+    def _add(self, *findings: Finding) -> None:
+        if self.attendance.rank == 0:
+            self.findings += findings
+
+    def _tell(self, text: str) -> None:
+        if self.attendance.rank == 0 and not self.options.quiet:
+            print(f"doctor: {text} ...", file=sys.stderr, flush=True)
+
+
+def judge_memory(needed: dict[int, int], facts: dict[int, RankFacts]) -> Iterator[Finding]:
+    """Yield one finding: does the predicted memory fit into that of the GPUs."""
+    free = {r: f.device_free for r, f in facts.items() if f.device_free is not None}
+    highest = max(needed.values())
+    if not free:
+        yield Finding("ok", "plan", f"pipemega plan predicts {show_bytes(highest)} for a rank")
+        return
+    short = [rank for rank in free if needed[rank] > free[rank]]
+    if short:
+        rank = max(short, key=lambda r: needed[r] - free[r])
+        yield Finding(
+            "failed",
+            "plan",
+            f"pipemega plan predicts {show_bytes(needed[rank])} for rank {rank}, which has "
+            f"{show_bytes(free[rank])} free (too little on ranks {ranges(short)})",
+            "python -m pipemega plan CONFIG --device-memory SIZE lists changes that fit",
+        )
+    else:
+        text = f"pipemega plan predicts at most {show_bytes(highest)} for a rank"
+        yield Finding(
+            "ok", "plan", f"{text}; each GPU has at least {show_bytes(min(free.values()))} free"
+        )
+
+
+def checkpoint_bytes(config: Config | None, plan: Report | None) -> int | None:
+    """Return the size of one checkpoint: fp32 parameters and optimizer state; None if unknown."""
+    if plan is None or config is None or config.optimizer is None:
+        return None
+    return plan.parameters * (4 + config.optimizer.state_bytes)
+
+
+def _errors(topic: str, outcomes: dict[int, Outcome], remedy: str) -> list[Finding]:
+    """Return one finding per error text."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, outcome in sorted(outcomes.items()):
+        if outcome.error:
+            ranks_of.setdefault(outcome.error, []).append(rank)
+    return [
+        Finding("failed", topic, f"rank{'s' if len(r) > 1 else ''} {ranges(r)}: {error}", remedy)
+        for error, r in ranks_of.items()
+    ]
+
+
+def _absent_finding(error: AbsentRanks, world_size: int) -> Finding:
+    names = f"rank{'s' if len(error.ranks) > 1 else ''} {ranges(error.ranks)} of {world_size}"
+    if error.topic == "start":
+        hosts = ", ".join(sorted({str(outcome.value) for outcome in error.present.values()}))
+        text = f"{names} did not come within {error.seconds:g} s; came: ranks on {hosts}"
+        remedy = "start them, and check that they reach MASTER_ADDR and MASTER_PORT"
+    else:
+        text = f"{names} answered before, but not in the step {error.topic!r}"
+        remedy = "look at their output: the process has ended, or its node does not respond"
+    return Finding("failed", "ranks", text, remedy)

@@ -1,0 +1,83 @@
+"""What `pipemega doctor` reads from the variables of the launcher."""
+
+import pytest
+
+from pipemega.doctor.launch import first_host, read_launch
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "RANK": "3",
+    "WORLD_SIZE": "8",
+    "LOCAL_RANK": "3",
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29400",
+}
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "8",
+    "SLURM_PROCID": "5",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NODELIST": "gpu[03-04],gpu7",
+    "SLURM_JOB_ID": "1234567",
+}
+
+
+def test_the_variables_of_torchrun_are_complete():
+    launch = read_launch(TORCHRUN | SLURM)
+    assert (launch.launcher, launch.rank, launch.world_size, launch.local_rank) == (
+        "torchrun", 3, 8, 3,
+    )  # fmt: skip
+    (finding,) = launch.findings
+    assert (finding.status, finding.text) == ("ok", "torchrun: 8 ranks, store at node0:29400")
+
+
+def test_without_variables_it_is_one_process():
+    launch = read_launch({})
+    assert (launch.launcher, launch.rank, launch.world_size) == ("none", 0, 1)
+    assert launch.findings[0].status == "ok"
+
+
+def test_srun_without_torchrun_is_used_with_a_warning():
+    launch = read_launch(SLURM)
+    assert launch.variables == {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "24567",
+    }
+    (finding,) = launch.findings
+    assert finding.status == "warning"
+    assert "derived them from Slurm's variables (8 tasks, gpu03:24567)" in finding.text
+    assert "torchrun" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "text"),
+    [
+        ({"MASTER_ADDR": None}, "failed", "MASTER_ADDR not set (found LOCAL_RANK, MASTER_PORT, "),
+        ({"WORLD_SIZE": None}, "failed", "WORLD_SIZE not set"),
+        ({"RANK": "three"}, "failed", "not a number: RANK='three'"),
+        ({"RANK": "8"}, "failed", "RANK=8 is not below WORLD_SIZE=8"),
+        ({"LOCAL_RANK": None}, "warning", "LOCAL_RANK is not set: every rank of a node would use"),
+    ],
+)
+def test_a_missing_or_wrong_variable_is_named_with_a_remedy(change, status, text):
+    environment = {k: v for k, v in (TORCHRUN | change).items() if v is not None}
+    (finding,) = read_launch(environment).findings
+    assert finding.status == status
+    assert text in finding.text
+    assert "torchrun" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("node0", "node0"),
+        ("node0,node1", "node0"),
+        ("node[01-04,07],gpu5", "node01"),
+        ("rack[2,4]-a", "rack2-a"),
+        ("n-1.cluster", "n-1.cluster"),
+    ],
+)
+def test_the_first_host_of_a_node_list_of_slurm(nodes, first):
+    assert first_host(nodes) == first
