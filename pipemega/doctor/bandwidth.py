@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipemega.distributed.mesh import Axis, Mesh
-from pipemega.doctor.connections import Tell, exchange_in_ring
+from pipemega.doctor.connection_checks import Tell, exchange_in_ring
 from pipemega.doctor.findings import Finding, ranges
 from pipemega.planning.units import show_bytes, show_time
 

@@ -16,7 +16,7 @@ import torch
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, build_mesh, pick_device
 from pipemega.distributed.topology import Topology
-from pipemega.doctor import bandwidth, clocks, compare_facts, connections, disk_speed
+from pipemega.doctor import bandwidth, clocks, compare_facts, connection_checks, disk_speed
 from pipemega.doctor.attendance import AbsentRanks, Attendance, Outcome
 from pipemega.doctor.findings import Finding, listed, ranges
 from pipemega.doctor.rank_facts import RankFacts, read_facts
@@ -114,7 +114,7 @@ class Examination:
                 mesh = config.mesh
                 topology = Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data)
                 config.check_sizes(topology.data)
-                connections.rank_of_stages(config, topology)
+                connection_checks.rank_of_stages(config, topology)
             except PipemegaError as problem:
                 topology, error = None, str(problem)
         if error:
@@ -205,7 +205,7 @@ class Examination:
             "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO prints NCCL's choice)"
         )
         yield "process groups", interface, lambda: self._connect(topology or Topology(data=world))
-        yield "axes", interface, lambda: connections.check_axes(self._ready_mesh(), self._at)
+        yield "axes", interface, lambda: connection_checks.check_axes(self._ready_mesh(), self._at)
         if topology is None:
             yield "ring", interface, self._ring
         elif topology.pipeline > 1:
@@ -229,12 +229,12 @@ class Examination:
 
     def _ring(self) -> int:
         mesh = self._ready_mesh()
-        return connections.check_ring(mesh.world, mesh.device, self._at)
+        return connection_checks.check_ring(mesh.world, mesh.device, self._at)
 
     def _pipeline(self, topology: Topology) -> int:
         assert self.options.config is not None, "the topology is that of the config"
-        stages = connections.rank_of_stages(self.options.config, topology)
-        return connections.check_pipeline(self._ready_mesh(), stages, self._at)
+        stages = connection_checks.rank_of_stages(self.options.config, topology)
+        return connection_checks.check_pipeline(self._ready_mesh(), stages, self._at)
 
     def _judge_network(
         self, topic: str, values: dict[int, Any], facts: dict[int, RankFacts]

@@ -84,10 +84,12 @@ def test_a_rank_that_stops_answering_is_named_with_the_step(pool: RankPool, tmp_
 
 def broken_ring(folder: str) -> list[tuple[str, str, str]]:
     """Return the findings if an element arrives changed on rank 1."""
-    original = examination.connections.exchange_in_ring
+    original = examination.connection_checks.exchange_in_ring
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(examination.connections, "exchange_in_ring", lambda *a: original(*a) + 1)
+            patch.setattr(
+                examination.connection_checks, "exchange_in_ring", lambda *a: original(*a) + 1
+            )
         return examine(None, folder)
 
 

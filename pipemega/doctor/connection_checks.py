@@ -1,7 +1,7 @@
 """Sends one element over every connection that a run uses, and checks what arrives."""
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,13 @@ from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
 from pipemega.errors import PipelineError
 from pipemega.pipeline.messages import TensorMeta
+from pipemega.pipeline.plan.channels import Channel, channels
 from pipemega.pipeline.plan_selection import training_plan
-from pipemega.pipeline.transport import Channel, Direction, Transport
+from pipemega.pipeline.transport import Transport
 
 # What the steps below wait for, told to the caller: it is in the error if one does not end.
 Tell = Callable[[str], None]
 
-_DIRECTIONS: tuple[Direction, ...] = ("activation", "gradient")
 # More layers than any plan has stages: without the section `model` the number is unknown.
 _MANY_LAYERS = 1 << 20
 
@@ -66,52 +66,43 @@ def exchange_in_ring(axis: Axis, tensor: torch.Tensor, tell: Tell) -> torch.Tens
 
 
 def check_pipeline(mesh: Mesh, rank_of_stage: tuple[int, ...], tell: Tell) -> int:
-    """Send one element over every pipeline connection, with the transport of a run.
+    """Send one element over every channel of the pipeline, with the transport of a run.
 
-    All ranks go through the connections in the same order, so none waits for a later one.
+    All ranks go through the channels in the same order, so none waits for a later one.
 
     Returns:
-        the number of messages of this rank.
+        the number of channels of this rank.
 
     Raises:
         PipelineError: a message is not what the peer sent, or the connection is lost.
     """
-    tell("the groups of the pipeline")
+    tell(f"the connections between the pipeline ranks {mesh.pipeline.ranks}")
     transport = Transport(mesh.pipeline, rank_of_stage, mesh.device, timeout=mesh.timeout)
-    count = 0
-    for boundary in range(len(rank_of_stage) - 1):
-        if rank_of_stage[boundary] == rank_of_stage[boundary + 1]:
-            continue  # of a V placement: no message
-        for direction in _DIRECTIONS:
-            channel = Channel(direction, boundary)
-            count += _check_channel(mesh, transport, channel, rank_of_stage, tell)
+    own = mesh.pipeline.rank
+    used = [c for c in channels(rank_of_stage) if own in _ends(c, rank_of_stage)]
+    for channel in used:
+        source, target = (mesh.pipeline.ranks[rank] for rank in _ends(channel, rank_of_stage))
+        name = f"the {channel.direction} of stage {channel.source} for stage {channel.target}"
+        tell(f"{name}, from rank {source} to rank {target}")
+        element = torch.full((1,), float(channel.source), device=mesh.device)
+        is_activation = channel.direction == "activation"
+        if own == rank_of_stage[channel.source]:
+            transport.send(channel, 0, element if is_activation else [element])
+            continue
+        metas = None if is_activation else [TensorMeta.of(element)]
+        received = transport.wait(transport.receive(channel, 0, partial(_same, metas)))
+        tensor = received if is_activation else received[0]
+        _compare(name, tensor.detach(), float(channel.source))
     transport.flush()
-    return count
+    return len(used)
 
 
-def _check_channel(
-    mesh: Mesh,
-    transport: Transport,
-    channel: Channel,
-    rank_of_stage: tuple[int, ...],
-    tell: Tell,
-) -> bool:
-    """Send or receive one element; return whether this rank takes part."""
-    source, target = (rank_of_stage[stage] for stage in (channel.source, channel.target))
-    own, ranks = mesh.pipeline.rank, mesh.pipeline.ranks
-    if own not in (source, target):
-        return False
-    name = f"the {channel.direction} of stage {channel.source} for stage {channel.target}"
-    tell(f"{name}, from rank {ranks[source]} to rank {ranks[target]}")
-    element = torch.full((1,), float(channel.source), device=mesh.device)
-    if own == source:
-        transport.send(channel, 0, element if channel.direction == "activation" else [element])
-        return True
-    metas = [TensorMeta.of(element)] if channel.direction == "gradient" else None
-    received: Any = transport.wait(transport.receive(channel, 0, lambda: metas))
-    tensor = received[0] if isinstance(received, list) else received
-    _compare(name, tensor.detach(), float(channel.source))
-    return True
+def _same(metas: list[TensorMeta] | None) -> list[TensorMeta] | None:
+    return metas
+
+
+def _ends(channel: Channel, rank_of_stage: Sequence[int]) -> tuple[int, int]:
+    return rank_of_stage[channel.source], rank_of_stage[channel.target]
 
 
 def rank_of_stages(config: Config, topology: Topology) -> tuple[int, ...]:
