@@ -27,7 +27,7 @@ train: $(READY)  ## Train a small GPT on real text, on 4 ranks (tensor 2 x pipel
 
 test: lint  ## Lint, types, tests
 	$(BIN)/python -m pytest -n $(WORKERS) tests/paper tests/unit
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/ranks tests/faults tests/gpu
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/ranks tests/faults tests/gpu
 
 faults: $(READY)  ## Inject faults into runs (about 15 minutes); writes the table in docs/reliability.md
 	$(BIN)/python -m pytest -m faults tests/faults --faults-table docs/reliability.md

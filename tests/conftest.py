@@ -1,4 +1,4 @@
-"""Hypothesis, groups of tests that run in parallel, and the pool of ranks."""
+"""Hypothesis, the pool of ranks, and signal handlers."""
 
 from collections.abc import Iterator
 
@@ -11,18 +11,6 @@ from tests.ranks.training.long_runs import handlers_restored
 # An example may take long on a busy machine.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Group the tests with ranks for `pytest -n 2 --dist loadgroup`.
-
-    Tests that start processes of their own often wait for them, so they run beside those of the
-    pool. A second pool would only compete for the cores.
-    """
-    for item in items:
-        if "ranks" in item.path.parts or "faults" in item.path.parts:
-            uses_pool = "pool" in getattr(item, "fixturenames", ())
-            item.add_marker(pytest.mark.xdist_group("pool" if uses_pool else "processes"))
 
 
 @pytest.fixture(scope="session")

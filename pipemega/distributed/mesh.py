@@ -182,7 +182,9 @@ def _create_communicators(axes: Sequence[Axis], device: torch.device) -> None:
     """
     for axis in axes:
         if axis.size > 1:
-            dist.all_reduce(torch.ones(1, device=device), group=axis.group)
+            # The default dtype may differ between ranks.
+            element = torch.zeros(1, dtype=torch.float32, device=device)
+            dist.all_reduce(element, group=axis.group)
 
 
 def _fresh_store(timeout: timedelta) -> dict[str, Any]:

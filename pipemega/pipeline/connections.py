@@ -95,7 +95,7 @@ def _open(
     host until both ranks are in it. In a step, the ranks come to these operations in different
     orders, and could wait for each other for ever.
     """
-    element = torch.zeros(1, device=device)
+    element = torch.zeros(1, dtype=torch.float32, device=device)
     for link in links:
         if pipeline.rank not in (link.source, link.target):
             continue

@@ -5,6 +5,8 @@ import os
 import random
 from pathlib import Path
 
+import pytest
+
 from tests.faults.fault_injection import Fault
 from tests.faults.fault_trials import FaultFreeRuns, Outcome, run_with_fault
 from tests.faults.table import ResultTable
@@ -13,6 +15,7 @@ from tests.faults.training import Job
 PACKAGE = Path(__file__).parents[2] / "pipemega"
 
 
+@pytest.mark.sweep
 def test_clock_jumps_change_neither_the_run_nor_the_choice_of_the_newest_checkpoint(
     scratch: Path, results: ResultTable, fault_free: FaultFreeRuns
 ) -> None:

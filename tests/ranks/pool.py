@@ -118,6 +118,7 @@ def _serve(pipe: Connection) -> None:
             return
         try:
             torch.manual_seed(0)
+            torch.set_default_dtype(torch.float32)
             dist.init_process_group(
                 "gloo",
                 store=dist.FileStore(store, world_size),

@@ -1,7 +1,7 @@
 """Every mesh, schedule and setting trains like the unsharded model in one process (the oracle).
 
-Losses, gradients, norms and parameters are compared. By default each mesh runs with each schedule,
-and each other setting on some meshes; `pytest -m sweep` runs all combinations.
+Losses, gradients, norms and parameters are compared. By default each mesh runs with each kind of
+schedule, and each other setting on some meshes; `pytest -m sweep` runs all combinations.
 """
 
 import itertools
@@ -108,6 +108,8 @@ def config_of(mesh: tuple[int, int, int], schedule: str, choice: str) -> dict[st
     changes, _ = CHOICES[choice]
     data, tensor, pipeline = mesh
     config = settings(**changes)
+    # Six layers: four stages, on two ranks or on four.
+    config["model"]["num_layers"] = 2
     config["mesh"] = {"tensor": tensor, "pipeline": pipeline, "data": data} | config.get("mesh", {})
     config["pipeline"] = {"schedule": schedule} | config.get("pipeline", {})
     # Each stage needs a matching layer.
@@ -183,12 +185,12 @@ def assert_bitwise(results: list[Any], *, norm: bool = True) -> None:
 def test_every_mesh_trains_like_one_process_and_all_schedules_give_the_same_bits(
     pool: RankPool, oracle: Oracle, mesh: tuple[int, int, int]
 ) -> None:
-    # The model has layers for two ranks with two stages. One rank alone sums the gradients of a
-    # tied weight in one sum with one stage, and in two sums with two stages.
+    # Without a pipeline: one rank alone sums the gradients of a tied weight in one sum with one
+    # stage, and in two sums with two stages.
     schedules = SCHEDULES + SPLIT * (mesh[2] > 1) + TWO_STAGES_PER_RANK * (mesh[2] == 2)
-    if mesh[2] == 1 and mesh[0] * mesh[1] > 2:
-        # Without a pipeline the schedules hardly differ; smaller meshes compare all of them.
-        schedules = ("1f1b",)
+    if mesh[0] * mesh[1] > 1:
+        # One of each kind; meshes with a pipeline axis alone compare all of them.
+        schedules = ("1f1b",) + ("gpipe", "zb-h1", "interleaved", "zb-v") * (mesh[2] > 1)
     results = run_all(pool, mesh, [(schedule, "plain") for schedule in schedules])
     assert_bitwise(results)
     assert_like_the_oracle(results[0], oracle("plain"), "plain")

@@ -282,11 +282,13 @@ def test_a_script_that_ends_during_a_background_save_completes_the_checkpoint(
     scripts: Scripts, tmp_path: Path
 ) -> None:
     save = f"engine.save_checkpoint({str(tmp_path / 'saved')!r})"
-    ended = scripts.run(between_steps=save, config={**CONFIG, "checkpoint": {"async": True}})
+    config = {**CONFIG, "mesh": {"device": "cpu"}, "checkpoint": {"async": True}}
+    ended = scripts.run(between_steps=save, config=config, ranks=1)
     assert ended.code == 0
     assert newest(tmp_path / "saved") == "global_step2"
 
 
+@pytest.mark.sweep
 def test_ctrl_c_on_one_rank_ends_both_without_a_traceback(scripts: Scripts) -> None:
     ended = scripts.run(fault="os.kill(os.getpid(), signal.SIGINT); time.sleep(1)")
     assert ended.code == 1
@@ -295,6 +297,7 @@ def test_ctrl_c_on_one_rank_ends_both_without_a_traceback(scripts: Scripts) -> N
     assert "Traceback" not in ended.errors.split("torch/distributed")[0]
 
 
+@pytest.mark.sweep
 def test_one_rank_reports_a_config_that_no_rank_can_read(scripts: Scripts) -> None:
     ended = scripts.run(config='{"train_batch_size": 8,,}')
     assert ended.code == 1
