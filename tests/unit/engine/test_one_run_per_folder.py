@@ -72,7 +72,8 @@ def test_a_trainer_releases_its_folder_at_the_end_and_after_an_error(tmp_path):
     assert is_free(tmp_path / "bad")
 
 
-def test_a_run_in_a_folder_that_is_in_use_changes_no_file(tmp_path):
+def test_a_run_in_a_folder_that_is_in_use_changes_no_file(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipemega.storage.folder_lock.HEARTBEAT_SECONDS", 0.2)
     (tmp_path / "metrics.jsonl").write_text("of the first run\n")
     take_over(tmp_path)
     folder_locks.release_all()
