@@ -78,14 +78,18 @@ class HostMemory:
         return _exactly_pinned(nbytes).view(dtype).view(shape)
 
     def pinned(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` in pinned memory; the same object if nothing is to be pinned.
+        """Return `tensor` in pinned memory, without gaps; the same object if it is already.
 
-        Unlike those of `empty`, the memory is reused after the tensor is freed, but not before the
-        copies from it are complete.
+        Unlike that of `empty`, the memory is reused after the tensor is freed, but not before the
+        copies from it are complete.  A tensor that requires a gradient is not pinned.
         """
-        if not self.pins or tensor.device.type != "cpu" or tensor.is_pinned():
+        on_host = tensor.device.type == "cpu" and tensor.layout == torch.strided
+        if not self.pins or not on_host or tensor.requires_grad:
             return tensor
-        return tensor.pin_memory()
+        # torch copies a view with gaps, such as tokens[:, :-1], to pageable memory first.
+        if tensor.is_contiguous() and _is_pinned(tensor):
+            return tensor
+        return _pinned_copy(tensor)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the current stream; complete when an event recorded afterwards has occurred."""
@@ -115,6 +119,18 @@ class HostMemory:
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             yield
+
+
+def _is_pinned(tensor: Tensor) -> bool:
+    return tensor.is_pinned()
+
+
+def _pinned_copy(tensor: Tensor) -> Tensor:
+    """Return a copy of a host tensor, by torch's allocator.
+
+    The allocator notes each copy to a device, and does not reuse the memory before its end.
+    """
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor)
 
 
 class HostCopy:

@@ -14,6 +14,8 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from typing import Any
 
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from pipemega.data.collate import Collate, MicroBatch
@@ -25,6 +27,7 @@ from pipemega.data.sample_reader import SampleReader
 from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position
 from pipemega.data.torch_loader import TorchLoaderSource
 from pipemega.errors import DataError
+from pipemega.host_memory import HostMemory
 from pipemega.random import preserve_all_rng
 
 
@@ -219,8 +222,12 @@ class BatchLoader:
         self._was_read = True
         source, options = self._source, self._options
         items = source.deliveries(self._position)
+        if not source.reads_ahead:
+            items = _restore_rng(items)
+        if options.memory is not None and options.memory.pins:
+            items = _pinned(items, options.memory)
         return Prefetcher(
-            items if source.reads_ahead else _restore_rng(items),
+            items,
             options.prefetch if source.reads_ahead else 0,
             lambda: source.current,
             options.timeout_seconds,
@@ -236,6 +243,15 @@ def _restore_rng(items: Generator[Delivery, None, None]) -> Generator[Delivery, 
             if item is None:
                 return
             yield item
+
+
+def _pinned(
+    items: Generator[Delivery, None, None], memory: HostMemory
+) -> Generator[Delivery, None, None]:
+    """Yield the items with their tensors in pinned memory."""
+    with closing(items):
+        for batch, position in items:
+            yield pytree.tree_map_only(Tensor, memory.pinned, batch), position
 
 
 def is_map_style(data: Any) -> bool:

@@ -9,6 +9,7 @@ from pipemega.data.collate import MicroBatch
 from pipemega.data.sample_order import Share
 from pipemega.data.sample_reader import SampleReader
 from pipemega.errors import DataError
+from pipemega.host_memory import HostMemory
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class LoaderOptions:
         num_workers: number of threads (deterministic datasets) or processes (all others) that read
             map-style samples in parallel; 0: one thread reads.
         timeout_seconds: maximum wait for one micro-batch.
+        memory: of the device that the micro-batches are copied to; pins them in the thread that
+            reads. None: they are not copied.
     """
 
     seed: int = 1234
@@ -53,6 +56,7 @@ class LoaderOptions:
     prefetch: int = 2
     num_workers: int = 0
     timeout_seconds: float = 600.0
+    memory: HostMemory | None = None
 
 
 class DataSource(ABC):

@@ -29,16 +29,27 @@ class Axis:
         ranks: the global ranks of the group, in order.
         rank: index of this process in `ranks`.
         group: the process group; None for an axis of one rank, which does not communicate.
+        gloo: a second group of the same ranks, if `group` transfers only memory of a GPU.
     """
 
     name: str
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
+    gloo: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
+
+    @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """The group for values of the host: numbers that it reads at once, and objects.
+
+        On `group` of a GPU they would be copied to the device and back, so the host would wait for
+        all work of the device.
+        """
+        return self.gloo or self.group
 
 
 @dataclass(frozen=True, eq=False)
@@ -96,7 +107,7 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.group)
+    dist.all_gather_object(values, value, group=axis.host_group)
     return values
 
 
@@ -114,7 +125,7 @@ def from_first(world: Axis, make: Callable[[], T]) -> T:
         except PipemegaError as error:
             error.on_every_rank = True
             values[1] = error
-    dist.broadcast_object_list(values, src=world.ranks[0], group=world.group)
+    dist.broadcast_object_list(values, src=world.ranks[0], group=world.host_group)
     made: T = values[0]
     if values[1] is not None:
         raise values[1]
@@ -166,7 +177,8 @@ def build_mesh(
         dist.init_process_group(backend, timeout=timeout, **_fresh_store(timeout))
     rank = dist.get_rank()
     axes = {name: _axis(name, topology, rank, timeout) for name in AXES}
-    world = Axis("world", tuple(range(world_size)), rank, dist.group.WORLD)
+    ranks = tuple(range(world_size))
+    world = Axis("world", ranks, rank, dist.group.WORLD, _gloo_group(ranks, device, timeout))
     _create_communicators([*axes.values(), world], device)
     # A rank that fails after this breaks connections; all must be established by then.
     dist.barrier()
@@ -185,6 +197,22 @@ def _create_communicators(axes: Sequence[Axis], device: torch.device) -> None:
             # The default dtype may differ between ranks.
             element = torch.zeros(1, dtype=torch.float32, device=device)
             dist.all_reduce(element, group=axis.group)
+
+
+def _gloo_group(
+    ranks: Sequence[int], device: torch.device, timeout: timedelta
+) -> dist.ProcessGroup | None:
+    """Return a gloo group for values of the host; None if the other groups transfer them too."""
+    if device.type != "cuda" or len(ranks) == 1:
+        return None
+    group: dist.ProcessGroup = dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend="gloo",
+        use_local_synchronization=True,
+        group_desc="all",
+    )
+    return group
 
 
 def _fresh_store(timeout: timedelta) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.data_comparison import DataComparison
 from pipemega.errors import ConfigError, DataError
+from pipemega.host_memory import HostMemory
 
 
 class BatchReader:
@@ -36,6 +37,7 @@ class BatchReader:
         compare_every: int,
     ) -> None:
         self._mesh, self._num_microbatches, self._loader = mesh, num_microbatches, loader
+        self._memory = HostMemory(mesh.device)
         self._training_data = DataComparison(mesh, compare_every, "train_batch")
         self._evaluation_data = DataComparison(mesh, compare_every, "eval_batch")
         self._reads_inputs = mesh.pipeline.rank == rank_of_stage[0]
@@ -107,9 +109,10 @@ class BatchReader:
     def _min_over_ranks(self, number: int) -> int:
         if self._mesh.world.size == 1:
             return number
-        tensor = torch.tensor(number, device=self._mesh.device)
-        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._mesh.world.group)
-        return int(tensor.item())
+        # In host memory: a number of the device could be read only after all work before it.
+        tensor = torch.tensor(number)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._mesh.world.host_group)
+        return int(tensor)
 
     def _split(self, pairs: Sequence[Any] | None, count: int) -> tuple[list[Any], list[Any]]:
         """Keep what the stages of this rank read, on its device."""
@@ -120,9 +123,15 @@ class BatchReader:
         return self.to_device(inputs), self.to_device(labels)
 
     def to_device(self, tree: Any) -> Any:
-        """Copy the tensors of a pytree to the device of this rank."""
-        device = self._mesh.device
-        return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), tree)
+        """Copy the tensors of a pytree to the device of this rank, from pinned memory.
+
+        A loader has pinned its data in its thread; that of a caller's iterator is pinned here.
+        """
+
+        def copied(tensor: Tensor) -> Tensor:
+            return self._memory.pinned(tensor).to(self._mesh.device, non_blocking=True)
+
+        return pytree.tree_map_only(Tensor, copied, tree)
 
 
 def _refuse_restarting(data_iter: Any) -> None:

@@ -61,10 +61,10 @@ class DataComparison:
         hashes = np.zeros((num_microbatches, 2), np.int64)
         if pairs is not None:
             hashes[:] = [[_hash(part) for part in pair] for pair in pairs]
-        own = torch.from_numpy(hashes).to(self._mesh.device)
-        gathered = [torch.empty_like(own) for _ in self._mesh.world.ranks]
-        dist.all_gather(gathered, own, group=self._mesh.world.group)
-        by_rank = torch.stack(gathered).cpu().numpy()  # [ranks, micro-batches, parts]
+        own, world = torch.from_numpy(hashes), self._mesh.world
+        gathered = [torch.empty_like(own) for _ in world.ranks]
+        dist.all_gather(gathered, own, group=world.host_group)
+        by_rank = torch.stack(gathered).numpy()  # [ranks, micro-batches, parts]
         for part, name in enumerate(_PARTS):
             self._refuse_differences(by_rank[:, :, part], name)
         if must_differ:

@@ -33,6 +33,7 @@ from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.schedule_tuner import ScheduleTuner, begin_tuning
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
+from pipemega.host_memory import HostMemory
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
 from pipemega.pipeline.local_model import build_local_model, log_stages, make_replicas_equal
@@ -201,6 +202,7 @@ def _build_loader(
         prefetch=config.data.prefetch,
         num_workers=config.data.num_workers,
         timeout_seconds=mesh.data_timeout_seconds,
+        memory=HostMemory(mesh.device),
     )
     loader = BatchLoader(data, share, options, collate_fn=collate_fn)
     if loader.is_map_style and not loader.reads_ahead:

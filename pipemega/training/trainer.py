@@ -14,6 +14,7 @@ from pipemega.data.sources import LoaderOptions
 from pipemega.engine.engine import Engine
 from pipemega.engine.run_stats import RunStats
 from pipemega.errors import ConfigError, StopTraining
+from pipemega.host_memory import HostMemory
 from pipemega.monitor import Monitor
 
 
@@ -135,6 +136,7 @@ class Trainer:
             prefetch=data.prefetch,
             num_workers=data.num_workers if is_map_style(self._valid) else 0,
             timeout_seconds=mesh.data_timeout_seconds,
+            memory=HostMemory(mesh.device),
         )
         return BatchLoader(self._valid, share, options)
 

@@ -1,10 +1,19 @@
 """The axes of each rank have the process groups that the topology defines."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from pipemega.distributed.mesh import Mesh, build_mesh, pick_device
+from pipemega.distributed.mesh import (
+    Mesh,
+    _gloo_group,
+    build_mesh,
+    from_first,
+    gather_objects,
+    pick_device,
+)
 from pipemega.distributed.topology import AXES, Topology
 from pipemega.errors import MeshError
 
@@ -92,3 +101,30 @@ def test_a_missing_gpu_is_refused_with_the_remedy():
     assert (
         str(error.value) == "mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu'"
     )
+
+
+def exchanged_beside_a_gpu():
+    """Exchange objects over the second group of a mesh of GPUs."""
+    mesh = build_mesh(Topology(1, 2, 1), CPU)
+    assert mesh.world.host_group is mesh.world.group
+    assert _gloo_group((0,), torch.device("cuda"), mesh.timeout) is None
+    group = _gloo_group(mesh.world.ranks, torch.device("cuda"), mesh.timeout)
+    world = replace(mesh.world, group=None, gloo=group)
+    assert world.host_group is group
+    assert dist.get_backend(group) == "gloo"
+    used = []
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather_object", "broadcast_object_list"):
+            original = getattr(dist, name)
+            patch.setattr(
+                dist, name, lambda *a, o=original, **k: (used.append(k["group"]), o(*a, **k))
+            )
+        gathered = gather_objects(mesh.rank, world)
+        first = from_first(world, lambda: f"of rank {mesh.rank}")
+    assert used == [group, group]
+    return gathered, first, group.group_desc
+
+
+def test_on_gpus_objects_are_exchanged_in_host_memory(pool):
+    """Over NCCL an object is copied to the GPU and back, behind all work of the GPU."""
+    assert pool.run(2, exchanged_beside_a_gpu) == [([0, 1], "of rank 0", "all")] * 2

@@ -4,15 +4,20 @@ Tested without a GPU on torch's meta device: its tensors have no values, so that
 (`.item()`, `bool(tensor)`, a mask as an index) raises an error.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.data import DataLoader, IterableDataset
 
 from pipemega import LayerSpec, PipelineModule
 from pipemega.config import load
-from pipemega.distributed.mesh import Mesh
+from pipemega.distributed.mesh import Mesh, build_mesh
+from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
 from pipemega.engine.loss import sum_losses
@@ -108,3 +113,52 @@ def test_a_layer_that_reads_a_value_fails_this_test() -> None:
     x = torch.empty(2, 4, device="meta")
     with pytest.raises(PipelineError, match="ReadsValue"):
         run(build(net), x, x)
+
+
+def rows() -> Iterator[Any]:
+    return ((torch.ones(2, 4), torch.ones(2, 4)) for _ in range(4))
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        return ((torch.ones(4), torch.ones(4)) for _ in range(16))
+
+
+@pytest.fixture
+def two_data_ranks() -> Iterator[Mesh]:
+    """Data rank 0 of 2 on the meta device; a collective leaves its tensor as it is."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield build_mesh(Topology(1, 2, 1), torch.device("meta"))
+    dist.destroy_process_group()
+
+
+@pytest.mark.filterwarnings("ignore:Set timeout is now only supported for either nccl or gloo")
+@pytest.mark.parametrize("source", ["iterator", "iterable", "DataLoader"])
+def test_the_ranks_agree_on_the_end_of_the_data_without_a_read(
+    source: str, two_data_ranks: Mesh
+) -> None:
+    """The agreement was a number on the device, which the host read in every step."""
+    data = {
+        "iterator": None,
+        "iterable": Rows(),
+        "DataLoader": DataLoader(Rows(), batch_size=2, drop_last=True),
+    }[source]
+    net = PipelineModule([LayerSpec(nn.Linear, 4, 4)], nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+        # The fake group would return other data than that of this rank.
+        "data": {"compare_every": 0},
+    }
+    engine = initialize(net, config, mesh=two_data_ranks, training_data=data)[0]
+    given = rows() if data is None else None
+    for _ in range(2):
+        inputs, labels = engine._read_batch(given)
+        assert all(tensor.is_meta for tensor in (*inputs, *labels))
+    if data is None:
+        with pytest.raises(StopIteration, match="no micro-batch left"):
+            engine._read_batch(given)
+    else:
+        assert engine.loader is not None
+        engine.loader.close()
