@@ -10,8 +10,9 @@ that uses it is the same on every device.
 """
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
@@ -76,6 +77,19 @@ class HostMemory:
         if not self.pins or nbytes <= _LARGEST_ROUNDED:
             return torch.empty(shape, dtype=dtype, device=self.location, pin_memory=self.pins)
         return _exactly_pinned(nbytes).view(dtype).view(shape)
+
+    def empty_views(self, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+        """Return one uninitialized tensor per (shape, dtype): views of one buffer, as of `empty`.
+
+        Each view starts at a multiple of 64 bytes.
+        """
+        sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
+        starts = list(accumulate((-(-size // 64) * 64 for size in sizes), initial=0))
+        buffer = self.empty(starts[-1], dtype=torch.uint8)
+        return [
+            buffer[start : start + size].view(dtype).view(torch.Size(shape))
+            for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)
+        ]
 
     def pinned(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in pinned memory, without gaps; the same object if it is already.

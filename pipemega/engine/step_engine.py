@@ -215,6 +215,9 @@ class StepEngine:
     def _settle(self) -> None:
         if self._runner is not None:
             self._runner.settle()
+        if self._step is not None:
+            # The caller may write to the masters, as loading does.
+            self._step.masters.wait_for_offload()
         self._report_final_steps()
 
     def _report_final_steps(self) -> None:

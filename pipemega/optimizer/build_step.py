@@ -7,6 +7,7 @@ import torch
 
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh
+from pipemega.host_memory import HostMemory
 from pipemega.kernels import Kernels
 from pipemega.monitor import get_logger
 from pipemega.optimizer import (
@@ -21,7 +22,6 @@ from pipemega.optimizer import (
     parameter_groups,
 )
 from pipemega.optimizer.gradients import DataReduction
-from pipemega.optimizer.master_params import Host
 from pipemega.optimizer.mixed_precision import DynamicLossScale, LossScale, Precision
 from pipemega.pipeline.local_model import LocalModel
 
@@ -51,9 +51,18 @@ def skips_nonfinite(config: Config) -> bool:
 
 
 def optimizer_step(
-    config: Config, mesh: Mesh, local: LocalModel, precision: Precision, kernels: Kernels
+    config: Config,
+    mesh: Mesh,
+    local: LocalModel,
+    precision: Precision,
+    kernels: Kernels,
+    *,
+    offload: bool = True,
 ) -> OptimizerStep | None:
     """Cast the parameters and build the optimizer step; None without a section `optimizer`.
+
+    Args:
+        offload: apply `zero_optimization.offload_optimizer`, unless the model is on the CPU.
 
     Raises:
         ConfigError: the optimizer cannot be built, or does not work on this mesh.
@@ -63,8 +72,9 @@ def optimizer_step(
         precision.cast_parameters(model.named)
         model.share_storage()
         return None
-    masters = _master_params(config, mesh, model, precision)
-    host = config.zero_optimization.offloads and mesh.device.type == "cuda"
+    host = _host_memory(config, mesh) if offload else None
+    masters = _master_params(config, mesh, model, precision, host)
+    on_cpu = host is not None and mesh.device.type == "cuda"
     optimizer = build_optimizer(
         config.optimizer.type,
         config.optimizer.params,
@@ -72,7 +82,7 @@ def optimizer_step(
             masters.named.items(),
             decay_norms_and_biases=config.training.weight_decay_norms_and_biases,
         ),
-        kernels=Kernels.detect("cpu") if host else kernels,
+        kernels=Kernels.detect("cpu") if on_cpu else kernels,
         tensor=mesh.tensor,
         shard_axis=masters.shard_axis,
     )
@@ -92,8 +102,16 @@ def optimizer_step(
     )
 
 
+def _host_memory(config: Config, mesh: Mesh) -> HostMemory | None:
+    """Return the memory for offloaded masters; None if they stay on the device."""
+    zero = config.zero_optimization
+    if not zero.offloads or mesh.device.type == "cpu":
+        return None
+    return HostMemory(mesh.device, pin=zero.offload_optimizer.pin_memory)
+
+
 def _master_params(
-    config: Config, mesh: Mesh, model: ModelParams, precision: Precision
+    config: Config, mesh: Mesh, model: ModelParams, precision: Precision, host: HostMemory | None
 ) -> MasterParams:
     zero, communication = config.zero_optimization, config.communication_data_type
     reduction = DataReduction(
@@ -102,11 +120,6 @@ def _master_params(
         predivide_factor=config.gradient_predivide_factor,
         dtype=None if communication is None else _DTYPES[communication],
     )
-    host = None
-    if zero.offloads:
-        # Planning on the meta device moves nothing and allocates nothing.
-        device = mesh.device if mesh.device.type == "meta" else torch.device("cpu")
-        host = Host(device, pin=zero.offload_optimizer.pin_memory and mesh.device.type == "cuda")
     if zero.stage != 1 or mesh.data.size == 1:
         return PlainMasterParams(model, mesh, precision=precision, reduction=reduction, host=host)
     return ZeroMasterParams(

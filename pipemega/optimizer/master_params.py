@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipemega.distributed.mesh import Axis, Mesh
+from pipemega.host_memory import HostMemory
 from pipemega.optimizer.grad_layout import DataBucket, GradLayout, GradSlot, Named, whole_layout
 from pipemega.optimizer.grad_norm import GradientNorms
 from pipemega.optimizer.gradients import (
@@ -28,25 +29,8 @@ from pipemega.optimizer.gradients import (
     reduce_tied,
 )
 from pipemega.optimizer.mixed_precision import Precision
+from pipemega.optimizer.offload import Offload
 from pipemega.parameters import attach_shard, shard_of
-
-
-@dataclass(frozen=True)
-class Host:
-    """Host memory that holds masters and optimizer state instead of the compute device.
-
-    Args:
-        device: the CPU.
-        pin: use pinned memory.
-    """
-
-    device: torch.device
-    pin: bool = False
-
-    def take(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` on the host; the same object if it is there already."""
-        moved = tensor.to(self.device)
-        return moved.pin_memory() if self.pin and moved is not tensor else moved
 
 
 @dataclass(frozen=True)
@@ -121,7 +105,7 @@ class MasterParams(ABC):
             of every bucket: masters are 1-D slices then, and parameters are moved to flat buffers
             of the same layout.
         precision: decides on masters, and on the dtype of gradients.
-        host: where to keep masters; None: on the device of the parameters.
+        host: memory to keep the masters in; None: on the device of the parameters.
         shard_axis: the data ranks that hold the other slices of each master; None where masters
             are whole.
     """
@@ -132,11 +116,11 @@ class MasterParams(ABC):
         mesh: Mesh,
         layout: GradLayout,
         precision: Precision,
-        host: Host | None,
+        host: HostMemory | None,
         shard_axis: Axis | None = None,
     ) -> None:
         self.mesh, self.layout, self.shard_axis = mesh, layout, shard_axis
-        self._model, self._host = model, host
+        self._model = model
         self._parameters = dict(model.named)
         self.spans: dict[str, tuple[int, int]] | None = (
             None if shard_axis is None else {s.name: layout.span(s) for s in layout.slots}
@@ -145,6 +129,9 @@ class MasterParams(ABC):
 
         None where masters are whole.
         """
+        slots = {slot.name: slot for slot in layout.slots}
+        self.offload = None if host is None else _offload(host, layout, model, precision)
+        """Host buffers of the masters; None where they are on the device."""
         copies = precision.cast_parameters(model.named, self._master_values)
         self._flat_params = _move_to_buckets(layout.buckets)
         model.share_storage()
@@ -157,7 +144,6 @@ class MasterParams(ABC):
         """The gradients that this rank is responsible for after `reduce`."""
         self.saved_masters = frozenset(copies)
         """Names of masters of a higher precision than the parameter: saved in checkpoints."""
-        slots = {slot.name: slot for slot in layout.slots}
         self._masters = {
             name: self._master(slots[name], copies.get(name)) for name, _ in model.trainable
         }
@@ -184,23 +170,24 @@ class MasterParams(ABC):
     def assign_grads(self, factor: float) -> None:
         """Multiply the gradients by `factor` and set the `grad` of each master.
 
-        `grad` is a view of the gradient buffer if dtype and device agree, else a copy.
+        `grad` is a view of the gradient buffer if the dtypes agree, else a copy; with offload a
+        view of a host buffer.
         """
         if factor != 1.0:
             for gradient in self.gradient_tensors:
                 gradient.mul_(factor)
+        if self.offload is not None:
+            received = self.offload.copy_gradients(self.gradient_tensors)
+            for name, master in self.named.items():
+                master.grad = received[name]
+            return
         for _, _, grad, master, _ in self._masters.values():
-            if (grad.dtype, grad.device) == (master.dtype, master.device):
-                master.grad = grad
-                continue
-            if master.grad is None:
-                master.grad = torch.empty_like(master, pin_memory=master.is_pinned())
-            master.grad.copy_(grad)
+            master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
 
     def release_grads(self) -> None:
         """Free the copies that `assign_grads` made on the compute device."""
-        for _, param, grad, master, _ in self._masters.values():
-            if master.dtype != grad.dtype and master.device == param.device:
+        for _, _, grad, master, _ in self._masters.values():
+            if master.dtype != grad.dtype and self.offload is None:
                 master.grad = None
 
     # Masters to model parameters
@@ -224,6 +211,11 @@ class MasterParams(ABC):
     def wait(self) -> None:
         """Wait until all model parameters are complete."""
 
+    def wait_for_offload(self) -> None:
+        """Wait until the host may write to offloaded masters: copies from them are complete."""
+        if self.offload is not None:
+            self.offload.wait()
+
     @abstractmethod
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors of the local parameters' shapes, from those of the masters' shapes.
@@ -240,7 +232,9 @@ class MasterParams(ABC):
     @torch.no_grad()
     def _copy_masters(self) -> None:
         separate = self._separate
-        if separate:
+        if self.offload is not None:
+            self.offload.copy_to({master.name: master.param for master in separate})
+        elif separate:
             torch._foreach_copy_([m.param for m in separate], [m.tensor for m in separate])
 
     @property
@@ -266,9 +260,11 @@ class MasterParams(ABC):
         return tensor.reshape(-1)[start:stop]
 
     def _master_values(self, name: str, values: Tensor) -> Tensor:
-        """Return the values that a master is to hold, on the host if masters are kept there."""
+        """Return the values that a master is to hold: in its memory if that is on the host."""
         values = self._slice(name, values)
-        return values if self._host is None else self._host.take(values)
+        if self.offload is None or name not in self.offload.masters:
+            return values
+        return self.offload.masters[name].copy_(values)
 
     def _master(self, slot: GradSlot, copy: nn.Parameter | None) -> _Master:
         """Collect the tensors of one master.
@@ -281,8 +277,8 @@ class MasterParams(ABC):
         grad = self._slice(name, self.gradients.view(parameter))
         if copy is not None:
             return _Master(name, param, grad, copy, separate=True)
-        own = self._master_values(name, parameter.detach())
-        if own.device != parameter.device:
+        if self.offload is not None:
+            own = self._master_values(name, parameter.detach())
             master = attach_shard(nn.Parameter(own), shard_of(parameter))
             return _Master(name, param, grad, master, separate=True)
         if not isinstance(param, nn.Parameter):
@@ -298,7 +294,7 @@ class PlainMasterParams(MasterParams):
         mesh: the axes to reduce over.
         precision: decides on masters, and on the dtype of gradients.
         reduction: over the data axis.
-        host: where to keep masters; None: on the device of the parameters.
+        host: memory to keep the masters in; None: on the device of the parameters.
     """
 
     def __init__(
@@ -308,7 +304,7 @@ class PlainMasterParams(MasterParams):
         *,
         precision: Precision | None = None,
         reduction: DataReduction | None = None,
-        host: Host | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         precision = precision if precision is not None else Precision()
         layout = whole_layout(model.with_gradient, precision.accumulation_dtype)
@@ -330,6 +326,19 @@ class PlainMasterParams(MasterParams):
 
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         return dict(values)
+
+
+def _offload(
+    memory: HostMemory, layout: GradLayout, model: ModelParams, precision: Precision
+) -> Offload:
+    trainable = dict(model.trainable)
+    return Offload(
+        memory,
+        layout,
+        [slot for slot in layout.slots if slot.name in trainable],
+        {name: precision.master_dtype_of(parameter) for name, parameter in trainable.items()},
+        {name: precision.param_dtype_of(parameter) for name, parameter in trainable.items()},
+    )
 
 
 @torch.no_grad()

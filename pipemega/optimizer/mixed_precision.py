@@ -163,6 +163,17 @@ class Precision:
             return self.master_dtype
         return self.grad_dtype
 
+    def param_dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """Return the dtype of a parameter in forward and backward."""
+        if self.compute_dtype is None or not parameter.is_floating_point():
+            return parameter.dtype
+        return self.compute_dtype
+
+    def master_dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """Return the dtype of what the optimizer updates for a parameter."""
+        cast = self.master and parameter.is_floating_point()
+        return self.master_dtype if cast else parameter.dtype
+
     def cast_parameters(
         self,
         named_parameters: Iterable[tuple[str, nn.Parameter]],
@@ -174,7 +185,8 @@ class Precision:
         lost.  Empty if the optimizer updates the parameters themselves.
 
         Args:
-            part: (logical name, all values) -> the values that the master is to hold.
+            part: (logical name, all values) -> the values that the master is to hold; if they are
+                in other memory and in the master's dtype, that memory becomes the master.
         """
         masters: dict[str, nn.Parameter] = {}
         if self.compute_dtype is None:
@@ -189,7 +201,9 @@ class Precision:
                 kept = part(name, whole)
                 # Copy even if no cast is needed: a master is never the parameter itself, and a
                 # slice must not keep the memory of the whole.
-                copy = parameter.data_ptr() == whole.data_ptr() or kept.numel() < whole.numel()
+                copy = _shares_memory(kept, parameter) or (
+                    _shares_memory(kept, whole) and kept.numel() < whole.numel()
+                )
                 own = kept.to(self.master_dtype, copy=copy)
                 masters[name] = attach_shard(nn.Parameter(own), shard_of(parameter))
         return masters
@@ -202,3 +216,7 @@ class Precision:
         return pytree.tree_map_only(
             Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tree
         )
+
+
+def _shares_memory(one: Tensor, other: Tensor) -> bool:
+    return bool(one.untyped_storage()._cdata == other.untyped_storage()._cdata)

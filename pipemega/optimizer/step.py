@@ -271,6 +271,7 @@ class OptimizerStep:
         """
         # The caller may have loaded the parameters already: finish writes to them first.
         self.masters.wait()
+        self.masters.wait_for_offload()
         unpack(self.optimizer, self.masters, state["parameters"])
         self.masters.sync_from_model()
         self.loss_scale.load_state_dict(state["loss_scale"])

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.mesh import Mesh
+from pipemega.host_memory import HostMemory
 from pipemega.optimizer.grad_layout import GradLayout, ShardingSpec, bucketed_layout
 from pipemega.optimizer.grad_ready import BucketReadiness
 from pipemega.optimizer.gradients import DataReduction, reduce_tied
-from pipemega.optimizer.master_params import Host, MasterParams, ModelParams
+from pipemega.optimizer.master_params import MasterParams, ModelParams
 from pipemega.optimizer.mixed_precision import Precision
 from pipemega.optimizer.zero_comm import AllGather, ReduceScatter
 from pipemega.parameters import shard_of
@@ -44,7 +45,7 @@ class ZeroMasterParams(MasterParams):
             the next forwards; otherwise do both at the end of the step.
         precision: decides on masters, and on the dtype of gradients.
         reduction: over the data axis.
-        host: where to keep masters; None: on the device of the parameters.
+        host: memory to keep the masters in; None: on the device of the parameters.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class ZeroMasterParams(MasterParams):
         overlap: bool = False,
         precision: Precision | None = None,
         reduction: DataReduction | None = None,
-        host: Host | None = None,
+        host: HostMemory | None = None,
     ) -> None:
         precision = precision if precision is not None else Precision()
         reduction = reduction if reduction is not None else DataReduction()

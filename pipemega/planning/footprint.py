@@ -32,7 +32,8 @@ class Footprint:
         optimizer: state of the optimizer.
         exact: the optimizer state was counted; otherwise `optimizer` is a lower bound.
         step: temporary memory of the gradient reduction and the gradient norm.
-        host: host memory of an offloaded optimizer: masters, their gradients and the state.
+        host: host memory of an offloaded optimizer: its state, and the buffers of masters,
+            gradients and parameters.
     """
 
     parameters: int
@@ -65,7 +66,10 @@ def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: Devic
         ConfigError: the optimizer cannot be built.
     """
     precision = precision_of(config)
-    step = optimizer_step(config, mesh, local, precision, Kernels.detect("meta"))
+    # The meta device stands for `device`; offload from a CPU moves nothing.
+    step = optimizer_step(
+        config, mesh, local, precision, Kernels.detect("meta"), offload=device == "cuda"
+    )
     trainable = [(name, p) for name, p in local.parameters.items() if p.requires_grad]
     dtype = precision.accumulation_dtype
     gradients = GradientBuffer(trainable, dtype=dtype) if step is None else step.gradients
@@ -73,9 +77,8 @@ def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: Devic
     state, exact = _state_bytes(step.optimizer) if step is not None else (0, True)
     weights = [*local.parameters.values(), *buffers]
     masters, host = _master_bytes(step, weights), 0
-    if config.zero_optimization.offloads and device == "cuda" and step is not None:
-        # The masters and their gradients, for every dtype of the computation.
-        host = state + 2 * sum(t.nbytes for t in step.masters.named.values())
+    if step is not None and step.masters.offload is not None:
+        host = state + step.masters.offload.nbytes
         state = masters = 0
     footprint = Footprint(
         parameters=sum(p.numel() for p in local.parameters.values()),

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipemega.config.optimizer import PARAMS
 from pipemega.distributed.mesh import Mesh
+from pipemega.host_memory import HostMemory
 from pipemega.kernels import Kernels
 from pipemega.optimizer import (
     ModelParams,
@@ -17,7 +18,6 @@ from pipemega.optimizer import (
     build_optimizer,
     parameter_groups,
 )
-from pipemega.optimizer.master_params import Host
 from pipemega.optimizer.mixed_precision import DynamicLossScale, Precision
 
 pytestmark = [
@@ -30,7 +30,7 @@ def build(weight, precision, name, host=None, **settings):
     model = ModelParams([("w", weight)])
     masters = PlainMasterParams(model, Mesh.single(weight.device), precision=precision, host=host)
     groups = parameter_groups(masters.named.items())
-    kernels = Kernels.detect(weight.device if host is None else host.device)
+    kernels = Kernels.detect(weight.device if host is None else host.location)
     return OptimizerStep(
         build_optimizer(name, PARAMS[name](lr=0.01), groups, kernels=kernels),
         masters,
@@ -61,7 +61,7 @@ def test_a_step_on_the_gpu_equals_the_step_on_the_cpu(name, dtype):
 def test_a_step_with_offloaded_state_equals_the_step_on_the_cpu(dtype, pin):
     start, gradients = torch.randn(300), torch.randn(3, 300)
     results = []
-    for device, host in (("cpu", None), ("cuda", Host(torch.device("cpu"), pin))):
+    for device, host in (("cpu", None), ("cuda", HostMemory(torch.device("cuda"), pin=pin))):
         weight = nn.Parameter(start.to(device))
         step = build(weight, Precision(dtype), "AdamW", host, clip=1.0)
         for gradient in gradients:

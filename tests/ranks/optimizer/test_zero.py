@@ -75,6 +75,18 @@ def test_zero_on_two_data_ranks_equals_the_run_without_it_bitwise_with_any_overl
             assert off["skipped"][0]
 
 
+def test_offloaded_slices_train_as_slices_on_the_device_bitwise(pool: RankPool) -> None:
+    offload = {"offload_optimizer": {"device": "cpu"}}
+    mesh = {"pipeline": 2, "data": 2}
+    cases = [
+        config("zb-v", mesh, gradient_clipping=0.05) | zero(overlap_comm=True, **offload),
+        config("1f1b", mesh, **HALF) | zero(**offload),
+    ]
+    for results in pool.run(4, zero_runs.train_with_and_without_offload, cases):
+        for on_device, offloaded in zip(results[: len(cases)], results[len(cases) :], strict=True):
+            assert_equal(offloaded, on_device)
+
+
 @pytest.mark.parametrize("model", ["tied_thrice", "partly_frozen", "rank_dependent"])
 def test_tied_frozen_and_unused_parameters_train_as_without_zero(
     pool: RankPool, model: str

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipemega import LayerSpec, PipelineModule
-from pipemega.distributed.mesh import Axis
+from pipemega.config import Config
+from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import PipelineError
-from pipemega.optimizer import ZeroMasterParams, zero_comm
+from pipemega.host_memory import HostMemory
+from pipemega.optimizer import ZeroMasterParams, build_step, zero_comm
 from pipemega.optimizer.grad_layout import ShardingSpec, bucketed_layout
 from pipemega.optimizer.gradients import DataReduction, GradientBuffer
 from pipemega.optimizer.zero_comm import AllGather, ReduceScatter
@@ -21,6 +23,7 @@ from pipemega.parameters import shard_of
 from tests.ranks import small_models
 from tests.ranks.small_models import WIDTH, engine_of, microbatches, squares
 from tests.ranks.training_runs import build, data, train_all
+from tests.unit.late_copies import LateHostMemory
 
 
 class RankDependent(nn.Linear):
@@ -90,6 +93,20 @@ def train_with_late_parameters(configs: list[Mapping[str, Any]]) -> list[dict[st
         patch.object(ReduceScatter, "_send", copying_send),
     ):
         return train_all([(config, "float32") for config in configs])
+
+
+def train_with_and_without_offload(configs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Run `train_all` with masters on the device, then on a host whose copies arrive late."""
+    runs = [(config, "float32") for config in configs]
+    on_device = train_all(runs)
+
+    def host_memory(config: Config, mesh: Mesh) -> HostMemory | None:
+        return LateHostMemory.reset(mesh.device) if config.zero_optimization.offloads else None
+
+    with patch.object(build_step, "_host_memory", host_memory):
+        offloaded = train_all(runs)
+    assert any(what == "copies" for _, what in LateHostMemory.log)
+    return on_device + offloaded
 
 
 def bucket_starts(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -166,8 +166,9 @@ def test_an_offloaded_optimizer_takes_host_memory_instead_of_device_memory(half:
     _, on_device = plan(**changes)
     _, offloaded = plan(zero_optimization=zero, **changes)
     assert (offloaded.masters, offloaded.optimizer) == (0, 0)
-    # The state, and fp32 masters with their gradients.
-    assert offloaded.host == on_device.optimizer + 2 * 4 * offloaded.parameters
+    # The state, fp32 masters and their gradients with padding, and 16-bit parameters.
+    exact = on_device.optimizer + (2 * 4 + 2 * half) * offloaded.parameters
+    assert 0 <= offloaded.host - exact < 0.05 * exact
     assert offloaded.total == on_device.weights + on_device.gradients
     on_a_cpu, _ = plan(zero_optimization=zero, mesh={"pipeline": 2, "device": "cpu"}, **changes)
     assert on_a_cpu.prediction.memory[0].footprint.host == 0
