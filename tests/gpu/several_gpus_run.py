@@ -1,21 +1,20 @@
-"""Training run that test_several_gpus.py starts with torchrun; writes its results as JSON."""
+"""Runs one function of these tests on ranks that torchrun starts; see devices.py."""
 
 import json
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pipemega
 from pipemega.distributed.mesh import launched_rank
-from tests.ranks.training_runs import train
 
 
 def main() -> None:
-    config, out = json.loads(sys.argv[1]), Path(sys.argv[2])
+    name, arguments, out = sys.argv[1:]
+    module, _, function = name.partition(":")
     with pipemega.run():
-        result = train(config, "float32")
-        if launched_rank() == 0:
-            metrics = {key: result[key] for key in ("loss", "norm", "eval")}
-            out.write_text(json.dumps(metrics), encoding="utf-8")
+        result = getattr(import_module(module), function)(**json.loads(arguments))
+        Path(f"{out}.{launched_rank()}").write_text(json.dumps(result), encoding="utf-8")
 
 
 if __name__ == "__main__":
