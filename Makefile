@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Number of test processes for the tests of one process.
+# Number of test processes; each of them has a pool of ranks.
 WORKERS ?= 2
 # One thread per rank: several ranks share the cores.
 export OMP_NUM_THREADS ?= 1
@@ -26,8 +26,7 @@ train: $(READY)  ## Train a small GPT on real text, on 4 ranks (tensor 2 x pipel
 	$(BIN)/torchrun --standalone --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json
 
 test: lint  ## Lint, types, tests
-	$(BIN)/python -m pytest -n $(WORKERS) tests/paper tests/unit
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/ranks tests/faults tests/gpu
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 faults: $(READY)  ## Inject faults into runs (about 15 minutes); writes the table in docs/reliability.md
 	$(BIN)/python -m pytest -m faults tests/faults --faults-table docs/reliability.md
