@@ -14,6 +14,7 @@ from pipemega.pipeline.messages import TensorMeta
 from pipemega.pipeline.plan.channels import Channel, channels
 from pipemega.pipeline.plan_selection import training_plan
 from pipemega.pipeline.transport import Transport
+from pipemega.planning.run_checks import planned_order
 
 # What the steps below wait for, told to the caller: it is in the error if one does not end.
 Tell = Callable[[str], None]
@@ -113,7 +114,9 @@ def rank_of_stages(config: Config, topology: Topology) -> tuple[int, ...]:
     """
     count = config.batch(topology.data).num_microbatches
     layers = _MANY_LAYERS if config.model is None else config.model.pipeline_layers
-    return tuple(training_plan(config.pipeline, topology.pipeline, count, layers).rank_of_stage)
+    order = planned_order(config)
+    plan = training_plan(config.pipeline, topology.pipeline, count, layers, order)
+    return plan.rank_of_stage
 
 
 def _axes(mesh: Mesh) -> list[Axis]:

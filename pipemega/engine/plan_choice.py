@@ -13,13 +13,13 @@ from pipemega.distributed.mesh import Mesh
 from pipemega.errors import ConfigError, PipelineError
 from pipemega.monitor import get_logger
 from pipemega.pipeline.autoschedule import Placement
+from pipemega.pipeline.connections import message_order
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import simulate
-from pipemega.pipeline.plan.validate import validate
-from pipemega.pipeline.plan_selection import best_plan, training_plan
+from pipemega.pipeline.plan_selection import best_plan, training_plan, validated
 from pipemega.planning.layer_times import LayerTimes
 from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.model_source import Sample, gpt_sample
@@ -66,6 +66,7 @@ class PlanChooser:
         self._num_microbatches, self._loader = num_microbatches, loader
         self._model: MetaModel | None = None
         self._log = get_logger(mesh.rank)
+        self._order = message_order(mesh.pipeline, mesh.device)
 
     @property
     def counts_memory(self) -> bool:
@@ -83,12 +84,13 @@ class PlanChooser:
                 bytes cannot be counted.
         """
         section, ranks = self._config.pipeline, self._mesh.pipeline.size
-        plan = training_plan(section, ranks, self._num_microbatches, len(self._net), given)
+        count, layers = self._num_microbatches, len(self._net)
+        plan = training_plan(section, ranks, count, layers, self._order, given)
         if section.weight_queue_limit is None:
             return plan
         self._model = self._count()
         assert self._model is not None, "without counted bytes, _count raises an error"
-        return validate(lower(self._model.limit_weight_queue(plan)))
+        return self._validated(lower(self._model.limit_weight_queue(plan)))
 
     def first_plan(self, measured: MeasuredStages | None) -> tuple[Plan, float | None]:
         """Return the first plan of schedule `auto`, lowered, and its predicted seconds if known.
@@ -109,7 +111,11 @@ class PlanChooser:
         rates = Rates() if measured is None else self._rates(self._model, measured)
         choice = self._choose(self._model, rates)
         predicted = choice.timeline.makespan if rates.known else None
-        return validate(choice.plan), predicted
+        return self._validated(choice.plan), predicted
+
+    def _validated(self, plan: Plan) -> Plan:
+        """Return the lowered `plan`, proven for the transport of this run."""
+        return validated(plan, self._config.pipeline, self._order)
 
     def _choose(
         self, model: MetaModel, rates: Rates, cuts: tuple[tuple[int, ...], ...] | None = None
@@ -129,13 +135,13 @@ class PlanChooser:
             placement = Placement(measured.rank_of_stage, measured.costs)
             limit = self._config.pipeline.memory_limit
             found = best_plan([placement], self._num_microbatches, limit)
-            return validate(lower(found.plan)), measured.costs
+            return self._validated(lower(found.plan)), measured.costs
         rates = self._rates(self._model, measured)
         best = self._choose(self._model, rates, (current.rank_of_stage,))
         costs = rates.cost_model(self._model.layout(current), current.num_ranks)
         if simulate(current, costs).makespan < best.timeline.makespan:
             return current, costs
-        return validate(best.plan), best.costs
+        return self._validated(best.plan), best.costs
 
     def _rates(self, model: MetaModel, measured: MeasuredStages) -> Rates:
         layout = model.layout_of(measured.rank_of_stage, splits_backward=True)

@@ -20,12 +20,14 @@ class Route(NamedTuple):
     tag: int
 
 
-def message_order(group: dist.ProcessGroup, device: torch.device) -> MessageOrder:
-    """Return how the backend of `group` separates the messages of tensors on `device`.
+def message_order(pipeline: Axis, device: torch.device) -> MessageOrder:
+    """Return how the backend of the pipeline separates the messages of tensors on `device`.
 
     Only gloo matches tags. Every other backend is taken to order messages as NCCL does.
     """
-    config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    if pipeline.group is None:
+        return "tags"  # no messages
+    config = dist.get_backend_config(pipeline.group)  # such as "cpu:gloo,cuda:nccl"
     backends = dict(entry.split(":", 1) for entry in config.split(","))
     return "tags" if backends.get(device.type) == "gloo" else "queues"
 
@@ -46,7 +48,7 @@ def connect(
     """
     if (group := pipeline.group) is None:
         return {}
-    if message_order(group, device) == "tags":
+    if message_order(pipeline, device) == "tags":
         return {c: Route(group, tag) for tag, c in enumerate(channels(rank_of_stage))}
     _refuse_bound_device(group)
     links = connections(rank_of_stage)

@@ -21,11 +21,12 @@ from pipemega.pipeline.autoschedule import (
     limit_of_1f1b,
     placements_of_stage_costs,
 )
+from pipemega.pipeline.plan.channels import MessageOrder
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.validate import validate
-from pipemega.pipeline.schedules import build_plan
+from pipemega.pipeline.plan.validate import validate_messages
+from pipemega.pipeline.schedules import build_plan, forward_only
 from pipemega.pipeline.schedules.placement import loop, v
 
 
@@ -40,11 +41,13 @@ def training_plan(
     pp_size: int,
     num_microbatches: int,
     num_layers: int,
+    order: MessageOrder,
     given: Plan | None = None,
 ) -> Plan:
-    """Return the plan of the first training step, lowered and validated.
+    """Return the plan of the first training step, lowered and validated for the transport.
 
     Args:
+        order: how the backend separates the messages between two ranks.
         given: the plan that the caller of `initialize` passed; it replaces the configured one.
 
     Raises:
@@ -62,7 +65,20 @@ def training_plan(
             f"the plan {plan.name!r} has {plan.num_stages} stages, and the model has {num_layers} "
             "layers: a stage needs at least one"
         )
-    return validate(lower(plan))
+    return validated(lower(plan), section, order)
+
+
+def validated(plan: Plan, section: PipelineSection, order: MessageOrder) -> Plan:
+    """Return the lowered `plan` unchanged if the transport can carry it, and its evaluation too.
+
+    Raises:
+        ScheduleError: the plan is invalid, or some of its messages would never arrive.
+    """
+    discards = section.optimizer_sync == "post_validate"
+    validate_messages(plan, order, section.shapes, discards=discards)
+    evaluation = lower(forward_only(plan.rank_of_stage, plan.num_microbatches))
+    validate_messages(evaluation, order, section.shapes, discards=discards)
+    return plan
 
 
 def first_plan(

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,9 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
 from pipemega.pipeline.connections import connect
 from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
-from pipemega.pipeline.plan.channels import Channel
+from pipemega.pipeline.plan.channels import Channel, ShapeMode
 from pipemega.pipeline.plan.instructions import Instruction, Kind
 from pipemega.pipeline.stage_input import check_unchanged, versions_of
-
-ShapeMode = Literal["declared", "cached", "exchanged"]
 
 
 @dataclass(eq=False)

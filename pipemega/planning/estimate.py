@@ -10,12 +10,13 @@ from pipemega.errors import ConfigError, PipelineError, ScheduleError
 from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline import plan_selection
 from pipemega.pipeline.local_model import fold_equal_names
-from pipemega.pipeline.plan.instructions import Kind
+from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
 from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.model_source import gpt_and_sample, user_model_and_sample, vocabulary_of
 from pipemega.planning.prediction import Prediction, predict
 from pipemega.planning.rates import Rates
+from pipemega.planning.run_checks import planned_order
 from pipemega.planning.schedule_choice import ScheduleChooser
 from pipemega.profiling.meta_kernels import DeviceType
 
@@ -181,11 +182,18 @@ def _predict_section(
     request: Request, model: MetaModel, section: PipelineSection, num_microbatches: int
 ) -> Prediction:
     """Predict the schedule of a config section; "auto" uses costs from the meta device."""
-    sizes = (request.topology.pipeline, num_microbatches, len(model.net))
     if not plan_selection.plan_is_provisional(section, request.topology.pipeline):
-        return predict(model, plan_selection.training_plan(section, *sizes), request.rates)
+        return predict(model, _named_plan(request, model, section, num_microbatches), request.rates)
     chooser = ScheduleChooser(model, section, num_microbatches, request.rates, quick=request.quick)
     return chooser.choose().prediction
+
+
+def _named_plan(
+    request: Request, model: MetaModel, section: PipelineSection, num_microbatches: int
+) -> Plan:
+    """Return the plan of a section whose schedule needs no measurement."""
+    ranks, order = request.topology.pipeline, planned_order(request.config)
+    return plan_selection.training_plan(section, ranks, num_microbatches, len(model.net), order)
 
 
 def _predict_schedule(
@@ -205,10 +213,10 @@ def _without_weight_limit(
     request: Request, model: MetaModel, num_microbatches: int
 ) -> Iterator[Prediction]:
     """Yield the prediction of the config without pipeline.weight_queue_limit, if it is set."""
-    section, ranks = request.config.pipeline, request.topology.pipeline
+    section = request.config.pipeline
     if section.weight_queue_limit is None or section.schedule == _AUTO:
         return
-    plan = plan_selection.training_plan(section, ranks, num_microbatches, len(model.net))
+    plan = _named_plan(request, model, section, num_microbatches)
     free = predict(model, plan, request.rates, weight_queue_limit=False)
     yield replace(free, plan=replace(free.plan, name=f"{plan.name}, any queue"))
 

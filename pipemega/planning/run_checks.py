@@ -14,6 +14,7 @@ from pipemega.config.key_kinds import Rule
 from pipemega.config.pipeline import PlanFile
 from pipemega.data.data_files import data_inputs, known_vocabulary
 from pipemega.distributed.topology import Topology
+from pipemega.pipeline.plan.channels import MessageOrder
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan_selection import training_plan
 from pipemega.planning.units import show_bytes
@@ -60,8 +61,13 @@ def first_plan_of(config: Config, topology: Topology) -> Plan | None:
     if config.model is None:
         return None
     count = config.batch(topology.data).num_microbatches
-    layers = config.model.pipeline_layers
-    return training_plan(config.pipeline, topology.pipeline, count, layers)
+    layers, order = config.model.pipeline_layers, planned_order(config)
+    return training_plan(config.pipeline, topology.pipeline, count, layers, order)
+
+
+def planned_order(config: Config) -> MessageOrder:
+    """Return how messages are separated on the device of the run: NCCL's way, unless it is CPU."""
+    return "tags" if config.mesh.device == "cpu" else "queues"
 
 
 def run_rules(world: int | None) -> tuple[Rule, ...]:

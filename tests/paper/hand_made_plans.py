@@ -2,7 +2,9 @@
 
 from hypothesis import strategies as st
 
+from pipemega.pipeline.plan.channels import channels
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
+from pipemega.pipeline.plan.message_queues import queues_of
 from pipemega.pipeline.schedules.placement import loop, v
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -77,3 +79,13 @@ def runs_to_the_end(plan: Plan) -> bool:
         if not moved:
             return False
     return True
+
+
+def one_queue_per_pair(rank_of_stage, order):
+    """Return the queues of a transport that has one process group, to break rule 5."""
+    if order == "tags":
+        return queues_of(rank_of_stage, order)
+    return {
+        c: frozenset((rank_of_stage[c.source], rank_of_stage[c.target]))
+        for c in channels(rank_of_stage)
+    }

@@ -27,6 +27,8 @@ from typing import Literal, NamedTuple
 
 Direction = Literal["activation", "gradient"]
 MessageOrder = Literal["tags", "queues"]
+# When headers are sent; see `pipeline.transport`.
+ShapeMode = Literal["declared", "cached", "exchanged"]
 
 
 class Channel(NamedTuple):

@@ -2,7 +2,7 @@
 
 Each rank runs its program in order, and an instruction waits for the one that it needs
 (`Plan.needs`), on the same or another rank. Nothing else waits: sends are asynchronous, and a
-receive is only posted. With `unbuffered_sends`, a send also waits until its receive is posted.
+receive is only posted.
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,23 +10,11 @@ from collections.abc import Iterator, Mapping
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
 
-# Kind of a send -> kind of its receive, and the receiver's stage minus the sender's.
-RECEIVE_OF = {
-    Kind.SEND_ACTIVATION: (Kind.RECV_ACTIVATION, +1),
-    Kind.SEND_GRADIENT: (Kind.RECV_GRADIENT, -1),
-}
 
-
-def execution_order(
-    plan: Plan, unbuffered_sends: bool = False
-) -> Iterator[tuple[int, Instruction, Instruction | None]]:
+def execution_order(plan: Plan) -> Iterator[tuple[int, Instruction, Instruction | None]]:
     """Yield every instruction after the one that it needs: (rank, instruction, needed one).
 
     Takes time proportional to the number of instructions.
-
-    Args:
-        unbuffered_sends: a send also waits until its receive is posted, as with a transport that
-            buffers nothing and blocks the sender.
 
     Raises:
         ScheduleError: the plan deadlocks, after all possible instructions were yielded; the message
@@ -42,8 +30,6 @@ def execution_order(
         while at < len(program):
             step = program[at]
             need = plan.needs(step)
-            if unbuffered_sends and need in done and step.kind in RECEIVE_OF:
-                need = _receive_of(step)
             if need is not None and need not in done:
                 waiting.setdefault(need, []).append(rank)
                 break
@@ -55,10 +41,9 @@ def execution_order(
         position[rank] = at
     stuck = {r: at for r, at in enumerate(position) if at < len(plan.programs[r])}
     if stuck:
-        how = " if each send waits for its receive" if unbuffered_sends else ""
         needed = {rank: need for need, ranks in waiting.items() for rank in ranks}
         waits = _describe_waits(plan, stuck, needed)
-        raise ScheduleError(f"schedule {plan.name!r} deadlocks{how}:\n{waits}")
+        raise ScheduleError(f"schedule {plan.name!r} deadlocks:\n{waits}")
 
 
 def last_gradients(program: Program) -> frozenset[Instruction]:
@@ -70,14 +55,9 @@ def last_gradients(program: Program) -> frozenset[Instruction]:
     return frozenset(last.values())
 
 
-def _receive_of(send: Instruction) -> Instruction:
-    kind, offset = RECEIVE_OF[send.kind]
-    return Instruction(kind, send.stage + offset, send.microbatch)
-
-
 def _describe_waits(plan: Plan, stuck: Mapping[int, int], needed: Mapping[int, Instruction]) -> str:
     """Describe the cycle of ranks that wait for each other, and show their part of the plan."""
-    cycle = _cycle(plan, needed)
+    cycle = cycle_of({r: plan.rank_of_stage[need.stage] for r, need in needed.items()})
     waits = []
     for rank in cycle:
         step = plan.programs[rank][stuck[rank]]
@@ -88,20 +68,19 @@ def _describe_waits(plan: Plan, stuck: Mapping[int, int], needed: Mapping[int, I
     return "\n".join([*waits, excerpt(plan, cycle_first)])
 
 
-def _cycle(plan: Plan, needed: Mapping[int, Instruction]) -> list[int]:
+def cycle_of(waits_for: Mapping[int, int]) -> list[int]:
     """Return the ranks that wait for each other, sorted; a single one if it waits for itself.
 
     Args:
-        needed: the instruction that each stuck rank waits for.
+        waits_for: stuck rank -> the rank that it waits for.
     """
     path: list[int] = []
-    rank = min(needed)
+    rank = min(waits_for)
     while rank not in path:
         path.append(rank)
-        holder = plan.rank_of_stage[needed[rank].stage]
-        if holder not in needed:  # it has finished, without the needed instruction
+        if waits_for[rank] not in waits_for:  # it has finished, without what the rank needs
             return [rank]
-        rank = holder
+        rank = waits_for[rank]
     return sorted(path[path.index(rank) :])
 
 

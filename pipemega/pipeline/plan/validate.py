@@ -13,19 +13,34 @@
 
 Duplicates are counted: a step that occurs twice is as wrong as a missing one.
 
-`validate_unbuffered_sends` checks one more rule, for transports whose sends block until their
-receive is posted (those of this project do not):
+`validate_messages` checks one more rule, under the transport that will carry the messages:
 
-5.  It does not deadlock even if each send waits until its receive is posted.
+5.  Every message arrives, in every way that the plan is run: the first step, in which headers are
+    sent, a later step, and with post-validation the discarded warm-up and its second run.
+
+Proof that a plan with rules 1 to 4 keeps rule 5 if no queue of the transport has two channels:
+order the instructions of all ranks as `execution_order` does. By induction, each instruction is
+reached. Only a step that uses a message waits. Its send is earlier in this order (rule 4), and its
+receive earlier in its program (rule 3), so both were posted, at the latest by this step (a receive
+whose shapes are not known yet is posted when its header arrives, which is sent ahead of the message
+on the same channel). All messages ahead of it in the queue are earlier ones of its channel. Both
+ranks posted them in the same order (rule 3), before this one, so they have arrived.
+
+With tags no queue has two channels; without, `channels.connections` makes it so. Rule 5 does not
+assume it: it runs the operations of the transport through its queues.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import NoReturn
 
 from pipemega.errors import ScheduleError
+from pipemega.pipeline.plan.channels import Channel, MessageOrder, ShapeMode, channels
 from pipemega.pipeline.plan.execution_order import excerpt, execution_order
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
+from pipemega.pipeline.plan.message_operations import MessageOperations
+from pipemega.pipeline.plan.message_queues import MessageQueues, queues_of
+from pipemega.pipeline.plan.warmup import warmup_cut
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 # Kind of a receive -> kind of its send, and the sender's stage minus the receiver's.
@@ -56,16 +71,47 @@ def validate(plan: Plan) -> Plan:
     return plan
 
 
-def validate_unbuffered_sends(plan: Plan) -> Plan:
+def validate_messages(
+    plan: Plan,
+    order: MessageOrder,
+    shapes: ShapeMode = "cached",
+    *,
+    discards: bool = False,
+    queue_of: Mapping[Channel, Hashable] | None = None,
+) -> Plan:
     """Return the lowered `plan` unchanged if it keeps rules 1 to 5.
 
-    If it fails rule 5, post receives further ahead (`lowering.lower`).
+    Args:
+        order: how the backend separates the messages of different channels.
+        shapes: of the transport.
+        discards: the warm-up may be discarded and run again (post-validation).
+        queue_of: the queue of each channel; None: that of the transport for `order`.
 
     Raises:
         ScheduleError: says which ranks wait for each other, and shows their positions.
     """
-    for _ in execution_order(validate(plan), unbuffered_sends=True):
-        pass
+    validate(plan)
+    if not channels(plan.rank_of_stage):
+        return plan
+    assert plan.is_lowered, f"plan {plan.name!r} has no messages yet"
+    cut = warmup_cut(plan) if discards and not plan.forward_only else None
+    runs = plan if cut is None else cut.plan
+    queues = MessageQueues(runs, queue_of or queues_of(plan.rank_of_stage, order))
+    ranks = [MessageOperations(runs, shapes) for _ in range(plan.num_ranks)]
+
+    def run_step() -> None:
+        queues.run([rank.step(program) for rank, program in zip(ranks, runs.programs, strict=True)])
+        queues.end_step()
+
+    run_step()
+    if cut is not None:
+        heads = [program[:stop] for program, stop in zip(runs.programs, cut.stop, strict=True)]
+        queues.run([rank.program(head) for rank, head in zip(ranks, heads, strict=True)])
+        parts = zip(ranks, cut.stop, cut.unread, strict=True)
+        queues.run([rank.discard(stop, unread) for rank, stop, unread in parts])
+        queues.end_step()
+    if cut is not None or (shapes == "cached" and not plan.forward_only):
+        run_step()  # with `cached` without headers
     return plan
 
 

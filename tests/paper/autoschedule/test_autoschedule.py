@@ -32,7 +32,7 @@ from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import simulate
-from pipemega.pipeline.plan.validate import validate, validate_unbuffered_sends
+from pipemega.pipeline.plan.validate import validate, validate_messages
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts, Sizes, build_plan
 from pipemega.pipeline.schedules.placement import loop, v
 
@@ -72,7 +72,7 @@ def _check(found, limit):
     """Check the rules of plans, the order of micro-batches, and the limit."""
     plan, timeline = validate(found.plan), found.timeline
     validate(lower(plan))
-    validate_unbuffered_sends(lower(plan, ahead=max(map(len, plan.programs))))
+    validate_messages(lower(plan), "queues", discards=True)
     assert timeline == simulate(plan, found.placement.costs)
     assert max(timeline.peak) <= (math.inf if limit is None else limit) * (1 + 1e-9)
     for kinds in ("F", "BI", "BW"):

@@ -16,8 +16,10 @@ from pipemega.pipeline.plan_selection import (
     check_sizes,
     first_plan,
     measurement_plan,
+    training_plan,
 )
 from pipemega.pipeline.schedules import build_plan, forward_only
+from tests.paper.hand_made_plans import one_queue_per_pair
 
 COSTS = {"forward": 1.0, "backward_input": 1.2, "backward_weight": 0.8, "message": 0.1}
 
@@ -182,3 +184,39 @@ def test_an_error_about_a_missing_duplicate_or_misplaced_step_shows_the_plan(
 def test_a_forward_only_plan_is_refused_for_training():
     with pytest.raises(ConfigError, match="mine has no backward"):
         check_sizes(forward_only((0, 1), 4), "mine", 2, 4)
+
+
+@pytest.mark.parametrize("source", ["name", "csv", "json", "given"])
+def test_a_plan_whose_messages_would_never_arrive_is_refused_before_the_first_step(
+    source, monkeypatch, tmp_path
+):
+    monkeypatch.setattr("pipemega.pipeline.plan.validate.queues_of", one_queue_per_pair)
+    plan, schedule, given = build_plan("1f1b", 2, 8), "1f1b", None
+    if source == "given":
+        given = plan
+    elif source != "name":
+        text = plan.to_csv() if source == "csv" else plan.to_json()
+        (tmp_path / "plan").write_text(text)
+        schedule = {"file": str(tmp_path / "plan")}
+    sizes = (section({"schedule": schedule}), 2, 8, 4)
+    assert training_plan(*sizes, "tags", given).compute_only().programs == plan.programs
+    with pytest.raises(ScheduleError) as refused:
+        training_plan(*sizes, "queues", given)
+    assert "deadlocks if the messages between two ranks run in the order" in str(refused.value)
+    assert "rank 0 waits at B0@0 for SG0@1; next in this queue: " in str(refused.value)
+
+
+def test_evaluation_and_the_discarded_warmup_are_proven_too(monkeypatch):
+    checked = []
+
+    def record(plan, order, shapes, *, discards):
+        checked.append((plan.name, order, shapes, discards))
+        return plan
+
+    monkeypatch.setattr("pipemega.pipeline.plan_selection.validate_messages", record)
+    pipeline = {"schedule": "gpipe", "shapes": "exchanged", "optimizer_sync": "post_validate"}
+    training_plan(section(pipeline), 2, 8, 4, "queues")
+    assert checked == [
+        ("gpipe", "queues", "exchanged", True),
+        ("forward-only", "queues", "exchanged", True),
+    ]

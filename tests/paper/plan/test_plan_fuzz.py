@@ -80,7 +80,7 @@ def test_a_damaged_file_of_a_plan_is_used_or_rejected_by_name(tmp_path_factory, 
     path = tmp_path_factory.getbasetemp() / "plan.json"
     path.write_bytes(raw)
     section = load({"pipeline": {"schedule": {"file": str(path)}}, "train_batch_size": 4}).pipeline
-    refusal = read(lambda _: training_plan(section, 2, 4, 4, None), "")
+    refusal = read(lambda _: training_plan(section, 2, 4, 4, "queues"), "")
     assert refusal != "nothing was said"
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.instructions import Instruction
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.validate import validate, validate_unbuffered_sends
+from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, forward_only
 from tests.paper.hand_made_plans import hand_made, placements, runs_to_the_end, valid_plans
 
@@ -212,28 +212,6 @@ def test_a_send_after_the_receive_of_its_reply_deadlocks():
         ScheduleError, match=r"rank 0 waits at B0@0 for SG0@1\n  rank 1 waits at F0"
     ):
         validate(_with_row(plan, 0, row))
-
-
-def test_unbuffered_sends_that_wait_for_each_other_are_shown():
-    plan = lower(hand_made("F0 F1 B0 B1", "F0 B0 F1 B1"), ahead=0)
-    validate(plan)
-    with pytest.raises(ScheduleError) as refused:
-        validate_unbuffered_sends(plan)
-    assert str(refused.value) == (
-        "schedule 'hand-made' deadlocks if each send waits for its receive:\n"
-        "  rank 0 waits at SA1@0 for RA1@1\n"
-        "  rank 1 waits at SG0@1 for RG0@0\n"
-        "    rank 0   F0@0 SA0@0 F1@0 > SA1@0 RG0@0 B0@0 RG1@0 B1@0\n"
-        "    rank 1   RA0@1 F0@1 B0@1 > SG0@1 RA1@1 F1@1 B1@1 SG1@1"
-    )
-    ahead = lower(plan, ahead=1)
-    assert validate_unbuffered_sends(ahead) is ahead
-
-
-@FEW
-@given(valid_plans())
-def test_every_plan_runs_with_unbuffered_sends_if_all_receives_are_posted_first(plan):
-    validate_unbuffered_sends(lower(plan, ahead=max(map(len, plan.programs))))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import simulate
-from pipemega.pipeline.plan.validate import validate, validate_unbuffered_sends
+from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.schedules import (
     SCHEDULES,
     Formula,
@@ -253,28 +253,6 @@ def test_without_message_time_looped_bfs_and_interleaved_take_equally_long(p, m,
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_plan_for_32_ranks_and_128_microbatches_is_valid(name):
     validate(build_plan(name, 32, 128))
-
-
-# Compute steps by which receives must be posted early so that unbuffered sends do not deadlock.
-AHEAD = {
-    "sequential": 0,
-    "gpipe": 0,
-    "1f1b": 1,
-    "zb-h1": 1,
-    "zb-h2": 2,
-}
-
-
-@given(st.sampled_from(sorted(AHEAD)), pp_sizes, num_microbatches_)
-def test_basic_schedules_run_with_unbuffered_sends(name, p, m):
-    validate_unbuffered_sends(lower(build_plan(name, p, m), ahead=AHEAD[name]))
-
-
-@given(cases())
-def test_every_schedule_runs_with_unbuffered_sends_if_all_receives_are_posted_first(case):
-    family, sizes = case
-    plan = build_plan(family.name, *sizes)
-    validate_unbuffered_sends(lower(plan, ahead=max(map(len, plan.programs))))
 
 
 # Evaluation

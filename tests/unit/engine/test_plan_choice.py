@@ -1,5 +1,6 @@
 """The plans that `initialize` chooses, on one process without groups."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +12,17 @@ from pipemega.config import Config, load
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
 from pipemega.engine.plan_choice import MeasuredStages, PlanChooser, split_was_measured
-from pipemega.errors import ConfigError
+from pipemega.errors import ConfigError, ScheduleError
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind
+from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import simulate
 from pipemega.pipeline.plan.weight_queue import queued_bytes
 from pipemega.pipeline.plan_selection import measurement_plan
-from pipemega.pipeline.schedules import SCHEDULES, Sizes
+from pipemega.pipeline.schedules import SCHEDULES, Sizes, build_plan
 from pipemega.planning.estimate import Request, estimate
+from tests.paper.hand_made_plans import one_queue_per_pair
 
 MODEL = {
     "num_layers": 4,
@@ -60,6 +63,29 @@ def test_initialize_chooses_the_same_plan_as_the_plan_command(pipeline: dict[str
     settings = config({"schedule": "auto", **pipeline})
     planned = estimate(Request(settings)).prediction.plan
     assert chooser(settings).first_plan(None) == (planned, None)
+
+
+def test_every_chosen_plan_is_proven_for_the_backend_in_use(monkeypatch: Any) -> None:
+    choose = "pipemega.engine.plan_choice"
+    monkeypatch.setattr(f"{choose}.message_order", lambda pipeline, device: "queues")
+    monkeypatch.setattr("pipemega.pipeline.plan.validate.queues_of", one_queue_per_pair)
+    plan = lower(build_plan("1f1b", 2, 8))
+    found = SimpleNamespace(plan=plan, timeline=SimpleNamespace(makespan=0.0), costs=None)
+    monkeypatch.setattr(PlanChooser, "_choose", lambda *_: found)
+    named, auto = chooser(config({"schedule": "1f1b"})), chooser(config({"schedule": "auto"}))
+    limited = chooser(config({"schedule": "zb-h1", "weight_queue_limit": 10**9}))
+    measured = MeasuredStages((0, 1), True, CostModel((1, 1), (1, 1), (1, 1)))
+    choices = [
+        lambda: named.configured_plan(None),
+        lambda: named.configured_plan(plan),
+        lambda: limited.configured_plan(None),
+        lambda: named.next_plan(plan, measured),
+        lambda: auto.first_plan(None),
+        lambda: auto.next_plan(plan, measured),
+    ]
+    for choice in choices:
+        with pytest.raises(ScheduleError, match=r"as over NCCL:\n  rank 0 waits"):
+            choice()
 
 
 def test_modules_that_are_already_built_are_counted_and_stay_unchanged() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from pipemega.distributed.mesh import build_mesh
+from pipemega.distributed.mesh import Axis, build_mesh
 from pipemega.distributed.topology import Topology
 from pipemega.errors import MeshError
 from pipemega.pipeline.connections import message_order
@@ -100,7 +100,8 @@ def test_groups_of_the_ranks_of_a_pipeline_have_equal_names():
 )
 def test_only_gloo_separates_messages_by_tag(monkeypatch, config, device, order):
     monkeypatch.setattr(dist, "get_backend_config", lambda group: config)
-    assert message_order(None, device) == order
+    assert message_order(Axis("pipeline", (0, 1), group=object()), device) == order
+    assert message_order(Axis("pipeline"), device) == "tags"  # no messages
 
 
 def test_a_process_group_that_is_bound_to_a_device_is_refused():
