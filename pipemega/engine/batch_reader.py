@@ -110,7 +110,7 @@ class BatchReader:
         if self._mesh.world.size == 1:
             return number
         # In host memory: a number of the device could be read only after all work before it.
-        tensor = torch.tensor(number)
+        tensor = torch.tensor(number, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._mesh.world.host_group)
         return int(tensor)
 

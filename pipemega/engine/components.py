@@ -7,6 +7,7 @@ import torch
 
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
+from pipemega.distributed.launch_order import launch_order_advice
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
@@ -71,6 +72,10 @@ def build_components(
         synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else None,
     )
     splits = plan_may_change or any(i.kind is Kind.BACKWARD_INPUT for i in plan.steps())
+    # A split backward has no weight gradient beside an all-reduce.
+    advice = None if splits else launch_order_advice(mesh.device, mesh.tensor.size)
+    if step is not None and advice is not None and mesh.rank == 0:
+        get_logger().warning(advice)
     weight_queue = None
     if step is not None and splits:
         weight_queue = WeightGradQueue(step.gradients)

@@ -1,0 +1,149 @@
+"""What only a GPU shows: pinned batches, fused attention in fp32, tables of rotary positions."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import Dataset
+
+from pipemega import LayerSpec, PipelineModule
+from pipemega.engine.engine import Engine
+from pipemega.engine.initialize import initialize
+from pipemega.host_memory import HostMemory
+from pipemega.models.causal_attention import causal_attention, takes_grouped_queries
+from pipemega.models.rotary import Rotary
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+FUSED = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+]
+
+
+@pytest.mark.parametrize("channels", [64, 128])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_grouped_attention_runs_on_a_fused_kernel(dtype: torch.dtype, channels: int) -> None:
+    q = torch.randn(2, 8, 128, channels, device="cuda", dtype=dtype, requires_grad=True)
+    k, v = torch.randn(2, 2, 2, 128, channels, device="cuda", dtype=dtype).unbind()
+    # Without the math kernel torch raises an error if no fused one takes the arguments.
+    with sdpa_kernel(FUSED):
+        mixed = causal_attention(q, k, v)
+        mixed.float().sum().backward()
+    exact = causal_attention(q.detach().double().cpu(), k.double().cpu(), v.double().cpu())
+    error = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(mixed.double().cpu(), exact, rtol=error, atol=error)
+
+
+def test_grouped_attention_in_fp32_holds_no_scores() -> None:
+    heads, length = 8, 4096
+    q = torch.randn(1, heads, length, 64, device="cuda", requires_grad=True)
+    k, v = torch.randn(2, 1, 2, length, 64, device="cuda").unbind()
+    assert not takes_grouped_queries(q)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    causal_attention(q, k, v).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < heads * length * length * 4 / 4
+
+
+class Pairs(Dataset[Any]):
+    deterministic = True
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        row = torch.arange(5.0) + index
+        return row[:4], row[1:]
+
+
+class Sources(TorchDispatchMode):
+    """Records whether the host tensors that are copied to the GPU are pinned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.is_cuda and not args[0].is_cuda:
+            self.pinned.append(args[0].is_pinned())
+        return result
+
+
+@pytest.mark.parametrize("own_iterator", [False, True])
+def test_a_step_copies_its_batch_from_pinned_memory(own_iterator: bool) -> None:
+    net = PipelineModule([LayerSpec(torch.nn.Linear, 4, 4)], torch.nn.functional.mse_loss)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "mesh": {"device": "cuda"},
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-3}},
+    }
+    engine: Engine = initialize(net, config, training_data=None if own_iterator else Pairs())[0]
+    tokens = torch.arange(10.0).view(2, 5)
+    given = ((tokens[:, :4], tokens[:, 1:]) for _ in range(6)) if own_iterator else None
+    with Sources() as sources:
+        for _ in range(3):
+            inputs, labels = engine._read_batch(given)
+            if own_iterator:
+                for part, expected in ((inputs, tokens[:, :4]), (labels, tokens[:, 1:])):
+                    assert all(torch.equal(tensor.cpu(), expected) for tensor in part)
+    assert sources.pinned == [True] * 12
+    if engine.loader is not None:
+        engine.loader.close()
+
+
+def test_pinned_memory_is_not_reused_before_its_copy_is_complete() -> None:
+    memory = HostMemory(torch.device("cuda", torch.cuda.current_device()))
+    copies: list[Tensor] = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        # The copies wait behind this, while the host frees and pins memory again.
+        torch.cuda._sleep(200_000_000)
+        for number in range(8):
+            source = memory.pinned(torch.full((1 << 20,), float(number)))
+            assert source.is_pinned()
+            copies.append(source.to("cuda", non_blocking=True))
+            del source
+        torch.cuda.current_stream().synchronize()
+    assert [copy.unique().tolist() for copy in copies] == [[float(n)] for n in range(8)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rotary_tables_of_the_gpu_rotate_as_those_of_the_cpu(dtype: torch.dtype) -> None:
+    layer, x = Rotary(64, 10000.0), torch.randn(2, 2, 100, 64, dtype=dtype)
+    error = 1e-6 if dtype == torch.float32 else 1e-2
+    positions = torch.randint(1 << 17, (2, 100))
+    for at in (None, positions):
+        expected, _ = layer(x, x, at)
+        given = None if at is None else at.cuda()
+        for _ in range(2):
+            got, _ = layer(x.cuda(), x.cuda(), given)
+            torch.testing.assert_close(got.cpu(), expected, rtol=error, atol=error)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_collectives_that_are_split_by_sample_run_over_nccl() -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    result = subprocess.run(
+        [*launch, "-m", "tests.gpu.split_collectives_run", "cuda"],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("equal") == 2
