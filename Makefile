@@ -9,7 +9,7 @@ WORKERS ?= 2
 # One thread per rank: several ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test faults fuzz lint bench pictures docs clean
+.PHONY: help setup train test faults fuzz gpu lint bench pictures docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -30,6 +30,9 @@ test: lint  ## Lint, types, tests
 
 faults: $(READY)  ## Inject faults into runs (about 15 minutes); writes the table in docs/reliability.md
 	$(BIN)/python -m pytest -m faults tests/faults --faults-table docs/reliability.md
+
+gpu: $(READY)  ## On a machine with GPUs: check it, run the GPU tests and the benchmark; writes gpu_report.md
+	$(BIN)/python -m benchmarks.gpu_report.run
 
 lint: $(READY)  ## Lint and types only
 	$(BIN)/ruff check .

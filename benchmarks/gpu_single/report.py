@@ -70,13 +70,16 @@ def _memory(rows: list[dict[str, Any]]) -> list[str]:
     rows = [row for row in rows if not row["error"]]
     names = list(rows[0]["estimate_bytes"]) if rows else []
     lines = [
-        f"| GiB | {' | '.join(f'{name}, estimated' for name in names)} | peak, measured | ratio |",
-        f"| --- |{' ---: |' * (len(names) + 2)}",
+        f"| GiB | {' | '.join(f'{name}, estimated' for name in names)} | pipemega plan "
+        f"| peak, measured | measured / estimated | measured / plan |",
+        f"| --- |{' ---: |' * (len(names) + 4)}",
     ]
     for row in rows:
         parts, peak = row["estimate_bytes"], row["peak_bytes"]
         cells = [f"{parts[name] / _GIB:.3g}" for name in names]
-        cells += [f"{peak / _GIB:.3g}", f"{peak / parts['total']:.3f}"] if peak else ["", ""]
+        planned = row["planned_bytes"]
+        cells += [f"{planned / _GIB:.3g}", f"{peak / _GIB:.3g}"]
+        cells += [f"{peak / parts['total']:.3f}", f"{peak / planned:.3f}"]
         lines.append(f"| {row['name']} | {' | '.join(cells)} |")
     return lines if rows else []
 

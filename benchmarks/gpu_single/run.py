@@ -39,6 +39,8 @@ from pipemega.data.mock import MockDataset
 from pipemega.kernels import Kernels
 from pipemega.models import GPTConfig, gpt
 from pipemega.monitor import gpt_flops_per_token
+from pipemega.planning import estimate as planning
+from pipemega.profiling.tensor_meter import TensorMeter
 
 TINY = Sizes(hidden=32, layers=2, heads=2, seq=32, vocab=256, micro_batch=2, num_microbatches=2)
 
@@ -122,9 +124,11 @@ def _attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         return {"name": name, "error": f"out of memory: {str(cause).splitlines()[0]}"}
 
 
-def build(sizes: Sizes, recompute: Recompute, device: torch.device, **precision: Any) -> Engine:
-    """Build an engine with mock data and without dropout."""
-    config = pipemega.load_config(
+def config_of(
+    sizes: Sizes, recompute: Recompute, device: torch.device, **precision: Any
+) -> pipemega.Config:
+    """Return the config of a run without dropout."""
+    return pipemega.load_config(
         {
             "train_micro_batch_size_per_gpu": sizes.micro_batch,
             "gradient_accumulation_steps": sizes.num_microbatches,
@@ -144,11 +148,32 @@ def build(sizes: Sizes, recompute: Recompute, device: torch.device, **precision:
             **precision,
         }
     )
+
+
+def build(sizes: Sizes, recompute: Recompute, device: torch.device, **precision: Any) -> Engine:
+    """Build an engine with mock data and without dropout."""
+    config = config_of(sizes, recompute, device, **precision)
     mesh = pipemega.build_mesh(config)
     model = gpt(GPTConfig.of(config, sizes.vocab), Kernels.detect(mesh.device))
     samples = MockDataset("train", SampleFormat(sizes.seq, sizes.vocab), None, config.seed)
     engine, *_ = pipemega.initialize(model, config, samples, mesh=mesh)
     return engine
+
+
+def _planned_bytes(sizes: Sizes, recompute: Recompute, device: torch.device) -> int:
+    """Return the peak memory that `pipemega plan` predicts."""
+    config = config_of(sizes, recompute, device, bf16={"enabled": True})
+    return planning.estimate(planning.Request(config)).prediction.peak
+
+
+def _counted_bytes(sizes: Sizes, recompute: Recompute, device: torch.device) -> int:
+    """Return the peak of all tensors of two steps, where no allocator of a GPU measures it."""
+    with TensorMeter() as meter:
+        engine = build(sizes, recompute, device, bf16={"enabled": True})
+        for _ in range(2):
+            engine.train_batch()
+    _close(engine)
+    return meter.peak
 
 
 def _row(
@@ -170,11 +195,14 @@ def _row(
         for _ in range(options.steps)
     ]
     peak = torch.cuda.max_memory_allocated(device) if is_cuda else None
+    planned = _planned_bytes(sizes, recompute, device)
     # Parts are timed in a separate step, because their timers synchronize.
     engine.timers.enabled = True
     losses.append(engine.train_batch())
     parts = engine.timers.lap()
     _close(engine)
+    if peak is None:
+        peak = _counted_bytes(sizes, recompute, device)
     flops = sizes.tokens * gpt_flops_per_token(
         num_layers=sizes.layers,
         hidden_size=sizes.hidden,
@@ -193,6 +221,7 @@ def _row(
         "peak_bytes": peak,
         "bytes_before": before,
         "estimate_bytes": estimate(sizes, recompute),
+        "planned_bytes": planned,
         "part_seconds": parts,
         "losses": losses,
     }
