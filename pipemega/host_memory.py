@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipemega.distributed.device_waits import synchronize
 from pipemega.errors import PipemegaError
 
 # torch's allocator rounds pinned memory up to a power of two, 5 GiB to 8 GiB; larger buffers than
@@ -166,7 +167,7 @@ class HostCopy:
 
     def wait(self) -> Tensor:
         """Wait until the copy is complete, and return it."""
-        self._event.synchronize()
+        synchronize(self._event)
         return self._copy
 
 

@@ -44,7 +44,7 @@ class CollectiveIO:
         if self.size == 1:
             return [value]
         values: list[Any] | None = [None] * self.size if self.is_rank0 else None
-        dist.gather_object(value, values, dst=self._world.ranks[0], group=self._world.host_group)
+        dist.gather_object(value, values, dst=self._world.ranks[0], group=self._world.group)
         return values or []
 
     def run_on_all(self, action: Callable[[], _T]) -> _T:
@@ -84,7 +84,7 @@ class CollectiveIO:
                 kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
                 values[1] = kind, self._message(error)
         if self.size > 1:
-            source, group = self._world.ranks[0], self._world.host_group
+            source, group = self._world.ranks[0], self._world.group
             dist.broadcast_object_list(values, src=source, group=group)
         result: _T = values[0]
         if values[1] is not None:

@@ -16,6 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.device_collectives import all_gather, all_reduce, broadcast
+from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
 from pipemega.distributed.tied_comm import broadcast_tied
 from pipemega.errors import ReplicaError
@@ -50,7 +52,8 @@ def check_replicas(model: LocalModel, mesh: Mesh) -> None:
     ]
     most = torch.tensor(len(differing), device=mesh.device)
     if mesh.world.size > 1:
-        dist.all_reduce(most, dist.ReduceOp.MAX, group=mesh.world.group)
+        all_reduce(most, mesh.world, dist.ReduceOp.MAX)
+    synchronize()
     if most.item() > 0:
         _raise(sorted(set(differing)), model, mesh)
 
@@ -83,7 +86,8 @@ def _differing(names: list[str], hashes: Tensor, axis: Axis) -> list[str]:
     if axis.size == 1 or not names:
         return []
     gathered = [torch.empty_like(hashes) for _ in axis.ranks]
-    dist.all_gather(gathered, hashes, group=axis.group)
+    all_gather(gathered, hashes, axis)
+    synchronize()
     same = torch.stack([other == gathered[0] for other in gathered]).all(dim=0).tolist()
     return [name for name, is_same in zip(names, same, strict=True) if not is_same]
 
@@ -160,7 +164,8 @@ def _differences(
     reference = torch.empty(replica.shape, dtype=replica.dtype, device=mesh.device)
     if parameter is not None and mesh.rank == source:
         reference.copy_(parameter)
-    dist.broadcast(reference, src=source, group=mesh.world.group)
+    broadcast(reference, source, mesh.world)
+    synchronize()
     text = ""
     if parameter is not None and parameter.shape == reference.shape:
         mine = parameter.detach().to(mesh.device)

@@ -98,7 +98,7 @@ class StragglerWatch:
         if len(self._seconds) < self._interval:
             return None
         median, self._seconds = statistics.median(self._seconds), []
-        own = torch.tensor([median], dtype=torch.float64, device=self._mesh.device)
+        own = torch.tensor([median], dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in self._mesh.world.ranks]
         dist.all_gather(gathered, own, group=self._mesh.world.group)
         times = torch.cat(gathered).tolist()

@@ -7,12 +7,14 @@ that was started earlier has no such traceback: use `named_collective` there.
 """
 
 import re
+import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +25,8 @@ _OURS = "pipemega."
 # Modules that are on the stack of every error, or that call a collective for another module; the
 # caller to report is another one.
 _NOT_CALLERS = (
+    "pipemega.distributed.comm_errors",
+    "pipemega.distributed.device_collectives",
     "pipemega.distributed.mesh",
     "pipemega.fault_tolerance.error_propagation",
     "pipemega.fault_tolerance.run",
@@ -57,12 +61,44 @@ def named_collective(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        raise comm_error(f"{what} over ranks {_listed(ranks)}" if ranks else what, error) from error
+        raise comm_error(with_ranks(what, ranks), error) from error
+
+
+def with_ranks(what: str, ranks: Sequence[int]) -> str:
+    """Return the name of a collective with its ranks."""
+    return f"{what} over ranks {_listed(ranks)}" if ranks else what
 
 
 def comm_error(what: str, error: RuntimeError) -> PipelineError:
     """Return the error to raise if communication `what` failed with the backend's `error`."""
     return PipelineError(f"{what}: {trim_backend_error(str(error))}")
+
+
+class CollectiveError(dist.DistError):
+    """A collective on a device failed; the message names it."""
+
+
+def collective_error(call: str, tensor: Tensor, group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Return what makes the error of a collective of the calling module from its cause.
+
+    The error reads as if torch had raised it in the call: see `describe_comm_error`.
+
+    Args:
+        call: the function of torch.distributed.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _module(frame) in _NOT_CALLERS:
+        frame = frame.f_back
+    # Strings: a frame would keep its tensors alive.
+    caller = "" if frame is None or not _module(frame).startswith(_OURS) else _function(frame)
+    elements, dtype = tensor.numel(), tensor.dtype
+    where = f" in {caller}" if caller else ""
+
+    def error(cause: RuntimeError) -> CollectiveError:
+        text = f"{call}{_elements(elements, dtype)} over {_describe_group(group)}{where}"
+        return CollectiveError(f"{text}: {trim_backend_error(str(cause))}")
+
+    return error
 
 
 def is_connection_loss(error: BaseException) -> bool:
@@ -93,6 +129,8 @@ def describe_comm_error(error: BaseException) -> str:
 
     all_reduce of 1,024 float32 over data ranks 0, 2 in optimizer.gradients.reduce_data: timed out
     """
+    if isinstance(error, CollectiveError):
+        return str(error)
     caller, call = _frames(error)
     text = trim_backend_error(str(error))
     if call is None:
@@ -132,11 +170,18 @@ def _size(call: FrameType) -> str:
     tensor = next((v for v in call.f_locals.values() if isinstance(v, Tensor)), None)
     if tensor is None:
         return ""
-    return f" of {tensor.numel():,} {str(tensor.dtype).removeprefix('torch.')}"
+    return _elements(tensor.numel(), tensor.dtype)
+
+
+def _elements(number: int, dtype: torch.dtype) -> str:
+    return f" of {number:,} {str(dtype).removeprefix('torch.')}"
 
 
 def _group(call: FrameType) -> str:
-    group: Any = call.f_locals.get("group") or dist.group.WORLD
+    return _describe_group(call.f_locals.get("group") or dist.group.WORLD)
+
+
+def _describe_group(group: Any) -> str:
     name = getattr(group, "group_desc", "")
     ranks = _listed(dist.get_process_group_ranks(group))
     return f"{'all' if name in _DEFAULT_GROUP else name} ranks {ranks}"

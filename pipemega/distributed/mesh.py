@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from pipemega.distributed import device_waits
+from pipemega.distributed.backends import backend_names, nccl_backend
 from pipemega.distributed.rendezvous import agree_on_incarnation
 from pipemega.distributed.topology import AXES, AxisName, Topology
 from pipemega.errors import MeshError, PipemegaError
@@ -18,6 +20,10 @@ T = TypeVar("T")
 
 # Timeout of every wait for another rank; config key mesh.timeout_seconds.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
+
+# Gloo for objects, barriers and numbers of the host: there a wait blocks only the host, ends at its
+# timeout, and fails if a peer has ended.
+_CUDA_BACKEND = "cpu:gloo,cuda:nccl"
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,28 +34,18 @@ class Axis:
         name: "pipeline", "data", "tensor", or "world" for all ranks.
         ranks: the global ranks of the group, in order.
         rank: index of this process in `ranks`.
-        group: the process group; None for an axis of one rank, which does not communicate.
-        gloo: a second group of the same ranks, if `group` transfers only memory of a GPU.
+        group: the process group; None for an axis of one rank, which does not communicate. On a GPU
+            it has two backends: NCCL for its tensors, and gloo for values of the host.
     """
 
     name: str
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
-    gloo: dist.ProcessGroup | None = field(default=None, repr=False)
 
     @property
     def size(self) -> int:
         return len(self.ranks)
-
-    @property
-    def host_group(self) -> dist.ProcessGroup | None:
-        """The group for values of the host: numbers that it reads at once, and objects.
-
-        On `group` of a GPU they would be copied to the device and back, so the host would wait for
-        all work of the device.
-        """
-        return self.gloo or self.group
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +103,7 @@ def gather_objects(value: T, axis: Axis) -> list[T]:
     if axis.size == 1:
         return [value]
     values: list[Any] = [None] * axis.size
-    dist.all_gather_object(values, value, group=axis.host_group)
+    dist.all_gather_object(values, value, group=axis.group)
     return values
 
 
@@ -125,7 +121,7 @@ def from_first(world: Axis, make: Callable[[], T]) -> T:
         except PipemegaError as error:
             error.on_every_rank = True
             values[1] = error
-    dist.broadcast_object_list(values, src=world.ranks[0], group=world.host_group)
+    dist.broadcast_object_list(values, src=world.ranks[0], group=world.group)
     made: T = values[0]
     if values[1] is not None:
         raise values[1]
@@ -170,18 +166,18 @@ def build_mesh(
         return Mesh.single(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        device_waits.watch_device(timeout)
     if not dist.is_initialized():
         # Without device_id: with it, NCCL runs all single sends and receives of a group in one
         # queue, and a receive that is posted early blocks the sends after it.
-        backend = "nccl" if device.type == "cuda" else "gloo"
+        backend = _CUDA_BACKEND if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timeout, **_fresh_store(timeout))
     rank = dist.get_rank()
-    axes = {name: _axis(name, topology, rank, timeout) for name in AXES}
-    ranks = tuple(range(world_size))
-    world = Axis("world", ranks, rank, dist.group.WORLD, _gloo_group(ranks, device, timeout))
+    axes = {name: _axis(name, topology, rank, device, timeout) for name in AXES}
+    world = _world(rank, device, timeout)
     _create_communicators([*axes.values(), world], device)
     # A rank that fails after this breaks connections; all must be established by then.
-    dist.barrier()
+    dist.barrier(world.group)
     return Mesh(topology, **axes, world=world, device=device, timeout=timeout)
 
 
@@ -197,22 +193,7 @@ def _create_communicators(axes: Sequence[Axis], device: torch.device) -> None:
             # The default dtype may differ between ranks.
             element = torch.zeros(1, dtype=torch.float32, device=device)
             dist.all_reduce(element, group=axis.group)
-
-
-def _gloo_group(
-    ranks: Sequence[int], device: torch.device, timeout: timedelta
-) -> dist.ProcessGroup | None:
-    """Return a gloo group for values of the host; None if the other groups transfer them too."""
-    if device.type != "cuda" or len(ranks) == 1:
-        return None
-    group: dist.ProcessGroup = dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        backend="gloo",
-        use_local_synchronization=True,
-        group_desc="all",
-    )
-    return group
+    device_waits.synchronize()
 
 
 def _fresh_store(timeout: timedelta) -> dict[str, Any]:
@@ -233,16 +214,63 @@ def set_world_timeout(mesh: Mesh) -> None:
 
     If the caller has initialized torch.distributed, the group has the caller's timeout until then.
     """
+    assert mesh.world.group is not None
     dist.distributed_c10d._set_pg_timeout(mesh.timeout, mesh.world.group)
+    _lengthen_nccl_timeout(mesh.world.group, mesh.timeout)
 
 
-def _axis(name: AxisName, topology: Topology, rank: int, timeout: timedelta) -> Axis:
+def new_group(
+    ranks: Sequence[int],
+    device: torch.device,
+    timeout: timedelta,
+    description: str,
+    *,
+    host: bool = True,
+) -> dist.ProcessGroup:
+    """Create a process group for tensors on `device`; collective over its ranks only.
+
+    Start-up time does not grow with the number of groups: with local synchronization, other ranks
+    do not take part.
+
+    Args:
+        timeout: of each wait. That of NCCL is longer, so that the errors of `device_waits` come
+            before NCCL aborts the process.
+        host: on CUDA, the group also has gloo for tensors and objects on the host.
+    """
+    backend = None
+    if device.type == "cuda":
+        backend = _CUDA_BACKEND if host else "nccl"
+    group = dist.new_group(
+        list(ranks),
+        timeout=timeout,
+        backend=backend,
+        use_local_synchronization=True,
+        group_desc=description,
+    )
+    assert isinstance(group, dist.ProcessGroup)
+    _lengthen_nccl_timeout(group, timeout)
+    return group
+
+
+def _lengthen_nccl_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
+    if (nccl := nccl_backend(group)) is not None:
+        nccl._set_default_timeout(device_waits.nccl_timeout(timeout))
+
+
+def _axis(
+    name: AxisName, topology: Topology, rank: int, device: torch.device, timeout: timedelta
+) -> Axis:
     ranks = topology.along(name, rank)
-    group = None
-    if len(ranks) > 1:
-        # Local synchronization: only the ranks of a group synchronize to create it, so start-up
-        # time does not grow with the number of groups.
-        group = dist.new_group(
-            list(ranks), timeout=timeout, use_local_synchronization=True, group_desc=name
-        )
+    group = new_group(ranks, device, timeout, name) if len(ranks) > 1 else None
     return Axis(name, ranks, ranks.index(rank), group)
+
+
+def _world(rank: int, device: torch.device, timeout: timedelta) -> Axis:
+    """Return the axis of all ranks, with the default group if its backends suffice."""
+    ranks, group = tuple(range(dist.get_world_size())), dist.group.WORLD
+    assert group is not None
+    if device.type == "cuda" and not {"cpu", "cuda"} <= set(backend_names(group)):
+        # The caller has initialized torch.distributed with NCCL only.
+        group = new_group(ranks, device, timeout, "world")
+    _lengthen_nccl_timeout(group, timeout)
+    return Axis("world", ranks, rank, group)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
 
 # Larger than the tags of the pipeline's channels, which count stages.
@@ -63,7 +64,9 @@ def _exchange(
         dist.P2POp(dist.irecv, tensor, peer, holders.group, tag=_TAG)
         for tensor, peer in zip(received, source, strict=True)
     ]
-    with named_collective("the exchange of a tied parameter", holders.ranks):
-        for work in dist.batch_isend_irecv(operations):
-            work.wait()
+    what = "the exchange of a tied parameter"
+    with named_collective(what, holders.ranks):
+        works = dist.batch_isend_irecv(operations)
+    for work in works:
+        wait(work, what, holders.ranks)
     return received

@@ -111,7 +111,7 @@ class BatchReader:
             return number
         # In host memory: a number of the device could be read only after all work before it.
         tensor = torch.tensor(number, device="cpu")
-        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._mesh.world.host_group)
+        dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._mesh.world.group)
         return int(tensor)
 
     def _split(self, pairs: Sequence[Any] | None, count: int) -> tuple[list[Any], list[Any]]:

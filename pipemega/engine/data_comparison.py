@@ -63,7 +63,7 @@ class DataComparison:
             hashes[:] = [[_hash(part) for part in pair] for pair in pairs]
         own, world = torch.from_numpy(hashes), self._mesh.world
         gathered = [torch.empty_like(own) for _ in world.ranks]
-        dist.all_gather(gathered, own, group=world.host_group)
+        dist.all_gather(gathered, own, group=world.group)
         by_rank = torch.stack(gathered).numpy()  # [ranks, micro-batches, parts]
         for part, name in enumerate(_PARTS):
             self._refuse_differences(by_rank[:, :, part], name)

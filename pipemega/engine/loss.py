@@ -1,9 +1,10 @@
 """The sums of the loss over micro-batches and ranks."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.device_collectives import all_reduce
+from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh
 from pipemega.pipeline.execution_state import Results
 
@@ -29,6 +30,7 @@ def mean_loss(results: Results, mesh: Mesh) -> float:
     sums = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in (loss, weight)])
     sums = sums.to(mesh.device)
     if mesh.world.size > 1:
-        dist.all_reduce(sums, group=mesh.world.group)
+        all_reduce(sums, mesh.world)
+    synchronize()
     loss_sum, weight_sum = sums.tolist()
     return loss_sum / weight_sum if weight_sum else float("nan")

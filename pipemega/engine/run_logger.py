@@ -259,7 +259,7 @@ class RunLogger:
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0
         if self._config.memory_breakdown:
             self._log.info(f"memory of rank {mesh.rank}: peak {peak / 2**30:.2f} GiB")
-        own = torch.tensor([peak / 2**30], dtype=torch.float64, device=mesh.device)
+        own = torch.tensor([peak / 2**30], dtype=torch.float64)
         gathered = [own]
         if mesh.world.size > 1:
             gathered = [torch.empty_like(own) for _ in mesh.world.ranks]

@@ -17,6 +17,7 @@ from pipemega.checkpoint import Checkpointer, Counters, LoadOptions
 from pipemega.config import Config
 from pipemega.diagnostics.nan_origin import NonFiniteLocator
 from pipemega.diagnostics.replica_check import check_replicas
+from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.batch_reader import BatchReader
 from pipemega.engine.components import Components
@@ -215,6 +216,8 @@ class StepEngine:
     def _settle(self) -> None:
         if self._runner is not None:
             self._runner.settle()
+        # What follows reads parameters on the host.
+        synchronize()
         if self._step is not None:
             # The caller may write to the masters, as loading does.
             self._step.masters.wait_for_offload()

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipemega.distributed.abort import ABORT_SECONDS, abort_communicators
+from pipemega.distributed.backends import runs_gloo
 from pipemega.distributed.comm_errors import (
     describe_comm_error,
     is_connection_loss,
@@ -160,7 +162,7 @@ class FailureReporter:
         )
 
 
-def _call_in_thread(call: Callable[[], None]) -> threading.Thread:
+def _call_in_thread(call: Callable[[], object]) -> threading.Thread:
     thread = threading.Thread(target=call, name="failure-report", daemon=True)
     thread.start()
     return thread
@@ -175,12 +177,12 @@ def _position_of(error: BaseException) -> PlanPosition | None:
 
 def _break_connections() -> None:
     """Break every connection of this rank in every group, so that no other rank waits for it."""
+    # Together: an abort may be stuck.
+    abort = _call_in_thread(abort_communicators)
     for group in list(dist.distributed_c10d._world.pg_map):
-        if dist.get_backend(group) == "gloo":
+        if runs_gloo(group):
             _break_gloo(group)
-        else:
-            with suppress(RuntimeError):
-                group._get_backend(torch.device("cuda")).abort()
+    abort.join(ABORT_SECONDS)
 
 
 def _break_gloo(group: dist.ProcessGroup) -> None:

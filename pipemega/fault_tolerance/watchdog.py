@@ -19,6 +19,9 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 
+from pipemega.distributed.abort import abort_communicators
+from pipemega.distributed.backends import runs_gloo
+from pipemega.distributed.device_waits import fail
 from pipemega.distributed.mesh import launched_rank
 from pipemega.fault_tolerance.failure_store import FailureStore
 from pipemega.fault_tolerance.final_report import report_from_thread
@@ -30,6 +33,9 @@ _POLLS_PER_SECOND = 4000.0
 
 # How long a rank that others wait for may take to report its own error before it is ended.
 _GRACE_SECONDS = 9.0
+
+# How long it may take to notice that another rank has failed, before its communicators are aborted.
+_NOTICE_SECONDS = 2.0
 
 # Lines that are shown of a stack.
 _STACK_LINES = 6
@@ -96,7 +102,11 @@ class _Watchdog:
     def _report(self, store: FailureStore) -> None:
         location = describe_thread(self._watched)
         store.publish_location(location)
-        if self._finished.wait(_GRACE_SECONDS) or store.has_reported():
+        fail("connection closed: another rank has failed")
+        if not self._finished.wait(_NOTICE_SECONDS) and not store.has_reported():
+            # The main thread may wait for the device in a call that knows no deadline.
+            abort_communicators()
+        if self._finished.wait(_GRACE_SECONDS - _NOTICE_SECONDS) or store.has_reported():
             return
         cause = store.cause()
         if cause is None:
@@ -119,7 +129,7 @@ def _schedule_stack_dump() -> None:
     That happens while a call holds the GIL, which no Python thread can report.
     """
     group = dist.group.WORLD
-    if group is None or dist.get_backend(group) != "gloo" or sys.__stderr__ is None:
+    if group is None or sys.__stderr__ is None or not runs_gloo(group):
         return
     with suppress(RuntimeError, ValueError, OSError):
         timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.mesh import Axis
 from pipemega.distributed.tied_comm import all_reduce_tied
 from pipemega.optimizer.grad_layout import GradLayout, GradSlot, whole_layout
@@ -145,7 +145,7 @@ def reduce_partial(gradients: GradientBuffer, tensor: Axis) -> None:
         if shard_of(slot.parameter).partial_gradient:
             ends[slot.dtype] = slot.stop
     for dtype, end in ends.items():
-        dist.all_reduce(gradients.flats[dtype][:end], group=tensor.group)
+        all_reduce(gradients.flats[dtype][:end], tensor)
 
 
 def reduce_tied(gradients: GradientBuffer, tied: Mapping[str, Axis]) -> None:
@@ -176,9 +176,9 @@ def reduce_data(gradients: GradientBuffer, data: Axis, reduction: DataReduction)
         if before != 1.0:
             flat.mul_(before)
         if reduction.dtype is None or reduction.dtype == flat.dtype:
-            dist.all_reduce(flat, group=data.group)
+            all_reduce(flat, data)
         else:
             sent = flat.to(reduction.dtype)
-            dist.all_reduce(sent, group=data.group)
+            all_reduce(sent, data)
             flat.copy_(sent)
     return after

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.mesh import Axis
 from pipemega.optimizer.grad_norm import square_sums
 from pipemega.parameters import shard_of
@@ -124,7 +124,6 @@ class Lamb(torch.optim.Optimizer):
 
 
 def _sum_over(axis: Axis, tensor: Tensor) -> Tensor:
-    """Sum over the ranks of the axis; NCCL needs CPU tensors to be moved to the GPU."""
-    device_tensor = tensor.cuda() if dist.get_backend(axis.group) == "nccl" else tensor
-    dist.all_reduce(device_tensor, group=axis.group)
-    return device_tensor.to(tensor.device)
+    """Sum over the ranks of the axis."""
+    all_reduce(tensor, axis)
+    return tensor

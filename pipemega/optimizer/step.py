@@ -17,10 +17,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pipemega.distributed.device_collectives import all_reduce
+from pipemega.distributed.device_waits import synchronize
 from pipemega.errors import ConfigError, NonFiniteError
 from pipemega.monitor import StepPhases
 from pipemega.optimizer.gradients import GradientBuffer
@@ -129,7 +130,8 @@ class OptimizerStep:
         with self.phases("gradient norm"):
             stats = self._local_stats(loss_sum, weight_sum, num_microbatches)
             if self._mesh.world.size > 1:
-                dist.all_reduce(stats, group=self._mesh.world.group)
+                all_reduce(stats, self._mesh.world)
+            synchronize()
             decision = decide(attempt, GlobalStats.of(stats.tolist()), self._clip)
         self._execute(decision)
         return self._record(decision.report)

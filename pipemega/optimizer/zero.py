@@ -16,9 +16,9 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.mesh import Mesh
 from pipemega.host_memory import HostMemory
 from pipemega.optimizer.grad_layout import GradLayout, ShardingSpec, bucketed_layout
@@ -112,7 +112,7 @@ class ZeroMasterParams(MasterParams):
             if bucket.partial:
                 place = bucket.place
                 flat = self.gradients.flats[bucket.dtype][place.start : place.stop]
-                dist.all_reduce(flat, group=self.mesh.tensor.group)
+                all_reduce(flat, self.mesh.tensor)
         reduce_tied(self.gradients, self._model.tied)
         self._reduce_scatter.finish()
         return self._reduce_scatter.after
@@ -134,7 +134,7 @@ class ZeroMasterParams(MasterParams):
             whole = torch.zeros(parameter.shape, dtype=values[name].dtype, device=parameter.device)
             self._slice(name, whole).copy_(values[name])
             # All other ranks add zeros, which changes no bit.
-            dist.all_reduce(whole, group=self.mesh.data.group)
+            all_reduce(whole, self.mesh.data)
             gathered[name] = whole
         return gathered
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
 from pipemega.optimizer.grad_layout import DataBucket
 from pipemega.optimizer.gradients import DataReduction, GradientBuffer
@@ -110,9 +111,8 @@ class ReduceScatter:
         return _reduce_scatter(received, sent, group=group, async_op=True), received
 
     def _complete(self, entry: _InFlight) -> None:
-        with named_collective(entry.bucket.name, self._data.ranks):
-            if entry.work is not None:
-                entry.work.wait()
+        if entry.work is not None:
+            wait(entry.work, entry.bucket.name, self._data.ranks)
         start, stop = entry.bucket.place.owned_by(self._data.rank)
         owned = self._gradients.flats[entry.bucket.dtype][start:stop]
         if entry.received.dim() == 1:
@@ -159,8 +159,7 @@ class AllGather:
         for number in numbers:
             work = self._works.pop(number, None)
             if work is not None:
-                with named_collective(self._names[number], self._data.ranks):
-                    work.wait()
+                wait(work, self._names[number], self._data.ranks)
 
     def wait(self) -> None:
         """Wait until all buckets are complete."""

@@ -7,8 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from pipemega.distributed.backends import backend_names
 from pipemega.distributed.comm_errors import named_collective
-from pipemega.distributed.mesh import Axis
+from pipemega.distributed.device_waits import synchronize, wait
+from pipemega.distributed.mesh import Axis, new_group
 from pipemega.errors import MeshError
 from pipemega.pipeline.plan.channels import Channel, Connection, MessageOrder, channels, connections
 
@@ -27,9 +29,7 @@ def message_order(pipeline: Axis, device: torch.device) -> MessageOrder:
     """
     if pipeline.group is None:
         return "tags"  # no messages
-    config = dist.get_backend_config(pipeline.group)  # such as "cpu:gloo,cuda:nccl"
-    backends = dict(entry.split(":", 1) for entry in config.split(","))
-    return "tags" if backends.get(device.type) == "gloo" else "queues"
+    return "tags" if backend_names(pipeline.group).get(device.type) == "gloo" else "queues"
 
 
 def connect(
@@ -52,7 +52,7 @@ def connect(
         return {c: Route(group, tag) for tag, c in enumerate(channels(rank_of_stage))}
     _refuse_bound_device(group)
     links = connections(rank_of_stage)
-    groups = _make_groups(pipeline, 1 + max(link.group for link in links), timeout)
+    groups = _make_groups(pipeline, 1 + max(link.group for link in links), device, timeout)
     _open(pipeline, links, groups, device)
     return {link.channel: Route(groups[link.group], 0) for link in links}
 
@@ -67,7 +67,9 @@ def _refuse_bound_device(group: dist.ProcessGroup) -> None:
         )
 
 
-def _make_groups(pipeline: Axis, count: int, timeout: timedelta) -> list[dist.ProcessGroup]:
+def _make_groups(
+    pipeline: Axis, count: int, device: torch.device, timeout: timedelta
+) -> list[dist.ProcessGroup]:
     """Make `count` groups of the ranks of the pipeline.
 
     With local synchronization only these ranks take part. torch then names a group by its ranks and
@@ -75,12 +77,7 @@ def _make_groups(pipeline: Axis, count: int, timeout: timedelta) -> list[dist.Pr
     mesh gives each rank a group for the same axes, and every rank is in one pipeline.
     """
     return [
-        dist.new_group(
-            list(pipeline.ranks),
-            timeout=timeout,
-            use_local_synchronization=True,
-            group_desc=f"pipeline messages {number}",
-        )
+        new_group(pipeline.ranks, device, timeout, f"pipeline messages {number}", host=False)
         for number in range(count)
     ]
 
@@ -102,14 +99,18 @@ def _open(
         if pipeline.rank not in (link.source, link.target):
             continue
         source, target = pipeline.ranks[link.source], pipeline.ranks[link.target]
-        with named_collective("the first message of a pipeline connection", (source, target)):
+        name = "the first message of a pipeline connection"
+        with named_collective(name, (source, target)):
             if pipeline.rank == link.source:
                 work = dist.isend(element, target, group=groups[link.group])
             else:
                 work = dist.irecv(element, source, group=groups[link.group])
-            assert work is not None
-            work.wait()
-    with named_collective("the end of opening the pipeline connections", pipeline.ranks):
-        # A barrier that works on every device; reading the element waits for it.
-        dist.all_reduce(element, group=pipeline.group)
-        element.item()
+        assert work is not None
+        wait(work, name, (source, target))
+    name = "the end of opening the pipeline connections"
+    with named_collective(name, pipeline.ranks):
+        # A barrier that works on every device, once the host has waited for it.
+        work = dist.all_reduce(element, group=pipeline.group, async_op=True)
+    assert work is not None
+    wait(work, name, pipeline.ranks)
+    synchronize()

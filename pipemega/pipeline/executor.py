@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipemega.distributed.comm_errors import is_connection_loss
+from pipemega.distributed.device_waits import located_by
 from pipemega.errors import PipelineError
 from pipemega.monitor import MultiTimer
 from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
@@ -168,16 +169,29 @@ class Executor:
     def _locate_errors(self) -> Iterator[None]:
         """Add to an error the instruction that failed; to a lost connection also the plan."""
         try:
-            yield
+            # The device may wait in an instruction that the host has left long ago.
+            with located_by(self._locator):
+                yield
         except Exception as error:
-            plan, at = self.plan, self._run.completed
-            ranks = (0,) if self._transport is None else self._transport.ranks
-            place = PlanPosition(plan, ranks, self.rank, at)
-            program = plan.programs[self.rank]
-            where = _description(program[at]) if at < len(program) else "end of the step"
-            name = "" if isinstance(error, PipelineError) else f"{type(error).__name__}: "
-            table = f"\n{place.table}" if is_connection_loss(error) else ""
-            raise PipelineError(f"{where}: {name}{error}{table}", place=place) from error
+            if isinstance(error, PipelineError) and error.place is not None:
+                raise
+            raise self._located(error, self.plan, self._run.completed) from error
+
+    def _locator(self) -> Callable[[Exception], PipelineError]:
+        plan, at = self.plan, self._run.completed
+        return lambda error: self._located(error, plan, at)
+
+    def _located(self, error: Exception, plan: Plan, at: int) -> PipelineError:
+        """Return `error` with instruction `at` of this rank's program, where it happened."""
+        ranks = (0,) if self._transport is None else self._transport.ranks
+        place = PlanPosition(plan, ranks, self.rank, at)
+        program = plan.programs[self.rank]
+        where = _description(program[at]) if at < len(program) else "end of the step"
+        name = "" if isinstance(error, PipelineError) else f"{type(error).__name__}: "
+        table = f"\n{place.table}" if is_connection_loss(error) else ""
+        located = PipelineError(f"{where}: {name}{error}{table}", place=place)
+        located.__cause__ = error
+        return located
 
     # Forward
 

@@ -4,9 +4,10 @@ import math
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.device_collectives import all_reduce
+from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.parameters import shard_of
 from pipemega.pipeline.local_model import LocalModel
@@ -40,7 +41,8 @@ def gather_full_tensors(
                     shard.copy_to_full(values[name], full.view(shard.shape))
         if mesh.world.size > 1:
             # The other ranks add zeros, so the result is exact.
-            dist.all_reduce(bucket, group=mesh.world.group)
+            all_reduce(bucket, mesh.world)
+        synchronize()
         for name, full in zip(names, bucket.cpu().split_with_sizes(sizes), strict=True):
             # A copy: a view would keep the whole bucket in memory.
             full_tensors[name] = full.view(shapes[name][0]).clone()

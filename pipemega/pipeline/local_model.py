@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
+from pipemega.distributed.device_collectives import broadcast
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.tied_comm import broadcast_tied
 from pipemega.parameters import shard_of
@@ -108,7 +108,7 @@ def make_replicas_equal(net: PipelineModule, mesh: Mesh, local: LocalModel) -> N
                 for axis in (mesh.data, mesh.tensor):
                     replicated = axis is mesh.data or shard_of(tensor).dim is None
                     if axis.size > 1 and replicated:
-                        dist.broadcast(tensor.data, src=axis.ranks[0], group=axis.group)
+                        broadcast(tensor.data, axis.ranks[0], axis)
     with torch.no_grad():
         for name in sorted(local.tied):
             broadcast_tied(local.parameters[name].data, local.tied[name])

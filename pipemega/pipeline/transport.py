@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.comm_errors import comm_error
+from pipemega.distributed.device_waits import mark, synchronize
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
 from pipemega.pipeline.connections import connect
@@ -219,8 +220,10 @@ class Transport:
         channel, microbatch = receive.channel, receive.microbatch
         length = torch.empty(1, dtype=torch.int64, device=self._device)
         self._finish([self._irecv(channel, length)], channel, microbatch)
+        synchronize()
         payload = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
         self._finish([self._irecv(channel, payload)], channel, microbatch)
+        synchronize()
         # Safe to unpickle: it comes from a rank of this run, never from a file.
         header = pickle.loads(bytes(payload.tolist()))
         assert isinstance(header, Header)
@@ -249,15 +252,19 @@ class Transport:
         return self._pipeline.ranks[self._rank_of_stage[stage]], group, tag
 
     def _finish(self, works: Sequence[dist.Work], channel: Channel, microbatch: int) -> None:
+        def describe(error: RuntimeError) -> PipelineError:
+            return comm_error(self._describe_wait(channel, microbatch), error)
+
         for work in works:
             try:
                 if self._device.type == "cuda":
-                    # Only the stream waits; the NCCL watchdog enforces the timeout.
+                    # Only the stream waits; with a timeout the host would, too.
                     work.wait()
                 else:
                     work.wait(self._timeout)
             except RuntimeError as error:
-                raise comm_error(self._describe_wait(channel, microbatch), error) from error
+                raise describe(error) from error
+        mark(describe)
 
     def _describe_mismatch(
         self, channel: Channel, microbatch: int, known: Header, header: Header

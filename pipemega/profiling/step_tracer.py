@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pipemega.distributed.device_collectives import all_reduce
+from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.monitor import Phase
 from pipemega.pipeline import recorder
@@ -113,9 +115,8 @@ class Tracer:
         token, samples = torch.zeros(1, device=device), []
         for _ in range(NUM_CLOCK_SAMPLES):
             enter = self._clock()
-            dist.all_reduce(token, group=axis.group)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            all_reduce(token, axis)
+            synchronize()
             samples.append(ClockSample(enter, self._clock()))
         return tuple(samples)
 

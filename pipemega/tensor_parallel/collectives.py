@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 
@@ -141,12 +142,11 @@ def _start_reduces(reduced: Tensor, x: Tensor, axis: Axis) -> dist.Work:
 
 
 def _after(work: dist.Work, result: Pending, name: str, axis: Axis) -> Pending:
-    def wait() -> Tensor:
-        with named_collective(f"the {name} of a layer sharded over {axis.name}", axis.ranks):
-            work.wait()
+    def finish() -> Tensor:
+        wait(work, f"the {name} of a layer sharded over {axis.name}", axis.ranks)
         return result()
 
-    return wait
+    return finish
 
 
 def slice_of(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.device_collectives import broadcast
+from pipemega.distributed.device_waits import synchronize
 from pipemega.engine.engine import Engine
 from pipemega.tensor_parallel.collectives import gather_from_tensor
 
@@ -47,7 +48,8 @@ def generate(
             choice[0] = _sample(logits.float().cpu(), temperature, generator)
         if mesh.pipeline.size > 1:
             last = mesh.pipeline.ranks[engine.plan.rank_of_stage[-1]]
-            dist.broadcast(choice, src=last, group=mesh.pipeline.group)
+            broadcast(choice, last, mesh.pipeline)
+        synchronize()
         tokens.append(int(choice.item()))
     return tokens[len(prompt) :]
 

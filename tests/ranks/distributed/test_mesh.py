@@ -1,6 +1,6 @@
 """The axes of each rank have the process groups that the topology defines."""
 
-from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -8,10 +8,8 @@ import torch.distributed as dist
 
 from pipemega.distributed.mesh import (
     Mesh,
-    _gloo_group,
     build_mesh,
-    from_first,
-    gather_objects,
+    new_group,
     pick_device,
 )
 from pipemega.distributed.topology import AXES, Topology
@@ -71,7 +69,7 @@ def first_operations(topology):
 @pytest.mark.parametrize("topology", [Topology(4), Topology(2, 1, 2)], ids=str)
 def test_the_first_operation_of_every_group_is_one_that_all_its_ranks_join(pool, topology):
     axes = [name for name in AXES if topology.size(name) > 1] + ["world"]
-    expected = [("all_reduce", name) for name in axes] + [("barrier", None)]
+    expected = [("all_reduce", name) for name in axes] + [("barrier", "world")]
     assert pool.run(4, first_operations, topology) == [expected] * 4
 
 
@@ -103,28 +101,29 @@ def test_a_missing_gpu_is_refused_with_the_remedy():
     )
 
 
-def exchanged_beside_a_gpu():
-    """Exchange objects over the second group of a mesh of GPUs."""
-    mesh = build_mesh(Topology(1, 2, 1), CPU)
-    assert mesh.world.host_group is mesh.world.group
-    assert _gloo_group((0,), torch.device("cuda"), mesh.timeout) is None
-    group = _gloo_group(mesh.world.ranks, torch.device("cuda"), mesh.timeout)
-    world = replace(mesh.world, group=None, gloo=group)
-    assert world.host_group is group
-    assert dist.get_backend(group) == "gloo"
-    used = []
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("all_gather_object", "broadcast_object_list"):
-            original = getattr(dist, name)
-            patch.setattr(
-                dist, name, lambda *a, o=original, **k: (used.append(k["group"]), o(*a, **k))
-            )
-        gathered = gather_objects(mesh.rank, world)
-        first = from_first(world, lambda: f"of rank {mesh.rank}")
-    assert used == [group, group]
-    return gathered, first, group.group_desc
+class Nccl:
+    """A backend that stores its timeout."""
+
+    def _set_default_timeout(self, timeout):
+        self.timeout = timeout
 
 
-def test_on_gpus_objects_are_exchanged_in_host_memory(pool):
-    """Over NCCL an object is copied to the GPU and back, behind all work of the GPU."""
-    assert pool.run(2, exchanged_beside_a_gpu) == [([0, 1], "of rank 0", "all")] * 2
+@pytest.mark.parametrize(
+    ("device", "host", "backend", "seconds"),
+    [
+        ("cpu", True, None, None),
+        ("cuda", True, "cpu:gloo,cuda:nccl", 105.0),
+        ("cuda", False, "nccl", 105.0),
+    ],
+)
+def test_a_group_of_gpus_also_has_gloo_and_a_longer_timeout_of_nccl(
+    monkeypatch, device, host, backend, seconds
+):
+    calls, nccl = [], Nccl() if device == "cuda" else None
+    group = dist.ProcessGroup(0, 2)
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **options: calls.append(options) or group)
+    monkeypatch.setattr("pipemega.distributed.mesh.nccl_backend", lambda group: nccl)
+    made = new_group((0, 1), torch.device(device), timedelta(seconds=60), "data", host=host)
+    assert made is group
+    assert (calls[0]["backend"], calls[0]["timeout"]) == (backend, timedelta(seconds=60))
+    assert nccl is None or nccl.timeout.total_seconds() == seconds

@@ -2,6 +2,8 @@
 
 import re
 import time
+from contextlib import nullcontext
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from pipemega import LayerSpec, PipelineModule
 from pipemega.engine.engine import Engine
 from pipemega.fault_tolerance import error_propagation
 from pipemega.pipeline.plan.instructions import Instruction
+from tests.ranks.late_device import late_device
 from tests.ranks.pool import RankPool, RanksFailed
 
 DEADLINE, COLLECT = 0.8, 1.0
@@ -33,8 +36,14 @@ def engine_of(pipeline: int, schedule: str, num_microbatches: int = 4) -> Engine
     return pipemega.initialize(net, config)[0]
 
 
-def train_with_a_hang(pipeline: int, schedule: str, hang: str, sleep: float = ASLEEP) -> None:
-    """Run one step without a fault, and one in which a rank hangs in instruction `hang`."""
+def train_with_a_hang(
+    pipeline: int, schedule: str, hang: str, sleep: float = ASLEEP, late: bool = False
+) -> None:
+    """Run one step without a fault, and one in which a rank hangs in instruction `hang`.
+
+    Args:
+        late: only streams wait for messages and reductions, as with NCCL.
+    """
     error_propagation._COLLECT_SECONDS = COLLECT
     engine = engine_of(pipeline, schedule)
     data = [(torch.ones(2, 4), torch.ones(2, 4))] * 4
@@ -52,7 +61,9 @@ def train_with_a_hang(pipeline: int, schedule: str, hang: str, sleep: float = AS
         real(step)
 
     engine._executor._handlers = {**run_kind, faulty.kind: hang_once}
-    engine.train_batch(iter(data))
+    deadline = timedelta(seconds=DEADLINE)
+    with late_device(deadline) if late else nullcontext():
+        engine.train_batch(iter(data))
 
 
 def errors_of(pool: RankPool, pipeline: int, *args: Any) -> list[str]:
@@ -94,7 +105,17 @@ def test_after_a_hang_in_any_instruction_all_ranks_name_it_and_show_the_table(
 ) -> None:
     stage = Instruction.parse(hang).stage
     silent = min(stage, 2 * pipeline - 1 - stage) if schedule == "zb-v" else stage
-    messages = errors_of(pool, pipeline, schedule, hang)
+    check_report(errors_of(pool, pipeline, schedule, hang), pipeline, silent, hang)
+
+
+@pytest.mark.parametrize("hang", ["F2@0", "B1@1"])
+def test_the_report_is_the_same_where_only_the_streams_wait(pool: RankPool, hang: str) -> None:
+    messages = errors_of(pool, 2, "1f1b", hang, ASLEEP, True)
+    check_report(messages, 2, Instruction.parse(hang).stage, hang)
+
+
+def check_report(messages: list[str], pipeline: int, silent: int, hang: str) -> None:
+    """Check the messages of all ranks after rank `silent` hung in instruction `hang`."""
     lines = messages[(silent + 1) % pipeline].splitlines()
     assert re.match(
         rf"PeerError: no response from rank {silent}: killed, crashed, hanging, or slower than "

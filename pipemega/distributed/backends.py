@@ -1,0 +1,24 @@
+"""The backends of a process group, one for each type of device."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def backend_names(group: dist.ProcessGroup) -> dict[str, str]:
+    """Return the name of the backend for each type of device: {"cpu": "gloo", "cuda": "nccl"}."""
+    config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    return dict(entry.split(":", 1) for entry in config.split(","))
+
+
+def runs_gloo(group: dist.ProcessGroup) -> bool:
+    """Return whether the group uses gloo for tensors on the host."""
+    return backend_names(group).get("cpu") == "gloo"
+
+
+def nccl_backend(group: dist.ProcessGroup) -> Any:
+    """Return the ProcessGroupNCCL of the group; None if it has none."""
+    if backend_names(group).get("cuda") != "nccl":
+        return None
+    return group._get_backend(torch.device("cuda"))

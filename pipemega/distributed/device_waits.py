@@ -1,0 +1,256 @@
+"""Waits of the host for a CUDA device: with a deadline, and an error that names the communication.
+
+With gloo, `work.wait()` blocks the host, and raises an error after the timeout. With NCCL it only
+makes the current stream wait. If a peer is silent, the host notices nothing until it reads a value
+from the device, and that read blocks until NCCL aborts the process. So `mark` records an event in
+the stream after each wait of the stream, and `synchronize` polls before each read of the host:
+
+    stream   compute | wait for message 1 | compute | wait for an all-reduce | compute
+    marks                               m1                                 m2
+    host     issues all of this, then `synchronize()`: polls until the stream has completed
+
+The first mark that has not occurred tells what the device waits for. If that takes longer than
+`mesh.timeout_seconds`, the host raises the error that a gloo wait at this place would raise.
+
+The host may also be blocked in a kernel launch, because the queue of the device is full. A thread
+then aborts the communicators a little later: the kernels end, and the host gets to the next mark.
+
+On a CPU nothing is marked, and `synchronize` returns at once.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from pipemega.distributed.abort import abort_communicators
+from pipemega.distributed.comm_errors import TIMED_OUT, comm_error, named_collective, with_ranks
+from pipemega.distributed.cuda_events import Event, record_event
+
+Describe = Callable[[RuntimeError], Exception]
+"""Makes the error of a communication from its cause."""
+Locate = Callable[[Exception], Exception]
+"""Adds to an error where in the program it happened."""
+
+# Between two polls: 1 / 64 of the time waited so far, within these limits. So a read is late by
+# less than 2 %, and a long wait does not occupy a core.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 2e-5, 1e-3
+
+# The thread checks this often, and acts this long after the deadline of the host.
+_CHECK_SECONDS, _GRACE_SECONDS = 0.5, 5.0
+
+# NCCL's own timeout, which aborts the process, is longer than mesh.timeout_seconds by this factor
+# and these seconds. It counts from the issue of an operation, ours from the wait of the stream.
+_NCCL_FACTOR, _NCCL_SECONDS = 1.25, 30.0
+
+
+def nccl_timeout(timeout: timedelta) -> timedelta:
+    """Return the timeout of NCCL's process groups for the timeout of the mesh."""
+    return _NCCL_FACTOR * timeout + timedelta(seconds=_NCCL_SECONDS)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A wait of the stream.
+
+    Args:
+        event: occurs when the wait is over.
+        since: when the host issued the wait.
+        describe, locate: make the error.
+    """
+
+    event: Event
+    since: float
+    describe: Describe
+    locate: Locate
+
+    def error(self, text: str) -> Exception:
+        cause = RuntimeError(text)
+        described = self.describe(cause)
+        described.__cause__ = cause
+        return self.locate(described)
+
+
+class DeviceWaits:
+    """The waits of one stream that have not been seen to end.
+
+    Args:
+        timeout: longest time from the issue of a wait to its end.
+        record: records an event in the current stream.
+        clock: monotonic, in seconds.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta,
+        record: Callable[[], Event] = record_event,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.timeout = timeout
+        self._record, self._clock = record, clock
+        self._marks: deque[_Mark] = deque()
+        self._failed: tuple[_Mark | None, str] | None = None
+
+    def mark(self, describe: Describe, locate: Locate) -> None:
+        """Record that the current stream waits for a communication.
+
+        Raises:
+            Exception: as made by `describe` and `locate`, of the first wait that has not ended, if
+                it has failed.
+        """
+        # Two per mark: the queue shrinks while the device keeps up.
+        for _ in range(2):
+            if self._marks and self._marks[0].event.query():
+                self._marks.popleft()
+        self._marks.append(_Mark(self._record(), self._clock(), describe, locate))
+        self._raise_failure()
+
+    def synchronize(self, event: Event | None = None) -> None:
+        """Wait until `event` occurs; by default, until the current stream has completed its work.
+
+        Raises:
+            Exception: as made by `describe` and `locate`, of the first wait that has not ended, if
+                it has timed out or another rank has failed.
+        """
+        event = self._record() if event is None else event
+        started = self._clock()
+        while not event.query():
+            self._raise_failure()
+            if (late := self._late(0.0)) is not None:
+                raise late.error(self._timed_out)
+            waited = self._clock() - started
+            time.sleep(min(max(waited / 64, _SHORTEST_PAUSE), _LONGEST_PAUSE))
+        # After an abort all events occur.
+        self._raise_failure()
+        while self._marks and self._marks[0].event.query():
+            self._marks.popleft()
+
+    def fail(self, text: str) -> None:
+        """Make the main thread raise an error at its next mark or wait; from any thread."""
+        if self._failed is None:
+            self._failed = self._first(), text
+
+    def abort_if_late(self) -> bool:
+        """Abort the communicators if the host has not noticed that a wait is too long."""
+        late = self._late(_GRACE_SECONDS)
+        if late is None:
+            return False
+        self._failed = self._failed or (late, self._timed_out)
+        abort_communicators()
+        return True
+
+    @property
+    def _timed_out(self) -> str:
+        return f"{TIMED_OUT} ({self.timeout.total_seconds():g} s)"
+
+    def _first(self) -> _Mark | None:
+        """Return the first mark that has not occurred."""
+        return next((mark for mark in list(self._marks) if not mark.event.query()), None)
+
+    def _late(self, grace: float) -> _Mark | None:
+        oldest = self._marks[0] if self._marks else None
+        limit = self.timeout.total_seconds() + grace
+        if oldest is None or self._clock() - oldest.since < limit:
+            return None
+        first = self._first()
+        return first if first is not None and self._clock() - first.since >= limit else None
+
+    def _raise_failure(self) -> None:
+        if self._failed is None:
+            return
+        mark, text = self._failed
+        mark = mark or self._first()
+        if mark is None:
+            cause = RuntimeError(text)
+            raise comm_error("a wait for the device", cause) from cause
+        raise mark.error(text)
+
+
+def _unlocated(error: Exception) -> Exception:
+    return error
+
+
+# Of this process: its engines use one device and its current stream. None on a CPU.
+_waits: DeviceWaits | None = None
+_locator: Callable[[], Locate] | None = None
+_thread: threading.Thread | None = None
+
+
+def watch_device(timeout: timedelta) -> None:
+    """Mark the waits of the current stream of the current CUDA device from now on."""
+    global _waits, _thread
+    _waits = DeviceWaits(timeout)
+    if _thread is None:
+        _thread = threading.Thread(target=_abort_when_late, daemon=True, name="device-waits")
+        _thread.start()
+
+
+def _abort_when_late() -> None:
+    while _waits is None or not _waits.abort_if_late():
+        time.sleep(_CHECK_SECONDS)
+
+
+def mark(describe: Describe) -> None:
+    """Record that the current stream waits for a communication; do nothing on a CPU.
+
+    Raises:
+        Exception: an earlier wait has timed out, or another rank has failed.
+    """
+    if _waits is not None:
+        _waits.mark(describe, _unlocated if _locator is None else _locator())
+
+
+def synchronize(event: Event | None = None) -> None:
+    """Wait for `event`, or until the current stream has completed its work.
+
+    Call it before every read of the host from the device. Without `watch_device`, as on a CPU and
+    in a run of one process, it waits for `event` only, without a deadline.
+
+    Raises:
+        Exception: the first communication that the device waits for has timed out, or another rank
+            has failed.
+    """
+    if _waits is not None:
+        _waits.synchronize(event)
+    elif event is not None:
+        event.synchronize()
+
+
+def fail(text: str) -> None:
+    """Make the main thread raise an error that ends with `text` where it waits for the device."""
+    if _waits is not None:
+        _waits.fail(text)
+
+
+@contextmanager
+def located_by(locator: Callable[[], Locate]) -> Iterator[None]:
+    """Add the place to the errors of waits that are issued in the block.
+
+    Args:
+        locator: called at each wait; returns what adds its place to its error.
+    """
+    global _locator
+    outer, _locator = _locator, locator
+    try:
+        yield
+    finally:
+        _locator = outer
+
+
+def wait(work: dist.Work, what: str, ranks: Sequence[int] = ()) -> None:
+    """Wait for a collective that was started earlier: the host with gloo, the stream with NCCL.
+
+    Args:
+        what, ranks: as for `named_collective`.
+
+    Raises:
+        PipelineError: it failed or timed out.
+    """
+    with named_collective(what, ranks):
+        work.wait()
+    mark(lambda cause: comm_error(with_ranks(what, ranks), cause))
