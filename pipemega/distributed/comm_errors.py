@@ -61,6 +61,9 @@ def named_collective(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if isinstance(error, PipelineError) and error.place is not None:
+            # An earlier wait of the device, which has its name.
+            raise
         raise comm_error(with_ranks(what, ranks), error) from error
 
 

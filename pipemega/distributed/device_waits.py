@@ -117,9 +117,9 @@ class DeviceWaits:
             Exception: as made by `describe` and `locate`, of the first wait that has not ended, if
                 it has timed out or another rank has failed.
         """
-        event = self._record() if event is None else event
+        awaited = self._record() if event is None else event
         started = self._clock()
-        while not event.query():
+        while not awaited.query():
             self._raise_failure()
             if (late := self._late(0.0)) is not None:
                 raise late.error(self._timed_out)
@@ -127,7 +127,8 @@ class DeviceWaits:
             time.sleep(min(max(waited / 64, _SHORTEST_PAUSE), _LONGEST_PAUSE))
         # After an abort all events occur.
         self._raise_failure()
-        while self._marks and self._marks[0].event.query():
+        # Another thread may wait for an `event`: only the thread of the stream removes marks.
+        while event is None and self._marks and self._marks[0].event.query():
             self._marks.popleft()
 
     def fail(self, text: str) -> None:
