@@ -177,7 +177,7 @@ def build_mesh(
     world = _world(rank, device, timeout)
     _create_communicators([*axes.values(), world], device)
     # A rank that fails after this breaks connections; all must be established by then.
-    dist.barrier(world.group)
+    dist.barrier(group=world.group)
     return Mesh(topology, **axes, world=world, device=device, timeout=timeout)
 
 
