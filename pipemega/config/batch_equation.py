@@ -27,7 +27,11 @@ class BatchKeys(Section):
         "train_batch always runs all micro-batches of a step",
         agrees=[True],
     )
-    dataloader_drop_last: bool = honoured(False, "Drop the last global batch if it is incomplete.")
+    dataloader_drop_last: bool = honoured(
+        False,
+        "If the data is a generator, which is read only once: drop its last samples if they do not "
+        "fill a step; false: an error. Other data repeats, so nothing is dropped.",
+    )
     vocabulary_size: Count | None = ignored(
         None,
         "DeepSpeed: warn if this size is slow on tensor cores.",

@@ -22,7 +22,9 @@ class ModelSection(Section):
     hidden_size: Count = own(..., "Hidden size of the transformer.")
     num_attention_heads: Count = own(..., "Number of attention (query) heads.")
     ffn_hidden_size: Count | None = own(
-        None, "Feed-forward size; null: 4 * hidden_size (swiglu: 8/3, up to a multiple of 64)."
+        None,
+        "Feed-forward size; null: 4 * hidden_size (swiglu: 8/3 * hidden_size, rounded up to a "
+        "multiple of 64).",
     )
     num_query_groups: Count | None = own(None, "Key and value heads; null: num_attention_heads.")
     kv_channels: Count | None = own(None, "Head size; null: hidden_size / num_attention_heads.")

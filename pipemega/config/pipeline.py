@@ -83,7 +83,9 @@ _TIMES = ("forward", "backward_input", "backward_weight")
 class PipelineSection(Section):
     """How layers are divided into stages, and the order in which stages run."""
 
-    stages: Count | Auto = honoured("auto", "Another name of `mesh.pipeline`; both must be equal.")
+    stages: Count | Auto = honoured(
+        "auto", "Another name of `mesh.pipeline`; if both are set, they must be equal."
+    )
     partition: Partition = honoured(
         "parameters",
         'Quantity that is divided evenly among the stages: `"parameters"` (same as `"best"`), '
@@ -116,8 +118,8 @@ class PipelineSection(Section):
         "auto",
         f'Stages per rank: any number for {_ANY_CHUNKS} (`"auto"`: 2); fixed for the other '
         'schedules (`"auto"`: that number). With schedule `"auto"`, `"auto"` is the best of 1, 2, '
-        "4 and the numbers up to 8 that divide the layers, each with both placements; with `costs` "
-        "per stage, the number of stages / pipeline ranks.",
+        "4 and each number up to 8 that gives all stages equally many layers, with both "
+        "placements; if `costs` are lists, their length / pipeline ranks.",
     )
     costs: CostsSection | Auto | None = own(
         None, 'Costs of F, I, W for schedule `"auto"`; null, `"auto"`: measured in the first steps.'
@@ -126,8 +128,8 @@ class PipelineSection(Section):
         "auto",
         'For schedule `"auto"`: limit for each rank, in bytes, of activations and of tensors '
         "stored for queued W (in the unit of `costs.activation` if costs are given). "
-        '`"auto"`: what 1F1B needs on its fullest rank; if no costs are given, the total memory '
-        "is also limited to that of 1F1B.",
+        '`"auto"`: what 1F1B needs on the rank with the highest peak; if no costs are given, the '
+        "total memory is also limited to that of 1F1B.",
     )
     weight_queue_limit: NotNegative | None = own(
         None,

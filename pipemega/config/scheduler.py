@@ -73,9 +73,13 @@ class WarmupDecayLRParams(_WithTotal):
 class WarmupCosineLRParams(_WithTotal):
     """Rises, then falls along a cosine; in ratios of the optimizer's rate."""
 
-    warmup_min_ratio: Share = honoured(0.0, "Ratio at the start of the warm-up.")
+    warmup_min_ratio: Share = honoured(
+        0.0, "Rate at the start of the warm-up, relative to that of the optimizer."
+    )
     warmup_num_steps: Count = honoured(1000, "Length of the warm-up.")
-    cos_min_ratio: Share = honoured(1e-4, "Ratio at the end of the cosine.")
+    cos_min_ratio: Share = honoured(
+        1e-4, "Rate at the end of the cosine, relative to that of the optimizer."
+    )
     warmup_type: Warmup = honoured("log", "Shape of the warm-up.")
 
 
