@@ -66,7 +66,7 @@ def test_headers_with_every_message_do_not_change_the_losses(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-v"])
-@on_ranks(2, 4, 8)
+@on_ranks(1, 2, 4, 8)
 def test_the_timers_of_the_breakdown_do_not_stop_a_pipeline(
     run: Run, device: str, num_ranks: int, schedule: str
 ) -> None:

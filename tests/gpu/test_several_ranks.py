@@ -129,7 +129,15 @@ def test_a_post_validated_step_is_undone_and_repeated_on_a_pipeline(
         assert result["difference"] <= (1e-4 if device == "cuda" else 0.0)
 
 
-@on_meshes({"pipeline": 2}, {"tensor": 2}, {"pipeline": 2, **SEQUENCE}, {"pipeline": 4}, cheap=1)
+@on_meshes(
+    {"pipeline": 2},
+    {"pipeline": 1},
+    {"tensor": 2},
+    {"pipeline": 2, **SEQUENCE},
+    {"pipeline": 4},
+    {"pipeline": 2, "data": 2, **SEQUENCE},
+    cheap=1,
+)
 def test_evaluation_and_generation_between_steps_are_those_of_one_rank(
     run: Run, device: str, mesh: dict[str, Any]
 ) -> None:
