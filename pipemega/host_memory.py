@@ -106,6 +106,10 @@ class HostMemory:
             return tensor
         return _pinned_copy(tensor)
 
+    def holds(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is in host memory, not on the device."""
+        return tensor.device == self.location
+
     def copy(self, target: Tensor, source: Tensor) -> None:
         """Copy on the current stream; complete when an event recorded afterwards has occurred."""
         target.copy_(source, non_blocking=True)

@@ -1,13 +1,18 @@
 """Saving in the background: copy the tensors, then write the copies in a thread.
 
-A training step waits only for the copies. The threads of the ranks use their own process group,
-so their collectives cannot mix with those of a step.
+    compute stream   save |  forwards, backwards of the next step   | waits for the copies, update
+    side stream           |  copies to pinned memory  |
+    thread                   waits for the copies     |  writes the files ..
+
+Without a CUDA device the copies are complete when the save returns. The threads of the ranks use
+their own process group, so their collectives cannot mix with those of a step.
 """
 
 import atexit
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -18,39 +23,75 @@ from pipemega.checkpoint.shards import OutgoingShard
 from pipemega.distributed.exit_hooks import exit_hooks_enabled
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import CheckpointError
+from pipemega.host_memory import CopyEvent, HostMemory
 
 _log = logging.getLogger(__name__)
 
+# Name and offsets of a chunk.
+_ChunkKey = tuple[str, torch.Size]
 
-class Staging:
-    """CPU copies of the shards to write; the buffers are reused by the next save.
 
-    Args:
-        device: the device of the tensors; copies from a GPU use pinned memory.
+@dataclass(frozen=True)
+class StagedShards:
+    """Copies of shards in host memory, complete when `copied` has occurred.
+
+    Until then the copied tensors must not change.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._buffers: dict[tuple[str, torch.Size], Tensor] = {}
+    shards: dict[str, OutgoingShard]
+    copied: CopyEvent
+
+
+class Staging:
+    """Copies the shards to write to one buffer in host memory, beside the work of a CUDA device.
+
+    The buffer is allocated at the first save, and again only if the shards have other shapes.
+
+    Args:
+        memory: of the device of the tensors.
+    """
+
+    def __init__(self, memory: HostMemory) -> None:
+        self._memory = memory
+        self._views: dict[_ChunkKey, Tensor] = {}
 
     @torch.no_grad()
-    def copy(self, shards: Mapping[str, OutgoingShard]) -> dict[str, OutgoingShard]:
-        """Return copies of the shards; valid until the next call."""
-        previous, self._buffers = self._buffers, {}
-        copies, pin = {}, self._device.type == "cuda"
+    def copy(self, shards: Mapping[str, OutgoingShard]) -> StagedShards:
+        """Start copies of the shards; they are valid until the next call."""
+        views = self._views_for(shards)
+        changed_by_step: list[tuple[Tensor, Tensor]] = []
+        copies = {}
         for name, shard in shards.items():
             chunks = {}
             for offsets, (chunk, part) in shard.chunks.items():
-                buffer = previous.get((name, offsets))
-                if buffer is None or buffer.shape != part.shape or buffer.dtype != part.dtype:
-                    buffer = torch.empty(part.shape, dtype=part.dtype, device="cpu", pin_memory=pin)
-                buffer.copy_(part, non_blocking=True)
-                self._buffers[name, offsets] = buffer
-                chunks[offsets] = (chunk, buffer)
+                view = views[name, offsets]
+                chunks[offsets] = (chunk, view)
+                if name.startswith("buffers/") or self._memory.holds(part):
+                    # On the current stream: forwards change buffers. On the host: now.
+                    self._memory.copy(view, part)
+                else:
+                    changed_by_step.append((view, part))
             copies[name] = OutgoingShard(shard.shape, chunks)
-        if pin:
-            torch.cuda.synchronize(self._device)
-        return copies
+        with self._memory.side_stream():
+            for view, part in changed_by_step:
+                self._memory.copy(view, part)
+            copied = self._memory.record()
+        return StagedShards(copies, copied)
+
+    def _views_for(self, shards: Mapping[str, OutgoingShard]) -> dict[_ChunkKey, Tensor]:
+        """Return the host memory of each chunk."""
+        parts = {
+            (name, offsets): part
+            for name, shard in shards.items()
+            for offsets, (_, part) in shard.chunks.items()
+        }
+        specs = {key: (part.shape, part.dtype) for key, part in parts.items()}
+        if specs != {key: (view.shape, view.dtype) for key, view in self._views.items()}:
+            # Freed before the new buffer is allocated.
+            self._views = {}
+            views = self._memory.empty_views(list(specs.values()))
+            self._views = dict(zip(specs, views, strict=True))
+        return self._views
 
 
 class BackgroundTask:

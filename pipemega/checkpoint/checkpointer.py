@@ -21,6 +21,7 @@ from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
 from pipemega.errors import DataError
+from pipemega.host_memory import HostMemory
 from pipemega.optimizer import OptimizerStep
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.random import derive_seed, rng_state, seed_rng, set_rng_state
@@ -80,7 +81,7 @@ class Checkpointer:
         self._background = BackgroundTask(mesh.world, mesh.timeout)
         if settings.in_background:
             self._background.connect()
-        self._staging = Staging(mesh.device)
+        self._staging = Staging(HostMemory(mesh.device))
         self._warn_if_space_is_short()
 
     def save(
@@ -119,8 +120,16 @@ class Checkpointer:
         if not settings.in_background or failed is not None:
             write(self._mesh.world)
             return _path(storage, tag)
-        state.tensors = self._staging.copy(state.tensors)
-        self._background.start(write)
+        staged = self._staging.copy(state.tensors)
+        state.tensors = staged.shards
+        if self._step is not None:
+            self._step.protect(staged.copied)
+
+        def write_copies(world: Axis) -> None:
+            staged.copied.synchronize()
+            write(world)
+
+        self._background.start(write_copies)
         if self._mesh.rank == 0:
             waited = time.perf_counter() - started
             path = storage.full_path(tag)

@@ -219,8 +219,8 @@ class StepEngine:
         # What follows reads parameters on the host.
         synchronize()
         if self._step is not None:
-            # The caller may write to the masters, as loading does.
-            self._step.masters.wait_for_offload()
+            # The caller may change parameters and masters, as loading does.
+            self._step.wait_for_copies()
         self._report_final_steps()
 
     def _report_final_steps(self) -> None:

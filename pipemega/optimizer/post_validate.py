@@ -166,7 +166,7 @@ class PostValidatedStep(OptimizerStep):
                 "skipped" if decision.report.skipped else "repeated with clipping",
                 self.rollbacks,
             )
-            self.masters.wait_for_offload()
+            self.wait_for_copies()
             self._backup.restore()
             self.masters.copy_to_model()
             self.skipped_steps = step.attempt.skipped_steps

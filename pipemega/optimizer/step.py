@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.device_waits import synchronize
 from pipemega.errors import ConfigError, NonFiniteError
+from pipemega.host_memory import CopyEvent
 from pipemega.monitor import StepPhases
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.lr_schedules import LRSchedule
@@ -83,6 +84,7 @@ class OptimizerStep:
         on_gpu = masters.mesh.device.type == "cuda"
         self.phases = StepPhases(torch.cuda.synchronize if on_gpu else None)
         """Phases of the whole training step; the engine adds those before the optimizer step."""
+        self._copied: CopyEvent | None = None
         self._last: StepReport | None = None
         self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
         self._mesh, self._num_layers = masters.mesh, num_layers
@@ -227,6 +229,7 @@ class OptimizerStep:
     def _update(self, factor: float) -> None:
         with self.phases("optimizer"):
             self.masters.assign_grads(factor)
+            self.wait_for_copies()
             self._updating = True
             try:
                 self.optimizer.step()
@@ -237,6 +240,24 @@ class OptimizerStep:
             self.masters.release_grads()
         with self.phases("parameter gather"):
             self.masters.copy_to_model()
+
+    def protect(self, copied: CopyEvent) -> None:
+        """Let the next change of parameters and optimizer state wait for copies of them.
+
+        Args:
+            copied: occurs when the copies are complete.
+        """
+        self._copied = copied
+
+    def wait_for_copies(self) -> None:
+        """Wait until parameters, masters and optimizer state may change.
+
+        The device waits for the copies of `protect`; the host for those from offloaded masters.
+        """
+        if self._copied is not None:
+            self._copied.wait()
+            self._copied = None
+        self.masters.wait_for_offload()
 
     def _record(self, report: StepReport) -> StepReport:
         self._last = report
@@ -273,7 +294,7 @@ class OptimizerStep:
         """
         # The caller may have loaded the parameters already: finish writes to them first.
         self.masters.wait()
-        self.masters.wait_for_offload()
+        self.wait_for_copies()
         unpack(self.optimizer, self.masters, state["parameters"])
         self.masters.sync_from_model()
         self.loss_scale.load_state_dict(state["loss_scale"])

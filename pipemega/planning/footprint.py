@@ -34,6 +34,7 @@ class Footprint:
         step: temporary memory of the gradient reduction and the gradient norm.
         host: host memory of an offloaded optimizer: its state, and the buffers of masters,
             gradients and parameters.
+        staging: host memory of the copy that is saved in the background (`checkpoint.async`).
     """
 
     parameters: int
@@ -44,6 +45,7 @@ class Footprint:
     exact: bool
     step: int
     host: int = 0
+    staging: int = 0
 
     @property
     def total(self) -> int:
@@ -77,6 +79,7 @@ def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: Devic
     state, exact = _state_bytes(step.optimizer) if step is not None else (0, True)
     weights = [*local.parameters.values(), *buffers]
     masters, host = _master_bytes(step, weights), 0
+    staging = _staging_bytes(mesh, local, step, state) if config.checkpoint.in_background else 0
     if step is not None and step.masters.offload is not None:
         host = state + step.masters.offload.nbytes
         state = masters = 0
@@ -89,6 +92,7 @@ def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: Devic
         exact=exact,
         step=_step_bytes(config, mesh, local, gradients, device),
         host=host,
+        staging=staging,
     )
     return MetaRank(local, gradients, footprint)
 
@@ -106,6 +110,20 @@ def _master_bytes(step: OptimizerStep | None, weights: list[Tensor]) -> int:
     of_weights = {t.untyped_storage()._cdata for t in weights}
     updated: list[Tensor] = list(step.masters.named.values())
     return _bytes([t for t in updated if t.untyped_storage()._cdata not in of_weights])
+
+
+def _staging_bytes(mesh: Mesh, local: LocalModel, step: OptimizerStep | None, state: int) -> int:
+    """Return the bytes that this rank saves, up to the parts of tied and replicated parameters.
+
+    What all data ranks hold is divided among them.
+    """
+    masters = {} if step is None else step.masters.named
+    saved = frozenset[str]() if step is None else step.masters.saved_masters
+    slices = sum(masters[name].nbytes for name in saved)
+    whole = sum(p.nbytes for name, p in local.parameters.items() if name not in saved)
+    if step is None or step.masters.spans is None:
+        return (state + slices + whole) // mesh.data.size
+    return state + slices + whole // mesh.data.size
 
 
 def _state_bytes(optimizer: Optimizer) -> tuple[int, bool]:

@@ -74,6 +74,7 @@ def _prediction(prediction: Prediction, report: Report) -> dict[str, Any]:
                 "masters": memory.footprint.masters,
                 "optimizer": memory.footprint.optimizer,
                 "host": memory.footprint.host,
+                "staging": memory.footprint.staging,
                 "activations": memory.activations,
                 "buffers": memory.buffers,
                 "total": memory.total,

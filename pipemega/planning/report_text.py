@@ -172,11 +172,20 @@ def step_summary(report: Report) -> dict[str, str]:
     sent = show_bytes(prediction.message_bytes)
     lines["traffic"] = f"{prediction.messages:,} messages, {sent} per step{each}"
     host = max(rank.footprint.host for rank in prediction.memory)
+    staging = max(rank.footprint.staging for rank in prediction.memory)
+    uses = []
     if host:
-        lines["host"] = (
+        uses.append(
             f"{show_bytes(host)} of host memory per rank for offloaded masters, their gradients "
             f"and optimizer state"
         )
+    if staging:
+        uses.append(
+            f"{show_bytes(staging)} of host memory per rank for the copy of a checkpoint "
+            f"(checkpoint.async)"
+        )
+    if uses:
+        lines["host"] = "; ".join(uses)
     return lines
 
 

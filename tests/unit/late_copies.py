@@ -15,14 +15,17 @@ class LateHostMemory(HostMemory):
     """Copies to the host arrive when somebody waits for their event, at the latest moment.
 
     Before that their target holds nan (numbers of integer dtypes: 77).  A copy to the device must
-    find its source unchanged until its event.  Made for one device: the copies of all instances are
-    in one order, as on one stream; `reset` starts a test.
+    find its source unchanged until its event.  Copies on the side stream read their source when
+    somebody waits for their event, at the latest moment too.  The copies of all instances are in
+    one order; `reset` starts a test.
     """
 
     log: list[tuple[str, str]]
     """(name of the thread, what it did): see the calls of `note`."""
     _copies: list[tuple[Tensor, Tensor, Tensor]]
+    """(target, source, value that the source must have at the event)."""
     _hosts: set[int]
+    _on_side_stream = False
     _lock = threading.RLock()
 
     @classmethod
@@ -39,6 +42,10 @@ class LateHostMemory(HostMemory):
     def copy(self, target: Tensor, source: Tensor) -> None:
         with self._lock:
             note(self, "copies")
+            if self._on_side_stream:
+                _spoil(target)
+                self._copies.append((target, source, source))
+                return
             # What the device reads at this point of the stream.
             value = source.detach().to(target.dtype, copy=True)
             if target.untyped_storage().data_ptr() in self._hosts:
@@ -54,8 +61,12 @@ class LateHostMemory(HostMemory):
 
     @contextmanager
     def side_stream(self) -> Iterator[None]:
-        note(self, "starts side stream")
+        self._on_side_stream = True
         yield
+        self._on_side_stream = False
+
+    def holds(self, tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._hosts
 
     def arrive(self, number: int) -> None:
         """Complete the first `number` copies since `reset`."""
@@ -63,7 +74,7 @@ class LateHostMemory(HostMemory):
             for at, (target, source, expected) in enumerate(self._copies[:number]):
                 assert torch.equal(source, expected), "changed before the copy from it was complete"
                 target.copy_(source)
-                self._copies[at] = (expected, expected, expected)
+                self._copies[at] = 3 * (torch.empty(0),)
 
 
 class LateEvent:
@@ -82,6 +93,7 @@ class LateEvent:
 
     def wait(self) -> None:
         note(self._memory, "waits")
+        self._memory.arrive(self._number)
 
 
 def note(memory: LateHostMemory, what: str) -> None:

@@ -11,6 +11,7 @@ from pipemega.config import load
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.planning.estimate import Request, estimate
+from pipemega.planning.report_text import step_summary
 from pipemega.planning.units import (
     parse_bytes,
     show_bytes,
@@ -172,6 +173,23 @@ def test_an_offloaded_optimizer_takes_host_memory_instead_of_device_memory(half:
     assert offloaded.total == on_device.weights + on_device.gradients
     on_a_cpu, _ = plan(zero_optimization=zero, mesh={"pipeline": 2, "device": "cpu"}, **changes)
     assert on_a_cpu.prediction.memory[0].footprint.host == 0
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_background_save_takes_the_memory_of_the_share_of_each_rank(half: bool) -> None:
+    per_rank = {}
+    for data, stage in ((1, 0), (2, 0), (2, 1)):
+        zero = {"stage": stage, "reduce_bucket_size": 4000}
+        mesh = {"pipeline": 2, "data": data}
+        changes = {"bf16": {"enabled": half}, "mesh": mesh, "zero_optimization": zero}
+        report, found = plan(checkpoint={"async": True}, **changes)
+        per_rank[data, stage] = found.staging
+        assert "for the copy of a checkpoint (checkpoint.async)" in step_summary(report)["host"]
+        assert plan(**changes)[1].staging == 0
+        assert found.staging == pytest.approx(per_rank[1, 0] / data, rel=0.05)
+    # Parameters or masters in fp32, and the state of Adam.
+    _, alone = plan(bf16={"enabled": half})
+    assert per_rank[1, 0] == 4 * alone.parameters + alone.optimizer
 
 
 def test_optimizer_state_that_cannot_be_counted_is_noted_as_an_estimate() -> None:
