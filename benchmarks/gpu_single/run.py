@@ -196,7 +196,7 @@ def _row(
     ]
     peak = torch.cuda.max_memory_allocated(device) if is_cuda else None
     planned = _planned_bytes(sizes, recompute, device)
-    # Parts are timed in a separate step, because their timers synchronize.
+    # Parts are timed in a separate step: the host then waits for the device at its end.
     engine.timers.enabled = True
     losses.append(engine.train_batch())
     parts = engine.timers.lap()

@@ -7,6 +7,7 @@ backends        the backends of a process group
 comm_errors     errors that name the collective, its tensor, ranks and caller
 cuda_events     events in the current stream
 device_waits    waits of the host for the device, with a deadline
+stream_clock    a clock of the current stream
 abort           aborts the communicators of a failed process
 device_collectives  collectives whose results are on the device
 tied_comm       collectives among the ranks that hold a tied parameter

@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.launch_order import launch_order_advice
@@ -20,6 +18,7 @@ from pipemega.pipeline.messages import Header
 from pipemega.pipeline.microbatch_loss import reduced_loss
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.recorder import step_clock
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.pipeline.transport import Transport
 
@@ -67,10 +66,7 @@ def build_components(
     get_logger(mesh.rank).info(kernels.description)
     precision = precision_of(config)
     step = optimizer_step(config, mesh, model, precision, kernels)
-    timers = MultiTimer(
-        enabled=config.wall_clock_breakdown,
-        synchronize=torch.cuda.synchronize if mesh.device.type == "cuda" else None,
-    )
+    timers = MultiTimer(enabled=config.wall_clock_breakdown, clock=step_clock(mesh.device))
     splits = plan_may_change or any(i.kind is Kind.BACKWARD_INPUT for i in plan.steps())
     # A split backward has no weight gradient beside an all-reduce.
     advice = None if splits else launch_order_advice(mesh.device, mesh.tensor.size)

@@ -5,7 +5,7 @@ sinks                   JSON lines, CSV, TensorBoard; Monitor, which combines si
 console, wandb_sink     progress bar and lines; Weights & Biases
 background_sink         runs a sink in a thread
 build_sinks             the sinks that a config enables
-step_phases             phases of a step that add up to its time
+step_phases, step_clock phases of a step that add up to its time; the clocks of a step
 timers, flops, logger   stopwatches, FLOP counts, the logger of a rank
 """
 

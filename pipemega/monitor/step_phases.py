@@ -5,10 +5,12 @@
 Each moment of a step belongs to exactly one phase; what no phase claims is "other".
 """
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from itertools import pairwise
+from typing import Any, Final, NamedTuple
+
+from pipemega.monitor.step_clock import HostClock, StepClock
 
 # The phase that contains the pipeline instructions.
 PIPELINE: Final = "pipeline"
@@ -35,29 +37,29 @@ class StepPhases:
     """Records the phases of one step after another; costs a few clock readings per step.
 
     Args:
-        synchronize: called before the clock is read in steps that are measured exactly, so that
-            pending device work counts in the phase that started it (torch.cuda.synchronize).
-        clock: monotonic, in nanoseconds.
+        clock: of the host.
+        exact_clock: of the device, for steps that are measured exactly: pending device work then
+            counts in the phase that started it. By default `clock`.
     """
 
     def __init__(
-        self,
-        synchronize: Callable[[], None] | None = None,
-        clock: Callable[[], int] = time.perf_counter_ns,
+        self, clock: StepClock | None = None, exact_clock: StepClock | None = None
     ) -> None:
-        self._exact = False
-        self._synchronize, self._clock = synchronize, clock
-        self._phases: list[Phase] = []
-        self._name, self._since = OTHER, 0
+        self._host_clock: StepClock = HostClock() if clock is None else clock
+        self._exact_clock = self._host_clock if exact_clock is None else exact_clock
+        self._clock = self._host_clock
+        self._names: list[str] = []
+        self._instants: list[Any] = []
+        self._name = OTHER
 
     def start(self, *, exact: bool = False) -> None:
         """Start a step, and discard the phases of the previous one.
 
         Args:
-            exact: the phases of this step are wanted: call `synchronize`.
+            exact: the phases of this step are wanted: `stop` waits for the device.
         """
-        self._exact = exact
-        self._phases, self._name, self._since = [], OTHER, self._now()
+        self._clock = self._exact_clock if exact else self._host_clock
+        self._names, self._instants, self._name = [], [self._clock.now()], OTHER
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -72,15 +74,15 @@ class StepPhases:
     def stop(self) -> tuple[Phase, ...]:
         """End the step and return its phases, without gaps, from its start to its end."""
         self._change(OTHER)
-        return tuple(self._phases)
+        times = self._clock.times(self._instants)
+        return tuple(
+            Phase(name, start, end)
+            for name, (start, end) in zip(self._names, pairwise(times), strict=True)
+            if end > start
+        )
 
     def _change(self, name: str) -> None:
-        now = self._now()
-        if now > self._since:
-            self._phases.append(Phase(self._name, self._since, now))
-        self._name, self._since = name, now
-
-    def _now(self) -> int:
-        if self._exact and self._synchronize is not None:
-            self._synchronize()
-        return self._clock()
+        if self._instants:
+            self._names.append(self._name)
+            self._instants.append(self._clock.now())
+        self._name = name

@@ -1,11 +1,12 @@
 """Named timers, and the wall-clock breakdown of a step."""
 
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 from pipemega.errors import PipemegaError
+from pipemega.monitor.step_clock import HostClock, Interval, StepClock
 
 # The parts of a step in the order of the breakdown; other timers follow by name.
 PARTS = ("data", "forward", "backward", "communication", "optimizer")
@@ -19,34 +20,31 @@ _NO_INTERVAL: AbstractContextManager[None] = nullcontext()
 class Timer:
     """Measures intervals; any number of them between two laps.
 
+    The intervals are read when a result is asked for: on a device, only then does the host wait.
+
     Args:
         name: for error messages.
-        synchronize: called before the clock is read, so that pending device work counts in the
-            interval that started it (torch.cuda.synchronize).
-        clock: monotonic, in seconds.
-
-    Attributes:
-        total: seconds of all intervals.
+        clock: of the work that is measured; by default the host's.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        synchronize: Callable[[], None] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    def __init__(self, name: str, *, clock: StepClock | None = None) -> None:
         self.name = name
-        self._synchronize = synchronize
-        self._clock = clock
-        self._started: float | None = None
-        self._lap = 0.0
-        self.total = 0.0
+        self._clock: StepClock = HostClock() if clock is None else clock
+        self._started: Any = None
+        self._unread: deque[Interval] = deque()
+        self._lap = self._total = 0.0
         self._history: deque[float] = deque(maxlen=HISTORY)
+
+    @property
+    def total(self) -> float:
+        """Seconds of all intervals."""
+        self._read()
+        return self._total
 
     @property
     def mean(self) -> float:
         """Mean of the latest `HISTORY` intervals in seconds; 0 before the first."""
+        self._read()
         return sum(self._history) / len(self._history) if self._history else 0.0
 
     def start(self) -> None:
@@ -56,59 +54,63 @@ class Timer:
                 f"timer '{self.name}' is already running: stop it first, or time the inner "
                 f"interval under another name"
             )
-        self._started = self._now()
+        self._started = self._clock.now()
 
-    def stop(self) -> float:
-        """End the interval, return its seconds. Raises PipemegaError if the timer is stopped."""
+    def stop(self) -> None:
+        """End the interval. Raises PipemegaError if the timer is stopped."""
         if self._started is None:
             raise PipemegaError(f"timer '{self.name}' is not running: start it before stopping it")
-        seconds = self._now() - self._started
+        self._unread.append((self._started, self._clock.now()))
         self._started = None
-        self._lap += seconds
-        self.total += seconds
-        self._history.append(seconds)
-        return seconds
+        # If nobody asks for a result: keep few of them, without waiting.
+        if len(self._unread) > HISTORY and self._clock.passed(self._unread[0][1]):
+            self._add([self._unread.popleft()])
 
     def lap(self) -> float:
         """Return the total seconds of the intervals since the last lap."""
+        self._read()
         seconds, self._lap = self._lap, 0.0
         return seconds
 
-    def _now(self) -> float:
-        if self._synchronize is not None:
-            self._synchronize()
-        return self._clock()
+    def _read(self) -> None:
+        self._add(list(self._unread))
+        self._unread.clear()
+
+    def _add(self, intervals: Sequence[Interval]) -> None:
+        for nanoseconds in self._clock.durations(intervals):
+            seconds = nanoseconds * 1e-9
+            self._lap += seconds
+            self._total += seconds
+            self._history.append(seconds)
 
 
 class MultiTimer:
     """Timers by name, created at first use.
 
-        timers = MultiTimer(synchronize=torch.cuda.synchronize)
+        timers = MultiTimer()
         with timers("forward"):
             ...
         timers.lap()                     # {"forward": seconds since the last lap}
         timers["forward"].mean           # over the latest intervals
 
     Args:
-        synchronize, clock: as for `Timer`.
+        clock: as for `Timer`.
         enabled: if False, no interval is measured and every lap is empty.
     """
 
     def __init__(
         self,
         *,
-        synchronize: Callable[[], None] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: StepClock | None = None,
         enabled: bool = True,
     ) -> None:
         self.enabled = enabled
-        self._synchronize = synchronize
-        self._clock = clock
+        self._clock: StepClock = HostClock() if clock is None else clock
         self._timers: dict[str, Timer] = {}
 
     def __getitem__(self, name: str) -> Timer:
         if name not in self._timers:
-            self._timers[name] = Timer(name, synchronize=self._synchronize, clock=self._clock)
+            self._timers[name] = Timer(name, clock=self._clock)
         return self._timers[name]
 
     def start(self, name: str) -> None:
@@ -116,9 +118,10 @@ class MultiTimer:
         if self.enabled:
             self[name].start()
 
-    def stop(self, name: str) -> float:
-        """Return the seconds of the interval; 0 if the timers are disabled."""
-        return self[name].stop() if self.enabled else 0.0
+    def stop(self, name: str) -> None:
+        """End the interval of timer `name`, unless the timers are disabled."""
+        if self.enabled:
+            self[name].stop()
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
         """Return a context manager that measures its block, also if the block raises."""

@@ -31,6 +31,7 @@ from pipemega.optimizer.master_params import MasterParams
 from pipemega.optimizer.mixed_precision import LossScale
 from pipemega.optimizer.state_by_name import pack, unpack
 from pipemega.optimizer.step_outcome import Attempt, Decision, GlobalStats, StepReport, decide
+from pipemega.pipeline.recorder import step_clock
 
 _log = logging.getLogger(__name__)
 
@@ -81,8 +82,7 @@ class OptimizerStep:
 
         The answers are part of the all-reduce that the step needs anyway.
         """
-        on_gpu = masters.mesh.device.type == "cuda"
-        self.phases = StepPhases(torch.cuda.synchronize if on_gpu else None)
+        self.phases = StepPhases(exact_clock=step_clock(masters.mesh.device))
         """Phases of the whole training step; the engine adds those before the optimizer step."""
         self._copied: CopyEvent | None = None
         self._last: StepReport | None = None

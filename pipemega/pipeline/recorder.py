@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from pipemega.distributed.stream_clock import StreamClock
+from pipemega.monitor.step_clock import HostClock, Interval, StepClock
+
 Clock = Callable[[], int]  # nanoseconds, monotonic
 MemoryMeter = Callable[[], int]  # bytes in use
 
@@ -61,137 +64,81 @@ NULL_RECORDER = Recorder()
 
 
 class ClockRecorder(Recorder):
-    """Records by the host clock, for devices whose work is done when the call returns.
+    """Records the times of the instructions of a step.
 
     Args:
+        clock: of the device.
         meter: returns the memory in use; None records no memory.
     """
 
-    def __init__(self, meter: MemoryMeter | None = None, clock: Clock = perf_counter_ns) -> None:
+    def __init__(self, clock: StepClock, meter: MemoryMeter | None = None) -> None:
         self._clock, self._meter = clock, meter
 
     def begin(self) -> None:
-        self._ready: list[int] = []
-        self._end: list[int] = []
+        self._ready: list[Any] = []
+        self._end: list[Any] = []
         self._memory: list[int] = []
         self._sample_memory()
-        self._began = self._at = self._clock()
+        self._began = self._at = self._clock.now()
 
     def ready(self) -> None:
-        self._at = self._clock()
+        self._at = self._clock.now()
 
     def end(self) -> None:
         self._ready.append(self._at)
-        self._at = self._clock()
+        self._at = self._clock.now()
         self._end.append(self._at)
         if self._meter is not None:
             self._sample_memory()
             # The time of the memory sample does not belong to the next instruction.
-            self._at = self._clock()
+            self._at = self._clock.now()
 
     def _sample_memory(self) -> None:
         if self._meter is not None:
             self._memory.append(self._meter())
 
     def marks(self) -> InstructionTimes:
-        ready, end = tuple(self._ready), tuple(self._end)
-        return InstructionTimes(self._began, ready, end, tuple(self._memory))
-
-
-class EventRecorder(Recorder):
-    """Records by CUDA events in the current stream.
-
-    The device is synchronized once, before the first instruction, to convert event times to the
-    host clock.
-    """
-
-    def __init__(
-        self, device: torch.device, record_memory: bool = False, clock: Clock = perf_counter_ns
-    ) -> None:
-        self._device, self._record_memory, self._clock = device, record_memory, clock
-
-    def begin(self) -> None:
-        self._ready: list[torch.cuda.Event] = []
-        self._end: list[torch.cuda.Event] = []
-        self._memory: list[int] = []
-        torch.cuda.synchronize(self._device)
-        self._sample_memory()
-        self._began = self._clock()
-        self._first = self._at = _now()
-
-    def ready(self) -> None:
-        self._at = _now()
-
-    def end(self) -> None:
-        self._ready.append(self._at)
-        self._at = _now()
-        self._end.append(self._at)
-        self._sample_memory()
-
-    def _sample_memory(self) -> None:
-        """Sample the allocated bytes of the caching allocator, without synchronization."""
-        if self._record_memory:
-            stats: Any = torch.cuda.memory_stats_as_nested_dict(self._device)
-            self._memory.append(stats["allocated_bytes"]["all"]["current"])
-
-    def marks(self) -> InstructionTimes:
-        self._at.synchronize()
-        ready, end = (tuple(map(self._time, events)) for events in (self._ready, self._end))
-        return InstructionTimes(self._began, ready, end, tuple(self._memory))
-
-    def _time(self, event: torch.cuda.Event) -> int:
-        milliseconds: float = self._first.elapsed_time(event)
-        return self._began + round(milliseconds * 1e6)
+        began, *times = self._clock.times([self._began, *self._ready, *self._end])
+        count = len(self._end)
+        memory = tuple(self._memory)
+        return InstructionTimes(began, tuple(times[:count]), tuple(times[count:]), memory)
 
 
 class BusyTimeRecorder(Recorder):
-    """Records the total execution time of the instructions; cheap enough for every step.
+    """Records the total execution time of the instructions; cheap enough for every step."""
 
-    On CUDA by events, without synchronization during the step.
-    """
-
-    def __init__(self, device: torch.device, clock: Clock = perf_counter_ns) -> None:
-        self._clock = clock
+    def __init__(self, device: torch.device, clock: StepClock | None = None) -> None:
+        self._clock = step_clock(device) if clock is None else clock
         self._on_device = device.type == "cuda"
-        self._nanoseconds = 0
-        self._at = 0
-        self._began: Any = None
-        self._events: list[tuple[Any, Any]] = []
-        self._previous: list[tuple[Any, Any]] = []  # events of the previous step
+        self._at: Any = None
+        self._intervals: list[Interval] = []
+        self._previous: list[Interval] = []  # of the previous step
 
     def begin(self) -> None:
-        self._nanoseconds = 0
-        self._previous, self._events = self._events, []
+        self._previous, self._intervals = self._intervals, []
         self.ready()
 
     def ready(self) -> None:
-        if self._on_device:
-            self._began = _now()
-        else:
-            self._at = self._clock()
+        self._at = self._clock.now()
 
     def end(self) -> None:
-        began, at = self._began, self._at
+        began = self._at
         self.ready()
-        if self._on_device:
-            self._events.append((began, self._began))
-        else:
-            self._nanoseconds += self._at - at
+        self._intervals.append((began, self._at))
 
     def seconds(self) -> float:
         """Return the time of the last step; on CUDA of the step before, which has completed."""
-        if self._previous:
-            self._previous[-1][1].synchronize()
-            milliseconds = sum(began.elapsed_time(ended) for began, ended in self._previous)
-            self._nanoseconds = round(milliseconds * 1e6)
-            self._previous = []
-        return self._nanoseconds * 1e-9
+        intervals = self._previous if self._on_device else self._intervals
+        return sum(self._clock.durations(intervals)) * 1e-9
 
 
-def _now() -> Any:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+def step_clock(device: torch.device, clock: Clock = perf_counter_ns) -> StepClock:
+    """Return the clock of the work on `device`.
+
+    Args:
+        clock: of the host.
+    """
+    return StreamClock(clock) if device.type == "cuda" else HostClock(clock)
 
 
 def make_recorder(
@@ -201,10 +148,22 @@ def make_recorder(
 
     Args:
         record_memory: also record the memory in use, if the platform supports it.
+        clock: of the host.
     """
-    if device.type == "cuda":
-        return EventRecorder(device, record_memory, clock)
-    return ClockRecorder(process_memory_meter() if record_memory else None, clock)
+    meter = None
+    if record_memory:
+        meter = _cuda_meter(device) if device.type == "cuda" else process_memory_meter()
+    return ClockRecorder(step_clock(device, clock), meter)
+
+
+def _cuda_meter(device: torch.device) -> MemoryMeter:
+    """Return a meter of the bytes allocated by the caching allocator; it does not synchronize."""
+
+    def bytes_in_use() -> int:
+        stats: Any = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(stats["allocated_bytes"]["all"]["current"])
+
+    return bytes_in_use
 
 
 class _Mallinfo(ctypes.Structure):

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from pipemega import LayerSpec, PipelineModule
 from pipemega.config import load
 from pipemega.distributed.mesh import Mesh, build_mesh
+from pipemega.distributed.stream_clock import StreamClock
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
@@ -97,6 +98,56 @@ def test_split_backward_and_tracing_read_no_value(
     assert (marks is not None) == traced
     if marks is not None:
         assert len(marks.end) == len(engine.plan.programs[0])
+
+
+class Event:
+    """An event in a fake stream: the host may ask for its time only after the step."""
+
+    finished = False
+    recorded = 0
+
+    def __init__(self, *, timing: bool) -> None:
+        assert timing
+        self.place = Event.recorded = Event.recorded + 1
+
+    def query(self) -> bool:
+        return Event.finished
+
+    def synchronize(self) -> None:
+        assert Event.finished, "the host waits for the device within a step"
+
+    def elapsed_time(self, end: "Event") -> float:
+        assert Event.finished
+        return float(end.place - self.place)
+
+
+def test_timers_and_tracing_do_not_wait_for_the_device_within_a_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def clock(*_: Any) -> StreamClock:
+        return StreamClock(record=Event)
+
+    for module in ("engine.components", "pipeline.recorder", "optimizer.step"):
+        monkeypatch.setattr(f"pipemega.{module}.step_clock", clock)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("synchronize"))
+    config = {"train_batch_size": 2, "model": GPT2}
+    engine = build(gpt(GPTConfig.of(load(config), VOCAB)), wall_clock_breakdown=True)
+    assert engine._step is not None
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    recorder = make_recorder(torch.device("meta"))
+    engine._step.phases.start(exact=True)
+    with engine.timers("optimizer"), engine._step.phases("optimizer"):
+        run(engine, tokens, tokens, recorder)
+    assert Event.recorded > 10
+    monkeypatch.setattr(Event, "finished", True)
+    seconds = engine.timers.totals()
+    assert set(seconds) == {"forward", "backward", "optimizer"}
+    # One millisecond from event to event.
+    assert seconds["optimizer"] > seconds["forward"] + seconds["backward"] >= 2 * 2 * 1e-3
+    marks = recorder.marks()
+    assert marks is not None
+    assert list(marks.end) == sorted(marks.end)
+    assert [phase.name for phase in engine._step.phases.stop()] == ["other", "optimizer", "other"]
 
 
 class ReadsValue(nn.Module):

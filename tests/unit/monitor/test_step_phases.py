@@ -3,11 +3,12 @@
 from itertools import count
 
 from pipemega.monitor import Phase, StepPhases
+from pipemega.monitor.step_clock import HostClock
 
 
 def test_phases_have_no_gaps_and_what_no_phase_claims_is_other() -> None:
     clock = count(100, 10)
-    phases = StepPhases(clock=lambda: next(clock))
+    phases = StepPhases(HostClock(lambda: next(clock)))
     phases.start()
     with phases("data"):
         pass
@@ -28,7 +29,7 @@ def test_phases_have_no_gaps_and_what_no_phase_claims_is_other() -> None:
 
 def test_a_phase_ends_if_its_block_raises() -> None:
     clock = count()
-    phases = StepPhases(clock=lambda: next(clock))
+    phases = StepPhases(HostClock(lambda: next(clock)))
     phases.start()
     try:
         with phases("data"):
@@ -38,14 +39,16 @@ def test_a_phase_ends_if_its_block_raises() -> None:
     assert [name for name, _, _ in phases.stop()] == ["other", "data", "other"]
 
 
-def test_the_device_is_synchronized_only_in_steps_that_are_measured_exactly() -> None:
-    calls: list[int] = []
-    phases = StepPhases(lambda: calls.append(1))
+def test_the_clock_of_the_device_is_used_only_in_steps_that_are_measured_exactly() -> None:
+    host, device = count(0), count(1000, 10)
+    phases = StepPhases(HostClock(lambda: next(host)), HostClock(lambda: next(device)))
     phases.start()
-    phases.stop()
-    assert not calls
+    assert phases.stop() == (Phase("other", 0, 1),)
     phases.start(exact=True)
     with phases("optimizer"):
         pass
-    phases.stop()
-    assert len(calls) == 4
+    assert phases.stop() == (
+        Phase("other", 1000, 1010),
+        Phase("optimizer", 1010, 1020),
+        Phase("other", 1020, 1030),
+    )

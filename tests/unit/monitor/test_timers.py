@@ -19,29 +19,30 @@ from pipemega.monitor import (
     peak_tflops,
     tflops_per_device,
 )
+from pipemega.monitor.step_clock import HostClock
 from pipemega.monitor.timers import HISTORY
 
 
 class Clock:
-    """A clock that the test advances."""
+    """A clock that the test advances, in seconds."""
 
     def __init__(self) -> None:
         self.now = 100.0
 
-    def __call__(self) -> float:
-        return self.now
+    def timers(self) -> MultiTimer:
+        return MultiTimer(clock=HostClock(lambda: round(self.now * 1e9)))
 
 
 def test_a_lap_contains_all_intervals_since_the_last_lap():
     clock = Clock()
-    timers = MultiTimer(clock=clock)
+    timers = clock.timers()
     for seconds in (1.0, 2.0):
         with timers("forward"):
             clock.now += seconds
         clock.now += 50.0  # between two intervals: not counted
     timers.start("backward")
     clock.now += 4.0
-    assert timers.stop("backward") == 4.0
+    timers.stop("backward")
     assert timers.lap() == {"forward": 3.0, "backward": 4.0}
     assert timers.lap() == {"forward": 0.0, "backward": 0.0}
     assert timers["forward"].mean == 1.5
@@ -49,7 +50,7 @@ def test_a_lap_contains_all_intervals_since_the_last_lap():
 
 def test_a_block_that_raises_is_timed_too():
     clock = Clock()
-    timers = MultiTimer(clock=clock)
+    timers = clock.timers()
 
     def fail():
         with timers("forward"):
@@ -62,34 +63,63 @@ def test_a_block_that_raises_is_timed_too():
     timers.start("forward")  # it was stopped
 
 
-def test_the_device_is_synchronized_before_the_clock_is_read():
-    clock, seen = Clock(), []
+class Device:
+    """A clock of a device; the test fails if the host waits for it too early."""
 
-    def synchronize():
-        seen.append(clock.now)
-        clock.now += 10.0  # what the device had yet to do
+    def __init__(self) -> None:
+        self.time, self.finished, self.reads = 0, False, 0
 
-    timers = MultiTimer(synchronize=synchronize, clock=clock)
-    with timers("forward"):
-        clock.now += 1.0
-    assert seen == [100.0, 111.0]
-    assert timers.lap() == {"forward": 11.0}
+    def now(self) -> int:
+        return self.time
+
+    def passed(self, instant: int) -> bool:
+        return self.finished
+
+    def durations(self, intervals):
+        assert self.finished or not intervals
+        self.reads += len(intervals)
+        return [end - start for start, end in intervals]
+
+    times = None
 
 
-def test_disabled_timers_use_neither_clock_nor_device():
-    def never():
-        raise AssertionError
+def test_intervals_of_a_device_are_read_when_a_result_is_asked_for():
+    device = Device()
+    timers = MultiTimer(clock=device)
+    for _ in range(2):
+        with timers("forward"):
+            device.time += 3_000_000_000
+    assert not device.reads
+    device.finished = True
+    assert timers.totals() == {"forward": 6.0}
+    assert timers.lap() == {"forward": 6.0}
+    assert timers["forward"].mean == 3.0
+    assert device.reads == 2
 
-    timers = MultiTimer(synchronize=never, clock=never, enabled=False)
+
+def test_intervals_that_nobody_asks_for_are_forgotten_without_a_wait():
+    device = Device()
+    timers = MultiTimer(clock=device)
+    for number in range(3 * HISTORY):
+        device.finished = number > 2 * HISTORY
+        with timers("forward"):
+            device.time += 1_000_000_000
+    assert len(timers["forward"]._unread) == 2 * HISTORY + 1
+    assert timers.lap() == {"forward": 3.0 * HISTORY}
+
+
+def test_disabled_timers_do_not_use_the_clock():
+    timers = MultiTimer(clock=None, enabled=False)
+    timers._clock = None  # an access would raise an error
     with timers("forward"):
         pass
-    assert timers.stop("backward") == 0.0
+    timers.stop("backward")
     assert timers.lap() == {}
 
 
 def test_the_mean_is_over_the_latest_intervals():
     clock = Clock()
-    timers = MultiTimer(clock=clock)
+    timers = clock.timers()
     for seconds in [100.0] * 5 + [1.0] * HISTORY:
         with timers("forward"):
             clock.now += seconds
