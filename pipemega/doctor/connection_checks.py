@@ -31,15 +31,15 @@ def check_axes(mesh: Mesh, tell: Tell) -> list[str]:
     """
     names = []
     for axis in _axes(mesh):
-        # With GPUs some axes have a second group, which transfers host memory.
-        groups = {"": (axis.group, mesh.device), " (gloo)": (axis.gloo, torch.device("cpu"))}
-        for suffix, (group, device) in groups.items():
-            if group is None:
-                continue
+        devices = {"": mesh.device}
+        if mesh.device.type == "cuda":
+            # The groups of GPUs transfer host memory, too.
+            devices[" (gloo)"] = torch.device("cpu")
+        for suffix, device in devices.items():
             name = f"{axis.name} ranks {axis.ranks}{suffix}"
             tell(f"the all-reduce over {name}")
             element = torch.full((1,), float(axis.rank + 1), device=device)
-            dist.all_reduce(element, group=group)
+            dist.all_reduce(element, group=axis.group)
             _compare(f"the sum over {name}", element, axis.size * (axis.size + 1) / 2)
             names.append(f"{axis.name}{suffix}")
     return names
