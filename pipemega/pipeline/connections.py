@@ -11,8 +11,16 @@ from pipemega.distributed.backends import backend_names
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.device_waits import synchronize, wait
 from pipemega.distributed.mesh import Axis, new_group
+from pipemega.distributed.topology import AXES, Topology
 from pipemega.errors import MeshError
-from pipemega.pipeline.plan.channels import Channel, Connection, MessageOrder, channels, connections
+from pipemega.pipeline.plan.channels import (
+    Channel,
+    Connection,
+    MessageOrder,
+    channels,
+    connections,
+    connections_per_rank,
+)
 
 
 class Route(NamedTuple):
@@ -30,6 +38,21 @@ def message_order(pipeline: Axis, device: torch.device) -> MessageOrder:
     if pipeline.group is None:
         return "tags"  # no messages
     return "tags" if backend_names(pipeline.group).get(device.type) == "gloo" else "queues"
+
+
+def nccl_communicators(topology: Topology, rank_of_stage: Sequence[int]) -> int:
+    """Return how many NCCL communicators the rank with the most has; each has its own buffers.
+
+    One for the world, one for each axis of several ranks, and one for each pipeline connection: at
+    most four per stage of the rank.
+
+    Args:
+        rank_of_stage: the pipeline rank of each stage.
+    """
+    if topology.world_size == 1:
+        return 0
+    axes = sum(topology.size(axis) > 1 for axis in AXES)
+    return 1 + axes + max(connections_per_rank(rank_of_stage))
 
 
 def connect(

@@ -9,6 +9,7 @@ from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, PipelineError, ScheduleError
 from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline import plan_selection
+from pipemega.pipeline.connections import nccl_communicators
 from pipemega.pipeline.local_model import fold_equal_names
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
@@ -112,6 +113,13 @@ class Report:
     def fits(self) -> bool | None:
         """Whether the run fits into the memory of the device; None if that is unknown."""
         return self.prediction.fits(self.request.limit)
+
+    @property
+    def communicators(self) -> int | None:
+        """NCCL communicators of the rank with the most; None without pipeline messages over it."""
+        if self.request.device == "cpu" or self.topology.pipeline == 1:
+            return None
+        return nccl_communicators(self.topology, self.prediction.plan.rank_of_stage)
 
     @property
     def tokens(self) -> int | None:

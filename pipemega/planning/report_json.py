@@ -34,6 +34,7 @@ def as_json(report: Report, advice: Advice) -> dict[str, Any]:
             "precision": report.precision,
         },
         "stages": [vars(stage) for stage in report.stages],
+        "nccl_communicators": report.communicators,
         "device": {"type": request.device, "memory": request.limit},
         "time_unit": "seconds" if request.rates.known else "mean forward of a rank",
         "outcome": _prediction(report.prediction, report),

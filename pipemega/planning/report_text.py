@@ -150,7 +150,7 @@ def summary(report: Report) -> dict[str, str]:
 
 
 def step_summary(report: Report) -> dict[str, str]:
-    """Return one line each for bubble, time and traffic of a step, and host memory if used."""
+    """Return one line each for bubble, time, traffic and communicators, and used host memory."""
     prediction, timeline = report.prediction, report.prediction.timeline
     bubble = f"{show_percent(timeline.bubble)} simulated"
     if prediction.bubble_formula is not None:
@@ -171,6 +171,8 @@ def step_summary(report: Report) -> dict[str, str]:
     each = f" in each of {pipelines} pipelines" if pipelines > 1 else ""
     sent = show_bytes(prediction.message_bytes)
     lines["traffic"] = f"{prediction.messages:,} messages, {sent} per step{each}"
+    if report.communicators is not None:
+        lines["NCCL"] = f"at most {report.communicators} communicators per rank"
     host = max(rank.footprint.host for rank in prediction.memory)
     staging = max(rank.footprint.staging for rank in prediction.memory)
     uses = []

@@ -146,3 +146,12 @@ def test_messages_without_tags_give_the_same_steps(pool: RankPool, mesh: dict[st
         assert result["loss"] == tagged["loss"]
         for name, value in tagged["parameters"].items():
             numpy.testing.assert_array_equal(result["parameters"][name], value)
+
+
+@pytest.mark.parametrize("shapes", ["declared", "cached", "exchanged"])
+def test_the_transport_posts_what_the_validation_of_plans_assumes(
+    pool: RankPool, shapes: str
+) -> None:
+    for posted, expected in pool.run(2, small_models.posted_messages, shapes):
+        assert len(posted) > 60
+        assert posted == expected

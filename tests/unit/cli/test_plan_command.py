@@ -181,6 +181,23 @@ def test_the_vocabulary_is_that_of_the_tokenizer_file_or_a_stated_assumption(
         assert any(text in note for note in notes), notes
 
 
+def test_the_number_of_nccl_communicators_is_shown_for_pipelines_on_gpus(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Pipeline 2 with one stage per rank: the world, one axis, and a connection in each way."""
+    _, out, _ = plan(capsys, config_file)
+    assert "\nNCCL        at most 4 communicators per rank\n" in out
+    for words, count in (
+        (["--world", "4"], 5),
+        (["--set", "pipeline.schedule=interleaved"], 8),
+        (["--set", "mesh.device=cpu"], None),
+        (["--set", "mesh.pipeline=1", "--world", "2"], None),
+    ):
+        report = json.loads(plan(capsys, config_file, *words, "--format", "json")[1])
+        assert report["nccl_communicators"] == count
+    assert "NCCL" not in plan(capsys, config_file, "--set", "mesh.device=cpu")[1]
+
+
 def test_the_time_of_the_whole_run_is_given_in_tokens_and_days(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

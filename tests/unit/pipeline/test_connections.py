@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from pipemega.distributed.mesh import Axis, build_mesh
 from pipemega.distributed.topology import Topology
 from pipemega.errors import MeshError
-from pipemega.pipeline.connections import message_order
+from pipemega.pipeline.connections import message_order, nccl_communicators
 from pipemega.pipeline.plan.channels import connections, connections_per_rank
 from pipemega.pipeline.schedules.placement import loop, v
 from pipemega.pipeline.transport import Transport
@@ -29,28 +29,41 @@ def one_rank_of(topology, rank):
         dist.destroy_process_group()
 
 
+class _Ended:
+    """The work of a message that is not sent."""
+
+    def wait(self):
+        return True
+
+
 def _opened(monkeypatch, topology, rank, rank_of_stage):
-    """What the transport of `rank` does: the groups that it makes, and its first operations."""
-    groups, operations = [], []
-    new_group = dist.new_group
+    """The groups that the transport of `rank` makes, and all communicators of the rank in order."""
+    groups, communicators = [], []
+    new_group, all_reduce = dist.new_group, dist.all_reduce
 
     def make(ranks, **options):
         groups.append((tuple(ranks), options["group_desc"]))
         return new_group(ranks, **options)
 
+    def sum_up(tensor, group, **options):
+        communicators.append((group.group_desc, "all", None, None))
+        return all_reduce(tensor, group=group, **options)
+
     def operation(kind):
         def start(tensor, peer, group, tag=0):
-            operations.append((group.group_desc, kind, peer, tag))
-            return dist.all_reduce(tensor, group=group, async_op=True)
+            communicators.append((group.group_desc, kind, peer, tag))
+            return _Ended()
 
         return start
 
-    with one_rank_of(topology, rank) as mesh, monkeypatch.context() as patched:
-        patched.setattr(dist, "new_group", make)
+    with monkeypatch.context() as patched:
+        patched.setattr(dist, "all_reduce", sum_up)
         patched.setattr(dist, "isend", operation("send"))
         patched.setattr(dist, "irecv", operation("receive"))
-        Transport(mesh.pipeline, rank_of_stage, CPU)
-    return groups, operations
+        with one_rank_of(topology, rank) as mesh:
+            patched.setattr(dist, "new_group", make)
+            Transport(mesh.pipeline, rank_of_stage, CPU)
+    return groups, communicators
 
 
 @pytest.mark.parametrize("rank_of_stage", [loop(4), loop(4, 2), v(4, 2), loop(2, 3)], ids=str)
@@ -60,7 +73,8 @@ def test_every_connection_is_opened_before_the_first_step_in_one_order(monkeypat
     links, counts = connections(rank_of_stage), connections_per_rank(rank_of_stage)
     for rank in range(2 * size):
         topology, place = Topology(size, 2, 1), rank // 2
-        groups, operations = _opened(monkeypatch, topology, rank, rank_of_stage)
+        groups, communicators = _opened(monkeypatch, topology, rank, rank_of_stage)
+        operations = [made for made in communicators if made[1] != "all"]
         ranks = topology.along("pipeline", rank)
         assert groups == [
             (ranks, f"pipeline messages {number}")
@@ -74,6 +88,29 @@ def test_every_connection_is_opened_before_the_first_step_in_one_order(monkeypat
             if place in (link.source, link.target)
         ]
         assert len(operations) == counts[place]
+
+
+@pytest.mark.parametrize(
+    ("topology", "rank_of_stage", "count"),
+    [
+        (Topology(4, 2, 2), loop(4), 8),
+        (Topology(4, 1, 1), v(4, 2), 10),
+        (Topology(2, 1, 1), loop(2, 3), 12),
+        (Topology(3, 2, 1), (0, 1, 2, 0, 1), 9),
+        (Topology(1, 1, 1), (0,), 0),
+    ],
+)
+def test_the_number_of_communicators_is_that_of_the_busiest_rank(
+    monkeypatch, topology, rank_of_stage, count
+):
+    """A group has one for its collectives, and one for each peer of its messages."""
+    made = [
+        len({entry[::2] for entry in _opened(monkeypatch, topology, rank, rank_of_stage)[1]})
+        for rank in range(topology.world_size)
+    ]
+    assert nccl_communicators(topology, rank_of_stage) == max(made) == count
+    stages = max(rank_of_stage.count(rank) for rank in set(rank_of_stage))
+    assert count <= 4 + 4 * stages
 
 
 def test_groups_of_the_ranks_of_a_pipeline_have_equal_names():
