@@ -1,6 +1,7 @@
 """The mesh of this process: one process group per axis, and the device."""
 
 import os
+import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -129,7 +130,10 @@ def from_first(world: Axis, make: Callable[[], T]) -> T:
 
 
 def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
-    """Return the device of this process; on a node with several GPUs, that of its LOCAL_RANK.
+    """Return the device of this process.
+
+    If it sees several GPUs: the one whose index is LOCAL_RANK, or SLURM_LOCALID under plain srun.
+    If it sees one, as with `srun --gpus-per-task=1`: that one.
 
     Raises:
         MeshError: `wish` is "cuda", and the node has no GPU, or fewer than ranks.
@@ -138,7 +142,10 @@ def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise MeshError("mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu'")
-    local_rank, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    if (found := torch.cuda.device_count()) == 1:
+        # Several ranks may see the same one: `build_mesh` refuses this.
+        return torch.device("cuda", 0)
     if local_rank >= found:
         raise MeshError(
             f"there is no GPU for local rank {local_rank}: this node has {found}; start at most "
@@ -155,7 +162,7 @@ def build_mesh(
     Initializes torch.distributed from torchrun's variables unless the caller has done so.
 
     Raises:
-        MeshError: the number of ranks is not the size of the topology.
+        MeshError: the number of ranks is not the size of the topology, or ranks share a GPU.
     """
     world_size = launched_world_size()
     if world_size != topology.world_size:
@@ -175,10 +182,37 @@ def build_mesh(
     rank = dist.get_rank()
     axes = {name: _axis(name, topology, rank, device, timeout) for name in AXES}
     world = _world(rank, device, timeout)
+    if device.type == "cuda":
+        _refuse_shared_gpus(gather_objects(_gpu(device), world))
     _create_communicators([*axes.values(), world], device)
     # A rank that fails after this breaks connections; all must be established by then.
     dist.barrier(group=world.group)
     return Mesh(topology, **axes, world=world, device=device, timeout=timeout)
+
+
+def _gpu(device: torch.device) -> tuple[str, str]:
+    """Return the name of this host and the id of the GPU, which no other GPU has."""
+    return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
+
+
+def _refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
+    """Refuse two ranks on one GPU: NCCL would fail, and name neither of them.
+
+    Args:
+        gpus: of each rank, as from `_gpu`.
+    """
+    first_rank: dict[tuple[str, str], int] = {}
+    for rank, gpu in enumerate(gpus):
+        other = first_rank.setdefault(gpu, rank)
+        if other != rank:
+            host, gpu_id = gpu
+            raise MeshError(
+                f"ranks {other} and {rank} on {host} use the same GPU ({gpu_id}): start at most as "
+                f"many ranks per node as it has GPUs; a launcher other than torchrun must set "
+                f"LOCAL_RANK to the index of the rank on its node, or give each rank its own GPU "
+                f"(srun --gpus-per-task=1)",
+                on_every_rank=True,
+            )
 
 
 def _create_communicators(axes: Sequence[Axis], device: torch.device) -> None:

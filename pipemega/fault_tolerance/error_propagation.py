@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipemega.distributed.abort import ABORT_SECONDS, abort_communicators
+from pipemega.distributed.abort import abort_communicators
 from pipemega.distributed.backends import runs_gloo
 from pipemega.distributed.comm_errors import (
     describe_comm_error,
@@ -177,12 +177,12 @@ def _position_of(error: BaseException) -> PlanPosition | None:
 
 def _break_connections() -> None:
     """Break every connection of this rank in every group, so that no other rank waits for it."""
-    # Together: an abort may be stuck.
+    # In a thread, because the abort of a communicator may be stuck for seconds.
     abort = _call_in_thread(abort_communicators)
     for group in list(dist.distributed_c10d._world.pg_map):
         if runs_gloo(group):
             _break_gloo(group)
-    abort.join(ABORT_SECONDS)
+    abort.join()
 
 
 def _break_gloo(group: dist.ProcessGroup) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from pipemega.distributed.mesh import (
     Mesh,
+    _refuse_shared_gpus,
     build_mesh,
     new_group,
     pick_device,
@@ -99,6 +100,54 @@ def test_a_missing_gpu_is_refused_with_the_remedy():
     assert (
         str(error.value) == "mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu'"
     )
+
+
+@pytest.mark.parametrize(
+    ("variables", "found", "index"),
+    [
+        ({"LOCAL_RANK": "2", "SLURM_LOCALID": "1"}, 4, 2),
+        ({"SLURM_LOCALID": "3"}, 4, 3),
+        ({}, 4, 0),
+        # One visible GPU for each task.
+        ({"LOCAL_RANK": "2"}, 1, 0),
+        ({"SLURM_LOCALID": "7"}, 1, 0),
+    ],
+)
+def test_a_rank_uses_the_gpu_of_its_place_on_the_node(monkeypatch, variables, found, index):
+    set_gpus(monkeypatch, variables, found)
+    assert pick_device("auto") == torch.device("cuda", index)
+
+
+def set_gpus(monkeypatch, variables, found):
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+
+
+def test_more_ranks_than_gpus_on_a_node_are_refused(monkeypatch):
+    set_gpus(monkeypatch, {"SLURM_LOCALID": "4"}, 4)
+    with pytest.raises(MeshError) as error:
+        pick_device("cuda")
+    assert str(error.value) == (
+        "there is no GPU for local rank 4: this node has 4; start at most 4 ranks here "
+        "(torchrun --nproc_per_node=4)"
+    )
+
+
+def test_two_ranks_on_one_gpu_are_refused_by_their_numbers():
+    # Two nodes may number their GPUs alike.
+    _refuse_shared_gpus([("node0", "a"), ("node0", "b"), ("node1", "a"), ("node1", "b")])
+    with pytest.raises(MeshError) as error:
+        _refuse_shared_gpus([("node0", "a"), ("node0", "b"), ("node1", "c"), ("node1", "c")])
+    assert str(error.value) == (
+        "ranks 2 and 3 on node1 use the same GPU (c): start at most as many ranks per node as it "
+        "has GPUs; a launcher other than torchrun must set LOCAL_RANK to the index of the rank on "
+        "its node, or give each rank its own GPU (srun --gpus-per-task=1)"
+    )
+    assert error.value.on_every_rank
 
 
 class Nccl:

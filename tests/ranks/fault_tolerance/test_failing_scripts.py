@@ -125,10 +125,10 @@ class Scripts:
         return Ended(done.returncode, done.stderr, seconds, self._details())
 
     def run_without_torchrun(
-        self, *, fault: str = "pass", between_steps: str = "pass"
+        self, *, fault: str = "pass", before: str = "pass", between_steps: str = "pass"
     ) -> list[Ended]:
         """Run with the store in rank 0, as under mpirun; return how each rank ended."""
-        command = self._write(fault, between_steps, CONFIG)
+        command = self._write(fault, between_steps, CONFIG, before)
         started = time.monotonic()
         world = {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_port()), "WORLD_SIZE": "2",
@@ -315,10 +315,22 @@ def test_a_config_that_only_rank_1_cannot_read_is_reported_by_rank_1(scripts: Sc
     assert re.search(r"^error: rank 1: .*config.jsonx", ended.errors, re.MULTILINE)
 
 
+# The abort of an NCCL communicator that never returns.
+STUCK_ABORT = (
+    "from pipemega.distributed import abort; abort.ABORT_SECONDS = 0.5; "
+    'stuck = type("Stuck", (), {"abort": lambda self: time.sleep(600)}); '
+    "abort._nccl_backends = lambda: [stuck()]"
+)
+
+
 def test_without_torchrun_the_rank_with_the_store_exits_after_all_have_read_it(
     scripts: Scripts,
 ) -> None:
-    first, second = scripts.run_without_torchrun(fault='raise ValueError("injected error")')
+    """Also if the abort of a communicator is stuck."""
+    first, second = scripts.run_without_torchrun(
+        fault='raise ValueError("injected error")', before=STUCK_ABORT
+    )
+    assert first.seconds < 50.0
     assert (first.code, second.code) == (1, 1)
     assert "error: " not in first.errors
     assert first.details[0].startswith("rank 1 failed first: forward of micro-batch 2 at stage 1")
