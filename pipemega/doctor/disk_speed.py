@@ -116,7 +116,8 @@ def judge(
         checkpoint_bytes: size of one checkpoint, if known.
     """
     if marker_error:
-        yield Finding("failed", "disk", f"{folder}: {marker_error}", _GIVE_SPACE)
+        remedy = "check its permissions and free space, or choose another one (checkpoint.save)"
+        yield Finding("failed", "disk", f"{folder}: {marker_error}", remedy)
         return
     hidden = [host for host, result in results.items() if not result["shared"]]
     if hidden:
