@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import settings
 
+from tests.ranks.nccl_like import BACKENDS
 from tests.ranks.pool import RankPool
 from tests.ranks.training.long_runs import handlers_restored
 
@@ -13,10 +14,19 @@ settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--backend",
+        default="gloo",
+        choices=["gloo", *BACKENDS],
+        help="process group of the ranks of the pool; see tests/ranks/nccl_like/process_group.py",
+    )
+
+
 @pytest.fixture(scope="session")
-def pool() -> Iterator[RankPool]:
-    """Four gloo ranks: `pool.run(world_size, function, *args)` returns their results by rank."""
-    ranks = RankPool(4)
+def pool(request: pytest.FixtureRequest) -> Iterator[RankPool]:
+    """Four ranks: `pool.run(world_size, function, *args)` returns their results by rank."""
+    ranks = RankPool(4, request.config.getoption("--backend"))
     yield ranks
     ranks.close()
 

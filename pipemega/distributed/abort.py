@@ -1,4 +1,4 @@
-"""Abort the NCCL communicators of this process, so that no kernel waits for a lost rank."""
+"""Abort the communicators of this process, so that no kernel waits for a lost rank."""
 
 import threading
 from contextlib import suppress
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipemega.distributed.backends import nccl_backend
+from pipemega.distributed.backends import backends_except_gloo
 
 # Longest time for an abort. One that is stuck may last for the timeout of its group; the process
 # then ends without it.
@@ -16,12 +16,15 @@ _one_at_a_time = threading.Lock()
 
 
 def abort_communicators() -> bool:
-    """Abort all NCCL communicators; return whether that is complete within a few seconds.
+    """Abort all communicators, except those of gloo.
 
     All at once: communicators that are aborted one after another may wait for each other. In a
     thread that nothing waits for afterwards.
+
+    Returns:
+        whether that is complete within a few seconds.
     """
-    backends = _nccl_backends()
+    backends = _backends()
     if not backends:
         return True
     thread = threading.Thread(target=_abort, args=(backends,), daemon=True, name="abort")
@@ -30,9 +33,9 @@ def abort_communicators() -> bool:
     return not thread.is_alive()
 
 
-def _nccl_backends() -> list[Any]:
-    found = map(nccl_backend, list(dist.distributed_c10d._world.pg_map))
-    return [backend for backend in found if backend is not None]
+def _backends() -> list[Any]:
+    groups = list(dist.distributed_c10d._world.pg_map)
+    return [backend for group in groups for backend in backends_except_gloo(group)]
 
 
 def _abort(backends: list[Any]) -> None:

@@ -17,6 +17,15 @@ def runs_gloo(group: dist.ProcessGroup) -> bool:
     return backend_names(group).get("cpu") == "gloo"
 
 
+def backends_except_gloo(group: dist.ProcessGroup) -> list[Any]:
+    """Return the backends of the group other than gloo: those whose operations `abort` ends."""
+    return [
+        group._get_backend(torch.device(device))
+        for device, name in backend_names(group).items()
+        if name != "gloo"
+    ]
+
+
 def nccl_backend(group: dist.ProcessGroup) -> Any:
     """Return the ProcessGroupNCCL of the group; None if it has none."""
     if backend_names(group).get("cuda") != "nccl":

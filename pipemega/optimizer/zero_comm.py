@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.backends import backend_names
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
@@ -43,9 +44,9 @@ class _InFlight:
 class ReduceScatter:
     """Sums each bucket of gradients over the data ranks; each slice on its owner.
 
-    On a CPU each rank sends every owner its part, and the owner sums in the order of ranks: gloo's
-    reduce-scatter is an all-reduce of a copy, which sends twice as much.  On other devices the
-    backend's reduce-scatter runs in place, unless it sends another dtype.
+    With gloo each rank sends every owner its part, and the owner sums in the order of ranks: gloo's
+    reduce-scatter is an all-reduce of a copy, which sends twice as much.  Other backends run their
+    reduce-scatter in place, unless it sends another dtype.
 
     A bucket whose reduction needs a temporary buffer waits until the window has room for it.  With
     NCCL this wait would hold up the backward pass, so reductions in place run until `finish`.
@@ -98,12 +99,16 @@ class ReduceScatter:
 
     def _runs_in_place(self, bucket: DataBucket) -> bool:
         """Return whether the reduction reads and writes only the buffer of the gradients."""
-        on_cpu = self._gradients.flats[bucket.dtype].device.type == "cpu"
-        return not on_cpu and self._reduction.dtype in (None, bucket.dtype)
+        summed_here = self._is_summed_by_owner(self._gradients.flats[bucket.dtype])
+        return not summed_here and self._reduction.dtype in (None, bucket.dtype)
+
+    def _is_summed_by_owner(self, tensor: Tensor) -> bool:
+        group = self._data.group
+        return group is not None and backend_names(group).get(tensor.device.type) == "gloo"
 
     def _send(self, sent: Tensor, share: int) -> tuple[dist.Work | None, Tensor]:
         group = self._data.group
-        if sent.device.type == "cpu":
+        if self._is_summed_by_owner(sent):
             received = torch.empty_like(sent)
             work = dist.all_to_all_single(received, sent, group=group, async_op=True)
             return work, received.view(self._data.size, share)

@@ -1,4 +1,4 @@
-"""A pool of gloo ranks that runs functions on all of them during a test session.
+"""A pool of ranks that runs functions on all of them during a test session.
 
 Starting four ranks that import torch takes 10 s; a fork server that has imported torch starts them
 in less than 1 s. If a rank hangs or dies, only its test fails: the pool is restarted for the next.
@@ -38,14 +38,24 @@ class RanksFailed(AssertionError):
 
 
 class RankPool:
-    """Runs a function in `size` processes that form one gloo world."""
+    """Runs a function in `size` processes that form one world.
 
-    def __init__(self, size: int = 4) -> None:
-        self._size = size
+    Args:
+        size: number of processes.
+        backend: of `run` if it is given none: "gloo", or one of `tests.ranks.nccl_like`.
+    """
+
+    def __init__(self, size: int = 4, backend: str = "gloo") -> None:
+        self._size, self._backend = size, backend
         self._ranks: list[tuple[Any, Connection]] = []
 
     def run(
-        self, world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0
+        self,
+        world_size: int,
+        function: Callable[..., Any],
+        *args: Any,
+        timeout: float = 120.0,
+        backend: str | None = None,
     ) -> list[Any]:
         """Run `function(*args)` on ranks 0 to world_size - 1; return the results by rank.
 
@@ -56,7 +66,8 @@ class RankPool:
             self._start()
         with tempfile.TemporaryDirectory() as folder:
             for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
-                pipe.send((rank, world_size, os.path.join(folder, "store"), function, args))
+                world = (backend or self._backend, rank, world_size, os.path.join(folder, "store"))
+                pipe.send((world, function, args))
             results, errors = self._collect(world_size, timeout)
         if errors:
             if any(kind in ("hang", "died") for kind, _ in errors.values()):
@@ -107,20 +118,23 @@ def _serve(pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
 
-    # Gloo ranks, also on a machine with GPUs, which they would otherwise share.
+    from tests.ranks.nccl_like import process_group
+
+    process_group.register()
+    # CPU ranks, also on a machine with GPUs, which they would otherwise share.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     while True:
         try:
-            rank, world_size, store, function, args = pipe.recv()
+            (backend, rank, world_size, store), function, args = pipe.recv()
         except EOFError:
             return
         try:
             torch.manual_seed(0)
             torch.set_default_dtype(torch.float32)
             dist.init_process_group(
-                "gloo",
+                backend,
                 store=dist.FileStore(store, world_size),
                 rank=rank,
                 world_size=world_size,

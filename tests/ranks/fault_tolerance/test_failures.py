@@ -33,11 +33,15 @@ INJECTED = "ValueError: injected error"
 
 
 def messages(
-    pool: RankPool, world_size: int, function: Callable[..., Any], *args: Any
+    pool: RankPool,
+    world_size: int,
+    function: Callable[..., Any],
+    *args: Any,
+    backend: str | None = None,
 ) -> list[str]:
     """Return the error of each rank, as "Class: text"; every rank must raise one."""
     with pytest.raises(RanksFailed) as caught:
-        pool.run(world_size, function, *args, timeout=30.0)
+        pool.run(world_size, function, *args, timeout=30.0, backend=backend)
     errors = caught.value.errors
     assert sorted(errors) == list(range(world_size)), "a rank did not raise"
     return [errors[rank][0] for rank in range(world_size)]

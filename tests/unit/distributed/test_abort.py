@@ -28,7 +28,7 @@ class Backend:
 def test_all_communicators_are_aborted_in_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     backends = [Backend(calls, name) for name in "abc"]
-    monkeypatch.setattr(abort, "_nccl_backends", lambda: backends)
+    monkeypatch.setattr(abort, "_backends", lambda: backends)
     assert abort.abort_communicators()
     assert calls == ["start", "a", "b", "c", "end"]
 
@@ -36,7 +36,7 @@ def test_all_communicators_are_aborted_in_one_group(monkeypatch: pytest.MonkeyPa
 def test_an_abort_that_is_stuck_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     monkeypatch.setattr(abort, "ABORT_SECONDS", 0.1)
-    monkeypatch.setattr(abort, "_nccl_backends", lambda: [Backend(calls, "a", stuck=True)])
+    monkeypatch.setattr(abort, "_backends", lambda: [Backend(calls, "a", stuck=True)])
     began = time.monotonic()
     assert not abort.abort_communicators()
     # A second call neither waits for the first nor disturbs it.

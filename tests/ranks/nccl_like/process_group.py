@@ -1,0 +1,482 @@
+"""A torch.distributed backend for CPU tensors that orders operations as NCCL does.
+
+NCCL's order, with ProcessGroupNCCL of torch 2.13, groups not bound to a device:
+
+    isend, irecv        one queue per (group, pair of ranks), for both directions, in the order of
+                        issue. Tags have no effect. Nothing is buffered: a send completes when the
+                        matching receive is the first in the queue of its rank.
+    collectives, and    one queue per group, in the order of issue. The first entry creates the
+    batch_isend_irecv   communicator of the group, which every rank of the group has to join.
+
+So two ranks that both send first in one group wait forever, and so does a batch that is the first
+operation of a group and that some of its ranks do not call. A wait that times out names the first
+operation of the queue on each of its ranks. There are three backends:
+
+    nccl_like           the communicators of pairs exist from the start
+    nccl_like_lazy      the host blocks, as it does in NCCL, in the first operation of a (group,
+                        pair) until the peer is in its first one, also in the first operation of
+                        each direction, and in the first collective or batch of a group
+    nccl_like_silent    as nccl_like, but operations with a rank that was killed or has aborted its
+                        groups stay pending until they time out, as over NVLink; with the other
+                        backends they fail, as over a network
+
+The data are sent by gloo, so results are bitwise those of gloo. Unlike with NCCL, `wait` blocks the
+host.
+
+torch cannot call a Python subclass of its `Backend`, so this is a Python subclass of
+`ProcessGroup`. `batch_isend_irecv` does not group operations for those, so it is replaced.
+"""
+
+import json
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.ranks.nccl_like import BACKENDS, LAZY, SILENT, STRICT
+
+_ABORTED = "the process group was aborted"
+
+_FOREVER = timedelta(days=1)
+_NEVER_SENT = 0x7FFFFFFF  # a tag of gloo
+_NOT_GIVEN = timedelta(0)
+_CPU = torch.device("cpu")
+
+_COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "allgather", "gather",
+    "scatter", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced",
+    "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall",
+    "all_to_all_single",
+)  # fmt: skip
+
+
+class Operation(dist.Work):
+    """One entry of a queue.
+
+    Args:
+        queue: its queue.
+        name: for messages, as in "send (3,) float32 to rank 1".
+        run: does the operation; blocks until it is complete.
+    """
+
+    def __init__(self, queue: "_Queue", name: str, run: Callable[[], None]) -> None:
+        super().__init__()
+        self.name, self.run = name, run
+        self._queue = queue
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        self._error = error
+        self._done.set()
+
+    def wait(self, timeout: timedelta = _NOT_GIVEN) -> bool:
+        """Block the host until the operation is complete.
+
+        Raises:
+            RuntimeError: it timed out or failed, or its group was aborted.
+        """
+        limit = timeout if timeout > _NOT_GIVEN else self._queue.group.timeout
+        if not self._done.wait(limit.total_seconds() / 2):
+            # Now, so that it is there when a peer times out.
+            self._queue.group.world.publish_heads()
+            if not self._done.wait(limit.total_seconds() / 2):
+                raise RuntimeError(
+                    f"Timed out waiting {limit // timedelta(milliseconds=1)}ms for "
+                    f"{self.name.split()[0]} operation to complete: {self.name}; first in this "
+                    f"queue of {self._queue.group}: {self._queue.describe_heads()}"
+                )
+        if self._error is not None:
+            raise RuntimeError(f"{self.name}: {self._error}") from self._error
+        return True
+
+    def is_completed(self) -> bool:
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        return self._done.is_set() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+
+class _Queue:
+    """Operations of one communicator, run one after another by a thread.
+
+    Args:
+        group: the process group.
+        key: names the communicator; equal on all of its ranks.
+        ranks: the global ranks of the communicator.
+    """
+
+    def __init__(self, group: "NcclLike", key: str, ranks: Sequence[int]) -> None:
+        self.group, self.key, self.ranks = group, key, tuple(ranks)
+        self._operations: deque[Operation] = deque()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._issued, self._aborted = 0, False
+
+    def add(self, name: str, run: Callable[[], None]) -> Operation:
+        with self._lock:
+            self._issued += 1
+            operation = Operation(self, f"{name} (operation {self._issued})", run)
+            if self._aborted:
+                operation.finish(RuntimeError(_ABORTED))
+                return operation
+            self._operations.append(operation)
+            if len(self._operations) == 1:
+                # A thread for as long as there are operations: most queues are idle.
+                self._thread = threading.Thread(target=self._run_all, daemon=True)
+                self._thread.start()
+        return operation
+
+    def _run_all(self) -> None:
+        """Run the operations until none is left."""
+        error: Exception | None
+        while True:
+            with self._lock:
+                if not self._operations:
+                    return
+                operation, error = self._operations[0], None
+            try:
+                # Like the main thread within a collective; the mode belongs to a thread.
+                with torch.no_grad():
+                    operation.run()
+            except Exception as raised:
+                if not _is_lost(raised):
+                    error = raised
+                elif self.group.backend == SILENT:
+                    return
+                else:
+                    error = RuntimeError("remote process exited or there was a network error")
+            with self._lock:
+                operation.finish(error)
+                if self._aborted:
+                    return
+                self._operations.popleft()
+
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def abort(self) -> None:
+        """Fail all operations that are not complete."""
+        with self._lock:
+            self._aborted = True
+            for operation in self._operations:
+                operation.finish(RuntimeError(_ABORTED))
+            self._operations.clear()
+
+    def head(self) -> str | None:
+        """Return the name of the first operation; None for an empty queue."""
+        with self._lock:
+            return self._operations[0].name if self._operations else None
+
+    def describe_heads(self) -> str:
+        """Return the first operation on each rank, as far as the ranks have published it."""
+        heads = {rank: self.group.world.heads_of(rank) for rank in self.ranks}
+        heads[self.group.world.rank] = {self.key: self.head()}
+        texts = []
+        for rank, published in heads.items():
+            head = None if published is None else published.get(self.key)
+            texts.append(f"rank {rank}: {head or 'nothing'}")
+        return ", ".join(texts)
+
+
+class _World:
+    """What all groups of a process share: connections between the ranks, and the queues.
+
+    Args:
+        store: of the default process group.
+        rank: of this process.
+        size: number of ranks.
+    """
+
+    current: ClassVar["_World"]
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self.groups: list[NcclLike] = []
+        self._store = store
+        # Sends nothing before the receive is posted, as is needed here.
+        prefixed = dist.PrefixStore("connections", store)
+        self._gloo = dist.ProcessGroupGloo(prefixed, rank, size, timedelta(seconds=60))
+
+    def send(self, tensor: Tensor, to: int, key: str) -> dist.Work:
+        """Start to send; complete when rank `to` has called `receive` with the same key."""
+        return self._gloo.send([tensor], to, _tag(key, tensor))
+
+    def receive(self, tensor: Tensor, source: int, key: str) -> dist.Work:
+        return self._gloo.recv([tensor], source, _tag(key, tensor))
+
+    def meet(self, others: Sequence[int], key: str) -> None:
+        """Block until all `others` are in `meet` with the same key, too."""
+        mine = torch.zeros(1, dtype=torch.uint8)
+        theirs = [torch.empty_like(mine) for _ in others]
+        works = [self.send(mine, other, key) for other in others]
+        works += [self.receive(t, other, key) for t, other in zip(theirs, others, strict=True)]
+        for work in works:
+            work.wait(_FOREVER)
+
+    def publish_heads(self) -> None:
+        """Publish the first operation of each queue of this rank."""
+        queues = [queue for group in self.groups for queue in group.queues]
+        heads = {queue.key: queue.head() for queue in queues}
+        self._store.set(f"heads/{self.rank}", json.dumps(heads))
+
+    def heads_of(self, rank: int) -> dict[str, str | None] | None:
+        """Return what `rank` has published; None if it has not waited for long."""
+        key = f"heads/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def close(self) -> None:
+        """Close the connections; ranks and threads that wait for this rank get an error."""
+        _close(self._gloo, [rank for rank in range(self.size) if rank != self.rank])
+
+
+def _tag(key: str, tensor: Tensor) -> int:
+    """Return the tag of gloo for `key`; operations of different sizes do not match."""
+    size = tensor.numel() * tensor.element_size()
+    return zlib.crc32(f"{key} {size}".encode()) & 0x7FFFFFFF
+
+
+def _close(gloo: dist.ProcessGroupGloo, peers: Sequence[int]) -> None:
+    """Let a receive from each peer time out: gloo then closes the connection."""
+    for peer in peers:
+        with suppress(RuntimeError):
+            gloo.recv([torch.empty(1)], peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+
+
+def _is_lost(error: Exception) -> bool:
+    """Return whether gloo has lost the connection to a peer."""
+    return any(part in str(error).lower() for part in ("connection", "pair closure"))
+
+
+class NcclLike(dist.ProcessGroup):
+    """A process group with the order described above.
+
+    Args:
+        options: of the group, from torch.
+        backend: one of BACKENDS.
+    """
+
+    def __init__(self, options: Any, _: Any = None, *, backend: str) -> None:
+        rank, size = options.group_rank, options.group_size
+        super().__init__(rank, size)
+        ranks = options.global_ranks_in_group
+        if not ranks:
+            ranks = range(size)
+            _World.current = _World(options.store, rank, size)
+        self.world, self._ranks = _World.current, tuple(ranks)
+        self._rank, self._size, self.backend = rank, size, backend
+        self._store, self._name, self._description = options.store, options.group_id, ""
+        self._timeout = options.timeout
+        self._backend: _Backend | None = None
+        self._collectives = _Queue(self, f"{self._name}/collectives", self._ranks)
+        self._pairs: dict[int, _Queue] = {}
+        self._connected: set[str] = set()
+        self._communicator: dist.ProcessGroup | None = None
+        self._gloo: dist.ProcessGroupGloo | None = None
+        self.world.groups.append(self)
+
+    def __str__(self) -> str:
+        return f"nccl_like[{self._description}]"
+
+    @property
+    def queues(self) -> list[_Queue]:
+        return [self._collectives, *self._pairs.values()]
+
+    # Point to point
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Operation:
+        return self._single(True, tensors[0], peer)
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int = 0) -> Operation:
+        return self._single(False, tensors[0], peer)
+
+    def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> Operation:
+        raise RuntimeError("NCCL has no receive from any source")
+
+    def _single(self, sends: bool, tensor: Tensor, peer: int) -> Operation:
+        other = self._ranks[peer]
+        pair = sorted((self.world.rank, other))
+        queue = self._pairs.get(peer)
+        if queue is None:
+            queue = self._pairs[peer] = _Queue(self, f"{self._name}/{pair[0]}:{pair[1]}", pair)
+        if self.backend == LAZY:
+            source, target = (self.world.rank, other) if sends else (other, self.world.rank)
+            for name in (f"ranks {pair[0]}, {pair[1]}", f"sends from rank {source} to {target}"):
+                meet = partial(self.world.meet, (other,), f"{self._name}/{name}")
+                self._connect(name, queue, meet)
+        way = "send" if sends else "receive"
+        name = f"{way} {_describe(tensor)} {'to' if sends else 'from'} rank {other}"
+        call = self.world.send if sends else self.world.receive
+        return queue.add(name, lambda: _finish([call(tensor, other, queue.key)]))
+
+    def batch(self, operations: Sequence[dist.P2POp]) -> Operation:
+        """Run sends and receives at once, as one entry of the queue of the collectives."""
+        names = [
+            f"{'send' if op.op is dist.isend else 'receive'} {_describe(op.tensor)} "
+            f"{'to' if op.op is dist.isend else 'from'} rank {self._ranks[op.group_peer]}"
+            for op in operations
+        ]
+
+        def run() -> None:
+            calls = {dist.isend: self.world.send, dist.irecv: self.world.receive}
+            key = self._collectives.key
+            _finish([calls[op.op](op.tensor, self._ranks[op.group_peer], key) for op in operations])
+
+        return self._grouped(f"batch of {', '.join(names)}", run)
+
+    # Collectives
+
+    def collective(self, name: str, *args: Any, **kwargs: Any) -> Operation:
+        """Queue the collective `name`, a method of torch's ProcessGroup."""
+
+        def run() -> None:
+            _finish([getattr(self._communicator, name)(*args, **kwargs)])
+
+        return self._grouped(name, run)
+
+    def _grouped(self, name: str, run: Callable[[], None]) -> Operation:
+        if self.backend == LAZY:
+            self._connect("all ranks", self._collectives, self._join)
+
+        def join_and_run() -> None:
+            self._join()
+            run()
+
+        return self._collectives.add(name, join_and_run)
+
+    def _connect(self, what: str, queue: _Queue, connect: Callable[[], None]) -> None:
+        """Block the host in `connect`, in the first call for `what`."""
+        if what not in self._connected:
+            self._connected.add(what)
+            queue.add(f"connection of {what}", connect).wait()
+
+    def _join(self) -> None:
+        """Create the communicator of the group; blocks until all of its ranks join."""
+        if self._communicator is not None:
+            return
+        others = [rank for rank in self._ranks if rank != self.world.rank]
+        self.world.meet(others, f"{self._collectives.key}/join")
+        # A connection of its own: a wait for a key blocks all other uses of a connection.
+        store = dist.PrefixStore("communicator", self._store.clone())
+        gloo = self._gloo = dist.ProcessGroupGloo(store, self._rank, self._size, _FOREVER)
+        group = dist.ProcessGroup(store, self._rank, self._size)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        group._register_backend(_CPU, dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._communicator = group
+
+    # What torch asks of a group
+
+    @property
+    def timeout(self) -> timedelta:
+        return self._timeout if self._backend is None else self._backend.options._timeout
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [_CPU]
+
+    def _get_backend(self, _: torch.device) -> "_Backend":
+        if self._backend is None:
+            self._backend = _Backend(self)
+        return self._backend
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._size
+
+    def name(self) -> str:
+        return self.backend
+
+    def _set_group_name(self, name: str) -> None:
+        self._name = name
+
+    def _set_group_desc(self, description: str) -> None:
+        self._description = description
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    @property
+    def group_desc(self) -> str:
+        return self._description
+
+    def abort(self) -> None:
+        """Fail all pending operations of this rank, and close its connections."""
+        self._end(close=True)
+
+    def shutdown(self) -> None:
+        """End the group; close its connections only if a thread still waits for a peer."""
+        self._end(close=False)
+
+    def _end(self, close: bool) -> None:
+        for queue in self.queues:
+            queue.abort()
+        if self._gloo is not None and (close or self._collectives.is_running()):
+            _close(self._gloo, [peer for peer in range(self._size) if peer != self._rank])
+        waiting = any(queue.is_running() for group in self.world.groups for queue in group.queues)
+        if self is self.world.groups[0] and (close or waiting):
+            self.world.close()
+
+
+class _Backend(dist.ProcessGroupGloo):
+    """What torch takes for the backend of `group`: a gloo backend, whose timeout it can change."""
+
+    def __init__(self, group: NcclLike) -> None:
+        super().__init__(dist.HashStore(), 0, 1, group.timeout)
+        self._abort = group.abort
+
+    def abort(self) -> None:
+        self._abort()
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _finish(works: Sequence[dist.Work]) -> None:
+    for work in works:
+        work.wait(_FOREVER)
+
+
+def _collective(name: str) -> Callable[..., Operation]:
+    def method(self: NcclLike, *args: Any, **kwargs: Any) -> Operation:
+        return self.collective(name, *args, **kwargs)
+
+    return method
+
+
+for _name in _COLLECTIVES:
+    setattr(NcclLike, _name, _collective(_name))
+
+_torch_batch_isend_irecv = dist.batch_isend_irecv
+
+
+def _batch_isend_irecv(p2p_op_list: list[dist.P2POp]) -> list[dist.Work]:
+    """Replace torch's function: group the operations if the group is ours."""
+    group = p2p_op_list[0].group or dist.group.WORLD
+    if isinstance(group, NcclLike):
+        return [group.batch(p2p_op_list)]
+    return _torch_batch_isend_irecv(p2p_op_list)
+
+
+def register() -> None:
+    """Make the backends known to torch in this process."""
+    if STRICT in dist.Backend.backend_list:
+        return
+    for name in BACKENDS:
+        create = partial(NcclLike, backend=name)
+        dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
+    dist.batch_isend_irecv = _batch_isend_irecv

@@ -1,0 +1,158 @@
+"""The engine ends on process groups with NCCL's order, and trains bitwise as on gloo."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+
+from pipemega.pipeline.schedules import SCHEDULES
+from tests.ranks.fault_tolerance.test_failures import messages
+from tests.ranks.injected_faults import Fault, run_with
+from tests.ranks.nccl_like import LAZY, SILENT, STRICT
+from tests.ranks.nccl_like.engine_runs import (
+    Case,
+    Result,
+    generate_tokens,
+    sleep_before_the_second_step,
+    train_all,
+    train_and_count_reduce_scatters,
+)
+from tests.ranks.optimizer import post_validate_runs
+from tests.ranks.pool import RankPool
+from tests.ranks.training_runs import settings
+
+
+def case(model: str, pipeline: int, *, steps: int = 3, depth: int = 10, **section: Any) -> Case:
+    """Return a case of one pipeline with 8 micro-batches; `section` is config section pipeline."""
+    config = {"mesh": {"pipeline": pipeline}, "gradient_accumulation_steps": 8}
+    return Case(model, {**config, "pipeline": section}, depth, steps)
+
+
+def assert_same_as_on_gloo(
+    pool: RankPool, ranks: int, cases: Sequence[Case], backend: str = LAZY
+) -> None:
+    """Compare with gloo on the same mesh, on which all schedules give the same bits."""
+    expected: dict[Any, Result] = {}
+    results = pool.run(ranks, train_all, cases, backend=backend, timeout=300.0)
+    for number, each in enumerate(cases):
+        key = (each.model, each.depth, each.steps)
+        if key not in expected:
+            config = {**each.config, "pipeline": {"schedule": "1f1b"}}
+            plain = [each._replace(config=config)]
+            expected[key] = pool.run(ranks, train_all, plain, backend="gloo")[0][0]
+        for rank in range(ranks):
+            assert results[rank][number] == expected[key], each
+
+
+def every_schedule(pipeline: int, **section: Any) -> list[Case]:
+    return [case("plain", pipeline, schedule=name, **section) for name in SCHEDULES]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_schedule_ends_with_lazy_communicators_and_trains_as_on_gloo(
+    pool: RankPool, ranks: int
+) -> None:
+    """Interleaved schedules hung on two ranks, and gpipe and V schedules with lazy communicators.
+
+    A searched plan replaces that of "auto" after six steps, with new process groups.
+    """
+    cases = every_schedule(ranks)
+    cases += [case("plain", ranks, steps=8, schedule="auto")]
+    assert_same_as_on_gloo(pool, ranks, cases)
+
+
+def test_declared_and_exchanged_headers_end_on_three_ranks(pool: RankPool) -> None:
+    cases = [
+        case("plain", 3, schedule=name, shapes=shapes)
+        for shapes, name in (
+            ("declared", "zb-v"),
+            ("declared", "interleaved"),
+            ("exchanged", "looped-bfs"),
+            ("exchanged", "v-min"),
+        )
+    ]
+    assert_same_as_on_gloo(pool, 3, cases)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_ties_of_some_pipeline_ranks_end(pool: RankPool, ranks: int) -> None:
+    """The exchange of a tied parameter was the first operation of the pipeline's group."""
+    gpt = Case("gpt", {"mesh": {"pipeline": ranks}})
+    assert_same_as_on_gloo(pool, ranks, [gpt, case("tied_thrice", ranks, depth=8)])
+
+
+@pytest.mark.parametrize("sizes", [{"pipeline": 2, "tensor": 2}, {"data": 2, "tensor": 2}])
+def test_tensor_and_sequence_parallelism_train_as_on_gloo(
+    pool: RankPool, sizes: dict[str, int]
+) -> None:
+    config = {"mesh": {**sizes, "sequence_parallel": True}}
+    assert_same_as_on_gloo(pool, 4, [Case("gpt", config)])
+
+
+def test_overlapped_zero_reduces_by_reduce_scatter_and_trains_as_on_gloo(pool: RankPool) -> None:
+    zero = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 50}
+    cases = [
+        Case("plain", {"mesh": {"pipeline": 2}, "zero_optimization": zero, "pipeline": section})
+        for section in ({"schedule": "zb-h1"}, {"schedule": "zb-v"})
+    ]
+    expected = [pool.run(4, train_all, [each], backend="gloo")[0][0] for each in cases]
+    for results, scatters in pool.run(4, train_and_count_reduce_scatters, cases, backend=LAZY):
+        assert results == expected
+        # Several buckets in each of three steps of both cases.
+        assert scatters > 2 * 3 * 2
+
+
+def test_post_validation_evaluation_and_checkpoints_give_the_state_of_gloo(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    config = settings(
+        mesh={"pipeline": 2, "data": 2, "timeout_seconds": 20},
+        pipeline={"schedule": "zb-h1"},
+        gradient_clipping=0.05,
+    )
+    results = {}
+    for backend in ("gloo", LAZY):
+        sync = {"optimizer_sync": "post_validate", "optimizer_sync_after": 0}
+        results[backend] = pool.run(
+            4, train_and_load, config, sync, str(tmp_path / backend), backend=backend
+        )
+    for got, want in zip(results[LAZY], results["gloo"], strict=True):
+        assert got["rollbacks"] == want["rollbacks"] > 0
+        for key in ("loss", "eval", "reports", "saved"):
+            assert got[key] == want[key], key
+        assert got["state"].keys() == want["state"].keys()
+        for name, value in want["state"].items():
+            assert numpy.array_equal(got["state"][name], value), name
+
+
+def train_and_load(config: Any, sync: Any, folder: str) -> dict[str, Any]:
+    return post_validate_runs.train(config, sync, folder=folder)
+
+
+def test_generated_tokens_are_those_of_gloo(pool: RankPool) -> None:
+    config = {"mesh": {"pipeline": 2, "tensor": 2}, "pipeline": {"schedule": "interleaved"}}
+    expected, *_ = pool.run(4, generate_tokens, config, backend="gloo")
+    assert len(expected) == 6
+    assert pool.run(4, generate_tokens, config, backend=LAZY) == [expected] * 4
+
+
+@pytest.mark.parametrize("backend", [STRICT, SILENT])
+def test_every_rank_reports_a_layer_that_raises(pool: RankPool, backend: str) -> None:
+    config = settings(
+        mesh={"pipeline": 4, "timeout_seconds": 3}, pipeline={"partition": [0, 2, 3, 4, 7]}
+    )
+    fault = Fault("raise", 1, 2, call=3)
+    raised = messages(pool, 4, run_with, fault, config, backend=backend)
+    cause = "forward of micro-batch 2 at stage 1 (F2@1): layers.2 (Block) failed: ValueError: "
+    assert raised[1].startswith(f"PipelineError: {cause}")
+    for rank in (0, 2, 3):
+        assert raised[rank].startswith(f"PeerError: rank 1 failed first: {cause}")
+
+
+def test_a_rank_that_does_not_come_is_named_by_all(pool: RankPool) -> None:
+    config = settings(mesh={"pipeline": 4, "timeout_seconds": 0.8})
+    for message in messages(pool, 4, sleep_before_the_second_step, 2, config, backend=STRICT):
+        assert message.startswith("PeerError: no response from rank 2: killed, crashed, hang")
+        assert "mesh.timeout_seconds" in message
