@@ -158,7 +158,7 @@ def begin_tuning(
     first, predicted = from_first(mesh.world, lambda: chooser.first_plan(_cached(file)))
     if predicted is None:
         log.info(
-            f"schedule auto: the first {WARM_UP + TIMED} steps run {first.name} and are timed; "
+            f"schedule auto: the first {WARM_UP + TIMED} steps run {first.name} and are measured; "
             "then the best plan replaces it"
         )
     else:

@@ -79,7 +79,7 @@ def test_auto_changes_the_plan_and_trains_the_same_bits(pool, tmp_path, mesh, ch
     chosen, first_line, again, changed, compared = found[0]["logged"][:5]
     assert chosen.startswith("schedule auto is ")
     assert again.startswith("schedule auto is ")
-    assert f"the first {ROUND} steps run auto and are timed" in first_line
+    assert f"the first {ROUND} steps run auto and are measured" in first_line
     assert "the next steps run auto: predicted" in changed
     assert "step time of auto: predicted" in compared
     assert not any(rank["logged"] for rank in found[1:])
