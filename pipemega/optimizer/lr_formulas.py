@@ -3,9 +3,9 @@
 An object is called with `step`, the number of steps taken, and returns the rate of the *next*
 optimizer step, so `step` 0 is the rate of the first one.  Its fields are keys of the config.
 
-The first five are DeepSpeed's.  Its WarmupLR, WarmupDecayLR and WarmupCosineLR count from -1: after n
-steps their formulas use n - 1, and the first two steps have the same rate (with `warmup_min_ratio`
-the rates 0 and this ratio).  This is kept, so that a config gives the same curve.
+The first five are DeepSpeed's.  Its WarmupLR, WarmupDecayLR and WarmupCosineLR count from -1: after
+n steps their formulas use n - 1, and the first two steps have the same rate (the rates 0 and
+`warmup_min_ratio` if that is set).  This is kept, so that a config gives the same curve.
 
 Sources: DeepSpeed's lr_schedules.py; Megatron-LM's optimizer_param_scheduler.py.
 """
