@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.mesh import Axis
-from pipemega.distributed.tied_comm import all_reduce_tied
+from pipemega.distributed.tied_comm import all_reduce_tied, broadcast_tied
 from pipemega.optimizer.grad_layout import GradLayout, GradSlot, whole_layout
 from pipemega.parameters import shard_of
 
@@ -160,6 +160,21 @@ def reduce_tied(gradients: GradientBuffer, tied: Mapping[str, Axis]) -> None:
         axis = tied.get(slot.name)
         if axis is not None and axis.size > 1:
             all_reduce_tied(gradients.view(slot.parameter), axis)
+
+
+def equalize_tied(gradients: GradientBuffer, tied: Mapping[str, Axis], data: Axis) -> None:
+    """Copy the gradients of tied parameters from their first replica, after `reduce_data`.
+
+    The replicas are at different places of buffers of different lengths. Backends add the parts of
+    three and more ranks in an order that depends on both, and then the replicas would get sums that
+    differ by rounding, and drift apart step by step. The sum of two parts has no order.
+    """
+    if data.size <= 2:
+        return
+    for slot in sorted(gradients.slots, key=lambda slot: slot.name):
+        axis = tied.get(slot.name)
+        if axis is not None and axis.size > 1:
+            broadcast_tied(gradients.view(slot.parameter), axis)
 
 
 def reduce_data(gradients: GradientBuffer, data: Axis, reduction: DataReduction) -> float:

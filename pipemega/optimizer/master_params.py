@@ -24,6 +24,7 @@ from pipemega.optimizer.grad_norm import GradientNorms
 from pipemega.optimizer.gradients import (
     DataReduction,
     GradientBuffer,
+    equalize_tied,
     reduce_data,
     reduce_partial,
     reduce_tied,
@@ -316,7 +317,9 @@ class PlainMasterParams(MasterParams):
         self._sum_copies()
         reduce_partial(self.gradients, self.mesh.tensor)
         reduce_tied(self.gradients, self._model.tied)
-        return reduce_data(self.gradients, self.mesh.data, self._reduction)
+        factor = reduce_data(self.gradients, self.mesh.data, self._reduction)
+        equalize_tied(self.gradients, self._model.tied, self.mesh.data)
+        return factor
 
     def copy_to_model(self) -> None:
         self._copy_masters()
