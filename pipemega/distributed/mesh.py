@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from pipemega.distributed import device_waits
-from pipemega.distributed.backends import backend_names, nccl_backend
+from pipemega.distributed.backends import backend_names, nccl_backend, runs_gloo
 from pipemega.distributed.rendezvous import agree_on_incarnation
 from pipemega.distributed.topology import AXES, AxisName, Topology
 from pipemega.errors import MeshError, PipemegaError
@@ -162,7 +162,8 @@ def build_mesh(
     Initializes torch.distributed from torchrun's variables unless the caller has done so.
 
     Raises:
-        MeshError: the number of ranks is not the size of the topology, or ranks share a GPU.
+        MeshError: the number of ranks is not the size of the topology, ranks share a GPU, or the
+            caller has created process groups of some ranks only.
     """
     world_size = launched_world_size()
     if world_size != topology.world_size:
@@ -174,7 +175,9 @@ def build_mesh(
     if device.type == "cuda":
         torch.cuda.set_device(device)
         device_waits.watch_device(timeout)
-    if not dist.is_initialized():
+    if dist.is_initialized():
+        _check_group_counts(device)
+    else:
         # Without device_id: with it, NCCL runs all single sends and receives of a group in one
         # queue, and a receive that is posted early blocks the sends after it.
         backend = _CUDA_BACKEND if device.type == "cuda" else "gloo"
@@ -213,6 +216,31 @@ def _refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
                 f"(srun --gpus-per-task=1)",
                 on_every_rank=True,
             )
+
+
+def _check_group_counts(device: torch.device) -> None:
+    """Check that all ranks are in equally many process groups, which the caller may have created.
+
+    torch names a locally synchronized group by its ranks and this number. With different numbers
+    its ranks would look for each other under different names.
+    """
+    if dist.get_world_size() == 1:
+        return
+    count = len(dist.distributed_c10d._world.pg_names)
+    # Without NCCL if possible: it fails if ranks share a GPU, which is checked later.
+    world = dist.group.WORLD
+    assert world is not None
+    limits = torch.tensor([count, -count], device="cpu" if runs_gloo(world) else device)
+    dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=world)
+    device_waits.synchronize()
+    most, least = limits.abs().tolist()
+    if most != least:
+        raise MeshError(
+            f"rank {dist.get_rank()} is in {count} process groups, and other ranks are in {least} "
+            f"to {most}: torch cannot create the groups of the mesh then; create groups of some "
+            f"ranks after pipemega.initialize()",
+            on_every_rank=True,
+        )
 
 
 def _create_communicators(axes: Sequence[Axis], device: torch.device) -> None:

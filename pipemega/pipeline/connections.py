@@ -86,7 +86,8 @@ def _refuse_bound_device(group: dist.ProcessGroup) -> None:
             f"torch.distributed was initialized with device_id={bound}: then one queue of each "
             f"process group runs the messages to all ranks, and a receive that is posted early "
             f"blocks the sends after it, so a pipeline would hang; call init_process_group without "
-            f"device_id, or let pipemega call it"
+            f"device_id, or let pipemega call it",
+            on_every_rank=True,
         )
 
 
@@ -96,8 +97,8 @@ def _make_groups(
     """Make `count` groups of the ranks of the pipeline.
 
     With local synchronization only these ranks take part. torch then names a group by its ranks and
-    by the number of groups that a process is in. All ranks of a pipeline are in equally many: the
-    mesh gives each rank a group for the same axes, and every rank is in one pipeline.
+    by the number of groups that a process is in. All ranks are in equally many: `build_mesh` checks
+    it, and every rank is in one group of each axis of the mesh and in one pipeline.
     """
     return [
         new_group(pipeline.ranks, device, timeout, f"pipeline messages {number}", host=False)

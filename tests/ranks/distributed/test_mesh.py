@@ -70,8 +70,33 @@ def first_operations(topology):
 @pytest.mark.parametrize("topology", [Topology(4), Topology(2, 1, 2)], ids=str)
 def test_the_first_operation_of_every_group_is_one_that_all_its_ranks_join(pool, topology):
     axes = [name for name in AXES if topology.size(name) > 1] + ["world"]
-    expected = [("all_reduce", name) for name in axes] + [("barrier", "world")]
+    first = [("all_reduce", "world")]  # of the number of groups of each rank
+    expected = first + [("all_reduce", name) for name in axes] + [("barrier", "world")]
     assert pool.run(4, first_operations, topology) == [expected] * 4
+
+
+def mesh_beside_own_groups(ranks):
+    dist.new_group(ranks)
+    try:
+        build_mesh(Topology(2, 2, 1), CPU)
+    except MeshError as error:
+        return str(error), error.on_every_rank
+    return None
+
+
+def test_groups_of_some_ranks_before_the_mesh_are_refused(pool):
+    """Their ranks would give the groups of the mesh other names, and wait for ever."""
+    refused = [
+        (
+            f"rank {rank} is in {count} process groups, and other ranks are in 1 to 2: torch "
+            "cannot create the groups of the mesh then; create groups of some ranks after "
+            "pipemega.initialize()",
+            True,
+        )
+        for rank, count in enumerate((2, 2, 1, 1))
+    ]
+    assert pool.run(4, mesh_beside_own_groups, [0, 1]) == refused
+    assert pool.run(4, mesh_beside_own_groups, [0, 1, 2, 3]) == [None] * 4
 
 
 def refused_mesh():
