@@ -31,6 +31,7 @@ import torch.distributed as dist
 from pipemega.distributed.abort import abort_communicators
 from pipemega.distributed.comm_errors import TIMED_OUT, comm_error, named_collective, with_ranks
 from pipemega.distributed.cuda_events import Event, record_event
+from pipemega.errors import Stopped
 
 Describe = Callable[[RuntimeError], Exception]
 """Makes the error of a communication from its cause."""
@@ -116,20 +117,30 @@ class DeviceWaits:
         Raises:
             Exception: as made by `describe` and `locate`, of the first wait that has not ended, if
                 it has timed out or another rank has failed.
+            Stopped: by SIGTERM; its context is such an error.
         """
         awaited = self._record() if event is None else event
-        started = self._clock()
-        while not awaited.query():
-            self._raise_failure()
-            if (late := self._late(0.0)) is not None:
-                raise late.error(self._timed_out)
-            waited = self._clock() - started
-            time.sleep(min(max(waited / 64, _SHORTEST_PAUSE), _LONGEST_PAUSE))
+        try:
+            self._poll(awaited)
+        except Stopped as stopped:
+            # SIGTERM, perhaps because the awaited rank was lost: the report names the wait.
+            if (waiting := self._first()) is not None:
+                stopped.__context__ = waiting.error("interrupted")
+            raise
         # After an abort all events occur.
         self._raise_failure()
         # Another thread may wait for an `event`: only the thread of the stream removes marks.
         while event is None and self._marks and self._marks[0].event.query():
             self._marks.popleft()
+
+    def _poll(self, event: Event) -> None:
+        started = self._clock()
+        while not event.query():
+            self._raise_failure()
+            if (late := self._late(0.0)) is not None:
+                raise late.error(self._timed_out)
+            waited = self._clock() - started
+            time.sleep(min(max(waited / 64, _SHORTEST_PAUSE), _LONGEST_PAUSE))
 
     def fail(self, text: str) -> None:
         """Make the main thread raise an error at its next mark or wait; from any thread."""

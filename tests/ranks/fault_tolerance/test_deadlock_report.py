@@ -13,7 +13,8 @@ from torch import nn
 import pipemega
 from pipemega import LayerSpec, PipelineModule
 from pipemega.engine.engine import Engine
-from pipemega.fault_tolerance import error_propagation
+from pipemega.errors import PeerError, PipelineError
+from pipemega.fault_tolerance import error_propagation, watchdog
 from pipemega.pipeline.plan.instructions import Instruction
 from tests.ranks.late_device import late_device
 from tests.ranks.pool import RankPool, RanksFailed
@@ -151,3 +152,40 @@ def test_a_rank_that_continues_after_the_timeout_is_shown_at_its_position(pool: 
     assert "> F2@1 " in rows[1]
     assert ">" in rows[0]
     assert "no response from rank" not in messages[0]
+
+
+def train_with_an_error() -> float:
+    """Rank 1 raises an error in F2@1; return after how long this rank has ended."""
+    watchdog._POLL_SECONDS = 0.1
+    engine = engine_of(2, "1f1b")
+    batch = [(torch.ones(2, 4), torch.ones(2, 4))] * 4
+    calls = iter(range(8))
+
+    def fail(*_: Any) -> None:
+        if next(calls) == 2:
+            raise ValueError("injected error")
+
+    if engine.mesh.rank == 1:
+        engine.module[0].register_forward_pre_hook(fail)
+    started = time.monotonic()
+    expected = PipelineError if engine.mesh.rank == 1 else PeerError
+    with (
+        watchdog.watchdog(),
+        late_device(timedelta(seconds=60)),
+        pytest.raises(expected) as raised,
+    ):
+        engine.train_batch(iter(batch))
+    message = "forward of micro-batch 2 at stage 1 (F2@1): ValueError: injected error"
+    if engine.mesh.rank == 0:
+        message = (
+            f"rank 1 failed first: {message}\n  (rank 0 was stopped by this in backward of "
+            "micro-batch 2 at stage 0 (B2@0): pipeline rank 0 waited for the gradient of "
+            "micro-batch 2 from stage 1 on rank 1 (SG2@1): connection closed: another rank has "
+            "failed)"
+        )
+    assert str(raised.value) == message
+    return time.monotonic() - started
+
+
+def test_where_only_the_streams_wait_the_watchdog_passes_on_an_error(pool: RankPool) -> None:
+    assert max(pool.run(2, train_with_an_error)) < 20

@@ -15,7 +15,7 @@ from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.device_waits import DeviceWaits, nccl_timeout
 from pipemega.distributed.mesh import build_mesh
 from pipemega.distributed.topology import Topology
-from pipemega.errors import PipelineError
+from pipemega.errors import PipelineError, Stopped
 
 
 class Event:
@@ -105,6 +105,20 @@ def test_a_failure_of_another_rank_ends_the_wait_at_once(device: Device) -> None
         assert str(raised.value) == "the sum: connection closed: another rank has failed"
         assert is_connection_loss(raised.value)
     assert device.now == 1000
+
+
+def test_sigterm_ends_a_wait_and_keeps_its_name(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(seconds: float) -> None:
+        raise Stopped("stopped by SIGTERM")
+
+    monkeypatch.setattr(device_waits.time, "sleep", stop)
+    device.compute(FOREVER)
+    device_waits.mark(named("the sum"))
+    with pytest.raises(Stopped) as raised:
+        device_waits.synchronize()
+    assert str(raised.value.__context__) == "the sum: interrupted"
 
 
 def test_a_host_that_is_blocked_elsewhere_is_freed_by_an_abort(
