@@ -90,7 +90,7 @@ def _findings(
             Finding(
                 "warning",
                 "launch",
-                "LOCAL_RANK is not set: every rank of a node would use its first GPU",
+                "LOCAL_RANK is not set: ranks that see several GPUs would all use the first one",
                 "set it to the index of the rank on its node, or start with torchrun",
             )
         ]

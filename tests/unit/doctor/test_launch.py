@@ -58,7 +58,11 @@ def test_srun_without_torchrun_is_used_with_a_warning():
         ({"WORLD_SIZE": None}, "failed", "WORLD_SIZE not set"),
         ({"RANK": "three"}, "failed", "not a number: RANK='three'"),
         ({"RANK": "8"}, "failed", "RANK=8 is not below WORLD_SIZE=8"),
-        ({"LOCAL_RANK": None}, "warning", "LOCAL_RANK is not set: every rank of a node would use"),
+        (
+            {"LOCAL_RANK": None},
+            "warning",
+            "LOCAL_RANK is not set: ranks that see several GPUs would",
+        ),
     ],
 )
 def test_a_missing_or_wrong_variable_is_named_with_a_remedy(change, status, text):
