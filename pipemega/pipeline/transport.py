@@ -58,7 +58,7 @@ class _Send(NamedTuple):
 
 
 class Transport:
-    """All channels of one pipeline rank.
+    """All channels of one pipeline rank. Creating it is collective: it opens the connections.
 
     Args:
         pipeline: the pipeline axis of the mesh.

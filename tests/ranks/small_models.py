@@ -3,20 +3,12 @@
 import time
 from collections.abc import Iterator
 from typing import Any
-from unittest import mock
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from pipemega.engine.engine import Engine
-from pipemega.pipeline import connections
-from pipemega.pipeline.plan.channels import ShapeMode
-from pipemega.pipeline.plan.channels import connections as plan_connections
-from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.message_operations import MessageOperations
-from pipemega.pipeline.schedules import forward_only
 
 WIDTH = 6
 
@@ -209,63 +201,6 @@ def train(model: str, steps: int = 2, **config: Any) -> dict[str, Any]:
         return {"loss": losses, "parameters": parameters}
     finally:
         torch.set_default_dtype(torch.float32)
-
-
-def train_without_tags(model: str, **config: Any) -> tuple[dict[str, Any], set[int]]:
-    """Train with the process groups of a backend without tags; return also the tags in use."""
-    with (
-        mock.patch.object(connections, "message_order", return_value="queues"),
-        mock.patch.object(dist, "isend", wraps=dist.isend) as sends,
-    ):
-        result = train(model, **config)
-    return result, {call.kwargs.get("tag", 0) for call in sends.call_args_list}
-
-
-def posted_messages(shapes: ShapeMode) -> tuple[list[Any], list[Any]]:
-    """Return the sends and receives that two steps and an evaluation post, and the predicted."""
-    posted: list[Any] = []
-
-    def record(kind: str, start: Any) -> Any:
-        def call(tensor: Tensor, peer: int, group: dist.ProcessGroup, tag: int = 0) -> dist.Work:
-            posted.append((kind, group.group_desc, peer))
-            return start(tensor, peer, group=group, tag=tag)
-
-        return call
-
-    torch.set_default_dtype(torch.float64)
-    try:
-        with (
-            mock.patch.object(connections, "message_order", return_value="queues"),
-            mock.patch.object(dist, "isend", record("send", dist.isend)),
-            mock.patch.object(dist, "irecv", record("receive", dist.irecv)),
-        ):
-            boundary = torch.empty(3, 2, WIDTH, device="meta", requires_grad=True)
-            net = PipelineModule(plain().specs, squares, boundary=boundary)
-            settings = {"schedule": "interleaved", "shapes": shapes}
-            engine = engine_of(net, mesh={"pipeline": 2}, pipeline=settings)
-            posted.clear()  # the messages that open the connections
-            for step in range(2):
-                engine.train_batch(microbatches(step, 4))
-            engine.eval_batch(microbatches(9, 3), 3)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    evaluation = lower(forward_only(engine.plan.rank_of_stage, 3))
-    training = MessageOperations(engine.plan, shapes)
-    rank = engine.mesh.pipeline.rank
-    expected: list[Any] = []
-    for operations, plan in (
-        (training, engine.plan),
-        (training, engine.plan),
-        (MessageOperations(evaluation, shapes), evaluation),
-    ):
-        groups = {made.channel: made for made in plan_connections(plan.rank_of_stage)}
-        for _, posts, message in operations.step(plan.programs[rank]):
-            made = groups[message.channel]
-            kind = "send" if made.source == rank else "receive"
-            # A header is its length and its bytes.
-            copies = (2 if message.is_header else 1) if posts else 0
-            expected += [(kind, f"pipeline messages {made.group}", 1 - rank)] * copies
-    return posted, expected
 
 
 def train_and_evaluate(**config: Any) -> dict[str, Any]:
