@@ -66,6 +66,7 @@ class Lamb(torch.optim.Optimizer):
         }
         self._axis = axis if axis is not None else Axis("tensor")
         self._data = data if data is not None else Axis("data")
+        self._sharded: tuple[list[int], Tensor] | None = None
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -110,15 +111,25 @@ class Lamb(torch.optim.Optimizer):
         update.add_(parameter, alpha=group["weight_decay"])
         return update
 
+    def _index_of_sharded(self, weights: list[Tensor]) -> Tensor:
+        """Return the positions of the weights that are sharded over the tensor ranks."""
+        numbers = [i for i, weight in enumerate(weights) if shard_of(weight).dim is not None]
+        # Kept on the device: an index from a list is copied in each step.
+        if self._sharded is None or self._sharded[0] != numbers:
+            device = weights[0].device
+            self._sharded = numbers, torch.tensor(numbers, dtype=torch.int64, device=device)
+        return self._sharded[1]
+
     def _trust_ratios(self, pairs: list[tuple[Tensor, Tensor]]) -> Tensor:
         """Return |w| / |u| of each logical parameter, 0 if |w| or |u| is 0: [parameters] fp64."""
         squares = square_sums([tensor for pair in pairs for tensor in pair])
         squares = squares.view(-1, 2)  # [parameters, (w, u)]
         if self._data.size > 1 and not squares.is_meta:
             squares = _sum_over(self._data, squares)
-        sharded = [i for i, (w, _) in enumerate(pairs) if shard_of(w).dim is not None]
-        if sharded and self._axis.size > 1 and not squares.is_meta:
-            squares[sharded] = _sum_over(self._axis, squares[sharded])
+        if self._axis.size > 1 and not squares.is_meta:
+            sharded = self._index_of_sharded([w for w, _ in pairs])
+            if sharded.numel():
+                squares[sharded] = _sum_over(self._axis, squares[sharded])
         weight, update = squares.sqrt().unbind(1)
         return torch.where(update > 0, weight / update, torch.zeros_like(update))
 

@@ -1,0 +1,199 @@
+"""Pinned host memory, and the copies of offload and background saves, on one GPU."""
+
+import copy
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from pipemega.distributed.mesh import Axis
+from pipemega.host_memory import HostCopy, HostMemory
+from pipemega.optimizer.grad_norm import GradientNorms
+from tests.ranks.training_runs import build, data, settings
+from tests.unit.checkpoint import test_staging
+from tests.unit.optimizer import test_grad_norm
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+# About 0.1 s of a kernel that only waits, at 2 GHz.
+LONG = 200_000_000
+
+
+def memory(**settings: Any) -> HostMemory:
+    return HostMemory(torch.device("cuda", torch.cuda.current_device()), **settings)
+
+
+def test_large_and_small_buffers_are_pinned_and_copied_without_waiting() -> None:
+    for numel in (1000, (5 << 20) + 3):
+        buffer = memory().empty(numel, dtype=torch.float32)
+        assert buffer.is_pinned()
+        source = torch.arange(numel, device="cuda", dtype=torch.float32)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(LONG)
+        memory().copy(buffer, source)
+        event = memory().record()
+        assert not event.query()
+        event.synchronize()
+        assert torch.equal(buffer, source.cpu())
+        assert memory().holds(buffer)
+        assert not memory().holds(source)
+
+
+def test_freed_pinned_memory_can_be_pinned_again() -> None:
+    for _ in range(20):
+        views = memory().empty_views([((3 << 20,), torch.float32), ((), torch.int64)])
+        assert all(view.is_pinned() for view in views)
+        views[0].fill_(1.0)
+        assert torch.equal(views[0].cuda(), torch.ones(3 << 20, device="cuda"))
+        del views
+    # A failed call would be reported by the next kernel.
+    torch.ones(3, device="cuda").sum().item()
+
+
+def test_copies_on_the_side_stream_run_beside_the_current_stream() -> None:
+    used = memory()
+    source = torch.ones(1 << 20, device="cuda")
+    target = used.empty(1 << 20, dtype=torch.float32)
+    with used.side_stream():
+        used.copy(target, source)
+        copied = used.record()
+    torch.cuda._sleep(LONG)
+    behind = used.record()
+    copied.synchronize()
+    assert not behind.query()
+    assert target.sum() == 1 << 20
+    # And a stream can wait for them.
+    copied.wait()
+    source.zero_()
+    assert target.sum() == 1 << 20
+
+
+def test_a_thread_can_wait_for_a_copy() -> None:
+    number = torch.full((), 3.0, device="cuda")
+    torch.cuda._sleep(LONG)
+    started, seen = HostCopy(memory(), number), []
+    assert not started.is_complete
+    thread = threading.Thread(target=lambda: seen.append(float(started.wait())))
+    thread.start()
+    thread.join()
+    assert seen == [3.0]
+
+
+def test_the_norms_of_the_gpu_equal_those_of_the_cpu() -> None:
+    by_device = []
+    for device in ("cpu", "cuda"):
+        named = test_grad_norm.model(range(12), device)
+        buffer = test_grad_norm.filled(named, test_grad_norm.GradientBuffer(named))
+        axes = {name: Axis(name) for name in ("tensor", "data")}
+        compute = GradientNorms(buffer, **axes, tied={}, num_layers=12, device=torch.device(device))
+        by_device.append(compute().tolist())
+    assert by_device[1] == pytest.approx(by_device[0], rel=1e-12)
+
+
+@contextmanager
+def kernels() -> Iterator[list[str]]:
+    """Record the names of the kernels and copies that are started."""
+    names: list[str] = []
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+        yield names
+    device = torch.autograd.DeviceType.CUDA
+    names += [event.name for event in recorded.events() if event.device_type == device]
+
+
+def test_the_norm_starts_as_many_kernels_for_few_layers_as_for_many() -> None:
+    counts = []
+    for num_layers in (2, 40):
+        named = test_grad_norm.model(range(num_layers), "cuda")
+        compute = test_grad_norm.norms(test_grad_norm.GradientBuffer(named), num_layers)
+        compute()
+        with kernels() as names:
+            compute()
+            torch.cuda.synchronize()
+        counts.append(len(names))
+    # A multi-tensor kernel takes about a hundred tensors, and the stack of the norms too.
+    assert counts[1] <= counts[0] + 8, counts
+    assert counts[0] < 40
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": True}}
+
+
+@pytest.mark.parametrize("pin", [False, True])
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_offloaded_training_has_the_losses_of_training_on_the_gpu(
+    precision: dict[str, Any], pin: bool
+) -> None:
+    losses = []
+    for zero in ({}, {"offload_optimizer": {"device": "cpu", "pin_memory": pin}}):
+        engine = build(settings(mesh={"device": "cuda"}, zero_optimization=zero, **precision))
+        losses.append([engine.train_batch(data(engine, step)) for step in range(4)])
+        if zero:
+            assert engine._step is not None
+            assert all(m.is_pinned() == pin for m in engine._step.masters.named.values())
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3 if precision else 1e-5)
+
+
+@contextmanager
+def pageable_copies_are_errors() -> Iterator[None]:
+    """Make torch raise an error at a synchronization: at a read, or a copy of pageable memory."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+@pytest.mark.parametrize("zero", [{}, OFFLOAD], ids=["on the GPU", "offload"])
+def test_a_step_copies_nothing_to_or_from_pageable_memory(
+    zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = build(settings(mesh={"device": "cuda"}, zero_optimization=zero))
+    for step in range(2):
+        engine.train_batch(data(engine, step))
+    tolist = torch.Tensor.tolist
+
+    def the_read_of_a_step(tensor: torch.Tensor) -> Any:
+        torch.cuda.set_sync_debug_mode("default")
+        numbers = tolist(tensor)
+        torch.cuda.set_sync_debug_mode("error")
+        return numbers
+
+    monkeypatch.setattr(torch.Tensor, "tolist", the_read_of_a_step)
+    with pageable_copies_are_errors():
+        engine.train_batch(data(engine, 2))
+    assert engine.last_step is not None
+    assert engine.last_step.grad_norm > 0
+
+
+def test_a_background_save_neither_waits_nor_sees_the_next_step(tmp_path: Path) -> None:
+    engine = test_staging.engine_of(mesh={"device": "cuda"})
+    test_staging.train(engine, 0, 1)
+    engine.save_checkpoint(tmp_path, tag="warm")
+    engine.finish_saving()
+    test_staging.train(engine, 2)
+    assert engine._step is not None
+    expected = copy.deepcopy(engine._step.state_dict()["parameters"])
+    # The copies wait behind this on the device, and the next step behind the copies.
+    torch.cuda._sleep(LONG)
+    engine.save_checkpoint(tmp_path, tag="saved")
+    assert engine._step._copied is not None
+    assert not engine._step._copied.query()
+    losses = test_staging.train(engine, 3, 4)
+    engine.finish_saving()
+
+    resumed = test_staging.engine_of(mesh={"device": "cuda"})
+    resumed.load_checkpoint(tmp_path, tag="saved")
+    assert resumed._step is not None
+    for name, entry in resumed._step.state_dict()["parameters"].items():
+        for key, value in entry.items():
+            assert torch.equal(value, expected[name][key]), (name, key)
+    assert test_staging.train(resumed, 3, 4) == losses
