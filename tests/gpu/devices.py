@@ -3,6 +3,8 @@
 A test takes `device` and `num_ranks` from `on_ranks`: once with "cuda", which needs that many GPUs
 and has the marker gpu, and once with "cpu", which shows that the test itself is correct. On the CPU
 only the cases that are cheap are in the default run; the others have the marker sweep.
+
+The tests of one GPU run on a CPU if PIPEMEGA_TEST_DEVICE is "cpu".
 """
 
 import json
@@ -27,6 +29,22 @@ ROOT = Path(__file__).parents[2]
 LIMIT_SECONDS = 400.0
 
 Run = Callable[..., list[Any]]
+
+# The device of the tests of one GPU; "cpu" runs those of them that a CPU can run.
+ONE_DEVICE = os.environ.get("PIPEMEGA_TEST_DEVICE", "cuda")
+
+
+def needs_gpus(count: int) -> pytest.MarkDecorator:
+    """Skip a test where there are fewer GPUs."""
+    found = torch.cuda.device_count()
+    reason = f"needs {count} CUDA device{'s' if count > 1 else ''}, found {found}"
+    return pytest.mark.skipif(found < count, reason=reason)
+
+
+# Of a module of tests that use ONE_DEVICE.
+one_gpu = [pytest.mark.gpu, needs_gpus(1)] if ONE_DEVICE == "cuda" else []
+
+only_on_a_gpu = pytest.mark.skipif(ONE_DEVICE != "cuda", reason="a CPU cannot run this")
 
 
 def on_ranks(*counts: int, cheap: Collection[int] = ()) -> pytest.MarkDecorator:
@@ -63,9 +81,7 @@ def _case(device: str, value: Any, count: int, cheap: bool, name: str = "") -> A
     if device == "cpu":
         slow = () if cheap else pytest.mark.sweep
         return pytest.param("cpu", value, marks=slow, id=f"cpu{count} {name}".strip())
-    found = torch.cuda.device_count()
-    reason = f"needs {count} CUDA device{'s' if count > 1 else ''}, found {found}"
-    marks = [pytest.mark.gpu, pytest.mark.skipif(found < count, reason=reason)]
+    marks = [pytest.mark.gpu, needs_gpus(count)]
     return pytest.param("cuda", value, marks=marks, id=f"cuda{count} {name}".strip())
 
 

@@ -19,11 +19,9 @@ from pipemega.engine.initialize import initialize
 from pipemega.host_memory import HostMemory
 from pipemega.models.causal_attention import causal_attention, takes_grouped_queries
 from pipemega.models.rotary import Rotary
+from tests.gpu.devices import ONE_DEVICE, needs_gpus, one_gpu, only_on_a_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = one_gpu
 
 FUSED = [
     SDPBackend.FLASH_ATTENTION,
@@ -35,8 +33,8 @@ FUSED = [
 @pytest.mark.parametrize("channels", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_grouped_attention_runs_on_a_fused_kernel(dtype: torch.dtype, channels: int) -> None:
-    q = torch.randn(2, 8, 128, channels, device="cuda", dtype=dtype, requires_grad=True)
-    k, v = torch.randn(2, 2, 2, 128, channels, device="cuda", dtype=dtype).unbind()
+    q = torch.randn(2, 8, 128, channels, device=ONE_DEVICE, dtype=dtype, requires_grad=True)
+    k, v = torch.randn(2, 2, 2, 128, channels, device=ONE_DEVICE, dtype=dtype).unbind()
     # Without the math kernel torch raises an error if no fused one takes the arguments.
     with sdpa_kernel(FUSED):
         mixed = causal_attention(q, k, v)
@@ -46,6 +44,7 @@ def test_grouped_attention_runs_on_a_fused_kernel(dtype: torch.dtype, channels: 
     torch.testing.assert_close(mixed.double().cpu(), exact, rtol=error, atol=error)
 
 
+@only_on_a_gpu
 def test_grouped_attention_in_fp32_holds_no_scores() -> None:
     heads, length = 8, 4096
     q = torch.randn(1, heads, length, 64, device="cuda", requires_grad=True)
@@ -82,6 +81,7 @@ class Sources(TorchDispatchMode):
         return result
 
 
+@only_on_a_gpu
 @pytest.mark.parametrize("own_iterator", [False, True])
 def test_a_step_copies_its_batch_from_pinned_memory(own_iterator: bool) -> None:
     net = PipelineModule([LayerSpec(torch.nn.Linear, 4, 4)], torch.nn.functional.mse_loss)
@@ -105,6 +105,7 @@ def test_a_step_copies_its_batch_from_pinned_memory(own_iterator: bool) -> None:
         engine.loader.close()
 
 
+@only_on_a_gpu
 def test_pinned_memory_is_not_reused_before_its_copy_is_complete() -> None:
     memory = HostMemory(torch.device("cuda", torch.cuda.current_device()))
     copies: list[Tensor] = []
@@ -127,13 +128,13 @@ def test_rotary_tables_of_the_gpu_rotate_as_those_of_the_cpu(dtype: torch.dtype)
     positions = torch.randint(1 << 17, (2, 100))
     for at in (None, positions):
         expected, _ = layer(x, x, at)
-        given = None if at is None else at.cuda()
+        given = None if at is None else at.to(ONE_DEVICE)
         for _ in range(2):
-            got, _ = layer(x.cuda(), x.cuda(), given)
+            got, _ = layer(x.to(ONE_DEVICE), x.to(ONE_DEVICE), given)
             torch.testing.assert_close(got.cpu(), expected, rtol=error, atol=error)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@needs_gpus(2)
 def test_collectives_that_are_split_by_sample_run_over_nccl() -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     result = subprocess.run(

@@ -19,16 +19,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from pipemega.engine.engine import Engine
 from pipemega.errors import NonFiniteError
 from pipemega.profiling.cost_estimation import measured_costs
+from tests.gpu.devices import ONE_DEVICE, one_gpu, only_on_a_gpu
 from tests.ranks.training_runs import build, data, settings, train
 
 pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    *one_gpu,
     # From the backward thread at its first matrix product.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 
-DEVICE = "cuda"
 RECOMPUTE = ["none", "selective", "full"]
 # Heads of 16 channels, which the fused kernels support.
 WIDER: dict[str, Any] = {"hidden_size": 64, "ffn_hidden_size": 128}
@@ -42,7 +41,7 @@ def on(device: str, **changes: Any) -> dict[str, Any]:
 
 def test_fp32_training_gives_the_losses_and_gradients_of_the_cpu() -> None:
     ours, theirs = (
-        train(on(device, model=NO_DROPOUT), "float32", steps=5) for device in (DEVICE, "cpu")
+        train(on(device, model=NO_DROPOUT), "float32", steps=5) for device in (ONE_DEVICE, "cpu")
     )
     for key in ("loss", "norm", "eval"):
         assert ours[key] == pytest.approx(theirs[key], rel=5e-4), key
@@ -54,7 +53,7 @@ def test_fp32_training_gives_the_losses_and_gradients_of_the_cpu() -> None:
 @pytest.mark.parametrize("position", ["learned_absolute", "rope"])
 def test_the_loss_decreases_in_16_bit_precision(dtype: str, position: str) -> None:
     model = {**WIDER, **NO_DROPOUT, "position_embedding_type": position}
-    engine = build(on(DEVICE, model=model, **{dtype: {"enabled": True}}))
+    engine = build(on(ONE_DEVICE, model=model, **{dtype: {"enabled": True}}))
     losses = [engine.train_batch(data(engine, 0)) for _ in range(20)]
     assert losses[-1] < 0.8 * losses[0]
     assert all(p.dtype != torch.float32 for p in engine.module.parameters())
@@ -62,7 +61,7 @@ def test_the_loss_decreases_in_16_bit_precision(dtype: str, position: str) -> No
 
 def test_an_fp16_overflow_skips_the_step_and_halves_the_scale() -> None:
     fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
-    engine = build(on(DEVICE, fp16=fp16))
+    engine = build(on(ONE_DEVICE, fp16=fp16))
     before = engine.parameter_state()
     for step in range(3):
         engine.train_batch(data(engine, step))
@@ -79,7 +78,7 @@ def test_an_fp16_overflow_skips_the_step_and_halves_the_scale() -> None:
 def test_recomputed_dropout_gives_bitwise_equal_gradients(recompute: str) -> None:
     with sdpa_kernel(SDPBackend.MATH):
         kept, again, other = (
-            train(on(DEVICE, model={**model, "recompute": mode}), "float32", steps=2)
+            train(on(ONE_DEVICE, model={**model, "recompute": mode}), "float32", steps=2)
             for mode, model in (("none", DROPOUT), (recompute, DROPOUT), ("none", NO_DROPOUT))
         )
     assert kept["loss"] == again["loss"]
@@ -93,7 +92,7 @@ def test_recomputed_dropout_gives_bitwise_equal_gradients(recompute: str) -> Non
 def test_recomputed_dropout_of_fused_attention_uses_the_same_mask(recompute: str) -> None:
     kept, again = (
         train(
-            on(DEVICE, model={**WIDER, **DROPOUT, "recompute": mode}, bf16={"enabled": True}),
+            on(ONE_DEVICE, model={**WIDER, **DROPOUT, "recompute": mode}, bf16={"enabled": True}),
             "float32",
             steps=1,
         )
@@ -110,19 +109,19 @@ def test_recomputed_dropout_of_fused_attention_uses_the_same_mask(recompute: str
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_a_resumed_run_is_bitwise_equal(dtype: str, background: bool, tmp_path: Path) -> None:
     precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
-    config = on(DEVICE, model=DROPOUT, checkpoint={"async": background}, **precision)
+    config = on(ONE_DEVICE, model=DROPOUT, checkpoint={"async": background}, **precision)
     with sdpa_kernel(SDPBackend.MATH):
         first = build(config)
         for step in range(2):
             first.train_batch(data(first, step))
         first.save_checkpoint(tmp_path)
-        drawn = torch.rand(3, device=DEVICE)
+        drawn = torch.rand(3, device=ONE_DEVICE)
         losses = [first.train_batch(data(first, step)) for step in (2, 3)]
         first.finish_saving()
 
         second = build(config)
         second.load_checkpoint(tmp_path)
-        assert torch.equal(torch.rand(3, device=DEVICE), drawn)
+        assert torch.equal(torch.rand(3, device=ONE_DEVICE), drawn)
         assert [second.train_batch(data(second, step)) for step in (2, 3)] == losses
     ours, theirs = second.parameter_state(), first.parameter_state()
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
@@ -131,6 +130,9 @@ def test_a_resumed_run_is_bitwise_equal(dtype: str, background: bool, tmp_path: 
 @contextmanager
 def no_synchronization() -> Iterator[None]:
     """Make torch raise an error at a synchronization with the GPU."""
+    if ONE_DEVICE != "cuda":
+        yield
+        return
     with warnings.catch_warnings():
         # torch warns that this mode is a prototype.
         warnings.simplefilter("ignore")
@@ -141,8 +143,9 @@ def no_synchronization() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@only_on_a_gpu
 def test_a_synchronization_raises_in_sync_debug_mode() -> None:
-    number = torch.ones((), device=DEVICE)
+    number = torch.ones((), device=ONE_DEVICE)
     with no_synchronization(), pytest.raises(RuntimeError, match="synchroniz"):
         number.item()
 
@@ -154,7 +157,7 @@ def test_the_host_synchronizes_with_the_gpu_only_at_the_end_of_a_step(
 ) -> None:
     precision = {} if dtype == "fp32" else {dtype: {"enabled": True}}
     model = {**WIDER, **DROPOUT, "recompute": recompute}
-    engine: Engine = build(on(DEVICE, model=model, **precision))
+    engine: Engine = build(on(ONE_DEVICE, model=model, **precision))
     # The first step allocates workspaces, handles and the optimizer state.
     engine.train_batch(data(engine, 0))
     run, results = engine._executor.run, []
@@ -175,7 +178,7 @@ def test_instruction_times_are_measured_without_synchronization(
     schedule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monitor = {"trace": {"steps": [2], "memory": True}}
-    engine = build(on(DEVICE, pipeline={"schedule": schedule}, model=WIDER, monitor=monitor))
+    engine = build(on(ONE_DEVICE, pipeline={"schedule": schedule}, model=WIDER, monitor=monitor))
     engine.train_batch(data(engine, 0))
     run = engine._executor.run
 
@@ -199,7 +202,7 @@ def test_instruction_times_are_measured_without_synchronization(
 def test_the_busy_time_of_a_rank_is_measured_without_synchronization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    engine = build(on(DEVICE, model=WIDER))
+    engine = build(on(ONE_DEVICE, model=WIDER))
     run = engine._executor.run
 
     def run_without_synchronization(*args: Any) -> Any:
@@ -215,7 +218,7 @@ def test_the_busy_time_of_a_rank_is_measured_without_synchronization(
 
 
 def test_nan_origin_and_replica_check_run_on_the_device() -> None:
-    engine = build(on(DEVICE, model=WIDER))
+    engine = build(on(ONE_DEVICE, model=WIDER))
     engine.check_replicas()
     weight = engine._model.parameters["layers.3.mlp.up.weight"]
     weight.data[0, 0] = float("nan")

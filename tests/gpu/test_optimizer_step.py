@@ -19,11 +19,9 @@ from pipemega.optimizer import (
     parameter_groups,
 )
 from pipemega.optimizer.mixed_precision import DynamicLossScale, Precision
+from tests.gpu.devices import ONE_DEVICE, one_gpu
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = one_gpu
 
 
 def build(weight, precision, name, host=None, **settings):
@@ -44,8 +42,8 @@ def build(weight, precision, name, host=None, **settings):
 def test_a_step_on_the_gpu_equals_the_step_on_the_cpu(name, dtype):
     start, gradients = torch.randn(300), torch.randn(3, 300)
     results = []
-    for device in ("cpu", "cuda"):
-        weight = nn.Parameter(start.to(device))
+    for device in ("cpu", ONE_DEVICE):
+        weight = nn.Parameter(start.to(device, copy=True))
         step = build(weight, Precision(dtype), name, clip=1.0)
         for gradient in gradients:
             (weight.float() * gradient.to(device)).sum().backward()
@@ -61,8 +59,9 @@ def test_a_step_on_the_gpu_equals_the_step_on_the_cpu(name, dtype):
 def test_a_step_with_offloaded_state_equals_the_step_on_the_cpu(dtype, pin):
     start, gradients = torch.randn(300), torch.randn(3, 300)
     results = []
-    for device, host in (("cpu", None), ("cuda", HostMemory(torch.device("cuda"), pin=pin))):
-        weight = nn.Parameter(start.to(device))
+    memory = HostMemory(torch.device(ONE_DEVICE), pin=pin)
+    for device, host in (("cpu", None), (ONE_DEVICE, memory)):
+        weight = nn.Parameter(start.to(device, copy=True))
         step = build(weight, Precision(dtype), "AdamW", host, clip=1.0)
         for gradient in gradients:
             (weight.float() * gradient.to(device)).sum().backward()
@@ -77,7 +76,7 @@ def test_a_step_with_offloaded_state_equals_the_step_on_the_cpu(dtype, pin):
 
 
 def test_fp16_recovers_from_an_overflow_and_loads_its_state_on_the_gpu():
-    weight = nn.Parameter(torch.ones(4, device="cuda"))
+    weight = nn.Parameter(torch.ones(4, device=ONE_DEVICE))
     fp16 = Precision(torch.float16, skip_nonfinite=True)
     step = build(weight, fp16, "AdamW", loss_scale=DynamicLossScale(2.0**17, hysteresis=1))
     reports = []
@@ -87,7 +86,7 @@ def test_fp16_recovers_from_an_overflow_and_loads_its_state_on_the_gpu():
     assert [report.skipped for report in reports] == [True, True, False]
     assert reports[-1].grad_norm == pytest.approx(math.sqrt(4))
     state = copy.deepcopy(step.state_dict())
-    other = build(nn.Parameter(torch.zeros(4, device="cuda")), fp16, "AdamW",
+    other = build(nn.Parameter(torch.zeros(4, device=ONE_DEVICE)), fp16, "AdamW",
                   loss_scale=DynamicLossScale())  # fmt: skip
     other.load_state_dict(state)
     assert torch.equal(
