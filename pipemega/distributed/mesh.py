@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from pipemega.distributed import device_waits
-from pipemega.distributed.backends import backend_names, nccl_backend, runs_gloo
+from pipemega.distributed.backends import backend_names, nccl_backend
 from pipemega.distributed.rendezvous import agree_on_incarnation
 from pipemega.distributed.topology import AXES, AxisName, Topology
 from pipemega.errors import MeshError, PipemegaError
@@ -230,7 +230,8 @@ def _check_group_counts(device: torch.device) -> None:
     # Without NCCL if possible: it fails if ranks share a GPU, which is checked later.
     world = dist.group.WORLD
     assert world is not None
-    limits = torch.tensor([count, -count], device="cpu" if runs_gloo(world) else device)
+    on_host = "cpu" in backend_names(world)
+    limits = torch.tensor([count, -count], device="cpu" if on_host else device)
     dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=world)
     device_waits.synchronize()
     most, least = limits.abs().tolist()

@@ -315,11 +315,11 @@ def test_a_config_that_only_rank_1_cannot_read_is_reported_by_rank_1(scripts: Sc
     assert re.search(r"^error: rank 1: .*config.jsonx", ended.errors, re.MULTILINE)
 
 
-# The abort of an NCCL communicator that never returns.
+# The abort of a communicator that never returns.
 STUCK_ABORT = (
     "from pipemega.distributed import abort; abort.ABORT_SECONDS = 0.5; "
-    'stuck = type("Stuck", (), {"abort": lambda self: time.sleep(600)}); '
-    "abort._nccl_backends = lambda: [stuck()]"
+    'stuck = lambda self: print("stuck abort", file=sys.stderr, flush=True) or time.sleep(600); '
+    'abort._backends = lambda: [type("Stuck", (), {"abort": stuck})()]'
 )
 
 
@@ -331,6 +331,8 @@ def test_without_torchrun_the_rank_with_the_store_exits_after_all_have_read_it(
         fault='raise ValueError("injected error")', before=STUCK_ABORT
     )
     assert first.seconds < 50.0
+    assert "stuck abort" in first.errors
+    assert "stuck abort" in second.errors
     assert (first.code, second.code) == (1, 1)
     assert "error: " not in first.errors
     assert first.details[0].startswith("rank 1 failed first: forward of micro-batch 2 at stage 1")
