@@ -134,18 +134,16 @@ class _Queue:
             self._operations.append(operation)
             if len(self._operations) == 1:
                 # A thread for as long as there are operations: most queues are idle.
-                self._thread = threading.Thread(target=self._run_all, daemon=True)
+                self._thread = threading.Thread(
+                    target=self._run_all, args=(operation,), daemon=True
+                )
                 self._thread.start()
         return operation
 
-    def _run_all(self) -> None:
-        """Run the operations until none is left."""
-        error: Exception | None
+    def _run_all(self, operation: Operation) -> None:
+        """Run `operation`, which is the first, and all after it until none is left."""
         while True:
-            with self._lock:
-                if not self._operations:
-                    return
-                operation, error = self._operations[0], None
+            error: Exception | None = None
             try:
                 # Like the main thread within a collective; the mode belongs to a thread.
                 with torch.no_grad():
@@ -162,6 +160,9 @@ class _Queue:
                 if self._aborted:
                     return
                 self._operations.popleft()
+                if not self._operations:
+                    return
+                operation = self._operations[0]
 
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
@@ -426,6 +427,8 @@ class NcclLike(dist.ProcessGroup):
             queue.abort()
         if self._gloo is not None and (close or self._collectives.is_running()):
             _close(self._gloo, [peer for peer in range(self._size) if peer != self._rank])
+        # Ends its threads; torch and this module may refer to the group for longer.
+        self._gloo = self._communicator = None
         waiting = any(queue.is_running() for group in self.world.groups for queue in group.queues)
         if self is self.world.groups[0] and (close or waiting):
             self.world.close()
