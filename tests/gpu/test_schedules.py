@@ -4,6 +4,7 @@ See wide_model.py for the size of the messages, and devices.py for the devices.
 """
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,7 @@ def one_rank(device: str, layers: int, num_microbatches: int, steps: int) -> dic
 def check(run: Run, device: str, num_ranks: int, **changes: Any) -> dict[str, Any]:
     """Compare a pipeline with one rank; return the result of rank 0."""
     layers = 2 * num_ranks + 2  # enough for two stages per rank
-    steps = changes.get("steps", wide_model.STEPS)
-    expected = one_rank(device, layers, 2 * num_ranks, steps)
+    expected = one_rank(device, layers, 2 * num_ranks, wide_model.STEPS)
     results = run(device, num_ranks, wide_model.train, size=num_ranks, layers=layers, **changes)
     for result in results:
         assert_close(result, expected, TOLERANCE[device])
@@ -78,9 +78,21 @@ def test_the_timers_of_the_breakdown_do_not_stop_a_pipeline(
 
 @on_ranks(2, 4)
 def test_a_measured_plan_replaces_the_first_one_during_the_run(
-    run: Run, device: str, num_ranks: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+    run: Run, device: str, num_ranks: int, tmp_path: Path
 ) -> None:
     """Schedule `auto` opens the connections of the next plan between two steps."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    result = check(run, device, num_ranks, steps=8, pipeline={"schedule": "auto"})
-    assert (result["plans"][0], result["plans"][-1]) == ("1f1b", "auto")
+    layers, section = 2 * num_ranks + 2, {"schedule": "auto"}
+    expected = one_rank(device, layers, 2 * num_ranks, 8)
+    results = run(
+        device,
+        num_ranks,
+        wide_model.train_with_cache,
+        cache=str(tmp_path),
+        size=num_ranks,
+        layers=layers,
+        steps=8,
+        pipeline=section,
+    )
+    for result in results:
+        assert (result["plans"][0], result["plans"][-1]) == ("1f1b", "auto")
+        assert_close(result, expected, TOLERANCE[device])

@@ -5,8 +5,10 @@ messages that stands still can pass with small activations. On GPUs an activatio
 The model has linears and embeddings, so that I and W of a split backward both do work.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
@@ -92,3 +94,9 @@ def train(
     totals = engine.timers.totals()
     result["timed"] = sorted(name for name, seconds in totals.items() if seconds > 0)
     return result
+
+
+def train_with_cache(device: str, cache: str, **arguments: Any) -> dict[str, Any]:
+    """Train with the folder `cache` for measured costs."""
+    with mock.patch.dict(os.environ, {"XDG_CACHE_HOME": cache}):
+        return train(device, **arguments)
