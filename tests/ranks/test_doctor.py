@@ -11,6 +11,7 @@ from pipemega.config import load
 from pipemega.doctor import examination
 from pipemega.doctor.attendance import Attendance
 from pipemega.doctor.examination import Examination, Options
+from tests.ranks.nccl_like import LAZY
 from tests.ranks.pool import RankPool
 
 CONFIG = {
@@ -45,10 +46,12 @@ def examine(
     return [(found.check, found.status, found.text) for found in checks.findings]
 
 
+@pytest.mark.parametrize("backend", ["gloo", LAZY])
 def test_every_connection_of_the_mesh_of_a_config_is_checked(
-    pool: RankPool, tmp_path: Path
+    pool: RankPool, tmp_path: Path, backend: str
 ) -> None:
-    found, *others = pool.run(4, examine, CONFIG, str(tmp_path))
+    """Also in the order of operations of NCCL, whose first message between two ranks blocks."""
+    found, *others = pool.run(4, examine, CONFIG, str(tmp_path), backend=backend)
     assert others == [[], [], []]
     # On a busy machine, and with so small a file, a speed may cause a warning.
     slow = [(check, status) for check, status, _ in found if status != "ok"]
@@ -66,8 +69,11 @@ def test_every_connection_of_the_mesh_of_a_config_is_checked(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_a_config_the_world_and_a_ring_are_checked(pool: RankPool, tmp_path: Path) -> None:
-    found = pool.run(4, examine, None, str(tmp_path))[0]
+@pytest.mark.parametrize("backend", ["gloo", LAZY])
+def test_without_a_config_the_world_and_a_ring_are_checked(
+    pool: RankPool, tmp_path: Path, backend: str
+) -> None:
+    found = pool.run(4, examine, None, str(tmp_path), backend=backend)[0]
     texts = [text for check, _, text in found if check == "connections"]
     assert texts == ["one element over each group of: world, data", "one element around 4 ranks"]
 
