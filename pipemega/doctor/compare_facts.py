@@ -95,8 +95,8 @@ def _configs(facts: Facts) -> Iterator[Finding]:
     if len(groups) > 1:
         yield Finding(
             "failed",
-            "config",
-            f"the configs of the ranks differ: {_described(groups)}",
+            "configs",
+            f"the configs of the ranks differ (hashes): {_described(groups)}",
             "pass the same file and the same --set on every node",
         )
 

@@ -191,7 +191,7 @@ class Examination:
 
     def _blocked(self) -> str:
         """Return why no rank should open connections; empty if they should."""
-        fatal = {"devices", "versions"}
+        fatal = {"configs", "devices", "versions"}
         failed = sorted({f.check for f in self.findings if f.status == "failed"} & fatal)
         return f"not checked before {listed(failed)} are repaired" if failed else ""
 

@@ -14,13 +14,14 @@ from torch.profiler import ProfilerActivity, profile
 from pipemega.distributed.mesh import Axis
 from pipemega.host_memory import HostCopy, HostMemory
 from pipemega.optimizer.grad_norm import GradientNorms
+from tests.gpu.devices import needs_gpus
 from tests.ranks.training_runs import build, data, settings
 from tests.unit.checkpoint import test_staging
 from tests.unit.optimizer import test_grad_norm
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    needs_gpus(1),
 ]
 
 # About 0.1 s of a kernel that only waits, at 2 GHz.

@@ -88,6 +88,22 @@ def test_a_rank_that_stops_answering_is_named_with_the_step(pool: RankPool, tmp_
     assert other == []
 
 
+def examine_without_config_on_rank_1(folder: str) -> list[tuple[str, str, str]]:
+    return examine(CONFIG if dist.get_rank() != 1 else None, folder)
+
+
+def test_a_config_that_one_rank_cannot_read_stops_the_checks_of_the_network(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Otherwise the ranks would check different connections, and wait for each other."""
+    found = pool.run(4, examine_without_config_on_rank_1, str(tmp_path))[0]
+    (failed,) = [text for check, status, text in found if status == "failed"]
+    assert failed.startswith("the configs of the ranks differ (hashes): ")
+    assert failed.endswith("none on rank 1")
+    skipped = "not checked before configs are repaired"
+    assert ("connections", "skipped", skipped) in found
+
+
 def broken_ring(folder: str) -> list[tuple[str, str, str]]:
     """Return the findings if an element arrives changed on rank 1."""
     original = examination.connection_checks.exchange_in_ring

@@ -82,7 +82,7 @@ def test_a_healthy_cluster_has_only_ok_findings():
         ({"device_free": 40 * GIB}, "warning", "memory", "rank 3 on node1 has 42.9 GB free"),
         ({"network": {}}, "warning", "variables", "not equal on all ranks: NCCL_SOCKET_IFNAME"),
         ({"omp_threads": ""}, "warning", "variables", "OMP_NUM_THREADS is not set"),
-        ({"config": "xyz"}, "failed", "config", "differ: abc on ranks 0-2, xyz on rank 3"),
+        ({"config": "xyz"}, "failed", "configs", "(hashes): abc on ranks 0-2, xyz on rank 3"),
     ],
 )  # fmt: skip
 def test_a_rank_that_differs_is_named(change, status, check, text):
