@@ -14,62 +14,65 @@ from torch.profiler import ProfilerActivity, profile
 from pipemega.distributed.mesh import Axis
 from pipemega.host_memory import HostCopy, HostMemory
 from pipemega.optimizer.grad_norm import GradientNorms
-from tests.gpu.devices import needs_gpus
+from tests.gpu.devices import ONE_DEVICE, one_gpu, only_on_a_gpu
 from tests.ranks.training_runs import build, data, settings
 from tests.unit.checkpoint import test_staging
 from tests.unit.optimizer import test_grad_norm
 
-pytestmark = [
-    pytest.mark.gpu,
-    needs_gpus(1),
-]
+pytestmark = one_gpu
 
-# About 0.1 s of a kernel that only waits, at 2 GHz.
-LONG = 200_000_000
+# Copies are asynchronous, and memory is pinned.
+ON_GPU = ONE_DEVICE == "cuda"
 
 
-def memory(**settings: Any) -> HostMemory:
-    return HostMemory(torch.device("cuda", torch.cuda.current_device()), **settings)
+def memory() -> HostMemory:
+    return HostMemory(torch.device(ONE_DEVICE))
+
+
+def occupy_the_device() -> None:
+    if ON_GPU:
+        # About 0.1 s of a kernel that only waits, at 2 GHz.
+        torch.cuda._sleep(200_000_000)
 
 
 def test_large_and_small_buffers_are_pinned_and_copied_without_waiting() -> None:
     for numel in (1000, (5 << 20) + 3):
         buffer = memory().empty(numel, dtype=torch.float32)
-        assert buffer.is_pinned()
-        source = torch.arange(numel, device="cuda", dtype=torch.float32)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(LONG)
+        assert buffer.is_pinned() == ON_GPU
+        source = torch.arange(numel, device=ONE_DEVICE, dtype=torch.float32)
+        memory().record().synchronize()
+        occupy_the_device()
         memory().copy(buffer, source)
         event = memory().record()
-        assert not event.query()
+        assert event.query() != ON_GPU
         event.synchronize()
         assert torch.equal(buffer, source.cpu())
         assert memory().holds(buffer)
-        assert not memory().holds(source)
+        assert memory().holds(source) != ON_GPU
 
 
 def test_freed_pinned_memory_can_be_pinned_again() -> None:
     for _ in range(20):
         views = memory().empty_views([((3 << 20,), torch.float32), ((), torch.int64)])
-        assert all(view.is_pinned() for view in views)
+        assert all(view.is_pinned() == ON_GPU for view in views)
         views[0].fill_(1.0)
-        assert torch.equal(views[0].cuda(), torch.ones(3 << 20, device="cuda"))
+        assert torch.equal(views[0].to(ONE_DEVICE), torch.ones(3 << 20, device=ONE_DEVICE))
         del views
     # A failed call would be reported by the next kernel.
-    torch.ones(3, device="cuda").sum().item()
+    torch.ones(3, device=ONE_DEVICE).sum().item()
 
 
 def test_copies_on_the_side_stream_run_beside_the_current_stream() -> None:
     used = memory()
-    source = torch.ones(1 << 20, device="cuda")
+    source = torch.ones(1 << 20, device=ONE_DEVICE)
     target = used.empty(1 << 20, dtype=torch.float32)
     with used.side_stream():
         used.copy(target, source)
         copied = used.record()
-    torch.cuda._sleep(LONG)
+    occupy_the_device()
     behind = used.record()
     copied.synchronize()
-    assert not behind.query()
+    assert behind.query() != ON_GPU
     assert target.sum() == 1 << 20
     # And a stream can wait for them.
     copied.wait()
@@ -78,10 +81,10 @@ def test_copies_on_the_side_stream_run_beside_the_current_stream() -> None:
 
 
 def test_a_thread_can_wait_for_a_copy() -> None:
-    number = torch.full((), 3.0, device="cuda")
-    torch.cuda._sleep(LONG)
+    number = torch.full((), 3.0, device=ONE_DEVICE)
+    occupy_the_device()
     started, seen = HostCopy(memory(), number), []
-    assert not started.is_complete
+    assert started.is_complete != ON_GPU
     thread = threading.Thread(target=lambda: seen.append(float(started.wait())))
     thread.start()
     thread.join()
@@ -90,7 +93,7 @@ def test_a_thread_can_wait_for_a_copy() -> None:
 
 def test_the_norms_of_the_gpu_equal_those_of_the_cpu() -> None:
     by_device = []
-    for device in ("cpu", "cuda"):
+    for device in ("cpu", ONE_DEVICE):
         named = test_grad_norm.model(range(12), device)
         buffer = test_grad_norm.filled(named, test_grad_norm.GradientBuffer(named))
         axes = {name: Axis(name) for name in ("tensor", "data")}
@@ -109,10 +112,11 @@ def kernels() -> Iterator[list[str]]:
     names += [event.name for event in recorded.events() if event.device_type == device]
 
 
+@only_on_a_gpu
 def test_the_norm_starts_as_many_kernels_for_few_layers_as_for_many() -> None:
     counts = []
     for num_layers in (2, 40):
-        named = test_grad_norm.model(range(num_layers), "cuda")
+        named = test_grad_norm.model(range(num_layers), ONE_DEVICE)
         compute = test_grad_norm.norms(test_grad_norm.GradientBuffer(named), num_layers)
         compute()
         with kernels() as names:
@@ -134,11 +138,13 @@ def test_offloaded_training_has_the_losses_of_training_on_the_gpu(
 ) -> None:
     losses = []
     for zero in ({}, {"offload_optimizer": {"device": "cpu", "pin_memory": pin}}):
-        engine = build(settings(mesh={"device": "cuda"}, zero_optimization=zero, **precision))
+        engine = build(settings(mesh={"device": ONE_DEVICE}, zero_optimization=zero, **precision))
         losses.append([engine.train_batch(data(engine, step)) for step in range(4)])
         if zero:
             assert engine._step is not None
-            assert all(m.is_pinned() == pin for m in engine._step.masters.named.values())
+            assert all(
+                m.is_pinned() == (pin and ON_GPU) for m in engine._step.masters.named.values()
+            )
     assert losses[1] == pytest.approx(losses[0], rel=1e-3 if precision else 1e-5)
 
 
@@ -152,12 +158,13 @@ def pageable_copies_are_errors() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@only_on_a_gpu
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("zero", [{}, OFFLOAD], ids=["on the GPU", "offload"])
 def test_a_step_copies_nothing_to_or_from_pageable_memory(
     zero: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = build(settings(mesh={"device": "cuda"}, zero_optimization=zero))
+    engine = build(settings(mesh={"device": ONE_DEVICE}, zero_optimization=zero))
     for step in range(2):
         engine.train_batch(data(engine, step))
     tolist = torch.Tensor.tolist
@@ -176,7 +183,7 @@ def test_a_step_copies_nothing_to_or_from_pageable_memory(
 
 
 def test_a_background_save_neither_waits_nor_sees_the_next_step(tmp_path: Path) -> None:
-    engine = test_staging.engine_of(mesh={"device": "cuda"})
+    engine = test_staging.engine_of(mesh={"device": ONE_DEVICE})
     test_staging.train(engine, 0, 1)
     engine.save_checkpoint(tmp_path, tag="warm")
     engine.finish_saving()
@@ -184,14 +191,14 @@ def test_a_background_save_neither_waits_nor_sees_the_next_step(tmp_path: Path) 
     assert engine._step is not None
     expected = copy.deepcopy(engine._step.state_dict()["parameters"])
     # The copies wait behind this on the device, and the next step behind the copies.
-    torch.cuda._sleep(LONG)
+    occupy_the_device()
     engine.save_checkpoint(tmp_path, tag="saved")
     assert engine._step._copied is not None
-    assert not engine._step._copied.query()
+    assert engine._step._copied.query() != ON_GPU
     losses = test_staging.train(engine, 3, 4)
     engine.finish_saving()
 
-    resumed = test_staging.engine_of(mesh={"device": "cuda"})
+    resumed = test_staging.engine_of(mesh={"device": ONE_DEVICE})
     resumed.load_checkpoint(tmp_path, tag="saved")
     assert resumed._step is not None
     for name, entry in resumed._step.state_dict()["parameters"].items():

@@ -8,7 +8,13 @@ import pytest
 
 from tests.gpu.devices import ROOT
 
-FILES = ["test_engine", "test_optimizer_step", "test_post_validate", "test_copies_and_kernels"]
+FILES = [
+    "test_engine",
+    "test_optimizer_step",
+    "test_post_validate",
+    "test_copies_and_kernels",
+    "test_host_copies",
+]
 
 
 @pytest.mark.sweep
