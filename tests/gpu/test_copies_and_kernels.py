@@ -45,6 +45,15 @@ def test_grouped_attention_runs_on_a_fused_kernel(dtype: torch.dtype, channels: 
 
 
 @only_on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_grouped_attention_compiles_without_a_graph_break(dtype: torch.dtype) -> None:
+    q = torch.randn(1, 4, 64, 64, device="cuda", dtype=dtype)
+    k, v = torch.randn(2, 1, 2, 64, 64, device="cuda", dtype=dtype).unbind()
+    compiled = torch.compile(causal_attention, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(q, k, v), causal_attention(q, k, v))
+
+
+@only_on_a_gpu
 def test_grouped_attention_in_fp32_holds_no_scores() -> None:
     heads, length = 8, 4096
     q = torch.randn(1, heads, length, 64, device="cuda", requires_grad=True)

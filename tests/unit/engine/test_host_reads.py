@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pipemega import LayerSpec, PipelineModule
 from pipemega.config import load
-from pipemega.distributed.mesh import Mesh, build_mesh
+from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.stream_clock import StreamClock
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
@@ -179,7 +179,15 @@ class Rows(IterableDataset[Any]):
 def two_data_ranks() -> Iterator[Mesh]:
     """Data rank 0 of 2 on the meta device; a collective leaves its tensor as it is."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    yield build_mesh(Topology(1, 2, 1), torch.device("meta"))
+    both = dist.group.WORLD
+    yield Mesh(
+        Topology(1, 2, 1),
+        Axis("pipeline"),
+        Axis("data", (0, 1), 0, both),
+        Axis("tensor"),
+        Axis("world", (0, 1), 0, both),
+        torch.device("meta"),
+    )
     dist.destroy_process_group()
 
 

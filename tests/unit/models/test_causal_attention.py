@@ -126,3 +126,10 @@ def test_the_plan_of_a_gpu_counts_no_scores_with_grouped_queries(dtype: str) -> 
 
     # The scores would make it quadratic.
     assert held(2048) == pytest.approx(2 * held(1024), rel=0.02)
+
+
+@pytest.mark.parametrize("groups", [GROUPS, HEADS])
+def test_attention_compiles_without_a_graph_break(groups: int) -> None:
+    q, k, v = (heads(i, n, torch.float32) for i, n in enumerate((HEADS, groups, groups)))
+    compiled = torch.compile(causal_attention, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v), causal_attention(q, k, v))
