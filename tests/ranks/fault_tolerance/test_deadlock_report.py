@@ -109,7 +109,7 @@ def test_after_a_hang_in_any_instruction_all_ranks_name_it_and_show_the_table(
     check_report(errors_of(pool, pipeline, schedule, hang), pipeline, silent, hang)
 
 
-@pytest.mark.parametrize("hang", ["F2@0", "B1@1"])
+@pytest.mark.parametrize("hang", ["F2@0", pytest.param("B1@1", marks=pytest.mark.sweep)])
 def test_the_report_is_the_same_where_only_the_streams_wait(pool: RankPool, hang: str) -> None:
     messages = errors_of(pool, 2, "1f1b", hang, ASLEEP, True)
     check_report(messages, 2, Instruction.parse(hang).stage, hang)
