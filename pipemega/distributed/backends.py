@@ -17,6 +17,11 @@ def runs_gloo(group: dist.ProcessGroup) -> bool:
     return backend_names(group).get("cpu") == "gloo"
 
 
+def sends_by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether collectives of tensors on `device` use gloo; False without a group."""
+    return group is not None and backend_names(group).get(device.type) == "gloo"
+
+
 def backends_except_gloo(group: dist.ProcessGroup) -> list[Any]:
     """Return the backends of the group other than gloo: those whose operations `abort` ends."""
     return [

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemega.distributed.backends import backend_names
+from pipemega.distributed.backends import sends_by_gloo
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
@@ -103,8 +103,7 @@ class ReduceScatter:
         return not summed_here and self._reduction.dtype in (None, bucket.dtype)
 
     def _is_summed_by_owner(self, tensor: Tensor) -> bool:
-        group = self._data.group
-        return group is not None and backend_names(group).get(tensor.device.type) == "gloo"
+        return sends_by_gloo(self._data.group, tensor.device)
 
     def _send(self, sent: Tensor, share: int) -> tuple[dist.Work | None, Tensor]:
         group = self._data.group

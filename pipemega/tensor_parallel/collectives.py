@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.backends import sends_by_gloo
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
@@ -88,7 +89,8 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
         return lambda: x
     length = _slice_length(x, axis, dim)
     shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
-    if x.device.type != "cpu" and (pieces := _pieces(x.nbytes, x.shape, dim)):
+    by_gloo = sends_by_gloo(axis.group, x.device)
+    if not by_gloo and (pieces := _pieces(x.nbytes, x.shape, dim)):
         x = x.contiguous()
         reduced = x.new_empty(shape)
         if x.is_meta:
@@ -97,7 +99,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
         return _after(work, lambda: reduced, "reduce-scatter", axis)
     split = x.reshape(*x.shape[:dim], axis.size, length, *x.shape[dim + 1 :])
     parts = split.movedim(dim, 0).contiguous()  # [T, ..., length, ...]
-    if x.device.type == "cpu":
+    if by_gloo:
         # The reduce-scatter of gloo is an all-reduce. An all-to-all with a local sum transfers half
         # as much; the order of the sum is the rank order.
         received = torch.empty_like(parts)
