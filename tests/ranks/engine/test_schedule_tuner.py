@@ -107,7 +107,7 @@ def test_the_next_run_starts_with_the_best_plan_for_the_cached_costs(pool, tmp_p
     # A damaged file is ignored.
     file.write_text("{")
     third = pool.run(2, run, auto, str(tmp_path), 1, changes)
-    assert "are timed" in third[0]["logged"][1]
+    assert "are measured" in third[0]["logged"][1]
 
 
 def test_a_memory_limit_that_no_plan_meets_stops_all_ranks_with_the_least_memory(pool, tmp_path):
