@@ -25,7 +25,7 @@ def sends_by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool
 def backends_except_gloo(group: dist.ProcessGroup) -> list[Any]:
     """Return the backends of the group other than gloo: those whose operations `abort` ends."""
     return [
-        group._get_backend(torch.device(device))
+        _unwrapped(group._get_backend(torch.device(device)))
         for device, name in backend_names(group).items()
         if name != "gloo"
     ]
@@ -35,4 +35,12 @@ def nccl_backend(group: dist.ProcessGroup) -> Any:
     """Return the ProcessGroupNCCL of the group; None if it has none."""
     if backend_names(group).get("cuda") != "nccl":
         return None
-    return group._get_backend(torch.device("cuda"))
+    return _unwrapped(group._get_backend(torch.device("cuda")))
+
+
+def _unwrapped(backend: Any) -> Any:
+    """Return the backend within the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL adds.
+
+    The wrapper has no timeout to set, and cannot abort several communicators at once.
+    """
+    return getattr(backend, "wrapped_pg", backend)
