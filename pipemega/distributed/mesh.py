@@ -332,8 +332,10 @@ def _world(rank: int, device: torch.device, timeout: timedelta) -> Axis:
     """Return the axis of all ranks, with the default group if its backends suffice."""
     ranks, group = tuple(range(dist.get_world_size())), dist.group.WORLD
     assert group is not None
-    if device.type == "cuda" and not {"cpu", "cuda"} <= set(backend_names(group)):
-        # The caller has initialized torch.distributed with NCCL only.
+    names = backend_names(group)
+    if device.type == "cuda" and ("cpu" not in names or names.get("cuda") in (None, "gloo")):
+        # The caller has initialized torch.distributed with NCCL only, or with gloo only, which
+        # makes the host wait for the GPU in every collective.
         group = new_group(ranks, device, timeout, "world")
     _lengthen_nccl_timeout(group, timeout)
     return Axis("world", ranks, rank, group)

@@ -1,6 +1,7 @@
 """The axes of each rank have the process groups that the topology defines."""
 
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from pipemega.distributed.mesh import (
     Mesh,
     _refuse_shared_gpus,
+    _world,
     build_mesh,
     new_group,
     pick_device,
@@ -201,3 +203,23 @@ def test_a_group_of_gpus_also_has_gloo_and_a_longer_timeout_of_nccl(
     assert made is group
     assert (calls[0]["backend"], calls[0]["timeout"]) == (backend, timedelta(seconds=60))
     assert nccl is None or nccl.timeout.total_seconds() == seconds
+
+
+@pytest.mark.parametrize(
+    ("backends", "is_shared"),
+    [
+        ("cpu:gloo,cuda:nccl", True),
+        ("cuda:nccl", False),
+        # With it, the host would wait for the GPU in the all-reduce of each step.
+        ("cpu:gloo,cuda:gloo", False),
+    ],
+)
+def test_on_gpus_the_world_has_both_backends(monkeypatch, backends, is_shared):
+    default, made = object(), object()
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=default))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr("pipemega.distributed.mesh.new_group", lambda *arguments: made)
+    monkeypatch.setattr("pipemega.distributed.mesh.nccl_backend", lambda group: None)
+    world = _world(0, torch.device("cuda"), timedelta(seconds=60))
+    assert world.group is (default if is_shared else made)
