@@ -165,9 +165,12 @@ class DeviceWaits:
         return next((mark for mark in list(self._marks) if not mark.event.query()), None)
 
     def _late(self, grace: float) -> _Mark | None:
-        oldest = self._marks[0] if self._marks else None
         limit = self.timeout.total_seconds() + grace
-        if oldest is None or self._clock() - oldest.since < limit:
+        try:
+            oldest = self._marks[0]
+        except IndexError:  # not `if self._marks`: the thread of the stream may remove the last one
+            return None
+        if self._clock() - oldest.since < limit:
             return None
         first = self._first()
         return first if first is not None and self._clock() - first.since >= limit else None
@@ -197,7 +200,8 @@ def watch_device(timeout: timedelta) -> None:
     """Mark the waits of the current stream of the current CUDA device from now on."""
     global _waits, _thread
     _waits = DeviceWaits(timeout)
-    if _thread is None:
+    # It ends when it has aborted; the caller may start again with new process groups.
+    if _thread is None or not _thread.is_alive():
         _thread = threading.Thread(target=_abort_when_late, daemon=True, name="device-waits")
         _thread.start()
 

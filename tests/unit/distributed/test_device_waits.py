@@ -1,5 +1,6 @@
 """Waits of the host for a device, with fake events and a fake clock."""
 
+from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
@@ -187,6 +188,31 @@ def test_marks_that_have_occurred_are_forgotten(device: Device) -> None:
         device_waits.mark(named("a message"))
     device_waits.synchronize()
     assert not waits._marks
+
+
+def test_the_thread_survives_that_the_last_mark_is_removed_while_it_looks(device: Device) -> None:
+    class Removed(deque[object]):
+        """The thread of the stream removes the mark after the other has seen that there is one."""
+
+        def __bool__(self) -> bool:
+            return True
+
+    waits = device_waits._waits
+    assert waits is not None
+    waits._marks = Removed()  # type: ignore[assignment]
+    assert not waits.abort_if_late()
+
+
+def test_a_run_after_an_abort_is_watched_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[object] = []
+    monkeypatch.setattr(device_waits, "_waits", None)
+    monkeypatch.setattr(device_waits, "_thread", None)
+    monkeypatch.setattr(device_waits, "_abort_when_late", lambda: watched.append(None))
+    for count in (1, 2):
+        device_waits.watch_device(timedelta(seconds=60))
+        assert device_waits._thread is not None
+        device_waits._thread.join()
+        assert len(watched) == count
 
 
 def test_nccl_times_out_after_the_host_and_its_thread() -> None:
