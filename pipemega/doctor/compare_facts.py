@@ -19,7 +19,7 @@ _FREE_SHARE = 0.9
 
 
 def compare(facts: Facts, topology: Topology | None) -> list[Finding]:
-    """Return the findings about the facts of all ranks.
+    """Return the findings about the facts of the ranks that could read theirs, at least one.
 
     Args:
         topology: of the config; None without a valid config.
@@ -58,7 +58,9 @@ def _nodes(facts: Facts, topology: Topology | None) -> Iterator[Finding]:
     if topology is None or topology.tensor == 1:
         return
     groups = {topology.along("tensor", rank) for rank in facts}
-    split = sorted(group for group in groups if len({facts[rank].host for rank in group}) > 1)
+    split = sorted(
+        group for group in groups if len({facts[r].host for r in group if r in facts}) > 1
+    )
     if split:
         per_node = min(map(len, hosts.values()))
         yield Finding(
@@ -71,7 +73,9 @@ def _nodes(facts: Facts, topology: Topology | None) -> Iterator[Finding]:
 
 
 def _versions(facts: Facts) -> Iterator[Finding]:
-    names = list(facts[0].versions)
+    # Not of rank 0: its facts may be missing.
+    first = next(iter(facts.values()))
+    names = list(first.versions)
     different = [name for name in names if len(_groups(facts, _version(name))) > 1]
     for name in different:
         fatal = name in _MUST_BE_EQUAL
@@ -81,7 +85,7 @@ def _versions(facts: Facts) -> Iterator[Finding]:
             f"{name} differs: {_described(_groups(facts, _version(name)))}",
             f"install the same {name} on all nodes",
         )
-    same = [f"{name} {facts[0].versions[name]}" for name in names if name not in different]
+    same = [f"{name} {first.versions[name]}" for name in names if name not in different]
     if not different:
         yield Finding("ok", "versions", f"equal on all ranks: {', '.join(same)}")
 

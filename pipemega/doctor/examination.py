@@ -76,7 +76,7 @@ class Examination:
             topology = self._topology()
             self._check_disk(facts)
             self._check_network(facts, topology)
-            if self.attendance.rank == 0:
+            if facts:
                 self._check_memory(facts, topology)
         except AbsentRanks as error:
             self._report_absent(error)
@@ -146,11 +146,14 @@ class Examination:
                 return None
             return disk_speed.measure(folder, token, attendance.rank, options.disk_bytes)
 
-        outcomes = attendance.run("disk speed", measure)
+        try:
+            outcomes = attendance.run("disk speed", measure)
+        finally:
+            # Also if ranks do not answer.
+            if token and attendance.rank == 0:
+                disk_speed.remove_marker(folder, token)
         if attendance.rank > 0:
             return
-        if token:
-            disk_speed.remove_marker(folder, token)
         self._add(*_errors("disk", outcomes, f"check the file system of {folder}"))
         values = {host: outcomes[rank].value for host, rank in job["firsts"].items()}
         self.measured["disk"] = results = {h: v for h, v in values.items() if v is not None}

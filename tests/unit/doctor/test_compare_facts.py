@@ -100,6 +100,14 @@ def test_a_tensor_group_over_two_nodes_is_a_warning():
     assert finding.remedy.endswith("divides the ranks of a node (2)")
 
 
+def test_ranks_without_facts_leave_the_others_compared():
+    facts = gpus()
+    del facts[0]
+    assert {f.status for f in compare(facts, Topology(pipeline=2, tensor=2))} == {"ok", "warning"}
+    (unequal,) = bad(facts, Topology(pipeline=2, tensor=2))
+    assert unequal.text.startswith("unequal numbers of ranks: node0: rank 1; node1: ranks 2-3")
+
+
 def test_a_small_shared_memory_is_a_warning():
     facts = {rank: replace(fact, shared_free=64 * 2**20) for rank, fact in gpus().items()}
     (finding,) = bad(facts)

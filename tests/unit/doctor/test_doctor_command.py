@@ -3,11 +3,15 @@
 import json
 import random
 import socket
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipemega.cli import main
+from pipemega.doctor.attendance import AbsentRanks, Attendance, Outcome
+from pipemega.doctor.examination import Examination, Options
 
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
@@ -106,3 +110,32 @@ def test_a_missing_variable_of_the_launcher_ends_the_checks(
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["doctor"]) == 1
     assert "failed   launch  RANK, MASTER_ADDR, MASTER_PORT not set" in capsys.readouterr().out
+
+
+def test_a_rank_that_cannot_read_its_facts_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(config: object) -> None:
+        raise RuntimeError("CUDA error: the device is lost")
+
+    monkeypatch.setattr("pipemega.doctor.examination.read_facts", broken)
+    model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16}
+    config = {"train_batch_size": 2, "model": {**model, "vocab_size": 64}}
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert main(["doctor", "--config", "config.json", "--disk-mb", "1"]) == 1
+    assert "rank 0: CUDA error: the device is lost" in capsys.readouterr().out
+
+
+def test_a_rank_that_is_lost_while_the_disk_is_measured_leaves_no_file(tmp_path: Path) -> None:
+    class LosesRanks(Attendance):
+        def run(self, topic: str, step: Callable[[], Any]) -> dict[int, Outcome]:
+            if topic == "disk speed":
+                assert list(tmp_path.iterdir())
+                raise AbsentRanks(topic, (1,), self.seconds)
+            return super().run(topic, step)
+
+    options = Options(folder=str(tmp_path), disk_bytes=10**5, quiet=True)
+    examination = Examination(LosesRanks(None, 0, 1, 30.0), options)
+    examination.run()
+    assert examination.findings[-1].status == "failed"
+    assert not list(tmp_path.iterdir())
