@@ -13,6 +13,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from pipemega.distributed import device_waits
 from pipemega.distributed.backends import backend_names, nccl_backend
+from pipemega.distributed.comm_errors import collective_error
 from pipemega.distributed.rendezvous import agree_on_incarnation
 from pipemega.distributed.topology import AXES, AxisName, Topology
 from pipemega.errors import MeshError, PipemegaError
@@ -233,6 +234,8 @@ def _check_group_counts(device: torch.device) -> None:
     on_host = "cpu" in backend_names(world)
     limits = torch.tensor([count, -count], device="cpu" if on_host else device)
     dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=world)
+    # Without a mark, the wait has no deadline and no name.
+    device_waits.mark(collective_error("all_reduce", limits, world))
     device_waits.synchronize()
     most, least = limits.abs().tolist()
     if most != least:
@@ -252,10 +255,11 @@ def _create_communicators(axes: Sequence[Axis], device: torch.device) -> None:
     take part, such as the exchange of a tied parameter, would wait for the others forever.
     """
     for axis in axes:
-        if axis.size > 1:
+        if axis.group is not None:
             # The default dtype may differ between ranks.
             element = torch.zeros(1, dtype=torch.float32, device=device)
             dist.all_reduce(element, group=axis.group)
+            device_waits.mark(collective_error("all_reduce", element, axis.group))
     device_waits.synchronize()
 
 

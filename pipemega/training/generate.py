@@ -45,6 +45,7 @@ def generate(
         choice = torch.zeros(1, dtype=torch.int64, device=mesh.device)
         if outputs is not None:
             logits = gather_from_tensor(outputs[0], mesh.tensor)[0, len(window) - 1, :vocab_size]
+            synchronize()
             choice[0] = _sample(logits.float().cpu(), temperature, generator)
         if mesh.pipeline.size > 1:
             last = mesh.pipeline.ranks[engine.plan.rank_of_stage[-1]]

@@ -14,7 +14,7 @@ from pipemega.distributed import device_waits
 from pipemega.distributed.comm_errors import comm_error, describe_comm_error, is_connection_loss
 from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.device_waits import DeviceWaits, nccl_timeout
-from pipemega.distributed.mesh import build_mesh
+from pipemega.distributed.mesh import Axis, _create_communicators, build_mesh
 from pipemega.distributed.topology import Topology
 from pipemega.errors import PipelineError, Stopped
 
@@ -170,6 +170,34 @@ def test_a_collective_is_named_as_with_gloo(device: Device) -> None:
         assert describe_comm_error(raised.value) == (
             "all_reduce of 9,344 float32 over all ranks 0, 1: timed out after "
             "mesh.timeout_seconds (60 s)"
+        )
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("start", "size"),
+    [
+        (lambda device: build_mesh(Topology(data=2), device), "2 int64"),
+        (
+            lambda device: _create_communicators(
+                [Axis("data", (0, 1), 1, dist.group.WORLD)], device
+            ),
+            "1 float32",
+        ),
+    ],
+    ids=["groups of the caller", "communicators"],
+)
+def test_a_rank_that_is_silent_at_the_start_is_named(
+    device: Device, start: Callable[[torch.device], object], size: str
+) -> None:
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    try:
+        device.compute(FOREVER)
+        with pytest.raises(dist.DistError) as raised:
+            start(torch.device("cpu"))
+        assert describe_comm_error(raised.value) == (
+            f"all_reduce of {size} over all ranks 0, 1: timed out after mesh.timeout_seconds (60 s)"
         )
     finally:
         dist.destroy_process_group()
