@@ -180,7 +180,7 @@ def all_schedules(pipeline: int, count: int, shapes: str) -> Iterator[Case]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("backend", [STRICT, LAZY])
-@pytest.mark.parametrize("ranks", [2, 3, 4, 8])
+@pytest.mark.parametrize("ranks", range(2, 9))
 @pytest.mark.parametrize(
     ("count", "shapes"), [(1, "cached"), (5, "declared"), (8, "cached"), (12, "exchanged")]
 )
