@@ -19,6 +19,7 @@ from pipemega.checkpoint.save_load import CheckpointReader, RunState
 from pipemega.checkpoint.shards import TensorShard
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
+from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
 from pipemega.errors import DataError
 from pipemega.host_memory import HostMemory
@@ -126,7 +127,7 @@ class Checkpointer:
             self._step.protect(staged.copied)
 
         def write_copies(world: Axis) -> None:
-            staged.copied.synchronize()
+            synchronize(staged.copied)
             write(world)
 
         self._background.start(write_copies)

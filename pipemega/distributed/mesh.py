@@ -255,7 +255,7 @@ def _create_communicators(axes: Sequence[Axis], device: torch.device) -> None:
     take part, such as the exchange of a tied parameter, would wait for the others forever.
     """
     for axis in axes:
-        if axis.group is not None:
+        if axis.size > 1 and axis.group is not None:
             # The default dtype may differ between ranks.
             element = torch.zeros(1, dtype=torch.float32, device=device)
             dist.all_reduce(element, group=axis.group)

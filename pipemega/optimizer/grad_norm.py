@@ -6,8 +6,8 @@
                | 0  s2 .. |                           second run, 0 where a layer has none
     sum        | s0 s1 + s2 .. |                      one addition per column
 
-By layer, so that the sum does not depend on which rank holds which layers: the norm is bitwise the
-same for all schedules.
+By layer, so that the sum does not depend on which rank holds which layers: on a CPU the norm is
+bitwise the same for all schedules. (On a GPU the order of additions may depend on the alignment.)
 """
 
 import math

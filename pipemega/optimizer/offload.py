@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pipemega.distributed.device_waits import synchronize
 from pipemega.host_memory import CopyEvent, HostMemory
 from pipemega.optimizer.grad_layout import GradLayout, GradSlot
 
@@ -76,7 +77,7 @@ class Offload:
         """
         for target, source in zip(self._ranges, owned, strict=True):
             self._memory.copy(target, source)
-        self._memory.record().synchronize()
+        synchronize(self._memory.record())
         for name, converted in self._converted.items():
             converted.copy_(self._received[name])
         return self._received | self._converted
@@ -98,7 +99,7 @@ class Offload:
     def wait(self) -> None:
         """Wait until the host may write to the masters: copies from them are complete."""
         if self._uploaded is not None:
-            self._uploaded.synchronize()
+            synchronize(self._uploaded)
             self._uploaded = None
 
     def _gradient_of(self, slot: GradSlot, shape: _Shape) -> Tensor:

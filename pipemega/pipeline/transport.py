@@ -27,6 +27,7 @@ from pipemega.distributed.comm_errors import comm_error
 from pipemega.distributed.device_waits import mark, synchronize
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
+from pipemega.host_memory import HostMemory
 from pipemega.pipeline.connections import connect
 from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
 from pipemega.pipeline.plan.channels import Channel, ShapeMode
@@ -86,6 +87,7 @@ class Transport:
         self._received_headers: dict[Channel, Header] = {}
         self._unposted: dict[Channel, deque[Receive]] = defaultdict(deque)
         self._sends: list[_Send] = []
+        self._memory = HostMemory(device)
         self._routes = connect(pipeline, self._rank_of_stage, device, timeout)
 
     @property
@@ -213,7 +215,11 @@ class Transport:
     def _send_header(self, channel: Channel, microbatch: int, header: Header) -> None:
         payload = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
         length = torch.tensor([payload.numel()])
-        self._start_send(channel, microbatch, [length.to(self._device), payload.to(self._device)])
+        tensors = [
+            self._memory.pinned(tensor).to(self._device, non_blocking=True)
+            for tensor in (length, payload)
+        ]
+        self._start_send(channel, microbatch, tensors)
 
     def _receive_header(self, receive: Receive) -> Header:
         """Receive the header and copy it to the host: the tensors cannot be posted without it."""
