@@ -20,14 +20,7 @@ from pipemega.training.pretrain import (
 
 def main() -> None:
     parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True, help="the JSON file; see docs/config.md")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="change one key of the file, as in --set mesh.pipeline=2 (repeatable)",
-    )
+    pipemega.add_arguments(parser)
 
     with pipemega.run():
         args = parser.parse_args()

@@ -8,6 +8,7 @@ from pipemega.version import __version__ as __version__
 if TYPE_CHECKING:
     from pipemega.config import Config
     from pipemega.config import load as load_config
+    from pipemega.config.script_arguments import add_arguments
     from pipemega.engine.engine import Engine
     from pipemega.engine.initialize import build_mesh_of as build_mesh
     from pipemega.engine.initialize import initialize
@@ -31,6 +32,7 @@ __all__ = [
     "TiedLayerSpec",
     "Trainer",
     "WeightedLoss",
+    "add_arguments",
     "build_mesh",
     "initialize",
     "load_config",
@@ -49,6 +51,7 @@ _MODULE_AND_NAME = {
     "TiedLayerSpec": ("pipemega.pipeline.spec", "TiedLayerSpec"),
     "Trainer": ("pipemega.training", "Trainer"),
     "WeightedLoss": ("pipemega.pipeline.microbatch_loss", "WeightedLoss"),
+    "add_arguments": ("pipemega.config.script_arguments", "add_arguments"),
     "build_mesh": ("pipemega.engine.initialize", "build_mesh_of"),
     "initialize": ("pipemega.engine.initialize", "initialize"),
     "load_config": ("pipemega.config", "load"),
