@@ -243,8 +243,11 @@ def _one_way_to_recompute(config: Config) -> Iterator[str]:
 
 
 def _schedule_length(config: Config) -> Iterable[str]:
-    if config.scheduler is not None:
-        config.scheduler.params.check(config.training.train_steps)
+    training, section = config.training, config.scheduler
+    # With epochs the number of steps depends on the data, which initialize() has.
+    steps_unknown = training.train_steps is None and training.epochs is not None
+    if section is not None and not (section.by == "step" and steps_unknown):
+        section.check(training.train_steps, training.epochs)
     return ()
 
 
@@ -288,7 +291,7 @@ _RULES = (
         ("pipeline.activation_checkpoint_interval", "activation_checkpointing.number_checkpoints"),
         _one_way_to_recompute,
     ),
-    Rule(("scheduler", "training.train_steps"), _schedule_length),
+    Rule(("scheduler", "training.train_steps", "training.epochs"), _schedule_length),
     Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), _checkpoint_folder),
     Rule((TRAIN, MICRO, STEPS, "mesh.data"), _sizes),
 )  # fmt: skip

@@ -15,11 +15,11 @@ def schema() -> dict[str, Any]:
     for kind in (found, *found.get("$defs", {}).values()):
         _adapt_object(kind)
     found["properties"]["bfloat16"] = {"$ref": "#/$defs/Bf16Section"}
-    for name, table in (
-        ("OptimizerSection", optimizer.PARAMS),
-        ("SchedulerSection", scheduler.PARAMS),
-    ):
-        _add_params_by_type(found["$defs"], name, table)
+    definitions = found["$defs"]
+    _add_params_by_type(definitions, "OptimizerSection", optimizer.PARAMS)
+    definitions["OptimizerSection"]["required"] = ["type"]
+    _add_params_by_type(definitions, "SchedulerSection", scheduler.PARAMS)
+    definitions["SchedulerSection"]["anyOf"] = [{"required": ["type"]}, {"required": ["by"]}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
 
 
@@ -60,4 +60,3 @@ def _add_params_by_type(
         )
     definitions[name]["allOf"] = cases
     definitions[name]["properties"]["params"] = {"description": "Parameters of that type."}
-    definitions[name]["required"] = ["type"]

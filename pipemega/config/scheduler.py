@@ -1,4 +1,4 @@
-"""The config section `scheduler`: the learning rate over the steps.
+"""The config section `scheduler`: the learning rate over the steps, or over the epochs.
 
 DeepSpeed's five types with its keys and defaults, and Megatron's five, in steps instead of samples.
 """
@@ -13,22 +13,31 @@ from pipemega.config.optimizer import normalize_type
 from pipemega.config.value_types import Count, NotNegative, Share, Whole
 
 Warmup = Literal["log", "linear"]
-_TOTAL = "Steps of the whole run; null: `training.train_steps`."
+By = Literal["step", "epoch"]
+_TOTAL = "Length of the whole run; null: that of the section `training`."
+_SET_ONE = {
+    "step": "so is training.train_steps, its default: set one of them",
+    "epoch": "so is training.epochs, its default: set one of them",
+}
 
 
 class SchedulerParams(Section):
-    """Keys of every schedule."""
+    """Keys of every schedule; lengths are in steps, or with `scheduler.by: "epoch"` in epochs."""
 
-    def arguments(self, train_steps: int | None) -> dict[str, Any]:
+    def arguments(self, total: int | None) -> dict[str, Any]:
         """Return the arguments of the formula in optimizer/lr_formulas.py, without null ones.
 
         Args:
-            train_steps: length of the run, the default of other lengths.
+            total: length of the run, the default of other lengths.
         """
         return {name: value for name, value in self if value is not None}
 
-    def check(self, train_steps: int | None) -> None:
-        """Raise ValueError if these parameters do not fit the length of the run."""
+    def check(self, total: int | None, advice: str) -> None:
+        """Raise ValueError if these parameters do not fit the length of the run.
+
+        Args:
+            advice: the end of the message if the length is needed, and None.
+        """
 
 
 class DeepSpeedParams(SchedulerParams):
@@ -49,16 +58,12 @@ class WarmupLRParams(DeepSpeedParams):
 class _WithTotal(DeepSpeedParams):
     total_num_steps: Count | None = honoured(None, _TOTAL)
 
-    def arguments(self, train_steps: int | None) -> dict[str, Any]:
-        total = self.total_num_steps or train_steps
-        return {**super().arguments(train_steps), "total_num_steps": total}
+    def arguments(self, total: int | None) -> dict[str, Any]:
+        return {**super().arguments(total), "total_num_steps": self.total_num_steps or total}
 
-    def check(self, train_steps: int | None) -> None:
-        if self.total_num_steps is None and train_steps is None:
-            raise ValueError(
-                "scheduler.params.total_num_steps is missing, and so is training.train_steps, its "
-                "default: set one of them"
-            )
+    def check(self, total: int | None, advice: str) -> None:
+        if self.total_num_steps is None and total is None:
+            raise ValueError(f"scheduler.params.total_num_steps is missing, and {advice}")
 
 
 class WarmupDecayLRParams(_WithTotal):
@@ -103,9 +108,9 @@ class OneCycleParams(DeepSpeedParams):
     cycle_max_mom: NotNegative = honoured(0.9, "beta1 at both ends.", lt=1)
     decay_mom_rate: NotNegative = honoured(0.0, "Growth of beta1 after the cycle.")
 
-    def arguments(self, train_steps: int | None) -> dict[str, Any]:
+    def arguments(self, total: int | None) -> dict[str, Any]:
         steps, stairs = self.cycle_second_step_size, self.cycle_second_stair_count
-        return super().arguments(train_steps) | {
+        return super().arguments(total) | {
             "cycle_second_step_size": self.cycle_first_step_size if steps is None else steps,
             "cycle_second_stair_count": self.cycle_first_stair_count if stairs is None else stairs,
         }
@@ -129,7 +134,7 @@ class ConstantParams(SchedulerParams):
     warmup_init_lr: NotNegative = own(0.0, "Rate before the first step of the warm-up.")
     warmup_steps: Whole = own(0, "Length of the warm-up.")
     warmup_fraction: Share | None = own(None, "Length of the warm-up as a share of `decay_steps`.")
-    decay_steps: Count | None = own(None, "End of the decay; null: `training.train_steps`.")
+    decay_steps: Count | None = own(None, "End of the decay; null: that of the run.")
     min_lr: NotNegative = ignored(
         0.0, "Smallest rate.", "a constant rate does not decay", agrees=[0, 0.0]
     )
@@ -142,27 +147,27 @@ class ConstantParams(SchedulerParams):
                 "given: keep one"
             )
 
-    def arguments(self, train_steps: int | None) -> dict[str, Any]:
+    def arguments(self, total: int | None) -> dict[str, Any]:
         named = {
             "max_lr": self.max_lr,
             "min_lr": self.min_lr,
             "init_lr": self.warmup_init_lr,
-            "warmup_steps": self._warmup(train_steps),
-            "decay_steps": self.decay_steps or train_steps,
+            "warmup_steps": self._warmup(total),
+            "decay_steps": self.decay_steps or total,
         }
         return {name: value for name, value in named.items() if value is not None}
 
-    def check(self, train_steps: int | None) -> None:
-        if self.warmup_fraction is not None and not (self.decay_steps or train_steps):
+    def check(self, total: int | None, advice: str) -> None:
+        if self.warmup_fraction is not None and not (self.decay_steps or total):
             raise ValueError(
                 "scheduler.params.warmup_fraction is a share of scheduler.params.decay_steps, "
-                "which is missing, as is training.train_steps: set one of them"
+                f"which is missing, and {advice}"
             )
 
-    def _warmup(self, train_steps: int | None) -> int:
+    def _warmup(self, total: int | None) -> int:
         if self.warmup_fraction is None:
             return self.warmup_steps
-        return round(self.warmup_fraction * (self.decay_steps or train_steps or 0))
+        return round(self.warmup_fraction * (self.decay_steps or total or 0))
 
 
 class DecayParams(ConstantParams):
@@ -170,18 +175,15 @@ class DecayParams(ConstantParams):
 
     min_lr: NotNegative = own(0.0, "Rate from `decay_steps` on.")
 
-    def check(self, train_steps: int | None) -> None:
-        super().check(train_steps)
-        end, warmup = self.decay_steps or train_steps, self._warmup(train_steps)
+    def check(self, total: int | None, advice: str) -> None:
+        super().check(total, advice)
+        end, warmup = self.decay_steps or total, self._warmup(total)
         if end is None:
-            raise ValueError(
-                "scheduler.params.decay_steps is missing, and so is training.train_steps, its "
-                "default: set one of them"
-            )
+            raise ValueError(f"scheduler.params.decay_steps is missing, and {advice}")
         if end <= warmup:
             raise ValueError(
-                f"scheduler.params.decay_steps ({end}) must be above the warm-up's {warmup} steps: "
-                "the rate decays between the two"
+                f"scheduler.params.decay_steps ({end}) must be above the length of the warm-up "
+                f"({warmup}): the rate decays between the two"
             )
 
 
@@ -193,13 +195,13 @@ class WsdParams(DecayParams):
         "exponential", "Shape of the decay."
     )
 
-    def arguments(self, train_steps: int | None) -> dict[str, Any]:
+    def arguments(self, total: int | None) -> dict[str, Any]:
         tail = {"wsd_decay_steps": self.wsd_decay_steps, "wsd_decay_style": self.wsd_decay_style}
-        return super().arguments(train_steps) | tail
+        return super().arguments(total) | tail
 
-    def check(self, train_steps: int | None) -> None:
-        super().check(train_steps)
-        falling = (self.decay_steps or train_steps or 0) - self._warmup(train_steps)
+    def check(self, total: int | None, advice: str) -> None:
+        super().check(total, advice)
+        falling = (self.decay_steps or total or 0) - self._warmup(total)
         if self.wsd_decay_steps > falling:
             raise ValueError(
                 f"scheduler.params.wsd_decay_steps ({self.wsd_decay_steps}) must be at most "
@@ -227,13 +229,37 @@ class SchedulerSection(Section):
     type: Literal[
         "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest",
         "constant", "linear", "cosine", "inverse-square-root", "WSD",
-    ] = honoured(..., "The schedule; case is ignored.")  # fmt: skip
-    params: SerializeAsAny[SchedulerParams] = honoured(..., "Parameters of the type, listed below.")
+    ] | None = honoured(
+        None, "The schedule; case is ignored. null: that of `initialize(lr_scheduler=...)`."
+    )  # fmt: skip
+    params: SerializeAsAny[SchedulerParams | None] = honoured(
+        None, "Parameters of the type, listed below."
+    )
+    by: By = own(
+        "step",
+        "What advances the schedule, and the unit of its lengths: each step that is not skipped, "
+        "or each epoch.",
+    )
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:
+        # Only `by`: initialize() gets the schedule itself.
+        given = {k: v for k, v in raw.items() if v is not None} if isinstance(raw, dict) else {}
+        if given.keys() == {"by"}:
+            return given
         return normalize_type(raw, "scheduler.type", PARAMS)
 
     @classmethod
     def section_at(cls, key: str, raw: Mapping[str, Any]) -> SectionClass | None:
         return PARAMS[raw["type"]] if key == "params" else super().section_at(key, raw)
+
+    def arguments(self, train_steps: int | None, epochs: int | None) -> dict[str, Any]:
+        """Return the arguments of the formula, as `SchedulerParams.arguments`."""
+        total = train_steps if self.by == "step" else epochs
+        return {} if self.params is None else self.params.arguments(total)
+
+    def check(self, train_steps: int | None, epochs: int | None, advice: str | None = None) -> None:
+        """Raise ValueError if the parameters do not fit the length of the run."""
+        if self.params is not None:
+            total = train_steps if self.by == "step" else epochs
+            self.params.check(total, advice or _SET_ONE[self.by])

@@ -57,6 +57,9 @@ class TrainingSection(Section):
     train_steps: Count | None = own(
         None, "Optimizer steps of the whole run; required by `pretrain_gpt.py`."
     )
+    epochs: Count | None = own(
+        None, "Passes over the training data in the whole run, in place of train_steps."
+    )
     eval_interval: Whole = own(0, "Steps between evaluations; 0: never.")
     eval_steps: Count = own(10, "Global batches per evaluation.")
     loss_reduction: Literal["token", "micro_batch"] = own(

@@ -65,7 +65,15 @@ def build_components(
     kernels = Kernels.detect(mesh.device)
     get_logger(mesh.rank).info(kernels.description)
     precision = precision_of(config)
-    step = optimizer_step(config, mesh, model, precision, kernels)
+    step = optimizer_step(
+        config,
+        mesh,
+        model,
+        precision,
+        kernels,
+        total_steps=config.training.train_steps,
+        total_epochs=config.training.epochs,
+    )
     timers = MultiTimer(enabled=config.wall_clock_breakdown, clock=step_clock(mesh.device))
     splits = plan_may_change or any(i.kind is Kind.BACKWARD_INPUT for i in plan.steps())
     # A split backward has no weight gradient beside an all-reduce.

@@ -57,11 +57,15 @@ def optimizer_step(
     precision: Precision,
     kernels: Kernels,
     *,
+    total_steps: int | None,
+    total_epochs: int | None,
     offload: bool = True,
 ) -> OptimizerStep | None:
     """Cast the parameters and build the optimizer step; None without a section `optimizer`.
 
     Args:
+        total_steps, total_epochs: length of the run, the default of the lengths of the LR schedule;
+            None if it is not known.
         offload: apply `zero_optimization.offload_optimizer`, unless the model is on the CPU.
 
     Raises:
@@ -87,9 +91,9 @@ def optimizer_step(
         shard_axis=masters.shard_axis,
     )
     schedule = None
-    if config.scheduler is not None:
+    if config.scheduler is not None and config.scheduler.type is not None:
         schedule = build_schedule(
-            optimizer, config.scheduler.type, config.scheduler.params, config.training.train_steps
+            optimizer, config.scheduler, total_steps=total_steps, total_epochs=total_epochs
         )
     return _step_class(config, mesh)(
         optimizer,

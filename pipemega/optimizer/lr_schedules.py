@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch.optim import Optimizer
 
-from pipemega.config.scheduler import SchedulerParams
-from pipemega.errors import ConfigError
+from pipemega.config.scheduler import By, SchedulerSection
+from pipemega.errors import CheckpointError, ConfigError
 from pipemega.optimizer.lr_formulas import (
     LRRangeTest,
     Megatron,
@@ -32,7 +32,8 @@ class LRSchedule:
         optimizer: `lr` (and `betas`) of its groups are set.
         rates: one function for each group.
         betas: Adam's betas, if the schedule changes them too.
-        step: number of steps already taken.
+        step: number of steps already taken; of epochs with `by: "epoch"`.
+        by: what advances the schedule, `scheduler.by`.
     """
 
     def __init__(
@@ -42,9 +43,10 @@ class LRSchedule:
         *,
         betas: Betas | None = None,
         step: int = 0,
+        by: By = "step",
     ) -> None:
         assert len(rates) == len(optimizer.param_groups), "a rate for each parameter group"
-        self.optimizer = optimizer
+        self.optimizer, self._by = optimizer, by
         self._rates, self._betas, self._step = rates, betas, step
         self._apply()
 
@@ -59,8 +61,17 @@ class LRSchedule:
             "learning rate twice per step: remove it"
         )
 
-    def advance(self) -> None:
-        """Advance after an optimizer step; not called for skipped steps."""
+    def end_step(self) -> None:
+        """Advance after an optimizer step that was not skipped, unless epochs advance it."""
+        if self._by == "step":
+            self._advance()
+
+    def end_epoch(self) -> None:
+        """Advance after a pass over the training data, if epochs advance the schedule."""
+        if self._by == "epoch":
+            self._advance()
+
+    def _advance(self) -> None:
         self._step += 1
         self._apply()
 
@@ -69,11 +80,21 @@ class LRSchedule:
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
     def state_dict(self) -> dict[str, int]:
-        return {"step": self._step}
+        return {self._by: self._step}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the saved step; the curve is that of this config, not of the checkpoint."""
-        self._step = int(state["step"])
+        """Continue where the saved run was; the curve is that of this config.
+
+        Raises:
+            CheckpointError: the saved run counted another unit.
+        """
+        if self._by not in state:
+            raise CheckpointError(
+                f"the schedule of the checkpoint counts {'/'.join(state)}s, and scheduler.by is "
+                f"{self._by!r}: restore scheduler.by, or load without the schedule "
+                "(checkpoint.load_lr_scheduler_states false)"
+            )
+        self._step = int(state[self._by])
         self._apply()
 
     def _apply(self) -> None:
@@ -86,23 +107,40 @@ class LRSchedule:
 _DEEPSPEED = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
 """DeepSpeed's types, named as in the config; Megatron's types are styles of one formula."""
 
+_LENGTH_UNKNOWN = (
+    "its default, the length of the run, is not known: training_data has no length, or "
+    'initialize() did not get it. Set the key, or scheduler.by "epoch" and training.epochs'
+)
+
 # Arguments that default to the learning rate of the parameter group.
 _DEFAULT_TO_GROUP_LR = {"base_lr", "warmup_max_lr", "max_lr"}
 
 
 def build_schedule(
-    optimizer: Optimizer, type_name: str, params: SchedulerParams, train_steps: int | None = None
+    optimizer: Optimizer,
+    section: SchedulerSection,
+    total_steps: int | None = None,
+    total_epochs: int | None = None,
 ) -> LRSchedule:
     """Build the schedule that the config names, and apply it to `optimizer`.
 
     Args:
-        type_name, params: `scheduler.type` and `.params`, which `config.scheduler` has validated.
-        train_steps: the length of the run: default of `total_num_steps` and `decay_steps`.
+        section: with a type; `config.scheduler` has validated it.
+        total_steps, total_epochs: the length of the run, if known: the default of
+            `total_num_steps` and `decay_steps`, in the unit of `scheduler.by`.
+
+    Raises:
+        ConfigError: the parameters do not fit this length, or it is needed and not known.
     """
+    name = section.type
     formulas: dict[str, Callable[..., Rate]] = {kind.__name__: kind for kind in _DEEPSPEED}
-    formula = formulas.get(type_name) or partial(Megatron, style=type_name)  # type: ignore[arg-type]
+    formula = formulas.get(name or "") or partial(Megatron, style=name)  # type: ignore[arg-type]
     keys = inspect.signature(formula).parameters.keys() - {"style"}
-    given = params.arguments(train_steps)
+    try:
+        section.check(total_steps, total_epochs, _LENGTH_UNKNOWN)
+    except ValueError as error:
+        raise ConfigError(str(error), on_every_rank=True) from error
+    given = section.arguments(total_steps, total_epochs)
     arguments = {key: value for key, value in given.items() if key in keys}
     rates = []
     for group in optimizer.param_groups:
@@ -116,4 +154,5 @@ def build_schedule(
             "scheduler.params.cycle_momentum has no effect: the optimizer %s has no betas",
             torch.typename(optimizer),
         )
-    return LRSchedule(optimizer, rates, betas=betas, step=given.get("last_batch_iteration", -1) + 1)
+    first_step = given.get("last_batch_iteration", -1) + 1
+    return LRSchedule(optimizer, rates, betas=betas, step=first_step, by=section.by)

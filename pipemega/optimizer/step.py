@@ -54,7 +54,8 @@ class OptimizerStep:
         optimizer: over `masters.named`.
         masters: the strategy that reduces gradients and updates the model parameters.
         loss_scale: None without fp16; then a loss that is inf or nan counts as an overflow.
-        schedule: advanced after each step that was not skipped; None keeps the learning rates.
+        schedule: advanced after each step that was not skipped, or by `end_epoch`; None keeps the
+            learning rates.
         num_layers: of the whole model: larger than any position in a logical name.
         clip: largest norm of the gradients; 0 for no clipping.
         skip_nonfinite: skip and count steps with inf or nan in a gradient; otherwise raise.
@@ -159,6 +160,11 @@ class OptimizerStep:
         self.masters.wait()
         return True
 
+    def end_epoch(self) -> None:
+        """Advance a schedule with `scheduler.by: "epoch"`; after `settle`, on every rank."""
+        if self.schedule is not None:
+            self.schedule.end_epoch()
+
     def _reduce(self) -> Attempt:
         """Begin a step: reduce the gradients, and collect what its decision depends on."""
         with self.phases("gradient reduction"):
@@ -236,7 +242,7 @@ class OptimizerStep:
             finally:
                 self._updating = False
             if self.schedule is not None:
-                self.schedule.advance()
+                self.schedule.end_step()
             self.masters.release_grads()
         with self.phases("parameter gather"):
             self.masters.copy_to_model()

@@ -69,8 +69,16 @@ def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: Devic
     """
     precision = precision_of(config)
     # The meta device stands for `device`; offload from a CPU moves nothing.
+    # The learning rate needs no memory: any length of the run will do.
     step = optimizer_step(
-        config, mesh, local, precision, Kernels.detect("meta"), offload=device == "cuda"
+        config.model_copy(update={"scheduler": None}),
+        mesh,
+        local,
+        precision,
+        Kernels.detect("meta"),
+        total_steps=None,
+        total_epochs=None,
+        offload=device == "cuda",
     )
     trainable = [(name, p) for name, p in local.parameters.items() if p.requires_grad]
     dtype = precision.accumulation_dtype

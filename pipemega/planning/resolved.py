@@ -108,8 +108,8 @@ def _pipeline(config: Config, topology: Topology) -> Iterator[Resolved]:
 
 
 def _training(config: Config) -> Iterator[Resolved]:
-    if config.scheduler is not None:
-        lengths = config.scheduler.params.arguments(config.training.train_steps)
+    if config.scheduler is not None and config.scheduler.type is not None:
+        lengths = config.scheduler.arguments(config.training.train_steps, config.training.epochs)
         shown = ", ".join(
             f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in lengths.items()

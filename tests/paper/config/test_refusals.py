@@ -216,7 +216,7 @@ def test_an_invalid_optimizer_is_refused(optimizer, message):
         ("WarmupLR", {"total_num_steps": 5}, "unknown key 'scheduler.params.total_num_steps'"),
         ("WarmupLR", {"warmup_type": "lin"}, 'must be "log" or "linear", not "lin"'),
         ("linear", {"warmup_steps": 1, "warmup_fraction": 0.1}, "are both given: keep one"),
-        ("linear", {"warmup_steps": 100}, "(100) must be above the warm-up's 100 steps"),
+        ("linear", {"warmup_steps": 100}, "(100) must be above the length of the warm-up (100)"),
         ("WSD", {"wsd_decay_steps": 91, "warmup_steps": 10}, "(91) must be at most decay_steps"),
         ("cosine", {"wsd_decay_steps": 5}, "unknown key 'scheduler.params.wsd_decay_steps'"),
     ],
@@ -236,6 +236,29 @@ def test_an_invalid_lr_schedule_is_refused(kind, params, message):
 )
 def test_an_lr_schedule_needs_the_length_of_the_run(kind, params, message):
     assert message in refusal_of({"training": {}, "scheduler": {"type": kind, "params": params}})
+
+
+def test_the_length_of_a_schedule_in_epochs_is_that_of_the_run_in_epochs():
+    by_epoch = {"scheduler": {"type": "cosine", "by": "epoch"}}
+    assert (
+        "scheduler.params.decay_steps is missing, and so is training.epochs, its default"
+        in refusal_of({"training": {}, **by_epoch})
+    )
+    short = {"type": "linear", "by": "epoch", "params": {"warmup_steps": 3}}
+    assert "decay_steps (3) must be above the length of the warm-up (3)" in refusal_of(
+        {"training": {"epochs": 3}, "scheduler": short}
+    )
+    assert load(BASE | {"training": {"epochs": 3}, **by_epoch}).scheduler.by == "epoch"
+    # The number of steps of an epoch depends on the data.
+    assert load(BASE | {"training": {"epochs": 3}, "scheduler": {"type": "cosine"}}).scheduler
+
+
+def test_a_scheduler_section_may_contain_by_alone():
+    config = load(BASE | {"scheduler": {"by": "epoch"}})
+    assert (config.scheduler.type, config.scheduler.by) == (None, "epoch")
+    assert load(config.to_dict()).scheduler == config.scheduler
+    assert "scheduler.type is missing" in refusal_of({"scheduler": {}})
+    assert "scheduler.type is missing" in refusal_of({"scheduler": {"by": "epoch", "params": {}}})
 
 
 COSTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}

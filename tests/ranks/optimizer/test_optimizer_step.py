@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pipemega.config.optimizer import PARAMS
-from pipemega.config.scheduler import DecayParams
+from pipemega.config.scheduler import DecayParams, SchedulerSection
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import CheckpointError, LossScaleError, NonFiniteError, PipelineError
 from pipemega.kernels import Kernels
@@ -154,7 +154,9 @@ def overflow_on_one_rank(sizes, key, where, kind=PlainMasterParams):
         model.named, mesh, precision=FP16, tied=model.tied, kind=kind,
         loss_scale=DynamicLossScale(2.0**8, hysteresis=1),
     )  # fmt: skip
-    step.schedule = build_schedule(step.optimizer, "linear", DecayParams(decay_steps=10))
+    step.schedule = build_schedule(
+        step.optimizer, SchedulerSection(type="linear", params=DecayParams(decay_steps=10))
+    )
     reports = []
     for number in range(3):
         for name, parameter in model.named:
@@ -363,7 +365,9 @@ def resume_from_state(sizes, name, precision):
         step = build_step(
             model.named, mesh, name, precision, tied=model.tied, clip=0.5, loss_scale=scaler
         )
-        step.schedule = build_schedule(step.optimizer, "cosine", DecayParams(decay_steps=9))
+        step.schedule = build_schedule(
+            step.optimizer, SchedulerSection(type="cosine", params=DecayParams(decay_steps=9))
+        )
         return model, step
 
     def run(model, step, numbers):

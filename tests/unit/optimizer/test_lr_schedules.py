@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from pipemega.config import load
-from pipemega.errors import ConfigError
+from pipemega.config.scheduler import DecayParams, SchedulerSection
+from pipemega.errors import CheckpointError, ConfigError
 from pipemega.optimizer import build_schedule
 from pipemega.optimizer.lr_formulas import Megatron
 
@@ -24,7 +25,7 @@ def build(optimizer, name, params, train_steps=None):
     if train_steps is not None:
         config["training"] = {"train_steps": train_steps}
     section = load(config).scheduler
-    return build_schedule(optimizer, section.type, section.params, train_steps)
+    return build_schedule(optimizer, section, train_steps)
 
 
 def curve(name, params, steps, **more):
@@ -32,7 +33,7 @@ def curve(name, params, steps, **more):
     rates = []
     for _ in range(steps):
         rates.append(schedule.get_last_lr()[0])
-        schedule.advance()
+        schedule.end_step()
     return rates
 
 
@@ -104,7 +105,7 @@ def test_one_cycle_moves_adams_beta1_opposite_to_the_rate():
     seen = []
     for _ in range(7):
         seen.append(optimizer.param_groups[0]["betas"])
-        schedule.advance()
+        schedule.end_step()
     # DeepSpeed's very first step has the smallest momentum, before the cycle begins.
     assert [beta1 for beta1, _ in seen] == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9, 0.945, 0.99])
     assert {beta2 for _, beta2 in seen} == {0.99}
@@ -123,7 +124,7 @@ def test_one_cycle_keeps_the_betas_if_configured_so_or_if_there_are_none(caplog)
 def test_all_groups_get_the_rate_and_a_loaded_state_continues_the_curve():
     first = build(adam(groups=2), "cosine", {"decay_steps": 9})
     for _ in range(4):
-        first.advance()
+        first.end_step()
     second = build(adam(groups=2), "cosine", {"decay_steps": 9})
     second.load_state_dict(first.state_dict())
     assert second.get_last_lr() == first.get_last_lr()
@@ -134,6 +135,35 @@ def test_the_length_of_the_run_is_the_default_of_the_decay():
     assert curve("linear", {}, 5, train_steps=4) == pytest.approx([0.5, 0.375, 0.25, 0.125, 0])
     assert curve("linear", {"decay_steps": 2}, 3, train_steps=4) == pytest.approx([0.5, 0.25, 0])
     assert curve("WarmupLR", {"warmup_num_steps": 2}, 4, train_steps=4)[-1] == 0.5
+
+
+def test_a_schedule_by_epoch_advances_at_the_end_of_each_epoch():
+    section = SchedulerSection(type="linear", params=DecayParams(), by="epoch")
+    schedule = build_schedule(adam(), section, total_steps=100, total_epochs=4)
+    seen = []
+    for _ in range(5):
+        schedule.end_step()
+        seen.append(schedule.get_last_lr()[0])
+        schedule.end_epoch()
+    assert seen == pytest.approx([0.5, 0.375, 0.25, 0.125, 0])
+    assert schedule.state_dict() == {"epoch": 5}
+    by_step = build(adam(), "linear", {"decay_steps": 4})
+    by_step.end_epoch()
+    assert by_step.get_last_lr() == [0.5]
+    with pytest.raises(CheckpointError, match=r"counts epochs, and scheduler\.by is"):
+        by_step.load_state_dict(schedule.state_dict())
+
+
+def test_a_length_that_is_not_known_is_refused_if_the_schedule_needs_it():
+    section = SchedulerSection(type="cosine", params=DecayParams())
+    with pytest.raises(ConfigError) as caught:
+        build_schedule(adam(), section, total_epochs=3)
+    assert str(caught.value) == (
+        "scheduler.params.decay_steps is missing, and its default, the length of the run, is not "
+        "known: training_data has no length, or initialize() did not get it. Set the key, or "
+        'scheduler.by "epoch" and training.epochs'
+    )
+    assert caught.value.on_every_rank
 
 
 def test_last_batch_iteration_starts_in_the_middle():
@@ -153,7 +183,7 @@ def test_last_batch_iteration_starts_in_the_middle():
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps must be an integer >= 1, not 0"),
         ("WarmupLR", {"warmup_type": "exp"}, 'must be "log" or "linear", not "exp"'),
         ("linear", {"decay_steps": 3, "warmup_steps": 3},
-         "decay_steps (3) must be above the warm-up's 3 steps"),
+         "decay_steps (3) must be above the length of the warm-up (3)"),
         ("WSD", {"decay_steps": 8, "warmup_steps": 3}, "wsd_decay_steps is missing"),
         ("WSD", {"decay_steps": 8, "warmup_steps": 3, "wsd_decay_steps": 6},
          "wsd_decay_steps (6) must be at most decay_steps minus the warm-up (5)"),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipemega.config.optimizer import PARAMS
-from pipemega.config.scheduler import DecayParams
+from pipemega.config.scheduler import DecayParams, SchedulerSection
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import PipelineError
 from pipemega.kernels import Kernels
@@ -54,7 +54,9 @@ def build(kind, name, precision, device="cpu", clip=1.0, **settings):
         masters,
         clip=clip,
         loss_scale=DynamicLossScale(8.0, window=1, hysteresis=1),
-        schedule=build_schedule(optimizer, "cosine", DecayParams(decay_steps=20)),
+        schedule=build_schedule(
+            optimizer, SchedulerSection(type="cosine", params=DecayParams(decay_steps=20))
+        ),
         **{"skip_nonfinite": True} | settings,
     )
     return weight, step
