@@ -1,6 +1,6 @@
 """Monitoring: records of a run, and the sinks that write them.
 
-records                 step, evaluation, timeline, event and sample records; metric_names
+records                 step, epoch, evaluation, timeline, event and sample records; metric_names
 sinks                   JSON lines, CSV, TensorBoard; Monitor, which combines sinks
 console, wandb_sink     progress bar and lines; Weights & Biases
 background_sink         runs a sink in a thread
@@ -11,14 +11,23 @@ timers, flops, logger   stopwatches, FLOP counts, the logger of a rank
 
 from pipemega.monitor.background_sink import BackgroundSink
 from pipemega.monitor.build_sinks import build_sinks
-from pipemega.monitor.console import Console, eval_line, parse_line, step_line, timeline_line
+from pipemega.monitor.console import (
+    Console,
+    epoch_line,
+    eval_line,
+    parse_line,
+    step_line,
+    timeline_line,
+)
 from pipemega.monitor.flops import gpt_flops_per_token, peak_tflops, tflops_per_device
 from pipemega.monitor.logger import get_logger
 from pipemega.monitor.records import (
+    EpochRecord,
     EvalRecord,
     EventRecord,
     Record,
     SampleRecord,
+    ScalarRecord,
     StepRecord,
     TimelineRecord,
 )
@@ -38,6 +47,7 @@ __all__ = [
     "BackgroundSink",
     "Console",
     "CsvSink",
+    "EpochRecord",
     "EvalRecord",
     "EventRecord",
     "JsonLinesSink",
@@ -47,6 +57,7 @@ __all__ = [
     "Record",
     "ResumePoint",
     "SampleRecord",
+    "ScalarRecord",
     "Sink",
     "StepPhases",
     "StepRecord",
@@ -58,6 +69,7 @@ __all__ = [
     "breakdown_line",
     "breakdown_scalars",
     "build_sinks",
+    "epoch_line",
     "eval_line",
     "get_logger",
     "gpt_flops_per_token",

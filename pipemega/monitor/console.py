@@ -8,7 +8,13 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from pipemega.monitor.records import EvalRecord, Record, StepRecord, TimelineRecord
+from pipemega.monitor.records import (
+    EpochRecord,
+    EvalRecord,
+    Record,
+    StepRecord,
+    TimelineRecord,
+)
 from pipemega.monitor.sinks import Sink
 from pipemega.printing import line_width, percent
 
@@ -16,6 +22,7 @@ from pipemega.printing import line_width, percent
 # the progress bar shows the ETA, too.
 _LESS_IMPORTANT = (
     "consumed samples",
+    "epoch",
     "skipped 0",
     "nan 0",
     "loss scale",
@@ -34,20 +41,21 @@ _LESS_IMPORTANT = (
 )
 
 # One "key value" of a line: the value is the last word, the key may have several words.
-PART = re.compile(r"(?P<key>[A-Za-z][A-Za-z/% ]*) (?P<value>\S+)")
+PART = re.compile(r"(?P<key>[A-Za-z][\w/%. -]*) (?P<value>[^\s|]+)")
 
 
 class Console(Sink):
     """Writes lines to standard output, and a progress bar to standard error if it is a terminal.
 
         step 20/200 | consumed samples 640 | loss 6.1234 | lr 3.0000e-04 | grad norm 1.2340 | ...
+        epoch 2/10 | step 20 | consumed samples 640 | loss 6.5678 | seconds 3.20 | samples/s 100
         validation step 20 | consumed samples 640 | loss 6.0000 | perplexity 403.43 | ...
 
     Non-finite numbers are shown as `nan`, `inf` or `-inf`. Unknown numbers (MFU without a peak,
     loss scale without fp16) are left out. On a terminal a line has only the parts that fit.
 
     Args:
-        total_steps: of the whole run; None if unknown.
+        total_steps, total_epochs: of the whole run; None if unknown.
         steps_per_print: interval of the step lines; the last step has one, too. None or 0: no
             step lines.
         progress: show the progress bar.
@@ -61,11 +69,12 @@ class Console(Sink):
         total_steps: int | None = None,
         steps_per_print: int | None = 10,
         *,
+        total_epochs: int | None = None,
         progress: bool = True,
         lines: TextIO | None = None,
         bar: TextIO | None = None,
     ) -> None:
-        self._total_steps = total_steps
+        self._total_steps, self._total_epochs = total_steps, total_epochs
         self._steps_per_print = steps_per_print or 0
         self._lines = sys.stdout if lines is None else lines
         self._bar_file = sys.stderr if bar is None else bar
@@ -77,13 +86,15 @@ class Console(Sink):
     def write(self, record: Record) -> None:
         if isinstance(record, EvalRecord):
             self._print(eval_line(record))
+        elif isinstance(record, EpochRecord):
+            self._print(epoch_line(record, self._total_epochs))
         elif isinstance(record, TimelineRecord):
             self._print(timeline_line(record))
         elif isinstance(record, StepRecord):  # events are in the log
             self._seconds.append(record.step_seconds)
             self._advance(record)
             if self._is_due(record.step):
-                self._print(step_line(record, self._total_steps, self._seconds_left(record.step)))
+                self._print(self._step_line(record))
 
     def close(self) -> None:
         if self._bar is not None:
@@ -94,6 +105,10 @@ class Console(Sink):
         if not self._steps_per_print:
             return False
         return step % self._steps_per_print == 0 or step == self._total_steps
+
+    def _step_line(self, record: StepRecord) -> str:
+        left = self._seconds_left(record.step)
+        return step_line(record, self._total_steps, left, total_epochs=self._total_epochs)
 
     def _seconds_left(self, step: int) -> float | None:
         if self._total_steps is None:
@@ -112,6 +127,9 @@ class Console(Sink):
                 file=self._bar_file,
                 dynamic_ncols=True,
             )
+        if record.epoch is not None:
+            of = _of(self._total_epochs)
+            self._bar.set_description_str(f"epoch {record.epoch}{of}", refresh=False)
         self._bar.set_postfix_str(f"loss {_decimal(record.loss)}", refresh=False)
         self._bar.update(record.step - self._bar.n)
 
@@ -123,17 +141,22 @@ class Console(Sink):
 
 
 def step_line(
-    record: StepRecord, total_steps: int | None = None, seconds_left: float | None = None
+    record: StepRecord,
+    total_steps: int | None = None,
+    seconds_left: float | None = None,
+    *,
+    total_epochs: int | None = None,
 ) -> str:
     """Return the line of one step: parts "key value" joined by " | ", always in this order.
 
-    step, consumed samples, loss, lr, grad norm, [loss scale], tokens/s (samples/s if the tokens of
-    a sample are unknown), [TFLOP/s], [MFU], skipped, nan, [memory GiB], [ETA]; the parts in
-    brackets only if known.
+    step, [epoch], consumed samples, loss, lr, grad norm, [loss scale], tokens/s (samples/s if the
+    tokens of a sample are unknown), [TFLOP/s], [MFU], skipped, nan, [memory GiB], [ETA]; the parts
+    in brackets only if known.
     """
-    total = "" if total_steps is None else f"/{total_steps}"
-    parts: list[tuple[str, str | None]] = [
-        ("step", f"{record.step}{total}"),
+    epoch = None if record.epoch is None else f"{record.epoch}{_of(total_epochs)}"
+    return _line(
+        ("step", f"{record.step}{_of(total_steps)}"),
+        ("epoch", epoch),
         ("consumed samples", f"{record.consumed_samples}"),
         ("loss", _decimal(record.loss)),
         ("lr", f"{record.lr:.4e}"),
@@ -146,23 +169,43 @@ def step_line(
         ("nan", f"{record.nan_steps}"),
         ("memory GiB", _known(record.peak_gib, ".2f")),
         ("ETA", _duration(seconds_left)),
-    ]
-    return " | ".join(f"{key} {value}" for key, value in parts if value is not None)
+    )
 
 
-def _rate(record: StepRecord) -> tuple[str, str]:
-    if record.consumed_tokens:
+def epoch_line(record: EpochRecord, total_epochs: int | None = None) -> str:
+    """Return the line of one epoch; its first key is "epoch"."""
+    return _line(
+        ("epoch", f"{record.epoch}{_of(total_epochs)}"),
+        ("step", f"{record.step}"),
+        ("consumed samples", f"{record.consumed_samples}"),
+        ("loss", _decimal(record.loss)),
+        ("seconds", f"{record.seconds:.2f}"),
+        _rate(record),
+    )
+
+
+def eval_line(record: EvalRecord) -> str:
+    """Return the line of one evaluation; its first key is "validation step", "test step", ..."""
+    return _line(
+        (f"{record.split} step", f"{record.step}"),
+        ("consumed samples", f"{record.consumed_samples}"),
+        *((name, _decimal(value)) for name, value in record.values.items()),
+        ("seconds", f"{record.seconds:.2f}"),
+    )
+
+
+def _rate(record: StepRecord | EpochRecord) -> tuple[str, str]:
+    if record.tokens_per_second is not None:
         return "tokens/s", f"{record.tokens_per_second:.0f}"
     return "samples/s", f"{record.samples_per_second:.4g}"
 
 
-def eval_line(record: EvalRecord) -> str:
-    """Return the line of one evaluation; its first key is "validation step" or "test step"."""
-    return (
-        f"{record.split} step {record.step} | consumed samples {record.consumed_samples} | "
-        f"loss {_decimal(record.loss)} | perplexity {_decimal(record.perplexity)} | "
-        f"seconds {record.seconds:.2f}"
-    )
+def _of(total: int | None) -> str:
+    return "" if total is None else f"/{total}"
+
+
+def _line(*parts: tuple[str, str | None]) -> str:
+    return " | ".join(f"{key} {value}" for key, value in parts if value is not None)
 
 
 def timeline_line(record: TimelineRecord) -> str:
@@ -177,12 +220,12 @@ def timeline_line(record: TimelineRecord) -> str:
 
 def fit(line: str, width: int) -> str:
     """Return the line without its less important parts, as few as needed for `width` columns."""
-    parts = line.split(" | ")
+    first, *parts = line.split(" | ")
     for key in _LESS_IMPORTANT:
-        if len(" | ".join(parts)) <= width:
+        if len(" | ".join([first, *parts])) <= width:
             break
         parts = [part for part in parts if part != key and part.rpartition(" ")[0] != key]
-    return " | ".join(parts)
+    return " | ".join([first, *parts])
 
 
 def parse_line(line: str) -> dict[str, str]:

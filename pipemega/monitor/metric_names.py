@@ -14,7 +14,7 @@ from typing import Literal
 
 MetricNames = Literal["grouped", "deepspeed"]
 
-GROUPS = ("train", "eval", "test", "perf", "memory", "event")
+GROUPS = ("train", "epoch", "eval", "test", "perf", "memory", "event")
 DEEPSPEED_PREFIX = "Train/Samples/"
 
 # Where DeepSpeed's name is not the last part of ours. DeepSpeed calls the optimizer's part of a
@@ -25,6 +25,9 @@ _DEEPSPEED = {
     "eval/perplexity": "eval_perplexity",
     "test/loss": "test_loss",
     "test/perplexity": "test_perplexity",
+    "epoch/loss": "epoch_loss",
+    "epoch/seconds": "epoch_seconds",
+    "epoch/samples_per_second": "epoch_samples_per_second",
     "perf/data_ms": "elapsed_time_ms_data",
     "perf/forward_ms": "elapsed_time_ms_forward",
     "perf/backward_ms": "elapsed_time_ms_backward",

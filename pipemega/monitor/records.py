@@ -1,4 +1,4 @@
-"""Records of a run: one per step, evaluation, measured timeline and event."""
+"""Records of a run: one per step, epoch, evaluation, measured timeline, event and sample text."""
 
 import math
 from collections.abc import Mapping
@@ -10,7 +10,11 @@ from typing import ClassVar
 from pipemega.monitor.metric_names import step_metric
 
 # Fields of a step that are drawn as no curve of their own.
-_NO_CURVES = ("step", "consumed_samples", "extra")
+_NO_CURVES = ("step", "consumed_samples", "epoch", "extra")
+
+# Sets whose lines in `metrics.jsonl` have a kind of their own, and their groups in plots. Those of
+# other sets have the kind "evaluation", and the group eval/<name>.
+_GROUPS = {"validation": "eval", "test": "test"}
 
 _NO_EXTRAS: Mapping[str, float] = MappingProxyType({})
 
@@ -24,13 +28,14 @@ class StepRecord:
     Args:
         step: the number of this step, from 1; skipped steps count.
         consumed_samples: samples of the whole run, this step included.
-        consumed_tokens: likewise, in tokens.
+        consumed_tokens: likewise, in tokens; None for data without tokens.
         loss: mean loss of the step.
         lr: learning rate of the step.
         grad_norm: norm over the logical parameters, before clipping.
         loss_scale: the fp16 loss scale; None without fp16.
         step_seconds: wall-clock time of the step.
         samples_per_second, tokens_per_second: of all ranks together.
+        epoch: that the step belongs to, from 1; None if the run has no epochs.
         tflops_per_device: model FLOPs per second and device / 1e12; recompute does not count.
         mfu: tflops_per_device over the device's peak, 0 to 1.
         skipped_steps: steps of the run so far that changed no parameter (fp16 overflow).
@@ -41,12 +46,13 @@ class StepRecord:
 
     step: int
     consumed_samples: int
-    consumed_tokens: int
     loss: float
     lr: float
     step_seconds: float
     samples_per_second: float
-    tokens_per_second: float
+    consumed_tokens: int | None = None
+    tokens_per_second: float | None = None
+    epoch: int | None = None
     grad_norm: float | None = None
     loss_scale: float | None = None
     tflops_per_device: float | None = None
@@ -61,13 +67,55 @@ class StepRecord:
     def scalars(self) -> dict[str, float]:
         """Return {grouped name: value} for plots; unknown values are left out."""
         fields = {k: v for k, v in self.__dict__.items() if k not in _NO_CURVES and v is not None}
-        if not self.consumed_tokens:
-            del fields["consumed_tokens"], fields["tokens_per_second"]
         return {step_metric(name): value for name, value in (fields | dict(self.extra)).items()}
 
     def row(self) -> dict[str, object]:
         """Return the fields by name, for a line of JSON; unknown values are None."""
         return {"kind": self.kind} | self.__dict__ | {"extra": dict(self.extra)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EpochRecord:
+    """One epoch of training: a pass over the training data.
+
+    Args:
+        step: its last step.
+        consumed_samples: samples of the whole run, this epoch included.
+        epoch: its number, from 1.
+        steps, samples: of this epoch.
+        loss: mean over the samples of this epoch, without steps whose loss is inf or nan.
+        seconds: wall-clock time of its training steps, without evaluations and saves.
+        tokens_per_second: None for data without tokens.
+    """
+
+    step: int
+    consumed_samples: int
+    epoch: int
+    steps: int
+    samples: int
+    loss: float
+    seconds: float
+    tokens_per_second: float | None = None
+
+    kind: ClassVar[str] = "epoch"
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.samples / self.seconds
+
+    def scalars(self) -> dict[str, float]:
+        """Return {grouped name: value}."""
+        return {
+            "epoch/epoch": self.epoch,
+            "epoch/loss": self.loss,
+            "epoch/seconds": self.seconds,
+            "epoch/samples_per_second": self.samples_per_second,
+        }
+
+    def row(self) -> dict[str, object]:
+        """Return the fields by name, for a line of JSON; unknown values are None."""
+        rate = {"samples_per_second": self.samples_per_second}
+        return {"kind": self.kind} | self.__dict__ | rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +127,9 @@ class EvalRecord:
         consumed_samples: training samples so far.
         loss: mean loss over the pass.
         seconds: wall-clock time of the pass.
-        split: "validation" or "test".
+        split: name of the data: "validation", "test", or another.
+        has_tokens: the loss is that of tokens, so that its exponential is a perplexity.
+        metrics: other numbers about the pass, by name.
     """
 
     step: int
@@ -87,32 +137,37 @@ class EvalRecord:
     loss: float
     seconds: float
     split: str = "validation"
+    has_tokens: bool = False
+    metrics: Mapping[str, float] = field(default_factory=lambda: _NO_EXTRAS)
 
     @property
     def kind(self) -> str:
-        return self.split
+        return self.split if self.split in _GROUPS else "evaluation"
 
     @property
-    def perplexity(self) -> float:
-        """exp(loss); inf if that overflows a float."""
-        try:
-            return math.exp(self.loss)
-        except OverflowError:
-            return math.inf
+    def values(self) -> dict[str, float]:
+        """The loss, the perplexity of tokens (inf if it overflows a float), and the metrics."""
+        values = {"loss": self.loss}
+        if self.has_tokens:
+            try:
+                values["perplexity"] = math.exp(self.loss)
+            except OverflowError:
+                values["perplexity"] = math.inf
+        return values | dict(self.metrics)
 
     def scalars(self) -> dict[str, float]:
         """Return {grouped name: value}."""
-        group = "eval" if self.split == "validation" else self.split
-        return {f"{group}/loss": self.loss, f"{group}/perplexity": self.perplexity}
+        group = _GROUPS.get(self.split, f"eval/{self.split}")
+        return {f"{group}/{name}": value for name, value in self.values.items()}
 
     def row(self) -> dict[str, object]:
         """Return the fields by name, for a line of JSON."""
         return {
             "kind": self.kind,
+            "split": self.split,
             "step": self.step,
             "consumed_samples": self.consumed_samples,
-            "loss": self.loss,
-            "perplexity": self.perplexity,
+            **self.values,
             "seconds": self.seconds,
         }
 
@@ -217,4 +272,37 @@ class SampleRecord:
         return {"kind": self.kind} | self.__dict__
 
 
-Record = StepRecord | EvalRecord | TimelineRecord | EventRecord | SampleRecord
+@dataclass(frozen=True, kw_only=True)
+class ScalarRecord:
+    """Numbers that a callback or the user's own loop records.
+
+    Args:
+        step: the last training step before it.
+        consumed_samples: samples of the run so far.
+        values: numbers by name; a name without "/" gets the group "train".
+    """
+
+    step: int
+    consumed_samples: int
+    values: Mapping[str, float]
+
+    kind: ClassVar[str] = "scalars"
+
+    def scalars(self) -> dict[str, float]:
+        """Return {grouped name: value}."""
+        return {name if "/" in name else f"train/{name}": v for name, v in self.values.items()}
+
+    def row(self) -> dict[str, object]:
+        """Return the fields by name, for a line of JSON."""
+        return {"kind": self.kind} | self.__dict__ | {"values": dict(self.values)}
+
+
+Record = (
+    StepRecord
+    | EpochRecord
+    | EvalRecord
+    | TimelineRecord
+    | EventRecord
+    | SampleRecord
+    | ScalarRecord
+)

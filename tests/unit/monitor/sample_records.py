@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from pipemega.monitor import StepRecord, TimelineRecord
+from pipemega.monitor import EpochRecord, EvalRecord, StepRecord, TimelineRecord
 
 
 def step_record(step: int = 1, **changes: Any) -> StepRecord:
@@ -19,6 +19,32 @@ def step_record(step: int = 1, **changes: Any) -> StepRecord:
         "tokens_per_second": 8192.4,
     }
     return StepRecord(**(fields | changes))
+
+
+def epoch_record(**changes: Any) -> EpochRecord:
+    """The second epoch of 10 steps of a run without tokens."""
+    fields: dict[str, Any] = {
+        "step": 20,
+        "consumed_samples": 635,
+        "epoch": 2,
+        "steps": 10,
+        "samples": 315,
+        "loss": 0.5,
+        "seconds": 2.0,
+    }
+    return EpochRecord(**(fields | changes))
+
+
+def eval_record(**changes: Any) -> EvalRecord:
+    """An evaluation of tokens."""
+    fields: dict[str, Any] = {
+        "step": 20,
+        "consumed_samples": 640,
+        "loss": 4.0,
+        "seconds": 1.5,
+        "has_tokens": True,
+    }
+    return EvalRecord(**(fields | changes))
 
 
 def timeline_record(**changes: Any) -> TimelineRecord:

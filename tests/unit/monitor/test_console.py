@@ -10,13 +10,18 @@ import pytest
 
 from pipemega.monitor import (
     Console,
-    EvalRecord,
+    epoch_line,
     eval_line,
     parse_line,
     step_line,
     timeline_line,
 )
-from tests.unit.monitor.sample_records import step_record, timeline_record
+from tests.unit.monitor.sample_records import (
+    epoch_record,
+    eval_record,
+    step_record,
+    timeline_record,
+)
 
 
 class Terminal(io.StringIO):
@@ -24,9 +29,11 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(console_records, total_steps=None, steps_per_print=10, bar=None, lines=None) -> list[str]:
-    lines = lines or io.StringIO()
-    console = Console(total_steps, steps_per_print, lines=lines, bar=bar or io.StringIO())
+def shown(
+    console_records, total_steps=None, steps_per_print=10, total_epochs=None, bar=None, lines=None
+) -> list[str]:
+    lines, bar = lines or io.StringIO(), bar or io.StringIO()
+    console = Console(total_steps, steps_per_print, total_epochs=total_epochs, lines=lines, bar=bar)
     for record in console_records:
         console.write(record)
     console.close()
@@ -92,9 +99,10 @@ def test_a_count_of_skipped_steps_is_shown_before_the_less_important_parts(monke
 
 def test_validation_and_timeline_lines_fit_the_terminal_too(monkeypatch):
     monkeypatch.setenv("COLUMNS", "60")
-    records = [EvalRecord(step=20, consumed_samples=640, loss=4.0, seconds=1.5), timeline_record()]
+    records = [eval_record(), epoch_record(), timeline_record()]
     assert shown(records, lines=Terminal()) == [
         "validation step 20 | loss 4.0000 | perplexity 54.5982",
+        "epoch 2 | step 20 | loss 0.5000 | seconds 2.00 | samples/s 157.5",
         "timeline step 10 | makespan ms 250.00 | bubble % 12.5",
     ]
 
@@ -113,11 +121,37 @@ def test_a_bubble_that_is_rounded_to_zero_has_no_minus_sign():
 
 
 def test_the_line_of_a_validation_has_loss_and_perplexity():
-    record = EvalRecord(step=20, consumed_samples=640, loss=4.0, seconds=1.5)
-    assert eval_line(record) == (
+    assert eval_line(eval_record()) == (
         "validation step 20 | consumed samples 640 | loss 4.0000 | perplexity 54.5982 | "
         "seconds 1.50"
     )
+
+
+def test_the_line_of_data_without_tokens_has_its_metrics_and_no_perplexity():
+    record = eval_record(split="clean_10k", has_tokens=False, metrics={"top1": 0.25, "f1/cat": 1.0})
+    line = eval_line(record)
+    assert line == (
+        "clean_10k step 20 | consumed samples 640 | loss 4.0000 | top1 0.2500 | f1/cat 1.0000 | "
+        "seconds 1.50"
+    )
+    assert parse_line(line)["f1/cat"] == "1.0000"
+    assert parse_line(line)["clean_10k step"] == "20"
+
+
+def test_lines_of_a_run_with_epochs_show_them():
+    (line,) = shown([epoch_record()], total_epochs=10)
+    assert line == (
+        "epoch 2/10 | step 20 | consumed samples 635 | loss 0.5000 | seconds 2.00 | samples/s 157.5"
+    )
+    assert epoch_line(epoch_record(tokens_per_second=640.0)).endswith("tokens/s 640")
+    step = step_record(20, epoch=2, consumed_tokens=None, tokens_per_second=None)
+    (line,) = shown([step], total_steps=100, total_epochs=10)
+    parsed = parse_line(line)
+    assert (parsed["step"], parsed["epoch"], parsed["samples/s"]) == ("20/100", "2/10", "64")
+    assert "tokens/s" not in parsed
+    bar = Terminal()
+    shown([step], total_steps=100, total_epochs=10, bar=bar)
+    assert "epoch 2/10" in bar.getvalue()
 
 
 def test_the_line_of_a_timeline_has_measured_and_predicted_makespan():
@@ -152,15 +186,11 @@ def test_parse_line_reads_every_loss_that_is_shown(value):
 
 def test_nan_is_shown_as_nan():
     assert " | loss nan | " in step_line(step_record(loss=math.nan))
-    assert " | loss nan | perplexity nan | " in eval_line(
-        EvalRecord(step=1, consumed_samples=1, loss=math.nan, seconds=0.1)
-    )
+    assert " | loss nan | perplexity nan | " in eval_line(eval_record(loss=math.nan))
 
 
 def test_a_perplexity_that_overflows_is_inf():
-    assert parse_line(eval_line(EvalRecord(step=1, consumed_samples=1, loss=1e4, seconds=0.1)))[
-        "perplexity"
-    ] == str(math.inf)
+    assert parse_line(eval_line(eval_record(loss=1e4)))["perplexity"] == str(math.inf)
 
 
 def test_parse_line_returns_nothing_for_other_lines():
@@ -171,7 +201,7 @@ def test_the_regular_expression_in_the_docs_reads_the_lines():
     page = Path(__file__, "../../../../docs/monitoring.md").resolve().read_text(encoding="utf-8")
     expression = re.search(r'^PART = re.compile\(r"(.*)"\)$', page, re.MULTILINE)
     assert expression is not None
-    for line in re.findall(r"^((?:step|validation step) \d.*)$", page, re.MULTILINE):
+    for line in re.findall(r"^((?:step|epoch|validation step) \d.*)$", page, re.MULTILINE):
         found = {m["key"]: m["value"] for m in re.finditer(expression[1], line)}
         assert found == parse_line(line)
         assert {"consumed samples", "loss"} <= set(found)
@@ -184,7 +214,7 @@ def test_a_line_is_printed_at_each_interval_and_for_the_last_step():
 
 @pytest.mark.parametrize("steps_per_print", [None, 0])
 def test_without_steps_per_print_only_validation_lines_are_printed(steps_per_print):
-    records = [step_record(1), EvalRecord(step=1, consumed_samples=32, loss=1.0, seconds=1.0)]
+    records = [step_record(1), eval_record(step=1)]
     lines = shown(records, total_steps=1, steps_per_print=steps_per_print)
     assert [line.split(" | ")[0] for line in lines] == ["validation step 1"]
 

@@ -18,11 +18,17 @@ from pipemega.monitor import (
     JsonLinesSink,
     Monitor,
     ResumePoint,
+    ScalarRecord,
     Sink,
     TensorboardSink,
     build_sinks,
 )
-from tests.unit.monitor.sample_records import step_record, timeline_record
+from tests.unit.monitor.sample_records import (
+    epoch_record,
+    eval_record,
+    step_record,
+    timeline_record,
+)
 
 LOGGER = logging.getLogger("pipemega.test_monitor")
 AT_TWO = ResumePoint(step=2, consumed_samples=64)
@@ -49,7 +55,7 @@ def rows(path: Path) -> list[dict]:
 def test_a_record_is_one_line_of_json_with_every_field(tmp_path):
     sink = JsonLinesSink(tmp_path / "deep" / "metrics.jsonl")
     sink.write(step_record(1, extra={"perf/forward_ms": 2.0}))
-    sink.write(EvalRecord(step=1, consumed_samples=32, loss=0.0, seconds=1.0))
+    sink.write(EvalRecord(step=1, consumed_samples=32, loss=0.0, seconds=1.0, has_tokens=True))
     step, evaluation = rows(tmp_path / "deep" / "metrics.jsonl")  # flushed before it is closed
     sink.close()
     assert step["kind"] == "train"
@@ -58,6 +64,22 @@ def test_a_record_is_one_line_of_json_with_every_field(tmp_path):
     assert step["extra"] == {"perf/forward_ms": 2.0}
     assert evaluation["kind"] == "validation"
     assert evaluation["perplexity"] == 1.0
+
+
+def test_epochs_named_sets_and_own_numbers_have_lines(tmp_path):
+    sink = JsonLinesSink(tmp_path / "m.jsonl")
+    sink.write(epoch_record())
+    sink.write(eval_record(split="clean", has_tokens=False, metrics={"top1": 0.5}))
+    sink.write(ScalarRecord(step=20, consumed_samples=640, values={"mine": 2.0, "perf/x": 1.0}))
+    sink.write(step_record(21, consumed_tokens=None, tokens_per_second=None))
+    sink.close()
+    epoch, evaluation, own, step = rows(tmp_path / "m.jsonl")
+    assert (epoch["kind"], epoch["epoch"], epoch["samples_per_second"]) == ("epoch", 2, 157.5)
+    assert (evaluation["kind"], evaluation["split"]) == ("evaluation", "clean")
+    assert evaluation["top1"] == 0.5
+    assert "perplexity" not in evaluation
+    assert (own["kind"], own["values"]) == ("scalars", {"mine": 2.0, "perf/x": 1.0})
+    assert step["tokens_per_second"] is step["consumed_tokens"] is None
 
 
 def test_non_finite_numbers_are_json_strings_that_float_reads(tmp_path):
@@ -106,11 +128,17 @@ def test_csv_has_a_file_per_tag_over_consumed_samples(tmp_path):
     sink = CsvSink(tmp_path / "job")
     sink.write(step_record(1, loss=math.nan))
     sink.write(EvalRecord(step=1, consumed_samples=32, loss=0.0, seconds=1.0))
+    sink.write(eval_record(split="clean", has_tokens=False, metrics={"top1": 0.5}))
+    sink.write(ScalarRecord(step=20, consumed_samples=640, values={"mine": 2.0}))
     sink.close()
     train = table(tmp_path / "job" / "train_loss.csv")
     evaluation = table(tmp_path / "job" / "eval_loss.csv")
+    named = table(tmp_path / "job" / "eval_clean_top1.csv")
     assert train == [["step", "loss"], ["32", "nan"]]
     assert evaluation == [["step", "loss"], ["32", "0.0"]]
+    assert named == [["step", "top1"], ["640", "0.5"]]
+    assert table(tmp_path / "job" / "train_mine.csv") == [["step", "mine"], ["640", "2.0"]]
+    assert not (tmp_path / "job" / "eval_perplexity.csv").exists()
 
 
 def test_csv_files_are_continued_without_a_second_heading_or_row(tmp_path):
