@@ -134,7 +134,7 @@ class ConstantParams(SchedulerParams):
     warmup_init_lr: NotNegative = own(0.0, "Rate before the first step of the warm-up.")
     warmup_steps: Whole = own(0, "Length of the warm-up.")
     warmup_fraction: Share | None = own(None, "Length of the warm-up as a share of `decay_steps`.")
-    decay_steps: Count | None = own(None, "End of the decay; null: that of the run.")
+    decay_steps: Count | None = own(None, "Length of the schedule; null: that of the run.")
     min_lr: NotNegative = ignored(
         0.0, "Smallest rate.", "a constant rate does not decay", agrees=[0, 0.0]
     )
