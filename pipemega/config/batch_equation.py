@@ -29,8 +29,9 @@ class BatchKeys(Section):
     )
     dataloader_drop_last: bool = honoured(
         False,
-        "If the data is a generator, which is read only once: drop its last samples if they do not "
-        "fill a step; false: an error. Other data repeats, so nothing is dropped.",
+        "Drop the last samples of an epoch if they do not fill a step. false: with "
+        "`training.epochs` they are a partial step. Without, a generator, which is read only once, "
+        "must not have such samples, and other data repeats.",
     )
     vocabulary_size: Count | None = ignored(
         None,

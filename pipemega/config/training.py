@@ -9,6 +9,8 @@ from pipemega.config.value_types import Count, Name, NotNegative, Positive, Whol
 
 _FOLDER_NAME = re.compile(r"\w[\w.\-]*")
 
+_EVAL_STEPS = 10
+
 
 class NonFiniteSection(Section):
     """What to do if the loss or a gradient is inf or nan; see docs/long_runs.md."""
@@ -58,10 +60,16 @@ class TrainingSection(Section):
         None, "Optimizer steps of the whole run; required by `pretrain_gpt.py`."
     )
     epochs: Count | None = own(
-        None, "Passes over the training data in the whole run, in place of train_steps."
+        None,
+        "Instead of `train_steps`: passes over the training data of the whole run. The last step "
+        "of an epoch may then be partial; `dataloader_drop_last` drops it.",
     )
     eval_interval: Whole = own(0, "Steps between evaluations; 0: never.")
-    eval_steps: Count = own(10, "Global batches per evaluation.")
+    eval_steps: Count | None = own(
+        None,
+        f"Global batches per evaluation; null: with `epochs` the whole validation set, else "
+        f"{_EVAL_STEPS}.",
+    )
     loss_reduction: Literal["token", "micro_batch"] = own(
         "token", "Mean over all tokens of the global batch, or mean of the micro-batch means."
     )
@@ -87,6 +95,18 @@ class TrainingSection(Section):
     loss_spikes: LossSpikesSection = section(LossSpikesSection, "Warn if the loss jumps.", own=True)
     stragglers: StragglersSection = section(StragglersSection, "Log slow ranks.", own=True)
     check_replicas_every: Whole = own(0, "Steps between checks that replicas are equal; 0: never.")
+
+    def eval_batches(self, epochs: int | None) -> int | None:
+        """Return the global batches per evaluation of a run of `epochs`; None: all."""
+        return self.eval_steps or (_EVAL_STEPS if epochs is None else None)
+
+    @rule("train_steps", "epochs")
+    def _one_length(self) -> Iterator[str]:
+        if self.train_steps is not None and self.epochs is not None:
+            yield (
+                f"training.train_steps ({self.train_steps}) and training.epochs ({self.epochs}) "
+                "both set the length of the run: keep one"
+            )
 
     @rule("run_name")
     def _run_name_is_a_folder(self) -> Iterator[str]:

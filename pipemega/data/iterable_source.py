@@ -1,12 +1,13 @@
 """Iterable datasets: generators, torch's IterableDataset."""
 
+import itertools
 from collections.abc import Generator, Iterator
 from itertools import islice
 
 from pipemega.data.collate import Pytree
 from pipemega.data.sample_order import Share
 from pipemega.data.sample_reader import SampleReader
-from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position
+from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position, groups
 from pipemega.errors import ConfigError, DataError
 
 
@@ -14,7 +15,8 @@ class IterableSource(DataSource):
     """An iterable of samples. Every data rank reads all of it and keeps its share.
 
     All samples of a step are read before its first micro-batch is delivered, so that the data ends
-    between two steps, at the same step on every rank.
+    between two steps, at the same step on every rank. With `by_epoch` the first sample of the next
+    step is read too (with `drop_last` all of them), so that the end of an epoch is known.
     """
 
     def __init__(self, data: Pytree, reader: SampleReader, share: Share, options: LoaderOptions):
@@ -32,6 +34,9 @@ class IterableSource(DataSource):
         self.is_one_pass = hasattr(data, "__next__")
 
     def deliveries(self, start: Position) -> Generator[Delivery, None, None]:
+        if self._options.by_epoch:
+            yield from self._by_epoch(start)
+            return
         share, stream, consumed = self._share, self._stream(start), start.consumed
         unit, size = share.samples_per_slice, share.micro_batch_size
         while True:
@@ -50,7 +55,58 @@ class IterableSource(DataSource):
                 samples = mine[j * size : (j + 1) * size]
                 batch = self._reader.together(samples, which, consumed, share.data_rank)
                 consumed += unit
-                yield batch, positions[(j + 1) * unit - 1]
+                yield Delivery(batch, positions[(j + 1) * unit - 1], size)
+
+    def _by_epoch(self, start: Position) -> Generator[Delivery, None, None]:
+        """Yield the micro-batches of steps of which none has samples of two epochs."""
+        options, step = self._options, self._share.train_batch_size
+        epoch, epoch_start = start.epoch, start.epoch_start
+        skip = start.consumed - epoch_start
+        while options.repeat or epoch == 0:
+            number = itertools.count()
+            samples = (s for s, _ in zip(self._reader.each(self.data, epoch), number, strict=False))
+            at = Position(epoch_start + skip, epoch, epoch_start)
+            rest = self._only_own(islice(samples, skip, None))
+            for group, is_last in groups(rest, step, drop_last=options.drop_last):
+                after = Position(at.consumed + len(group), epoch, epoch_start)
+                if is_last:
+                    after = Position(after.consumed, epoch + 1, after.consumed)
+                yield from self._step(group, at, after)
+                at = after
+            yielded = next(number)
+            if yielded == 0:
+                raise DataError(f"{self.name} yielded no sample in epoch {epoch}")
+            if options.drop_last and yielded < step:
+                raise self.too_short(epoch, yielded)
+            if self.is_one_pass:
+                return
+            epoch, epoch_start, skip = epoch + 1, at.consumed, 0
+
+    def _only_own(self, samples: Iterator[Pytree]) -> Iterator[Pytree]:
+        """Yield None for the samples that this rank does not use, so that their memory is freed.
+
+        The first one of a step completes micro-batches without samples.
+        """
+        for number, sample in enumerate(samples):
+            offset = number % self._share.train_batch_size
+            yield sample if offset == 0 or self._share.owns(offset) else None
+
+    def _step(self, samples: list[Pytree], start: Position, after: Position) -> Iterator[Delivery]:
+        """Yield the micro-batches of this rank of a step, which may be partial."""
+        share, unit = self._share, self._share.samples_per_slice
+        for j, size in enumerate(share.sizes(len(samples))):
+            at, _ = share.bounds(j * unit)
+            # Without samples it is full: its messages then have the shapes of the others.
+            mine = samples[at : at + size] if size else samples[:1] * share.micro_batch_size
+            consumed = start.consumed + j * unit
+            which = f"samples of step positions {consumed} to {consumed + unit - 1}"
+            batch = self._reader.together(mine, which, consumed, share.data_rank)
+            if j == share.num_microbatches - 1:
+                position = after
+            else:
+                consumed = start.consumed + min((j + 1) * unit, len(samples))
+                position = Position(consumed, start.epoch, start.epoch_start)
+            yield Delivery(batch, position, size)
 
     def _stream(self, start: Position) -> Iterator[tuple[Pytree, Position]]:
         """Yield all samples from `start` on, over all epochs, with the position after each."""

@@ -12,6 +12,7 @@ All pipeline and tensor ranks of one data rank build equal loaders and get equal
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,24 @@ from pipemega.data.torch_loader import TorchLoaderSource
 from pipemega.errors import DataError
 from pipemega.host_memory import HostMemory
 from pipemega.random import preserve_all_rng
+
+
+@dataclass(frozen=True)
+class LoadedStep:
+    """What a data rank reads in one step.
+
+    Args:
+        micro_batches: of this data rank; None if this rank did not read them.
+        sizes: samples of each. A micro-batch with 0 samples completes a partial step, so that each
+            step has equally many: it repeats samples, and must have no weight.
+        num_samples: of all data ranks; of a DataLoader as many as if all had those of this one.
+        epoch: completed passes over the data after the step.
+    """
+
+    micro_batches: list[MicroBatch] | None
+    sizes: list[int]
+    num_samples: int
+    epoch: int
 
 
 class BatchLoader:
@@ -101,8 +120,40 @@ class BatchLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch of the next sample."""
+        """Completed passes over the data.
+
+        Without `by_epoch`, that of an iterable or a DataLoader is complete when the next one
+        begins.
+        """
         return self._position.epoch
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the data starts again at its end."""
+        return self._options.repeat and not self._source.is_one_pass
+
+    @property
+    def by_epoch(self) -> bool:
+        """Whether no step has samples of two epochs."""
+        return self._options.by_epoch
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Number of steps of an epoch; None without `by_epoch`, or if it is not known."""
+        return self._source.steps_per_epoch if self.by_epoch else None
+
+    def end_steps_with_epochs(self) -> None:
+        """Set `LoaderOptions.by_epoch`, and continue at the same position.
+
+        Raises:
+            DataError: an epoch has fewer samples than a step, and they are dropped.
+        """
+        if self.by_epoch:
+            return
+        self.close()
+        self._options = replace(self._options, by_epoch=True)
+        self._source = _source_of(self.dataset, self._reader, self.share, self._options)
+        self._set_order(self._seed, self._shuffle)
 
     @property
     def fingerprint(self) -> str:
@@ -121,8 +172,12 @@ class BatchLoader:
         return self
 
     def __next__(self) -> MicroBatch:
-        (batch, self._position), self._peeked = self._peeked or self._take(), None
-        return batch
+        return self._next().batch
+
+    def _next(self) -> Delivery:
+        delivery, self._peeked = self._peeked or self._take(), None
+        self._position = delivery.position
+        return delivery
 
     def peek(self) -> MicroBatch:
         """Return the next micro-batch without consuming it; works for a generator too.
@@ -131,7 +186,7 @@ class BatchLoader:
             StopIteration, DataError: as `next()`.
         """
         self._peeked = self._peeked or self._take()
-        return self._peeked[0]
+        return self._peeked.batch
 
     def next_step(self) -> list[MicroBatch]:
         """Return the micro-batches of one optimizer step.
@@ -140,14 +195,35 @@ class BatchLoader:
             StopIteration: the data does not fill another step (`repeat=False`).
             DataError: the data ended within the step.
         """
-        step = [next(self)]
+        return self.read_step().micro_batches or []
+
+    def read_step(self) -> LoadedStep:
+        """Read one step, as `next_step`, with the sizes of its micro-batches."""
+        before = self.consumed_samples
+        step = [self._next()]
         for _ in range(self.num_microbatches - 1):
             try:
-                step.append(next(self))
+                step.append(self._next())
             except StopIteration:
                 had = len(step) * self.share.samples_per_slice
                 raise self._source.exhausted(had) from None
-        return step
+        sizes = [delivery.size for delivery in step]
+        number = self.consumed_samples - before
+        return LoadedStep([delivery.batch for delivery in step], sizes, number, self.epoch)
+
+    def skip_step(self) -> LoadedStep:
+        """Pass over one step without reading it; only for map-style data.
+
+        Raises:
+            StopIteration, DataError: as `next_step`.
+        """
+        assert isinstance(self._source, MapSource), "the length of the data is not known"
+        found = self._source.next_step(self._position)
+        if found is None:
+            raise StopIteration
+        number = found[1].consumed - self.consumed_samples
+        self._start_at(found[1])
+        return LoadedStep(None, self.share.sizes(number), number, self.epoch)
 
     def state_dict(self) -> dict[str, object]:
         """Return the position of the next sample; equal on all ranks and for all batch sizes."""
@@ -250,8 +326,8 @@ def _pinned(
 ) -> Generator[Delivery, None, None]:
     """Yield the items with their tensors in pinned memory."""
     with closing(items):
-        for batch, position in items:
-            yield pytree.tree_map_only(Tensor, memory.pinned, batch), position
+        for item in items:
+            yield item._replace(batch=pytree.tree_map_only(Tensor, memory.pinned, item.batch))
 
 
 def is_map_style(data: Any) -> bool:

@@ -12,7 +12,9 @@ from pipemega.data.worker_processes import WorkerProcesses
 from pipemega.data.workers import Workers
 from pipemega.errors import DataError
 
-Plans = Iterator[tuple[list[SampleKey], Position]]
+# The samples of a micro-batch; the position after it, and its size.
+Place = tuple[Position, int]
+Plans = Iterator[tuple[list[SampleKey], Place]]
 
 
 class MapSource(DataSource):
@@ -31,7 +33,16 @@ class MapSource(DataSource):
         super().set_order(seed, shuffle)
         if len(self.data) < 1:
             raise DataError(f"{self.name} has no samples")
+        if self.steps_per_epoch == 0:
+            raise self.too_short(0, len(self.data))
         self._order = EpochOrder(len(self.data), seed, shuffle)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        if not self._options.by_epoch:
+            return None
+        whole, rest = divmod(len(self.data), self._share.train_batch_size)
+        return whole + (rest > 0 and not self._options.drop_last)
 
     def position_of(self, consumed: int) -> Position:
         epoch = consumed // len(self.data)
@@ -40,8 +51,8 @@ class MapSource(DataSource):
     def deliveries(self, start: Position) -> Generator[Delivery, None, None]:
         plans = self._plans(start)
         if not self._options.num_workers:
-            for keys, position in plans:
-                yield self._reader.micro_batch(keys), position
+            for keys, place in plans:
+                yield Delivery(self._reader.micro_batch(keys), *place)
         elif self.reads_ahead:
             yield from self._read_in_threads(plans)
         else:
@@ -58,16 +69,16 @@ class MapSource(DataSource):
 
     def _read_in_threads(self, plans: Plans) -> Generator[Delivery, None, None]:
         workers: Workers[MicroBatch] = Workers(self._options.num_workers)
-        running: deque[tuple[Future[MicroBatch], Position]] = deque()
+        running: deque[tuple[Future[MicroBatch], Place]] = deque()
         try:
-            for keys, position in plans:
+            for keys, place in plans:
                 read = partial(self._reader.micro_batch, keys)
-                running.append((workers.submit(read), position))
+                running.append((workers.submit(read), place))
                 if len(running) > self._options.num_workers:
-                    future, position = running.popleft()
-                    yield future.result(), position
-            for future, position in running:
-                yield future.result(), position
+                    future, place = running.popleft()
+                    yield Delivery(future.result(), *place)
+            for future, place in running:
+                yield Delivery(future.result(), *place)
         finally:
             workers.close()
 
@@ -75,28 +86,67 @@ class MapSource(DataSource):
         number, ahead = self._options.num_workers, self._options.prefetch
         self._processes = processes = WorkerProcesses(self._reader, number, ahead)
         try:
-            positions: deque[Position] = deque()
+            places: deque[Place] = deque()
 
             def keys() -> Iterator[list[SampleKey]]:
-                for which, position in plans:
-                    positions.append(position)
+                for which, place in plans:
+                    places.append(place)
                     yield which
 
             for batch in processes.read(keys()):
-                yield batch, positions.popleft()
+                yield Delivery(batch, *places.popleft())
         finally:
             processes.kill()
 
     def _plans(self, start: Position) -> Plans:
-        """Yield the samples of each micro-batch of this rank and the position after it."""
-        share, options = self._share, self._options
-        size, consumed = len(self.data), start.consumed
-        while True:
-            if not options.repeat and consumed + share.train_batch_size > size:
-                if consumed < size and not options.drop_last:
-                    raise self.exhausted(size - consumed)
-                return
-            for _ in range(share.num_microbatches):
-                keys = self._order.keys(*share.bounds(consumed))
-                consumed += share.samples_per_slice
-                yield keys, self.position_of(consumed)
+        """Yield the samples of each micro-batch of this rank, and what else is known of it."""
+        share, unit = self._share, self._share.samples_per_slice
+        while (step := self.next_step(start)) is not None:
+            begin, after = step
+            first, count = self._stream(begin), after.consumed - begin.consumed
+            for j, size in enumerate(share.sizes(count)):
+                at, _ = share.bounds(first + j * unit)
+                if size:
+                    keys = self._order.keys(at, at + size)
+                else:
+                    # Full: its messages then have the shapes of the others.
+                    keys = self._order.keys(first, first + 1) * share.micro_batch_size
+                is_last = j == share.num_microbatches - 1
+                position = after if is_last else self._moved(begin, min((j + 1) * unit, count))
+                yield keys, (position, size)
+            start = after
+
+    def next_step(self, start: Position) -> tuple[Position, Position] | None:
+        """Return the positions before and after the step that follows `start`; None: no data left.
+
+        Raises:
+            DataError: the data ends within the step.
+        """
+        options, size, batch = self._options, len(self.data), self._share.train_batch_size
+        if not options.repeat and start.epoch > 0:
+            return None
+        if options.repeat and not options.by_epoch:
+            return start, self._moved(start, batch)
+        left = size - self._stream(start) % size
+        if left < batch and options.drop_last:
+            if not options.repeat:
+                return None
+            start, left = Position(start.consumed, start.epoch + 1, start.consumed), size
+        elif left < batch and not options.by_epoch:
+            raise self.exhausted(left)
+        count = min(left, batch)
+        left -= count
+        after = self._moved(start, count)
+        if left and left < batch and options.drop_last and options.by_epoch:
+            after = Position(after.consumed, start.epoch + 1, after.consumed)
+        return start, after
+
+    def _stream(self, position: Position) -> int:
+        """Return the index in the stream of all epochs; drops are not in `consumed`."""
+        return position.epoch * len(self.data) + position.consumed - position.epoch_start
+
+    def _moved(self, position: Position, count: int) -> Position:
+        """Return the position `count` samples later."""
+        consumed = position.consumed + count
+        epoch, offset = divmod(self._stream(position) + count, len(self.data))
+        return Position(consumed, epoch, consumed - offset)

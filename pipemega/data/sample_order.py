@@ -10,6 +10,12 @@ so the samples of a step do not depend on the micro-batch size or the number of 
     train_batch_size 8, micro 2, data_size 2        rank 0    rank 1
                                   micro-batch 0     0 1       2 3
                                   micro-batch 1     4 5       6 7
+
+If steps are aligned with epochs, the last step of an epoch may be partial: it reads the same
+positions up to its last sample. A step of 5 samples:
+
+                                  micro-batch 0     0 1       2 3
+                                  micro-batch 1     4         (none)
 """
 
 from dataclasses import dataclass
@@ -82,6 +88,11 @@ class Share:
     def owns(self, offset: int) -> bool:
         """Return whether this rank reads the sample at position `offset` of a step."""
         return offset % self.samples_per_slice // self.micro_batch_size == self.data_rank
+
+    def sizes(self, num_samples: int) -> list[int]:
+        """Return the samples of each micro-batch of this rank in a step of `num_samples`."""
+        starts = (self.bounds(j * self.samples_per_slice)[0] for j in range(self.num_microbatches))
+        return [min(max(num_samples - start, 0), self.micro_batch_size) for start in starts]
 
 
 class EpochOrder:

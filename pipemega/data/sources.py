@@ -1,9 +1,10 @@
 """What a `BatchLoader` reads from: the common part of datasets, iterables and DataLoaders."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sized
+from collections.abc import Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple, TypeVar
 
 from pipemega.data.collate import MicroBatch
 from pipemega.data.sample_order import Share
@@ -27,7 +28,22 @@ class Position:
     epoch_start: int = 0
 
 
-Delivery = tuple[MicroBatch, Position]
+class Delivery(NamedTuple):
+    """A micro-batch that a source has read.
+
+    Attributes:
+        batch: the micro-batch.
+        position: after it.
+        size: number of its samples; 0: it only completes the last step of an epoch, and repeats
+            the first sample of the step.
+    """
+
+    batch: MicroBatch
+    position: Position
+    size: int
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -38,8 +54,9 @@ class LoaderOptions:
         seed: seed of the permutation of each epoch, and of the random numbers of each sample.
         shuffle: None: shuffle map-style datasets that are not shuffled already.
         repeat: start another epoch at the end; otherwise iteration ends at the last whole step.
-        drop_last: without `repeat`, drop the last samples if they do not fill a step; False: raise
-            an error instead, so that no sample is lost.
+        drop_last: drop the last samples of an epoch if they do not fill a step. False: with
+            `by_epoch` they are a partial step, without `repeat` they are an error.
+        by_epoch: no step has samples of two epochs.
         prefetch: number of micro-batches to read ahead, if the data may be read while the model
             runs.
         num_workers: number of threads (deterministic datasets) or processes (all others) that read
@@ -53,6 +70,7 @@ class LoaderOptions:
     shuffle: bool | None = None
     repeat: bool = True
     drop_last: bool = True
+    by_epoch: bool = False
     prefetch: int = 2
     num_workers: int = 0
     timeout_seconds: float = 600.0
@@ -112,6 +130,11 @@ class DataSource(ABC):
         """Return the position after `consumed` samples, as far as it is known without reading."""
         return Position(consumed)
 
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Number of steps of an epoch with `by_epoch`; None: it is not known."""
+        return None
+
     def close(self) -> None:
         """End worker processes."""
         return
@@ -123,3 +146,28 @@ class DataSource(ABC):
             f"samples (train_batch_size), and {had} were left; choose a train_batch_size that "
             "divides the data, drop the last samples, or let it repeat"
         )
+
+    def too_short(self, epoch: int, had: int) -> DataError:
+        """Return the error of an epoch of `had` samples, all of which are dropped."""
+        return DataError(
+            f"epoch {epoch} of {self.name} has {had} samples, fewer than train_batch_size "
+            f"({self._share.train_batch_size}), and dataloader_drop_last drops them: set it to "
+            "false, or train_batch_size to a smaller number"
+        )
+
+
+def groups(items: Iterable[T], size: int, *, drop_last: bool) -> Iterator[tuple[list[T], bool]]:
+    """Yield the items in lists of `size`, and whether each list is the last one.
+
+    One item is read ahead; with `drop_last` a whole list.
+
+    Args:
+        drop_last: drop the last list if it is shorter.
+    """
+    iterator = iter(items)
+    ahead = size if drop_last else 1
+    group = list(islice(iterator, size))
+    while len(group) == size or (group and not drop_last):
+        start = list(islice(iterator, ahead))
+        yield group, len(start) < ahead
+        group = [*start, *islice(iterator, size - len(start))]

@@ -1,22 +1,27 @@
 """A torch DataLoader as training data: its batches are the micro-batches of one data rank."""
 
 from collections.abc import Generator, Iterator, Sized
+from dataclasses import astuple
+from itertools import islice
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
-from pipemega.data.collate import make_pair
+from pipemega.data.collate import MicroBatch, make_pair
 from pipemega.data.sample_order import Share
 from pipemega.data.sample_reader import SampleReader
-from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position
+from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position, groups
 from pipemega.errors import ConfigError, DataError
 from pipemega.random import derive_seed
 
@@ -71,14 +76,17 @@ class TorchLoaderSource(DataSource):
                 f"have {unit} samples together (train_micro_batch_size_per_gpu * mesh.data); "
                 "restore the old sizes"
             )
+        if self._options.by_epoch:
+            yield from self._by_epoch(start)
+            return
         epoch, epoch_start = start.epoch, start.epoch_start
         while True:
             consumed = epoch_start
             for batch in self._epoch(epoch):
                 consumed += unit
                 if consumed > start.consumed:
-                    which = f"a batch of epoch {epoch}"
-                    yield make_pair(batch, self.name, which), Position(consumed, epoch, epoch_start)
+                    position = Position(consumed, epoch, epoch_start)
+                    yield Delivery(batch, position, self._share.micro_batch_size)
             if consumed == 0:
                 raise DataError(f"the {self.name} yielded no micro-batch in epoch 0")
             # An iterable dataset may have ended for good.
@@ -86,15 +94,85 @@ class TorchLoaderSource(DataSource):
                 return
             epoch, epoch_start = epoch + 1, consumed
 
-    def _epoch(self, epoch: int) -> Iterator[Any]:
+    @property
+    def steps_per_epoch(self) -> int | None:
+        loader, count = self.data, self._share.num_microbatches
+        sized = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        # The length of a loader over an iterable dataset is a guess of the user.
+        if isinstance(loader.dataset, IterableDataset) or not isinstance(sized, Sized):
+            return None
+        return len(loader) // count if self._options.drop_last else -(-len(loader) // count)
+
+    def _by_epoch(self, start: Position) -> Generator[Delivery, None, None]:
+        """Yield the micro-batches of steps of which none has batches of two epochs.
+
+        `consumed` counts the samples of this data rank, times the number of data ranks.
+        """
+        options, share = self._options, self._share
+        at, skip = start, (start.consumed - start.epoch_start) // share.samples_per_slice
+        while options.repeat or at.epoch == 0:
+            batches, count = self._epoch(at.epoch), share.num_microbatches
+            had = sum(1 for _ in islice(batches, skip))
+            for group, is_last in groups(batches, count, drop_last=options.drop_last):
+                had += len(group)
+                for delivery in self._step(group, is_last, at):
+                    at = delivery.position
+                    yield delivery
+            if had == 0:
+                dropped = ", or fewer than a step, which are dropped" if options.drop_last else ""
+                raise DataError(
+                    f"the {self.name} yielded no micro-batch in epoch {at.epoch}{dropped}"
+                )
+            if at.epoch_start < at.consumed:  # the rest had been read before, or was dropped
+                at = Position(at.consumed, at.epoch + 1, at.consumed)
+            skip = 0
+
+    def _step(
+        self, batches: list[MicroBatch], is_last: bool, start: Position
+    ) -> Iterator[Delivery]:
+        """Yield the micro-batches of a step, which may be partial."""
+        share, (consumed, epoch, epoch_start) = self._share, astuple(start)
+        for j in range(share.num_microbatches):
+            # Without samples a micro-batch repeats the first one of the step.
+            batch, size = batches[0], 0
+            if j < len(batches):
+                batch = batches[j]
+                size = self._size(batch, is_last and j == len(batches) - 1, epoch)
+            consumed += size * share.data_size
+            if is_last and j == share.num_microbatches - 1:
+                epoch, epoch_start = epoch + 1, consumed
+            yield Delivery(batch, Position(consumed, epoch, epoch_start), size)
+
+    def _size(self, batch: MicroBatch, is_last: bool, epoch: int) -> int:
+        """Return the number of samples of a batch: only the last one of an epoch may be smaller.
+
+        Raises:
+            DataError: the batch has another size.
+        """
+        size = self._share.micro_batch_size
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        if type(self.data.batch_sampler) is not BatchSampler or not tensors or not tensors[0].dim():
+            # The sizes of its batches are known only to the user's code.
+            return size
+        found = len(tensors[0])
+        if found == size or (is_last and found < size):
+            return found
+        raise DataError(
+            f"a batch of the {self.name} in epoch {epoch} has {found} samples instead of {size} "
+            "(train_micro_batch_size_per_gpu), and is not the last one of the epoch: set "
+            "drop_last=True, which drops the smaller batches of all its workers"
+        )
+
+    def _epoch(self, epoch: int) -> Iterator[MicroBatch]:
         for part in (*self._samplers, self.data.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
         for generator, seed in self._generators:
             generator.manual_seed(derive_seed(seed, epoch))
-        return self._reader.each(
-            self.data, epoch, unit="micro-batch", data_rank=self._share.data_rank
-        )
+        which = f"a batch of epoch {epoch}"
+        data_rank = self._share.data_rank
+        for batch in self._reader.each(self.data, epoch, unit="micro-batch", data_rank=data_rank):
+            yield make_pair(batch, self.name, which)
 
     def _refuse_other_sizes(self) -> None:
         if self._reader.has_collate:
@@ -120,11 +198,12 @@ class TorchLoaderSource(DataSource):
                 "initialize() the dataset itself"
             )
         rest = len(batches.sampler) % size if isinstance(batches.sampler, Sized) else None
-        if rest != 0 and not batches.drop_last:
+        if rest != 0 and not batches.drop_last and not self._options.by_epoch:
             last = "may be smaller" if rest is None else f"would have {rest} samples"
             raise ConfigError(
                 f"the last batch of an epoch of the {self.name} {last} instead of {size} "
-                "(train_micro_batch_size_per_gpu): set drop_last=True"
+                "(train_micro_batch_size_per_gpu): set drop_last=True; or set training.epochs: "
+                "then the last batch of an epoch may be smaller"
             )
 
     def _refuse_other_ranks(self) -> None:

@@ -1,6 +1,6 @@
 """The data, the results and the state of one run of a plan on one pipeline rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,7 +27,11 @@ class MicroBatches:
         rng_keys: RNG keys for dropout, one per micro-batch; None in evaluation.
         loss_factor: initial gradient of each micro-batch's loss; contains the loss scale and the
             division by the number of micro-batches.
+        shares: samples of each micro-batch, relative to a full one: the weight of its mean loss.
+            None: all are full. One with share 0 completes a step: it is run, so that all ranks run
+            the same instructions, but has no loss, no gradient and no output.
         keep_outputs: also return the outputs of the last layer.
+        on_output: called with (outputs, labels) of each micro-batch, on the rank of the last stage.
         discard_grads: do not start reductions; the gradients are discarded.
     """
 
@@ -35,8 +39,19 @@ class MicroBatches:
     labels: Sequence[Any]
     rng_keys: Sequence[RngKey] | None = None
     loss_factor: float = 1.0
+    shares: Sequence[float] | None = None
     keep_outputs: bool = False
+    on_output: Callable[[Any, Any], object] | None = None
     discard_grads: bool = False
+
+    def share(self, microbatch: int) -> float:
+        """Return the samples of a micro-batch, relative to a full one."""
+        return 1.0 if self.shares is None else self.shares[microbatch]
+
+    @property
+    def has_other_shapes(self) -> bool:
+        """Whether the messages of a micro-batch may differ from those of a full one."""
+        return any(share not in (0, 1) for share in self.shares or ())
 
 
 @dataclass

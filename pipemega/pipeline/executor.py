@@ -18,6 +18,7 @@ from pipemega.distributed.comm_errors import is_connection_loss
 from pipemega.distributed.device_waits import located_by
 from pipemega.errors import PipelineError
 from pipemega.monitor import MultiTimer
+from pipemega.pipeline.buffers import keep_buffers
 from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
 from pipemega.pipeline.messages import TensorMeta, tensors_of
 from pipemega.pipeline.microbatch_loss import Loss, microbatch_loss
@@ -122,7 +123,7 @@ class Executor:
         """Prepare a run; `work` may then execute the program in several parts."""
         self._run = run = ExecutionState(plan, batch, recorder)
         if self._transport is not None:
-            self._transport.exchange_all(plan.forward_only)
+            self._transport.exchange_all(plan.forward_only or batch.has_other_shapes)
         for stage in self.stages.values():
             stage.train(run.train)
         if self._grad_listener is not None and run.train and not batch.discard_grads:
@@ -205,8 +206,10 @@ class Executor:
         x, inputs = self._stage_input(step)
         keys = run.batch.rng_keys
         rng_key = None if keys is None else keys[step.microbatch]
-        with self._timers("forward"):
-            output = self.stages[step.stage](x, rng_key)
+        stage, has_samples = self.stages[step.stage], run.batch.share(step.microbatch) > 0
+        # A micro-batch without samples must not change running statistics.
+        with self._timers("forward"), nullcontext() if has_samples else keep_buffers(stage):
+            output = stage(x, rng_key)
             if step.stage == self._model.num_stages - 1:
                 output = self._finish_forward(step, output)
             else:
@@ -232,21 +235,28 @@ class Executor:
     def _finish_forward(self, step: Instruction, output: Any) -> Any:
         """Record the results of the last stage; return the tensor that backward starts from."""
         m, run, loss_fn = step.microbatch, self._run, self._model.loss_fn
-        kept = None
-        if run.batch.keep_outputs:
-            kept = run.results.outputs[m] = pytree.tree_map_only(Tensor, Tensor.detach, output)
-        if loss_fn is None or m >= len(run.batch.labels):
+        batch, share = run.batch, run.batch.share(step.microbatch)
+        is_used = share > 0 and (batch.keep_outputs or batch.on_output is not None)
+        detached = pytree.tree_map_only(Tensor, Tensor.detach, output) if is_used else None
+        if is_used and batch.keep_outputs:
+            run.results.outputs[m] = detached
+        if m >= len(batch.labels):
             return output
+        labels, result = batch.labels[m], output
+        if loss_fn is not None:
 
-        def run_loss(kept_and_labels: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
-            kept, labels = kept_and_labels
-            return microbatch_loss(loss_fn, output if kept is None else kept, labels, run.train)
+            def run_loss(copied: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+                outputs = copied[0] if is_used else output
+                return microbatch_loss(loss_fn, outputs, copied[1], share, run.train)
 
-        key = ("loss", run.train, kept is None)
-        loss, weight = self._guard(key, run_loss, (kept, run.batch.labels[m]))
-        run.results.losses[m] = loss.detach().reshape(())
-        run.results.weights[m] = weight.detach().reshape(())
-        return loss
+            # The loss must not change outputs that are used again.
+            key = ("loss", run.train, is_used)
+            result, weight = self._guard(key, run_loss, (output if is_used else None, labels))
+            run.results.losses[m] = result.detach().reshape(())
+            run.results.weights[m] = weight.detach().reshape(())
+        if is_used and batch.on_output is not None:
+            batch.on_output(detached, labels)
+        return result
 
     def _send_activation(self, step: Instruction) -> None:
         assert self._transport is not None

@@ -78,10 +78,14 @@ def reduced_loss(config: Config, loss_fn: Loss | None) -> Loss | None:
     return mean
 
 
-def microbatch_loss(loss_fn: Loss, output: Any, labels: Any, train: bool) -> tuple[Tensor, Tensor]:
-    """Return (loss, weight) of one micro-batch; the weight of a mean loss is 1.
+def microbatch_loss(
+    loss_fn: Loss, output: Any, labels: Any, share: float, train: bool
+) -> tuple[Tensor, Tensor]:
+    """Return (weighted loss, weight) of one micro-batch.
 
     Args:
+        share: its samples, relative to a full micro-batch: the weight of a mean loss. A
+            WeightedLoss has its own weight. With 0 the micro-batch has no weight at all.
         train: the loss must have a gradient.
 
     Raises:
@@ -95,6 +99,8 @@ def microbatch_loss(loss_fn: Loss, output: Any, labels: Any, train: bool) -> tup
     except Exception as error:
         raise PipelineError(f"loss_fn failed: {type(error).__name__}: {error}") from error
     loss, weight = weighted_loss(result)
+    if share == 0 or (share != 1 and not isinstance(result, tuple)):
+        loss, weight = loss * share, weight * share
     if train and not loss.requires_grad:
         raise PipelineError(
             "the loss has no gradient: it was computed under no_grad, detached or rounded, or "

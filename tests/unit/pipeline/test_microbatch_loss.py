@@ -28,7 +28,7 @@ LOSS = torch.tensor(6.0, requires_grad=True)
 def test_a_loss_has_weight_1_or_the_weight_that_loss_fn_returned(
     returned: Any, weight: float
 ) -> None:
-    loss, got = microbatch_loss(lambda output, labels: returned, None, None, train=True)
+    loss, got = microbatch_loss(lambda output, labels: returned, None, None, 1.0, train=True)
     assert loss.item() == 6.0
     assert got.item() == weight
 
