@@ -65,6 +65,7 @@ class Checkpointer:
 
     Args:
         config, mesh, model, step, loader: of the engine.
+        total_steps: of the whole run; None: not known.
     """
 
     def __init__(
@@ -74,16 +75,30 @@ class Checkpointer:
         model: LocalModel,
         step: OptimizerStep | None,
         loader: BatchLoader | None,
+        total_steps: int | None = None,
     ) -> None:
         self._config, self._mesh, self._model = config, mesh, model
         self._step, self._loader = step, loader
+        self._unclaimed: tuple[dict[str, Any], LoadOptions, list[ConfigChange]] | None = None
         settings = config.checkpoint
         self._retention = Retention(settings.keep_last, settings.keep_every)
         self._background = BackgroundTask(mesh.world, mesh.timeout)
         if settings.in_background:
             self._background.connect()
         self._staging = Staging(HostMemory(mesh.device))
-        self._warn_if_space_is_short()
+        self._warn_if_space_is_short(total_steps)
+
+    def set_loader(self, loader: BatchLoader) -> None:
+        """Save and load the position of `loader` from now on.
+
+        If a checkpoint was loaded before, the loader moves to the position in it.
+
+        Raises:
+            DataError: the checkpoint was saved with other data.
+        """
+        self._loader = loader
+        if self._unclaimed is not None:
+            self._load_loader(*self._unclaimed)
 
     def save(
         self,
@@ -147,9 +162,9 @@ class Checkpointer:
         if failed is not None:
             raise failed
 
-    def _warn_if_space_is_short(self) -> None:
+    def _warn_if_space_is_short(self, steps: int | None) -> None:
         """Log a warning if the checkpoints of this run will not fit into `checkpoint.save`."""
-        settings, steps = self._config.checkpoint, self._config.training.train_steps
+        settings = self._config.checkpoint
         if settings.save is None or is_remote(settings.save):
             return
         size = estimated_bytes(self._config.optimizer, self._mesh, self._model, self._step)
@@ -274,7 +289,11 @@ class Checkpointer:
         self, stored: dict[str, Any] | None, options: LoadOptions, changes: list[ConfigChange]
     ) -> None:
         """Move the loader to the next sample; refuse other data unless the change is allowed."""
-        if self._loader is None or stored is None:
+        self._unclaimed = None
+        if stored is None:
+            return
+        if self._loader is None:
+            self._unclaimed = stored, options, changes
             return
         if any(change.key == "seed" for change in changes):
             # The change is allowed: otherwise it was refused before.

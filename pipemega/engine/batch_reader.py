@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -9,11 +10,43 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipemega.data.loader import BatchLoader
-from pipemega.distributed.mesh import Mesh
+from pipemega.data.loader import BatchLoader, LoadedStep
+from pipemega.data.sample_order import Share
+from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.data_comparison import DataComparison
+from pipemega.engine.whole_batch import count_samples, split_batch
 from pipemega.errors import ConfigError, DataError
 from pipemega.host_memory import HostMemory
+
+# Larger than any number that ranks agree on: the ranks that know none contribute it.
+_UNKNOWN = 2**62
+
+
+@dataclass(frozen=True)
+class StepData:
+    """The data of a step on one rank.
+
+    Args:
+        inputs, labels: one entry per micro-batch; None or empty if the stages do not read them.
+        num_samples: of the step, on all data ranks.
+        shares: samples of each micro-batch, relative to a full one; None: all are full.
+        epoch: completed passes over the data after the step; None: not known.
+    """
+
+    inputs: list[Any]
+    labels: list[Any]
+    num_samples: int
+    shares: tuple[float, ...] | None = None
+    epoch: int | None = None
+
+    def with_samples(self) -> "StepData":
+        """Return the step without the micro-batches that only complete it."""
+        if self.shares is None:
+            return self
+        count = sum(share > 0 for share in self.shares)
+        return StepData(
+            self.inputs[:count], self.labels[:count], self.num_samples, self.shares[:count]
+        )
 
 
 class BatchReader:
@@ -22,21 +55,15 @@ class BatchReader:
     Args:
         mesh: its ranks agree on the number of micro-batches that are left.
         rank_of_stage: the pipeline rank of each stage.
-        num_microbatches: of a training step.
-        loader: of the training data; None if the caller passes iterators.
+        share: of a training step: the number of samples and micro-batches.
         compare_every: how often to compare what the ranks have read; config key
             data.compare_every.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        rank_of_stage: Sequence[int],
-        num_microbatches: int,
-        loader: BatchLoader | None,
-        compare_every: int,
+        self, mesh: Mesh, rank_of_stage: Sequence[int], share: Share, compare_every: int
     ) -> None:
-        self._mesh, self._num_microbatches, self._loader = mesh, num_microbatches, loader
+        self._mesh, self._share = mesh, share
         self._memory = HostMemory(mesh.device)
         self._training_data = DataComparison(mesh, compare_every, "train_batch")
         self._evaluation_data = DataComparison(mesh, compare_every, "eval_batch")
@@ -44,75 +71,223 @@ class BatchReader:
         self._reads_labels = mesh.pipeline.rank == rank_of_stage[-1]
         self._reads = self._reads_inputs or self._reads_labels
 
-    def next_step(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
-        """Return the (inputs, labels) of the next training step, from `data_iter` or the loader.
+    def next_step(
+        self, loader: BatchLoader | None, data_iter: Iterator[Any] | None, batch: Any
+    ) -> StepData:
+        """Return the next training step: `batch`, or from `data_iter`, or from `loader`.
 
         Raises:
             StopIteration, DataError: as `next_evaluation`.
-            ConfigError: neither exists, or `data_iter` is not an iterator.
+            ConfigError: none of them exists, `data_iter` is not an iterator, or `batch` has another
+                number of samples.
         """
-        loader, count = self._loader, self._num_microbatches
+        count, samples = self._share.num_microbatches, self._share.train_batch_size
+        if batch is not None:
+            needed = samples // self._share.data_size
+            return self._from_batch(
+                batch, self._count(batch, needed) or needed, count, self._training_data
+            )
         if data_iter is not None:
             _refuse_restarting(data_iter)
-            return self._read(data_iter, count, self._training_data)
-        if loader is None and not self._reads:
-            # On other ranks the caller passes iterators; this rank only joins their collectives.
-            return self._read(iter(()), count, self._training_data)
-        if loader is None:
+        elif loader is not None:
+            return self._from_loader(loader, self._training_data)
+        elif self._reads:
             raise ConfigError(
                 "train_batch() has no data: give initialize() training_data, or call "
-                "train_batch(iterator over (inputs, labels))"
+                "train_batch(iterator over (inputs, labels)) or train_batch(batch=(inputs, labels))"
             )
-        if not loader.is_map_style:
-            return self._read(loader, count, self._training_data)
-        # A map-style loader repeats its epochs and never ends: no agreement needed.
-        pairs = loader.next_step() if self._reads else None
-        if loader.is_compared:
-            self._training_data.check(pairs, count)
-        return self._split(pairs, count)
+        # Without an iterator this rank only joins the collectives of those that read one.
+        return self._from_iterator(data_iter or iter(()), count, self._training_data)
 
-    def next_evaluation(self, data_iter: Iterator[Any], count: int) -> tuple[list[Any], list[Any]]:
-        """Return the next `count` micro-batches as (inputs, labels); collective.
+    def next_evaluation(self, data_iter: Iterator[Any], count: int) -> StepData:
+        """Return the next `count` micro-batches; collective.
 
         Raises:
             StopIteration: no micro-batch is left; on every rank.
             DataError: fewer than `count` are left, or the ranks of a data rank have read different
                 data; on every rank. Or one is not a pair.
         """
-        return self._read(data_iter, count, self._evaluation_data)
+        return self._from_iterator(data_iter, count, self._evaluation_data)
 
-    def _read(
+    def evaluation_step(self, loader: BatchLoader) -> StepData:
+        """Return the next global batch of `loader`; its last one may be partial. Collective.
+
+        Raises:
+            StopIteration: the data has ended; on every rank.
+        """
+        return self._from_loader(loader, self._evaluation_data).with_samples()
+
+    def evaluation_batch(self, batch: Any) -> StepData:
+        """Return the micro-batches of a batch, of any number of samples; collective.
+
+        Raises:
+            ConfigError: the batch cannot be cut, or the ranks of a data rank have batches of
+                different sizes; on every rank.
+        """
+        own = self._count(batch, None)
+        rank, size = self._mesh.data.rank, self._mesh.data.size
+        numbers = [_UNKNOWN] * (2 * size)
+        if own is not None:
+            numbers[2 * rank : 2 * rank + 2] = own, -own
+        numbers = self._min_over_ranks(*numbers)
+        pairs = [(numbers[2 * d], -numbers[2 * d + 1]) for d in range(size)]
+        for data_rank, (smallest, largest) in enumerate(pairs):
+            if smallest != largest:
+                found = "no tensor" if smallest == _UNKNOWN else f"{smallest} and {largest} samples"
+                raise ConfigError(
+                    f"eval_batch(batch=...): the ranks of data rank {data_rank} have batches of "
+                    f"{found}: all pipeline and tensor ranks of a data rank must pass the same "
+                    "batch",
+                    on_every_rank=True,
+                )
+        most = max(samples for samples, _ in pairs)
+        count = -(-most // self._share.micro_batch_size)
+        return self._from_batch(batch, pairs[rank][0], count, self._evaluation_data)
+
+    # Whole batches
+
+    def _count(self, batch: Any, needed: int | None) -> int | None:
+        """Return the samples of a batch of this rank; None: it has no tensor. Collective.
+
+        Raises:
+            ConfigError: it cannot be cut, or has not as many as `needed`; on every rank.
+        """
+        problem, found = "", needed
+        try:
+            found = count_samples(batch)
+            if needed is not None and found not in (None, needed):
+                problem = (
+                    f"batch has {found} samples along dim 0, and needs train_batch_size / "
+                    f"mesh.data ({self._share.train_batch_size} / {self._share.data_size} = "
+                    f"{needed}), the samples of one data rank: give it {needed}, or set "
+                    f"train_batch_size to {(found or 0) * self._share.data_size}; for a smaller "
+                    "last batch drop it, or give initialize() the data and set training.epochs"
+                )
+        except ConfigError as error:
+            problem = str(error)
+        if self._min_over_ranks(-1 if problem else self._share.num_microbatches)[0] < 0:
+            raise self._batch_error(problem)
+        return found
+
+    def _batch_error(self, problem: str) -> ConfigError:
+        """Return the first problem of all ranks with their batches; collective."""
+        problems = gather_objects(problem, self._mesh.world)
+        return ConfigError(next(filter(None, problems)), on_every_rank=True)
+
+    def _from_batch(
+        self, batch: Any, num_samples: int, most: int, comparison: DataComparison
+    ) -> StepData:
+        """Cut a batch of `num_samples`; `most`: the micro-batches of the largest one."""
+        size = self._share.micro_batch_size
+        pairs = split_batch(batch, num_samples, size)
+        comparison.check(pairs if self._reads else None, most)
+        inputs, labels = self._split(pairs if self._reads else None, len(pairs))
+        sizes = [min(size, num_samples - start) for start in range(0, num_samples, size)]
+        return StepData(inputs, labels, num_samples, self._shares(sizes))
+
+    # Loaders
+
+    def _from_loader(self, loader: BatchLoader, comparison: DataComparison) -> StepData:
+        count = loader.num_microbatches
+        if not loader.is_map_style and not loader.by_epoch:
+            return self._from_iterator(loader, count, comparison)
+        if loader.is_map_style:
+            # Every rank knows the length of the data: no agreement needed.
+            step = loader.read_step() if self._reads else loader.skip_step()
+        else:
+            step = self._agreed_step(loader)
+        if loader.is_compared:
+            comparison.check(step.micro_batches, count, must_differ=loader.must_differ)
+        inputs, labels = self._split(step.micro_batches, count)
+        return StepData(inputs, labels, step.num_samples, self._shares(step.sizes), step.epoch)
+
+    def _agreed_step(self, loader: BatchLoader) -> LoadedStep:
+        """Read a step of data whose length is not known; the ranks that do not read it learn its
+        size and whether the epoch has ended. Collective.
+
+        Raises:
+            StopIteration: the data has ended; on every rank.
+            DataError: the data or an epoch of it ends on some data ranks only; on every rank.
+        """
+        step: LoadedStep | None = None
+        data, count = self._mesh.data, self._share.num_microbatches
+        had, epoch, samples = count, (_UNKNOWN, _UNKNOWN), [_UNKNOWN] * data.size
+        if self._reads:
+            try:
+                step = loader.read_step()
+                epoch, samples[data.rank] = (step.epoch, -step.epoch), sum(step.sizes)
+            except StopIteration:
+                had = 0
+        fewest, first, last, *samples = self._min_over_ranks(had, *epoch, *samples)
+        if fewest < count:
+            raise self._ended(fewest, had, count)
+        if first != -last:
+            raise DataError(
+                f"epoch {first} of {loader.name} ends with this step on some data ranks, and not "
+                "on others: all data ranks need the same number of micro-batches per epoch "
+                "(torch's DistributedSampler gives them as many)",
+                on_every_rank=True,
+            )
+        # Only the last micro-batch with samples may be smaller.
+        size = self._share.micro_batch_size
+        sizes = [min(max(samples[data.rank] - j * size, 0), size) for j in range(count)]
+        return LoadedStep(step.micro_batches if step else None, sizes, sum(samples), first)
+
+    def _shares(self, sizes: Sequence[int]) -> tuple[float, ...] | None:
+        full = self._share.micro_batch_size
+        if all(size == full for size in sizes):
+            return None
+        return tuple(size / full for size in sizes)
+
+    # Iterators
+
+    def _from_iterator(
         self, data_iter: Iterator[Any], count: int, comparison: DataComparison
-    ) -> tuple[list[Any], list[Any]]:
+    ) -> StepData:
         pairs = list(itertools.islice(data_iter, count)) if self._reads else None
         had = count if pairs is None else len(pairs)
-        fewest = self._min_over_ranks(had)
-        if fewest == count:
-            _check_pairs(pairs or ())
-            if not isinstance(data_iter, BatchLoader):
-                comparison.check(pairs, count)
-            elif data_iter.is_compared:
-                comparison.check(pairs, count, must_differ=data_iter.must_differ)
-            return self._split(pairs, count)
-        if fewest == 0 and self._min_over_ranks(-had if self._reads else 0) == 0:
-            raise StopIteration(
+        (fewest,) = self._min_over_ranks(had)
+        if fewest < 0:
+            # Another rank has passed a batch, and cannot cut it.
+            raise self._batch_error("")
+        if fewest < count:
+            raise self._ended(fewest, had, count)
+        _check_pairs(pairs or ())
+        if not isinstance(data_iter, BatchLoader):
+            comparison.check(pairs, count)
+        elif data_iter.is_compared:
+            comparison.check(pairs, count, must_differ=data_iter.must_differ)
+        inputs, labels = self._split(pairs, count)
+        num_samples = count * self._share.samples_per_slice
+        return StepData(inputs, labels, num_samples)
+
+    def _ended(self, fewest: int, had: int, count: int) -> Exception:
+        """Return the error of data that has ended; collective.
+
+        Args:
+            fewest: micro-batches that were left on a rank.
+            had: on this rank.
+        """
+        if fewest == 0 and self._min_over_ranks(-had if self._reads else 0) == [0]:
+            return StopIteration(
                 "the iterator has no micro-batch left: end the loop there (except StopIteration), "
                 "or make the data repeat, for example by giving initialize() the dataset"
             )
-        raise DataError(
+        return DataError(
             f"the data ended within a batch: {count} micro-batches are needed, and the iterator of "
             f"a data rank had {fewest} left (this rank: {had}); give a multiple of {count}, "
             f"or drop the rest",
             on_every_rank=True,
         )
 
-    def _min_over_ranks(self, number: int) -> int:
+    def _min_over_ranks(self, *numbers: int) -> list[int]:
+        """Return the minimum of each number over all ranks; collective."""
         if self._mesh.world.size == 1:
-            return number
+            return [*numbers]
         # In host memory: a number of the device could be read only after all work before it.
-        tensor = torch.tensor(number, device="cpu")
+        tensor = torch.tensor(numbers, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._mesh.world.group)
-        return int(tensor)
+        return [int(number) for number in tensor]
 
     def _split(self, pairs: Sequence[Any] | None, count: int) -> tuple[list[Any], list[Any]]:
         """Keep what the stages of this rank read, on its device."""

@@ -7,6 +7,7 @@ from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.launch_order import launch_order_advice
 from pipemega.distributed.mesh import Mesh
+from pipemega.engine.training_data import TrainingData
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
 from pipemega.monitor import MultiTimer, get_logger
@@ -71,7 +72,7 @@ def build_components(
         model,
         precision,
         kernels,
-        total_steps=config.training.train_steps,
+        total_steps=TrainingData(config, mesh, loader).total_steps,
         total_epochs=config.training.epochs,
     )
     timers = MultiTimer(enabled=config.wall_clock_breakdown, clock=step_clock(mesh.device))

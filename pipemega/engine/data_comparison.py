@@ -60,7 +60,8 @@ class DataComparison:
             return
         hashes = np.zeros((num_microbatches, 2), np.int64)
         if pairs is not None:
-            hashes[:] = [[_hash(part) for part in pair] for pair in pairs]
+            for row, pair in zip(hashes, pairs, strict=False):
+                row[:] = [_hash(part) for part in pair]
         own, world = torch.from_numpy(hashes), self._mesh.world
         gathered = [torch.empty_like(own) for _ in world.ranks]
         dist.all_gather(gathered, own, group=world.group)

@@ -2,20 +2,30 @@
 
 import os
 import time
-from collections.abc import Iterable, Iterator
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch import Tensor
 
 from pipemega.config import Config
+from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
+from pipemega.engine.batch_reader import StepData
+from pipemega.engine.build_loader import evaluation_loader
 from pipemega.engine.components import Components
+from pipemega.engine.evaluation import OnOutput
 from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.engine.step_engine import StepEngine
 from pipemega.engine.training_run import TrainingRun
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.run_progress import RunProgress, register_progress
+from pipemega.pipeline.gather_tensors import gather_full_tensors
 from pipemega.pipeline.plan.instructions import Plan
+
+_Outputs = TypeVar("_Outputs")
 
 
 class Engine(StepEngine):
@@ -45,7 +55,13 @@ class Engine(StepEngine):
         self._saved_in = config.checkpoint.save
         register_progress(self._progress)
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
+    def train_batch(
+        self,
+        data_iter: Iterator[Any] | None = None,
+        *,
+        batch: Any = None,
+        return_outputs: bool = False,
+    ) -> Any:
         """Train one step on one global batch.
 
         With `training.on_nonfinite.policy: "rollback"`, a step with inf or nan loads the newest
@@ -55,23 +71,40 @@ class Engine(StepEngine):
             data_iter: yields the (inputs, labels) of this data rank's micro-batches; read on the
                 pipeline ranks of the first and the last stage. None: the training data given to
                 `initialize`.
+            batch: instead of an iterator: (inputs, labels), pytrees of tensors with the
+                train_batch_size / mesh.data samples of this data rank along dim 0, which are cut
+                into micro-batches.
+            return_outputs: also return the outputs of the last layer.
 
         Returns:
-            the loss, averaged over the whole batch; the same on every rank.
+            the loss, averaged over the whole batch; the same on every rank. Or (loss, outputs):
+            a list with the detached outputs of each micro-batch that has samples on the ranks of
+            the last stage (a shard per tensor rank if the layer returns shards), else None.
 
         Raises:
             StopIteration: no data is left.
+            ConfigError: there is no data, or `batch` cannot be cut into the micro-batches of a
+                step; on every rank.
             StopTraining: a signal or `training.exit_after_minutes` ends the run; it is saved.
             DataError: the data ended within this batch; or the ranks of a data rank have read
                 different data (config key data.compare_every).
             PipelineError: a layer or another rank failed; or as `settle`.
             ReplicaError: copies of a parameter differ (`training.check_replicas_every`).
         """
+        outputs: list[Any] | None = None
+
+        def train() -> float:
+            nonlocal outputs
+            loss, outputs = self._train_batch(data_iter, batch, return_outputs)
+            return loss
+
         with self._failures.propagate_errors("train_batch"):
-            loss = self.run.train_step(partial(super().train_batch, data_iter), data_iter)
+            if batch is not None and data_iter is not None:
+                raise ConfigError("train_batch() takes an iterator or a batch, not both")
+            loss = self.run.train_step(train, data_iter, has_next=batch is None)
         if self.run.stopped:
             raise StopTraining(self.run.stopped)
-        return loss
+        return (loss, outputs) if return_outputs else loss
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse the calls of a loop without a pipeline: `engine(x)`, `backward`, `step`.
@@ -89,10 +122,12 @@ class Engine(StepEngine):
 
     def eval_batch(
         self,
-        data_iter: Iterable[Any],
+        data_iter: Iterable[Any] | None = None,
         num_micro_batches: int | None = None,
         *,
+        batch: Any = None,
         return_outputs: bool = False,
+        on_output: OnOutput | None = None,
         split: str = "validation",
     ) -> Any:
         """Compute the loss on some micro-batches, without gradients, and record it.
@@ -100,19 +135,107 @@ class Engine(StepEngine):
         Args:
             data_iter: as for `train_batch`; micro-batches may have any size.
             num_micro_batches: how many to read; by default as many as in a training step.
+            batch: instead of an iterator: (inputs, labels), pytrees of tensors with any number of
+                samples along dim 0. They are cut into micro-batches; the last may be smaller.
             return_outputs: also return the outputs of the last layer.
+            on_output: called with the (outputs, labels) of each micro-batch, in order, on the ranks
+                of the last stage.
             split: name of the data in the records: "validation" or "test".
 
         Returns:
             the loss, the same on every rank; or (loss, outputs). `outputs` is a list on the ranks
-            of the last stage (a shard per tensor rank if the layer returns shards), else None.
+            of the last stage (a shard per tensor rank if the layer returns shards), else None. A
+            mean loss of a `batch` is averaged over its samples; that of an iterator over its
+            micro-batches.
         """
+
+        def evaluate() -> tuple[float, list[Any] | None]:
+            if (data_iter is None) == (batch is None):
+                raise ConfigError(
+                    "eval_batch() needs either an iterator over micro-batches (inputs, labels), or "
+                    "batch=(inputs, labels)"
+                )
+            if data_iter is None:
+                data = self._reader.evaluation_batch(batch)
+            else:
+                count = num_micro_batches or self.batch.num_microbatches
+                data = self._reader.next_evaluation(iter(data_iter), count)
+            return self._evaluator.batch(data, keep_outputs=return_outputs, on_output=on_output)
+
+        loss, outputs = self._recorded("eval_batch", evaluate, split)
+        return (loss, outputs) if return_outputs else loss
+
+    def evaluate(
+        self,
+        data: Any,
+        num_batches: int | None = None,
+        *,
+        on_output: OnOutput | None = None,
+        split: str = "validation",
+    ) -> float:
+        """Compute the loss on a data set, one global batch after the other, and record it once.
+
+        Args:
+            data: a dataset, iterable or DataLoader, as the `training_data` of `initialize`, read in
+                its own order; or a BatchLoader, which continues at its position.
+            num_batches: global batches to read; the data repeats if it has fewer. None: read the
+                data once, with a partial batch at its end.
+            on_output: as for `eval_batch`.
+            split: name of the data in the records.
+
+        Returns:
+            the mean over all samples (or over the weights of a WeightedLoss), the same on every
+            rank.
+
+        Raises:
+            ConfigError: a BatchLoader that repeats its data, without `num_batches`.
+            StopIteration: a BatchLoader ended before `num_batches`.
+        """
+
+        def evaluate() -> tuple[float, None]:
+            if isinstance(data, BatchLoader):
+                return self._evaluator.over(data, num_batches, on_output), None
+            whole = num_batches is None
+            with closing(evaluation_loader(self.config, self.mesh, data, whole=whole)) as loader:
+                return self._evaluator.over(loader, num_batches, on_output), None
+
+        return self._recorded("evaluate", evaluate, split)[0]
+
+    def _recorded(
+        self, name: str, evaluate: Callable[[], tuple[float, _Outputs]], split: str
+    ) -> tuple[float, _Outputs]:
+        """Call `evaluate` when the last step is final, and record the loss that it returns."""
         self.run.settle_before_evaluation()
         started = time.perf_counter()
-        result = super().eval_batch(data_iter, num_micro_batches, return_outputs=return_outputs)
-        loss = result[0] if return_outputs else result
+        with self._failures.propagate_errors(name):
+            self._settle()
+            loss, outputs = evaluate()
         self.run.add_evaluation(loss, time.perf_counter() - started, split)
-        return result
+        return loss, outputs
+
+    def infer(self, inputs: Sequence[Any]) -> list[Any] | None:
+        """Return the output of the last layer for each micro-batch; None on other stages' ranks."""
+        with self._failures.propagate_errors("infer"):
+            self._settle()
+            data = StepData(self._reader.to_device(inputs), [], len(inputs))
+            return self._evaluator.outputs(data)
+
+    def get_global_grad_norm(self) -> float | None:
+        """Gradient norm of the last step before clipping; None before the first. Not collective."""
+        return self.last_step.grad_norm if self.last_step else None
+
+    @torch.no_grad()
+    def parameter_state(self) -> dict[str, Tensor]:
+        """Return logical name -> full parameter, on the CPU of every rank; for small models.
+
+        With bf16 or fp16, the fp32 master weight.
+        """
+        with self._failures.propagate_errors("parameter_state"):
+            self._settle()
+            values = {n: p.detach() for n, p in self._model.parameters.items()}
+            if self._step is not None:
+                values |= self._step.masters.gather_masters()
+            return gather_full_tensors(values, self._model, self.mesh)
 
     def save_checkpoint(
         self,

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
-from pipemega.data.sample_order import Share
-from pipemega.data.sources import LoaderOptions
 from pipemega.distributed.exit_hooks import register_exit_hook
 from pipemega.distributed.mesh import (
     Mesh,
@@ -23,6 +21,7 @@ from pipemega.distributed.mesh import (
     set_world_timeout,
 )
 from pipemega.distributed.topology import Topology
+from pipemega.engine.build_loader import training_loader
 from pipemega.engine.check_arguments import check_arguments
 from pipemega.engine.components import build_components
 from pipemega.engine.cpu_allocator import keep_freed_memory
@@ -33,7 +32,6 @@ from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.schedule_tuner import ScheduleTuner, begin_tuning
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
-from pipemega.host_memory import HostMemory
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
 from pipemega.pipeline.local_model import build_local_model, log_stages, make_replicas_equal
@@ -104,7 +102,10 @@ def initialize(
         config.check_sizes(mesh.data.size)
         batch = config.batch(mesh.data.size)
         _log_config(config, batch, mesh)
-        loader = _build_loader(config, mesh, batch, training_data, collate_fn)
+        loader = None
+        if training_data is not None:
+            epochs = config.training.epochs
+            loader = training_loader(config, mesh, training_data, collate_fn, epochs)
         engine = _build_engine(model, config, mesh, batch, loader, plan)
         if mesh.world.size > 1:
             # If a rank could not build its part, all ranks stop here and not in the first step.
@@ -188,30 +189,6 @@ def _log_config(config: Config, batch: Batch, mesh: Mesh) -> None:
             )
     if config.dump_state:
         log.info(config.to_json())
-
-
-def _build_loader(
-    config: Config, mesh: Mesh, batch: Batch, data: Any, collate_fn: Any
-) -> BatchLoader | None:
-    if data is None:
-        return None
-    share = Share(batch.train_batch_size, batch.micro_batch_size, mesh.data.rank, mesh.data.size)
-    options = LoaderOptions(
-        seed=config.seed,
-        drop_last=config.dataloader_drop_last,
-        prefetch=config.data.prefetch,
-        num_workers=config.data.num_workers,
-        timeout_seconds=mesh.data_timeout_seconds,
-        memory=HostMemory(mesh.device),
-    )
-    loader = BatchLoader(data, share, options, collate_fn=collate_fn)
-    if loader.is_map_style and not loader.reads_ahead:
-        get_logger(mesh.rank).info(
-            f"training data: {loader.name} may draw random numbers, so it is read when a step "
-            "needs it; to read ahead, set data.num_workers, or deterministic = True on the dataset "
-            "if a sample depends only on its index"
-        )
-    return loader
 
 
 def _first_micro_batch(loader: BatchLoader | None) -> tuple[Any, Any]:

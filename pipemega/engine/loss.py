@@ -24,9 +24,8 @@ def sum_losses(results: Results, mesh: Mesh) -> tuple[Tensor | float, Tensor | f
     return losses, weights, len(order)
 
 
-def mean_loss(results: Results, mesh: Mesh) -> float:
-    """Average by weight over the micro-batches of all data ranks; collective."""
-    loss, weight, _ = sum_losses(results, mesh)
+def mean_of_sums(loss: Tensor | float, weight: Tensor | float, mesh: Mesh) -> float:
+    """Return the loss summed over all ranks, divided by the weight; collective."""
     sums = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in (loss, weight)])
     sums = sums.to(mesh.device)
     if mesh.world.size > 1:

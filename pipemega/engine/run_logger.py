@@ -111,6 +111,7 @@ class RunLogger:
             resume=resume,
             state=self._sink_states,
             progress=self._shows_progress,
+            total_steps=self._engine.total_steps,
             facts=self._facts() if self._config.wandb.enabled else None,
         )
         # If the script ends without `Engine.close`, for example with an error.
@@ -174,7 +175,7 @@ class RunLogger:
         """Return the record of the last step, without what its report has."""
         engine = self._engine
         memory = self._peak_memory() if self._prints() else {}
-        samples = engine.batch.train_batch_size
+        samples = engine.step_samples
         tokens = samples * self.tokens_per_sample
         tflops = None
         if self.flops_per_token:

@@ -4,37 +4,35 @@ Every method is collective, unless its docstring says otherwise: all ranks call 
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from pipemega.checkpoint import Checkpointer, Counters, LoadOptions
 from pipemega.config import Config
+from pipemega.data.loader import BatchLoader
 from pipemega.diagnostics.nan_origin import NonFiniteLocator
 from pipemega.diagnostics.replica_check import check_replicas
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh
-from pipemega.engine.batch_reader import BatchReader
+from pipemega.engine.batch_reader import BatchReader, StepData
+from pipemega.engine.build_loader import share_of
 from pipemega.engine.components import Components
-from pipemega.engine.loss import mean_loss
+from pipemega.engine.evaluation import Evaluator
 from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.engine.step_callbacks import MeasureBusyTime, StepCallback, TraceSteps
 from pipemega.engine.step_runner import StepRunner
+from pipemega.engine.training_data import TrainingData
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor.step_phases import PIPELINE, StepPhases
 from pipemega.optimizer import LRSchedule, StepReport
-from pipemega.pipeline.execution_state import MicroBatches, Results
-from pipemega.pipeline.gather_tensors import gather_full_tensors
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import Timeline
-from pipemega.pipeline.schedules import forward_only
 from pipemega.profiling.trace import Trace
 from pipemega.random import preserve_rng
 
@@ -55,6 +53,9 @@ class StepEngine:
         plan: what every pipeline rank runs in a step.
         global_steps: training steps so far, skipped ones included.
         consumed_samples: samples of these steps, over all data ranks.
+        step_samples: samples of the last step; fewer than a batch if it was partial.
+        epoch: completed passes over the training data. Without `training.epochs` they are counted
+            for map-style data only.
         stop_requested: a callback on some rank asked to stop after the last `train_batch`.
         timers: data, forward, backward, communication, optimizer; enabled by wall_clock_breakdown.
     """
@@ -71,9 +72,11 @@ class StepEngine:
         self.config, self.mesh, self.plan = config, mesh, plan
         self.batch = config.batch(mesh.data.size)
         self.module = nn.ModuleList(model.stages.values())
-        self.loader, self.timers = components.loader, components.timers
+        self.timers = components.timers
         self.num_parameters = components.num_parameters
         self.global_steps, self.consumed_samples, self.stop_requested = 0, 0, False
+        self.step_samples, self.epoch = 0, 0
+        self._data = TrainingData(config, mesh, components.loader)
         self._model, self._executor = model, executor
         self._step = step = components.optimizer_step
         if step is not None:
@@ -88,15 +91,15 @@ class StepEngine:
                 mesh,
                 config.seed,
                 on_rollback=self._report_final_steps,
-                on_failure=lambda: self._count_steps(-1),
+                on_failure=self._uncount_step,
             )
         self._phases = step.phases if step is not None else StepPhases()
         self._reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
-        self._checkpoints = Checkpointer(config, mesh, model, step, self.loader)
+        self._checkpoints = Checkpointer(config, mesh, model, step, self.loader, self.total_steps)
         self._failures = failure_reporter()
-        stages, count = plan.rank_of_stage, self.batch.num_microbatches
-        self._reader = BatchReader(mesh, stages, count, self.loader, config.data.compare_every)
-        self._is_last = mesh.pipeline.rank == stages[-1]
+        stages, share = plan.rank_of_stage, share_of(config, mesh)
+        self._reader = BatchReader(mesh, stages, share, config.data.compare_every)
+        self._evaluator = Evaluator(mesh, executor, self._reader, stages)
         self._tracing = TraceSteps(config.monitor.trace, mesh, executor, self._phases)
         self._busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]
@@ -129,10 +132,6 @@ class StepEngine:
         self._reports.clear()
         return taken
 
-    def get_global_grad_norm(self) -> float | None:
-        """Gradient norm of the last step before clipping; None before the first. Not collective."""
-        return self.last_step.grad_norm if self.last_step else None
-
     @property
     def work_seconds(self) -> float:
         """Seconds that this rank read data and computed in its last step. Not collective."""
@@ -156,10 +155,68 @@ class StepEngine:
         """The timeline of the last traced step; on rank 0 only. Not collective."""
         return self.last_trace.timeline if self.last_trace else None
 
+    # Length of the run
+
+    @property
+    def loader(self) -> BatchLoader | None:
+        return self._data.loader
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None: not known. Not collective."""
+        return self._data.total_steps
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps or epochs of the run are done. Not collective."""
+        if self._data.epochs is not None:
+            return self.epoch >= self._data.epochs
+        steps = self.config.training.train_steps
+        return steps is not None and self.global_steps >= steps
+
+    @property
+    def eval_batches(self) -> int | None:
+        """Global batches per evaluation (`training.eval_steps`); None: all. Not collective."""
+        return self.config.training.eval_batches(self._data.epochs)
+
+    def set_epochs(self, epochs: int) -> None:
+        """Set `training.epochs` after `initialize`, before the first step of this process.
+
+        Raises:
+            ConfigError: the config has another length, a step was trained, or the data can be read
+                only once.
+        """
+        with self._failures.propagate_errors("set_epochs"):
+            if self.step_samples:
+                raise ConfigError(
+                    f"set_epochs({epochs}) is called after a step: call it before the first one",
+                    on_every_rank=True,
+                )
+            self._data.set_epochs(epochs)
+
+    def set_training_data(
+        self, data: Any, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> None:
+        """Give the engine its training data after `initialize`, which has the same arguments.
+
+        If the run has epochs, call `set_epochs` first. If a checkpoint was loaded, the data
+        continue at its position.
+
+        Raises:
+            ConfigError: the engine has training data.
+            DataError: the checkpoint was saved with other data.
+        """
+        with self._failures.propagate_errors("set_training_data"):
+            loader = self._data.set(data, collate_fn)
+            self._checkpoints.set_loader(loader)
+            self._start_at_epoch(loader.epoch)
+
     # Training
 
-    def train_batch(self, data_iter: Iterator[Any] | None = None) -> float:
-        """Train one step, as `Engine.train_batch`, without records, saves and policies."""
+    def _train_batch(
+        self, data_iter: Iterator[Any] | None, batch: Any, keep_outputs: bool
+    ) -> tuple[float, list[Any] | None]:
+        """Train one step, as `Engine.train_batch`; return the loss, and the outputs if kept."""
         with self._failures.propagate_errors("train_batch"), self._locator.add_origin_to_errors():
             runner = self._runner
             if runner is None or self._model.loss_fn is None:
@@ -168,8 +225,10 @@ class StepEngine:
                     needed = "an optimizer: add the section 'optimizer'"
                 raise ConfigError(f"train_batch needs {needed}", on_every_rank=True)
             self._phases.start(exact=self._tracing.tracer.is_due(self.global_steps + 1))
-            inputs, labels = self._read_batch(data_iter)
-            step = runner.new_step(self.global_steps + 1, self.plan, inputs, labels)
+            data = self._read_batch(data_iter, batch)
+            step = runner.new_step(
+                self.global_steps + 1, self.plan, data, keep_outputs=keep_outputs
+            )
             for callback in self._callbacks:
                 callback.before_step(step)
             with preserve_rng(self.mesh.device), self._phases(PIPELINE):
@@ -183,21 +242,43 @@ class StepEngine:
                 callback.after_step(step)
             self.plan = step.next_plan or self.plan
             self.stop_requested = report.stop_votes > 0
-            self._count_steps(1)
-            return report.loss
+            self._count_step(data)
+            return report.loss, self._evaluator.kept(results)
 
-    def _read_batch(self, data_iter: Iterator[Any] | None) -> tuple[list[Any], list[Any]]:
+    def _read_batch(self, data_iter: Iterator[Any] | None, batch: Any) -> StepData:
+        self._data.check_source(data_iter is not None or batch is not None)
         with self.timers("data"), self._phases("data"), self._busy_time.reading():
             try:
-                return self._reader.next_step(data_iter)
+                data = self._reader.next_step(self.loader, data_iter, batch)
             except StopIteration:
                 # After the end of the data no step follows that would settle the last one.
                 self._settle()
                 raise
+        self._data.epoch = self._data.epoch if data.epoch is None else data.epoch
+        return data
 
-    def _count_steps(self, number: int) -> None:
-        self.global_steps += number
-        self.consumed_samples += number * self.batch.train_batch_size
+    def _count_step(self, data: StepData) -> None:
+        self.global_steps += 1
+        self.step_samples = data.num_samples
+        self.consumed_samples += data.num_samples
+        if self._data.epochs is not None and self._data.epoch > self.epoch:
+            self._settle()
+            self._end_epochs()
+        self.epoch = self._data.epoch
+
+    def _end_epochs(self) -> None:
+        """Advance the schedule to the epoch of the data."""
+        for _ in range(self.epoch, self._data.epoch):
+            if self._step is not None:
+                self._step.end_epoch()
+        self.epoch = self._data.epoch
+
+    def _start_at_epoch(self, epoch: int) -> None:
+        self.epoch = self._data.epoch = epoch
+
+    def _uncount_step(self) -> None:
+        self.global_steps -= 1
+        self.consumed_samples -= self.step_samples
 
     def settle(self) -> None:
         """Complete the last step, so that parameters, optimizer and learning rate are final.
@@ -239,44 +320,6 @@ class StepEngine:
         with self._failures.propagate_errors("check_replicas"):
             self._settle()
             check_replicas(self._model, self.mesh)
-
-    # Evaluation
-
-    def eval_batch(
-        self,
-        data_iter: Iterable[Any],
-        num_micro_batches: int | None = None,
-        *,
-        return_outputs: bool = False,
-    ) -> Any:
-        """Compute the loss, as `Engine.eval_batch`, without a record."""
-        with self._failures.propagate_errors("eval_batch"):
-            self._settle()
-            count = num_micro_batches or self.batch.num_microbatches
-            inputs, labels = self._reader.next_evaluation(iter(data_iter), count)
-            results = self._forward(inputs, labels, keep_outputs=return_outputs)
-            loss = mean_loss(results, self.mesh)
-            return (loss, self._outputs(results)) if return_outputs else loss
-
-    def infer(self, inputs: Sequence[Any]) -> list[Any] | None:
-        """Return the output of the last layer for each micro-batch; None on other stages' ranks."""
-        with self._failures.propagate_errors("infer"):
-            self._settle()
-            results = self._forward(self._reader.to_device(inputs), (), keep_outputs=True)
-            return self._outputs(results)
-
-    def _forward(
-        self, inputs: Sequence[Any], labels: Sequence[Any], *, keep_outputs: bool
-    ) -> Results:
-        count = max(len(inputs), len(labels))
-        plan = lower(forward_only(self.plan.rank_of_stage, count))
-        with preserve_rng(self.mesh.device):
-            batch = MicroBatches(inputs, labels, keep_outputs=keep_outputs)
-            return self._executor.run(plan, batch)
-
-    def _outputs(self, results: Results) -> list[Any] | None:
-        outputs = results.outputs
-        return [outputs[m] for m in sorted(outputs)] if self._is_last else None
 
     # Checkpoints and parameters
 
@@ -333,21 +376,21 @@ class StepEngine:
             if loaded.counters is not None:
                 self.global_steps = loaded.counters.global_steps
                 self.consumed_samples = loaded.counters.consumed_samples
+                self._start_at_epoch(0 if self.loader is None else self.loader.epoch)
                 self._restore_run_state(loaded.counters.run)
         return loaded.path, loaded.client
 
+    def reload(self, folder: str | Path) -> None:
+        """Load the newest checkpoint of a folder, and continue with the data after the last batch
+        that was read.
+        """
+        position = None if self.loader is None else self.loader.state_dict()
+        epoch = self._data.epoch
+        self.load_checkpoint(folder)
+        if self.loader is not None and position is not None:
+            self.loader.load_state_dict(position)
+            self._data.epoch = epoch
+            self._end_epochs()
+
     def _restore_run_state(self, state: dict[str, Any]) -> None:
         """Restore what `_run_state` returned; {} if a run without state has saved."""
-
-    @torch.no_grad()
-    def parameter_state(self) -> dict[str, Tensor]:
-        """Return logical name -> full parameter, on the CPU of every rank; for small models.
-
-        With bf16 or fp16, the fp32 master weight.
-        """
-        with self._failures.propagate_errors("parameter_state"):
-            self._settle()
-            values = {n: p.detach() for n, p in self._model.parameters.items()}
-            if self._step is not None:
-                values |= self._step.masters.gather_masters()
-            return gather_full_tensors(values, self._model, self.mesh)

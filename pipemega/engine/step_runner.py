@@ -1,9 +1,9 @@
 """Runs training steps; validates each one at once or, with post-validation, in the next one."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
 
 from pipemega.distributed.mesh import Mesh
+from pipemega.engine.batch_reader import StepData
 from pipemega.engine.loss import sum_losses
 from pipemega.engine.step_callbacks import TrainStep
 from pipemega.errors import PipemegaError
@@ -55,18 +55,26 @@ class StepRunner:
         self,
         number: int,
         plan: Plan,
-        inputs: Sequence[Any],
-        labels: Sequence[Any],
+        data: StepData,
+        *,
+        keep_outputs: bool = False,
     ) -> TrainStep:
         """Return step `number`, with the micro-batches of this rank."""
-        count, data = len(inputs), self._mesh.data
+        count, axis = len(data.inputs), self._mesh.data
         # Keys have the index in the global batch: dropout is the same on every mesh.
-        keys = [RngKey(self._seed, number - 1, m * data.size + data.rank) for m in range(count)]
+        keys = [RngKey(self._seed, number - 1, m * axis.size + axis.rank) for m in range(count)]
 
         def micro_batches() -> MicroBatches:
             # Validating the previous step may change the loss scale.
             factor = self._step.loss_scale.scale / count
-            return MicroBatches(inputs, labels, rng_keys=keys, loss_factor=factor)
+            return MicroBatches(
+                data.inputs,
+                data.labels,
+                rng_keys=keys,
+                loss_factor=factor,
+                shares=data.shares,
+                keep_outputs=keep_outputs,
+            )
 
         return TrainStep(number, plan, micro_batches)
 

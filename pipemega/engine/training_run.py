@@ -4,6 +4,7 @@ The features are in other modules: `run_logger`, `resume`, `nan_policy`,
 `pipemega.diagnostics` and `pipemega.fault_tolerance.preemption`; see docs/long_runs.md.
 """
 
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -102,12 +103,16 @@ class TrainingRun(StepCallback):
         if self._handles_signals:
             self._stop.__enter__()
 
-    def train_step(self, train: Callable[[], float], data_iter: object = None) -> float:
+    def train_step(
+        self, train: Callable[[], float], data_iter: object = None, *, has_next: bool = True
+    ) -> float:
         """Train one step and do what is due after it; return the loss.
 
         Args:
             train: trains one step, each call with the next batch.
             data_iter: the caller's iterator, if the engine reads one.
+            has_next: `train` can be called again, after a step that was rolled back; otherwise nan
+                is returned for such a step.
 
         Raises:
             NonFiniteError: a step had inf or nan that `training.on_nonfinite` does not allow.
@@ -130,10 +135,12 @@ class TrainingRun(StepCallback):
                 return loss
             except NonFiniteError as error:
                 self._roll_back(error, before)
+                if not has_next:
+                    return math.nan
 
     def _after_step(self) -> None:
         engine, settings = self._engine, self._config.training
-        last = engine.global_steps == settings.train_steps
+        last = engine.is_complete
         if engine.stop_requested and not last:
             self.end_early(self._stop.reasons())
             return
@@ -287,12 +294,9 @@ class TrainingRun(StepCallback):
                 "checkpoint of this run yet: lower checkpoint.interval",
                 on_every_rank=True,
             ) from error
-        position = None if engine.loader is None else engine.loader.state_dict()
         state = self.state_dict()
-        engine.load_checkpoint(folder)
+        engine.reload(folder)
         self.load_state_dict(state)
-        if engine.loader is not None and position is not None:
-            engine.loader.load_state_dict(position)
         self._warn_of_iterators = False
         history.rollbacks += 1
         history.nan_steps += not is_counted
@@ -326,7 +330,7 @@ class TrainingRun(StepCallback):
 
     def log_end(self) -> None:
         """Log the last line of the run, with its counters."""
-        steps, total = self._engine.global_steps, self._config.training.train_steps
+        steps, total = self._engine.global_steps, self._engine.total_steps
         end = f"stopped ({self.stopped}) after" if self.stopped else "finished"
         of = "" if total is None else f" of {total}"
         first = self._first_step or 0

@@ -42,12 +42,12 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     check_data_inputs(config.data)
     log = get_logger(mesh.rank)
     batch = config.batch(mesh.data.size)
-    evaluates = config.training.eval_interval > 0
+    eval_steps = config.training.eval_batches(None) if config.training.eval_interval > 0 else 0
     request = DataRequest(
         seq_length=config.model.seq_length,
         seed=config.seed,
         train_samples=config.training.train_steps * batch.train_batch_size,
-        valid_samples=config.training.eval_steps * batch.train_batch_size if evaluates else 0,
+        valid_samples=(eval_steps or 0) * batch.train_batch_size,
         vocab_size=config.model.vocab_size,
     )
     datasets = build_datasets(

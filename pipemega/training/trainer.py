@@ -8,13 +8,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from pipemega.data.loader import BatchLoader, is_map_style
-from pipemega.data.sample_order import Share
-from pipemega.data.sources import LoaderOptions
 from pipemega.engine.engine import Engine
 from pipemega.engine.run_stats import RunStats
 from pipemega.errors import ConfigError, StopTraining
-from pipemega.host_memory import HostMemory
 from pipemega.monitor import Monitor
 
 
@@ -77,13 +73,16 @@ class Trainer:
             ReplicaError: copies of a parameter differ (`training.check_replicas_every`).
         """
         settings, engine = self.config.training, self.engine
-        if settings.train_steps is None:
-            raise ConfigError("training.train_steps is missing: it is the number of steps to train")
+        if settings.train_steps is None and settings.epochs is None:
+            raise ConfigError(
+                "training.train_steps and training.epochs are missing: one of them is the length "
+                "of the run"
+            )
         self._run.begin()
         try:
             if self._valid is not None and settings.eval_interval and not self.validation:
                 self.evaluate()
-            while engine.global_steps < settings.train_steps and not self.stopped:
+            while not engine.is_complete and not self.stopped:
                 self._advance()
             engine.finish_saving()
             self._run.log_end()
@@ -103,16 +102,11 @@ class Trainer:
 
     def train_step(self) -> float:
         """Train one step, and record, evaluate and save it if due; return the loss."""
-        return self.engine.train_batch()
+        return float(self.engine.train_batch())
 
     def evaluate(self) -> float:
         """Return the validation loss on the first `training.eval_steps` batches."""
-        count = self.config.training.eval_steps * self.engine.batch.num_microbatches
-        loader = self._validation_loader()
-        try:
-            loss = float(self.engine.eval_batch(loader, count))
-        finally:
-            loader.close()
+        loss = self.engine.evaluate(self._valid, self.engine.eval_batches)
         if self._generate_text is not None:
             self._text = self._generate_text()
             self._run.add_sample(*self._text)
@@ -123,22 +117,6 @@ class Trainer:
         if self._text is None and self._generate_text is not None:
             self._text = self._generate_text()
         return self._text
-
-    def _validation_loader(self) -> BatchLoader:
-        batch, mesh = self.engine.batch, self.engine.mesh
-        share = Share(
-            batch.train_batch_size, batch.micro_batch_size, mesh.data.rank, mesh.data.size
-        )
-        data = self.config.data
-        options = LoaderOptions(
-            seed=self.config.seed,
-            shuffle=False,
-            prefetch=data.prefetch,
-            num_workers=data.num_workers if is_map_style(self._valid) else 0,
-            timeout_seconds=mesh.data_timeout_seconds,
-            memory=HostMemory(mesh.device),
-        )
-        return BatchLoader(self._valid, share, options)
 
     def save(self) -> None:
         """Save a checkpoint in `checkpoint.save`, if the config has that folder."""

@@ -213,11 +213,11 @@ def test_the_ranks_agree_on_the_end_of_the_data_without_a_read(
     engine = initialize(net, config, mesh=two_data_ranks, training_data=data)[0]
     given = rows() if data is None else None
     for _ in range(2):
-        inputs, labels = engine._read_batch(given)
-        assert all(tensor.is_meta for tensor in (*inputs, *labels))
+        read = engine._read_batch(given, None)
+        assert all(tensor.is_meta for tensor in (*read.inputs, *read.labels))
     if data is None:
         with pytest.raises(StopIteration, match="no micro-batch left"):
-            engine._read_batch(given)
+            engine._read_batch(given, None)
     else:
         assert engine.loader is not None
         engine.loader.close()

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from pipemega import LayerSpec, PipelineModule, host_memory
 from pipemega.distributed.mesh import Mesh
-from pipemega.engine.batch_reader import BatchReader
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
 from pipemega.host_memory import HostMemory
@@ -118,9 +117,9 @@ def test_data_is_pinned_in_the_thread_that_reads_it(kind: str, pinning: FakePinn
     engine = build(DATA[kind]())
     with CopiesToDevice() as copies:
         for _ in range(STEPS):
-            inputs, labels = engine._read_batch(None)
-            assert inputs[0]["x"].is_meta
-            assert labels[0].is_meta
+            data = engine._read_batch(None, None)
+            assert data.inputs[0]["x"].is_meta
+            assert data.labels[0].is_meta
     assert len(copies.sources) == 3 * COUNT * STEPS
     for source in copies.sources:
         assert pinning.threads[source.untyped_storage().data_ptr()] == "data-prefetch"
@@ -134,7 +133,8 @@ def test_the_data_of_a_callers_iterator_is_pinned_by_the_step(pinning: FakePinni
     tokens = torch.arange(10.0).view(2, 5)
     pinned = pinning.copy(torch.ones(2))
     with CopiesToDevice() as copies:
-        engine._read_batch(iter([({"x": tokens[:, :4], "scale": pinned}, tokens[:, 1:])] * COUNT))
+        pairs = [({"x": tokens[:, :4], "scale": pinned}, tokens[:, 1:])] * COUNT
+        engine._read_batch(iter(pairs), None)
     assert len(copies.sources) == 3 * COUNT
     assert all(pinning.is_pinned(source) for source in copies.sources)
     # A view of pinned memory with gaps is copied; a pinned tensor without gaps is not.
@@ -165,6 +165,5 @@ def test_on_a_cpu_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build(Samples(), "cpu")
     engine.train_batch()
     batch = next(engine.loader)  # type: ignore[arg-type]
-    reader = BatchReader(engine.mesh, [0], COUNT, None, 0)
-    assert reader.to_device(batch)[1] is batch[1]
+    assert engine._reader.to_device(batch)[1] is batch[1]
     engine.loader.close()  # type: ignore[union-attr]

@@ -289,7 +289,7 @@ def test_every_monitor_section_of_a_config_is_used(tmp_path):
 
 
 def test_console_and_json_lines_are_always_on(tmp_path, capsys):
-    monitor = build_sinks(config(), tmp_path, logger=LOGGER)
+    monitor = build_sinks(config(), tmp_path, logger=LOGGER, total_steps=3)
     assert monitor.names == ("console", "jsonl")
     write(monitor, [1, 2])
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
