@@ -167,7 +167,9 @@ class Checkpointer:
         settings = self._config.checkpoint
         if settings.save is None or is_remote(settings.save):
             return
-        size = estimated_bytes(self._config.optimizer, self._mesh, self._model, self._step)
+        size = estimated_bytes(
+            self._config.optimizer_state_bytes, self._mesh, self._model, self._step
+        )
         sizes = gather_objects(size, self._mesh.world)
         if self._mesh.rank == 0:
             saves = math.ceil(steps / settings.interval) if steps and settings.interval else 1

@@ -6,7 +6,6 @@ from contextlib import suppress
 
 from pipemega.checkpoint import layout, tensors
 from pipemega.checkpoint.shards import OutgoingShard
-from pipemega.config.optimizer import OptimizerSection
 from pipemega.distributed.mesh import Mesh
 from pipemega.optimizer import OptimizerStep
 from pipemega.pipeline.local_model import LocalModel
@@ -22,18 +21,22 @@ def outgoing_bytes(shards: Mapping[str, OutgoingShard]) -> int:
 
 
 def estimated_bytes(
-    optimizer: OptimizerSection | None, mesh: Mesh, model: LocalModel, step: OptimizerStep | None
+    state_bytes: int, mesh: Mesh, model: LocalModel, step: OptimizerStep | None
 ) -> int:
-    """Return the bytes that this rank will write into `tensors/` after the first step."""
+    """Return the bytes that this rank will write into `tensors/` after the first step.
+
+    Args:
+        state_bytes: of the optimizer, for each parameter.
+    """
     shards = tensors.logical_tensors(model, step, mesh)
     outgoing = {name: shard.outgoing for name, shard in shards.items()}
     size = outgoing_bytes(outgoing)
-    if step is None or optimizer is None or any(name.startswith("optimizer/") for name in shards):
+    if step is None or any(name.startswith("optimizer/") for name in shards):
         return size
     # Before the first step an optimizer has no state.
     keys = [f"parameters/{n}" for n, p in model.parameters.items() if p.requires_grad]
     trained = outgoing_bytes({key: outgoing[key] for key in keys})
-    return size + trained * optimizer.state_bytes // 4
+    return size + trained * state_bytes // 4
 
 
 def warn_if_short(storage: Storage, size: int, what: str, count: int = 1) -> None:

@@ -3,6 +3,7 @@
 parameters/<logical name>             the master weight if there is one, else the parameter
 buffers/<logical name>                running statistics and other buffers, of the first data rank
 optimizer/<kind>/<logical name>       exp_avg, exp_avg_sq, step, momentum_buffer, ...
+optimizer_value/<kind>/<logical name> state that is no tensor, as bytes
 """
 
 from collections.abc import Iterator, Mapping
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from pipemega.checkpoint.dcp_storage import TensorIndex
 from pipemega.checkpoint.load_options import LoadOptions
@@ -17,9 +19,12 @@ from pipemega.checkpoint.shards import Range, TensorShard, assign_writes
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import CheckpointError
 from pipemega.optimizer import OptimizerStep
+from pipemega.optimizer.plain_values import decode, encode
 from pipemega.parameters import Shard, shard_of
 from pipemega.pipeline.local_model import LocalModel
 
+# Groups of keys: optimizer state that is a tensor, or another value.
+_STATE, _VALUE = "optimizer", "optimizer_value"
 # Optimizers with the same state: each can load the state of the other.
 _SAME_STATE = {"AdamW": "Adam", "FusedAdam": "Adam"}
 
@@ -33,9 +38,12 @@ def logical_tensors(
     replicated = {k: s for k, s in shards.items() if k.startswith("parameters/") and s.span is None}
     for name, entry in _optimizer_entries(step).items():
         for kind in entry.keys() - {"master", "span"}:
-            local = _as_tensor(kind, name, entry[kind])
+            key, local = f"{_STATE}/{kind}/{name}", entry[kind]
+            if not isinstance(local, Tensor):
+                shards[f"{_VALUE}/{kind}/{name}"] = _value_shard(model, mesh, name, entry, kind)
+                continue
             shard = _tensor_shard(model, mesh, name, local, _span_of(entry, kind, local))
-            key = f"optimizer/{kind}/{name}"
+            _check_shape(kind, name, shard, entry, shard_of(model.parameters[name]))
             shards[key] = shard
             if "span" not in entry:
                 replicated[key] = shard
@@ -75,15 +83,19 @@ def empty_optimizer_tensors(
     shards, entries = {}, _optimizer_entries(step)
     for key, (shape, dtype) in stored.items():
         group, kind, name = _split_key(key)
-        if group != "optimizer" or name not in entries:
+        if group not in (_STATE, _VALUE) or name not in entries:
             continue
         parameter, span = model.parameters[name], entries[name].get("span")
-        per_element = shape == shard_of(parameter).shape and kind != "step"
+        whole = shard_of(parameter).shape
+        per_element = group == _STATE and shape == whole and kind != "step"
         local_shape: tuple[int, ...] = shape
         if per_element:
             # The parameter's shape includes its padding.
             local_shape = tuple(parameter.shape) if span is None else (span[1] - span[0],)
         local = torch.zeros(local_shape, dtype=dtype, device=parameter.device)
+        if group == _VALUE:
+            shards[key] = TensorShard(local, Shard(shape))
+            continue
         shards[key] = _tensor_shard(model, mesh, name, local, span if per_element else None)
     return shards
 
@@ -118,8 +130,10 @@ def restore(
                 del entry[kind]
     for key, shard in shards.items():
         group, kind, name = _split_key(key)
-        if group == "optimizer":
+        if group == _STATE:
             entries[name][kind] = shard.local
+        elif group == _VALUE:
+            entries[name][kind] = _decoded(shard.local)
     # The master weights were read in place.
     step.load_state_dict(
         {**current, **_step_state_to_load(state, current, options), "parameters": entries}
@@ -135,6 +149,8 @@ def _step_state_to_load(
     loaded = {key: value for key, value in state.items() if key in current}
     if not options.loads_schedule:
         loaded.pop("schedule", None)
+    if not options.loads_optimizer:
+        loaded.pop("groups", None)
     loaded["loss_scale"] = loaded.get("loss_scale") or current["loss_scale"]
     return loaded
 
@@ -166,21 +182,22 @@ def check_optimizer(state: Mapping[str, Any], step: OptimizerStep) -> None:
     if stored is not None and stored != current:
         raise CheckpointError(
             f"the checkpoint contains the state of the optimizer {stored}, and this run uses "
-            f"{current}, whose state is different: restore optimizer.type, or load without the "
-            f"optimizer state (checkpoint.load_optimizer_states false)"
+            f"{current}, whose state is different: restore optimizer.type, or the optimizer that "
+            f"initialize() got, or load without the optimizer state "
+            f"(checkpoint.load_optimizer_states false)"
         )
 
 
 def parameter_key(key: str) -> str:
     """Return the key of the parameter that an optimizer key belongs to; other keys unchanged."""
     group, _, name = _split_key(key)
-    return f"parameters/{name}" if group == "optimizer" else key
+    return f"parameters/{name}" if group in (_STATE, _VALUE) else key
 
 
 def _split_key(key: str) -> tuple[str, str, str]:
     """Return the group, the kind (of optimizer state, else empty) and the logical name."""
     group, _, rest = key.partition("/")
-    if group != "optimizer":
+    if group not in (_STATE, _VALUE):
         return group, "", rest
     kind, _, name = rest.partition("/")
     return group, kind, name
@@ -191,16 +208,51 @@ def _optimizer_entries(step: OptimizerStep | None) -> Mapping[str, Mapping[str, 
     return step.state_dict()["parameters"] if step is not None else {}
 
 
-def _as_tensor(kind: str, name: str, value: Any) -> Tensor:
-    if isinstance(value, Tensor):
-        return value
-    if isinstance(value, int | float):
-        # A Python float is a double, independent of torch's default dtype.
-        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-    raise CheckpointError(
-        f"the optimizer keeps a {type(value).__name__} as {kind!r} of '{name}', and a checkpoint "
-        f"can contain only tensors and numbers: use another optimizer.type"
-    )
+def _value_shard(
+    model: LocalModel, mesh: Mesh, name: str, entry: Mapping[str, Any], kind: str
+) -> TensorShard:
+    """Return state that is no tensor as bytes [n], which one rank writes."""
+    value = entry[kind]
+    try:
+        data = encode(value)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the optimizer keeps a {type(value).__name__} as {kind!r} of '{name}', and a "
+            f"checkpoint can contain only tensors, numbers, text, and lists and dicts of them: "
+            f"{error}"
+        ) from error
+    local = torch.tensor(list(data), dtype=torch.uint8, device=mesh.device)
+    start, stop = entry.get("span", (mesh.data.rank, mesh.data.rank + 1))
+    has_first_element = start == 0 and stop > 0
+    writes = has_first_element and _is_owner(model, name) and mesh.tensor.rank == 0
+    return TensorShard(local, Shard((len(data),)), (0, len(data) if writes else 0))
+
+
+def _decoded(data: Tensor) -> Any:
+    """Return the value of `_encoded`; its tensors are on the device of `data`."""
+    value = decode(bytes(data.tolist()))
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(data.device), value)
+
+
+def _check_shape(
+    kind: str, name: str, state: TensorShard, entry: Mapping[str, Any], parameter: Shard
+) -> None:
+    """Refuse state of a part of a parameter that is neither per element nor one number.
+
+    Each rank would have other values of it, and a checkpoint has one.
+
+    Raises:
+        CheckpointError: with the shape and the alternative.
+    """
+    sliced = "span" in entry and state.span is None
+    sharded = parameter.dim is not None and state.shard is not parameter
+    if state.local.dim() > 0 and kind != "step" and (sliced or sharded):
+        raise CheckpointError(
+            f"the optimizer keeps a tensor of shape {tuple(state.local.shape)} as {kind!r} of "
+            f"'{name}', of which this rank has only a part: only one number, or state of the "
+            "shape of the part, can be saved. Set zero_optimization.stage to 0 and mesh.tensor to "
+            "1, or use an optimizer that keeps state per element"
+        )
 
 
 def _span_of(entry: Mapping[str, Any], kind: str, value: Tensor) -> Range | None:
@@ -221,10 +273,14 @@ def _tensor_shard(
         # State of the whole parameter, equal on every rank.
         shard, shape = Shard(tuple(local.shape)), tuple(local.shape)
     result = TensorShard(local, shard, shape=shape, span=span)
-    owned = name not in model.tied or model.tied[name].rank == 0
-    if owned and (shard.dim is not None or mesh.tensor.rank == 0):
+    if _is_owner(model, name) and (shard.dim is not None or mesh.tensor.rank == 0):
         result.write_range = span if span is not None else (0, result.numel)
     return result
+
+
+def _is_owner(model: LocalModel, name: str) -> bool:
+    """Return whether this rank is the first of the pipeline ranks that hold a parameter."""
+    return name not in model.tied or model.tied[name].rank == 0
 
 
 def _writes_buffers(mesh: Mesh) -> bool:

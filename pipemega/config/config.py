@@ -58,6 +58,12 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     bf16: Bf16Section = section(Bf16Section, "bf16 training; old name: `bfloat16`.")
     data_types: DataTypesSection = section(DataTypesSection, "Other dtypes.")
     zero_optimization: ZeroSection = section(ZeroSection, "ZeRO stage 1 and optimizer offload.")
+    zero_allow_untested_optimizer: bool = honoured(
+        False,
+        "The optimizer of `initialize(optimizer=...)` updates each element separately: do not test "
+        "it before it gets slices of parameters (ZeRO, mesh.tensor) or a part of them "
+        "(mesh.pipeline).",
+    )
     activation_checkpointing: ActivationCheckpointingSection = section(
         ActivationCheckpointingSection, "Recomputation of activations."
     )
@@ -121,11 +127,15 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     def _zero_on(self, data_size: int) -> ZeroOnMesh:
         narrow = self.fp16.enabled or self.bf16.enabled
         gradient = {"fp32": 4, None: 4}.get(self.data_types.grad_accum_dtype, 2)
-        state = 8 if self.optimizer is None else self.optimizer.state_bytes
-        each = ParameterBytes(2 if narrow else 4, gradient, state + 4 * narrow)
+        each = ParameterBytes(2 if narrow else 4, gradient, self.optimizer_state_bytes + 4 * narrow)
         mesh = self.mesh
         stage = self.zero_optimization.stage
         return ZeroOnMesh(stage, each, data_size, mesh.pipeline, mesh.tensor)
+
+    @property
+    def optimizer_state_bytes(self) -> int:
+        """Bytes of optimizer state per parameter; Adam's without a section `optimizer`."""
+        return 8 if self.optimizer is None else self.optimizer.state_bytes
 
     @property
     def smallest_data_size(self) -> int:

@@ -4,12 +4,21 @@ Adam, AdamW and Lamb have DeepSpeed's keys and defaults; the others are the clas
 with torch's default where a key is null.
 """
 
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, ClassVar, Literal
 
 from pydantic import SerializeAsAny
 
-from pipemega.config.key_kinds import Section, SectionClass, honoured, ignored, own, refused
+from pipemega.config.group_keys import option_errors, read_groups
+from pipemega.config.key_kinds import (
+    Section,
+    SectionClass,
+    honoured,
+    ignored,
+    own,
+    refused,
+    rule,
+)
 from pipemega.config.name_suggestions import did_you_mean
 from pipemega.config.value_types import Fraction, NotNegative, Positive, Whole
 
@@ -24,9 +33,17 @@ def torch_key(text: str, **constraints: Any) -> Any:
 class OptimizerParams(Section):
     """Keys of every optimizer."""
 
+    same_for_all: ClassVar[frozenset[str]] = frozenset({"max_grad_norm"})
+    """Keys that cannot differ between groups of parameters."""
+
     max_grad_norm: None = refused(
         None, "Gradient clipping.", "set gradient_clipping at the top level instead"
     )
+
+    @classmethod
+    def group_options(cls) -> list[str]:
+        """Return the keys that may differ between groups of parameters."""
+        return [name for name in cls.model_fields if name not in cls.same_for_all]
 
     def arguments(self) -> dict[str, Any]:
         """Return the keys that are not null, as arguments of the optimizer's constructor."""
@@ -44,6 +61,8 @@ class TorchParams(OptimizerParams):
 
 class AdamParams(OptimizerParams):
     """Adam and AdamW, with DeepSpeed's defaults."""
+
+    same_for_all = OptimizerParams.same_for_all | {"torch_adam", "adam_w_mode", "bias_correction"}
 
     lr: NotNegative = honoured(1e-3, "Learning rate.")
     betas: Betas = honoured((0.9, 0.999), "Decay rates of the two running averages.")
@@ -180,7 +199,7 @@ REFUSED: Mapping[str, str] = {
     "MuAdam": _MU,
     "MuAdamW": _MU,
     "MuSGD": _MU,
-    "Lion": "it is not in torch.optim; use AdamW",
+    "Lion": "it is not in torch.optim; use AdamW, or give the class to initialize(optimizer=...)",
     "LBFGS": "it evaluates the model several times per step, which a pipeline cannot do; use AdamW",
     "SparseAdam": "it needs sparse gradients, and gradients are dense here; use Adam",
 }
@@ -194,6 +213,12 @@ class OptimizerSection(Section):
         "Muon", "NAdam", "RAdam", "RMSprop", "Rprop",
     ] = honoured(..., "The class; case is ignored.")  # fmt: skip
     params: SerializeAsAny[OptimizerParams] = honoured(..., "Parameters of the type, listed below.")
+    groups: tuple[Mapping[str, Any], ...] = own(
+        (),
+        'Options for some parameters: [{"params": "norm|bias", "weight_decay": 0.0}, ...]. '
+        "`params` is a regular expression that is searched in logical names; the first group that "
+        "matches counts.",
+    )
     legacy_fusion: bool = ignored(
         False, "DeepSpeed: the old fused step.", "the kernel depends on what is installed"
     )
@@ -212,6 +237,11 @@ class OptimizerSection(Section):
     @classmethod
     def section_at(cls, key: str, raw: Mapping[str, Any]) -> SectionClass | None:
         return PARAMS[raw["type"]] if key == "params" else super().section_at(key, raw)
+
+    @rule("groups", "type")
+    def _groups_are_valid(self) -> Iterator[str]:
+        for spec in read_groups(self.groups, "optimizer.groups"):
+            yield from option_errors(spec, type(self.params), self.params.group_options())
 
     def remarks(self) -> Iterable[str]:
         params = self.params

@@ -140,13 +140,6 @@ _OTHERS = {
             None, "DeepSpeed's log level.", "set the level of Python's logger 'pipemega' instead"
         ),
     ),
-    "zero_allow_untested_optimizer": (
-        bool,
-        ignored(
-            False, "Allow ZeRO with any optimizer.",
-            "the list of optimizers that ZeRO stage 1 supports is fixed",
-        ),
-    ),
     "zero_force_ds_cpu_optimizer": (
         bool,
         ignored(

@@ -5,13 +5,17 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
+from pipemega.config.group_keys import read_groups
 from pipemega.errors import ConfigError
-from pipemega.pipeline.deepspeed_arguments import OPTIMIZER, refuse_arguments
+from pipemega.optimizer.build_step import OptimizerArguments
+from pipemega.pipeline.deepspeed_arguments import refuse_arguments
 from pipemega.pipeline.module import PipelineModule
 
 _ARGUMENTS = (
-    "model", "config", "training_data", "overrides", "collate_fn", "mesh", "plan",
+    "model", "config", "training_data", "overrides", "collate_fn", "mesh", "plan", "optimizer",
+    "lr_scheduler", "model_parameters",
 )  # fmt: skip
 
 
@@ -29,9 +33,55 @@ def check_arguments(model: Any, training_data: Any, unsupported: Mapping[str, An
         )
     if isinstance(training_data, Optimizer):
         raise ConfigError(
-            f"training_data is the optimizer {type(training_data).__name__}: {OPTIMIZER}",
+            f"training_data is the optimizer {type(training_data).__name__}: "
+            f"{_maker_advice(training_data)}",
             on_every_rank=True,
         )
+
+
+def optimizer_arguments(
+    optimizer: Any, lr_scheduler: Any, model_parameters: Any
+) -> OptimizerArguments:
+    """Check the types of the arguments of `initialize` about the optimizer, and return them.
+
+    Raises:
+        ConfigError: an argument is of the wrong type; the same on every rank.
+    """
+    problem = None
+    if isinstance(optimizer, Optimizer):
+        problem = f"optimizer is the {type(optimizer).__name__} itself: {_maker_advice(optimizer)}"
+    elif optimizer is not None and not callable(optimizer):
+        problem = f"optimizer must be a function of parameter groups, not {optimizer!r}"
+    elif isinstance(lr_scheduler, LRScheduler):
+        name = type(lr_scheduler).__name__
+        problem = (
+            f"lr_scheduler is the {name} itself, which is over another optimizer than the "
+            f"engine's: write lr_scheduler=lambda optimizer: {name}(optimizer, ...)"
+        )
+    elif lr_scheduler is not None and not callable(lr_scheduler):
+        problem = f"lr_scheduler must be a function of the optimizer, not {lr_scheduler!r}"
+    if problem is not None:
+        raise ConfigError(problem, on_every_rank=True)
+    groups = None
+    if model_parameters is not None:
+        try:
+            groups = read_groups(model_parameters, "model_parameters")
+        except ValueError as error:
+            raise ConfigError(
+                f"{error}. The engine trains all parameters that require a gradient: set "
+                "requires_grad to False in the layers whose parameters are frozen",
+                on_every_rank=True,
+            ) from error
+    return OptimizerArguments(optimizer, lr_scheduler, groups)
+
+
+def _maker_advice(optimizer: Optimizer) -> str:
+    name, lr = type(optimizer).__name__, optimizer.defaults.get("lr", 1e-4)
+    return (
+        "the engine's optimizer updates master weights and shards of this rank, so it is built "
+        f"from them: write optimizer=lambda params: {name}(params, lr={float(lr):g}), or set the "
+        "config section 'optimizer'"
+    )
 
 
 def _advice(model: Any) -> str:

@@ -12,7 +12,7 @@ from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
 from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep, ZeroMasterParams
-from pipemega.optimizer.build_step import optimizer_step, precision_of
+from pipemega.optimizer.build_step import OptimizerArguments, optimizer_step, precision_of
 from pipemega.pipeline.executor import Executor, RankStages
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.messages import Header
@@ -31,7 +31,7 @@ class Components:
     Args:
         model: the stages of this rank.
         executor: runs plans with them.
-        optimizer_step: None if the config has no section `optimizer`.
+        optimizer_step: None without an optimizer.
         loader: of the training data; None if the caller passes iterators.
         timers: of data, forward, backward, communication and optimizer.
         num_parameters: of the whole model.
@@ -52,12 +52,14 @@ def build_components(
     model: LocalModel,
     plan: Plan,
     loader: BatchLoader | None,
+    arguments: OptimizerArguments,
     *,
     plan_may_change: bool,
 ) -> Components:
     """Build what trains the local stages `model` of `net` with `plan`.
 
     Args:
+        arguments: of the user, about the optimizer.
         plan_may_change: a plan that splits backward may replace `plan`.
 
     Raises:
@@ -74,6 +76,7 @@ def build_components(
         kernels,
         total_steps=TrainingData(config, mesh, loader).total_steps,
         total_epochs=config.training.epochs,
+        arguments=arguments,
     )
     timers = MultiTimer(enabled=config.wall_clock_breakdown, clock=step_clock(mesh.device))
     splits = plan_may_change or any(i.kind is Kind.BACKWARD_INPUT for i in plan.steps())

@@ -22,7 +22,7 @@ from pipemega.distributed.mesh import (
 )
 from pipemega.distributed.topology import Topology
 from pipemega.engine.build_loader import training_loader
-from pipemega.engine.check_arguments import check_arguments
+from pipemega.engine.check_arguments import check_arguments, optimizer_arguments
 from pipemega.engine.components import build_components
 from pipemega.engine.cpu_allocator import keep_freed_memory
 from pipemega.engine.engine import Engine
@@ -34,6 +34,9 @@ from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
+from pipemega.optimizer.build_step import OptimizerArguments
+from pipemega.optimizer.torch_schedule import SchedulerMaker
+from pipemega.optimizer.user_optimizer import OptimizerMaker
 from pipemega.pipeline.local_model import build_local_model, log_stages, make_replicas_equal
 from pipemega.pipeline.module import BuildOptions, PipelineModule
 from pipemega.pipeline.plan.instructions import Plan
@@ -66,6 +69,9 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     mesh: Mesh | None = None,
     plan: Plan | None = None,
+    optimizer: OptimizerMaker | None = None,
+    lr_scheduler: SchedulerMaker | None = None,
+    model_parameters: Sequence[Mapping[str, Any]] | None = None,
     **unsupported: Any,
 ) -> tuple[Engine, Optimizer | None, BatchLoader | None, LRSchedule | None]:
     """Build this rank's stages of `model`, and the engine that trains them.  Collective.
@@ -84,6 +90,14 @@ def initialize(
         mesh: if the caller has built it already.
         plan: what each pipeline rank computes in a step, instead of pipeline.schedule; the same
             on every rank.
+        optimizer: list of parameter groups -> torch optimizer over these parameters, the masters
+            of this rank: `lambda params: Lion(params, lr=1e-4)`. In place of the config section
+            `optimizer`. It may be called several times, with small parameters, to test whether
+            the optimizer works on this mesh. See docs/optimizer.md.
+        lr_scheduler: optimizer -> scheduler of torch.optim.lr_scheduler, in place of the type of
+            the section `scheduler`. `scheduler.by` is "step" or "epoch".
+        model_parameters: groups of parameters with options of their own, in place of
+            `optimizer.groups`: [{"params": "norm|bias", "weight_decay": 0.0}].
         unsupported: refused; for DeepSpeed's arguments the error names the config key to use.
 
     Returns:
@@ -91,11 +105,12 @@ def initialize(
 
     Raises:
         ConfigError: the config is invalid, or does not fit the model or the data; `model` is not a
-            PipelineModule.
+            PipelineModule; the optimizer or the scheduler cannot train this model on this mesh.
         MeshError: the number of launched ranks does not fit the mesh.
     """
     _refuse_worker_process()
     check_arguments(model, training_data, unsupported)
+    arguments = optimizer_arguments(optimizer, lr_scheduler, model_parameters)
     config = load(config, overrides)
     mesh = mesh or build_mesh_of(config)
     with failure_reporter().propagate_errors("initialize"):
@@ -106,7 +121,7 @@ def initialize(
         if training_data is not None:
             epochs = config.training.epochs
             loader = training_loader(config, mesh, training_data, collate_fn, epochs)
-        engine = _build_engine(model, config, mesh, batch, loader, plan)
+        engine = _build_engine(model, config, mesh, batch, loader, plan, arguments)
         if mesh.world.size > 1:
             # If a rank could not build its part, all ranks stop here and not in the first step.
             dist.barrier(mesh.world.group)
@@ -133,6 +148,7 @@ def _build_engine(
     batch: Batch,
     loader: BatchLoader | None,
     given_plan: Plan | None,
+    arguments: OptimizerArguments,
 ) -> Engine:
     log = get_logger(mesh.rank)
     if mesh.device.type == "cpu" and config.mesh.keep_cpu_memory:
@@ -161,13 +177,14 @@ def _build_engine(
     local = build_local_model(model, mesh, bounds, plan.rank_of_stage, build_options)
     make_replicas_equal(model, mesh, local)
     recomputes = build_options.checkpoint_interval > 0
-    warning = running_statistics_warning(model, config, batch, checkpointing=recomputes)
-    if warning is not None and mesh.rank == 0:
-        log.warning(warning)
+    if arguments.trains(config):
+        warning = running_statistics_warning(model, config, batch, checkpointing=recomputes)
+        if warning is not None and mesh.rank == 0:
+            log.warning(warning)
     log_stages(log, model, bounds, plan.rank_of_stage)
     log.info(batch.equation)
     components = build_components(
-        config, mesh, model, local, plan, loader, plan_may_change=tuner is not None
+        config, mesh, model, local, plan, loader, arguments, plan_may_change=tuner is not None
     )
     return Engine(config, mesh, plan, components, tuner)
 

@@ -15,7 +15,7 @@ _NAMED = 8
 def running_statistics_warning(
     net: PipelineModule, config: Config, batch: Batch, *, checkpointing: bool
 ) -> str | None:
-    """Return the warning about BatchNorm and similar layers in this run; None if all is well.
+    """Return the warning about training BatchNorm and similar layers; None if all is well.
 
     Args:
         checkpointing: activations are recomputed.
@@ -24,7 +24,7 @@ def running_statistics_warning(
         ConfigError: a SyncBatchNorm would wait for ranks that do not run it; on every rank.
     """
     layers = list(_layers_with_statistics(net))
-    if not layers or config.optimizer is None:
+    if not layers:
         return None
     names = [f"{name} ({type(module).__name__})" for name, module in layers]
     whole_world = [

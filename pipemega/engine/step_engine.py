@@ -222,7 +222,10 @@ class StepEngine:
             if runner is None or self._model.loss_fn is None:
                 needed = "a loss: give PipelineModule(layers, loss_fn=...)"
                 if runner is None:
-                    needed = "an optimizer: add the section 'optimizer'"
+                    needed = (
+                        "an optimizer: add the section 'optimizer', or give "
+                        "initialize(optimizer=...)"
+                    )
                 raise ConfigError(f"train_batch needs {needed}", on_every_rank=True)
             self._phases.start(exact=self._tracing.tracer.is_due(self.global_steps + 1))
             data = self._read_batch(data_iter, batch)

@@ -5,14 +5,17 @@ gradients, grad_layout, buckets  gradient buffers and their reductions; their la
 master_params, zero              what the optimizer updates: whole parameters, or ZeRO slices
 grad_ready, zero_comm            communication of ZeRO, during the backward pass if possible
 mixed_precision                  dtypes and loss scaling
-build_step, build_optimizer, lamb, lr_schedules, lr_formulas, state_by_name
+build_step, build_optimizer, lamb, param_groups, lr_schedules, lr_formulas
+user_optimizer, cut_test, torch_schedule         the optimizer and scheduler of a user
+state_by_name, plain_values
 post_validate, backup            the step that does not wait for the gradient norm
 """
 
-from pipemega.optimizer.build_optimizer import build_optimizer, parameter_groups
+from pipemega.optimizer.build_optimizer import build_optimizer
 from pipemega.optimizer.lamb import Lamb
 from pipemega.optimizer.lr_schedules import LRSchedule, build_schedule
 from pipemega.optimizer.master_params import MasterParams, ModelParams, PlainMasterParams
+from pipemega.optimizer.param_groups import parameter_groups
 from pipemega.optimizer.post_validate import PostValidatedStep
 from pipemega.optimizer.step import OptimizerStep
 from pipemega.optimizer.step_outcome import StepReport

@@ -1,11 +1,15 @@
 """A backup of everything that an optimizer step changes, to undo the step bit for bit."""
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from pipemega.optimizer.param_groups import options_of
 
 
 class Backup:
@@ -36,13 +40,10 @@ class Backup:
     def save(self) -> None:
         """Copy everything; replaces the previous copies."""
         optimizer = self._optimizer
-        self._state = {parameter: dict(entry) for parameter, entry in optimizer.state.items()}
-        self._settings = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        state = [v for entry in self._state.values() for v in entry.values()]
-        saved = [*self._others, *(value for value in state if isinstance(value, Tensor))]
+        self._state = {p: _copied(entry) for p, entry in optimizer.state.items()}
+        self._settings = [_copied(options_of(group)) for group in optimizer.param_groups]
+        leaves = pytree.tree_leaves([*self._state.values(), *self._settings])
+        saved = [*self._others, *(leaf for leaf in leaves if isinstance(leaf, Tensor))]
         if [id(tensor) for tensor in saved] != [id(tensor) for tensor in self._saved]:
             self._copies = [torch.empty_like(tensor) for tensor in saved]
         self._saved = saved
@@ -58,3 +59,11 @@ class Backup:
         self._optimizer.state.update(self._state)
         for group, settings in zip(self._optimizer.param_groups, self._settings, strict=True):
             group.update(settings)
+
+
+def _copied(tree: dict[str, Any]) -> dict[str, Any]:
+    """Copy lists, dicts and other values, which a step may change; keep the tensors."""
+    copied: dict[str, Any] = pytree.tree_map(
+        lambda leaf: leaf if isinstance(leaf, Tensor) else copy.deepcopy(leaf), tree
+    )
+    return copied

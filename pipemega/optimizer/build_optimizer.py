@@ -1,10 +1,9 @@
 """Build the torch optimizer that the config names, with the fastest kernel that is installed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from pipemega.config.optimizer import PARAMS, AdamParams, OptimizerParams
@@ -12,34 +11,12 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
 from pipemega.optimizer.lamb import Lamb
-from pipemega.parameters import shard_of
 
 # Any: each class has another constructor.
 OptimizerClass = type[Any]
 
 # They need whole matrices; all others update each element separately, or reduce norms (Lamb).
 _MATRIX_OPTIMIZERS = ("Adafactor", "Muon")
-
-
-def parameter_groups(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], *, decay_norms_and_biases: bool = True
-) -> list[dict[str, Any]]:
-    """Return optimizer groups: one, or a second one without weight decay.
-
-    Norms and biases are the parameters with a logical shape of at most one dim.  Each rank gets
-    the same number of groups, empty ones included.
-    """
-    parameters = [parameter for _, parameter in named_parameters]
-    if decay_norms_and_biases:
-        return [{"params": parameters}]
-    flat = [len(shard_of(parameter).shape) <= 1 for parameter in parameters]
-    return [
-        {"params": [p for p, is_flat in zip(parameters, flat, strict=True) if not is_flat]},
-        {
-            "params": [p for p, is_flat in zip(parameters, flat, strict=True) if is_flat],
-            "weight_decay": 0.0,
-        },
-    ]
 
 
 def build_optimizer(

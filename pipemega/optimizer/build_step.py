@@ -1,16 +1,22 @@
 """Build the optimizer step from a config: precision, masters, optimizer, LR schedule."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.optim import Optimizer
 
 from pipemega.config import Config
-from pipemega.distributed.mesh import Mesh
+from pipemega.config.group_keys import GroupSpec, option_errors, read_groups
+from pipemega.config.scheduler import By
+from pipemega.distributed.mesh import Mesh, gather_objects
+from pipemega.errors import ConfigError
 from pipemega.host_memory import HostMemory
 from pipemega.kernels import Kernels
 from pipemega.monitor import get_logger
 from pipemega.optimizer import (
+    LRSchedule,
     MasterParams,
     ModelParams,
     OptimizerStep,
@@ -21,11 +27,48 @@ from pipemega.optimizer import (
     build_schedule,
     parameter_groups,
 )
+from pipemega.optimizer.cut_test import check_cuts
 from pipemega.optimizer.gradients import DataReduction
 from pipemega.optimizer.mixed_precision import DynamicLossScale, LossScale, Precision
+from pipemega.optimizer.param_groups import GroupOptions, check_specs
+from pipemega.optimizer.torch_schedule import SchedulerMaker, TorchSchedule
+from pipemega.optimizer.user_optimizer import OptimizerMaker, build_user_optimizer
 from pipemega.pipeline.local_model import LocalModel
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class OptimizerArguments:
+    """The arguments of `initialize` that replace parts of the config.
+
+    Args:
+        optimizer: parameter groups -> torch optimizer; in place of the section `optimizer`.
+        lr_scheduler: optimizer -> torch scheduler; in place of the section `scheduler`.
+        groups: of parameters; in place of `optimizer.groups`.
+    """
+
+    optimizer: OptimizerMaker | None = None
+    lr_scheduler: SchedulerMaker | None = None
+    groups: tuple[GroupSpec, ...] | None = None
+
+    def trains(self, config: Config) -> bool:
+        """Return whether the run has an optimizer."""
+        return self.optimizer is not None or config.optimizer is not None
+
+    def check_unused(self) -> None:
+        """Refuse arguments that have no effect without an optimizer.
+
+        Raises:
+            ConfigError: names the argument; on every rank.
+        """
+        for name, value in (("lr_scheduler", self.lr_scheduler), ("model_parameters", self.groups)):
+            if value is not None:
+                raise ConfigError(
+                    f"initialize() got {name}, and the run has no optimizer: give "
+                    "initialize(optimizer=...), or add the config section 'optimizer'",
+                    on_every_rank=True,
+                )
 
 
 def precision_of(config: Config) -> Precision:
@@ -59,11 +102,13 @@ def optimizer_step(
     *,
     total_steps: int | None,
     total_epochs: int | None,
+    arguments: OptimizerArguments | None = None,
     offload: bool = True,
 ) -> OptimizerStep | None:
-    """Cast the parameters and build the optimizer step; None without a section `optimizer`.
+    """Cast the parameters and build the optimizer step; None without an optimizer.  Collective.
 
     Args:
+        arguments: of the user, in place of parts of the config.
         total_steps, total_epochs: length of the run, the default of the lengths of the LR schedule;
             None if it is not known.
         offload: apply `zero_optimization.offload_optimizer`, unless the model is on the CPU.
@@ -71,39 +116,99 @@ def optimizer_step(
     Raises:
         ConfigError: the optimizer cannot be built, or does not work on this mesh.
     """
+    arguments = arguments if arguments is not None else OptimizerArguments()
     model = ModelParams(list(local.parameters.items()), local.tied, local.copies)
-    if config.optimizer is None:
+    if not arguments.trains(config):
+        arguments.check_unused()
         precision.cast_parameters(model.named)
         model.share_storage()
         return None
     host = _host_memory(config, mesh) if offload else None
     masters = _master_params(config, mesh, model, precision, host)
     on_cpu = host is not None and mesh.device.type == "cuda"
-    optimizer = build_optimizer(
-        config.optimizer.type,
-        config.optimizer.params,
-        parameter_groups(
-            masters.named.items(),
-            decay_norms_and_biases=config.training.weight_decay_norms_and_biases,
-        ),
-        kernels=Kernels.detect("cpu") if on_cpu else kernels,
-        tensor=mesh.tensor,
-        shard_axis=masters.shard_axis,
-    )
-    schedule = None
-    if config.scheduler is not None and config.scheduler.type is not None:
-        schedule = build_schedule(
-            optimizer, config.scheduler, total_steps=total_steps, total_epochs=total_epochs
-        )
+    kernels = Kernels.detect("cpu") if on_cpu else kernels
+    optimizer = _build_optimizer(config, mesh, masters, kernels, arguments)
+    options = None if arguments.optimizer is None else GroupOptions(optimizer)
     return _step_class(config, mesh)(
         optimizer,
         masters,
         loss_scale=_loss_scale(config),
-        schedule=schedule,
+        schedule=_build_schedule(
+            config, optimizer, arguments, total_steps, total_epochs, mesh.rank
+        ),
+        group_options=options,
         num_layers=local.bounds[-1],
         clip=config.gradient_clipping,
         skip_nonfinite=skips_nonfinite(config),
     )
+
+
+def _build_optimizer(
+    config: Config,
+    mesh: Mesh,
+    masters: MasterParams,
+    kernels: Kernels,
+    arguments: OptimizerArguments,
+) -> Optimizer:
+    """Build the optimizer of the user, or of the config."""
+    section, specs = config.optimizer, arguments.groups
+    if specs is None:
+        specs = () if section is None else read_groups(section.groups, "optimizer.groups")
+    if specs and mesh.device.type != "meta":  # the planner has no other ranks
+        names = [name for rank in gather_objects(list(masters.named), mesh.world) for name in rank]
+        check_specs(specs, list(dict.fromkeys(names)))
+    groups = parameter_groups(
+        masters.named.items(),
+        specs,
+        decay_norms_and_biases=config.training.weight_decay_norms_and_biases,
+    )
+    if arguments.optimizer is not None:
+        if not config.zero_allow_untested_optimizer:
+            check_cuts(arguments.optimizer, groups, mesh, masters.shard_axis)
+        if section is not None:
+            get_logger(mesh.rank).info(
+                f"optimizer.type '{section.type}' is not used: initialize() got an optimizer"
+            )
+        return build_user_optimizer(arguments.optimizer, groups, masters.named, specs, mesh.world)
+    assert section is not None
+    for spec in specs if arguments.groups is not None else ():
+        for error in option_errors(spec, type(section.params), section.params.group_options()):
+            raise ConfigError(error, on_every_rank=True)
+    return build_optimizer(
+        section.type,
+        section.params,
+        groups,
+        kernels=kernels,
+        tensor=mesh.tensor,
+        shard_axis=masters.shard_axis,
+    )
+
+
+def _build_schedule(
+    config: Config,
+    optimizer: Optimizer,
+    arguments: OptimizerArguments,
+    total_steps: int | None,
+    total_epochs: int | None,
+    rank: int,
+) -> LRSchedule | None:
+    """Build the schedule of the user, or of the config; None: the rate is constant."""
+    section = config.scheduler
+    if arguments.lr_scheduler is not None:
+        by: By = "step" if section is None else section.by
+        if section is not None and section.type is not None:
+            get_logger(rank).info(
+                f"scheduler.type '{section.type}' is not used: initialize() got an lr_scheduler"
+            )
+        return TorchSchedule(optimizer, arguments.lr_scheduler, by)
+    if section is None:
+        return None
+    if section.type is None:
+        raise ConfigError(
+            "scheduler.type is missing, and initialize() got no lr_scheduler: set one of them",
+            on_every_rank=True,
+        )
+    return build_schedule(optimizer, section, total_steps, total_epochs)
 
 
 def _host_memory(config: Config, mesh: Mesh) -> HostMemory | None:

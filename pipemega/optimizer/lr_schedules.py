@@ -2,8 +2,10 @@
 
 import inspect
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -25,30 +27,16 @@ Betas = Callable[[int], tuple[float, float]]
 _log = logging.getLogger(__name__)
 
 
-class LRSchedule:
-    """Sets the learning rates of an optimizer's parameter groups, the first time when constructed.
+class LRSchedule(ABC):
+    """Sets the learning rates of an optimizer's parameter groups.
 
     Args:
-        optimizer: `lr` (and `betas`) of its groups are set.
-        rates: one function for each group.
-        betas: Adam's betas, if the schedule changes them too.
-        step: number of steps already taken; of epochs with `by: "epoch"`.
+        optimizer: `lr` (and other options) of its groups are set.
         by: what advances the schedule, `scheduler.by`.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        rates: Sequence[Rate],
-        *,
-        betas: Betas | None = None,
-        step: int = 0,
-        by: By = "step",
-    ) -> None:
-        assert len(rates) == len(optimizer.param_groups), "a rate for each parameter group"
+    def __init__(self, optimizer: Optimizer, by: By) -> None:
         self.optimizer, self._by = optimizer, by
-        self._rates, self._betas, self._step = rates, betas, step
-        self._apply()
 
     def step(self) -> None:
         """Refuse the call of a caller's loop: `train_batch` advances the learning rate.
@@ -71,23 +59,87 @@ class LRSchedule:
         if self._by == "epoch":
             self._advance()
 
+    @abstractmethod
     def _advance(self) -> None:
-        self._step += 1
-        self._apply()
+        """Set the rates of the next step or epoch."""
 
     def get_last_lr(self) -> list[float]:
         """Return the rate of the next optimizer step, for each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
+    @abstractmethod
+    def snapshot(self) -> dict[str, Any]:
+        """Return what `restore` needs to undo an optimizer step, whose groups are restored too."""
+
+    @abstractmethod
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        """Continue at a `snapshot`."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state for a checkpoint, as JSON values."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where the run that saved was.
+
+        Raises:
+            CheckpointError: the state is that of another schedule.
+        """
+
+
+class FormulaSchedule(LRSchedule):
+    """A schedule of the config: the rate is a function of the number of steps or epochs.
+
+    The rates are set when it is constructed, too.
+
+    Args:
+        optimizer, by: as for `LRSchedule`.
+        rates: one function for each group.
+        betas: Adam's betas, if the schedule changes them too.
+        step: number of steps already taken; of epochs with `by: "epoch"`.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        rates: Sequence[Rate],
+        *,
+        betas: Betas | None = None,
+        step: int = 0,
+        by: By = "step",
+    ) -> None:
+        super().__init__(optimizer, by)
+        assert len(rates) == len(optimizer.param_groups), "a rate for each parameter group"
+        self._rates, self._betas, self._step = rates, betas, step
+        self._apply()
+
+    def _advance(self) -> None:
+        self._step += 1
+        self._apply()
+
+    def snapshot(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def restore(self, snapshot: dict[str, Any]) -> None:
+        self.load_state_dict(snapshot)
+
     def state_dict(self) -> dict[str, int]:
         return {self._by: self._step}
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the saved run was; the curve is that of this config.
 
         Raises:
-            CheckpointError: the saved run counted another unit.
+            CheckpointError: the saved run counted another unit, or had a scheduler of its own.
         """
+        if "class" in state:
+            raise CheckpointError(
+                f"the checkpoint has the state of the learning-rate schedule {state['class']}, "
+                "which initialize() got, and this run uses the config section 'scheduler': give "
+                "initialize() the same lr_scheduler, or load without the schedule "
+                "(checkpoint.load_lr_scheduler_states false)"
+            )
         if self._by not in state:
             raise CheckpointError(
                 f"the schedule of the checkpoint counts {'/'.join(state)}s, and scheduler.by is "
@@ -112,8 +164,8 @@ _LENGTH_UNKNOWN = (
     'initialize() did not get it. Set the key, or scheduler.by "epoch" and training.epochs'
 )
 
-# Arguments that default to the learning rate of the parameter group.
-_DEFAULT_TO_GROUP_LR = {"base_lr", "warmup_max_lr", "max_lr"}
+# Arguments that default to the learning rate of the optimizer.
+_DEFAULT_TO_LR = {"base_lr", "warmup_max_lr", "max_lr"}
 
 
 def build_schedule(
@@ -130,7 +182,8 @@ def build_schedule(
             `total_num_steps` and `decay_steps`, in the unit of `scheduler.by`.
 
     Raises:
-        ConfigError: the parameters do not fit this length, or it is needed and not known.
+        ConfigError: the parameters do not fit this length, or it is needed and not known; a group
+            has a learning rate, and the optimizer has 0.
     """
     name = section.type
     formulas: dict[str, Callable[..., Rate]] = {kind.__name__: kind for kind in _DEEPSPEED}
@@ -142,17 +195,29 @@ def build_schedule(
         raise ConfigError(str(error), on_every_rank=True) from error
     given = section.arguments(total_steps, total_epochs)
     arguments = {key: value for key, value in given.items() if key in keys}
-    rates = []
-    for group in optimizer.param_groups:
-        defaults = dict.fromkeys(_DEFAULT_TO_GROUP_LR & keys, float(group["lr"]))
-        rates.append(formula(**defaults | arguments))
-    betas, first = None, rates[0]
-    if isinstance(first, OneCycle) and given["cycle_momentum"]:
-        betas = first.betas if "betas" in optimizer.defaults else None
+    lr = float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
+    rate = formula(**dict.fromkeys(_DEFAULT_TO_LR & keys, lr) | arguments)
+    rates = [_scaled(rate, float(group["lr"]), lr) for group in optimizer.param_groups]
+    betas = None
+    if isinstance(rate, OneCycle) and given["cycle_momentum"]:
+        betas = rate.betas if "betas" in optimizer.defaults else None
     if betas is None and given.get("cycle_momentum"):
         _log.warning(
             "scheduler.params.cycle_momentum has no effect: the optimizer %s has no betas",
             torch.typename(optimizer),
         )
     first_step = given.get("last_batch_iteration", -1) + 1
-    return LRSchedule(optimizer, rates, betas=betas, step=first_step, by=section.by)
+    return FormulaSchedule(optimizer, rates, betas=betas, step=first_step, by=section.by)
+
+
+def _scaled(rate: Rate, group_lr: float, lr: float) -> Rate:
+    """Return the rate of a group, which keeps its ratio to the rate of the optimizer."""
+    if group_lr == lr:
+        return rate
+    if lr == 0:
+        raise ConfigError(
+            f"a parameter group has the learning rate {group_lr:g}, and the optimizer's is 0, so "
+            "the schedule has no ratio to keep: set optimizer.params.lr",
+            on_every_rank=True,
+        )
+    return lambda step: rate(step) * group_lr / lr

@@ -109,7 +109,7 @@ class PostValidatedStep(OptimizerStep):
         if self._right_in_a_row < self._sync_after or assumed.report.overflow:
             return self._wait_for_norm(attempt, assumed, sums)
         self._save_backup()
-        schedule = {} if self.schedule is None else self.schedule.state_dict()
+        schedule = {} if self.schedule is None else self.schedule.snapshot()
         self._unvalidated = _UnvalidatedStep(
             attempt, assumed, sums, schedule, self.loss_scale.state_dict()
         )
@@ -172,7 +172,7 @@ class PostValidatedStep(OptimizerStep):
             self.skipped_steps = step.attempt.skipped_steps
             self.loss_scale.load_state_dict(step.loss_scale)
             if self.schedule is not None:
-                self.schedule.load_state_dict(step.schedule)
+                self.schedule.restore(step.schedule)
             self._execute(decision)
             self.masters.wait()
         self._record(replace(decision.report, rollbacks=self.rollbacks))

@@ -65,8 +65,22 @@ def unpack(
             if entry:
                 state["state"][index] = entry
     optimizer.load_state_dict(state)
+    _keep_dtypes(optimizer, state["state"])
     for name in masters.saved_masters & masters.named.keys():
         masters.named[name].copy_(packed[name]["master"])
+
+
+def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[int, Mapping[str, Any]]) -> None:
+    """Restore state whose dtype torch's `load_state_dict` has changed to that of the parameter."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, entry in loaded.items():
+        state = optimizer.state[parameters[index]]
+        for key, value in entry.items():
+            # torch handles `step`: fused kernels need it in fp32.
+            if key == "step" or not isinstance(value, Tensor) or key not in state:
+                continue
+            if state[key].dtype != value.dtype:
+                state[key] = value.to(state[key].device)
 
 
 def _counts_by_group(optimizer: Optimizer) -> bool:

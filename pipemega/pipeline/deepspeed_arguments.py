@@ -6,17 +6,9 @@ from pipemega.config.name_suggestions import did_you_mean
 from pipemega.errors import ConfigError
 
 _MESH = "set the sizes in the config section 'mesh'"
-OPTIMIZER = (
-    "the engine builds the optimizer, because it updates master weights and shards of this rank: "
-    "set the config section 'optimizer'"
-)
 _REMEDIES: Mapping[str, str] = {
     # of deepspeed.initialize
     "args": "pass the path of the JSON file as config",
-    "optimizer": OPTIMIZER,
-    "model_parameters": "the engine trains all parameters that require a gradient: set "
-    "requires_grad to False in the layers whose parameters are frozen",
-    "lr_scheduler": "set the config section 'scheduler'",
     "distributed_port": "torchrun sets the port",
     "mpu": _MESH,
     "mesh_param": _MESH,

@@ -292,7 +292,10 @@ def _notes(request: Request, prediction: Prediction, compared: Sequence[Predicti
             "parameters"
         )
     if request.config.optimizer is None:
-        notes.append("the config has no section 'optimizer': no optimizer state is counted")
+        notes.append(
+            "the config has no section 'optimizer': no optimizer state is counted (an optimizer "
+            "that initialize() gets is not known here)"
+        )
     elif not all(rank.footprint.exact for rank in prediction.memory):
         notes.append(
             f"the optimizer state of {request.config.optimizer.type} is an estimate: its step "

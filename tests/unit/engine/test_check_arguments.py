@@ -45,13 +45,26 @@ def test_a_model_that_is_no_pipeline_module_is_refused(model: Any, words: str) -
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"optimizer": OPTIMIZER},
-         "initialize() has no argument 'optimizer': the engine builds the optimizer"),
-        ({"model_parameters": LINEAR.parameters()}, "no argument 'model_parameters': the engine"),
-        ({"lr_scheduler": None}, "'lr_scheduler': set the config section 'scheduler'"),
+        ({"optimizer": OPTIMIZER}, "optimizer is the SGD itself: the engine's optimizer updates "
+         "master weights and shards of this rank, so it is built from them: write optimizer=lambda "
+         "params: SGD(params, lr=0.1), or set the config section 'optimizer'"),
+        ({"optimizer": "Lion"}, "optimizer must be a function of parameter groups, not 'Lion'"),
+        ({"lr_scheduler": torch.optim.lr_scheduler.StepLR(OPTIMIZER, 2)},
+         "lr_scheduler is the StepLR itself, which is over another optimizer than the engine's: "
+         "write lr_scheduler=lambda optimizer: StepLR(optimizer, ...)"),
+        ({"lr_scheduler": 0.1}, "lr_scheduler must be a function of the optimizer, not 0.1"),
+        ({"model_parameters": LINEAR.parameters()},
+         'model_parameters must be a list of groups such as {"params": "norm|bias", '
+         '"weight_decay": 0.0}, not a generator. The engine trains all parameters that require a '
+         "gradient: set requires_grad to False"),
+        ({"model_parameters": list(LINEAR.parameters())},
+         "model_parameters[0] must be a group such as"),
+        ({"model_parameters": [{"params": list(LINEAR.parameters())}]},
+         "model_parameters[0].params must be text, not"),
         ({"args": SimpleNamespace()}, "'args': pass the path of the JSON file as config"),
         ({"training_dataset": []}, "'training_dataset'; did you mean 'training_data'?"),
-        ({"training_data": OPTIMIZER}, "training_data is the optimizer SGD: the engine builds"),
+        ({"training_data": OPTIMIZER}, "training_data is the optimizer SGD: the engine's "
+         "optimizer updates"),
         ({"config": SimpleNamespace(train_batch_size=2)},
          "a config is a path, a mapping or a Config, not SimpleNamespace"),
         ({"config": None}, "a config is a path, a mapping or a Config, not NoneType"),

@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import pipemega
@@ -45,9 +46,16 @@ def test_the_warning_names_the_layers_and_what_is_wrong_in_this_run(
     assert words in text
 
 
-def test_there_is_no_warning_if_nothing_is_wrong_or_trained() -> None:
+def test_there_is_no_warning_if_nothing_is_wrong() -> None:
     assert warning(Batch(4, 4, 1, 1)) is None
-    assert warning(Batch(4, 2, 2, 1), optimizer=None) is None
+
+
+def test_there_is_no_warning_without_training(caplog: pytest.LogCaptureFixture) -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
+    pipemega.initialize(net(), config)
+    assert "running statistics" not in caplog.text
+    pipemega.initialize(net(), config, optimizer=torch.optim.SGD)
+    assert "running statistics" in caplog.text
 
 
 def test_the_warning_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
