@@ -75,7 +75,9 @@ def validated(plan: Plan, section: PipelineSection, order: MessageOrder) -> Plan
         ScheduleError: the plan is invalid, or some of its messages would never arrive.
     """
     discards = section.optimizer_sync == "post_validate"
-    validate_messages(plan, order, section.shapes, discards=discards)
+    # A partial step at the end of an epoch sends headers, as evaluation does.
+    for shapes in sorted({section.shapes, "exchanged"}):
+        validate_messages(plan, order, shapes, discards=discards)
     evaluation = lower(forward_only(plan.rank_of_stage, plan.num_microbatches))
     validate_messages(evaluation, order, section.shapes, discards=discards)
     return plan

@@ -220,3 +220,15 @@ def test_evaluation_and_the_discarded_warmup_are_proven_too(monkeypatch):
         ("gpipe", "queues", "exchanged", True),
         ("forward-only", "queues", "exchanged", True),
     ]
+
+
+def test_the_partial_step_of_an_epoch_is_proven_too(monkeypatch):
+    checked = []
+
+    def record(plan, order, shapes, *, discards):
+        checked.append((plan.name, shapes))
+        return plan
+
+    monkeypatch.setattr("pipemega.pipeline.plan_selection.validate_messages", record)
+    training_plan(section({"schedule": "1f1b"}), 2, 8, 4, "queues")
+    assert checked == [("1f1b", "cached"), ("1f1b", "exchanged"), ("forward-only", "cached")]
