@@ -64,6 +64,8 @@ def _page(config: Config, world: int | None) -> Iterator[str]:
     yield f"precision  {_precision(config)}"
     if config.training.train_steps is not None:
         yield f"length     {_length(config, config.training.train_steps, batch.train_batch_size)}"
+    elif config.training.epochs is not None:
+        yield f"length     {config.training.epochs:,} epochs; the data determine the steps"
     resolved = list(resolved_values(config, topology))
     if resolved:
         yield from ("", "computed values", *_table(resolved))

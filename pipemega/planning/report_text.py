@@ -192,7 +192,7 @@ def step_summary(report: Report) -> dict[str, str]:
 
 
 def _finish(report: Report) -> dict[str, str]:
-    """Return the line about the whole run; none without training.train_steps."""
+    """Return the line about the whole run; none if its number of steps is not known."""
     steps = report.request.config.training.train_steps
     if steps is None:
         return {}

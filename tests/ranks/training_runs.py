@@ -15,6 +15,8 @@ VOCAB, LENGTH, MICRO = 50, 8, 2
 # A multiple of every data size from 1 to 4.
 NUM_MICROBATCHES = 12
 STEPS = 3
+# Of a dataset that is read in epochs.
+SAMPLES = 2 * NUM_MICROBATCHES * MICRO + 7
 
 MODEL = {
     "num_layers": 3,
@@ -66,6 +68,12 @@ def data(engine: Engine, step: int) -> Iterator[tuple[Tensor, Tensor]]:
         yield microbatch(step, m * ranks + rank)
 
 
+def samples(count: int) -> list[tuple[Tensor, Tensor]]:
+    """Return the samples of the first micro-batches."""
+    batches = (microbatch(0, place) for place in range(count))
+    return [pair for batch in batches for pair in zip(*batch, strict=True)][:count]
+
+
 def train(config: Mapping[str, Any], dtype: str = "float64", steps: int = STEPS) -> dict[str, Any]:
     """Return losses, norms, gradients of each step, and parameters after the last."""
     torch.set_default_dtype(getattr(torch, dtype))
@@ -81,7 +89,10 @@ def build(config: Mapping[str, Any]) -> Engine:
     loaded = load(config)
     gpt_config = GPTConfig.of(loaded, VOCAB)
     boundary = layer_inputs(gpt_config, MICRO, torch.get_default_dtype())
-    engine, *_ = initialize(gpt(gpt_config, boundary=boundary), loaded)
+    net = gpt(gpt_config, boundary=boundary)
+    # With epochs, the last step has 7 of 24 samples: the last micro-batches have one or none.
+    dataset = None if loaded.training.epochs is None else samples(SAMPLES)
+    engine, *_ = initialize(net, loaded, dataset)
     return engine
 
 
@@ -99,7 +110,8 @@ def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
     engine.optimizer.register_step_pre_hook(keep)
     result: dict[str, Any] = {"loss": [], "norm": [], "scale": [], "skipped": []}
     for step in range(steps):
-        result["loss"].append(engine.train_batch(data(engine, step)))
+        given = data(engine, step) if engine.loader is None else None
+        result["loss"].append(engine.train_batch(given))
         assert engine.last_step is not None
         result["norm"].append(engine.last_step.grad_norm)
         result["scale"].append(engine.last_step.loss_scale)

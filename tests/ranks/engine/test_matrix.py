@@ -70,6 +70,22 @@ CHOICES: dict[str, Choice] = {
     "cut by type": ({"pipeline": {"partition": "type:block|norm|head"}}, "float64"),
     "SGD": (SGD, "float64"),
     "LAMB": ({"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, "float64"),
+    "partial step": ({"training": {"epochs": 1}}, "float64"),
+    "partial step, mean of micro-batches": (
+        {"training": {"epochs": 1, "loss_reduction": "micro_batch"}},
+        "float64",
+    ),
+    "partial step, declared shapes": (
+        {"training": {"epochs": 1}, "pipeline": {"shapes": "declared"}},
+        "float64",
+    ),
+    "partial step, post-validation": (
+        {
+            "training": {"epochs": 1},
+            "pipeline": {"optimizer_sync": "post_validate", "optimizer_sync_after": 0},
+        },
+        "float64",
+    ),
     "prescaled": (
         {"prescale_gradients": True, "gradient_allreduce_op": "mean"},
         "float64",
@@ -209,7 +225,9 @@ def _some() -> Iterator[tuple[str, tuple[int, int, int]]]:
         if choice == "plain" or choice.endswith("ZeRO"):
             continue
         yield choice, (1, 2 if choice in WITH_TENSOR_RANKS else 1, 2)
-        if choice in ("mean of micro-batches", "prescaled", "fp32", "bf16", "fp16", "clipped"):
+        if choice in (
+            "mean of micro-batches", "prescaled", "fp32", "bf16", "fp16", "clipped", "partial step"
+        ):  # fmt: skip
             yield choice, (2, 1, 2)
         if choice in ("sequence parallel", "LAMB", "llama style"):
             yield choice, (2, 2, 1)
