@@ -115,8 +115,7 @@ class PlanChooser:
 
     def _validated(self, plan: Plan) -> Plan:
         """Return the lowered `plan`, proven for the transport of this run."""
-        by_epoch = self._config.training.epochs is not None
-        return validated(plan, self._config.pipeline, self._order, by_epoch=by_epoch)
+        return validated(plan, self._config.pipeline, self._order)
 
     def _choose(
         self, model: MetaModel, rates: Rates, cuts: tuple[tuple[int, ...], ...] | None = None

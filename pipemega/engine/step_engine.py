@@ -31,10 +31,8 @@ from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor.step_phases import PIPELINE, StepPhases
 from pipemega.optimizer import LRSchedule, StepReport
-from pipemega.pipeline.connections import message_order
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import Timeline
-from pipemega.pipeline.plan_selection import validated
 from pipemega.profiling.trace import Trace
 from pipemega.random import preserve_rng
 
@@ -187,7 +185,6 @@ class StepEngine:
         Raises:
             ConfigError: the config has another length, a step was trained, or the data can be read
                 only once.
-            ScheduleError: the plan deadlocks in partial steps, whose messages have headers.
         """
         with self._failures.propagate_errors("set_epochs"):
             if self.step_samples:
@@ -195,8 +192,6 @@ class StepEngine:
                     f"set_epochs({epochs}) is called after a step: call it before the first one",
                     on_every_rank=True,
                 )
-            order = message_order(self.mesh.pipeline, self.mesh.device)
-            validated(self.plan, self.config.pipeline, order, by_epoch=True)
             self._data.set_epochs(epochs)
 
     def set_training_data(

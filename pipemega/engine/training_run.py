@@ -111,8 +111,8 @@ class TrainingRun(StepCallback):
         Args:
             train: trains one step, each call with the next batch.
             data_iter: the caller's iterator, if the engine reads one.
-            has_next: `train` can be called again, after a step that was rolled back; otherwise nan
-                is returned for such a step.
+            has_next: `train` can be called again, after a step that was rolled back. Otherwise, or
+                if no step is left, nan is returned for such a step.
 
         Raises:
             NonFiniteError: a step had inf or nan that `training.on_nonfinite` does not allow.
@@ -135,8 +135,11 @@ class TrainingRun(StepCallback):
                 return loss
             except NonFiniteError as error:
                 self._roll_back(error, before)
-                if not has_next:
-                    return math.nan
+                if self._engine.is_complete:  # the batch of the error was the last one
+                    self._after_step()
+                elif has_next:
+                    continue
+                return math.nan
 
     def _after_step(self) -> None:
         engine, settings = self._engine, self._config.training

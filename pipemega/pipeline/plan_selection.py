@@ -68,13 +68,8 @@ def training_plan(
     return validated(lower(plan), section, order)
 
 
-def validated(
-    plan: Plan, section: PipelineSection, order: MessageOrder, *, by_epoch: bool = False
-) -> Plan:
+def validated(plan: Plan, section: PipelineSection, order: MessageOrder) -> Plan:
     """Return the lowered `plan` unchanged if the transport can carry it, and its evaluation too.
-
-    Args:
-        by_epoch: also check partial steps, whose messages have headers.
 
     Raises:
         ScheduleError: the plan is invalid, or some of its messages would never arrive.
@@ -85,8 +80,6 @@ def validated(
         validate_messages(plan, order, shapes, discards=discards)
     evaluation = lower(forward_only(plan.rank_of_stage, plan.num_microbatches))
     validate_messages(evaluation, order, section.shapes, discards=discards)
-    if by_epoch and section.shapes != "exchanged":
-        validate_messages(plan, order, "exchanged", discards=discards)
     return plan
 
 
