@@ -14,7 +14,7 @@ from pipemega.training.pretrain import (
     flops_per_token,
     load_datasets,
     print_results,
-    text_generator,
+    sample_texts,
 )
 
 
@@ -34,7 +34,7 @@ def main() -> None:
             data.valid,
             tokens_per_sample=config.model.seq_length,
             flops_per_token=flops_per_token(config, data.vocab_size),
-            generate_text=text_generator(engine, data),
+            callbacks=sample_texts(engine, data),
         )
         trainer.fit()
         print_results(trainer, data)

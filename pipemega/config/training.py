@@ -64,7 +64,12 @@ class TrainingSection(Section):
         "Instead of `train_steps`: passes over the training data of the whole run. The last step "
         "of an epoch may then be partial; `dataloader_drop_last` drops it.",
     )
-    eval_interval: Whole = own(0, "Steps between evaluations; 0: never.")
+    eval_interval: Whole | None = own(
+        None,
+        "Steps between evaluations; 0: never; null: after each epoch if the run has epochs, else "
+        "never.",
+    )
+    eval_by: Literal["step", "epoch"] = own("step", "Unit of eval_interval.")
     eval_steps: Count | None = own(
         None,
         f"Global batches per evaluation; null: with `epochs` the whole validation set, else "

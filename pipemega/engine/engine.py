@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -171,6 +171,7 @@ class Engine(StepEngine):
         num_batches: int | None = None,
         *,
         on_output: OnOutput | None = None,
+        numbers: Callable[[], Mapping[str, float]] | None = None,
         split: str = "validation",
     ) -> float:
         """Compute the loss on a data set, one global batch after the other, and record it once.
@@ -181,6 +182,8 @@ class Engine(StepEngine):
             num_batches: global batches to read; the data repeats if it has fewer. None: read the
                 data once, with a partial batch at its end.
             on_output: as for `eval_batch`.
+            numbers: called on every rank after the last micro-batch; returns numbers for the
+                record, by name.
             split: name of the data in the records.
 
         Returns:
@@ -199,10 +202,14 @@ class Engine(StepEngine):
             with closing(evaluation_loader(self.config, self.mesh, data, whole=whole)) as loader:
                 return self._evaluator.over(loader, num_batches, on_output), None
 
-        return self._recorded("evaluate", evaluate, split)[0]
+        return self._recorded("evaluate", evaluate, split, numbers)[0]
 
     def _recorded(
-        self, name: str, evaluate: Callable[[], tuple[float, _Outputs]], split: str
+        self,
+        name: str,
+        evaluate: Callable[[], tuple[float, _Outputs]],
+        split: str,
+        numbers: Callable[[], Mapping[str, float]] | None = None,
     ) -> tuple[float, _Outputs]:
         """Call `evaluate` when the last step is final, and record the loss that it returns."""
         self.run.settle_before_evaluation()
@@ -210,7 +217,8 @@ class Engine(StepEngine):
         with self._failures.propagate_errors(name):
             self._settle()
             loss, outputs = evaluate()
-        self.run.add_evaluation(loss, time.perf_counter() - started, split)
+            metrics = {} if numbers is None else numbers()
+        self.run.add_evaluation(loss, time.perf_counter() - started, split, metrics)
         return loss, outputs
 
     def infer(self, inputs: Sequence[Any]) -> list[Any] | None:
@@ -273,9 +281,11 @@ class Engine(StepEngine):
             if saved is not None:
                 return saved
         self._saved_in = os.fspath(save_dir)
+        self.run.before_save()
         state = self.client_state if client_state is None else client_state
         path = super().save_checkpoint(save_dir, tag, state, save_latest)
-        self.run.record_save(save_dir)
+        if save_latest:
+            self.run.record_save(save_dir)
         return path
 
     def load_checkpoint(

@@ -18,10 +18,12 @@ from pipemega.diagnostics.stragglers import SHOWN_RANKS, StragglerWatch
 from pipemega.engine.nan_policy import NonFinitePolicy
 from pipemega.engine.run_facts import run_facts
 from pipemega.engine.run_folder import RunFolder
+from pipemega.engine.run_history import EpochSums
 from pipemega.engine.run_stats import RunStats
 from pipemega.engine.step_engine import StepEngine
 from pipemega.engine.timelines import write_timeline
 from pipemega.monitor import (
+    EpochRecord,
     EventRecord,
     Monitor,
     ResumePoint,
@@ -112,6 +114,7 @@ class RunLogger:
             state=self._sink_states,
             progress=self._shows_progress,
             total_steps=self._engine.total_steps,
+            total_epochs=self._engine.epochs,
             facts=self._facts() if self._config.wandb.enabled else None,
         )
         # If the script ends without `Engine.close`, for example with an error.
@@ -153,8 +156,12 @@ class RunLogger:
 
     # Steps
 
-    def add(self, loss: float, seconds: float) -> None:
+    def add(self, loss: float, seconds: float, samples: int, epoch: int | None) -> None:
         """Record the step that the engine has just run.
+
+        Args:
+            samples: of this step, over all data ranks.
+            epoch: that it belongs to, from 1; None if the run has no epochs.
 
         With `pipeline.optimizer_sync: "post_validate"` its gradient norm is known, and its record
         written, one step later.
@@ -163,7 +170,7 @@ class RunLogger:
             FolderLockedError: another run has taken over a folder of this run; on rank 0 only.
         """
         folder_locks.verify_heartbeats()
-        record = self._step_record(loss, seconds)
+        record = self._step_record(loss, seconds, samples, epoch)
         # A step that failed in validation and is repeated has left a record.
         while self._pending and self._pending[-1].step >= record.step:
             self._pending.pop()
@@ -171,11 +178,12 @@ class RunLogger:
         self.write_final_steps()
         self._write_timeline()
 
-    def _step_record(self, loss: float, seconds: float) -> StepRecord:
+    def _step_record(
+        self, loss: float, seconds: float, samples: int, epoch: int | None
+    ) -> StepRecord:
         """Return the record of the last step, without what its report has."""
         engine = self._engine
         memory = self._peak_memory() if self._prints() else {}
-        samples = engine.step_samples
         tokens = samples * self.tokens_per_sample
         tflops = None
         if self.flops_per_token:
@@ -184,17 +192,39 @@ class RunLogger:
         return StepRecord(
             step=engine.global_steps,
             consumed_samples=engine.consumed_samples,
-            consumed_tokens=engine.consumed_samples * self.tokens_per_sample,
+            consumed_tokens=engine.consumed_samples * self.tokens_per_sample or None,
             loss=loss,
             lr=math.nan,
+            epoch=epoch,
             step_seconds=seconds,
             samples_per_second=samples / seconds,
-            tokens_per_second=tokens / seconds,
+            tokens_per_second=self._tokens_per_second(samples, seconds),
             tflops_per_device=tflops,
             mfu=tflops / self._peak_tflops if tflops and self._peak_tflops else None,
             peak_gib=max(memory.values(), default=None),
             extra={**self._breakdown(), **self._compare_ranks(), **_shown(memory)},
         )
+
+    def _tokens_per_second(self, samples: int, seconds: float) -> float | None:
+        if not self.tokens_per_sample:
+            return None
+        return samples * self.tokens_per_sample / seconds if seconds else math.nan
+
+    def add_epoch(self, sums: EpochSums) -> EpochRecord:
+        """Record the epoch that the engine has just completed; return the record."""
+        engine = self._engine
+        record = EpochRecord(
+            step=engine.global_steps,
+            consumed_samples=engine.consumed_samples,
+            epoch=engine.epoch,
+            steps=sums.steps,
+            samples=sums.samples,
+            loss=sums.mean_loss,
+            seconds=sums.seconds,
+            tokens_per_second=self._tokens_per_second(sums.samples, sums.seconds),
+        )
+        self.monitor.write(record)
+        return record
 
     def write_final_steps(self) -> None:
         """Write the records of all steps whose reports are available.

@@ -167,12 +167,16 @@ class StepEngine:
         return self._data.total_steps
 
     @property
+    def epochs(self) -> int | None:
+        """Passes over the training data in the whole run; None: it has steps. Not collective."""
+        return self._data.epochs
+
+    @property
     def is_complete(self) -> bool:
         """Whether all steps or epochs of the run are done. Not collective."""
-        if self._data.epochs is not None:
-            return self.epoch >= self._data.epochs
-        steps = self.config.training.train_steps
-        return steps is not None and self.global_steps >= steps
+        if self.epochs is not None:
+            return self.epoch >= self.epochs
+        return self.total_steps is not None and self.global_steps >= self.total_steps
 
     @property
     def eval_batches(self) -> int | None:
@@ -187,12 +191,7 @@ class StepEngine:
                 only once.
         """
         with self._failures.propagate_errors("set_epochs"):
-            if self.step_samples:
-                raise ConfigError(
-                    f"set_epochs({epochs}) is called after a step: call it before the first one",
-                    on_every_rank=True,
-                )
-            self._data.set_epochs(epochs)
+            self._data.set_epochs(epochs, after_step=self.step_samples > 0)
 
     def set_training_data(
         self, data: Any, collate_fn: Callable[[list[Any]], Any] | None = None
@@ -384,9 +383,7 @@ class StepEngine:
         return loaded.path, loaded.client
 
     def reload(self, folder: str | Path) -> None:
-        """Load the newest checkpoint of a folder, and continue with the data after the last batch
-        that was read.
-        """
+        """Load the newest checkpoint of a folder; the data continue after the last batch read."""
         position = None if self.loader is None else self.loader.state_dict()
         epoch = self._data.epoch
         self.load_checkpoint(folder)

@@ -51,13 +51,21 @@ class TrainingData:
         self.loader = training_loader(self._config, self._mesh, data, collate_fn, self.epochs)
         return self.loader
 
-    def set_epochs(self, epochs: int) -> None:
+    def set_epochs(self, epochs: int, *, after_step: bool) -> None:
         """Set the epochs of the run; no step of them has samples of two epochs.
 
+        Args:
+            after_step: this process has trained a step.
+
         Raises:
-            ConfigError: the config has another length, the number is not positive, or the data can
-                be read only once.
+            ConfigError: a step was trained, the config has another length, the number is not
+                positive, or the data can be read only once.
         """
+        if after_step:
+            raise ConfigError(
+                f"set_epochs({epochs}) is called after a step: call it before the first one",
+                on_every_rank=True,
+            )
         if isinstance(epochs, bool) or not isinstance(epochs, int) or epochs < 1:
             raise ConfigError(
                 f"epochs must be an integer of at least 1, not {epochs!r}", on_every_rank=True

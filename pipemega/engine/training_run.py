@@ -5,31 +5,26 @@ The features are in other modules: `run_logger`, `resume`, `nan_policy`,
 """
 
 import math
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-from pipemega.checkpoint import newest
-from pipemega.config import Config
-from pipemega.distributed.mesh import from_first
+from pipemega.distributed.mesh import gather_objects
+from pipemega.engine.evaluation_interval import evaluation_is_due
 from pipemega.engine.resume import refuse_other_run
+from pipemega.engine.rollback import roll_back
+from pipemega.engine.run_history import EpochSums, Evaluation, RunTimes
+from pipemega.engine.run_keys import describes_run, keeps_files
 from pipemega.engine.run_logger import RunLogger
+from pipemega.engine.run_observer import RunObserver
+from pipemega.engine.saved_steps import SavedSteps
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.engine.step_engine import StepEngine
-from pipemega.errors import CheckpointError, NonFiniteError
+from pipemega.errors import NonFiniteError
 from pipemega.fault_tolerance.preemption import StopRequest
-from pipemega.monitor import EvalRecord, SampleRecord, get_logger
+from pipemega.monitor import EvalRecord, SampleRecord, ScalarRecord, get_logger
 from pipemega.optimizer import StepReport
-from pipemega.storage.filesystem import is_remote
-
-
-class _Save(NamedTuple):
-    """The last checkpoint of a folder that this process has saved or loaded."""
-
-    step: int
-    path: Path | str | None  # None: the user has saved it
 
 
 class TrainingRun(StepCallback):
@@ -43,7 +38,8 @@ class TrainingRun(StepCallback):
 
     Attributes:
         logger: writes the records.
-        validation: (step, loss) of each evaluation so far.
+        times: of the run.
+        evaluations: all so far.
         stopped: why the run has ended before its last step; empty if it has not.
     """
 
@@ -53,29 +49,38 @@ class TrainingRun(StepCallback):
         self._active = describes_run(self._config)
         self._handles_signals = self._config.checkpoint.save is not None
         self._stop = StopRequest(engine.mesh.world, self._config.training.exit_after_minutes)
-        self._evaluate: Callable[[], object] | None = None
-        self._saves: dict[str, _Save] = {}
+        self._observer: RunObserver | None = None
+        # Of the last loaded checkpoint, for an observer that takes over later.
+        self._observer_state: dict[str, Any] = {}
+        self._observer_has_loaded = True
+        self._saved = SavedSteps()
         self._first_step: int | None = None  # None: `begin` was not called
         self._has_ended = False
         self._warn_of_iterators = False
         self.logger = RunLogger(engine, self._log, keeps_files=keeps_files(self._config))
-        self.validation: list[tuple[int, float]] = []
+        self.times = RunTimes()
+        self._epoch = EpochSums()  # of the epoch that is in progress
+        self.evaluations: list[Evaluation] = []
         self.stopped = ""
         engine.add_callback(self)
 
-    def take_over(self, evaluate: Callable[[], object] | None) -> None:
-        """Make the run active for a Trainer.
+    def take_over(self, observer: RunObserver) -> None:
+        """Make the run active for a loop, and call `observer` from now on.
 
-        Args:
-            evaluate: called every `training.eval_interval` steps and after the last step; None:
-                no evaluation.
+        Raises:
+            CheckpointError: the run was loaded with the state of another observer.
         """
+        if self._observer is None:
+            observer.load_state_dict(self._observer_state)
         self._active = self._handles_signals = True
-        self._evaluate = evaluate
+        self._observer = observer
         self.logger.take_over()
 
     def request_stop(self, reason: str) -> None:
-        """End the run after the current step, with a checkpoint. One rank is enough."""
+        """End the run after the current step, with a checkpoint. One rank is enough.
+
+        In an observer's `after_epoch` or `evaluate` the run ends at once.
+        """
         self._stop.request(reason)
 
     # Callbacks
@@ -96,12 +101,16 @@ class TrainingRun(StepCallback):
             CheckpointError: `checkpoint.save` has checkpoints of another run, or is in use.
         """
         folder = self._config.checkpoint.save
-        if folder is not None and _key(folder) not in self._saves:
+        if folder is not None and folder not in self._saved:
             refuse_other_run(self._config, self._engine)
         self._first_step, self._has_ended = self._engine.global_steps, False
+        self.times.start()
         self.logger.open()
         if self._handles_signals:
             self._stop.__enter__()
+        if self._observer is not None and not self._observer_has_loaded:
+            self._observer_has_loaded = True
+            self._observer.after_load()
 
     def train_step(
         self, train: Callable[[], float], data_iter: object = None, *, has_next: bool = True
@@ -126,36 +135,68 @@ class TrainingRun(StepCallback):
         if self._first_step is None:
             self.begin()
         self._warn_of_iterator(data_iter)
+        engine = self._engine
         while True:
-            before, started = self._engine.global_steps, perf_counter()
+            before, epoch = engine.global_steps, engine.epoch
             try:
-                loss = train()
-                self.logger.add(loss, perf_counter() - started)
-                self._after_step()
-                return loss
+                return self._train_and_record(train)
             except NonFiniteError as error:
                 self._roll_back(error, before)
-                if self._engine.is_complete:  # the batch of the error was the last one
-                    self._after_step()
-                elif has_next:
-                    continue
+            if engine.epochs is not None and engine.epoch > epoch:
+                # The batch that failed was the last one of its epoch.
+                self._end_epoch()
+                self._after_step(ended_epoch=True)
+            if not has_next or engine.is_complete or self.stopped:
                 return math.nan
 
-    def _after_step(self) -> None:
-        engine, settings = self._engine, self._config.training
-        last = engine.is_complete
+    def _train_and_record(self, train: Callable[[], float]) -> float:
+        engine = self._engine
+        samples, epoch, started = engine.consumed_samples, engine.epoch, perf_counter()
+        with self.times("training"):
+            loss = train()
+        seconds, samples = perf_counter() - started, engine.consumed_samples - samples
+        has_epochs = engine.epochs is not None
+        if has_epochs:
+            self._epoch.add(loss, samples, seconds)
+        self.logger.add(loss, seconds, samples, epoch + 1 if has_epochs else None)
+        if self._observer is not None:
+            self._observer.after_step(loss)
+        ended_epoch = has_epochs and engine.epoch > epoch
+        if ended_epoch:
+            self._end_epoch()
+        self._after_step(ended_epoch)
+        return loss
+
+    def _end_epoch(self) -> None:
+        self.finish_steps()
+        record = self.logger.add_epoch(self._epoch)
+        self._epoch = EpochSums()
+        if self._observer is not None:
+            self._observer.after_epoch(record)
+
+    def _after_step(self, ended_epoch: bool) -> None:
+        engine, settings, last = self._engine, self._config.training, self._engine.is_complete
         if engine.stop_requested and not last:
             self.end_early(self._stop.reasons())
             return
         if self._is_due(settings.check_replicas_every):
             engine.check_replicas()
-        interval = settings.eval_interval
-        if self._evaluate is not None and interval and (last or self._is_due(interval)):
-            self._evaluate()
+        is_due = evaluation_is_due(engine, ended_epoch=ended_epoch, is_last=last)
+        if is_due and self._observer is not None:
+            self._observer.evaluate()
+        # Also after the last step: a rank whose evaluation failed reaches the other ranks here.
+        if (is_due or ended_epoch) and self._stops_now() and not last:
+            self.end_early(self._stop.reasons())
+            return
         if last or self._is_due(self._config.checkpoint.interval):
             self.save()
         if last:
             self.finish_steps()
+
+    def _stops_now(self) -> bool:
+        """Return whether a rank requests the end of the run; collective."""
+        world = self._engine.mesh.world
+        return self._observer is not None and any(gather_objects(self._stop.requested(), world))
 
     def _is_due(self, interval: int) -> bool:
         return interval > 0 and self._engine.global_steps % interval == 0
@@ -187,27 +228,42 @@ class TrainingRun(StepCallback):
         try:
             self.finish_steps()
         except NonFiniteError as error:
-            if self._evaluate is not None:  # in a Trainer: `train_step` rolls back
+            if self._observer is not None:  # in a Trainer: `train_step` rolls back
                 raise
             self._roll_back(error, before)
 
-    def add_evaluation(self, loss: float, seconds: float, split: str) -> None:
-        """Record the loss of an evaluation."""
+    def add_evaluation(
+        self, loss: float, seconds: float, split: str, metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Record an evaluation.
+
+        Args:
+            metrics: more numbers about it, by name.
+        """
         if not self._active or self._has_ended:
             return
         if self._first_step is None:
             self.begin()
         engine = self._engine
-        self.validation.append((engine.global_steps, loss))
-        self.logger.monitor.write(
-            EvalRecord(
-                step=engine.global_steps,
-                consumed_samples=engine.consumed_samples,
-                loss=loss,
-                seconds=seconds,
-                split=split,
-            )
+        record = EvalRecord(
+            step=engine.global_steps,
+            consumed_samples=engine.consumed_samples,
+            loss=loss,
+            seconds=seconds,
+            split=split,
+            has_tokens=self.logger.tokens_per_sample > 0,
+            metrics=metrics or {},
         )
+        self.evaluations.append(Evaluation(record.step, split, record.values))
+        self.logger.monitor.write(record)
+
+    def add_scalars(self, values: Mapping[str, float]) -> None:
+        """Record numbers by name; a name without "/" gets the group "train"."""
+        if not self._active or self._has_ended:
+            return
+        step, samples = self._engine.global_steps, self._engine.consumed_samples
+        plain = {name: float(value) for name, value in values.items()}
+        self.logger.monitor.write(ScalarRecord(step=step, consumed_samples=samples, values=plain))
 
     def add_sample(self, prompt: str, text: str) -> None:
         """Record a text that the model has generated."""
@@ -220,27 +276,39 @@ class TrainingRun(StepCallback):
 
     # Checkpoints
 
-    def save(self) -> None:
-        """Save in `checkpoint.save`, if it is set and this step is not saved there yet."""
+    def save(self, tag: str | None = None) -> None:
+        """Save in `checkpoint.save`, if it is set.
+
+        Args:
+            tag: of a checkpoint that is not loaded by default. None: that of this step, if it is
+                not saved there yet.
+        """
         folder = self._config.checkpoint.save
         if folder is None:
             return
         self.finish_steps()
-        saved = self._saves.get(_key(folder))
-        if saved is None or saved.step != self._engine.global_steps:
-            path = self._engine.save_checkpoint(folder)
-            self._saves[_key(folder)] = _Save(self._engine.global_steps, path)
+        step = self._engine.global_steps
+        if tag is not None:
+            with self.times("saving"):
+                self._engine.save_checkpoint(folder, tag, save_latest=False)
+        elif not self._saved.has_step(folder, step):
+            with self.times("saving"):
+                path = self._engine.save_checkpoint(folder)
+            self._saved.add(folder, step, path)
 
     def saved_automatically(self, folder: str | Path) -> Path | str | None:
         """Return the checkpoint of this step that `save` wrote in `folder`, if it did."""
-        saved = self._saves.get(_key(folder))
-        if saved is None or saved.step != self._engine.global_steps:
-            return None
-        return saved.path
+        return self._saved.own_path(folder, self._engine.global_steps)
+
+    def before_save(self) -> None:
+        """Let the observer prepare its state; a checkpoint follows."""
+        if self._observer is not None:
+            self.finish_steps()
+            self._observer.before_save()
 
     def record_save(self, folder: str | Path) -> None:
         """Note that the current step is saved in `folder`."""
-        self._saves[_key(folder)] = _Save(self._engine.global_steps, None)
+        self._saved.add(folder, self._engine.global_steps)
 
     def record_load(self, folder: str | Path) -> None:
         """Note that the run continues from a checkpoint in `folder`."""
@@ -248,66 +316,38 @@ class TrainingRun(StepCallback):
         self._warn_of_iterators = True
         if self._first_step is None:
             self.logger.history.resumes += 1
+        self._observer_has_loaded = self._observer is not None
+        if self._observer is not None:
+            self._observer.after_load()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run continues from, as JSON values."""
         if not self._active:
             return {}
-        return {**self.logger.state_dict(), "validation": self.validation}
+        if self._observer is not None:
+            self._observer_state = self._observer.state_dict()
+        return {
+            **self.logger.state_dict(),
+            "evaluations": self.evaluations,
+            "epoch": self._epoch.state_dict(),
+            "seconds": self.times.state_dict(),
+            "callbacks": self._observer_state,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict()`, after the engine has loaded its checkpoint."""
-        self.validation = [(int(s), float(loss)) for s, loss in state.get("validation", [])]
+        self.evaluations = Evaluation.all_in(state)
+        self._epoch = EpochSums.from_state(state.get("epoch", {}))
+        self.times.load_state_dict(state.get("seconds", {}))
         self.logger.load_state_dict(state)
+        self._observer_state = state.get("callbacks", {})
+        if self._observer is not None:
+            self._observer.load_state_dict(self._observer_state)
 
     def _roll_back(self, error: NonFiniteError, before: int) -> None:
-        """Load the newest checkpoint; continue with the data after the batch of `error`.
-
-        Args:
-            before: `global_steps` before the failed call. The engine may now count one more (fp16
-                skips the step and continues) or one less (post-validation: the step before failed).
-
-        Raises:
-            NonFiniteError: the policy is not "rollback", the budget is used up, or this run has no
-                checkpoint.
-        """
-        engine, history = self._engine, self.logger.history
-        failed = min(before, engine.global_steps) + 1
-        is_counted = engine.global_steps > before
-        try:
-            self.logger.policy.on_error(error)
-        except NonFiniteError as final:
-            self.logger.event("nonfinite", {}, str(final))
-            raise
-        assert self._config.checkpoint.save is not None, "the config has been checked"
-        folder = self._config.checkpoint.save
-        try:
-            engine.finish_saving()
-        except CheckpointError as failed_save:
-            if not failed_save.on_every_rank:
-                raise
-            # It has been logged, and earlier checkpoints are complete.
-        # Only checkpoints of this run, not of an earlier one, may be rolled back to.
-        known = _key(folder) in self._saves
-        if not known or from_first(engine.mesh.world, lambda: newest(folder)) is None:
-            raise NonFiniteError(
-                error.what,
-                origin=error.origin,
-                advice=f"training.on_nonfinite.policy is 'rollback', and {folder} has no complete "
-                "checkpoint of this run yet: lower checkpoint.interval",
-                on_every_rank=True,
-            ) from error
-        state = self.state_dict()
-        engine.reload(folder)
-        self.load_state_dict(state)
+        """Load the newest checkpoint, as `training.on_nonfinite` requires; see `roll_back`."""
+        roll_back(self._engine, self.logger, self._saved, error, before)
         self._warn_of_iterators = False
-        history.rollbacks += 1
-        history.nan_steps += not is_counted
-        self.validation = [(s, loss) for s, loss in self.validation if s <= engine.global_steps]
-        text = f"rolled back from step {failed} to step {engine.global_steps}"
-        self._log.info(f"{text}; the data continues after the failed batch")
-        values = {"from_step": failed, "number": history.rollbacks}
-        self.logger.event("rollback", values, f"{text}: {error.what}: {error.origin}")
 
     # The end of the run
 
@@ -339,7 +379,10 @@ class TrainingRun(StepCallback):
         first = self._first_step or 0
         here = f", {steps - first} of them in this process" if first else ""
         summary = self.logger.history.summary(self._engine.skipped_steps)
-        self._log.info(f"{end} step {steps}{of}{here}: {summary}")
+        epochs = f" ({self._engine.epoch} of {self._engine.epochs} epochs)"
+        if self._engine.epochs is None:
+            epochs = ""
+        self._log.info(f"{end} step {steps}{of}{epochs}{here}: {summary}; {self.times}")
         if self.stopped and self._config.checkpoint.save is None:
             self.logger.warn("the run was not saved: checkpoint.save is not set")
 
@@ -349,37 +392,3 @@ class TrainingRun(StepCallback):
         self.logger.folder.close()
         self._stop.__exit__()
         self._first_step, self._has_ended = None, True
-
-
-def describes_run(config: Config) -> bool:
-    """Return whether the config has a key that `train_batch` acts on, besides the training."""
-    training = config.training
-    return (
-        keeps_files(config)
-        or ("steps_per_print" in config.model_fields_set and config.steps_per_print is not None)
-        or config.wall_clock_breakdown
-        or config.memory_breakdown
-        or training.exit_after_minutes is not None
-        or training.on_nonfinite.policy is not None
-        or training.check_replicas_every > 0
-        or not training.model_fields_set.isdisjoint({"loss_spikes", "stragglers"})
-    )
-
-
-def keeps_files(config: Config) -> bool:
-    """Return whether the run has files of its own besides what it prints."""
-    trace = config.monitor.trace
-    return (
-        config.checkpoint.save is not None
-        or config.csv_monitor.enabled
-        or config.tensorboard.enabled
-        or config.wandb.enabled
-        or config.monitor.jsonl is not None
-        or bool(trace.steps or trace.every)
-    )
-
-
-def _key(folder: str | Path) -> str:
-    """Return the same text for the same folder."""
-    text = os.fspath(folder)
-    return text.rstrip("/") if is_remote(text) else os.path.abspath(text)

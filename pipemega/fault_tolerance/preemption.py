@@ -54,7 +54,8 @@ class StopRequest:
         started: float = _STARTED,
     ) -> None:
         self._world, self._minutes, self._clock, self._started = world, minutes, clock, started
-        self._received: str | None = None
+        self._asked: str | None = None  # by the program
+        self._received: str | None = None  # the name of a signal
         self._received_at = -math.inf
         self._old_handlers: dict[signal.Signals, Any] = {}
 
@@ -65,7 +66,8 @@ class StopRequest:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # After a request the handlers stay: the process is about to end, and a signal during that
+        self._asked = None
+        # After a signal the handlers stay: the process is about to end, and a signal during that
         # time is the second one.
         if self._received is None:
             self.restore_handlers()
@@ -78,15 +80,15 @@ class StopRequest:
 
     def request(self, reason: str) -> None:
         """Request the end of the run on this rank."""
-        self._received = self._received or reason
+        self._asked = self._asked or reason
 
     def requested(self) -> bool:
         """Return whether this rank requests the end of the run. Not collective."""
-        return self._received is not None or self._time_is_over()
+        return self._received is not None or self._asked is not None or self._time_is_over()
 
     def reasons(self) -> str:
         """Return why the run ends, from all ranks; collective, only when the run ends."""
-        own = self._received or ""
+        own = self._received or self._asked or ""
         if not own and self._time_is_over():
             own = f"training.exit_after_minutes is {self._minutes:g}"
         ranks_by_reason: dict[str, list[int]] = {}

@@ -30,6 +30,7 @@ from pipemega.monitor.records import (
     ScalarRecord,
     StepRecord,
     TimelineRecord,
+    evaluation_values,
 )
 from pipemega.monitor.sinks import (
     CsvSink,
@@ -71,6 +72,7 @@ __all__ = [
     "build_sinks",
     "epoch_line",
     "eval_line",
+    "evaluation_values",
     "get_logger",
     "gpt_flops_per_token",
     "parse_line",

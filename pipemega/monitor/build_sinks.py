@@ -31,6 +31,7 @@ def build_sinks(
     progress: bool = True,
     facts: Mapping[str, Any] | None = None,
     total_steps: int | None = None,
+    total_epochs: int | None = None,
 ) -> Monitor:
     """Return the monitor of rank 0: console, JSON lines, and the sinks that are enabled.
 
@@ -45,7 +46,7 @@ def build_sinks(
         resume: the last step of the checkpoint that the run resumes from; None for a new run.
         state: `Monitor.state_dict()` from the checkpoint.
         progress: allow `training.progress`, the progress bar.
-        total_steps: of the whole run; None: not known.
+        total_steps, total_epochs: of the whole run; None: not known.
         facts: of the run, shown by wandb beside the config: mesh, number of parameters.
 
     Raises:
@@ -54,7 +55,9 @@ def build_sinks(
     training = config.training
     progress = progress and training.progress
     builders: list[Callable[[], Sink]] = [
-        lambda: Console(total_steps, config.steps_per_print, progress=progress)
+        lambda: Console(
+            total_steps, config.steps_per_print, total_epochs=total_epochs, progress=progress
+        )
     ]
     if run_folder is not None:
         builders += _file_sinks(config, Path(run_folder), resume)

@@ -101,7 +101,7 @@ class EpochRecord:
 
     @property
     def samples_per_second(self) -> float:
-        return self.samples / self.seconds
+        return self.samples / self.seconds if self.seconds else math.nan
 
     def scalars(self) -> dict[str, float]:
         """Return {grouped name: value}."""
@@ -146,14 +146,8 @@ class EvalRecord:
 
     @property
     def values(self) -> dict[str, float]:
-        """The loss, the perplexity of tokens (inf if it overflows a float), and the metrics."""
-        values = {"loss": self.loss}
-        if self.has_tokens:
-            try:
-                values["perplexity"] = math.exp(self.loss)
-            except OverflowError:
-                values["perplexity"] = math.inf
-        return values | dict(self.metrics)
+        """See `evaluation_values`."""
+        return evaluation_values(self.loss, self.metrics, has_tokens=self.has_tokens)
 
     def scalars(self) -> dict[str, float]:
         """Return {grouped name: value}."""
@@ -170,6 +164,22 @@ class EvalRecord:
             **self.values,
             "seconds": self.seconds,
         }
+
+
+def evaluation_values(
+    loss: float, metrics: Mapping[str, float], *, has_tokens: bool
+) -> dict[str, float]:
+    """Return the values of an evaluation by name.
+
+    The loss, the perplexity of tokens (inf if it overflows a float), and the metrics.
+    """
+    values = {"loss": loss}
+    if has_tokens:
+        try:
+            values["perplexity"] = math.exp(loss)
+        except OverflowError:
+            values["perplexity"] = math.inf
+    return values | dict(metrics)
 
 
 @dataclass(frozen=True, kw_only=True)

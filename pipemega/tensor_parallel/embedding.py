@@ -15,6 +15,7 @@ from pipemega.tensor_parallel.collectives import (
     sum_in_place,
 )
 from pipemega.tensor_parallel.layers import Product
+from pipemega.tensor_parallel.output_shard import OutputShard
 from pipemega.tensor_parallel.vocabulary import local_range, require_in_vocabulary, rows_per_rank
 
 # (ids [...], weight [rows, dim]) -> [..., dim]; split backward replaces it.
@@ -50,6 +51,11 @@ class _Vocabulary(nn.Module):
         self.weight = attach_shard(nn.Parameter(weight), shard)
 
     product: Product = staticmethod(F.linear)
+
+    @property
+    def output_shard(self) -> OutputShard:
+        """Declares `logits` as a slice of the vocabulary, with padding."""
+        return OutputShard(self.axis, self.num_embeddings)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of this rank's slice of the vocabulary, with padding.

@@ -31,6 +31,7 @@ from pipemega.tensor_parallel.collectives import (
     start_reduce_scatter,
     sum_in_place,
 )
+from pipemega.tensor_parallel.output_shard import OutputShard
 
 
 class Product(Protocol):
@@ -84,6 +85,10 @@ class ColumnParallelLinear(nn.Module):
         blocks = [out_features] if isinstance(out_features, int) else list(out_features)
         self.in_features, self.out_features = in_features, sum(blocks)
         self.axis, self.gather_output = axis, gather_output
+        # The slices of several blocks are not in the order of the whole output.
+        self.output_shard: OutputShard | None = None
+        if one_block and not gather_output:
+            self.output_shard = OutputShard(axis, sum(blocks))
         self.sequence_parallel = sequence_parallel
         self.local_blocks = [
             even_share(size, axis.size, "out_features" if one_block else f"out_features[{i}]")

@@ -1,10 +1,34 @@
 """The training loop around an engine.
 
-trainer          Trainer: trains until the last step and evaluates
+trainer          Trainer: trains steps or epochs, and evaluates
+callback         Callback; callbacks: those that are ready to use; callback_list calls them
+metrics          Metric, Accuracy, ...; metric_set reduces them over micro-batches and ranks
 pretrain         data, model and results of pretrain_gpt.py; generate samples text
 """
 
+from pipemega.training.callback import Callback
+from pipemega.training.callbacks import (
+    EarlyStopping,
+    LRLogger,
+    SampleText,
+    SaveBest,
+    Timing,
+)
 from pipemega.training.generate import generate
+from pipemega.training.metrics import Accuracy, Loss, Metric, Perplexity
 from pipemega.training.trainer import Trainer
 
-__all__ = ["Trainer", "generate"]
+__all__ = [
+    "Accuracy",
+    "Callback",
+    "EarlyStopping",
+    "LRLogger",
+    "Loss",
+    "Metric",
+    "Perplexity",
+    "SampleText",
+    "SaveBest",
+    "Timing",
+    "Trainer",
+    "generate",
+]

@@ -2,7 +2,6 @@
 
 import argparse
 import math
-from collections.abc import Callable
 from typing import NoReturn
 
 import torch
@@ -19,6 +18,7 @@ from pipemega.monitor import get_logger, gpt_flops_per_token
 from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline.module import PipelineModule
 from pipemega.printing import percent
+from pipemega.training.callbacks import SampleText
 from pipemega.training.generate import generate
 from pipemega.training.trainer import Trainer
 
@@ -42,7 +42,7 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     check_data_inputs(config.data)
     log = get_logger(mesh.rank)
     batch = config.batch(mesh.data.size)
-    eval_steps = config.training.eval_batches(None) if config.training.eval_interval > 0 else 0
+    eval_steps = config.training.eval_batches(None) if config.training.eval_interval else 0
     request = DataRequest(
         seq_length=config.model.seq_length,
         seed=config.seed,
@@ -99,7 +99,7 @@ def print_results(trainer: Trainer, datasets: Datasets) -> None:
     if trainer.stopped:
         return
     _print_losses(trainer, datasets)
-    _print_text(trainer)
+    _print_texts(trainer)
 
 
 def _print_losses(trainer: Trainer, datasets: Datasets) -> None:
@@ -119,12 +119,12 @@ def _print_losses(trainer: Trainer, datasets: Datasets) -> None:
         )
 
 
-def text_generator(engine: Engine, datasets: Datasets) -> Callable[[], tuple[str, str]] | None:
-    """Return a function that generates the (prompt, text) of training.generate_tokens, if set."""
+def sample_texts(engine: Engine, datasets: Datasets) -> list[SampleText]:
+    """Return a callback that generates texts if `training.generate_tokens` is set, else none."""
     config, tokenizer = engine.config, datasets.tokenizer
     count, prompt = config.training.generate_tokens, config.training.generate_prompt
     if not count or tokenizer is None or config.model is None:
-        return None
+        return []
     start, length = tokenizer.encode(prompt) or [tokenizer.eod or 0], config.model.seq_length
 
     def text() -> tuple[str, str]:
@@ -139,10 +139,12 @@ def text_generator(engine: Engine, datasets: Datasets) -> Callable[[], tuple[str
         )
         return prompt, tokenizer.decode(tokens)
 
-    return text
+    return [SampleText(text)]
 
 
-def _print_text(trainer: Trainer) -> None:
-    text = trainer.last_text()
-    if text is not None and trainer.engine.mesh.rank == 0:
-        print(f"sample:\n{text[0]}{text[1]}")
+def _print_texts(trainer: Trainer) -> None:
+    for callback in trainer.callbacks:
+        if isinstance(callback, SampleText):
+            prompt, text = callback.last_text()
+            if trainer.engine.mesh.rank == 0:
+                print(f"sample:\n{prompt}{text}")

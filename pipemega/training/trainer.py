@@ -1,33 +1,51 @@
-"""The training loop of a GPT run: train until the last step, and evaluate.
+"""The training loop: train steps or epochs, evaluate, and call callbacks; see docs/trainer.md.
 
 Records, checkpoints, resume and the end of the run belong to the engine, in a Trainer as in the
 user's own loop: `pipemega.engine.training_run`; see docs/long_runs.md.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipemega.engine.engine import Engine
+from pipemega.engine.evaluation_interval import evaluates, evaluates_at_start
+from pipemega.engine.run_history import Evaluation
 from pipemega.engine.run_stats import RunStats
 from pipemega.errors import ConfigError, StopTraining
-from pipemega.monitor import Monitor
+from pipemega.fault_tolerance.error_propagation import failure_reporter
+from pipemega.monitor import Monitor, MultiTimer
+from pipemega.training.callback import Callback, Mode
+from pipemega.training.callback_list import CallbackList
+from pipemega.training.validation import ValidationSets
 
 
 class Trainer:
-    """Trains an engine until step `training.train_steps`, and evaluates it in between.
+    """Trains an engine to the end of its run, and evaluates it in between.
+
+        Trainer(engine, valid, train=dataset, epochs=2,
+                metrics={"top1": Accuracy(), "top5": Accuracy(k=5)},
+                callbacks=[SaveBest("top1")]).fit()
 
     Args:
-        engine: from `pipemega.initialize`, with training data.
-        valid: validation dataset; None: no evaluation.
+        engine: from `pipemega.initialize`.
+        valid: a validation dataset or DataLoader, or several by name; None: no evaluation.
+        train: training data, if `initialize` got none.
+        epochs: passes over the training data; None: `training.epochs` or `training.train_steps`.
+        metrics: of each evaluation, by name: `pipemega.training.Metric`, or of torchmetrics.
+        callbacks: called in this order at each point.
         tokens_per_sample, flops_per_token: for tokens/s, TFLOP/s and MFU; 0: do not record them.
-        generate_text: returns (prompt, text) on every rank; called after each evaluation. None: no
-            text.
 
     Attributes:
         history: counters of the run, over all its restarts.
-        validation: (step, loss) of each evaluation so far.
+        evaluations: the step, the name of the data and the values of each evaluation so far.
+        validation: (step, loss) of each evaluation of the first validation set.
+        timers: "training", "evaluation" and "saving", of this process.
         stopped: why `fit` ended before the last step; empty if it did not.
+
+    Raises:
+        ConfigError: data, epochs or steps are given twice; a name, metric or callback is not valid.
+        CheckpointError: the run was resumed, and a callback whose state was saved is missing.
     """
 
     def __init__(
@@ -35,60 +53,98 @@ class Trainer:
         engine: Engine,
         valid: Any = None,
         *,
+        train: Any = None,
+        epochs: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        callbacks: Sequence[Callback] = (),
         tokens_per_sample: int = 0,
         flops_per_token: float = 0.0,
-        generate_text: Callable[[], tuple[str, str]] | None = None,
     ) -> None:
         self.engine, self.config, self._run = engine, engine.config, engine.run
         self.stopped = ""
-        self._valid, self._generate_text = valid, generate_text
-        self._text: tuple[str, str] | None = None
-        self._run.take_over(None if valid is None else self.evaluate)
         logger = self._run.logger
         logger.tokens_per_sample = tokens_per_sample or logger.tokens_per_sample
         logger.flops_per_token = flops_per_token
+        if epochs is not None:
+            engine.set_epochs(epochs)
+        if train is not None:
+            engine.set_training_data(train)
+        self._valid = ValidationSets(engine, valid, metrics)
+        self.callbacks = tuple(callbacks)
+        self._points = CallbackList(self, self.callbacks)
+        self._run.take_over(self._points)
 
     @property
     def history(self) -> RunStats:
         return self._run.logger.history
 
     @property
+    def evaluations(self) -> list[Evaluation]:
+        return self._run.evaluations
+
+    @property
     def validation(self) -> list[tuple[int, float]]:
-        return self._run.validation
+        first = self._valid.names[0] if self._valid.names else "validation"
+        return [(e.step, e.values["loss"]) for e in self.evaluations if e.split == first]
+
+    @property
+    def timers(self) -> MultiTimer:
+        return self._run.times.timers
 
     @property
     def monitor(self) -> Monitor:
         """Writes the records; on rank 0 only."""
         return self._run.logger.monitor
 
-    def fit(self) -> float:
-        """Train until `training.train_steps`; return the last training loss.
+    @property
+    def value_names(self) -> list[str]:
+        """Names of the values of `Callback.after_evaluation`; [] if the run does not evaluate."""
+        return self._valid.value_names if evaluates(self.engine) else []
 
-        A signal, `training.exit_after_minutes` or the end of the data stops it earlier, after a
-        checkpoint; `stopped` has the reason.
+    def mode_of(self, value: str) -> Mode | None:
+        """Return "min" or "max", whichever is better for a value; None if that is not known."""
+        return self._valid.mode_of(value)
+
+    def fit(self) -> float:
+        """Train to the end of the run; return the last training loss.
+
+        A signal, `training.exit_after_minutes`, a callback or the end of the data stops it earlier,
+        after a checkpoint; `stopped` has the reason.
 
         Raises:
-            ConfigError: training.train_steps is missing.
+            ConfigError: the run has no length.
             NonFiniteError: a step had inf or nan that `training.on_nonfinite` does not allow.
             ReplicaError: copies of a parameter differ (`training.check_replicas_every`).
+            PipelineError: a callback or a metric failed; with its name.
         """
-        settings, engine = self.config.training, self.engine
-        if settings.train_steps is None and settings.epochs is None:
+        engine = self.engine
+        if engine.total_steps is None and engine.epochs is None:
             raise ConfigError(
-                "training.train_steps and training.epochs are missing: one of them is the length "
-                "of the run"
+                "the run has no length: set training.train_steps (or training.epochs), or give "
+                "Trainer(epochs=...)",
+                on_every_rank=True,
             )
-        self._run.begin()
         try:
-            if self._valid is not None and settings.eval_interval and not self.validation:
-                self.evaluate()
-            while not engine.is_complete and not self.stopped:
-                self._advance()
-            engine.finish_saving()
-            self._run.log_end()
-        finally:
-            self._run.release()
+            with failure_reporter().propagate_errors("Trainer.fit"):
+                self._run.begin()
+                try:
+                    self._fit()
+                finally:
+                    self._run.release()
+        except Exception as error:
+            self._points.on_exception(error)
+            raise
         return engine.last_step.loss if engine.last_step else math.nan
+
+    def _fit(self) -> None:
+        self._points.before_fit()
+        if evaluates_at_start(self.engine) and not self.evaluations:
+            self.evaluate()
+        while not self.engine.is_complete and not self.stopped:
+            self._advance()
+        self.engine.finish_saving()
+        self._points.after_fit()
+        self._run.log_end()
 
     def _advance(self) -> None:
         """Train one step, or find out why the run ends."""
@@ -105,19 +161,32 @@ class Trainer:
         return float(self.engine.train_batch())
 
     def evaluate(self) -> float:
-        """Return the validation loss on the first `training.eval_steps` batches."""
-        loss = self.engine.evaluate(self._valid, self.engine.eval_batches)
-        if self._generate_text is not None:
-            self._text = self._generate_text()
-            self._run.add_sample(*self._text)
-        return loss
+        """Evaluate all validation sets; return the loss of the first one.
 
-    def last_text(self) -> tuple[str, str] | None:
-        """Return the (prompt, text) of the last evaluation; without one, generate it now."""
-        if self._text is None and self._generate_text is not None:
-            self._text = self._generate_text()
-        return self._text
+        `training.eval_steps` limits the batches of each set.
+        """
+        if not self._valid.names:
+            return math.nan
+        values = self._valid.evaluate()
+        self._points.after_evaluation(values)
+        return values["loss"]
 
-    def save(self) -> None:
-        """Save a checkpoint in `checkpoint.save`, if the config has that folder."""
-        self._run.save()
+    def stop(self, reason: str) -> None:
+        """End the run with a checkpoint; one rank is enough.
+
+        In `after_epoch` and `after_evaluation` at once, in `after_step` after the next step.
+        """
+        self._run.request_stop(reason)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Record numbers by name; a name without "/" gets the group "train"."""
+        self._run.add_scalars(values)
+
+    def save(self, tag: str | None = None) -> None:
+        """Save a checkpoint in `checkpoint.save`, if the config has that folder.
+
+        Args:
+            tag: its name; a run does not resume from it by default. None: as
+                `checkpoint.interval` does, unless this step is saved already.
+        """
+        self._run.save(tag)

@@ -11,7 +11,7 @@ from pipemega.training.pretrain import (
     flops_per_token,
     load_datasets,
     print_results,
-    text_generator,
+    sample_texts,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -40,7 +40,7 @@ def train(folder: str, overrides: list[str], stop_after: int | None = None) -> d
         data.valid,
         tokens_per_sample=config.model.seq_length if config.model else 0,
         flops_per_token=flops_per_token(config, data.vocab_size),
-        generate_text=text_generator(engine, data),
+        callbacks=sample_texts(engine, data),
     )
     if stop_after is not None:
         for _ in range(stop_after):

@@ -102,7 +102,7 @@ def test_validation_and_timeline_lines_fit_the_terminal_too(monkeypatch):
     records = [eval_record(), epoch_record(), timeline_record()]
     assert shown(records, lines=Terminal()) == [
         "validation step 20 | loss 4.0000 | perplexity 54.5982",
-        "epoch 2 | step 20 | loss 0.5000 | seconds 2.00 | samples/s 157.5",
+        "epoch 2 | step 20 | loss 0.5000 | samples/s 157.5",
         "timeline step 10 | makespan ms 250.00 | bubble % 12.5",
     ]
 

@@ -1,0 +1,240 @@
+"""Small runs of a Trainer with epochs, metrics and callbacks; each function runs on every rank."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipemega import LayerSpec, PipelineModule, Trainer, initialize
+from pipemega.config import load
+from pipemega.errors import CheckpointError, PipemegaError
+from pipemega.models import GPTConfig, gpt
+from pipemega.training import Accuracy, Callback, EarlyStopping, Metric, Perplexity, SaveBest
+from tests.ranks.training_runs import VOCAB, microbatch
+
+FEATURES, CLASSES = 6, 5
+
+
+class Points(torch.utils.data.Dataset[Any]):
+    """Points in float64, with a class that a linear model can learn in part."""
+
+    def __init__(self, size: int, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.points = torch.randn(size, FEATURES, generator=generator, dtype=torch.float64)
+        self.labels = self.points[:, :CLASSES].argmax(1)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.points[index], self.labels[index]
+
+
+def classifier() -> PipelineModule:
+    kind = {"dtype": torch.float64}
+    layers = [
+        LayerSpec(nn.Linear, FEATURES, 8, **kind),
+        torch.tanh,
+        LayerSpec(nn.Linear, 8, 8, **kind),
+        torch.tanh,
+        LayerSpec(nn.Linear, 8, CLASSES, **kind),
+    ]
+    return PipelineModule(layers, F.cross_entropy)
+
+
+def config(folder: Path | str | None = None, **changes: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+        "training": {"progress": False},
+        "steps_per_print": None,
+        "mesh": {"device": "cpu"},
+    }
+    if folder is not None:
+        settings["checkpoint"] = {"save": str(folder)}
+    for key, value in changes.items():
+        settings[key] = {**settings.get(key, {}), **value} if isinstance(value, dict) else value
+    return settings
+
+
+TRAIN, EASY, HARD = Points(30, seed=1), Points(19, seed=2), Points(13, seed=3)
+METRICS = {"top1": Accuracy(), "top2": Accuracy(k=2)}
+
+
+class Recorder(Callback):
+    """Records the points with the step; its state is the number of steps."""
+
+    def __init__(self, name: str = "") -> None:
+        self.name, self.points, self.steps = name, list[Any](), 0
+
+    def _add(self, point: str, trainer: Trainer, *what: Any) -> None:
+        self.points.append((point, trainer.engine.global_steps, *what))
+
+    def before_fit(self, trainer: Trainer) -> None:
+        self._add("before_fit", trainer)
+
+    def after_step(self, trainer: Trainer, loss: float) -> None:
+        self.steps += 1
+        self._add("after_step", trainer)
+
+    def after_epoch(self, trainer: Trainer, epoch: Any) -> None:
+        self._add("after_epoch", trainer, epoch.epoch)
+
+    def after_evaluation(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        self._add("after_evaluation", trainer)
+
+    def before_save(self, trainer: Trainer) -> None:
+        self._add("before_save", trainer)
+
+    def after_load(self, trainer: Trainer) -> None:
+        self._add("after_load", trainer)
+
+    def on_exception(self, trainer: Trainer, error: Exception) -> None:
+        self._add("on_exception", trainer, str(error))
+
+    def after_fit(self, trainer: Trainer) -> None:
+        self._add("after_fit", trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.steps = state["steps"]
+
+
+def rows(folder: Path | str, kind: str) -> list[dict[str, Any]]:
+    lines = (Path(folder) / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def fit(
+    settings: Mapping[str, Any],
+    callbacks: Sequence[Callback] = (),
+    *,
+    epochs: int | None = None,
+    **arguments: Any,
+) -> Trainer:
+    """Fit the classifier on two validation sets."""
+    engine, *_ = initialize(classifier(), settings, TRAIN)
+    sets = {"easy": EASY, "hard": HARD}
+    options = {"valid": sets, "metrics": METRICS, "callbacks": callbacks, "epochs": epochs}
+    trainer = Trainer(engine, **(options | arguments))
+    trainer.fit()
+    return trainer
+
+
+def results(
+    settings: Mapping[str, Any], epochs: int = 3, *, stop_at: int | None = None
+) -> dict[str, Any]:
+    """Fit with SaveBest and EarlyStopping; return what all ranks know."""
+
+    class Stop(Callback):
+        def after_step(self, trainer: Trainer, loss: float) -> None:
+            # One rank is enough; the step after it is the last one.
+            if trainer.engine.global_steps == stop_at and trainer.engine.mesh.rank == 0:
+                trainer.stop("enough steps")
+
+    counter = Recorder("counter")
+    early = EarlyStopping("hard/loss", patience=50)
+    best = SaveBest("top1")
+    trainer = fit(settings, [counter, early, Stop(), best], epochs=epochs)
+    return {
+        "evaluations": trainer.evaluations,
+        "steps": (trainer.engine.global_steps, trainer.engine.epoch, counter.steps),
+        "best": (best.best, early.best, early.waited),
+        "stopped": trainer.stopped,
+        "parameters": {n: p.numpy() for n, p in trainer.engine.parameter_state().items()},
+    }
+
+
+def results_until(settings: Mapping[str, Any], stop_at: int) -> dict[str, Any]:
+    return results(settings, stop_at=stop_at)
+
+
+def failing(settings: Mapping[str, Any], rank: int, point: str) -> str:
+    """Fit with a callback that raises on one rank; return the error of this rank."""
+
+    def fails(self: Callback, trainer: Trainer, *_: Any) -> None:
+        if trainer.engine.mesh.rank == rank:
+            raise ValueError("out of ideas")
+
+    callback = type("Broken", (Callback,), {point: fails})()
+    try:
+        fit(settings, [callback], epochs=1)
+    except PipemegaError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def gpt_metrics(settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return the metrics of a GPT, whose vocabulary may be sharded, on data with ignored labels."""
+    config = GPTConfig.of(load(settings), VOCAB)
+    with torch.random.fork_rng():
+        torch.set_default_dtype(torch.float64)
+        try:
+            engine, *_ = initialize(gpt(config), settings)
+        finally:
+            torch.set_default_dtype(torch.float32)
+    samples = [microbatch(0, place) for place in range(5)]
+    data = [(x, y) for xs, ys in samples for x, y in zip(xs, ys, strict=True)]
+    metrics = {f"top{k}": Accuracy(k) for k in (1, 10, 30)}
+    metrics |= {"perplexity": Perplexity(), "gathered": LastLogit()}
+    trainer = Trainer(engine, data, metrics=metrics)
+    trainer.evaluate()
+    trainer.evaluate()  # metrics begin at zero again
+    return trainer.evaluations[-1].values
+
+
+class LastLogit(Metric):
+    """The mean logit of the last word: its outputs must be whole, without padding."""
+
+    def sums(self, outputs: Any, labels: Any) -> Any:
+        assert outputs.shape[-1] == VOCAB
+        return outputs[..., -1].sum(), labels.numel()
+
+
+def torchmetrics_values(settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics of torchmetrics that the data ranks compute from different samples."""
+    from torchmetrics import MetricCollection
+    from torchmetrics.classification import MulticlassAccuracy, MulticlassAUROC
+
+    metrics = {
+        "top1": MulticlassAccuracy(CLASSES, average="micro"),
+        "both": MetricCollection({"auroc": MulticlassAUROC(CLASSES)}),
+        "own": Accuracy(),
+    }
+    return fit(settings, valid=TRAIN, metrics=metrics, epochs=1).evaluations[-1].values
+
+
+class FailsOnOneRank(Metric):
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def sums(self, outputs: Any, labels: Any) -> Any:
+        if torch.distributed.get_rank() == self.rank:
+            raise ValueError("cannot add this up")
+        return 1.0, 1.0
+
+
+def failing_metric(settings: Mapping[str, Any], rank: int) -> str:
+    """Fit with a metric that fails on one rank; return the error of this rank."""
+    try:
+        fit(settings, metrics={"mine": FailsOnOneRank(rank)}, epochs=1)
+    except PipemegaError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def without_callback(settings: Mapping[str, Any]) -> str:
+    """Resume without a callback whose state was saved; return the error of this rank."""
+    fit(settings, [Recorder("mine")], epochs=1)
+    with pytest.raises(CheckpointError) as caught:
+        fit(settings, epochs=2)
+    assert caught.value.on_every_rank
+    return str(caught.value)
