@@ -82,6 +82,7 @@ def context_of_pipeline(folder: Path) -> dict[str, Any]:
     tokens = torch.arange(20).view(2, 10)
     return {
         "pipemega": pipemega,
+        "tokens": tokens,
         "dataset": [(row, row) for row in tokens] * 4,
         "iterator": iter([(tokens, tokens)] * 4),
     }
