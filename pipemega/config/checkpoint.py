@@ -67,7 +67,8 @@ class CheckpointSection(_Async):
     allow_changes: tuple[Name, ...] = own(
         (),
         "Config keys or sections that may differ from those of the checkpoint, even if they change "
-        'the model or the order of the data, such as `["model.hidden_dropout", "seed"]`.',
+        'the model or the order of the data, such as `["model.hidden_dropout", "seed"]`; '
+        '`"callbacks.NAME"` drops the state of a callback that the Trainer does not have.',
     )
     tag_validation: Literal["Warn", "Ignore", "Fail"] = honoured(
         "Warn", "What to do when the ranks save with different tags."

@@ -15,15 +15,19 @@ class CallbackList(RunObserver):
 
     Args:
         trainer: the `pipemega.Trainer`, which the callbacks get.
-        callbacks: in the order in which they are called.
+        callbacks: in the order in which they are called; also an attribute.
 
     Raises:
         ConfigError: an entry is no callback, or two with state have one name; on every rank.
     """
 
     def __init__(self, trainer: Any, callbacks: Sequence[Any]) -> None:
+        if isinstance(callbacks, Callback):
+            raise ConfigError(
+                f"callbacks is a {type(callbacks).__name__}: give a list", on_every_rank=True
+            )
         self._trainer = trainer
-        self._callbacks: tuple[Callback, ...] = tuple(callbacks)
+        self.callbacks: tuple[Callback, ...] = tuple(callbacks)
         self._log = get_logger(trainer.engine.mesh.rank)
         for callback in callbacks:
             if not isinstance(callback, Callback):
@@ -33,7 +37,7 @@ class CallbackList(RunObserver):
                     f"{': call it' if isinstance(callback, type) else ''}",
                     on_every_rank=True,
                 )
-        names = [_name(callback) for callback in self._callbacks if _has_state(callback)]
+        names = [_name(callback) for callback in self.callbacks if _has_state(callback)]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(
@@ -52,7 +56,7 @@ class CallbackList(RunObserver):
 
     def on_exception(self, error: Exception) -> None:
         """Call the point `on_exception`; what it raises is logged only."""
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             try:
                 callback.on_exception(self._trainer, error)
             except Exception as second:
@@ -87,7 +91,7 @@ class CallbackList(RunObserver):
             PipelineError: one raised an error; with its name. Errors of pipemega stay as they are:
                 the policies of the run depend on their class.
         """
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             try:
                 call(callback)
             except (PipemegaError, StopIteration) as error:
@@ -102,7 +106,7 @@ class CallbackList(RunObserver):
 
     def state_dict(self) -> dict[str, Any]:
         states = {}
-        for callback in self._callbacks:
+        for callback in self.callbacks:
             if not _has_state(callback):
                 continue
             state = callback.state_dict()
@@ -117,7 +121,7 @@ class CallbackList(RunObserver):
         return states
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        own = {_name(callback): callback for callback in self._callbacks if _has_state(callback)}
+        own = {_name(callback): callback for callback in self.callbacks if _has_state(callback)}
         allowed = self._trainer.config.checkpoint.allow_changes
         for name in state:
             if name in own or {"callbacks", f"callbacks.{name}"} & set(allowed):

@@ -32,8 +32,15 @@ class _WatchesValue(Callback):
         self.best: float | None = None
 
     def before_fit(self, trainer: Trainer) -> None:
-        what = f"{type(self).__name__}({self.value!r})"
-        names = trainer.value_names
+        self._mode_in(trainer)
+
+    def _mode_in(self, trainer: Trainer) -> Mode:
+        """Return which values are better.
+
+        Raises:
+            ConfigError: the evaluations of the trainer do not have the value, or it is not known.
+        """
+        what, names = f"{type(self).__name__}({self.value!r})", trainer.value_names
         if not names:
             raise ConfigError(
                 f"{what} needs evaluations: give Trainer(engine, valid), and do not set "
@@ -46,23 +53,24 @@ class _WatchesValue(Callback):
                 f"{what}: an evaluation has no such value{did_you_mean(self.value, names)}",
                 on_every_rank=True,
             )
-        if self._mode is None:
-            self._mode = trainer.mode_of(self.value)
-        if self._mode is None:
+        mode = self._mode or trainer.mode_of(self.value)
+        if mode is None:
             raise ConfigError(
                 f"{what}: it is not known whether larger values are better: give mode='max' or "
                 "mode='min'",
                 on_every_rank=True,
             )
+        return mode
 
-    def is_best(self, values: Mapping[str, float]) -> bool:
+    def is_best(self, trainer: Trainer, values: Mapping[str, float]) -> bool:
         """Return whether the value is better than all before, and keep it then."""
+        sign = 1 if self._mode_in(trainer) == "max" else -1
         if self.value not in values:
             raise ConfigError(
                 f"the evaluation has no value {self.value!r}{did_you_mean(self.value, values)}",
                 on_every_rank=True,
             )
-        new, sign = values[self.value], 1 if self._mode == "max" else -1
+        new = values[self.value]
         if math.isnan(new):
             return False
         if self.best is not None and not sign * (new - self.best) > self._min_delta:
@@ -107,7 +115,7 @@ class SaveBest(_WatchesValue):
 
     def after_evaluation(self, trainer: Trainer, values: Mapping[str, float]) -> None:
         # Before the first step nothing has been trained.
-        if trainer.engine.global_steps and self.is_best(values):
+        if trainer.engine.global_steps and self.is_best(trainer, values):
             trainer.save(self.tag)
 
 
@@ -143,7 +151,7 @@ class EarlyStopping(_WatchesValue):
         self.waited = 0
 
     def after_evaluation(self, trainer: Trainer, values: Mapping[str, float]) -> None:
-        self.waited = 0 if self.is_best(values) else self.waited + 1
+        self.waited = 0 if self.is_best(trainer, values) else self.waited + 1
         if self.waited >= self._patience:
             best = "nan" if self.best is None else f"{self.best:.6g}"
             trainer.stop(

@@ -38,7 +38,8 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     """
     if config.model is None or config.training.train_steps is None:
         missing = "model" if config.model is None else "training.train_steps"
-        raise ConfigError(f"{missing} is missing: pretraining needs it")
+        epochs = "; training.epochs cannot replace it here" if config.training.epochs else ""
+        raise ConfigError(f"{missing} is missing: pretraining needs it{epochs}")
     check_data_inputs(config.data)
     log = get_logger(mesh.rank)
     batch = config.batch(mesh.data.size)

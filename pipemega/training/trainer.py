@@ -37,6 +37,7 @@ class Trainer:
         tokens_per_sample, flops_per_token: for tokens/s, TFLOP/s and MFU; 0: do not record them.
 
     Attributes:
+        callbacks: as given.
         history: counters of the run, over all its restarts.
         evaluations: the step, the name of the data and the values of each evaluation so far.
         validation: (step, loss) of each evaluation of the first validation set.
@@ -70,9 +71,12 @@ class Trainer:
         if train is not None:
             engine.set_training_data(train)
         self._valid = ValidationSets(engine, valid, metrics)
-        self.callbacks = tuple(callbacks)
-        self._points = CallbackList(self, self.callbacks)
+        self._points = CallbackList(self, callbacks)
         self._run.take_over(self._points)
+
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        return self._points.callbacks
 
     @property
     def history(self) -> RunStats:
@@ -122,6 +126,12 @@ class Trainer:
             raise ConfigError(
                 "the run has no length: set training.train_steps (or training.epochs), or give "
                 "Trainer(epochs=...)",
+                on_every_rank=True,
+            )
+        if self.config.training.eval_by == "epoch" and engine.epochs is None:
+            raise ConfigError(
+                "training.eval_by is 'epoch', and the run has no epochs: set training.epochs (or "
+                "give Trainer(epochs=...)) in place of training.train_steps, or set it to 'step'",
                 on_every_rank=True,
             )
         try:

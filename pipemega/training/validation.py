@@ -1,13 +1,13 @@
 """ValidationSets: evaluates an engine on one or several datasets."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
 
 from pipemega.engine.engine import Engine
-from pipemega.errors import ConfigError
+from pipemega.errors import ConfigError, DataError
 from pipemega.monitor import evaluation_values
 from pipemega.tensor_parallel.output_shard import OutputShard
 from pipemega.training.callback import Mode
@@ -15,6 +15,7 @@ from pipemega.training.metric_set import MetricSet, checked_metrics
 
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 _DEFAULT_NAME = "validation"
+_REMEDY = "give data that start again at each iter(), not a generator or an iterator"
 
 
 class ValidationSets:
@@ -84,13 +85,25 @@ class ValidationSets:
             numbers.update(metrics.compute())
             return numbers
 
-        loss = self._engine.evaluate(
-            self._sets[name],
-            self._engine.eval_batches,
-            on_output=metrics.update if self._metrics else None,
-            numbers=compute if self._metrics else None,
-            split=name,
-        )
+        try:
+            loss = self._engine.evaluate(
+                self._sets[name],
+                self._engine.eval_batches,
+                on_output=metrics.update if self._metrics else None,
+                numbers=compute if self._metrics else None,
+                split=name,
+            )
+        except StopIteration as error:
+            raise DataError(
+                f"validation set {name!r} ended before training.eval_steps "
+                f"({self._engine.eval_batches}) batches: {_REMEDY}",
+                on_every_rank=True,
+            ) from error
+        except DataError as error:
+            remedy = f": {_REMEDY}" if isinstance(self._sets[name], Iterator) else ""
+            raise DataError(
+                f"validation set {name!r}: {error}{remedy}", on_every_rank=error.on_every_rank
+            ) from error
         has_tokens = self._engine.run.logger.tokens_per_sample > 0
         return evaluation_values(loss, numbers, has_tokens=has_tokens)
 

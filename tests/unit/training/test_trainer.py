@@ -342,6 +342,8 @@ def test_two_callbacks_with_state_and_one_name_are_refused() -> None:
     ("callback", "what"), [(SaveBest, "the class SaveBest: call it"), ("best", "one is best")]
 )
 def test_what_is_no_callback_is_refused(callback: Any, what: str) -> None:
+    with pytest.raises(ConfigError, match="callbacks is a LRLogger: give a list"):
+        fit(config(), LRLogger(), epochs=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=what):
         fit(config(), [callback], epochs=1)
 
@@ -453,10 +455,39 @@ def test_names_of_validation_sets_are_checked(name: Any) -> None:
 def test_a_run_without_a_length_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the run has no length: set training.train_steps"):
         fit(config())
+    with pytest.raises(ConfigError, match="eval_by is 'epoch', and the run has no epochs: set tr"):
+        fit(config(training={"train_steps": 3, "eval_by": "epoch", "eval_interval": 1}))
     with pytest.raises(ConfigError, match="both set the length of the run"):
         fit(config(training={"train_steps": 3}), epochs=2)
     with pytest.raises(ConfigError, match="the engine has training data already"):
         fit(config(), epochs=2, train=TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (
+            None,
+            "validation set 'once': list_iterator yielded no sample in epoch 0: give data that ",
+        ),
+        (1, "validation set 'once' ended before training.eval_steps (1) batches: give data that "),
+    ],
+)
+def test_validation_data_that_can_be_read_once_are_refused(steps: int | None, message: str) -> None:
+    """The end of such data looked like the end of the training data."""
+    once = iter([EASY[index] for index in range(8)])
+    with pytest.raises(DataError) as caught:
+        fit(config(training={"eval_steps": steps}), epochs=2, valid={"once": once})
+    assert f"{message}start again at each iter(), not a generator" in str(caught.value)
+
+
+def test_an_evaluation_before_fit_counts() -> None:
+    engine, *_ = initialize(classifier(), config(), TRAIN)
+    early = EarlyStopping("top1", patience=1)
+    trainer = Trainer(engine, EASY, epochs=1, metrics=METRICS, callbacks=[early])
+    loss = trainer.evaluate()
+    assert trainer.validation == [(0, loss)]
+    assert early.best == trainer.evaluations[0].values["top1"]
 
 
 def test_the_training_data_of_a_trainer_resume_too() -> None:
