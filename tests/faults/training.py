@@ -12,7 +12,7 @@ import sys
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,7 @@ import pipemega
 from pipemega.engine.engine import Engine
 from pipemega.models import GPTConfig, gpt
 from pipemega.training import Trainer
+from tests.faults import epoch_training
 from tests.faults.fault_injection import (
     Fault,
     HookedCollate,
@@ -41,6 +42,7 @@ MESHES: dict[str, dict[str, Any]] = {
     "tensor": {"mesh": {"tensor": 2}},
     "pipeline x zero": {"mesh": {"pipeline": 2, "data": 2}, "zero_optimization": {"stage": 1}},
 }
+_MESHES = {"one": {"mesh": {"pipeline": 1}}, **MESHES}
 
 
 @dataclass(frozen=True)
@@ -49,12 +51,13 @@ class Job:
 
     Args:
         folder: for the event logs, and for the checkpoints unless `saves` is set.
-        mesh: a name in `MESHES`.
+        mesh: a name in `MESHES`, or "one".
         changes: override the config.
         fault: injected in the first incarnation only.
         timeout: timeout of waits for other ranks after start-up; None: a minute.
         saves: folder of the checkpoints.
         jumping_clock: the time of day jumps by hours, in every incarnation.
+        epochs: run `epoch_training` instead; "killed": with the kill.
     """
 
     folder: str
@@ -64,10 +67,11 @@ class Job:
     timeout: float | None = None
     saves: str | None = None
     jumping_clock: bool = False
+    epochs: Literal["", "killed", "complete"] = ""
 
     @property
     def world_size(self) -> int:
-        return math.prod(MESHES[self.mesh]["mesh"].values())
+        return math.prod(_MESHES[self.mesh]["mesh"].values())
 
     @property
     def may_lose(self) -> int:
@@ -81,9 +85,9 @@ class Job:
 
     @property
     def config(self) -> dict[str, Any]:
-        mesh = {**MESHES[self.mesh]["mesh"], "device": "cpu", "timeout_seconds": 60}
+        mesh = {**_MESHES[self.mesh]["mesh"], "device": "cpu", "timeout_seconds": 60}
         sections: dict[str, Any] = {
-            **MESHES[self.mesh],
+            **_MESHES[self.mesh],
             "train_batch_size": 8,
             "steps_per_print": 1000,
             "mesh": mesh,
@@ -137,6 +141,9 @@ def log_events(engine: Engine, log: EventLog) -> None:
 
 def main(job: Job) -> None:
     """Run one incarnation of one rank; exits like a script, with an exit code."""
+    if job.epochs:
+        epoch_training.main(job.folder, _MESHES[job.mesh], kill=job.epochs == "killed")
+        return
     rank = int(os.environ["RANK"])
     fault = job.fault if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" else None
     if fault is not None and fault.rank not in (rank, None):
