@@ -98,5 +98,6 @@ class TrainingData:
         raise ConfigError(
             f"training.epochs ({self.epochs}) counts passes over the training data of the engine, "
             f"but {source}: give the data to initialize(), engine.set_training_data() or "
-            "Trainer(train=...), or set training.train_steps instead"
+            "Trainer(train=...), or set training.train_steps instead",
+            on_every_rank=self.loader is None,
         )

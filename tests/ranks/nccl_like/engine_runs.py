@@ -56,7 +56,9 @@ def _train(case: Case) -> Result:
     engine = build(case)
     count, losses, evaluation = engine.batch.num_microbatches, [], 0.0
     for step in range(case.steps):
-        if case.model == "gpt":
+        if engine.loader is not None:
+            losses.append(engine.train_batch())
+        elif case.model == "gpt":
             losses.append(engine.train_batch(training_runs.data(engine, step)))
         else:
             losses.append(engine.train_batch(microbatches(step, count)))

@@ -74,6 +74,24 @@ def test_declared_and_exchanged_headers_end_on_three_ranks(pool: RankPool) -> No
     assert_same_as_on_gloo(pool, 3, cases)
 
 
+def test_a_partial_step_with_smaller_micro_batches_ends_and_trains_as_on_gloo(
+    pool: RankPool,
+) -> None:
+    cases = [
+        Case(
+            "gpt",
+            {
+                "mesh": {"pipeline": 2},
+                "training": {"epochs": 1},
+                "pipeline": {"schedule": name, "shapes": shapes},
+            },
+            steps=3,
+        )
+        for name, shapes in (("interleaved", "cached"), ("zb-v", "declared"), ("gpipe", "cached"))
+    ]
+    assert_same_as_on_gloo(pool, 2, cases)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ties_of_some_pipeline_ranks_end(pool: RankPool, ranks: int) -> None:
     """The exchange of a tied parameter was the first operation of the pipeline's group."""
