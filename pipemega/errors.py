@@ -1,4 +1,4 @@
-"""The exception classes of pipemega. Imports no other module."""
+"""The exception classes of pipemega, and the cause in a long error text. Imports no module."""
 
 
 class PipemegaError(Exception):
@@ -106,3 +106,10 @@ class FolderLockedError(CheckpointError):
 
 class Stopped(BaseException):
     """SIGTERM was received: from torchrun after another rank ended, or from the job scheduler."""
+
+
+def short_cause(error: BaseException) -> str:
+    """Return the one sentence of torch's long error texts that names the cause."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    cause = next((line for line in lines if "GLOBAL" in line), lines[0] if lines else "")
+    return cause.split(". ")[0] or type(error).__name__

@@ -102,10 +102,3 @@ class CollectiveIO:
                 left = "" if free is None else f"{free / 1e6:.0f} MB are free there: "
                 text += f", {left}free some space, or keep fewer checkpoints (checkpoint.keep_last)"
         return text
-
-
-def short_cause(error: BaseException) -> str:
-    """Return the one sentence of torch's long error texts that names the cause."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    cause = next((line for line in lines if "GLOBAL" in line), lines[0] if lines else "")
-    return cause.split(". ")[0] or type(error).__name__

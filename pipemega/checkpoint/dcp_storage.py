@@ -27,10 +27,10 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
-from pipemega.checkpoint.collective_io import CollectiveIO, short_cause
+from pipemega.checkpoint.collective_io import CollectiveIO
 from pipemega.checkpoint.manifest import ChecksumWriter
 from pipemega.checkpoint.shards import OutgoingShard, TensorShard
-from pipemega.errors import CheckpointError
+from pipemega.errors import CheckpointError, short_cause
 from pipemega.storage.filesystem import Storage
 
 TensorIndex = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

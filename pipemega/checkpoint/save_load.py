@@ -12,14 +12,14 @@ from typing import Any, Literal
 import torch
 
 from pipemega.checkpoint import layout, manifest
-from pipemega.checkpoint.collective_io import CollectiveIO, short_cause
+from pipemega.checkpoint.collective_io import CollectiveIO
 from pipemega.checkpoint.dcp_storage import ShardReader, write_shards
 from pipemega.checkpoint.free_space import outgoing_bytes, warn_if_short
 from pipemega.checkpoint.layout import Retention, StoredCheckpoint
 from pipemega.checkpoint.manifest import ChecksumWriter, DamagedCheckpoint, FileEntry, Progress
 from pipemega.checkpoint.shards import OutgoingShard
 from pipemega.distributed.mesh import Axis
-from pipemega.errors import CheckpointError, FolderLockedError
+from pipemega.errors import CheckpointError, FolderLockedError, short_cause
 from pipemega.storage.filesystem import LocalStorage, Storage
 
 TENSORS = "tensors"

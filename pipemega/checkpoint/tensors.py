@@ -3,7 +3,7 @@
 parameters/<logical name>             the master weight if there is one, else the parameter
 buffers/<logical name>                running statistics and other buffers, of the first data rank
 optimizer/<kind>/<logical name>       exp_avg, exp_avg_sq, step, momentum_buffer, ...
-optimizer_value/<kind>/<logical name> state that is no tensor, as bytes
+optimizer/value:<kind>/<logical name> state that is no tensor, as bytes
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,8 +23,8 @@ from pipemega.optimizer.plain_values import decode, encode
 from pipemega.parameters import Shard, shard_of
 from pipemega.pipeline.local_model import LocalModel
 
-# Groups of keys: optimizer state that is a tensor, or another value.
-_STATE, _VALUE = "optimizer", "optimizer_value"
+# Prefix of the kind of state that is no tensor.
+_VALUE = "value:"
 # Optimizers with the same state: each can load the state of the other.
 _SAME_STATE = {"AdamW": "Adam", "FusedAdam": "Adam"}
 
@@ -38,9 +38,10 @@ def logical_tensors(
     replicated = {k: s for k, s in shards.items() if k.startswith("parameters/") and s.span is None}
     for name, entry in _optimizer_entries(step).items():
         for kind in entry.keys() - {"master", "span"}:
-            key, local = f"{_STATE}/{kind}/{name}", entry[kind]
+            key, local = f"optimizer/{kind}/{name}", entry[kind]
             if not isinstance(local, Tensor):
-                shards[f"{_VALUE}/{kind}/{name}"] = _value_shard(model, mesh, name, entry, kind)
+                key = f"optimizer/{_VALUE}{kind}/{name}"
+                shards[key] = _value_shard(model, mesh, name, entry, kind)
                 continue
             shard = _tensor_shard(model, mesh, name, local, _span_of(entry, kind, local))
             _check_shape(kind, name, shard, entry, shard_of(model.parameters[name]))
@@ -83,17 +84,17 @@ def empty_optimizer_tensors(
     shards, entries = {}, _optimizer_entries(step)
     for key, (shape, dtype) in stored.items():
         group, kind, name = _split_key(key)
-        if group not in (_STATE, _VALUE) or name not in entries:
+        if group != "optimizer" or name not in entries:
             continue
         parameter, span = model.parameters[name], entries[name].get("span")
-        whole = shard_of(parameter).shape
-        per_element = group == _STATE and shape == whole and kind != "step"
+        is_value = kind.startswith(_VALUE)
+        per_element = shape == shard_of(parameter).shape and kind != "step" and not is_value
         local_shape: tuple[int, ...] = shape
         if per_element:
             # The parameter's shape includes its padding.
             local_shape = tuple(parameter.shape) if span is None else (span[1] - span[0],)
         local = torch.zeros(local_shape, dtype=dtype, device=parameter.device)
-        if group == _VALUE:
+        if is_value:
             shards[key] = TensorShard(local, Shard(shape))
             continue
         shards[key] = _tensor_shard(model, mesh, name, local, span if per_element else None)
@@ -130,10 +131,10 @@ def restore(
                 del entry[kind]
     for key, shard in shards.items():
         group, kind, name = _split_key(key)
-        if group == _STATE:
+        if group == "optimizer" and kind.startswith(_VALUE):
+            entries[name][kind.removeprefix(_VALUE)] = _decoded(shard.local)
+        elif group == "optimizer":
             entries[name][kind] = shard.local
-        elif group == _VALUE:
-            entries[name][kind] = _decoded(shard.local)
     # The master weights were read in place.
     step.load_state_dict(
         {**current, **_step_state_to_load(state, current, options), "parameters": entries}
@@ -191,13 +192,13 @@ def check_optimizer(state: Mapping[str, Any], step: OptimizerStep) -> None:
 def parameter_key(key: str) -> str:
     """Return the key of the parameter that an optimizer key belongs to; other keys unchanged."""
     group, _, name = _split_key(key)
-    return f"parameters/{name}" if group in (_STATE, _VALUE) else key
+    return f"parameters/{name}" if group == "optimizer" else key
 
 
 def _split_key(key: str) -> tuple[str, str, str]:
     """Return the group, the kind (of optimizer state, else empty) and the logical name."""
     group, _, rest = key.partition("/")
-    if group not in (_STATE, _VALUE):
+    if group != "optimizer":
         return group, "", rest
     kind, _, name = rest.partition("/")
     return group, kind, name

@@ -16,7 +16,7 @@ from pipemega.distributed.backends import backend_names, nccl_backend
 from pipemega.distributed.comm_errors import collective_error
 from pipemega.distributed.rendezvous import agree_on_incarnation
 from pipemega.distributed.topology import AXES, AxisName, Topology
-from pipemega.errors import MeshError, PipemegaError
+from pipemega.errors import ConfigError, MeshError, PipemegaError
 
 T = TypeVar("T")
 
@@ -128,6 +128,24 @@ def from_first(world: Axis, make: Callable[[], T]) -> T:
     if values[1] is not None:
         raise values[1]
     return made
+
+
+def on_all_ranks(world: Axis, make: Callable[[], T]) -> T:
+    """Call `make` on each rank of `world`; return its own result.  Collective.
+
+    If `make` raises a ConfigError on some rank, all ranks raise the first one.  Any other error is
+    the failure of its rank.
+    """
+    made: list[T] = []
+    cause: ConfigError | None = None
+    try:
+        made.append(make())
+    except ConfigError as error:
+        cause = error
+    for message in gather_objects(None if cause is None else str(cause), world):
+        if message is not None:
+            raise ConfigError(message, on_every_rank=True) from cause
+    return made[0]
 
 
 def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:

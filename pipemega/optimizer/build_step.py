@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from pipemega.config import Config
 from pipemega.config.group_keys import GroupSpec, option_errors, read_groups
 from pipemega.config.scheduler import By
-from pipemega.distributed.mesh import Mesh, gather_objects
+from pipemega.distributed.mesh import Mesh, gather_objects, on_all_ranks
 from pipemega.errors import ConfigError
 from pipemega.host_memory import HostMemory
 from pipemega.kernels import Kernels
@@ -133,9 +133,7 @@ def optimizer_step(
         optimizer,
         masters,
         loss_scale=_loss_scale(config),
-        schedule=_build_schedule(
-            config, optimizer, arguments, total_steps, total_epochs, mesh.rank
-        ),
+        schedule=_build_schedule(config, optimizer, arguments, total_steps, total_epochs, mesh),
         group_options=options,
         num_layers=local.bounds[-1],
         clip=config.gradient_clipping,
@@ -190,17 +188,18 @@ def _build_schedule(
     arguments: OptimizerArguments,
     total_steps: int | None,
     total_epochs: int | None,
-    rank: int,
+    mesh: Mesh,
 ) -> LRSchedule | None:
     """Build the schedule of the user, or of the config; None: the rate is constant."""
     section = config.scheduler
     if arguments.lr_scheduler is not None:
         by: By = "step" if section is None else section.by
         if section is not None and section.type is not None:
-            get_logger(rank).info(
+            get_logger(mesh.rank).info(
                 f"scheduler.type '{section.type}' is not used: initialize() got an lr_scheduler"
             )
-        return TorchSchedule(optimizer, arguments.lr_scheduler, by)
+        make = partial(TorchSchedule, optimizer, arguments.lr_scheduler, by)
+        return on_all_ranks(mesh.world, make)
     if section is None:
         return None
     if section.type is None:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipemega.distributed.mesh import Axis, Mesh, gather_objects
+from pipemega.distributed.mesh import Axis, Mesh, gather_objects, on_all_ranks
 from pipemega.errors import ConfigError
 from pipemega.optimizer.param_groups import options_of
 from pipemega.optimizer.user_optimizer import OptimizerMaker, call
@@ -79,16 +79,20 @@ def check_cuts(
     masters = [p for group in groups for p in group["params"]]
     device = masters[0].device if masters else mesh.device
     options = [options_of(group) for group in groups]
-    for layout in layouts:
-        with preserve_rng(device):
-            problem = _problem(make, options, dims, layout, device)
-        if problem is not None:
-            raise ConfigError(
-                f"{problem}. On this mesh {layout.what}, so it must update {layout.needs}. "
-                f"{layout.advice}, or use an optimizer such as AdamW or SGD; if the test is wrong, "
-                "set zero_allow_untested_optimizer to true",
-                on_every_rank=True,
-            )
+
+    def check() -> None:
+        for layout in layouts:
+            with preserve_rng(device):
+                problem = _problem(make, options, dims, layout, device)
+            if problem is not None:
+                raise ConfigError(
+                    f"{problem}. On this mesh {layout.what}, so it must update {layout.needs}. "
+                    f"{layout.advice}, or use an optimizer such as AdamW or SGD; if the test is "
+                    "wrong, set zero_allow_untested_optimizer to true"
+                )
+
+    # The function of a user may differ between ranks.
+    on_all_ranks(mesh.world, check)
 
 
 def _layouts(mesh: Mesh, shard_axis: Axis | None) -> Iterator[_Layout]:
@@ -175,7 +179,7 @@ def _tensors(
     generator = torch.Generator().manual_seed(0)
 
     def normal(shape: Sequence[int]) -> Tensor:
-        values = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        values = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
         return values.to(device, dtype)
 
     found = []

@@ -98,18 +98,21 @@ def listed(names: Sequence[str]) -> str:
     return f"{text} and {more} more" if more > 0 else text
 
 
-def unknown_option(specs: Sequence[GroupSpec], optimizer: Optimizer) -> str | None:
-    """Return the error about an option that the optimizer does not have; None if there is none."""
+def check_options(specs: Sequence[GroupSpec], optimizer: Optimizer) -> None:
+    """Refuse options that the optimizer does not have.
+
+    Raises:
+        ConfigError: names the group, the option and the nearest one.
+    """
     known = list(optimizer.defaults)
     for spec in specs:
         for option in spec.options:
             # Without defaults the optimizer checks its groups itself.
             if known and option not in known:
-                return (
+                raise ConfigError(
                     f"{spec.key} has the option {option!r}, which {type(optimizer).__name__} does "
                     f"not have{did_you_mean(option, known)}"
                 )
-    return None
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:

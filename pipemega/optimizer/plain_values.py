@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from pipemega.errors import short_cause
+
 _JSON, _TORCH = b"j", b"t"
 
 
@@ -28,7 +30,7 @@ def encode(value: Any) -> bytes:
         torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
     # Pickling calls methods of the object, which can raise anything.
     except Exception as error:
-        raise ValueError(f"it cannot be saved: {error}".splitlines()[0]) from error
+        raise ValueError(short_cause(error)) from error
     return _TORCH + buffer.getvalue()
 
 

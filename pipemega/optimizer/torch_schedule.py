@@ -39,17 +39,14 @@ class TorchSchedule(LRSchedule):
         try:
             scheduler = make(optimizer)
         except Exception as error:
-            raise ConfigError(
-                f"lr_scheduler raised {type(error).__name__}: {error}", on_every_rank=True
-            ) from error
+            raise ConfigError(f"lr_scheduler raised {type(error).__name__}: {error}") from error
         _check(scheduler, optimizer)
         self.scheduler: LRScheduler = scheduler
         try:
             self.state_dict()
         except ValueError as error:
             raise ConfigError(
-                f"the state of the scheduler {self._name} cannot be saved in a checkpoint: {error}",
-                on_every_rank=True,
+                f"the state of the scheduler {self._name} cannot be saved in a checkpoint: {error}"
             ) from error
 
     @property
@@ -124,7 +121,7 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
             "it over the argument of the function"
         )
     if problem is not None:
-        raise ConfigError(problem, on_every_rank=True)
+        raise ConfigError(problem)
 
 
 def _text(saved: Mapping[str, Any]) -> str:

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipemega.config.group_keys import GroupSpec
-from pipemega.distributed.mesh import Axis, gather_objects
+from pipemega.distributed.mesh import Axis, gather_objects, on_all_ranks
 from pipemega.errors import ConfigError
-from pipemega.optimizer.param_groups import listed, unknown_option
+from pipemega.optimizer.param_groups import check_options, listed
 
 Groups = list[dict[str, Any]]
 OptimizerMaker = Callable[[Groups], Any]
@@ -36,27 +36,22 @@ def build_user_optimizer(
         ConfigError: `make` fails, or returns something that the engine cannot use; the same on
             every rank.
     """
-    cause: Exception | None = None
-    optimizer, problem, count = None, None, 0
-    try:
+
+    def build() -> Optimizer:
         optimizer = call(make, groups, named)
-        problem = unknown_option(specs, optimizer)
-        count = len(optimizer.param_groups)
-    except ConfigError as error:
-        cause, problem = error, str(error)
-    found = gather_objects((problem, count), world)
-    problem = next((text for text, _ in found if text is not None), None)
-    counts = [count for _, count in found]
-    if problem is None and len(set(counts)) > 1:
-        problem = (
-            f"the optimizer has {counts[0]} parameter groups on rank 0 and "
-            f"{next(c for c in counts if c != counts[0])} on rank "
-            f"{next(r for r, c in enumerate(counts) if c != counts[0])}: keep groups without "
-            "parameters, so that schedules and checkpoints see the same groups on every rank"
+        check_options(specs, optimizer)
+        return optimizer
+
+    optimizer = on_all_ranks(world, build)
+    counts = gather_objects(len(optimizer.param_groups), world)
+    other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
+    if other is not None:
+        raise ConfigError(
+            f"the optimizer has {counts[0]} parameter groups on rank 0 and {counts[other]} on rank "
+            f"{other}: keep groups without parameters, so that schedules and checkpoints see the "
+            "same groups on every rank",
+            on_every_rank=True,
         )
-    if problem is not None:
-        raise ConfigError(problem, on_every_rank=True) from cause
-    assert optimizer is not None
     return optimizer
 
 
