@@ -37,6 +37,7 @@ def evaluated(trainer: Any) -> dict[str, Any]:
 
 RESULTS: dict[str, Callable[[Any], Any]] = {
     "train_with_hooks": evaluated,
+    "train_with_warmup": evaluated,
     "train_with_own_loop": lambda loss: loss,
     "train_whole_batches": lambda pair: (
         pair[0],
@@ -65,6 +66,16 @@ def test_a_trainer_with_metrics_takes_the_place_of_hooks(
     assert all(other == first for other in others)
     saved = tmp_path / str(ranks) / "runs/hooks"
     assert {"best", "global_step2", "global_step8"} <= {path.name for path in saved.iterdir()}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_data_loader_a_warmup_and_tensorboard(pool: RankPool, tmp_path: Path, ranks: int) -> None:
+    first, *others = run_on(pool, "train_with_warmup", tmp_path, ranks)
+    # 13 batches per epoch, the last of 4 samples, in steps of four batches.
+    assert (first["steps"], first["samples"]) == (8, 200)
+    assert first["rate"] == [pytest.approx(1e-4)], "at the end of the cosine"
+    assert all(other == first for other in others)
+    assert list((tmp_path / str(ranks) / "runs/tensorboard").rglob("events.*"))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
