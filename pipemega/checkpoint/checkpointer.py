@@ -172,7 +172,8 @@ class Checkpointer:
         )
         sizes = gather_objects(size, self._mesh.world)
         if self._mesh.rank == 0:
-            saves = math.ceil(steps / settings.interval) if steps and settings.interval else 1
+            length = self._config.training.epochs if settings.by == "epoch" else steps
+            saves = math.ceil(length / settings.interval) if length and settings.interval else 1
             warn_at_start(storage_at(settings.save), sum(sizes), saves, settings.keep_last)
 
     def _run_state(self, ranks: CollectiveIO, client: Any, counters: Counters) -> RunState:

@@ -43,6 +43,7 @@ class CheckpointSection(_Async):
     load: Name | None = own(None, "Folder or URL to resume from; null: start a new run.")
     load_tag: Name | None = own(None, "Checkpoint in `load`; null: the newest undamaged one.")
     interval: Whole = own(0, "Steps between checkpoints; 0: save only at the end.")
+    by: Literal["step", "epoch"] = own("step", "Unit of interval.")
     overwrite: bool = own(
         False, "Start a new run although `save` has checkpoints of an earlier run; replaces them."
     )

@@ -5,7 +5,7 @@ import logging
 import math
 import resource
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from pipemega.monitor import (
     EpochRecord,
     EventRecord,
     Monitor,
+    Record,
     ResumePoint,
     StepRecord,
     breakdown_line,
@@ -302,10 +303,12 @@ class RunLogger:
 
     def event(self, name: str, values: Mapping[str, float], text: str) -> None:
         """Write an event record."""
+        self.write(EventRecord, name=name, values=values, text=text)
+
+    def write(self, kind: Callable[..., Record], **fields: Any) -> None:
+        """Write a record of this kind at the current step."""
         step, samples = self._engine.global_steps, self._engine.consumed_samples
-        self.monitor.write(
-            EventRecord(step=step, consumed_samples=samples, name=name, values=values, text=text)
-        )
+        self.monitor.write(kind(step=step, consumed_samples=samples, **fields))
 
     def warn(self, text: str) -> None:
         """Log a warning on rank 0."""

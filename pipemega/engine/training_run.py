@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from pipemega.distributed.mesh import gather_objects
-from pipemega.engine.evaluation_interval import evaluation_is_due
+from pipemega.engine.intervals import check_units, evaluation_is_due, save_is_due
 from pipemega.engine.resume import refuse_other_run
 from pipemega.engine.rollback import roll_back
 from pipemega.engine.run_history import EpochSums, Evaluation, RunTimes
@@ -83,6 +83,15 @@ class TrainingRun(StepCallback):
         """
         self._stop.request(reason)
 
+    @property
+    def misses_evaluation(self) -> bool:
+        """Whether an evaluation is due at this step: the run begins, or was stopped before it."""
+        engine = self._engine
+        has_trained = engine.epochs is not None and engine.global_steps > 0
+        ended_epoch = has_trained and self._epoch.steps == 0
+        is_done = any(evaluation.step == engine.global_steps for evaluation in self.evaluations)
+        return evaluation_is_due(engine, ended_epoch=ended_epoch) and not is_done
+
     # Callbacks
 
     def before_step(self, step: TrainStep) -> None:
@@ -98,8 +107,10 @@ class TrainingRun(StepCallback):
         """Open the sinks, and handle signals from now on; before the first step or evaluation.
 
         Raises:
+            ConfigError: an interval is in epochs, and the run has none.
             CheckpointError: `checkpoint.save` has checkpoints of another run, or is in use.
         """
+        check_units(self._engine)
         folder = self._config.checkpoint.save
         if folder is not None and folder not in self._saved:
             refuse_other_run(self._config, self._engine)
@@ -179,16 +190,17 @@ class TrainingRun(StepCallback):
         if engine.stop_requested and not last:
             self.end_early(self._stop.reasons())
             return
-        if self._is_due(settings.check_replicas_every):
+        every = settings.check_replicas_every
+        if every and engine.global_steps % every == 0:
             engine.check_replicas()
-        is_due = evaluation_is_due(engine, ended_epoch=ended_epoch, is_last=last)
+        is_due = evaluation_is_due(engine, ended_epoch=ended_epoch)
         if is_due and self._observer is not None:
             self._observer.evaluate()
         # Also after the last step: a rank whose evaluation failed reaches the other ranks here.
         if (is_due or ended_epoch) and self._stops_now() and not last:
             self.end_early(self._stop.reasons())
             return
-        if last or self._is_due(self._config.checkpoint.interval):
+        if save_is_due(engine, ended_epoch=ended_epoch):
             self.save()
         if last:
             self.finish_steps()
@@ -197,9 +209,6 @@ class TrainingRun(StepCallback):
         """Return whether a rank requests the end of the run; collective."""
         world = self._engine.mesh.world
         return self._observer is not None and any(gather_objects(self._stop.requested(), world))
-
-    def _is_due(self, interval: int) -> bool:
-        return interval > 0 and self._engine.global_steps % interval == 0
 
     def finish_steps(self) -> None:
         """Make the last step final and write all records up to it."""
@@ -259,20 +268,14 @@ class TrainingRun(StepCallback):
 
     def add_scalars(self, values: Mapping[str, float]) -> None:
         """Record numbers by name; a name without "/" gets the group "train"."""
-        if not self._active or self._has_ended:
-            return
-        step, samples = self._engine.global_steps, self._engine.consumed_samples
-        plain = {name: float(value) for name, value in values.items()}
-        self.logger.monitor.write(ScalarRecord(step=step, consumed_samples=samples, values=plain))
+        if self._active and not self._has_ended:
+            plain = {name: float(value) for name, value in values.items()}
+            self.logger.write(ScalarRecord, values=plain)
 
     def add_sample(self, prompt: str, text: str) -> None:
         """Record a text that the model has generated."""
-        if not self._active or self._has_ended:
-            return
-        step, samples = self._engine.global_steps, self._engine.consumed_samples
-        self.logger.monitor.write(
-            SampleRecord(step=step, consumed_samples=samples, prompt=prompt, text=text)
-        )
+        if self._active and not self._has_ended:
+            self.logger.write(SampleRecord, prompt=prompt, text=text)
 
     # Checkpoints
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipemega.engine.engine import Engine
-from pipemega.engine.evaluation_interval import evaluates, evaluates_at_start
+from pipemega.engine.intervals import evaluates
 from pipemega.engine.run_history import Evaluation
 from pipemega.engine.run_stats import RunStats
 from pipemega.errors import ConfigError, StopTraining
@@ -116,7 +116,7 @@ class Trainer:
         after a checkpoint; `stopped` has the reason.
 
         Raises:
-            ConfigError: the run has no length.
+            ConfigError: the run has no length, or no epochs to count intervals in.
             NonFiniteError: a step had inf or nan that `training.on_nonfinite` does not allow.
             ReplicaError: copies of a parameter differ (`training.check_replicas_every`).
             PipelineError: a callback or a metric failed; with its name.
@@ -126,12 +126,6 @@ class Trainer:
             raise ConfigError(
                 "the run has no length: set training.train_steps (or training.epochs), or give "
                 "Trainer(epochs=...)",
-                on_every_rank=True,
-            )
-        if self.config.training.eval_by == "epoch" and engine.epochs is None:
-            raise ConfigError(
-                "training.eval_by is 'epoch', and the run has no epochs: set training.epochs (or "
-                "give Trainer(epochs=...)) in place of training.train_steps, or set it to 'step'",
                 on_every_rank=True,
             )
         try:
@@ -148,7 +142,7 @@ class Trainer:
 
     def _fit(self) -> None:
         self._points.before_fit()
-        if evaluates_at_start(self.engine) and not self.evaluations:
+        if self._run.misses_evaluation:
             self.evaluate()
         while not self.engine.is_complete and not self.stopped:
             self._advance()

@@ -235,6 +235,28 @@ def test_evaluations_are_due_in_steps_or_in_epochs(
     assert [evaluation.step for evaluation in trainer.evaluations] == expected
 
 
+@pytest.mark.parametrize(("interval", "steps"), [(1, [4, 8, 12, 16, 20]), (2, [8, 16, 20])])
+def test_checkpoints_are_due_in_epochs(interval: int, steps: list[int]) -> None:
+    fit(config("run", checkpoint={"interval": interval, "by": "epoch"}), epochs=5)
+    assert {p.name for p in Path("run").glob("global*")} == {f"global_step{n}" for n in steps}
+
+
+@pytest.mark.parametrize("training", [{}, {"eval_interval": 4}])
+def test_an_evaluation_that_a_stop_has_prevented_follows_in_the_resumed_run(
+    training: dict[str, Any],
+) -> None:
+    class Stop(Callback):
+        def after_step(self, trainer: Trainer, loss: float) -> None:
+            if trainer.engine.global_steps == STEPS - 1:
+                trainer.stop("at the end of the epoch")
+
+    settings = config("run", training={"resume": "auto", **training})
+    first = fit(settings, [Stop()], epochs=2)
+    assert [e.step for e in first.evaluations if e.step] == []
+    second = fit(settings, epochs=2)
+    assert [e.step for e in second.evaluations if e.step] == [4, 4, 8, 8]
+
+
 def test_a_run_of_steps_is_not_evaluated_without_eval_interval() -> None:
     recorder = Recorder()
     trainer = fit(config(training={"train_steps": 3}), [recorder], valid=EASY)
@@ -455,8 +477,12 @@ def test_names_of_validation_sets_are_checked(name: Any) -> None:
 def test_a_run_without_a_length_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"the run has no length: set training.train_steps"):
         fit(config())
-    with pytest.raises(ConfigError, match="eval_by is 'epoch', and the run has no epochs: set tr"):
-        fit(config(training={"train_steps": 3, "eval_by": "epoch", "eval_interval": 1}))
+    steps = {"train_steps": 3, "eval_by": "epoch", "eval_interval": 1}
+    with pytest.raises(ConfigError, match=r"training.eval_by is 'epoch', and the run has no epoc"):
+        fit(config(training=steps))
+    saves = {"interval": 1, "by": "epoch"}
+    with pytest.raises(ConfigError, match=r"checkpoint.by is 'epoch', and the run has no epochs"):
+        fit(config("run", checkpoint=saves, training={"train_steps": 3}))
     with pytest.raises(ConfigError, match="both set the length of the run"):
         fit(config(training={"train_steps": 3}), epochs=2)
     with pytest.raises(ConfigError, match="the engine has training data already"):

@@ -1,0 +1,59 @@
+"""When a run evaluates and saves: intervals in steps or epochs."""
+
+from typing import Literal
+
+from pipemega.engine.step_engine import StepEngine
+from pipemega.errors import ConfigError
+
+
+def check_units(engine: StepEngine) -> None:
+    """Refuse intervals in epochs if the run has no epochs.
+
+    Raises:
+        ConfigError: names the key; on every rank.
+    """
+    config = engine.config
+    units = {"training.eval_by": config.training.eval_by, "checkpoint.by": config.checkpoint.by}
+    for key, unit in units.items():
+        if unit == "epoch" and engine.epochs is None:
+            raise ConfigError(
+                f"{key} is 'epoch', and the run has no epochs: set it to 'step'; or set "
+                "training.epochs, or give Trainer(epochs=...), in place of training.train_steps",
+                on_every_rank=True,
+            )
+
+
+def evaluates(engine: StepEngine) -> bool:
+    """Return whether evaluations are due in this run."""
+    interval = engine.config.training.eval_interval
+    return engine.epochs is not None if interval is None else interval > 0
+
+
+def evaluation_is_due(engine: StepEngine, *, ended_epoch: bool) -> bool:
+    """Return whether an evaluation is due after the last step; in steps also before the first one.
+
+    Args:
+        ended_epoch: the last step ended an epoch.
+    """
+    settings = engine.config.training
+    if settings.eval_interval is None:
+        return ended_epoch
+    return _is_due(engine, settings.eval_interval, settings.eval_by, ended_epoch) or (
+        settings.eval_interval > 0 and engine.is_complete
+    )
+
+
+def save_is_due(engine: StepEngine, *, ended_epoch: bool) -> bool:
+    """Return whether a checkpoint is due after the last step, as `evaluation_is_due`."""
+    settings = engine.config.checkpoint
+    return engine.is_complete or _is_due(engine, settings.interval, settings.by, ended_epoch)
+
+
+def _is_due(
+    engine: StepEngine, interval: int, by: Literal["step", "epoch"], ended_epoch: bool
+) -> bool:
+    if interval == 0:
+        return False
+    if by == "epoch":
+        return ended_epoch and engine.epoch % interval == 0
+    return engine.global_steps % interval == 0
