@@ -48,6 +48,12 @@ def test_check_prints_ranks_batch_and_computed_values_and_warnings(config_file, 
     assert warnings[3] == "ok: this config can run on 8 ranks"
 
 
+def test_check_prints_the_epochs_of_a_run_whose_steps_depend_on_the_data(config_file, capsys):
+    words = ["--set", "training.train_steps=null", "--set", "training.epochs=3"]
+    assert main(["check", str(config_file), *words]) == 0
+    assert "length     3 epochs; the data determine the steps" in capsys.readouterr().out
+
+
 def test_check_without_world_uses_the_smallest_number_of_ranks(config_file, capsys):
     assert main(["check", str(config_file)]) == 0
     out = capsys.readouterr().out

@@ -207,3 +207,19 @@ def test_a_batch_with_nan_is_an_error_without_a_policy() -> None:
         engine_on(None).train_batch(
             batch=(torch.full((4, 3), float("nan")), torch.zeros(4, dtype=torch.int64))
         )
+
+
+def test_an_evaluation_reads_one_global_batch_at_a_time() -> None:
+    """All micro-batches of an evaluation were read before the first forward."""
+    events: list[str] = []
+
+    class Watched(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            events.append("read")
+            return super().__getitem__(index)
+
+    engine = engine_on(None)
+    engine.evaluate(Watched(DATA), on_output=lambda *_: events.append("output"))
+    batch = ["read"] * 4 + ["output"] * 2
+    # In the last batch the second micro-batch only completes the step.
+    assert events == [*batch, *batch, *["read"] * 4, "output"]
