@@ -333,8 +333,15 @@ def _notes(config: Config) -> Iterator[str]:
             f"gradient_clipping is not set; its default is {config.gradient_clipping:g}, as in "
             "DeepSpeed since June 2026 (0 before); 0 disables clipping"
         )
-    decay = getattr(config.optimizer and config.optimizer.params, "weight_decay", None)
-    if decay and "weight_decay_norms_and_biases" not in config.training.model_fields_set:
+    section = config.optimizer
+    decay = getattr(section and section.params, "weight_decay", None)
+    # Groups that set the decay show that the user has decided.
+    decided = section is not None and any("weight_decay" in group for group in section.groups)
+    if (
+        decay
+        and not decided
+        and "weight_decay_norms_and_biases" not in config.training.model_fields_set
+    ):
         yield (
             f"optimizer.params.weight_decay {decay:g} also decays norms and biases, as torch and "
             "DeepSpeed do by default; Megatron-LM does not: for its behavior set "

@@ -249,6 +249,7 @@ class StepEngine:
 
     def _read_batch(self, data_iter: Iterator[Any] | None, batch: Any) -> StepData:
         self._data.check_source(data_iter is not None or batch is not None)
+        self._data.check_schedule(self.lr_scheduler)
         with self.timers("data"), self._phases("data"), self._busy_time.reading():
             try:
                 data = self._reader.next_step(self.loader, data_iter, batch)

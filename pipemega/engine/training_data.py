@@ -8,6 +8,7 @@ from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.build_loader import refuse_epochs, training_loader
 from pipemega.errors import ConfigError
+from pipemega.optimizer import LRSchedule
 
 
 class TrainingData:
@@ -35,6 +36,19 @@ class TrainingData:
             return steps
         per_epoch = self.loader.steps_per_epoch
         return None if per_epoch is None else self.epochs * per_epoch
+
+    def check_schedule(self, schedule: LRSchedule | None) -> None:
+        """Refuse a schedule that no epoch would advance.
+
+        Raises:
+            ConfigError: on every rank.
+        """
+        if schedule is not None and schedule.by == "epoch" and self.epochs is None:
+            raise ConfigError(
+                "scheduler.by is 'epoch', and the run has no epochs, so the learning rate would "
+                "never change: set training.epochs, or scheduler.by to 'step'",
+                on_every_rank=True,
+            )
 
     def set(self, data: Any, collate_fn: Callable[[list[Any]], Any] | None) -> BatchLoader:
         """Build and return the loader of `data`.

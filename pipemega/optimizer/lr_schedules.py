@@ -36,7 +36,7 @@ class LRSchedule(ABC):
     """
 
     def __init__(self, optimizer: Optimizer, by: By) -> None:
-        self.optimizer, self._by = optimizer, by
+        self.optimizer, self.by = optimizer, by
 
     def step(self) -> None:
         """Refuse the call of a caller's loop: `train_batch` advances the learning rate.
@@ -51,12 +51,12 @@ class LRSchedule(ABC):
 
     def end_step(self) -> None:
         """Advance after an optimizer step that was not skipped, unless epochs advance it."""
-        if self._by == "step":
+        if self.by == "step":
             self._advance()
 
     def end_epoch(self) -> None:
         """Advance after a pass over the training data, if epochs advance the schedule."""
-        if self._by == "epoch":
+        if self.by == "epoch":
             self._advance()
 
     @abstractmethod
@@ -125,7 +125,7 @@ class FormulaSchedule(LRSchedule):
         self.load_state_dict(snapshot)
 
     def state_dict(self) -> dict[str, int]:
-        return {self._by: self._step}
+        return {self.by: self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where the saved run was; the curve is that of this config.
@@ -140,13 +140,13 @@ class FormulaSchedule(LRSchedule):
                 "initialize() the same lr_scheduler, or load without the schedule "
                 "(checkpoint.load_lr_scheduler_states false)"
             )
-        if self._by not in state:
+        if self.by not in state:
             raise CheckpointError(
                 f"the schedule of the checkpoint counts {'/'.join(state)}s, and scheduler.by is "
-                f"{self._by!r}: restore scheduler.by, or load without the schedule "
+                f"{self.by!r}: restore scheduler.by, or load without the schedule "
                 "(checkpoint.load_lr_scheduler_states false)"
             )
-        self._step = int(state[self._by])
+        self._step = int(state[self.by])
         self._apply()
 
     def _apply(self) -> None:

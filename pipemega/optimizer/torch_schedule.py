@@ -65,7 +65,7 @@ class TorchSchedule(LRSchedule):
     def state_dict(self) -> dict[str, Any]:
         """Return its state, and the options of the optimizer that it has changed."""
         state = {"scheduler": self.scheduler.state_dict(), "options": self._changed_options()}
-        return {"class": self._name, "by": self._by, "state": encode_text(state)}
+        return {"class": self._name, "by": self.by, "state": encode_text(state)}
 
     def _changed_options(self) -> list[dict[str, Any]]:
         return [
@@ -79,7 +79,7 @@ class TorchSchedule(LRSchedule):
         Raises:
             CheckpointError: the state is that of another class or unit, or of other groups.
         """
-        here = {"class": self._name, "by": self._by}
+        here = {"class": self._name, "by": self.by}
         saved = {key: state.get(key) for key in here}
         if saved != here:
             raise CheckpointError(

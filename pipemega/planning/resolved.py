@@ -114,7 +114,7 @@ def _training(config: Config) -> Iterator[Resolved]:
             f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in lengths.items()
         )
-        yield Resolved("scheduler", config.scheduler.type, shown)
+        yield Resolved("scheduler", f"{config.scheduler.type} by {config.scheduler.by}", shown)
     elif config.optimizer is not None:
         rate = getattr(config.optimizer.params, "lr", None)
         shown = "constant" if rate is None else f"constant {rate:g}"

@@ -129,6 +129,7 @@ def test_arguments_without_an_optimizer_or_a_schedule_without_a_type_are_refused
         build(Lion, scheduler={"by": "epoch"})
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 def test_the_functions_replace_the_sections_of_the_config(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pipemega")
     groups = [{"params": "bias", "weight_decay": 0.0}]
@@ -153,10 +154,63 @@ def test_the_functions_replace_the_sections_of_the_config(caplog: pytest.LogCapt
     with pytest.raises(ConfigError, match=r"lr_scheduler.step\(\) is called by train_batch"):
         schedule.step()
     # By epoch, as the section says.
-    engine.train_batch(iter([(torch.ones(2, 3), torch.ones(2, 3))]))
+    schedule.end_step()
     assert schedule.get_last_lr() == [0.25, 0.25]
     schedule.end_epoch()
     assert schedule.get_last_lr() == pytest.approx([0.025, 0.025])
+
+
+class Samples(torch.utils.data.Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Five samples: an epoch of batches of two ends with a batch of one."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.linspace(-1, 1, 3, dtype=torch.float64) * (index + 1)
+        return inputs, inputs.flip(0)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["torch's StepLR", "linear of the config"])
+def test_a_schedule_by_epoch_changes_the_rate_at_the_end_of_epochs_and_resumes(
+    own: bool, tmp_path: Path
+) -> None:
+    section = {"by": "epoch"} if own else {"type": "linear", "by": "epoch"}
+
+    def start() -> Engine:
+        engine = build(
+            lion,
+            (lambda o: lr_scheduler.StepLR(o, 1, 0.5)) if own else None,
+            training={"epochs": 4},
+            scheduler=section,
+        )
+        engine.set_training_data(Samples())
+        return engine
+
+    def rates(engine: Engine, steps: int) -> list[float]:
+        seen = []
+        for _ in range(steps):
+            engine.train_batch()
+            seen.append(engine.last_step.learning_rate)
+        return seen
+
+    expected = [0.1, 0.05, 0.025, 0.0125] if own else [0.1, 0.075, 0.05, 0.025]
+    expected = [rate for rate in expected for _ in range(3)]
+    unbroken = start()
+    assert rates(unbroken, 4) == pytest.approx(expected[:4])
+    unbroken.save_checkpoint(tmp_path)
+    resumed = start()
+    resumed.load_checkpoint(tmp_path)
+    assert rates(resumed, 8) == rates(unbroken, 8) == pytest.approx(expected[4:])
+    assert torch.equal(parameters(resumed), parameters(unbroken))
+
+
+def test_a_schedule_by_epoch_without_epochs_is_refused() -> None:
+    engine = build(lion, SCHEDULERS["StepLR"], scheduler={"by": "epoch"})
+    with pytest.raises(
+        ConfigError, match="the run has no epochs, so the learning rate would never"
+    ):
+        train(engine, 1)
 
 
 def lion(params: Any) -> Lion:
