@@ -140,16 +140,24 @@ def _problem(
     layout: _Layout,
     device: torch.device,
 ) -> str | None:
-    """Return how the optimizer differs under `layout`; None if it does not."""
+    """Return how the optimizer differs under `layout`; None if it does not.
+
+    Raises:
+        ConfigError: it fails with whole parameters.
+    """
     for dtype in (torch.float64, torch.float32):
         tensors = _tensors(dims, dtype, device)
         try:
             whole = _train(make, options, [tensors])
         except ConfigError as error:
-            if dtype == torch.float32:
-                return f"the optimizer cannot be tested with small parameters: {error}"
             # Some kernels have no fp64.
-            continue
+            if dtype == torch.float64:
+                continue
+            raise ConfigError(
+                f"the optimizer fails with small parameters of as many dims as those of the model "
+                f"have: {error}. If it works with the model, set zero_allow_untested_optimizer to "
+                "true"
+            ) from error
         try:
             cut = _train(make, options, _parts(tensors, layout))
         except ConfigError as error:

@@ -11,6 +11,7 @@ included: a schedule has a rate for each.
 import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor
@@ -124,7 +125,7 @@ class GroupOptions:
     """Saves and restores the options of the groups of an optimizer that the user has built.
 
     Such an optimizer may keep state in its groups.  An option that the user has changed since the
-    run was saved is not restored.
+    run was saved is not restored; functions and other objects are not saved.
 
     Args:
         optimizer: as built, before a schedule changes its options.
@@ -132,12 +133,12 @@ class GroupOptions:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._built = [encode_text(options_of(group)) for group in optimizer.param_groups]
+        self._built = [_encoded(group) for group in optimizer.param_groups]
 
     def state_dict(self) -> list[dict[str, str]]:
         """Return the options of each group, as built and now."""
         return [
-            {"built": built, "now": encode_text(options_of(group))}
+            {"built": built, "now": _encoded(group)}
             for built, group in zip(self._built, self._optimizer.param_groups, strict=True)
         ]
 
@@ -174,3 +175,13 @@ class GroupOptions:
                         after[key],
                         value,
                     )
+
+
+def _encoded(group: Mapping[str, Any]) -> str:
+    """Return the options of a group that a checkpoint can contain, as text."""
+    kept = {}
+    for key, value in options_of(group).items():
+        with suppress(ValueError):
+            encode_text(value)
+            kept[key] = value
+    return encode_text(kept)

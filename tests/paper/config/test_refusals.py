@@ -445,6 +445,17 @@ def test_default_clipping_is_noted_with_its_value():
     assert load(BASE | {"gradient_clipping": 0.0}).notes == ()
 
 
+def test_weight_decay_of_norms_is_noted_unless_a_key_or_a_group_decides_it():
+    adam = {"type": "AdamW", "params": {"weight_decay": 0.1}}
+    quiet = BASE | {"gradient_clipping": 0.0}
+    (note,) = load(quiet | {"optimizer": adam}).notes
+    assert "optimizer.params.weight_decay 0.1 also decays norms and biases" in note
+    group = {"params": "norm|bias", "weight_decay": 0.0}
+    assert load(quiet | {"optimizer": {**adam, "groups": [group]}}).notes == ()
+    training = {"training": {**BASE["training"], "weight_decay_norms_and_biases": True}}
+    assert load(quiet | training | {"optimizer": adam}).notes == ()
+
+
 def test_no_unsupported_key_is_silently_dropped():
     """Sets each unsupported key to several values: a warning or an error for each."""
     count = 0
