@@ -197,7 +197,8 @@ def eval_line(record: EvalRecord) -> str:
 def _rate(record: StepRecord | EpochRecord) -> tuple[str, str]:
     if record.tokens_per_second is not None:
         return "tokens/s", f"{record.tokens_per_second:.0f}"
-    return "samples/s", f"{record.samples_per_second:.4g}"
+    rate = record.samples_per_second
+    return "samples/s", f"{rate:.4g}" if rate < 1e3 else f"{rate:.0f}"
 
 
 def _of(total: int | None) -> str:

@@ -25,16 +25,21 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"pipeline": 2}, {"data": 2, "pipeline": 2}, {"data": 4}], ids=str
+    ("mesh", "changes"),
+    [
+        # The last stage is on rank 0.
+        ({"pipeline": 2}, {"pipeline": {"schedule": "zb-v"}}),
+        # A step is validated in the next one.
+        ({"data": 2, "pipeline": 2}, {"pipeline": {"optimizer_sync": "post_validate"}}),
+        ({"data": 4}, {"train_micro_batch_size_per_gpu": 1}),
+    ],
+    ids=str,
 )
 def test_epochs_metrics_and_callbacks_are_those_of_one_process(
-    pool: RankPool, tmp_path: Path, mesh: dict[str, int]
+    pool: RankPool, tmp_path: Path, mesh: dict[str, int], changes: dict[str, Any]
 ) -> None:
     """The data ranks have unequal numbers of samples at the end of an epoch and of a set."""
     expected = trainer_runs.results(config(tmp_path / "one"))
-    changes = {"pipeline": {"schedule": "1f1b"}} if mesh.get("pipeline") else {}
-    if mesh.get("data") == 4:
-        changes["train_micro_batch_size_per_gpu"] = 1
     settings = config(tmp_path / "many", mesh=mesh, **changes)
     ranks = np.prod(list(mesh.values()))
     for found in pool.run(int(ranks), trainer_runs.results, settings):
