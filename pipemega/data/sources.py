@@ -56,7 +56,8 @@ class LoaderOptions:
         repeat: start another epoch at the end; otherwise iteration ends at the last whole step.
         drop_last: drop the last samples of an epoch if they do not fill a step. False: with
             `by_epoch` they are a partial step, without `repeat` they are an error.
-        by_epoch: no step has samples of two epochs.
+        by_epoch: no step has samples of two epochs. Read whole steps then, with their sizes: single
+            micro-batches may have no samples.
         prefetch: number of micro-batches to read ahead, if the data may be read while the model
             runs.
         num_workers: number of threads (deterministic datasets) or processes (all others) that read

@@ -97,7 +97,8 @@ class BatchReader:
                 "train_batch(iterator over (inputs, labels)) or train_batch(batch=(inputs, labels))"
             )
         # Without an iterator this rank only joins the collectives of those that read one.
-        return self._from_iterator(data_iter or iter(()), count, self._training_data)
+        given = iter(()) if data_iter is None else data_iter
+        return self._from_iterator(given, count, self._training_data)
 
     def next_evaluation(self, data_iter: Iterator[Any], count: int) -> StepData:
         """Return the next `count` micro-batches; collective.

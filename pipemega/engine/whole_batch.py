@@ -16,9 +16,10 @@ def count_samples(batch: Any) -> int | None:
         ConfigError: it is not a pair, a tensor has no dim 0, or two have different lengths.
     """
     if not isinstance(batch, tuple | list) or len(batch) != 2:
+        members = f" of {len(batch)} members" if isinstance(batch, tuple | list) else ""
         raise ConfigError(
-            f"batch is a {type(batch).__name__}, and must be a pair (inputs, labels); each of them "
-            "may be any pytree of tensors"
+            f"batch is a {type(batch).__name__}{members}, and must be a pair (inputs, labels); "
+            "each of them may be any pytree of tensors"
         )
     first: tuple[str, int] | None = None
     leaves = [

@@ -102,6 +102,8 @@ def wrong_batch(kind: str, config: dict[str, Any]) -> None:
         engine.train_batch(batch=((x, torch.tensor(1.0)), y))
     elif kind == "no pair":
         engine.train_batch(batch={"x": x})
+    elif kind == "three":
+        engine.train_batch(batch=(x, y, x))
     elif kind == "array":
         engine.train_batch(batch=(x.numpy(), y))
     elif kind == "both":

@@ -78,6 +78,7 @@ def test_an_evaluation_averages_over_all_samples_of_the_data(
         ("lengths", "batch: inputs['x'] has 8 samples along dim 0, and labels has 7: all tensors"),
         ("no dim", "batch: inputs[1] is a tensor without dims, and a batch is cut along dim 0"),
         ("no pair", "batch is a dict, and must be a pair (inputs, labels)"),
+        ("three", "batch is a tuple of 3 members, and must be a pair (inputs, labels)"),
         ("array", "batch: inputs is a numpy array: pass torch.from_numpy(inputs)"),
         ("both", "train_batch() takes an iterator or a batch, not both"),
         (
