@@ -164,6 +164,9 @@ _LENGTH_UNKNOWN = (
     'initialize() did not get it. Set the key, or scheduler.by "epoch" and training.epochs'
 )
 
+# Epochs whose rates are compared with 0: DeepSpeed's warm-ups begin with two equal rates.
+_MOST_IDLE_EPOCHS = 3
+
 # Arguments that default to the learning rate of the optimizer.
 _DEFAULT_TO_LR = {"base_lr", "warmup_max_lr", "max_lr"}
 
@@ -207,6 +210,14 @@ def build_schedule(
             torch.typename(optimizer),
         )
     first_step = given.get("last_batch_iteration", -1) + 1
+    idle = next((n for n in range(_MOST_IDLE_EPOCHS) if any(r(n) for r in rates)), 0)
+    if section.by == "epoch" and idle:
+        _log.warning(
+            "scheduler.by is 'epoch', and %s has the learning rate 0, so it trains nothing: set "
+            "the first rate of the warm-up above 0 (scheduler.params.warmup_init_lr of Megatron's "
+            "types, warmup_min_lr of WarmupLR and WarmupDecayLR), or scheduler.by to 'step'",
+            "the first epoch" if idle == 1 else f"each of the first {idle} epochs",
+        )
     return FormulaSchedule(optimizer, rates, betas=betas, step=first_step, by=section.by)
 
 

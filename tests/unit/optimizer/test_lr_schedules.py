@@ -121,6 +121,27 @@ def test_one_cycle_keeps_the_betas_if_configured_so_or_if_there_are_none(caplog)
     assert "cycle_momentum has no effect" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("name", "params", "which"),
+    [
+        ("cosine", {"warmup_steps": 2}, "the first epoch has the learning rate 0"),
+        ("WarmupLR", {"warmup_num_steps": 3}, "each of the first 2 epochs has the learning rate 0"),
+        ("cosine", {"warmup_steps": 2, "warmup_init_lr": 1e-4}, None),
+        ("cosine", {}, None),
+    ],
+)
+def test_an_epoch_with_rate_0_causes_a_warning(caplog, name, params, which):
+    section = load(
+        {
+            "train_batch_size": 1,
+            "scheduler": {"type": name, "by": "epoch", "params": params},
+            "training": {"epochs": 9},
+        }
+    ).scheduler
+    build_schedule(adam(), section, None, 9)
+    assert (which in caplog.text) if which else not caplog.text
+
+
 def test_all_groups_get_the_rate_and_a_loaded_state_continues_the_curve():
     first = build(adam(groups=2), "cosine", {"decay_steps": 9})
     for _ in range(4):
