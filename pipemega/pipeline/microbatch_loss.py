@@ -8,6 +8,7 @@ from torch import Tensor
 
 from pipemega.config import Config
 from pipemega.errors import PipelineError
+from pipemega.pipeline.messages import tensors_of
 
 
 class WeightedLoss(NamedTuple):
@@ -85,13 +86,16 @@ def microbatch_loss(
 
     Args:
         share: its samples, relative to a full micro-batch: the weight of a mean loss. A
-            WeightedLoss has its own weight. With 0 the micro-batch has no weight at all.
+            WeightedLoss has its own weight. With 0 the loss is 0, and so are its gradients:
+            `loss_fn` is not called, because a mean over no labels is nan.
         train: the loss must have a gradient.
 
     Raises:
         PipelineError: loss_fn failed, returned something else (see `weighted_loss`), or returned a
             loss without a gradient.
     """
+    if share == 0:
+        return _no_loss(output)
     try:
         result = loss_fn(output, labels)
     except PipelineError:
@@ -99,7 +103,7 @@ def microbatch_loss(
     except Exception as error:
         raise PipelineError(f"loss_fn failed: {type(error).__name__}: {error}") from error
     loss, weight = weighted_loss(result)
-    if share == 0 or (share != 1 and not isinstance(result, tuple)):
+    if share != 1 and not isinstance(result, tuple):
         loss, weight = loss * share, weight * share
     if train and not loss.requires_grad:
         raise PipelineError(
@@ -109,6 +113,14 @@ def microbatch_loss(
     if not isinstance(weight, Tensor):
         weight = torch.full((), weight, device=loss.device)
     return loss, weight
+
+
+def _no_loss(output: Any) -> tuple[Tensor, Tensor]:
+    """Return loss 0 and weight 0; the gradients of the outputs are 0, whatever their values are."""
+    tensors = tensors_of(output)
+    parts = [tensor.reshape(-1)[:0].sum() for tensor in tensors if tensor.requires_grad]
+    loss = torch.stack([part.float() for part in parts]).sum() if parts else torch.zeros(())
+    return loss, torch.zeros((), device=loss.device)
 
 
 def _is_count(value: Any) -> bool:

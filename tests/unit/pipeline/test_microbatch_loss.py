@@ -1,5 +1,6 @@
 """What a loss_fn may return."""
 
+import math
 from typing import Any
 
 import pytest
@@ -92,3 +93,33 @@ def test_weighted_losses_are_averaged_by_training_loss_reduction(
     means = y[0].item(), y[:3].mean().item()
     expected = (means[0] + 3 * means[1]) / 4 if reduction == "token" else sum(means) / 2
     assert engine.train_batch(iter([(x, part) for part in labels])) == pytest.approx(expected)
+
+
+def test_a_micro_batch_without_samples_has_no_loss_and_no_gradient() -> None:
+    """Its loss was multiplied by 0: with no label that counts it was nan, and so was the step."""
+    outputs = torch.tensor([[1.0, -torch.inf]], requires_grad=True)
+    labels = torch.tensor([-100])
+    loss, weight = microbatch_loss(nn.functional.cross_entropy, outputs, labels, 0.0, train=True)
+    assert (loss.item(), weight.item()) == (0.0, 0.0)
+    loss.backward()
+    assert torch.equal(outputs.grad, torch.zeros(1, 2))
+
+
+def test_an_epoch_may_end_with_a_sample_whose_label_does_not_count() -> None:
+    samples = [(torch.randn(4), 1 if index != 8 else -100) for index in range(10)]
+    net = PipelineModule([LayerSpec(nn.Linear, 4, 3)], nn.functional.cross_entropy)
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "training": {"epochs": 1},
+    }
+    engine, *_ = pipemega.initialize(net, config, NotShuffled(samples))
+    # The second step has one micro-batch with samples 8 and 9, and three without samples.
+    losses = [engine.train_batch(), engine.train_batch()]
+    assert engine.is_complete
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+class NotShuffled(list[Any]):
+    already_shuffled = True
