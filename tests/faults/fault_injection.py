@@ -158,7 +158,7 @@ PLACES: dict[str, Owner] = {
     "all-reduce of the step": lambda t: (t.engine._step, "_local_stats"),
     "gathering of parameters": lambda t: (t.engine._step.masters, "copy_to_model"),
     "optimizer": lambda t: (t.engine.optimizer, "step"),
-    "scheduler": lambda t: (t.engine.lr_scheduler, "advance"),
+    "scheduler": lambda t: (t.engine.lr_scheduler, "end_step"),
     "monitor sink": lambda t: (t.monitor._sinks[-1], "write") if t.monitor._sinks else None,
     "checkpoint writer": lambda t: (LocalStorage, "create"),
 }
@@ -272,7 +272,7 @@ def _inject_at_time(fault: Fault, trigger: Trigger, trainer: Trainer) -> None:
     """Inject at a fraction of the duration of the previous step or save."""
     # A step without the checkpoint that may follow it.
     owners: dict[str, tuple[Any, str]] = {
-        "step": (StepEngine, "train_batch"),
+        "step": (StepEngine, "_train_batch"),
         "save": (trainer.engine.run, "save"),
     }
     owner, name = owners[fault.place]

@@ -124,8 +124,8 @@ def log_events(engine: Engine, log: EventLog) -> None:
     log.write(started_at=engine.global_steps)
     add_record, save = engine.run.logger.add, engine.save_checkpoint
 
-    def log_step(loss: float, seconds: float) -> None:
-        add_record(loss, seconds)
+    def log_step(loss: float, *rest: Any) -> None:
+        add_record(loss, *rest)
         log.write(step=engine.global_steps, loss=float(loss).hex())
 
     def log_save(*args: Any, **options: Any) -> Any:
