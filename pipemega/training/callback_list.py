@@ -109,7 +109,10 @@ class CallbackList(RunObserver):
         for callback in self.callbacks:
             if not _has_state(callback):
                 continue
-            state = callback.state_dict()
+            try:
+                state = callback.state_dict()
+            except Exception as error:
+                raise PipelineError(_failure(callback, "state_dict", error)) from error
             try:
                 states[_name(callback)] = json.loads(json.dumps(state))
             except (TypeError, ValueError) as error:

@@ -21,7 +21,7 @@ from pipemega.monitor import (
     WandbSink,
 )
 from tests.ranks.training import long_runs
-from tests.unit.monitor.sample_records import step_record, timeline_record
+from tests.unit.monitor.sample_records import eval_record, step_record, timeline_record
 
 LOGGER = logging.getLogger("pipemega.test_monitor")
 
@@ -98,8 +98,10 @@ def test_a_point_has_its_axes_and_grouped_names(tmp_path):
     made = sink(tmp_path, wandb)
     made.write(step_record(3, loss=2.0, extra={"Mine/x": 1.0}))
     made.write(EvalRecord(step=3, consumed_samples=96, loss=0.0, seconds=1.0))
+    made.write(eval_record(split="clean", metrics={"top1": 0.5}))
     made.close()
-    step, evaluation = wandb.logged
+    step, evaluation, named = wandb.logged
+    assert (named["eval/clean/top1"], named["step"]) == (0.5, 20)
     assert (step["step"], step["consumed_samples"], step["train/loss"]) == (3, 96, 2.0)
     assert step["consumed_tokens"] == step["train/consumed_tokens"] == 3 * 4096
     assert step["perf/tokens_per_second"] == 8192.4
@@ -342,7 +344,7 @@ import logging, os, signal, sys, time
 from pipemega.monitor import BackgroundSink, Monitor, WandbOptions, WandbSink
 from pipemega.monitor.wandb_sink import _children
 from tests.ranks.training import long_runs
-from tests.unit.monitor.sample_records import step_record
+from tests.unit.monitor.sample_records import eval_record, step_record
 
 sink = WandbSink(sys.argv[1], WandbOptions(mode="offline"), logger=logging.getLogger("t"))
 monitor = Monitor([BackgroundSink(sink, close_seconds=0.5)], logging.getLogger("t"))

@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from pipemega import WeightedLoss
-from pipemega.distributed.mesh import Mesh
+from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import ConfigError, DataError, PipelineError
+from pipemega.tensor_parallel import ColumnParallelLinear, VocabParallelHead
 from pipemega.training import Accuracy, Loss, Metric, Perplexity
 from pipemega.training.metric_set import MetricSet, checked_metrics
 
@@ -160,6 +161,16 @@ def test_metrics_that_are_not_valid_are_refused(metrics, message):
         checked_metrics(metrics)
     assert message in str(caught.value)
     assert caught.value.on_every_rank
+
+
+def test_layers_declare_that_their_output_is_a_shard():
+    axis = Axis("tensor", ranks=(0, 1), rank=1)
+    shard = ColumnParallelLinear(4, 6, axis=axis).output_shard
+    assert shard is not None
+    assert (shard.size, shard.local_range(torch.ones(2, 3))) == (6, (3, 6))
+    assert ColumnParallelLinear(4, 6, axis=axis, gather_output=True).output_shard is None
+    head = VocabParallelHead(50, 4, axis=axis, divisible_by=8)
+    assert head.output_shard.local_range(head(torch.ones(2, 4))) == (32, 50)
 
 
 def test_metrics_of_torchmetrics_work():

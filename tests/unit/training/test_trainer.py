@@ -410,6 +410,26 @@ def test_state_that_json_cannot_hold_is_refused() -> None:
         fit(config("run"), [Tensors()], epochs=1)
 
 
+def test_an_error_in_the_state_of_a_callback_has_its_name() -> None:
+    class Broken(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"sum": [][0]}  # type: ignore[misc]
+
+    class Strict(Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"one": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            raise KeyError("two")
+
+    settings = config("run", training={"resume": "auto"})
+    with pytest.raises(PipelineError, match="callback 'Broken' failed in state_dict: IndexError"):
+        fit(config("other"), [Broken()], epochs=1)
+    fit(settings, [Strict()], epochs=1)
+    with pytest.raises(PipelineError, match="'Strict' failed in load_state_dict: KeyError: 'two'"):
+        fit(settings, [Strict()], epochs=2)
+
+
 @pytest.mark.parametrize(
     ("callback", "changes", "message"),
     [
