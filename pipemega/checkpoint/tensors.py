@@ -151,7 +151,7 @@ def _step_state_to_load(
     if not options.loads_schedule:
         loaded.pop("schedule", None)
     if not options.loads_optimizer:
-        loaded.pop("groups", None)
+        loaded.pop("shared", None)
     loaded["loss_scale"] = loaded.get("loss_scale") or current["loss_scale"]
     return loaded
 

@@ -30,7 +30,7 @@ from pipemega.optimizer import (
 from pipemega.optimizer.cut_test import check_cuts
 from pipemega.optimizer.gradients import DataReduction
 from pipemega.optimizer.mixed_precision import DynamicLossScale, LossScale, Precision
-from pipemega.optimizer.param_groups import GroupOptions, check_specs
+from pipemega.optimizer.param_groups import SharedState, check_specs
 from pipemega.optimizer.torch_schedule import SchedulerMaker, TorchSchedule
 from pipemega.optimizer.user_optimizer import OptimizerMaker, build_user_optimizer
 from pipemega.pipeline.local_model import LocalModel
@@ -128,13 +128,13 @@ def optimizer_step(
     on_cpu = host is not None and mesh.device.type == "cuda"
     kernels = Kernels.detect("cpu") if on_cpu else kernels
     optimizer = _build_optimizer(config, mesh, masters, kernels, arguments)
-    options = None if arguments.optimizer is None else GroupOptions(optimizer)
+    shared = None if arguments.optimizer is None else SharedState(optimizer)
     return _step_class(config, mesh)(
         optimizer,
         masters,
         loss_scale=_loss_scale(config),
         schedule=_build_schedule(config, optimizer, arguments, total_steps, total_epochs, mesh),
-        group_options=options,
+        shared_state=shared,
         num_layers=local.bounds[-1],
         clip=config.gradient_clipping,
         skip_nonfinite=skips_nonfinite(config),

@@ -24,7 +24,8 @@ from pipemega.optimizer.user_optimizer import OptimizerMaker, call
 from pipemega.parameters import shard_of
 from pipemega.random import preserve_rng
 
-_STEPS = 4
+# Some optimizers compute with norms or matrices only after a number of steps.
+_STEPS = 30
 _SIZES = (6, 4, 3, 2, 2)
 # Rounding of fp32 state is below, a weight decay of 1e-4 is above.
 _TOLERANCE = 1e-5
@@ -193,13 +194,15 @@ def _tensors(
     found = []
     for group, counts in enumerate(dims):
         for count in counts:
-            for size in (1.0, 30.0):
+            for size, noise in ((1.0, 0.5), (30.0, 3.0)):
                 shape = _SIZES[:count]
                 # Rows of other sizes, so that norms of parts differ from that of the whole.
                 scale = size * torch.linspace(0.2, 3.0, shape[0] if shape else 1)
                 scale = scale.view(-1, *[1] * (count - 1)).to(device, dtype)
                 scale = scale if shape else scale[0]
-                gradients = [normal(shape) * scale * (1 + step) for step in range(_STEPS)]
+                # With little noise, estimates of the distance to the optimum grow.
+                mean = normal(shape)
+                gradients = [(mean + noise * normal(shape)) * scale for _ in range(_STEPS)]
                 found.append(_Tensor(group, normal(shape), gradients))
     return found
 

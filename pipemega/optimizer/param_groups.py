@@ -106,10 +106,13 @@ def check_options(specs: Sequence[GroupSpec], optimizer: Optimizer) -> None:
         ConfigError: names the group, the option and the nearest one.
     """
     known = list(optimizer.defaults)
+    if optimizer.param_groups:
+        # Optimizers that have no default for an option need it in all groups.
+        known += set.intersection(*({*options_of(group)} for group in optimizer.param_groups))
     for spec in specs:
         for option in spec.options:
             # Without defaults the optimizer checks its groups itself.
-            if known and option not in known:
+            if optimizer.defaults and option not in known:
                 raise ConfigError(
                     f"{spec.key} has the option {option!r}, which {type(optimizer).__name__} does "
                     f"not have{did_you_mean(option, known)}"
@@ -121,10 +124,11 @@ def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key != "params"}
 
 
-class GroupOptions:
-    """Saves and restores the options of the groups of an optimizer that the user has built.
+class SharedState:
+    """Saves and restores what an optimizer of the user keeps for groups, or for all parameters.
 
-    Such an optimizer may keep state in its groups.  An option that the user has changed since the
+    Optimizers keep state in the options of groups, and in `optimizer.state` under keys that are no
+    parameters.  An option that the user has changed since the
     run was saved is not restored; functions and other objects are not saved.
 
     Args:
@@ -133,54 +137,77 @@ class GroupOptions:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._built = [_encoded(group) for group in optimizer.param_groups]
+        self._built = [_encoded(options_of(group)) for group in optimizer.param_groups]
 
-    def state_dict(self) -> list[dict[str, str]]:
-        """Return the options of each group, as built and now."""
-        return [
-            {"built": built, "now": _encoded(group)}
+    def state_dict(self) -> dict[str, Any]:
+        """Return the options of each group, as built and now, and the other state, as text.
+
+        Raises:
+            CheckpointError: the optimizer keeps state elsewhere, which would be lost.
+        """
+        if type(self._optimizer).state_dict is not Optimizer.state_dict:
+            raise CheckpointError(
+                f"{type(self._optimizer).__name__} has a state_dict() of its own, as optimizers "
+                "have that keep state outside of optimizer.state, such as wrappers of another "
+                "optimizer: a checkpoint would not contain it. Train without checkpoints "
+                "(checkpoint.save null), or use an optimizer that keeps its state as those of "
+                "torch.optim do",
+                on_every_rank=True,
+            )
+        groups = [
+            {"built": built, "now": _encoded(options_of(group))}
             for built, group in zip(self._built, self._optimizer.param_groups, strict=True)
         ]
+        state: Mapping[Any, Any] = self._optimizer.state
+        others = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
+        return {"groups": groups, "others": _encoded(others)}
 
-    def load_state_dict(self, state: Sequence[Mapping[str, str]]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`; log what the user has changed.
 
         Raises:
             CheckpointError: the run that saved had another number of groups.
         """
-        groups = self._optimizer.param_groups
-        if len(state) != len(groups):
+        groups, saved_groups = self._optimizer.param_groups, state["groups"]
+        if len(saved_groups) != len(groups):
             raise CheckpointError(
                 f"the optimizer {type(self._optimizer).__name__} has {len(groups)} parameter "
-                f"groups, and the run that saved the checkpoint had {len(state)}: restore the "
-                "groups, or load without the optimizer state (checkpoint.load_optimizer_states "
+                f"groups, and the run that saved the checkpoint had {len(saved_groups)}: restore "
+                "the groups, or load without the optimizer state (checkpoint.load_optimizer_states "
                 "false)"
             )
-        for number, (saved, built, group) in enumerate(
-            zip(state, self._built, groups, strict=True)
-        ):
-            before, after = decode_text(saved["built"]), decode_text(built)
-            for key, value in decode_text(saved["now"]).items():
-                if key in after and encode_text(after[key]) == encode_text(before.get(key)):
-                    group[key] = value
-                elif key not in after and key not in before:
-                    # The optimizer has added it in its first step.
-                    group[key] = value
-                elif key in after:
-                    _log.info(
-                        "parameter group %d: %s is %s, as the optimizer was built; the checkpoint "
-                        "has %s",
-                        number,
-                        key,
-                        after[key],
-                        value,
-                    )
+        for number, saved in enumerate(saved_groups):
+            self._load_group(number, decode_text(saved["built"]), decode_text(saved["now"]))
+        others: dict[Any, Any] = self._optimizer.state
+        others.update(decode_text(state["others"]))
+
+    def _load_group(self, number: int, before: dict[str, Any], saved: dict[str, Any]) -> None:
+        """Restore the options of a group.
+
+        Args:
+            before: the options as the saved run has built them.
+            saved: the options when it was saved.
+        """
+        group, built = self._optimizer.param_groups[number], decode_text(self._built[number])
+        for key, value in saved.items():
+            # A key in neither is one that the optimizer has added in a step.
+            if encode_text(built.get(key)) == encode_text(before.get(key)):
+                group[key] = value
+            elif key in built:
+                _log.info(
+                    "parameter group %d: %s is %s, as the optimizer was built; the checkpoint has "
+                    "%s",
+                    number,
+                    key,
+                    built[key],
+                    value,
+                )
 
 
-def _encoded(group: Mapping[str, Any]) -> str:
-    """Return the options of a group that a checkpoint can contain, as text."""
+def _encoded(values: Mapping[Any, Any]) -> str:
+    """Return the values that a checkpoint can contain, as text."""
     kept = {}
-    for key, value in options_of(group).items():
+    for key, value in values.items():
         with suppress(ValueError):
             encode_text(value)
             kept[key] = value

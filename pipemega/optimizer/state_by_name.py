@@ -40,19 +40,27 @@ def pack(optimizer: Optimizer, masters: MasterParams) -> dict[str, dict[str, Any
 
 @torch.no_grad()
 def unpack(
-    optimizer: Optimizer, masters: MasterParams, packed: Mapping[str, Mapping[str, Any]]
+    optimizer: Optimizer,
+    masters: MasterParams,
+    packed: Mapping[str, Mapping[str, Any]],
+    *,
+    any_shape: bool = False,
 ) -> None:
     """Copy the result of `pack` to the optimizer and the masters; change nothing on an error.
+
+    Args:
+        any_shape: the optimizer of a user may keep state of any shape for a whole master.
 
     Raises:
         CheckpointError: a parameter of this rank is missing, or has another shape or slice.
     """
     for name in masters.named:
-        _check(name, masters, packed)
+        _check(name, masters, packed, any_shape=any_shape and masters.spans is None)
     names = {id(master): name for name, master in masters.named.items()}
     # torch's own load_state_dict puts `step` on the device that each optimizer needs.
     state = optimizer.state_dict()
-    state["state"] = {}
+    # Keys that are no parameters are not ours.
+    state["state"] = {k: v for k, v in state["state"].items() if not isinstance(k, int)}
     for group, described in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, index in zip(group["params"], described["params"], strict=True):
             entry = {
@@ -70,10 +78,12 @@ def unpack(
         masters.named[name].copy_(packed[name]["master"])
 
 
-def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[int, Mapping[str, Any]]) -> None:
+def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[Any, Any]) -> None:
     """Restore state whose dtype torch's `load_state_dict` has changed to that of the parameter."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, entry in loaded.items():
+        if not isinstance(index, int):
+            continue
         state = optimizer.state[parameters[index]]
         for key, value in entry.items():
             # torch handles `step`: fused kernels need it in fp32.
@@ -88,7 +98,13 @@ def _counts_by_group(optimizer: Optimizer) -> bool:
     return torch.typename(optimizer).startswith("apex.")
 
 
-def _check(name: str, masters: MasterParams, packed: Mapping[str, Mapping[str, Any]]) -> None:
+def _check(
+    name: str,
+    masters: MasterParams,
+    packed: Mapping[str, Mapping[str, Any]],
+    *,
+    any_shape: bool,
+) -> None:
     master = masters.named[name]
     if name not in packed:
         raise CheckpointError(
@@ -105,7 +121,8 @@ def _check(name: str, masters: MasterParams, packed: Mapping[str, Mapping[str, A
     if span is not None or wanted is not None:
         _check_span(name, span, wanted)
     for key, value in packed[name].items():
-        if isinstance(value, Tensor) and not _fits(value, master):
+        fits = not isinstance(value, Tensor) or _fits(value, master)
+        if not fits and (key == "master" or not any_shape):
             raise CheckpointError(
                 f"the checkpoint's {key} of '{name}' has the shape {tuple(value.shape)}, and the "
                 f"parameter has {tuple(master.shape)} here: it was saved from another model or mesh"

@@ -29,7 +29,7 @@ from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.lr_schedules import LRSchedule
 from pipemega.optimizer.master_params import MasterParams
 from pipemega.optimizer.mixed_precision import LossScale
-from pipemega.optimizer.param_groups import GroupOptions
+from pipemega.optimizer.param_groups import SharedState
 from pipemega.optimizer.state_by_name import pack, unpack
 from pipemega.optimizer.step_outcome import Attempt, Decision, GlobalStats, StepReport, decide
 from pipemega.pipeline.recorder import step_clock
@@ -57,8 +57,8 @@ class OptimizerStep:
         loss_scale: None without fp16; then a loss that is inf or nan counts as an overflow.
         schedule: advanced after each step that was not skipped, or by `end_epoch`; None keeps the
             learning rates.
-        group_options: saves the options of the optimizer's groups; None: those of the config apply
-            after loading.
+        shared_state: saves what the optimizer keeps for groups; None: the options of the config
+            apply after loading.
         num_layers: of the whole model: larger than any position in a logical name.
         clip: largest norm of the gradients; 0 for no clipping.
         skip_nonfinite: skip and count steps with inf or nan in a gradient; otherwise raise.
@@ -71,13 +71,13 @@ class OptimizerStep:
         *,
         loss_scale: LossScale | None = None,
         schedule: LRSchedule | None = None,
-        group_options: GroupOptions | None = None,
+        shared_state: SharedState | None = None,
         num_layers: int = 1,
         clip: float = 0.0,
         skip_nonfinite: bool = False,
     ) -> None:
         self.optimizer, self.masters, self.schedule = optimizer, masters, schedule
-        self._group_options = group_options
+        self._shared_state = shared_state
         self._check_loss = loss_scale is None
         self.loss_scale = loss_scale if loss_scale is not None else LossScale()
         self.steps = 0
@@ -281,7 +281,7 @@ class OptimizerStep:
         Returns:
             "parameters": logical name -> {"master": ..., and the optimizer's state of it
             ("exp_avg", "step", ...)}: the tensors themselves, not copies; "loss_scale",
-            "schedule", "groups": their states; "steps", "skipped_steps".  With ZeRO an entry has
+            "schedule", "shared": their states; "steps", "skipped_steps".  With ZeRO an entry has
             "span": (start, stop), and its tensors hold those elements of the flattened local
             parameter; (0, 0) for none.
 
@@ -292,7 +292,7 @@ class OptimizerStep:
             "parameters": pack(self.optimizer, self.masters),
             "loss_scale": self.loss_scale.state_dict(),
             "schedule": {} if self.schedule is None else self.schedule.state_dict(),
-            "groups": [] if self._group_options is None else self._group_options.state_dict(),
+            "shared": {} if self._shared_state is None else self._shared_state.state_dict(),
             "steps": self.steps,
             "skipped_steps": self.skipped_steps,
         }
@@ -308,12 +308,17 @@ class OptimizerStep:
         # The caller may have loaded the parameters already: finish writes to them first.
         self.masters.wait()
         self.wait_for_copies()
-        unpack(self.optimizer, self.masters, state["parameters"])
+        unpack(
+            self.optimizer,
+            self.masters,
+            state["parameters"],
+            any_shape=self._shared_state is not None,
+        )
         self.masters.sync_from_model()
         self.loss_scale.load_state_dict(state["loss_scale"])
         # Earlier versions have not saved it.
-        if self._group_options is not None and state.get("groups"):
-            self._group_options.load_state_dict(state["groups"])
+        if self._shared_state is not None and state.get("shared"):
+            self._shared_state.load_state_dict(state["shared"])
         if self.schedule is not None and state["schedule"]:
             self.schedule.load_state_dict(state["schedule"])
         self.steps, self.skipped_steps = int(state["steps"]), int(state["skipped_steps"])

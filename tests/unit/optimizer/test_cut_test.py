@@ -51,6 +51,15 @@ def check(make: Any, mesh: str, shapes: Any = ((4, 3), (5,)), **options: Any) ->
     check_cuts(make, groups, *sharded)
 
 
+class Late(user_optimizers.GlobalNorm):
+    """Uses the norm after 25 steps only, as optimizers with a start-up phase do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.count = getattr(self, "count", 0) + 1
+        if self.count > 25:
+            super().step()
+
+
 @pytest.mark.parametrize("name", WORKS)
 def test_optimizers_that_update_each_element_separately_work_on_every_mesh(name: str) -> None:
     check(WORKS[name], "all", ((4, 3), (5,), (), (3, 2, 2, 2)))
@@ -70,6 +79,8 @@ def matrices(params: Any) -> Optimizer:
         (user_optimizers.Factored, "tensor", ["its updates of cut parameters differ from those of "
          "whole ones by"]),
         (torch.optim.Adafactor, "tensor", ["differ"]),
+        (user_optimizers.Shampoo, "tensor", ["differ"]),
+        (Late, "tensor", ["differ"]),
         (user_optimizers.GlobalNorm, "pipeline", ["mesh.pipeline (2) gives each rank the "
          "parameters of its stages, so it must update each parameter without the others. Set "
          "mesh.pipeline"]),

@@ -15,7 +15,7 @@ from pipemega.engine.engine import Engine
 from pipemega.errors import CheckpointError, ConfigError
 from pipemega.optimizer.backup import Backup
 from pipemega.optimizer.torch_schedule import TorchSchedule
-from tests.unit.optimizer.user_optimizers import Corrected, Factored, Lion, ParameterFree
+from tests.unit.optimizer.user_optimizers import Corrected, Factored, Lion, ParameterFree, Shampoo
 
 SGD = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
 
@@ -90,6 +90,23 @@ def test_an_optimizer_that_the_engine_cannot_use_is_refused(optimizer: Any, mess
         build(optimizer)
     assert message in str(caught.value)
     assert caught.value.on_every_rank
+
+
+class NeedsOption(Lion):
+    """Has an option without a default, as optimizers that treat matrices differently do."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        assert "is_matrix" in param_group
+        super().add_param_group(param_group)
+
+
+def test_an_option_without_a_default_is_accepted_if_all_groups_have_it() -> None:
+    groups = [{"params": "bias", "is_matrix": False}, {"params": "weight", "is_matrix": True}]
+    engine = build(
+        lambda params: NeedsOption([{"is_matrix": False, **group} for group in params]),
+        groups=groups,
+    )
+    assert [g["is_matrix"] for g in engine.optimizer.param_groups] == [False, False, True]
 
 
 def test_an_option_that_the_optimizer_does_not_have_is_refused() -> None:
@@ -270,22 +287,26 @@ def test_a_resumed_run_with_a_torch_scheduler_equals_the_unbroken_run(
     assert torch.equal(parameters(resumed), parameters(unbroken))
 
 
-@pytest.mark.parametrize("make", [Lion, Corrected, Factored, torch.optim.Adafactor, momentum])
+@pytest.mark.parametrize(
+    "make", [Lion, Corrected, Factored, Shampoo, torch.optim.Adafactor, momentum]
+)
 def test_a_resumed_run_keeps_state_of_every_form(make: Any, tmp_path: Path) -> None:
-    """Averages, Python numbers, lists, None, numbers in the group, state of rows and columns."""
+    """Averages, Python numbers, lists, numbers in the group, matrices, a count of all steps."""
     unbroken = build(make)
     train(unbroken, 3)
     unbroken.save_checkpoint(tmp_path)
     resumed = build(make)
     train(resumed, 1)
     resumed.load_checkpoint(tmp_path)
-    for before, after in zip(
-        unbroken.optimizer.state.values(), resumed.optimizer.state.values(), strict=True
-    ):
+    named = zip(*(list(e._step.masters.named.values()) for e in (unbroken, resumed)), strict=True)
+    for one, other in named:
+        before, after = unbroken.optimizer.state[one], resumed.optimizer.state[other]
         assert {k: type(v) for k, v in after.items()} == {k: type(v) for k, v in before.items()}
     train(resumed, 3)
     train(unbroken, 3)
     assert torch.equal(parameters(resumed), parameters(unbroken))
+    if make is Shampoo:
+        assert resumed.optimizer.state["steps"] == 6
     if make is Corrected:
         assert resumed.optimizer.param_groups[0]["total"] == pytest.approx(0.06)
 
@@ -369,6 +390,24 @@ def test_state_that_a_checkpoint_cannot_contain_is_refused_by_its_name(tmp_path:
     ) in str(caught.value)
 
 
+class Wrapper(Lion):
+    """Keeps state in an optimizer that it contains."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"wrapped": super().state_dict()}
+
+
+def test_an_optimizer_whose_state_a_checkpoint_would_not_contain_is_refused(tmp_path: Path) -> None:
+    engine = build(Wrapper)
+    train(engine, 1)
+    with pytest.raises(CheckpointError, match=r"Wrapper has a state_dict\(\) of its own") as caught:
+        engine.save_checkpoint(tmp_path)
+    assert caught.value.on_every_rank
+    # A run that is going to save ends at its start.
+    with pytest.raises(CheckpointError, match=r"Train without checkpoints \(checkpoint.save null"):
+        build(Wrapper, checkpoint={"save": str(tmp_path)})
+
+
 class HoldsFunction(lr_scheduler.StepLR):
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer, 2)
@@ -408,7 +447,7 @@ def test_masters_of_a_users_optimizer_are_fp32(make: Any, precision: str, tmp_pa
 def test_post_validation_restores_state_of_every_form() -> None:
     """Undo a step: lists and numbers are those of before, not the objects that the step changed."""
     weights = [nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.ones(3))]
-    for kind in (Corrected, Factored):
+    for kind in (Corrected, Factored, Shampoo):
         optimizer = kind([{"params": weights}])
         backup = Backup(optimizer, weights)
         for weight in weights:

@@ -84,6 +84,30 @@ class Factored(Optimizer):
                 p.sub_(p.grad.view(square.shape).div(scale).view(p.shape), alpha=group["lr"])
 
 
+class Shampoo(Optimizer):
+    """Keeps a square matrix for each dim; counts all steps under a key that is no parameter."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        counted: Any = self.state
+        counted["steps"] = counted.get("steps", torch.zeros(1)) + 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                state, update = self.state[p], p.grad
+                for dim in range(p.dim()):
+                    rows = p.grad.movedim(dim, 0).reshape(p.shape[dim], -1)
+                    matrix = state.setdefault(f"matrix_{dim}", torch.eye(len(rows)).to(rows))
+                    matrix += rows @ rows.T
+                    inverse = torch.linalg.inv(matrix)
+                    update = (inverse @ update.movedim(dim, 0).flatten(1)).view(
+                        update.movedim(dim, 0).shape
+                    ).movedim(0, dim) if p.dim() > 1 else inverse @ update  # fmt: skip
+                p.sub_(update, alpha=group["lr"] / float(counted["steps"]))
+
+
 class GlobalNorm(Optimizer):
     """SGD with the norm of all gradients as the unit."""
 
