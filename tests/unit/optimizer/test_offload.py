@@ -21,7 +21,9 @@ from pipemega.optimizer import (
 )
 from pipemega.optimizer.mixed_precision import DynamicLossScale, Precision
 from pipemega.optimizer.offload import Offload
+from pipemega.optimizer.user_optimizer import build_user_optimizer
 from tests.unit.late_copies import LateHostMemory
+from tests.unit.optimizer.user_optimizers import Corrected, Lion
 
 CPU = torch.device("cpu")
 SHAPES = {"layers.0.weight": (9, 5), "layers.0.bias": (9,), "layers.1.weight": (3, 9)}
@@ -32,6 +34,9 @@ PRECISIONS = {
     "gradients in bf16": Precision(torch.bfloat16, torch.bfloat16),
     "gradients in fp64": Precision(grad_dtype=torch.float64),
 }
+
+
+OF_USERS = {"Lion": Lion, "Corrected": Corrected}
 
 
 def build(
@@ -49,13 +54,16 @@ def build(
     masters = PlainMasterParams(
         ModelParams(named), Mesh.single(CPU), precision=precision, host=host
     )
+    groups = parameter_groups(masters.named.items())
+    if name in OF_USERS:
+        optimizer = build_user_optimizer(
+            OF_USERS[name], groups, masters.named, (), Mesh.single(CPU).world
+        )
+    else:
+        params = PARAMS[name](lr=0.01)
+        optimizer = build_optimizer(name, params, groups, kernels=Kernels.detect(CPU))
     return kind(
-        build_optimizer(
-            name,
-            PARAMS[name](lr=0.01),
-            parameter_groups(masters.named.items()),
-            kernels=Kernels.detect(CPU),
-        ),
+        optimizer,
         masters,
         num_layers=2,
         clip=1.0,
@@ -96,7 +104,7 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Lamb"])
+@pytest.mark.parametrize("optimizer", ["AdamW", "SGD", "Lamb", *OF_USERS])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_offloaded_steps_equal_steps_on_the_device_bitwise(precision: str, optimizer: str) -> None:
     sizes = (0.01, 100.0, 0.02) + (float("inf"), 0.01) * PRECISIONS[precision].skip_nonfinite
