@@ -75,7 +75,6 @@ def build_components(
         precision,
         kernels,
         total_steps=TrainingData(config, mesh, loader).total_steps,
-        total_epochs=config.training.epochs,
         arguments=arguments,
     )
     timers = MultiTimer(enabled=config.wall_clock_breakdown, clock=step_clock(mesh.device))

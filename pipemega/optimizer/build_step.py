@@ -101,7 +101,6 @@ def optimizer_step(
     kernels: Kernels,
     *,
     total_steps: int | None,
-    total_epochs: int | None,
     arguments: OptimizerArguments | None = None,
     offload: bool = True,
 ) -> OptimizerStep | None:
@@ -109,8 +108,8 @@ def optimizer_step(
 
     Args:
         arguments: of the user, in place of parts of the config.
-        total_steps, total_epochs: length of the run, the default of the lengths of the LR schedule;
-            None if it is not known.
+        total_steps: length of the run, the default of the lengths of an LR schedule by step; None
+            if it is not known.
         offload: apply `zero_optimization.offload_optimizer`, unless the model is on the CPU.
 
     Raises:
@@ -133,7 +132,7 @@ def optimizer_step(
         optimizer,
         masters,
         loss_scale=_loss_scale(config),
-        schedule=_build_schedule(config, optimizer, arguments, total_steps, total_epochs, mesh),
+        schedule=_build_schedule(config, optimizer, arguments, total_steps, mesh),
         shared_state=shared,
         num_layers=local.bounds[-1],
         clip=config.gradient_clipping,
@@ -187,7 +186,6 @@ def _build_schedule(
     optimizer: Optimizer,
     arguments: OptimizerArguments,
     total_steps: int | None,
-    total_epochs: int | None,
     mesh: Mesh,
 ) -> LRSchedule | None:
     """Build the schedule of the user, or of the config; None: the rate is constant."""
@@ -207,7 +205,7 @@ def _build_schedule(
             "scheduler.type is missing, and initialize() got no lr_scheduler: set one of them",
             on_every_rank=True,
         )
-    return build_schedule(optimizer, section, total_steps, total_epochs)
+    return build_schedule(optimizer, section, total_steps, config.training.epochs)
 
 
 def _host_memory(config: Config, mesh: Mesh) -> HostMemory | None:

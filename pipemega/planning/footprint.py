@@ -77,7 +77,6 @@ def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: Devic
         precision,
         Kernels.detect("meta"),
         total_steps=None,
-        total_epochs=None,
         offload=device == "cuda",
     )
     trainable = [(name, p) for name, p in local.parameters.items() if p.requires_grad]
