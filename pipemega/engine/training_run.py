@@ -57,6 +57,8 @@ class TrainingRun(StepCallback):
         self._first_step: int | None = None  # None: `begin` was not called
         self._has_ended = False
         self._warn_of_iterators = False
+        # Tags of the checkpoints that the observer wants within a step; None: not within a step.
+        self._wanted_saves: list[str | None] | None = None
         self.logger = RunLogger(engine, self._log, keeps_files=keeps_files(self._config))
         self.times = RunTimes()
         self._epoch = EpochSums()  # of the epoch that is in progress
@@ -153,6 +155,8 @@ class TrainingRun(StepCallback):
                 return self._train_and_record(train)
             except NonFiniteError as error:
                 self._roll_back(error, before)
+            finally:
+                self._wanted_saves = None
             if engine.epochs is not None and engine.epoch > epoch:
                 # The batch that failed was the last one of its epoch.
                 self._end_epoch()
@@ -170,6 +174,7 @@ class TrainingRun(StepCallback):
         if has_epochs:
             self._epoch.add(loss, samples, seconds)
         self.logger.add(loss, seconds, samples, epoch + 1 if has_epochs else None)
+        self._wanted_saves = []
         if self._observer is not None:
             self._observer.after_step(loss)
         ended_epoch = has_epochs and engine.epoch > epoch
@@ -188,6 +193,7 @@ class TrainingRun(StepCallback):
     def _after_step(self, ended_epoch: bool) -> None:
         engine, settings, last = self._engine, self._config.training, self._engine.is_complete
         if engine.stop_requested and not last:
+            self._save_wanted()
             self.end_early(self._stop.reasons())
             return
         every = settings.check_replicas_every
@@ -196,6 +202,7 @@ class TrainingRun(StepCallback):
         is_due = evaluation_is_due(engine, ended_epoch=ended_epoch)
         if is_due and self._observer is not None:
             self._observer.evaluate()
+        self._save_wanted()
         # Also after the last step: a rank whose evaluation failed reaches the other ranks here.
         if (is_due or ended_epoch) and self._stops_now() and not last:
             self.end_early(self._stop.reasons())
@@ -282,12 +289,18 @@ class TrainingRun(StepCallback):
     def save(self, tag: str | None = None) -> None:
         """Save in `checkpoint.save`, if it is set.
 
+        At an observer's points of a step, the checkpoint follows when all of them have been called:
+        it must have the state of all callbacks, and the end of the epoch.
+
         Args:
             tag: of a checkpoint that is not loaded by default. None: that of this step, if it is
                 not saved there yet.
         """
         folder = self._config.checkpoint.save
         if folder is None:
+            return
+        if self._wanted_saves is not None:
+            self._wanted_saves.append(tag)
             return
         self.finish_steps()
         step = self._engine.global_steps
@@ -298,6 +311,12 @@ class TrainingRun(StepCallback):
             with self.times("saving"):
                 path = self._engine.save_checkpoint(folder)
             self._saved.add(folder, step, path)
+
+    def _save_wanted(self) -> None:
+        """Save what the observer wanted at the points of this step."""
+        wanted, self._wanted_saves = self._wanted_saves or [], None
+        for tag in dict.fromkeys(wanted):
+            self.save(tag)
 
     def saved_automatically(self, folder: str | Path) -> Path | str | None:
         """Return the checkpoint of this step that `save` wrote in `folder`, if it did."""

@@ -5,7 +5,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from pipemega.engine.run_observer import RunObserver
-from pipemega.errors import CheckpointError, ConfigError, PipelineError, PipemegaError
+from pipemega.errors import (
+    CheckpointError,
+    ConfigError,
+    PipelineError,
+    PipemegaError,
+    StopTraining,
+)
 from pipemega.monitor import EpochRecord, get_logger
 from pipemega.training.callback import Callback
 
@@ -94,11 +100,12 @@ class CallbackList(RunObserver):
         for callback in self.callbacks:
             try:
                 call(callback)
-            except (PipemegaError, StopIteration) as error:
-                if isinstance(error, StopIteration):
-                    # Else it would look like the end of the training data.
-                    raise PipelineError(_failure(callback, point, error)) from error
+            except PipemegaError:
                 raise
+            except StopTraining as error:
+                # Else it would look like a stop after which the run was saved.
+                remedy = "to end the run, call trainer.stop(reason)"
+                raise PipelineError(f"{_failure(callback, point, error)}: {remedy}") from error
             except Exception as error:
                 raise PipelineError(_failure(callback, point, error)) from error
 
@@ -154,6 +161,6 @@ def _has_state(callback: Callback) -> bool:
     return type(callback).state_dict is not Callback.state_dict
 
 
-def _failure(callback: Callback, point: str, error: Exception) -> str:
+def _failure(callback: Callback, point: str, error: BaseException) -> str:
     reason = f"{type(error).__name__}: {error}".removesuffix(": ")
     return f"callback {_name(callback)!r} failed in {point}: {reason}"

@@ -55,8 +55,7 @@ class MetricSet:
         """
         _require_outputs(outputs, [*self._metrics, *self._torchmetrics])
         for name, metric in self._metrics.items():
-            found = _with_name(name, self._sums_of, metric, outputs, labels)
-            new = torch.stack([torch.as_tensor(x).to(self._mesh.device).double() for x in found])
+            new = _with_name(name, self._sums_of, metric, outputs, labels)
             self._sums[name] = self._sums[name] + new if name in self._sums else new
         if not self._torchmetrics:
             return
@@ -64,10 +63,17 @@ class MetricSet:
         for name, metric in self._torchmetrics.items():
             _with_name(name, metric.update, whole, labels)
 
-    def _sums_of(self, metric: Metric, outputs: Any, labels: Any) -> Sequence[Tensor | float]:
+    def _sums_of(self, metric: Metric, outputs: Any, labels: Any) -> Tensor:
+        """Return the sums of a metric over one micro-batch: [number of sums] fp64."""
         if self._shard is None:
-            return metric.sums(outputs, labels)
-        return metric.sums_of_shards(outputs, labels, self._shard)
+            found = metric.sums(outputs, labels)
+        else:
+            found = metric.sums_of_shards(outputs, labels, self._shard)
+        sums = [torch.as_tensor(x).to(self._mesh.device).double() for x in found]
+        if any(x.dim() for x in sums):
+            shapes = ", ".join(str(list(x.shape)) for x in sums)
+            raise DataError(f"sums() returns tensors of the shapes {shapes}: return scalars")
+        return torch.stack(sums)
 
     def compute(self) -> dict[str, float]:
         """Return the values by name, on every rank; collective."""
@@ -77,7 +83,7 @@ class MetricSet:
             for name, metric in self._metrics.items():
                 parts = [sums[name] for sums in of_ranks if name in sums]
                 sums = [sum(column) for column in zip(*parts, strict=True)]
-                values[name] = float(_with_name(name, metric.value, *sums))
+                values[name] = _with_name(name, lambda m, *s: float(m.value(*s)), metric, *sums)
             for name, metric in self._torchmetrics.items():
                 values |= _plain(name, _with_name(name, metric.compute))
         return gather_objects(values, mesh.pipeline)[self._last]

@@ -72,7 +72,8 @@ class Trainer:
             engine.set_training_data(train)
         self._valid = ValidationSets(engine, valid, metrics)
         self._points = CallbackList(self, callbacks)
-        self._run.take_over(self._points)
+        with failure_reporter().propagate_errors("Trainer"):
+            self._run.take_over(self._points)
 
     @property
     def callbacks(self) -> tuple[Callback, ...]:
@@ -128,6 +129,7 @@ class Trainer:
                 "Trainer(epochs=...)",
                 on_every_rank=True,
             )
+        self.stopped = ""
         try:
             with failure_reporter().propagate_errors("Trainer.fit"):
                 self._run.begin()
@@ -188,6 +190,8 @@ class Trainer:
 
     def save(self, tag: str | None = None) -> None:
         """Save a checkpoint in `checkpoint.save`, if the config has that folder.
+
+        At a callback's point of a step: when all callbacks have handled this step.
 
         Args:
             tag: its name; a run does not resume from it by default. None: as

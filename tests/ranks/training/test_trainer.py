@@ -103,6 +103,17 @@ def test_a_callback_that_fails_on_one_rank_ends_all_ranks_with_its_name(
     assert errors[1 - rank].startswith(f"PeerError: rank {rank} failed first: {message}")
 
 
+def test_a_callback_that_cannot_load_its_state_on_one_rank_ends_all_ranks(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """The other rank began the next step, and waited there."""
+    settings = config(tmp_path / "run", mesh={"pipeline": 2}, training={"resume": "auto"})
+    errors = pool.run(2, trainer_runs.failing_load, settings, 0)
+    message = "callback 'kept' failed in load_state_dict: ValueError: out of ideas"
+    assert errors[0] == f"PipelineError: {message}"
+    assert errors[1].startswith(f"PeerError: rank 0 failed first: {message}")
+
+
 def test_a_metric_that_fails_on_one_rank_ends_all_ranks_with_its_name(
     pool: RankPool, tmp_path: Path
 ) -> None:

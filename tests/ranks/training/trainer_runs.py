@@ -231,6 +231,22 @@ def failing_metric(settings: Mapping[str, Any], rank: int) -> str:
     return ""
 
 
+def failing_load(settings: Mapping[str, Any], rank: int) -> str:
+    """Resume with a callback that cannot load its state on one rank; return this rank's error."""
+
+    class Kept(Recorder):
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            if torch.distributed.get_rank() == rank:
+                raise ValueError("out of ideas")
+
+    fit(settings, [Kept("kept")], epochs=1)
+    try:
+        fit(settings, [Kept("kept")], epochs=2)
+    except PipemegaError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def without_callback(settings: Mapping[str, Any]) -> str:
     """Resume without a callback whose state was saved; return the error of this rank."""
     fit(settings, [Recorder("mine")], epochs=1)

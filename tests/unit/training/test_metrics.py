@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from pipemega import WeightedLoss
 from pipemega.distributed.mesh import Axis, Mesh
-from pipemega.errors import ConfigError, DataError, PipelineError
+from pipemega.errors import ConfigError, DataError, PipelineError, PipemegaError
 from pipemega.tensor_parallel import ColumnParallelLinear, VocabParallelHead
 from pipemega.training import Accuracy, Loss, Metric, Perplexity
 from pipemega.training.metric_set import MetricSet, checked_metrics
@@ -143,6 +143,27 @@ def test_an_error_of_a_users_metric_has_its_name():
     labels = torch.tensor(1.0)
     with pytest.raises(DataError, match=r"metric 'l': .*return a WeightedLoss\(sum, weight\)"):
         values_of({"l": Loss(lambda x, y: (x - y).mean())}, (torch.ones(1), labels))
+
+
+@pytest.mark.parametrize(
+    ("sums", "value", "message"),
+    [
+        ((torch.ones(2), 1.0), 1.0, "sums() returns tensors of the shapes [2], []: return scalars"),
+        (None, 1.0, "metric 'mine' failed: TypeError: "),
+        ((1.0, 2.0), None, "metric 'mine' failed: TypeError: "),
+    ],
+)
+def test_sums_and_values_that_are_no_numbers_are_refused_by_name(sums, value, message):
+    class Wrong(Metric):
+        def sums(self, outputs, labels):
+            return sums
+
+        def value(self, *sums):
+            return value
+
+    with pytest.raises(PipemegaError, match="metric 'mine'") as caught:
+        values_of({"mine": Wrong()}, (torch.ones(2), None))
+    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pipemega import LayerSpec, PipelineModule, Trainer, initialize
-from pipemega.errors import CheckpointError, ConfigError, DataError, PipelineError
+from pipemega.errors import CheckpointError, ConfigError, DataError, PipelineError, StopTraining
 from pipemega.training import (
     Accuracy,
     Callback,
@@ -219,6 +219,48 @@ def test_save_best_keeps_the_checkpoint_of_the_best_value(in_background: bool) -
     assert engine.global_steps == 2 * STEPS
 
 
+class SaveAt(Callback):
+    """Saves at a point of step 4, the last one of the first epoch."""
+
+    def __init__(self, point: str) -> None:
+        setattr(self, point, self._save)
+
+    def _save(self, trainer: Trainer, *_: Any) -> None:
+        if trainer.engine.global_steps == STEPS:
+            trainer.save()
+
+
+@pytest.mark.parametrize("point", ["after_step", "after_epoch", "after_evaluation"])
+def test_a_checkpoint_of_a_callback_has_the_whole_step(point: str) -> None:
+    """It had the epoch that had just ended as one in progress, and missed the evaluation."""
+    callbacks = lambda: [SaveAt(point), EarlyStopping(patience=9)]  # noqa: E731
+    whole, parts = callbacks(), callbacks()
+    expected = fit(config("whole", checkpoint={"interval": 0}), whole, epochs=2)
+    settings = config(
+        "parts", checkpoint={"interval": 0, "load": "whole", "load_tag": "global_step4"}
+    )
+    resumed = fit(settings, parts, epochs=2)
+    assert resumed.evaluations == expected.evaluations
+    assert parts[1].state_dict() == whole[1].state_dict()
+    (second,) = rows("parts", "epoch")
+    assert second["samples"] == 30
+    assert second["loss"] == rows("whole", "epoch")[1]["loss"]
+
+
+def test_fit_continues_after_a_stop() -> None:
+    class StopOnce(Callback):
+        def after_epoch(self, trainer: Trainer, epoch: Any) -> None:
+            if epoch.epoch == 1:
+                trainer.stop("enough")
+
+    engine, *_ = initialize(classifier(), config(), TRAIN)
+    trainer = Trainer(engine, epochs=2, callbacks=[StopOnce()])
+    trainer.fit()
+    assert (trainer.stopped, engine.epoch) == ("enough", 1)
+    trainer.fit()
+    assert (trainer.stopped, engine.epoch) == ("", 2)
+
+
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -313,10 +355,10 @@ def test_an_old_checkpoint_still_has_its_validation_losses() -> None:
 
 
 class Broken(Callback):
-    def __init__(self, point: str, error: Exception) -> None:
+    def __init__(self, point: str, error: BaseException) -> None:
         setattr(self, point, lambda *_: self._fail(error))
 
-    def _fail(self, error: Exception) -> None:
+    def _fail(self, error: BaseException) -> None:
         raise error
 
 
@@ -336,6 +378,11 @@ def test_an_error_of_a_callback_has_its_name_and_point(point: str) -> None:
 def test_stop_iteration_of_a_callback_is_not_the_end_of_the_data() -> None:
     with pytest.raises(PipelineError, match="callback 'Broken' failed in after_step: StopIterat"):
         fit(config(), [Broken("after_step", StopIteration())], epochs=1)
+
+
+def test_stop_training_of_a_callback_is_not_a_stop_with_a_checkpoint() -> None:
+    with pytest.raises(PipelineError, match=r"StopTraining: .*: to end the run, call trainer.stop"):
+        fit(config(), [Broken("after_step", StopTraining("enough"))], epochs=1)
 
 
 def test_an_error_in_on_exception_does_not_hide_the_first_one(
