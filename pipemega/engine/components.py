@@ -13,6 +13,7 @@ from pipemega.kernels import Kernels
 from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep, ZeroMasterParams
 from pipemega.optimizer.build_step import OptimizerArguments, optimizer_step, precision_of
+from pipemega.optimizer.grad_ready import BucketReadiness
 from pipemega.pipeline.executor import Executor, RankStages
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.messages import Header
@@ -83,14 +84,7 @@ def build_components(
     advice = None if splits else launch_order_advice(mesh.device, mesh.tensor.size)
     if step is not None and advice is not None and mesh.rank == 0:
         get_logger().warning(advice)
-    weight_queue = None
-    if step is not None and splits:
-        weight_queue = WeightGradQueue(step.gradients)
-        enable_split_backward(model.stages.values(), weight_queue)
-    readiness = None
-    if step is not None and isinstance(step.masters, ZeroMasterParams):
-        step.masters.register_param_waits(model.stages.values())
-        readiness = step.masters.bucket_readiness(hooks=weight_queue is None)
+    weight_queue, readiness = _backward_listeners(step, model, splits)
     executor = Executor(
         RankStages(
             mesh.pipeline.rank,
@@ -105,6 +99,26 @@ def build_components(
         readiness,
     )
     return Components(model, executor, step, loader, timers, net.num_parameters())
+
+
+def _backward_listeners(
+    step: OptimizerStep | None, model: LocalModel, splits: bool
+) -> tuple[WeightGradQueue | None, BucketReadiness | None]:
+    """Return what takes deferred weight gradients, and what starts reductions of final gradients.
+
+    Args:
+        splits: a plan may split backward.
+    """
+    if step is None:
+        return None, None
+    weight_queue = None
+    if splits:
+        weight_queue = WeightGradQueue(step.gradients)
+        enable_split_backward(model.stages.values(), weight_queue)
+    if not isinstance(step.masters, ZeroMasterParams):
+        return weight_queue, None
+    step.masters.register_param_waits(model.stages.values())
+    return weight_queue, step.masters.bucket_readiness(hooks=weight_queue is None)
 
 
 def _transport(

@@ -18,7 +18,7 @@ from pipemega.diagnostics.stragglers import SHOWN_RANKS, StragglerWatch
 from pipemega.engine.nan_policy import NonFinitePolicy
 from pipemega.engine.run_facts import run_facts
 from pipemega.engine.run_folder import RunFolder
-from pipemega.engine.run_history import EpochSums
+from pipemega.engine.run_history import EpochSums, RunTimes
 from pipemega.engine.run_stats import RunStats
 from pipemega.engine.step_engine import StepEngine
 from pipemega.engine.timelines import write_timeline
@@ -314,6 +314,24 @@ class RunLogger:
         """Log a warning on rank 0."""
         if self._engine.mesh.rank == 0:
             self._log.warning(text)
+
+    def log_end(self, first_step: int, stopped: str, times: RunTimes) -> None:
+        """Log the last line of the run, with its counters.
+
+        Args:
+            first_step: steps before this process.
+            stopped: why the run ends early; empty if it does not.
+        """
+        engine = self._engine
+        steps, total = engine.global_steps, engine.total_steps
+        end = f"stopped ({stopped}) after" if stopped else "finished"
+        of = "" if total is None else f" of {total}"
+        epochs = "" if engine.epochs is None else f" ({engine.epoch} of {engine.epochs} epochs)"
+        here = f", {steps - first_step} of them in this process" if first_step else ""
+        summary = self.history.summary(engine.skipped_steps)
+        self._log.info(f"{end} step {steps}{of}{epochs}{here}: {summary}; {times}")
+        if stopped and self._config.checkpoint.save is None:
+            self.warn("the run was not saved: checkpoint.save is not set")
 
     def _check_spike(self, step: int, loss: float) -> None:
         spike = self._spikes.add(loss)

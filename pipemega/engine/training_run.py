@@ -31,7 +31,7 @@ class TrainingRun(StepCallback):
     """Records, checks and saves the steps of an engine, and ends the run; collective.
 
     It is active if the config has a key of `describes_run`, or in a Trainer. Otherwise it only
-    counts the ranks' requests to stop.
+    counts requests to stop.
 
     Args:
         engine: its steps are the run.
@@ -226,11 +226,11 @@ class TrainingRun(StepCallback):
         """Log, once after a resume, that the position of the caller's data is not restored."""
         reads_iterator = data_iter is not None or self._engine.loader is None
         if self._warn_of_iterators and reads_iterator:
+            step, samples = self._engine.global_steps, self._engine.consumed_samples
             self._log.info(
-                f"resumed at step {self._engine.global_steps}: train_batch reads the caller's "
-                "iterator, whose position is not in the checkpoint. The caller must skip the "
-                f"{self._engine.consumed_samples} samples that the run has consumed "
-                "(engine.consumed_samples)"
+                f"resumed at step {step}: train_batch reads the caller's iterator, whose position "
+                f"is not in the checkpoint. The caller must skip the {samples} samples that the "
+                "run has consumed (engine.consumed_samples)"
             )
         self._warn_of_iterators = False
 
@@ -251,11 +251,7 @@ class TrainingRun(StepCallback):
     def add_evaluation(
         self, loss: float, seconds: float, split: str, metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Record an evaluation.
-
-        Args:
-            metrics: more numbers about it, by name.
-        """
+        """Record an evaluation; `metrics` are more numbers about it, by name."""
         if not self._active or self._has_ended:
             return
         if self._first_step is None:
@@ -289,8 +285,7 @@ class TrainingRun(StepCallback):
     def save(self, tag: str | None = None) -> None:
         """Save in `checkpoint.save`, if it is set.
 
-        At an observer's points of a step, the checkpoint follows when all of them have been called:
-        it must have the state of all callbacks, and the end of the epoch.
+        At an observer's points of a step, the checkpoint follows when all of them have been called.
 
         Args:
             tag: of a checkpoint that is not loaded by default. None: that of this step, if it is
@@ -304,12 +299,11 @@ class TrainingRun(StepCallback):
             return
         self.finish_steps()
         step = self._engine.global_steps
-        if tag is not None:
-            with self.times("saving"):
-                self._engine.save_checkpoint(folder, tag, save_latest=False)
-        elif not self._saved.has_step(folder, step):
-            with self.times("saving"):
-                path = self._engine.save_checkpoint(folder)
+        if tag is None and self._saved.has_step(folder, step):
+            return
+        with self.times("saving"):
+            path = self._engine.save_checkpoint(folder, tag, save_latest=tag is None)
+        if tag is None:
             self._saved.add(folder, step, path)
 
     def _save_wanted(self) -> None:
@@ -319,7 +313,7 @@ class TrainingRun(StepCallback):
             self.save(tag)
 
     def saved_automatically(self, folder: str | Path) -> Path | str | None:
-        """Return the checkpoint of this step that `save` wrote in `folder`, if it did."""
+        """Return this step's checkpoint that `save` wrote in `folder`, if it did."""
         return self._saved.own_path(folder, self._engine.global_steps)
 
     def before_save(self) -> None:
@@ -367,7 +361,6 @@ class TrainingRun(StepCallback):
             self._observer.load_state_dict(self._observer_state)
 
     def _roll_back(self, error: NonFiniteError, before: int) -> None:
-        """Load the newest checkpoint, as `training.on_nonfinite` requires; see `roll_back`."""
         roll_back(self._engine, self.logger, self._saved, error, before)
         self._warn_of_iterators = False
 
@@ -379,9 +372,8 @@ class TrainingRun(StepCallback):
         self.save()
         self.stopped = reason
         if self._active:
-            self.logger.event(
-                "stop", {}, f"stopped after step {self._engine.global_steps}: {reason}"
-            )
+            step = self._engine.global_steps
+            self.logger.event("stop", {}, f"stopped after step {step}: {reason}")
 
     def close(self) -> None:
         """End the run of the user's own loop: save if a step was trained, and close the sinks."""
@@ -395,18 +387,7 @@ class TrainingRun(StepCallback):
 
     def log_end(self) -> None:
         """Log the last line of the run, with its counters."""
-        steps, total = self._engine.global_steps, self._engine.total_steps
-        end = f"stopped ({self.stopped}) after" if self.stopped else "finished"
-        of = "" if total is None else f" of {total}"
-        first = self._first_step or 0
-        here = f", {steps - first} of them in this process" if first else ""
-        summary = self.logger.history.summary(self._engine.skipped_steps)
-        epochs = f" ({self._engine.epoch} of {self._engine.epochs} epochs)"
-        if self._engine.epochs is None:
-            epochs = ""
-        self._log.info(f"{end} step {steps}{of}{epochs}{here}: {summary}; {self.times}")
-        if self.stopped and self._config.checkpoint.save is None:
-            self.logger.warn("the run was not saved: checkpoint.save is not set")
+        self.logger.log_end(self._first_step or 0, self.stopped, self.times)
 
     def release(self) -> None:
         """Close the sinks, unlock the run folder and stop handling signals. Not collective."""
