@@ -359,7 +359,8 @@ def test_training_without_an_optimizer_names_the_section(pool: RankPool) -> None
     config = {**TWO_STAGES, "optimizer": None}
     raised = messages(pool, 2, train_small, "nothing", config)
     assert set(raised) == {
-        "ConfigError: train_batch needs an optimizer: add the section 'optimizer'"
+        "ConfigError: train_batch needs an optimizer: add the section 'optimizer', or give "
+        "initialize(optimizer=...)"
     }
 
 
