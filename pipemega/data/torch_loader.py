@@ -174,6 +174,11 @@ class TorchLoaderSource(DataSource):
         for batch in self._reader.each(self.data, epoch, unit="micro-batch", data_rank=data_rank):
             yield make_pair(batch, self.name, which)
 
+    def close(self) -> None:
+        # A later source of the same DataLoader, as of the next evaluation, reads their first seeds.
+        for generator, seed in self._generators:
+            generator.manual_seed(seed)
+
     def _refuse_other_sizes(self) -> None:
         if self._reader.has_collate:
             raise ConfigError(

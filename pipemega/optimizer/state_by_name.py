@@ -79,7 +79,11 @@ def unpack(
 
 
 def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[Any, Any]) -> None:
-    """Restore state whose dtype torch's `load_state_dict` has changed to that of the parameter."""
+    """Restore state whose dtype torch's `load_state_dict` has changed to that of the parameter.
+
+    An optimizer may keep averages in bf16, or quantized. State in fp32 or fp64 follows the
+    parameters: the run that saved may have had parameters of another precision.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, entry in loaded.items():
         if not isinstance(index, int):
@@ -89,7 +93,7 @@ def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[Any, Any]) -> None:
             # torch handles `step`: fused kernels need it in fp32.
             if key == "step" or not isinstance(value, Tensor) or key not in state:
                 continue
-            if state[key].dtype != value.dtype:
+            if value.dtype not in (torch.float32, torch.float64):
                 state[key] = value.to(state[key].device)
 
 

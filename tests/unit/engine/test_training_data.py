@@ -223,3 +223,13 @@ def test_an_evaluation_reads_one_global_batch_at_a_time() -> None:
     batch = ["read"] * 4 + ["output"] * 2
     # In the last batch the second micro-batch only completes the step.
     assert events == [*batch, *batch, *["read"] * 4, "output"]
+
+
+def test_each_evaluation_of_a_shuffled_loader_reads_the_same_samples() -> None:
+    """The seed of its generator changed with each evaluation, so a resumed run had others."""
+    generator = torch.Generator().manual_seed(3)
+    loader = torch.utils.data.DataLoader(DATA, batch_size=2, shuffle=True, generator=generator)
+    engine = engine_on(DATA)
+    losses = {engine.evaluate(loader, 1) for _ in range(3)}
+    assert len(losses) == 1
+    assert generator.initial_seed() == 3

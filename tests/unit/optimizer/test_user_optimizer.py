@@ -459,3 +459,27 @@ def test_post_validation_restores_state_of_every_form() -> None:
         assert str(optimizer.state_dict()) != before
         backup.restore()
         assert str(optimizer.state_dict()) == before
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_a_run_in_fp64_continues_in_fp32(tmp_path: Path, by_user: bool) -> None:
+    """The averages stayed in fp64, and the fused kernel of the next step failed."""
+    config: dict[str, Any] = {"train_batch_size": 2}
+    arguments: dict[str, Any] = {}
+    if by_user:
+        arguments["optimizer"] = lambda params: torch.optim.Adam(params, lr=0.1)
+    else:
+        config["optimizer"] = {"type": "Adam", "params": {"lr": 0.1}}
+    for dtype in (torch.float64, torch.float32):
+        torch.set_default_dtype(dtype)
+        try:
+            data = [(torch.ones(3), torch.zeros(3))] * 4
+            engine, optimizer, *_ = pipemega.initialize(net(), config, data, **arguments)
+            if dtype == torch.float32:
+                engine.load_checkpoint(tmp_path)
+            engine.train_batch()
+        finally:
+            torch.set_default_dtype(torch.float32)
+        engine.save_checkpoint(tmp_path)
+    averages = {state["exp_avg"].dtype for state in optimizer.state.values()}
+    assert averages == {torch.float32}
