@@ -29,24 +29,25 @@ def evaluates(engine: StepEngine) -> bool:
     return engine.epochs is not None if interval is None else interval > 0
 
 
-def evaluation_is_due(engine: StepEngine, *, ended_epoch: bool) -> bool:
-    """Return whether an evaluation is due after the last step; in steps also before the first one.
+def evaluation_is_due(engine: StepEngine, *, ended_epoch: bool, completed: bool) -> bool:
+    """Return whether an evaluation is due after a step; in steps also before the first one.
 
     Args:
-        ended_epoch: the last step ended an epoch.
+        ended_epoch: the step ended an epoch.
+        completed: it was the last step of the run.
     """
     settings = engine.config.training
     if settings.eval_interval is None:
         return ended_epoch
     return _is_due(engine, settings.eval_interval, settings.eval_by, ended_epoch) or (
-        settings.eval_interval > 0 and engine.is_complete
+        settings.eval_interval > 0 and completed
     )
 
 
-def save_is_due(engine: StepEngine, *, ended_epoch: bool) -> bool:
-    """Return whether a checkpoint is due after the last step, as `evaluation_is_due`."""
+def save_is_due(engine: StepEngine, *, ended_epoch: bool, completed: bool) -> bool:
+    """Return whether a checkpoint is due after a step, as `evaluation_is_due`."""
     settings = engine.config.checkpoint
-    return engine.is_complete or _is_due(engine, settings.interval, settings.by, ended_epoch)
+    return completed or _is_due(engine, settings.interval, settings.by, ended_epoch)
 
 
 def _is_due(

@@ -57,6 +57,16 @@ def refuse_other_run(config: Config, engine: StepEngine) -> None:
         )
 
 
+def log_iterator_position(engine: StepEngine, log: logging.Logger) -> None:
+    """Log that the position of the caller's iterator is not restored."""
+    step, samples = engine.global_steps, engine.consumed_samples
+    log.info(
+        f"resumed at step {step}: train_batch reads the caller's iterator, whose position is not "
+        f"in the checkpoint. The caller must skip the {samples} samples that the run has consumed "
+        "(engine.consumed_samples)"
+    )
+
+
 def _load(
     engine: StepEngine, folder: str, tag: str | None, options: dict[str, bool], log: logging.Logger
 ) -> None:

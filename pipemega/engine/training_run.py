@@ -12,7 +12,7 @@ from typing import Any
 
 from pipemega.distributed.mesh import gather_objects
 from pipemega.engine.intervals import check_units, evaluation_is_due, save_is_due
-from pipemega.engine.resume import refuse_other_run
+from pipemega.engine.resume import log_iterator_position, refuse_other_run
 from pipemega.engine.rollback import roll_back
 from pipemega.engine.run_history import EpochSums, Evaluation, RunTimes
 from pipemega.engine.run_keys import describes_run, keeps_files
@@ -55,8 +55,7 @@ class TrainingRun(StepCallback):
         self._observer_has_loaded = True
         self._saved = SavedSteps()
         self._first_step: int | None = None  # None: `begin` was not called
-        self._has_ended = False
-        self._warn_of_iterators = False
+        self._has_ended = self._was_complete = self._warn_of_iterators = False
         # Tags of the checkpoints that the observer wants within a step; None: not within a step.
         self._wanted_saves: list[str | None] | None = None
         self.logger = RunLogger(engine, self._log, keeps_files=keeps_files(self._config))
@@ -79,20 +78,17 @@ class TrainingRun(StepCallback):
         self.logger.take_over()
 
     def request_stop(self, reason: str) -> None:
-        """End the run after the current step, with a checkpoint. One rank is enough.
-
-        In an observer's `after_epoch` or `evaluate` the run ends at once.
-        """
+        """End the run after this step, in `after_epoch` and `evaluate` at once; on any rank."""
         self._stop.request(reason)
 
     @property
     def misses_evaluation(self) -> bool:
         """Whether an evaluation is due at this step: the run begins, or was stopped before it."""
         engine = self._engine
-        has_trained = engine.epochs is not None and engine.global_steps > 0
-        ended_epoch = has_trained and self._epoch.steps == 0
+        ended_epoch = engine.epochs is not None and self._epoch.steps == 0 < engine.global_steps
+        due = {"ended_epoch": ended_epoch, "completed": engine.is_complete}
         is_done = any(evaluation.step == engine.global_steps for evaluation in self.evaluations)
-        return evaluation_is_due(engine, ended_epoch=ended_epoch) and not is_done
+        return evaluation_is_due(engine, **due) and not is_done
 
     # Callbacks
 
@@ -151,6 +147,8 @@ class TrainingRun(StepCallback):
         engine = self._engine
         while True:
             before, epoch = engine.global_steps, engine.epoch
+            # The caller's own loop may continue after the last step of the run.
+            self._was_complete = engine.is_complete
             try:
                 return self._train_and_record(train)
             except NonFiniteError as error:
@@ -161,6 +159,8 @@ class TrainingRun(StepCallback):
                 # The batch that failed was the last one of its epoch.
                 self._end_epoch()
                 self._after_step(ended_epoch=True)
+            # A rank of a middle stage gets no batch.
+            has_next = all(self._of_ranks(has_next))
             if not has_next or engine.is_complete or self.stopped:
                 return math.nan
 
@@ -191,31 +191,35 @@ class TrainingRun(StepCallback):
             self._observer.after_epoch(record)
 
     def _after_step(self, ended_epoch: bool) -> None:
-        engine, settings, last = self._engine, self._config.training, self._engine.is_complete
-        if engine.stop_requested and not last:
+        engine, settings = self._engine, self._config.training
+        completed = engine.is_complete and not self._was_complete
+        due = {"ended_epoch": ended_epoch, "completed": completed}
+        if engine.stop_requested and not completed:
             self._save_wanted()
             self.end_early(self._stop.reasons())
             return
         every = settings.check_replicas_every
         if every and engine.global_steps % every == 0:
             engine.check_replicas()
-        is_due = evaluation_is_due(engine, ended_epoch=ended_epoch)
+        is_due = evaluation_is_due(engine, **due)
         if is_due and self._observer is not None:
             self._observer.evaluate()
         self._save_wanted()
         # Also after the last step: a rank whose evaluation failed reaches the other ranks here.
-        if (is_due or ended_epoch) and self._stops_now() and not last:
+        if (is_due or ended_epoch) and self._stops_now() and not completed:
             self.end_early(self._stop.reasons())
             return
-        if save_is_due(engine, ended_epoch=ended_epoch):
+        if save_is_due(engine, **due):
             self.save()
-        if last:
+        if completed:
             self.finish_steps()
 
     def _stops_now(self) -> bool:
         """Return whether a rank requests the end of the run; collective."""
-        world = self._engine.mesh.world
-        return self._observer is not None and any(gather_objects(self._stop.requested(), world))
+        return self._observer is not None and any(self._of_ranks(self._stop.requested()))
+
+    def _of_ranks(self, value: bool) -> list[bool]:
+        return gather_objects(value, self._engine.mesh.world)
 
     def finish_steps(self) -> None:
         """Make the last step final and write all records up to it."""
@@ -224,14 +228,8 @@ class TrainingRun(StepCallback):
 
     def _warn_of_iterator(self, data_iter: object) -> None:
         """Log, once after a resume, that the position of the caller's data is not restored."""
-        reads_iterator = data_iter is not None or self._engine.loader is None
-        if self._warn_of_iterators and reads_iterator:
-            step, samples = self._engine.global_steps, self._engine.consumed_samples
-            self._log.info(
-                f"resumed at step {step}: train_batch reads the caller's iterator, whose position "
-                f"is not in the checkpoint. The caller must skip the {samples} samples that the "
-                "run has consumed (engine.consumed_samples)"
-            )
+        if self._warn_of_iterators and (data_iter is not None or self._engine.loader is None):
+            log_iterator_position(self._engine, self._log)
         self._warn_of_iterators = False
 
     # Evaluation
@@ -272,8 +270,7 @@ class TrainingRun(StepCallback):
     def add_scalars(self, values: Mapping[str, float]) -> None:
         """Record numbers by name; a name without "/" gets the group "train"."""
         if self._active and not self._has_ended:
-            plain = {name: float(value) for name, value in values.items()}
-            self.logger.write(ScalarRecord, values=plain)
+            self.logger.write(ScalarRecord, values={n: float(v) for n, v in values.items()})
 
     def add_sample(self, prompt: str, text: str) -> None:
         """Record a text that the model has generated."""

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import pipemega
 from pipemega.engine.engine import Engine
 from tests.ranks.engine.epoch_runs import BATCH, Stream, engine_on, pairs, state_of
 
@@ -115,3 +116,29 @@ def wrong_batch(kind: str, config: dict[str, Any]) -> None:
     elif kind == "epochs":
         engine.set_epochs(2)
         engine.train_batch(batch=(x, y))
+
+
+def roll_back_a_batch(folder: str) -> list[float]:
+    """Train on batches of which the third has nan; the rank of the middle stage gets none."""
+    config = {
+        "train_batch_size": 8,
+        "train_micro_batch_size_per_gpu": 4,
+        "mesh": {"pipeline": 3, "device": "cpu", "timeout_seconds": 20},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "checkpoint": {"save": folder, "interval": 1},
+        "training": {"on_nonfinite": {"policy": "rollback"}},
+    }
+    layers = [pipemega.LayerSpec(nn.Linear, 4, 4) for _ in range(3)]
+    net = pipemega.PipelineModule(layers, nn.functional.cross_entropy)
+    engine, *_ = pipemega.initialize(net, config)
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for number in range(4):
+        inputs = torch.randn(8, 4, generator=generator)
+        labels = torch.randint(4, (8,), generator=generator)
+        if number == 2:
+            inputs[0] = torch.nan
+        batch = None if engine.mesh.pipeline.rank == 1 else (inputs, labels)
+        losses.append(engine.train_batch(batch=batch))
+    assert engine.global_steps == 3
+    return losses

@@ -1,5 +1,7 @@
 """Steps on whole batches, outputs of steps, and evaluations of whole data sets, on any mesh."""
 
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -103,3 +105,12 @@ def test_a_batch_that_cannot_be_used_is_the_same_error_on_every_rank(
     assert len(caught.value.errors) == 3
     for text, _ in caught.value.errors.values():
         assert message in text
+
+
+def test_a_batch_that_was_rolled_back_is_not_awaited_by_a_middle_stage(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """The rank without a batch trained the next step at once, and waited for the others there."""
+    first, *others = pool.run(3, batch_runs.roll_back_a_batch, str(tmp_path / "run"))
+    assert [math.isnan(loss) for loss in first] == [False, False, True, False]
+    assert all(str(other) == str(first) for other in others)

@@ -212,6 +212,18 @@ def test_a_signal_saves_the_step_and_raises_stop_training() -> None:
     engine.close()
 
 
+def test_a_loop_may_continue_after_the_last_step_of_the_run() -> None:
+    """Each step after it was saved, and signals were ignored."""
+    engine = build(config("run", checkpoint={"interval": 0}, training={"train_steps": 2}))
+    train(engine, 5)
+    assert {path.name for path in Path("run").glob("global_step*")} == {"global_step2"}
+    os.kill(os.getpid(), signal.SIGUSR1)
+    with pytest.raises(StopTraining):
+        engine.train_batch()
+    assert Path("run/global_step6").is_dir()
+    engine.close()
+
+
 def test_a_request_to_stop_ends_a_loop_without_other_keys() -> None:
     engine = build(config())
     engine.train_batch()
