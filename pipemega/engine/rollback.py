@@ -52,6 +52,7 @@ def roll_back(
         ) from error
     records = logger.state_dict()
     engine.reload(folder)
+    saved.outdate(folder)  # the position in the data is a later one
     logger.load_state_dict(records)
     history.rollbacks += 1
     history.nan_steps += not is_counted

@@ -8,7 +8,7 @@ from pipemega.storage.filesystem import is_remote
 
 
 class _Save(NamedTuple):
-    step: int
+    step: int | None  # None: the run has changed since
     path: Path | str | None  # None: the user has saved it
 
 
@@ -25,6 +25,10 @@ class SavedSteps:
             path: of a checkpoint that the run has saved by itself; None for any other.
         """
         self._saves[_key(folder)] = _Save(step, path)
+
+    def outdate(self, folder: str | Path) -> None:
+        """Note that the run has changed since the last checkpoint in `folder`, at the same step."""
+        self._saves[_key(folder)] = _Save(None, None)
 
     def has_step(self, folder: str | Path, step: int) -> bool:
         """Return whether the last checkpoint in `folder` is that of `step`."""

@@ -358,7 +358,9 @@ class TrainingRun(StepCallback):
             self._observer.load_state_dict(self._observer_state)
 
     def _roll_back(self, error: NonFiniteError, before: int) -> None:
+        epoch = self._epoch
         roll_back(self._engine, self.logger, self._saved, error, before)
+        self._epoch = epoch  # recorded steps stay; the checkpoint may be of an earlier epoch
         self._warn_of_iterators = False
 
     # The end of the run

@@ -37,12 +37,13 @@ class MetricSet:
         self._metrics = {k: m for k, m in metrics.items() if isinstance(m, Metric)}
         self._torchmetrics = {k: m for k, m in metrics.items() if not isinstance(m, Metric)}
         self._sums: dict[str, Tensor] = {}
+        self._updates = 0
         for metric in self._torchmetrics.values():
             _reduce_over_data(metric, mesh)
 
     def reset(self) -> None:
         """Start an evaluation."""
-        self._sums = {}
+        self._sums, self._updates = {}, 0
         for metric in self._torchmetrics.values():
             metric.reset()
 
@@ -54,6 +55,7 @@ class MetricSet:
             DataError, PipelineError: outputs or labels do not fit a metric; with its name.
         """
         _require_outputs(outputs, [*self._metrics, *self._torchmetrics])
+        self._updates += 1
         for name, metric in self._metrics.items():
             new = _with_name(name, self._sums_of, metric, outputs, labels)
             self._sums[name] = self._sums[name] + new if name in self._sums else new
@@ -79,12 +81,14 @@ class MetricSet:
         """Return the values by name, on every rank; collective."""
         mesh, values = self._mesh, {}
         if mesh.pipeline.rank == self._last:
-            of_ranks = gather_objects({k: s.tolist() for k, s in self._sums.items()}, mesh.data)
+            own = {k: s.tolist() for k, s in self._sums.items()}, self._updates
+            of_ranks, updates = zip(*gather_objects(own, mesh.data), strict=True)
             for name, metric in self._metrics.items():
                 parts = [sums[name] for sums in of_ranks if name in sums]
                 sums = [sum(column) for column in zip(*parts, strict=True)]
                 values[name] = _with_name(name, lambda m, *s: float(m.value(*s)), metric, *sums)
             for name, metric in self._torchmetrics.items():
+                _refuse_empty_lists(name, metric, updates)
                 values |= _plain(name, _with_name(name, metric.compute))
         return gather_objects(values, mesh.pipeline)[self._last]
 
@@ -133,6 +137,33 @@ def _reduce_over_data(metric: Any, mesh: Mesh) -> None:
         if hasattr(module, "sync_on_compute"):
             module.sync_on_compute = mesh.data.size > 1
             module.process_group = mesh.data.group
+
+
+def _refuse_empty_lists(name: str, metric: Any, updates: Sequence[int]) -> None:
+    """Refuse to reduce lists of torchmetrics if a data rank had no samples.
+
+    A list without tensors takes part in no collective, so the other data ranks would wait for it.
+
+    Args:
+        updates: micro-batches of each data rank.
+
+    Raises:
+        DataError: on all these ranks.
+    """
+    empty = [str(rank) for rank, count in enumerate(updates) if count == 0]
+    # By the defaults: every rank decides the same.
+    has_lists = any(
+        isinstance(default, list)
+        for module in metric.modules()
+        for default in getattr(module, "_defaults", {}).values()
+    )
+    if empty and has_lists:
+        raise DataError(
+            f"metric {name!r} keeps lists of all outputs, and data rank {', '.join(empty)} of "
+            f"{len(updates)} has no sample of this set: give it more samples than "
+            "train_micro_batch_size_per_gpu * (mesh.data - 1), or use a metric whose state has a "
+            "fixed size, such as MulticlassAUROC(..., thresholds=200)"
+        )
 
 
 def _require_outputs(outputs: Any, names: Sequence[str]) -> None:

@@ -92,6 +92,15 @@ def test_metrics_of_torchmetrics_are_reduced_over_the_data_axis_only(
         assert found["top1"] == pytest.approx(found["own"], rel=1e-6)
 
 
+def test_lists_of_torchmetrics_need_samples_on_each_data_rank(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """torchmetrics gathers nothing from an empty list, so the other data rank would wait."""
+    settings = config(tmp_path / "run", mesh={"data": 2})
+    for text in pool.run(2, trainer_runs.list_metric_of_few_samples, settings):
+        assert "metric 'curve' keeps lists of all outputs, and data rank 1 of 2 has no" in text
+
+
 @pytest.mark.parametrize(("point", "rank"), [("after_step", 1), ("after_evaluation", 0)])
 def test_a_callback_that_fails_on_one_rank_ends_all_ranks_with_its_name(
     pool: RankPool, tmp_path: Path, point: str, rank: int

@@ -212,6 +212,32 @@ def torchmetrics_values(settings: Mapping[str, Any]) -> dict[str, float]:
     return fit(settings, valid=TRAIN, metrics=metrics, epochs=1).evaluations[-1].values
 
 
+class KeepsOutputs(torch.nn.Module):
+    """As a metric of torchmetrics whose state is a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._defaults: dict[str, Any] = {"outputs": []}
+
+    def update(self, outputs: Any, labels: Any) -> None:
+        pass
+
+    def compute(self) -> float:
+        raise AssertionError("some data ranks have no list to gather")
+
+    def reset(self) -> None:
+        pass
+
+
+def list_metric_of_few_samples(settings: Mapping[str, Any]) -> str:
+    """Evaluate a metric with lists on fewer samples than data ranks; return this rank's error."""
+    try:
+        fit(settings, valid=Points(1, seed=4), metrics={"curve": KeepsOutputs()}, epochs=1)
+    except PipemegaError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 class FailsOnOneRank(Metric):
     def __init__(self, rank: int) -> None:
         self.rank = rank

@@ -338,6 +338,49 @@ def test_a_rollback_restores_the_state_of_callbacks() -> None:
     assert recorder.steps == 6, "the steps after the checkpoint are not counted twice"
 
 
+class NanOnce(Points):
+    """Has nan in the sample that is read as number `at`; the last step of an epoch reads 8."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__(30, seed=1)
+        self.reads, self.at = 0, at
+
+    def __getitem__(self, index: int) -> Any:
+        self.reads += 1
+        point, label = super().__getitem__(index)
+        return (point * math.nan, label) if self.reads == self.at else (point, label)
+
+
+def rolled_back(at: int, interval: int) -> Trainer:
+    settings = config(
+        "run",
+        checkpoint={"interval": interval},
+        training={"on_nonfinite": {"policy": "rollback"}, "epochs": 2, "resume": "auto"},
+    )
+    engine, *_ = initialize(classifier(), settings, NanOnce(at))
+    trainer = Trainer(engine, EASY, callbacks=[EarlyStopping(patience=9)])
+    trainer.fit()
+    engine.close()
+    return trainer
+
+
+def test_the_record_of_an_epoch_has_no_steps_of_an_earlier_one_after_a_rollback() -> None:
+    """The first batch of epoch 2 fails; the checkpoint is that of step 3, in epoch 1."""
+    rolled_back(at=33, interval=3)
+    (row,) = rows("run", "epoch")  # that of epoch 1, at step 4, is dropped
+    assert (row["epoch"], row["steps"], row["samples"]) == (2, 3, 22)
+
+
+def test_a_run_that_ends_with_a_rollback_is_saved_at_its_position() -> None:
+    """The last batch fails, and the checkpoint of step 7 has an earlier position in the data."""
+    first = rolled_back(at=57, interval=7)
+    assert (first.engine.global_steps, first.engine.epoch) == (7, 2)
+    resumed = rolled_back(at=0, interval=7)
+    assert (resumed.engine.global_steps, resumed.engine.epoch) == (7, 2)
+    assert [e.step for e in resumed.evaluations] == [4, 7]
+    assert resumed.evaluations == first.evaluations
+
+
 def test_an_old_checkpoint_still_has_its_validation_losses() -> None:
     settings = config("run", training={"resume": "auto", "train_steps": 2})
     fit(settings, valid=EASY)
