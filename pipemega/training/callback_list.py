@@ -23,6 +23,9 @@ class CallbackList(RunObserver):
         trainer: the `pipemega.Trainer`, which the callbacks get.
         callbacks: in the order in which they are called; also an attribute.
 
+    Attributes:
+        names_with_state: of the callbacks that have state.
+
     Raises:
         ConfigError: an entry is no callback, or two with state have one name; on every rank.
     """
@@ -43,7 +46,7 @@ class CallbackList(RunObserver):
                     f"{': call it' if isinstance(callback, type) else ''}",
                     on_every_rank=True,
                 )
-        names = [_name(callback) for callback in self.callbacks if _has_state(callback)]
+        self.names_with_state = names = [_name(c) for c in self.callbacks if _has_state(c)]
         for name in names:
             if names.count(name) > 1:
                 raise ConfigError(

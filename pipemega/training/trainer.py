@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipemega.distributed.mesh import gather_objects
 from pipemega.engine.engine import Engine
 from pipemega.engine.intervals import evaluates
 from pipemega.engine.run_history import Evaluation
@@ -73,11 +74,34 @@ class Trainer:
         self._valid = ValidationSets(engine, valid, metrics)
         self._points = CallbackList(self, callbacks)
         with failure_reporter().propagate_errors("Trainer"):
+            self._refuse_other_ranks_parts()
             self._run.take_over(self._points)
 
     @property
     def callbacks(self) -> tuple[Callback, ...]:
         return self._points.callbacks
+
+    def _refuse_other_ranks_parts(self) -> None:
+        """Check that all ranks have the same validation sets, metrics and states; collective.
+
+        Raises:
+            ConfigError: names the ranks and both lists; on every rank.
+        """
+        parts = {
+            "validation sets": self._valid.names,
+            "metrics": self._valid.metric_names,
+            "callbacks with state": self._points.names_with_state,
+        }
+        first, *others = gather_objects(parts, self.engine.mesh.world)
+        for rank, other in enumerate(others, start=1):
+            for what, names in first.items():
+                if names != other[what]:
+                    here, there = (", ".join(n) or "none" for n in (names, other[what]))
+                    raise ConfigError(
+                        f"the ranks have different {what}: rank 0 has {here}, rank {rank} has "
+                        f"{there}: give every rank the same ones",
+                        on_every_rank=True,
+                    )
 
     @property
     def history(self) -> RunStats:

@@ -44,7 +44,7 @@ class ValidationSets:
                     "'-' and '.', and begin with a letter",
                     on_every_rank=True,
                 )
-        self.names = list(self._sets)
+        self.names, self.metric_names = list(self._sets), list(self._metrics)
         last = engine.plan.rank_of_stage[-1]
         self._metric_set = MetricSet(self._metrics, engine.mesh, last, _output_shard(engine))
 

@@ -123,6 +123,23 @@ def test_a_callback_that_cannot_load_its_state_on_one_rank_ends_all_ranks(
     assert errors[1].startswith(f"PeerError: rank 0 failed first: {message}")
 
 
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("callbacks", "different callbacks with state: rank 0 has mine, rank 1 has none"),
+        ("metrics", "different metrics: rank 0 has top1, top2, rank 1 has none"),
+        ("sets", "different validation sets: rank 0 has easy, rank 1 has hard"),
+    ],
+)
+def test_different_parts_of_the_ranks_are_refused(
+    pool: RankPool, tmp_path: Path, what: str, message: str
+) -> None:
+    """A callback of rank 0 only made the resumed run wait for a rank that had failed."""
+    settings = config(tmp_path / "run", mesh={"data": 2})
+    for error in pool.run(2, trainer_runs.different_parts, settings, what):
+        assert error == f"the ranks have {message}: give every rank the same ones"
+
+
 def test_a_metric_that_fails_on_one_rank_ends_all_ranks_with_its_name(
     pool: RankPool, tmp_path: Path
 ) -> None:

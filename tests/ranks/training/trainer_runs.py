@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from pipemega import LayerSpec, PipelineModule, Trainer, initialize
 from pipemega.config import load
-from pipemega.errors import CheckpointError, PipemegaError
+from pipemega.errors import CheckpointError, ConfigError, PipemegaError
 from pipemega.models import GPTConfig, gpt
 from pipemega.training import Accuracy, Callback, EarlyStopping, Metric, Perplexity, SaveBest
 from tests.ranks.training_runs import VOCAB, microbatch
@@ -271,6 +271,20 @@ def failing_load(settings: Mapping[str, Any], rank: int) -> str:
     except PipemegaError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def different_parts(settings: Mapping[str, Any], what: str) -> str:
+    """Build a Trainer with other parts on rank 0; return the error of this rank."""
+    is_first = torch.distributed.get_rank() == 0
+    parts: dict[str, Any] = {
+        "callbacks": {"callbacks": [Recorder("mine")] if is_first else []},
+        "metrics": {"metrics": METRICS if is_first else {}},
+        "sets": {"valid": {"easy": EASY} if is_first else {"hard": HARD}},
+    }
+    with pytest.raises(ConfigError) as caught:
+        fit(settings, **{"epochs": 1, **parts[what]})
+    assert caught.value.on_every_rank
+    return str(caught.value)
 
 
 def without_callback(settings: Mapping[str, Any]) -> str:
