@@ -200,7 +200,7 @@ class TorchLoaderSource(DataSource):
             raise ConfigError(
                 f"the {self.name} has batch_size {batches.batch_size}, and its batches are the "
                 f"micro-batches of train_micro_batch_size_per_gpu {size}: make them equal, or give "
-                "initialize() the dataset itself"
+                f"the dataset itself in place of the {self.name}"
             )
         rest = len(batches.sampler) % size if isinstance(batches.sampler, Sized) else None
         if rest != 0 and not batches.drop_last and not self._options.by_epoch:

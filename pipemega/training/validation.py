@@ -99,9 +99,9 @@ class ValidationSets:
                 f"({self._engine.eval_batches}) batches: {_REMEDY}",
                 on_every_rank=True,
             ) from error
-        except DataError as error:
+        except (ConfigError, DataError) as error:
             remedy = f": {_REMEDY}" if isinstance(self._sets[name], Iterator) else ""
-            raise DataError(
+            raise type(error)(
                 f"validation set {name!r}: {error}{remedy}", on_every_rank=error.on_every_rank
             ) from error
         has_tokens = self._engine.run.logger.tokens_per_sample > 0

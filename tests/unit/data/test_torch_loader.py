@@ -114,7 +114,7 @@ def refused(match, loader, **share):
 def test_a_loader_of_other_sizes_is_refused():
     refused(
         r"has batch_size 3, and its batches are the micro-batches of "
-        r"train_micro_batch_size_per_gpu 2: make them equal, or give initialize\(\) the dataset",
+        r"train_micro_batch_size_per_gpu 2: make them equal, or give the dataset itself",
         torch_loader(batch_size=3),
     )
     refused(

@@ -338,6 +338,16 @@ def test_a_rollback_restores_the_state_of_callbacks() -> None:
     assert recorder.steps == 6, "the steps after the checkpoint are not counted twice"
 
 
+def test_a_validation_loader_of_another_batch_size_is_refused_with_the_name_of_the_set() -> None:
+    loader = torch.utils.data.DataLoader(EASY, batch_size=5)
+    message = (
+        "validation set 'easy': the DataLoader has batch_size 5, .* make them equal, or give the "
+        "dataset itself in place of the DataLoader"
+    )
+    with pytest.raises(ConfigError, match=message):
+        fit(config(), valid={"hard": HARD, "easy": loader}, epochs=1)
+
+
 class NanOnce(Points):
     """Has nan in the sample that is read as number `at`; the last step of an epoch reads 8."""
 
