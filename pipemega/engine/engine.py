@@ -281,7 +281,8 @@ class Engine(StepEngine):
             if saved is not None:
                 return saved
         self._saved_in = os.fspath(save_dir)
-        self.run.before_save()
+        with self._failures.propagate_errors("save_checkpoint"):
+            self.run.before_save()
         state = self.client_state if client_state is None else client_state
         path = super().save_checkpoint(save_dir, tag, state, save_latest)
         if save_latest:

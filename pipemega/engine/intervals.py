@@ -44,6 +44,18 @@ def evaluation_is_due(engine: StepEngine, *, ended_epoch: bool, completed: bool)
     )
 
 
+def evaluation_was_missed(engine: StepEngine, epoch_steps: int) -> bool:
+    """Return whether an evaluation is due before the next step.
+
+    The run begins, or it was stopped before this evaluation.
+
+    Args:
+        epoch_steps: steps of the epoch that is in progress.
+    """
+    ended_epoch = engine.epochs is not None and epoch_steps == 0 and engine.global_steps > 0
+    return evaluation_is_due(engine, ended_epoch=ended_epoch, completed=engine.is_complete)
+
+
 def save_is_due(engine: StepEngine, *, ended_epoch: bool, completed: bool) -> bool:
     """Return whether a checkpoint is due after a step, as `evaluation_is_due`."""
     settings = engine.config.checkpoint

@@ -11,7 +11,7 @@ from time import perf_counter
 from typing import Any
 
 from pipemega.distributed.mesh import gather_objects
-from pipemega.engine.intervals import check_units, evaluation_is_due, save_is_due
+from pipemega.engine import intervals
 from pipemega.engine.resume import log_iterator_position, refuse_other_run
 from pipemega.engine.rollback import roll_back
 from pipemega.engine.run_history import EpochSums, Evaluation, RunTimes
@@ -81,14 +81,17 @@ class TrainingRun(StepCallback):
         """End the run after this step, in `after_epoch` and `evaluate` at once; on any rank."""
         self._stop.request(reason)
 
-    @property
-    def misses_evaluation(self) -> bool:
-        """Whether an evaluation is due at this step: the run begins, or was stopped before it."""
-        engine = self._engine
-        ended_epoch = engine.epochs is not None and self._epoch.steps == 0 < engine.global_steps
-        due = {"ended_epoch": ended_epoch, "completed": engine.is_complete}
-        is_done = any(evaluation.step == engine.global_steps for evaluation in self.evaluations)
-        return evaluation_is_due(engine, **due) and not is_done
+    def make_missed_evaluation(self) -> None:
+        """Evaluate if that is due before the next step; the run may end there."""
+        done = any(evaluation.step == self._engine.global_steps for evaluation in self.evaluations)
+        if done or not intervals.evaluation_was_missed(self._engine, self._epoch.steps):
+            return
+        self._wanted_saves = []
+        if self._observer is not None:
+            self._observer.evaluate()
+        self._save_wanted()
+        if self._stops_now():
+            self.end_early(self._stop.reasons())
 
     # Callbacks
 
@@ -108,11 +111,11 @@ class TrainingRun(StepCallback):
             ConfigError: an interval is in epochs, and the run has none.
             CheckpointError: `checkpoint.save` has checkpoints of another run, or is in use.
         """
-        check_units(self._engine)
+        intervals.check_units(self._engine)
         folder = self._config.checkpoint.save
         if folder is not None and folder not in self._saved:
             refuse_other_run(self._config, self._engine)
-        self._first_step, self._has_ended = self._engine.global_steps, False
+        self._first_step, self._has_ended, self.stopped = self._engine.global_steps, False, ""
         self.times.start()
         self.logger.open()
         if self._handles_signals:
@@ -201,7 +204,7 @@ class TrainingRun(StepCallback):
         every = settings.check_replicas_every
         if every and engine.global_steps % every == 0:
             engine.check_replicas()
-        is_due = evaluation_is_due(engine, **due)
+        is_due = intervals.evaluation_is_due(engine, **due)
         if is_due and self._observer is not None:
             self._observer.evaluate()
         self._save_wanted()
@@ -209,7 +212,7 @@ class TrainingRun(StepCallback):
         if (is_due or ended_epoch) and self._stops_now() and not completed:
             self.end_early(self._stop.reasons())
             return
-        if save_is_due(engine, **due):
+        if intervals.save_is_due(engine, **due):
             self.save()
         if completed:
             self.finish_steps()

@@ -184,6 +184,10 @@ class LRLogger(Callback):
     def before_fit(self, trainer: Trainer) -> None:
         self._rates = _learning_rates(trainer)
 
+    def after_load(self, trainer: Trainer) -> None:
+        # A rollback restores the rates of an earlier step.
+        self._rates = _learning_rates(trainer)
+
     def after_step(self, trainer: Trainer, loss: float) -> None:
         if trainer.engine.global_steps % self._every == 0:
             trainer.log(self._rates)

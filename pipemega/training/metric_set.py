@@ -90,7 +90,10 @@ class MetricSet:
             for name, metric in self._torchmetrics.items():
                 _refuse_empty_lists(name, metric, updates)
                 values |= _plain(name, _with_name(name, metric.compute))
-        return gather_objects(values, mesh.pipeline)[self._last]
+        # Those of one rank: a metric may have other rounding on another, and callbacks of all ranks
+        # must decide alike.
+        of_world = gather_objects((mesh.pipeline.rank == self._last, values), mesh.world)
+        return next(found for is_last, found in of_world if is_last)
 
 
 def checked_metrics(metrics: Any) -> dict[str, Any]:

@@ -168,8 +168,8 @@ class Trainer:
 
     def _fit(self) -> None:
         self._points.before_fit()
-        if self._run.misses_evaluation:
-            self.evaluate()
+        self._run.make_missed_evaluation()
+        self.stopped = self._run.stopped
         while not self.engine.is_complete and not self.stopped:
             self._advance()
         self.engine.finish_saving()
@@ -198,7 +198,8 @@ class Trainer:
         if not self._valid.names:
             return math.nan
         values = self._valid.evaluate()
-        self._points.after_evaluation(values)
+        with failure_reporter().propagate_errors("Trainer.evaluate"):
+            self._points.after_evaluation(values)
         return values["loss"]
 
     def stop(self, reason: str) -> None:

@@ -123,6 +123,24 @@ def test_a_callback_that_cannot_load_its_state_on_one_rank_ends_all_ranks(
     assert errors[1].startswith(f"PeerError: rank 0 failed first: {message}")
 
 
+@pytest.mark.parametrize("point", ["before_save", "after_evaluation"])
+def test_a_callback_that_fails_after_fit_ends_all_ranks_with_its_name(
+    pool: RankPool, tmp_path: Path, point: str
+) -> None:
+    """The other rank waited for mesh.timeout_seconds."""
+    settings = config(tmp_path / "run", mesh={"data": 2})
+    first, second = pool.run(2, trainer_runs.failing_after_fit, settings, point)
+    message = f"callback 'Broken' failed in {point}: ValueError: out of ideas"
+    assert second == f"PipelineError: {message}"
+    assert first.startswith(f"PeerError: rank 1 failed first: {message}")
+
+
+def test_all_ranks_get_the_same_values_of_metrics(pool: RankPool, tmp_path: Path) -> None:
+    settings = config(tmp_path / "run", mesh={"tensor": 2})
+    first, second = pool.run(2, trainer_runs.metric_of_ranks, settings)
+    assert first == second
+
+
 @pytest.mark.parametrize(
     ("what", "message"),
     [

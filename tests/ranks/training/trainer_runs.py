@@ -273,6 +273,35 @@ def failing_load(settings: Mapping[str, Any], rank: int) -> str:
     return ""
 
 
+class OfRank(Metric):
+    """A metric with another value on each rank, as rounding of a device may give."""
+
+    def sums(self, outputs: Any, labels: Any) -> Any:
+        return float(torch.distributed.get_rank()), 1.0
+
+
+def metric_of_ranks(settings: Mapping[str, Any]) -> list[Any]:
+    return fit(settings, epochs=1, metrics={"mine": OfRank()}).evaluations
+
+
+def failing_after_fit(settings: Mapping[str, Any], point: str) -> str:
+    """Save or evaluate after `fit`, with a callback that raises on rank 1; return the error."""
+
+    def fails(self: Any, trainer: Trainer, *_: Any) -> None:
+        if self.armed and trainer.engine.mesh.rank == 1:
+            raise ValueError("out of ideas")
+
+    callback = type("Broken", (Callback,), {point: fails, "armed": False})()
+    trainer = fit(settings, [callback], epochs=1)
+    callback.armed = True
+    try:
+        trainer.evaluate() if point == "after_evaluation" else trainer.save("again")
+        trainer.engine.eval_batch(batch=(EASY.points[:2], EASY.labels[:2]))
+    except PipemegaError as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
 def different_parts(settings: Mapping[str, Any], what: str) -> str:
     """Build a Trainer with other parts on rank 0; return the error of this rank."""
     is_first = torch.distributed.get_rank() == 0

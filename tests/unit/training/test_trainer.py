@@ -646,3 +646,33 @@ def test_the_training_data_of_a_trainer_resume_too() -> None:
     trained("parts", 1)
     assert trained("parts", 3) == trained("whole", 3)
     assert len(Points(3, seed=1)) == 3
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_stop_in_the_evaluation_before_the_first_step_ends_the_run_there(resumed: bool) -> None:
+    """One more step was trained and saved; a checkpoint of this point lacked later callbacks."""
+
+    class SaveAndStop(Callback):
+        def after_evaluation(self, trainer: Trainer, values: Any) -> None:
+            trainer.save("kept")
+            trainer.stop("enough")
+
+    recorder = Recorder()
+    training = {"train_steps": 4, "eval_interval": 9, "resume": "auto" if resumed else False}
+    first = STEPS // 2 if resumed else 0
+    if resumed:
+        settings = config(
+            "run", checkpoint={"interval": first}, training=training | {"eval_interval": 0}
+        )
+        engine, *_ = initialize(classifier(), settings, TRAIN)
+        for _ in range(first):
+            engine.train_batch()
+        training["eval_interval"] = first
+    trainer = fit(config("run", training=training), [SaveAndStop(), recorder])
+    assert (trainer.stopped, trainer.engine.global_steps) == ("enough", first)
+    assert recorder.points[-1] == ("after_fit", first)
+    state = json.loads(Path("run/kept/state.json").read_text())["run"]["callbacks"]
+    assert [p[0] for p in recorder.points if p[0] != "after_load"][:3] == [
+        "before_fit", "after_evaluation", "before_save",
+    ]  # fmt: skip
+    assert state == {"Recorder": {"steps": 0}}
