@@ -142,6 +142,11 @@ class BatchReader:
                     on_every_rank=True,
                 )
         most = max(samples for samples, _ in pairs)
+        if most == 0:
+            raise ConfigError(
+                "eval_batch(batch=...): the batch has 0 samples along dim 0, on all data ranks",
+                on_every_rank=True,
+            )
         count = -(-most // self._share.micro_batch_size)
         return self._from_batch(batch, pairs[rank][0], count, self._evaluation_data)
 

@@ -71,9 +71,9 @@ class Trainer:
             engine.set_epochs(epochs)
         if train is not None:
             engine.set_training_data(train)
-        self._valid = ValidationSets(engine, valid, metrics)
-        self._points = CallbackList(self, callbacks)
         with failure_reporter().propagate_errors("Trainer"):
+            self._valid = ValidationSets(engine, valid, metrics)
+            self._points = CallbackList(self, callbacks)
             self._refuse_other_ranks_parts()
             self._run.take_over(self._points)
 

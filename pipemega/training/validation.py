@@ -9,6 +9,7 @@ from torch import nn
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError, DataError
 from pipemega.monitor import evaluation_values
+from pipemega.tensor_parallel.layers import ColumnParallelLinear
 from pipemega.tensor_parallel.output_shard import OutputShard
 from pipemega.training.callback import Mode
 from pipemega.training.metric_set import MetricSet, checked_metrics
@@ -46,7 +47,8 @@ class ValidationSets:
                 )
         self.names, self.metric_names = list(self._sets), list(self._metrics)
         last = engine.plan.rank_of_stage[-1]
-        self._metric_set = MetricSet(self._metrics, engine.mesh, last, _output_shard(engine))
+        shard = _output_shard(engine) if self._metrics else None
+        self._metric_set = MetricSet(self._metrics, engine.mesh, last, shard)
 
     @property
     def value_names(self) -> list[str]:
@@ -109,11 +111,21 @@ class ValidationSets:
 
 
 def _output_shard(engine: Engine) -> OutputShard | None:
-    """Return what the last layer declares about its output; None on ranks without this layer."""
+    """Return what the last layer declares about its output; None on ranks without this layer.
+
+    Raises:
+        ConfigError: the output is sharded in a way that cannot be declared; on its ranks.
+    """
     if engine.mesh.pipeline.rank != engine.plan.rank_of_stage[-1]:
         return None
     layers = engine.module[-1].layers
     assert isinstance(layers, nn.ModuleDict)
     last = list(layers.values())[-1]
     shard: OutputShard | None = getattr(last, "output_shard", None)
+    if isinstance(last, ColumnParallelLinear) and shard is None and not last.gather_output:
+        raise ConfigError(
+            f"metrics need the whole output, and the last layer, a ColumnParallelLinear of "
+            f"{len(last.local_blocks)} blocks, returns the slices of one tensor rank: set "
+            "gather_output=True"
+        )
     return shard

@@ -135,6 +135,14 @@ def test_a_callback_that_fails_after_fit_ends_all_ranks_with_its_name(
     assert first.startswith(f"PeerError: rank 1 failed first: {message}")
 
 
+def test_metrics_over_slices_of_several_blocks_are_refused(pool: RankPool, tmp_path: Path) -> None:
+    """The metric saw the slices of one rank only."""
+    settings = config(tmp_path / "run", mesh={"tensor": 2})
+    for error in pool.run(2, trainer_runs.metrics_of_blocks, settings):
+        assert "a ColumnParallelLinear of 2 blocks, returns the slices of one tensor rank" in error
+        assert "set gather_output=True" in error
+
+
 def test_all_ranks_get_the_same_values_of_metrics(pool: RankPool, tmp_path: Path) -> None:
     settings = config(tmp_path / "run", mesh={"tensor": 2})
     first, second = pool.run(2, trainer_runs.metric_of_ranks, settings)

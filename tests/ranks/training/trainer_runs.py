@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipemega import LayerSpec, PipelineModule, Trainer, initialize
+from pipemega import TENSOR_AXIS, LayerSpec, PipelineModule, Trainer, initialize
 from pipemega.config import load
 from pipemega.errors import CheckpointError, ConfigError, PipemegaError
 from pipemega.models import GPTConfig, gpt
+from pipemega.tensor_parallel import ColumnParallelLinear
 from pipemega.training import Accuracy, Callback, EarlyStopping, Metric, Perplexity, SaveBest
 from tests.ranks.training_runs import VOCAB, microbatch
 
@@ -271,6 +272,15 @@ def failing_load(settings: Mapping[str, Any], rank: int) -> str:
     except PipemegaError as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def metrics_of_blocks(settings: Mapping[str, Any]) -> str:
+    """Build a Trainer with metrics over a last layer of two blocks; return the error."""
+    layers = [LayerSpec(ColumnParallelLinear, FEATURES, [4, 2], axis=TENSOR_AXIS)]
+    engine, *_ = initialize(PipelineModule(layers, F.cross_entropy), settings, TRAIN)
+    with pytest.raises(PipemegaError) as caught:
+        Trainer(engine, EASY, metrics=METRICS)
+    return str(caught.value)
 
 
 class OfRank(Metric):

@@ -233,3 +233,9 @@ def test_each_evaluation_of_a_shuffled_loader_reads_the_same_samples() -> None:
     losses = {engine.evaluate(loader, 1) for _ in range(3)}
     assert len(losses) == 1
     assert generator.initial_seed() == 3
+
+
+def test_an_evaluation_of_a_batch_without_samples_is_refused() -> None:
+    batch = (torch.zeros(0, 3), torch.zeros(0, dtype=torch.int64))
+    with pytest.raises(ConfigError, match=r"eval_batch\(batch=...\): the batch has 0 samples"):
+        engine_on(DATA).eval_batch(batch=batch)
