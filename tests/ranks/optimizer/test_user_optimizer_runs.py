@@ -116,7 +116,7 @@ def test_wrong_optimizers_are_refused_with_one_error_on_every_rank(pool: RankPoo
             case_of("pipeline 2", "Lion", groups=[{"params": "nrom"}])
         ),
         "lr_scheduler returns a StepLR over another optimizer": (
-            case_of("pipeline 2", "Lion", schedule="nobody")
+            case_of("pipeline 2", "Lion", schedule="other optimizer")
         ),
         "the optimizer fails with small parameters of as many dims as those of the model have: the "
         "optimizer Lion drops 1 of the": (

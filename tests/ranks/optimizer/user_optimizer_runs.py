@@ -28,7 +28,7 @@ def drop_on_rank_1(params: Any) -> Any:
     return Lion(groups)
 
 
-def schedule_of_nobody(optimizer: Any) -> Any:
+def schedule_of_another_optimizer(optimizer: Any) -> Any:
     return lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))]), 1)
 
 
@@ -47,7 +47,7 @@ OPTIMIZERS: dict[str, Any] = {
 SCHEDULERS: dict[str, Any] = {
     "cosine": lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 8),
     "lambda": lambda optimizer: lr_scheduler.LambdaLR(optimizer, lambda n: 1 / (1 + n)),
-    "nobody": schedule_of_nobody,
+    "other optimizer": schedule_of_another_optimizer,
 }
 
 
