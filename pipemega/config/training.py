@@ -57,7 +57,8 @@ class TrainingSection(Section):
         "and time.",
     )
     train_steps: Count | None = own(
-        None, "Optimizer steps of the whole run; required by `pretrain_gpt.py`."
+        None,
+        "Optimizer steps of the whole run; `pretrain_gpt.py` needs this key or `training.epochs`.",
     )
     epochs: Count | None = own(
         None,
@@ -104,6 +105,10 @@ class TrainingSection(Section):
     def eval_batches(self, epochs: int | None) -> int | None:
         """Return the global batches per evaluation of a run of `epochs`; None: all."""
         return self.eval_steps or (_EVAL_STEPS if epochs is None else None)
+
+    def evaluates(self, epochs: int | None) -> bool:
+        """Return whether evaluations are due in a run of `epochs`."""
+        return epochs is not None if self.eval_interval is None else self.eval_interval > 0
 
     @rule("train_steps", "epochs")
     def _one_length(self) -> Iterator[str]:

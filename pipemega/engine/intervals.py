@@ -25,8 +25,7 @@ def check_units(engine: StepEngine) -> None:
 
 def evaluates(engine: StepEngine) -> bool:
     """Return whether evaluations are due in this run."""
-    interval = engine.config.training.eval_interval
-    return engine.epochs is not None if interval is None else interval > 0
+    return engine.config.training.evaluates(engine.epochs)
 
 
 def evaluation_is_due(engine: StepEngine, *, ended_epoch: bool, completed: bool) -> bool:

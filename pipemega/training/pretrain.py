@@ -6,7 +6,7 @@ from typing import NoReturn
 
 import torch
 
-from pipemega.config import Config
+from pipemega.config import Batch, Config
 from pipemega.data.build_datasets import DataRequest, Datasets, build_datasets
 from pipemega.data.data_files import check_data_inputs
 from pipemega.distributed.mesh import Mesh
@@ -36,19 +36,23 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     Raises:
         ConfigError, DataError: the config names no data, or the data is not valid.
     """
-    if config.model is None or config.training.train_steps is None:
-        missing = "model" if config.model is None else "training.train_steps"
-        epochs = "; training.epochs cannot replace it here" if config.training.epochs else ""
-        raise ConfigError(f"{missing} is missing: pretraining needs it{epochs}")
+    training = config.training
+    if config.model is None:
+        raise ConfigError("model is missing: pretraining needs it")
+    if training.train_steps is None and training.epochs is None:
+        raise ConfigError(
+            "training.train_steps (or training.epochs) is missing: pretraining needs it"
+        )
     check_data_inputs(config.data)
     log = get_logger(mesh.rank)
     batch = config.batch(mesh.data.size)
-    eval_steps = config.training.eval_batches(None) if config.training.eval_interval else 0
+    epochs = training.epochs
+    eval_batches = training.eval_batches(epochs) if training.evaluates(epochs) else 0
     request = DataRequest(
         seq_length=config.model.seq_length,
         seed=config.seed,
-        train_samples=config.training.train_steps * batch.train_batch_size,
-        valid_samples=(eval_steps or 0) * batch.train_batch_size,
+        train_samples=_samples(training.train_steps, batch),
+        valid_samples=_samples(eval_batches, batch),
         vocab_size=config.model.vocab_size,
     )
     datasets = build_datasets(
@@ -59,7 +63,15 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     )
     for line in datasets.description:
         log.info(line)
+    if epochs is not None and datasets.train is not None:
+        # The dataset has one order; the loader shuffles it in each epoch.
+        datasets.train.already_shuffled = False
     return datasets
+
+
+def _samples(steps: int | None, batch: Batch) -> int | None:
+    """Return the samples of some steps; None, one pass over the data, if there is no number."""
+    return None if steps is None else steps * batch.train_batch_size
 
 
 def build_gpt(config: Config, mesh: Mesh, datasets: Datasets) -> PipelineModule:
@@ -107,11 +119,15 @@ def _print_losses(trainer: Trainer, datasets: Datasets) -> None:
     if trainer.engine.mesh.rank != 0 or not trainer.validation:
         return
     (_, first), (_, last) = trainer.validation[0], trainer.validation[-1]
-    change = percent((last - first) / first, 0, signed=True)
-    print(
-        f"validation loss {first:.4f} -> {last:.4f} ({change}), "
-        f"perplexity {math.exp(min(first, 700)):.1f} -> {math.exp(min(last, 700)):.1f}"
-    )
+    loss, perplexity = f"{last:.4f}", f"{math.exp(min(last, 700)):.1f}"
+    if len(trainer.validation) == 1:
+        print(f"validation loss {loss}, perplexity {perplexity}")
+    else:
+        change = percent((last - first) / first, 0, signed=True)
+        print(
+            f"validation loss {first:.4f} -> {loss} ({change}), "
+            f"perplexity {math.exp(min(first, 700)):.1f} -> {perplexity}"
+        )
     bigram = datasets.bigram()
     if bigram is not None:
         print(
