@@ -19,7 +19,9 @@ from pipemega.distributed.mesh import Axis, build_mesh
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.kernels import Kernels
-from pipemega.models.gpt import Block, FinalNorm, GPTConfig, GPTLoss, Positions, TokenEmbedding
+from pipemega.models.block import Block
+from pipemega.models.gpt import FinalNorm, GPTLoss, Positions, TokenEmbedding
+from pipemega.models.gpt_config import GPTConfig
 from pipemega.parameters import mark_partial_gradient
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec

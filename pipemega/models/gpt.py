@@ -13,100 +13,28 @@ Sources: Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Lla
 2021, arXiv:2104.09864 (rotary positions); Ainslie et al. 2023, arXiv:2305.13245 (grouped queries).
 """
 
-import math
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipemega.config import Config
-from pipemega.config.model import ModelSection
 from pipemega.distributed.mesh import Axis
-from pipemega.errors import ConfigError, DataError
+from pipemega.errors import DataError
 from pipemega.kernels import Kernels
-from pipemega.models.causal_attention import causal_attention
-from pipemega.models.rotary import Rotary
-from pipemega.parameters import Shard, attach_shard, even_share, mark_partial_gradient, normal
+from pipemega.models.block import Block, Hidden, gpt_norm
+from pipemega.models.gpt_config import GPTConfig
+from pipemega.parameters import Shard, attach_shard, normal
 from pipemega.pipeline.microbatch_loss import WeightedLoss
 from pipemega.pipeline.module import PipelineModule
-from pipemega.pipeline.recompute import recompute
 from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
-from pipemega.random import sharded_rng
 from pipemega.tensor_parallel import (
-    ColumnParallelLinear,
     Dropout,
-    RowParallelLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
     vocab_parallel_cross_entropy,
 )
 from pipemega.tensor_parallel.collectives import SEQUENCE_DIM, slice_of
-
-Hidden = Tensor | tuple[Tensor, Tensor]
-
-
-def _default(name: str) -> Any:
-    return ModelSection.model_fields[name].default
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """Sizes and options of a GPT with Megatron's names; defaults are those of `ModelSection`."""
-
-    vocab_size: int
-    seq_length: int
-    num_layers: int
-    hidden_size: int
-    num_attention_heads: int
-    ffn_hidden_size: int
-    num_query_groups: int
-    kv_channels: int
-    make_vocab_size_divisible_by: int = _default("make_vocab_size_divisible_by")
-    position_embedding_type: Literal["learned_absolute", "rope"] = _default(
-        "position_embedding_type"
-    )
-    rotary_base: float = _default("rotary_base")
-    rotary_percent: float = _default("rotary_percent")
-    normalization: Literal["LayerNorm", "RMSNorm"] = _default("normalization")
-    norm_epsilon: float = _default("norm_epsilon")
-    swiglu: bool = _default("swiglu")
-    add_bias_linear: bool = _default("add_bias_linear")
-    add_qkv_bias: bool = _default("add_qkv_bias")
-    untie_embeddings_and_output_weights: bool = _default("untie_embeddings_and_output_weights")
-    attention_dropout: float = _default("attention_dropout")
-    hidden_dropout: float = _default("hidden_dropout")
-    init_method_std: float = _default("init_method_std")
-    label_smoothing: float = _default("label_smoothing")
-    recompute: Literal["none", "selective", "full"] = _default("recompute")
-    sequence_parallel: bool = False
-
-    @classmethod
-    def of(cls, config: Config, vocab_size: int) -> "GPTConfig":
-        """Return the GPT of the sections `model` and `mesh`, with the vocabulary of the data.
-
-        Raises:
-            ConfigError: the section `model` is missing, or the heads do not divide by mesh.tensor.
-        """
-        section = config.model
-        if section is None:
-            raise ConfigError("the config has no section 'model', which defines the GPT to build")
-        ranks = config.mesh.tensor
-        even_share(section.num_attention_heads, ranks, "model.num_attention_heads")
-        even_share(section.query_groups, ranks, "model.num_query_groups")
-        own = {f.name for f in fields(cls)}
-        return cls(
-            **{key: value for key, value in section.model_dump().items() if key in own}
-            | {
-                "vocab_size": vocab_size,
-                "ffn_hidden_size": section.feed_forward_size,
-                "num_query_groups": section.query_groups,
-                "kv_channels": section.head_size,
-                "sequence_parallel": config.mesh.sequence_parallel and config.mesh.tensor > 1,
-            }
-        )
 
 
 def gpt(
@@ -197,152 +125,16 @@ def _check_length(length: int, limit: int) -> None:
         )
 
 
-def _norm(config: GPTConfig, kernels: Kernels) -> nn.Module:
-    norm = kernels.rms_norm if config.normalization == "RMSNorm" else kernels.layer_norm
-    module: nn.Module = norm(config.hidden_size, eps=config.norm_epsilon)
-    return mark_partial_gradient(module) if config.sequence_parallel else module
-
-
 class FinalNorm(nn.Module):
     """The norm before the head; drops the positions."""
 
     def __init__(self, config: GPTConfig, kernels: Kernels, axis: Axis) -> None:
         super().__init__()
-        self.norm = _norm(config, kernels)
+        self.norm = gpt_norm(config, kernels)
 
     def forward(self, inputs: Hidden) -> Tensor:
         hidden = inputs[0] if isinstance(inputs, tuple) else inputs
         return self.norm(hidden)  # type: ignore[no-any-return]
-
-
-class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)).
-
-    Shape:
-        hidden [batch, sequence (/ T), hidden]  ->  the same
-    """
-
-    def __init__(self, config: GPTConfig, kernels: Kernels, axis: Axis) -> None:
-        super().__init__()
-        c = config
-        self.attention_norm = _norm(c, kernels)
-        self.attention = Attention(c, axis)
-        self.mlp_norm = _norm(c, kernels)
-        self.mlp = MLP(c, axis)
-        self.dropout = Dropout(c.hidden_dropout, axis=axis, sequence_parallel=c.sequence_parallel)
-        self._recompute = c.recompute == "full"
-        self._uses_rng = c.hidden_dropout > 0 or c.attention_dropout > 0
-
-    def forward(self, inputs: Hidden) -> Hidden:
-        hidden, positions = inputs if isinstance(inputs, tuple) else (inputs, None)
-        if self._recompute:
-            restore_rng = self._uses_rng and self.training
-            hidden = recompute(self._block, hidden, positions, restore_rng=restore_rng)
-        else:
-            hidden = self._block(hidden, positions)
-        return hidden if positions is None else (hidden, positions)
-
-    def _block(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions))
-        return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]
-
-
-def _column_parallel(
-    c: GPTConfig, out_features: int | tuple[int, ...], axis: Axis, bias: bool
-) -> ColumnParallelLinear:
-    return ColumnParallelLinear(
-        c.hidden_size,
-        out_features,
-        axis=axis,
-        bias=bias,
-        sequence_parallel=c.sequence_parallel,
-        init_method=normal(c.init_method_std),
-    )
-
-
-def _row_parallel(c: GPTConfig, in_features: int, axis: Axis) -> RowParallelLinear:
-    return RowParallelLinear(
-        in_features,
-        c.hidden_size,
-        axis=axis,
-        bias=c.add_bias_linear,
-        sequence_parallel=c.sequence_parallel,
-        # As in GPT-2: the residual stream is a sum of 2 L outputs.
-        init_method=normal(c.init_method_std / math.sqrt(2 * c.num_layers)),
-    )
-
-
-class Attention(nn.Module):
-    """Causal self-attention; the heads are sharded over the tensor ranks.
-
-    Shape:
-        x [batch, sequence (/ T), hidden]  ->  the same
-    """
-
-    def __init__(self, config: GPTConfig, axis: Axis) -> None:
-        super().__init__()
-        c = config
-        self._axis, self._head = axis, c.kv_channels
-        self._heads = c.num_attention_heads // axis.size
-        self._groups = c.num_query_groups // axis.size
-        self._dropout, self._selective = c.attention_dropout, c.recompute == "selective"
-        queries = c.num_attention_heads * c.kv_channels
-        keys = c.num_query_groups * c.kv_channels
-        qkv_bias = c.add_bias_linear or c.add_qkv_bias
-        self.qkv = _column_parallel(c, (queries, keys, keys), axis, qkv_bias)
-        self.output = _row_parallel(c, queries, axis)
-        self._rotary: Rotary | None = None
-        if c.position_embedding_type == "rope":
-            self._rotary = Rotary(int(c.kv_channels * c.rotary_percent), c.rotary_base)
-
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        qkv = self.qkv(x)  # [batch, sequence, (heads + 2 groups) / T * head]
-        if self._selective:
-            restore_rng = self._dropout > 0 and self.training
-            mixed = recompute(self._attend, qkv, positions, restore_rng=restore_rng)
-        else:
-            mixed = self._attend(qkv, positions)
-        return self.output(mixed)  # type: ignore[no-any-return]
-
-    def _attend(self, qkv: Tensor, positions: Tensor | None) -> Tensor:
-        """Return the attention output [batch, sequence, heads / T * head]."""
-        d, h, g = self._head, self._heads, self._groups
-        q, k, v = (
-            rearrange(part, "b s (h d) -> b h s d", d=d)
-            for part in torch.split(qkv, [h * d, g * d, g * d], dim=-1)
-        )
-        if self._rotary is not None:
-            q, k = self._rotary(q, k, positions)
-        if self._dropout > 0 and self.training:
-            # Tensor ranks have different heads, so they need different masks.
-            with sharded_rng(self._axis, q.device):
-                mixed = causal_attention(q, k, v, self._dropout)
-        else:
-            mixed = causal_attention(q, k, v)
-        return rearrange(mixed, "b h s d -> b s (h d)")
-
-
-class MLP(nn.Module):
-    """down(gelu(up(x))), or down(silu(gate(x)) * up(x)) with SwiGLU.
-
-    Shape:
-        x [batch, sequence (/ T), hidden]  ->  the same
-    """
-
-    def __init__(self, config: GPTConfig, axis: Axis) -> None:
-        super().__init__()
-        c = config
-        self._swiglu = c.swiglu
-        size = c.ffn_hidden_size
-        self.up = _column_parallel(c, (size, size) if c.swiglu else size, axis, c.add_bias_linear)
-        self.down = _row_parallel(c, size, axis)
-
-    def forward(self, x: Tensor) -> Tensor:
-        up = self.up(x)  # [batch, sequence, (2) ffn / T]
-        if self._swiglu:
-            gate, up = up.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
-        return self.down(F.gelu(up))  # type: ignore[no-any-return]
 
 
 class GPTLoss(nn.Module):

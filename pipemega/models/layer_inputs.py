@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pipemega.models.gpt import GPTConfig
+from pipemega.models.gpt_config import GPTConfig
 
 
 def layer_inputs(

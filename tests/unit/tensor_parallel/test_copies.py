@@ -9,7 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipemega.distributed.mesh import Axis
 from pipemega.kernels import Kernels
-from pipemega.models.gpt import Block, GPTConfig
+from pipemega.models.block import Block
+from pipemega.models.gpt_config import GPTConfig
 from pipemega.profiling.meta_kernels import DeviceKernels
 from pipemega.tensor_parallel import collectives
 from pipemega.tensor_parallel.collectives import (

@@ -1,0 +1,63 @@
+"""Causal self-attention of a GPT."""
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+
+from pipemega.distributed.mesh import Axis
+from pipemega.models.causal_attention import causal_attention
+from pipemega.models.gpt_config import GPTConfig
+from pipemega.models.gpt_linear import column_parallel, row_parallel
+from pipemega.models.rotary import Rotary
+from pipemega.pipeline.recompute import recompute
+from pipemega.random import sharded_rng
+
+
+class Attention(nn.Module):
+    """Causal self-attention; the heads are sharded over the tensor ranks.
+
+    Shape:
+        x [batch, sequence (/ T), hidden]  ->  the same
+    """
+
+    def __init__(self, config: GPTConfig, axis: Axis) -> None:
+        super().__init__()
+        c = config
+        self._axis, self._head = axis, c.kv_channels
+        self._heads = c.num_attention_heads // axis.size
+        self._groups = c.num_query_groups // axis.size
+        self._dropout, self._selective = c.attention_dropout, c.recompute == "selective"
+        queries = c.num_attention_heads * c.kv_channels
+        keys = c.num_query_groups * c.kv_channels
+        qkv_bias = c.add_bias_linear or c.add_qkv_bias
+        self.qkv = column_parallel(c, (queries, keys, keys), axis, qkv_bias)
+        self.output = row_parallel(c, queries, axis)
+        self._rotary: Rotary | None = None
+        if c.position_embedding_type == "rope":
+            self._rotary = Rotary(int(c.kv_channels * c.rotary_percent), c.rotary_base)
+
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        qkv = self.qkv(x)  # [batch, sequence, (heads + 2 groups) / T * head]
+        if self._selective:
+            restore_rng = self._dropout > 0 and self.training
+            mixed = recompute(self._attend, qkv, positions, restore_rng=restore_rng)
+        else:
+            mixed = self._attend(qkv, positions)
+        return self.output(mixed)  # type: ignore[no-any-return]
+
+    def _attend(self, qkv: Tensor, positions: Tensor | None) -> Tensor:
+        """Return the attention output [batch, sequence, heads / T * head]."""
+        d, h, g = self._head, self._heads, self._groups
+        q, k, v = (
+            rearrange(part, "b s (h d) -> b h s d", d=d)
+            for part in torch.split(qkv, [h * d, g * d, g * d], dim=-1)
+        )
+        if self._rotary is not None:
+            q, k = self._rotary(q, k, positions)
+        if self._dropout > 0 and self.training:
+            # Tensor ranks have different heads, so they need different masks.
+            with sharded_rng(self._axis, q.device):
+                mixed = causal_attention(q, k, v, self._dropout)
+        else:
+            mixed = causal_attention(q, k, v)
+        return rearrange(mixed, "b h s d -> b s (h d)")

@@ -1,0 +1,70 @@
+"""Sizes and options of a GPT."""
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from pipemega.config import Config
+from pipemega.config.model import ModelSection
+from pipemega.errors import ConfigError
+from pipemega.parameters import even_share
+
+
+def _default(name: str) -> Any:
+    return ModelSection.model_fields[name].default
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """Sizes and options of a GPT with Megatron's names; defaults are those of `ModelSection`."""
+
+    vocab_size: int
+    seq_length: int
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    num_query_groups: int
+    kv_channels: int
+    make_vocab_size_divisible_by: int = _default("make_vocab_size_divisible_by")
+    position_embedding_type: Literal["learned_absolute", "rope"] = _default(
+        "position_embedding_type"
+    )
+    rotary_base: float = _default("rotary_base")
+    rotary_percent: float = _default("rotary_percent")
+    normalization: Literal["LayerNorm", "RMSNorm"] = _default("normalization")
+    norm_epsilon: float = _default("norm_epsilon")
+    swiglu: bool = _default("swiglu")
+    add_bias_linear: bool = _default("add_bias_linear")
+    add_qkv_bias: bool = _default("add_qkv_bias")
+    untie_embeddings_and_output_weights: bool = _default("untie_embeddings_and_output_weights")
+    attention_dropout: float = _default("attention_dropout")
+    hidden_dropout: float = _default("hidden_dropout")
+    init_method_std: float = _default("init_method_std")
+    label_smoothing: float = _default("label_smoothing")
+    recompute: Literal["none", "selective", "full"] = _default("recompute")
+    sequence_parallel: bool = False
+
+    @classmethod
+    def of(cls, config: Config, vocab_size: int) -> "GPTConfig":
+        """Return the GPT of the sections `model` and `mesh`, with the vocabulary of the data.
+
+        Raises:
+            ConfigError: the section `model` is missing, or the heads do not divide by mesh.tensor.
+        """
+        section = config.model
+        if section is None:
+            raise ConfigError("the config has no section 'model', which defines the GPT to build")
+        ranks = config.mesh.tensor
+        even_share(section.num_attention_heads, ranks, "model.num_attention_heads")
+        even_share(section.query_groups, ranks, "model.num_query_groups")
+        own = {f.name for f in fields(cls)}
+        return cls(
+            **{key: value for key, value in section.model_dump().items() if key in own}
+            | {
+                "vocab_size": vocab_size,
+                "ffn_hidden_size": section.feed_forward_size,
+                "num_query_groups": section.query_groups,
+                "kv_channels": section.head_size,
+                "sequence_parallel": config.mesh.sequence_parallel and config.mesh.tensor > 1,
+            }
+        )
