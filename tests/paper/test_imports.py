@@ -45,6 +45,7 @@ LAYERS = [
     "doctor",
     "engine",
     "training",
+    "hf_check",
     "cli",
     "__init__",
     "__main__",
