@@ -21,8 +21,10 @@ def typos(word: str, all_of_them: bool) -> Iterator[str]:
         if i + 1 < len(word):
             yield word[:i] + word[i + 1] + word[i] + word[i + 2 :]
     for i in range(len(word) + 1):
-        # A different letter at every second position: over all keys, every letter is tried.
-        letters = LETTERS if all_of_them else LETTERS[7 * i % len(LETTERS)] * ((i + len(word)) % 2)
+        # A different letter at every fourth position: over all keys, every letter is tried.
+        letters = (
+            LETTERS if all_of_them else LETTERS[7 * i % len(LETTERS)] * ((i + len(word)) % 4 == 0)
+        )
         for letter in letters:
             yield word[:i] + letter + word[i:]
             if i < len(word):
@@ -46,7 +48,7 @@ def check_typos_of_every_key(all_of_them: bool) -> int:
 
 
 def test_a_typo_of_any_key_at_any_depth_is_refused_with_the_intended_key():
-    assert check_typos_of_every_key(all_of_them=False) > 10_000
+    assert check_typos_of_every_key(all_of_them=False) > 5_000
 
 
 @pytest.mark.sweep

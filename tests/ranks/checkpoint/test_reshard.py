@@ -101,14 +101,14 @@ def wrong_after(pool: RankPool, pairs: list[tuple[str, str]], folder: Path) -> l
 
 
 def covering_pairs() -> list[tuple[str, str]]:
-    """Pairs with each mesh as source and as target, paired with a very different mesh."""
+    """Pairs with each mesh as source or as target, paired with a very different mesh."""
     names = list(MESHES)
     half = len(names) // 2
-    pairs = [(a, b) for a, b in zip(names, names[half:] + names[:half], strict=True)]
-    return [*pairs, ("tp4", "dp4"), ("pp4", "tp4"), ("dp4", "pp4"), ("dp2 tp2", "tp2 pp2")]
+    pairs = list(zip(names[:half], names[half:], strict=True))
+    return [pair[:: -1 if number % 2 else 1] for number, pair in enumerate(pairs)]
 
 
-def test_every_mesh_works_as_source_and_as_target(pool: RankPool, tmp_path):
+def test_every_mesh_works_as_source_or_as_target(pool: RankPool, tmp_path):
     assert wrong_after(pool, covering_pairs(), tmp_path) == []
 
 

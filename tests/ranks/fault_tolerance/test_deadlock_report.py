@@ -78,18 +78,17 @@ def errors_of(pool: RankPool, pipeline: int, *args: Any) -> list[str]:
     return [errors[rank][0] for rank in range(pipeline)]
 
 
-# Instructions in the middle of the step, in which their rank hangs: one of each kind.
+# Instructions in the middle of the step, in which their rank hangs.
 HANGS = {
     (2, "1f1b"): ("F2@0",),
-    (4, "1f1b"): ("B1@2", "RA2@2", "SG1@3"),
-    (2, "zb-v"): ("I1@3",),
-    (4, "zb-v"): ("W0@5", "SA2@1", "RG0@4"),
+    (4, "1f1b"): ("B1@2", "SG1@3"),
+    (4, "zb-v"): ("W0@5",),
 }
 MORE_HANGS = {
     (2, "1f1b"): ("B1@1", "SA2@0", "RA2@1", "SG1@1", "RG1@0"),
-    (4, "1f1b"): ("F2@1", "SA2@1", "RG1@1"),
-    (2, "zb-v"): ("F1@1", "W1@2", "SA1@0", "RA1@3", "SG1@1", "RG1@0"),
-    (4, "zb-v"): ("F1@2", "I1@5", "RA1@6", "SG1@6"),
+    (4, "1f1b"): ("F2@1", "RA2@2", "SA2@1", "RG1@1"),
+    (2, "zb-v"): ("F1@1", "I1@3", "W1@2", "SA1@0", "RA1@3", "SG1@1", "RG1@0"),
+    (4, "zb-v"): ("F1@2", "I1@5", "RA1@6", "SA2@1", "SG1@6", "RG0@4"),
 }
 
 

@@ -308,6 +308,7 @@ def test_one_rank_reports_a_config_that_no_rank_can_read(scripts: Scripts) -> No
     assert "Traceback" not in ended.errors.split("torch/distributed")[0]
 
 
+@pytest.mark.sweep
 def test_a_config_that_only_rank_1_cannot_read_is_reported_by_rank_1(scripts: Scripts) -> None:
     ended = scripts.run(before="sys.argv[1] += 'x' if rank == 1 else ''")
     assert ended.code == 1
@@ -323,6 +324,7 @@ STUCK_ABORT = (
 )
 
 
+@pytest.mark.sweep
 def test_without_torchrun_the_rank_with_the_store_exits_after_all_have_read_it(
     scripts: Scripts,
 ) -> None:

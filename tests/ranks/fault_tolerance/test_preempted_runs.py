@@ -105,6 +105,7 @@ def losses_of(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "train"}
 
 
+@pytest.mark.sweep
 def test_torchrun_restarts_after_a_kill_and_the_run_resumes_bitwise_equal(
     pool: RankPool, runs: Runs, tmp_path: Path
 ) -> None:

@@ -35,6 +35,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows_of(folder / "run" / "metrics.jsonl")}
 
 
+@pytest.mark.sweep
 def test_two_torchruns_on_two_addresses_train_as_one_run(tmp_path: Path) -> None:
     with TwoNodes(tmp_path) as both:
         nodes = both.start(config(tmp_path))

@@ -48,7 +48,7 @@ def assert_same_as_on_gloo(
                 assert result == expected[repr(reference)], each
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.sweep), 4])
 def test_every_schedule_ends_with_lazy_communicators_and_trains_as_on_gloo(
     pool: RankPool, ranks: int
 ) -> None:

@@ -118,7 +118,11 @@ def test_clipping_in_every_step_causes_no_rollback(pool: RankPool) -> None:
     ],
     ids=["fp16", "bf16"],
 )  # fmt: skip
-@pytest.mark.parametrize("mesh", [{"pipeline": 4}, {"pipeline": 2, "data": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [pytest.param({"pipeline": 4}, marks=pytest.mark.sweep), {"pipeline": 2, "data": 2}],
+    ids=str,
+)
 def test_an_overflow_is_skipped_and_the_loss_scale_is_updated(
     pool: RankPool, mesh: dict[str, int], precision: dict[str, Any]
 ) -> None:
@@ -156,9 +160,10 @@ def test_buffers_changed_by_discarded_forwards_are_restored(pool: RankPool) -> N
         assert got["rollbacks"] == 4
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("recompute", "reduction"),
-    [("full", "token"), pytest.param("none", "micro_batch", marks=pytest.mark.sweep)],
+    [("full", "token"), ("none", "micro_batch")],
 )
 def test_lamb_on_sharded_parameters_is_repeated_by_all_ranks(
     pool: RankPool, recompute: str, reduction: str
@@ -208,7 +213,13 @@ def test_nonfinite_gradients_raise_the_same_error_and_leave_the_same_state(
 
 
 @pytest.mark.parametrize(
-    ("what", "rank"), [("raise", 0), ("raise", 3), ("raise in backward", 0), ("kill", 3)]
+    ("what", "rank"),
+    [
+        ("raise", 0),
+        ("raise", 3),
+        ("raise in backward", 0),
+        pytest.param("kill", 3, marks=pytest.mark.sweep),
+    ],
 )
 def test_a_rank_that_fails_before_validation_stops_all_ranks(
     pool: RankPool, what: str, rank: int

@@ -67,8 +67,15 @@ CASES = {
 }
 # With split backward, gradients shared by two stages count for both.
 TOLERANCE = {"zb-h1 on 4 ranks": 0.03, "zb-h1, full recompute": 0.03, "zb-v": 0.03}
-# Cases with tensor ranks that take seconds; "ZeRO, tensor 2, overlapped" stays in the default run.
-SLOW = ("1f1b, tensor and sequence 2", "interleaved, tensor 2")
+# Not in the default run, which has at least one case for each of their properties.
+SLOW = (
+    "1f1b, tensor and sequence 2",
+    "interleaved, tensor 2",
+    "zb-h1 on 4 ranks",
+    "1f1b, selective, bf16",
+    "ZeRO",
+    "zb-h1, full recompute",
+)
 
 
 def planned(settings: dict[str, Any]) -> Report:
