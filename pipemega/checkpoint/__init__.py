@@ -4,6 +4,7 @@ checkpointer.py    Checkpointer: save and load of one engine
 tensors.py         which tensors a checkpoint contains; shards.py: this rank's part of each
 save_load.py       write, verify and open a checkpoint; async_save.py: in the background
 differences.py     what differs between the checkpoint and the run, and what is refused
+open_path.py       open a checkpoint by its path in one process
 layout.py          the folder of checkpoints; manifest.py: state.json; dcp_storage.py: tensor files
 collective_io.py   the same error on all ranks
 """

@@ -191,6 +191,7 @@ class Checkpointer:
                 "optimizer_step": tensors.step_state(self._step),
                 "loader": None if self._loader is None else self._loader.state_dict(),
                 "config": self._config.to_dict(),
+                "model": dict(self._model.metadata),
             },
             per_rank=save_load.serialize(per_rank),
             client=ranks.run_on_all(

@@ -31,6 +31,7 @@ from pipemega.checkpoint.collective_io import CollectiveIO
 from pipemega.checkpoint.manifest import ChecksumWriter
 from pipemega.checkpoint.shards import OutgoingShard, TensorShard
 from pipemega.errors import CheckpointError, short_cause
+from pipemega.parameters import Shard
 from pipemega.storage.filesystem import Storage
 
 TensorIndex = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
@@ -80,6 +81,22 @@ class ShardReader:
             for name, entry in self._metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
+
+    def read_full(self, name: str, rows: tuple[int, int] | None = None) -> Tensor:
+        """Return a logical tensor, or its rows [start, stop), on the CPU.
+
+        Raises:
+            CheckpointError: a chunk cannot be read.
+        """
+        entry = self._metadata.state_dict_metadata[name]
+        assert isinstance(entry, TensorStorageMetadata), name
+        shape, shard = tuple(entry.size), Shard(tuple(entry.size))
+        if rows is not None:
+            shard = Shard(shape, dim=0, ranges=(rows,))
+            shape = (rows[1] - rows[0], *shape[1:])
+        full = torch.empty(shape, dtype=entry.properties.dtype)
+        self.read({name: TensorShard(full, shard)})
+        return full
 
     def read(self, shards: Mapping[str, TensorShard]) -> None:
         """Fill the local tensors of `shards` in place, with one stored chunk in memory at a time.

@@ -10,13 +10,13 @@ from datetime import datetime, timezone
 from tqdm import tqdm
 
 from pipemega.checkpoint import layout
-from pipemega.checkpoint.dcp_storage import ShardReader
 from pipemega.checkpoint.layout import StoredCheckpoint
-from pipemega.checkpoint.manifest import STATE_FILE, Progress
-from pipemega.checkpoint.save_load import TENSORS, damaged_files
+from pipemega.checkpoint.manifest import Progress
+from pipemega.checkpoint.open_path import locate, open_path
+from pipemega.checkpoint.save_load import damaged_files
 from pipemega.cli.run_options import Subparsers
 from pipemega.errors import CheckpointError
-from pipemega.storage.filesystem import Storage, storage_at
+from pipemega.storage.filesystem import Storage
 
 _DAMAGED = 1
 
@@ -41,7 +41,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def _ls(arguments: argparse.Namespace) -> int:
-    storage, tag = _find(arguments.path)
+    storage, tag = locate(arguments.path)
     tags = _tags(storage, tag)
     latest = layout.read_latest(storage)
     rows = [_row(storage, one, one == latest) for one in tags]
@@ -71,7 +71,7 @@ def _row(storage: Storage, tag: str, is_latest: bool) -> tuple[str, ...]:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    storage, tag = _find(arguments.path, arguments.tag)
+    storage, tag = locate(arguments.path, arguments.tag)
     code = 0
     for one in _tags(storage, tag):
         path = storage.full_path(one)
@@ -91,19 +91,15 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    storage, tag = _find(arguments.path, arguments.tag)
-    tag = tag or layout.newest(storage)
-    if tag is None:
-        raise CheckpointError(f"{storage.full_path()}: no checkpoint was saved here")
-    found = layout.find_checkpoint(storage, tag)
+    reader = open_path(arguments.path, arguments.tag)
+    found, tensors = reader.found, reader.tensors.tensors
     state = found.state
-    print(f"{storage.full_path(tag)}")
+    print(reader.full_path)
     print(f"  saved     {state.get('saved_at', '?')} ({_age(state.get('saved_at'))} ago)")
     print(f"  mesh      {state.get('mesh')}")
     print(f"  step      {state.get('global_steps')}")
     print(f"  samples   {state.get('consumed_samples')}")
     print(f"  size      {found.size / 1e6:,.1f} MB in {len(found.files)} files")
-    tensors = ShardReader(storage, f"{found.path}/{TENSORS}").tensors
     print(f"  tensors   {len(tensors)}")
     for name, (shape, dtype) in sorted(tensors.items()):
         print(f"    {name}  {list(shape)}  {str(dtype).removeprefix('torch.')}")
@@ -111,22 +107,6 @@ def _show(arguments: argparse.Namespace) -> int:
     for line in json.dumps(state.get("config"), indent=2).splitlines():
         print(f"    {line}")
     return 0
-
-
-def _find(path: str, tag: str | None = None) -> tuple[Storage, str | None]:
-    """Return the folder of checkpoints, and the tag if `path` is one checkpoint.
-
-    Raises:
-        CheckpointError: the path does not exist.
-    """
-    path = path.rstrip("/") or "/"
-    parent, _, name = path.rpartition("/")
-    if tag is None and storage_at(path).size(STATE_FILE) is not None:
-        return storage_at(parent or "."), name
-    storage = storage_at(path)
-    if not storage.exists():
-        raise CheckpointError(f"no checkpoint folder {storage.full_path()!r}: is the path right?")
-    return storage, tag
 
 
 def _tags(storage: Storage, tag: str | None) -> list[str]:

@@ -3,8 +3,8 @@
 import bisect
 import itertools
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ class LocalModel:
         tied: logical name -> axis of the pipeline ranks that hold a copy, the owner first; only
             for parameters that this rank and other ranks hold.
         loss_fn: None if the model has no loss.
+        metadata: `PipelineModule.checkpoint_metadata`.
     """
 
     stages: dict[int, Stage]
@@ -39,6 +40,7 @@ class LocalModel:
     copies: dict[str, list[nn.Parameter]]
     tied: dict[str, Axis]
     loss_fn: Loss | None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def owned(self) -> dict[str, nn.Parameter]:
@@ -74,6 +76,7 @@ def build_local_model(
         copies=copies,
         tied=_tied_axes(net, mesh, bounds, rank_of_stage),
         loss_fn=net.build_loss(mesh.tensor),
+        metadata=net.checkpoint_metadata(),
     )
 
 

@@ -75,6 +75,10 @@ class PipelineModule:
     def layer_names(self) -> list[str]:
         return [spec.name for spec in self.specs]
 
+    def checkpoint_metadata(self) -> dict[str, Any]:
+        """Return JSON values that describe the model; checkpoints contain them as "model"."""
+        return {}
+
     def build_loss(self, tensor: Axis) -> Loss | None:
         """Return the loss function; build it on the tensor axis if it is a `LayerSpec`."""
         loss = self._loss_fn
