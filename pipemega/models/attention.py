@@ -8,6 +8,7 @@ from pipemega.distributed.mesh import Axis
 from pipemega.models.causal_attention import causal_attention
 from pipemega.models.gpt_config import GPTConfig
 from pipemega.models.gpt_linear import column_parallel, row_parallel
+from pipemega.models.kv_cache import KeyValueCache
 from pipemega.models.rotary import Rotary
 from pipemega.pipeline.recompute import recompute
 from pipemega.random import sharded_rng
@@ -15,6 +16,10 @@ from pipemega.random import sharded_rng
 
 class Attention(nn.Module):
     """Causal self-attention; the heads are sharded over the tensor ranks.
+
+    Attributes:
+        cache: keys and values of earlier positions; x then has only the positions after them.
+            None: x has all positions.
 
     Shape:
         x [batch, sequence (/ T), hidden]  ->  the same
@@ -35,6 +40,7 @@ class Attention(nn.Module):
         self._rotary: Rotary | None = None
         if c.position_embedding_type == "rope":
             self._rotary = Rotary(int(c.kv_channels * c.rotary_percent), c.rotary_base)
+        self.cache: KeyValueCache | None = None
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         qkv = self.qkv(x)  # [batch, sequence, (heads + 2 groups) / T * head]
@@ -54,6 +60,8 @@ class Attention(nn.Module):
         )
         if self._rotary is not None:
             q, k = self._rotary(q, k, positions)
+        if self.cache is not None:
+            k, v = self.cache.append(k, v)
         if self._dropout > 0 and self.training:
             # Tensor ranks have different heads, so they need different masks.
             with sharded_rng(self._axis, q.device):

@@ -28,15 +28,22 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> T
         dropout: probability that a weight of the softmax becomes 0.
 
     Shape:
-        q [batch, heads, sequence, head], k and v [batch, groups, sequence, head]  ->  as q;
-        heads / groups consecutive heads of q use one head of k and v
+        q [batch, heads, queries, head], k and v [batch, groups, sequence, head]  ->  as q;
+        the queries are those of the last positions of the sequence; heads / groups consecutive
+        heads of q use one head of k and v
     """
     heads, groups = q.shape[1], k.shape[1]
     if heads != groups and not takes_grouped_queries(q):
         k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
     enable_gqa = q.shape[1] != k.shape[1]
+    queries, length = q.shape[2], k.shape[2]
+    mask: Tensor | None = None
+    if 1 < queries < length:
+        # torch's own causal mask starts at the first position.
+        seen = torch.ones(queries, length, dtype=torch.bool, device=q.device)
+        mask = seen.tril(length - queries)
     return F.scaled_dot_product_attention(
-        q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=enable_gqa
+        q, k, v, mask, dropout, is_causal=queries == length, enable_gqa=enable_gqa
     )
 
 

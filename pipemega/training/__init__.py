@@ -3,7 +3,8 @@
 trainer          Trainer: trains steps or epochs, and evaluates
 callback         Callback; callbacks: those that are ready to use; callback_list calls them
 metrics          Metric, Accuracy, ...; metric_set reduces them over micro-batches and ranks
-pretrain         data, model and results of pretrain_gpt.py; generate samples text
+pretrain         data, model and results of pretrain_gpt.py
+generate         generates text; sampling chooses the next token
 """
 
 from pipemega.training.callback import Callback

@@ -1,14 +1,30 @@
-"""Generate text with a model on any mesh; simple, without a key-value cache."""
+"""Generate text with a model on any mesh.
 
-from collections.abc import Sequence
+A GPT of `pipemega.models` keeps the keys and values of earlier tokens on the ranks of their layers
+and heads, so that a new token costs the forward of one position. Other models run the whole
+sequence for each token.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipemega.distributed.device_collectives import broadcast
 from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.mesh import gather_objects
 from pipemega.engine.engine import Engine
-from pipemega.tensor_parallel.collectives import gather_from_tensor
+from pipemega.errors import ConfigError
+from pipemega.fault_tolerance.error_propagation import failure_reporter
+from pipemega.models.cached_attention import is_cacheable, key_value_caches
+from pipemega.training.sampling import Sampler, Sampling
+from pipemega.training.validation import output_shard
+
+# Sequences without caches are padded to a multiple of this, so that they have few shapes.
+_PADDING = 64
 
 
 def generate(
@@ -19,43 +35,125 @@ def generate(
     seq_length: int,
     vocab_size: int,
     temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float = 1.0,
     seed: int = 1234,
+    stop: Sequence[int] = (),
+    use_cache: bool = True,
 ) -> list[int]:
-    """Generate tokens after `prompt`; each runs a full forward pass.  Collective.
+    """Generate tokens after `prompt`.  Collective.
 
     Args:
-        engine: its model maps token ids [1, seq_length] to logits [1, seq_length, vocabulary
-            shard].
-        prompt: token ids; the context is the last `seq_length` tokens of prompt and new tokens.
-        temperature: 0 selects the most likely token; higher values sample more evenly.
+        engine: its model maps token ids [1, sequence] to logits [1, sequence, vocabulary (/ T)].
+        prompt: token ids, at least one; the context of a token is the last `seq_length` tokens
+            before it.
+        num_tokens: largest number of new tokens.
+        temperature, top_k, top_p, seed: see `Sampling`.
+        stop: generation ends after one of these tokens.
+        use_cache: keep keys and values, which a GPT of `pipemega.models` can without sequence
+            parallelism, until the context has `seq_length` tokens.
 
     Returns:
-        The new tokens, the same on every rank.
+        The new tokens, the same on every rank; the last one may be one of `stop`.
+
+    Raises:
+        ConfigError: the prompt has no tokens, or an argument of the sampling is out of its range.
     """
-    tokens = list(prompt)
-    generator = torch.Generator().manual_seed(seed)
-    mesh = engine.mesh
-    for _ in range(num_tokens):
+    sampling, new = Sampling(temperature, top_k, top_p, seed), list[int]()
+    stream = token_stream(engine, prompt, seq_length, vocab_size, sampling, use_cache=use_cache)
+    with closing(stream):
+        for token in islice(stream, num_tokens):
+            new.append(token)
+            if token in stop:
+                break
+    return new
+
+
+def token_stream(
+    engine: Engine,
+    prompt: Sequence[int],
+    seq_length: int,
+    vocab_size: int,
+    sampling: Sampling,
+    *,
+    use_cache: bool = True,
+) -> Generator[int, None, None]:
+    """Yield one new token after the other, without end; arguments as of `generate`.  Collective.
+
+    Close it (`contextlib.closing`) before the next call of the engine.
+    """
+    if not prompt:
+        raise ConfigError("the prompt has no tokens: give at least one", on_every_rank=True)
+    next_token, tokens = _NextToken(engine, vocab_size, sampling), list(prompt)
+    if use_cache and len(tokens) <= seq_length and _is_cacheable(engine):
+        with key_value_caches(_layers(engine), seq_length):
+            length = 0  # of the caches
+            while len(tokens) <= seq_length:
+                new = torch.tensor([tokens[length:]])
+                positions = torch.arange(length, len(tokens)).unsqueeze(0)
+                length = len(tokens)
+                tokens.append(next_token((new, positions), new.shape[1] - 1))
+                yield tokens[-1]
+    while True:
         window = tokens[-seq_length:]
-        # Padded to the full length, which sequence parallelism can split. With causal attention
-        # the padding does not change the logits before it.
-        padded = torch.zeros(1, seq_length, dtype=torch.int64)
-        padded[0, : len(window)] = torch.tensor(window)
-        outputs = engine.infer([padded])
-        choice = torch.zeros(1, dtype=torch.int64, device=mesh.device)
-        if outputs is not None:
-            logits = gather_from_tensor(outputs[0], mesh.tensor)[0, len(window) - 1, :vocab_size]
-            synchronize()
-            choice[0] = _sample(logits.float().cpu(), temperature, generator)
-        if mesh.pipeline.size > 1:
-            last = mesh.pipeline.ranks[engine.plan.rank_of_stage[-1]]
-            broadcast(choice, last, mesh.pipeline)
+        tokens.append(next_token(_padded(window, seq_length), len(window) - 1))
+        yield tokens[-1]
+
+
+class _NextToken:
+    """Runs the model on one sequence and chooses the next token; calls are collective."""
+
+    def __init__(self, engine: Engine, vocab_size: int, sampling: Sampling) -> None:
+        self._engine, self._vocab_size = engine, vocab_size
+        self._sampler = Sampler(sampling)
+        with failure_reporter().propagate_errors("generate"):
+            self._shard = output_shard(engine)
+
+    def __call__(self, inputs: Any, place: int) -> int:
+        """Return the token that follows position `place` of `inputs`; the same on every rank."""
+        outputs = self._engine.infer([inputs])
+        if outputs is None:
+            return self._agreed(0)
+        logits = outputs[0][:, place]  # [1, vocabulary (/ T)]
+        logits = logits if self._shard is None else self._shard.gather(logits)
         synchronize()
-        tokens.append(int(choice.item()))
-    return tokens[len(prompt) :]
+        return self._agreed(self._sampler(logits[0, : self._vocab_size].float().cpu()))
+
+    def _agreed(self, token: int) -> int:
+        """Return the token of the last stage of the first data rank.
+
+        Data ranks compute the same, but kernels of a GPU may round differently.
+        """
+        mesh = self._engine.mesh
+        choice = torch.tensor([token], device=mesh.device)
+        last = self._engine.plan.rank_of_stage[-1]
+        for axis, source in ((mesh.pipeline, last), (mesh.data, 0)):
+            if axis.size > 1:
+                broadcast(choice, axis.ranks[source], axis)
+        synchronize()
+        return int(choice.item())
 
 
-def _sample(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    if temperature == 0.0:
-        return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+def _padded(window: Sequence[int], seq_length: int) -> Tensor:
+    """Return the tokens, padded at the end: with causal attention this changes nothing before.
+
+    To `seq_length`, which sequence parallelism can split, or to a multiple of 64 below it.
+    """
+    length = min(-(-len(window) // _PADDING) * _PADDING, seq_length)
+    padded = torch.zeros(1, length, dtype=torch.int64)
+    padded[0, : len(window)] = torch.tensor(window)
+    return padded
+
+
+def _layers(engine: Engine) -> Iterator[nn.Module]:
+    for stage in engine.module:
+        assert isinstance(stage.layers, nn.ModuleDict)
+        yield from stage.layers.values()
+
+
+def _is_cacheable(engine: Engine) -> bool:
+    """Return whether all layers of all ranks can continue a sequence; collective."""
+    mesh = engine.mesh
+    # One token cannot be split over the tensor ranks.
+    splits = engine.config.mesh.sequence_parallel and mesh.tensor.size > 1
+    return all(gather_objects(not splits and is_cacheable(_layers(engine)), mesh.world))

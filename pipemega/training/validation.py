@@ -47,7 +47,7 @@ class ValidationSets:
                 )
         self.names, self.metric_names = list(self._sets), list(self._metrics)
         last = engine.plan.rank_of_stage[-1]
-        shard = _output_shard(engine) if self._metrics else None
+        shard = output_shard(engine) if self._metrics else None
         self._metric_set = MetricSet(self._metrics, engine.mesh, last, shard)
 
     @property
@@ -110,7 +110,7 @@ class ValidationSets:
         return evaluation_values(loss, numbers, has_tokens=has_tokens)
 
 
-def _output_shard(engine: Engine) -> OutputShard | None:
+def output_shard(engine: Engine) -> OutputShard | None:
     """Return what the last layer declares about its output; None on ranks without this layer.
 
     Raises:

@@ -1,0 +1,48 @@
+"""Generates tokens with a small GPT on any mesh."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from pipemega.engine.engine import Engine
+from pipemega.models.block import Block
+from pipemega.training import generate
+from tests.ranks import training_runs
+
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def trained_engine(style: str, **changes: Any) -> Engine:
+    """Return the engine of a GPT of the style "gpt2" or "llama" after one step."""
+    model = {"init_method_std": 0.3, **(LLAMA if style == "llama" else {})}
+    engine = training_runs.build(training_runs.settings(model=model, **changes))
+    engine.train_batch(training_runs.data(engine, 0))
+    return engine
+
+
+def blocks(engine: Engine) -> Iterator[Block]:
+    return (module for module in engine.module.modules() if isinstance(module, Block))
+
+
+def tokens(
+    style: str, temperature: float, mesh: Mapping[str, Any] | None = None
+) -> list[list[int]]:
+    """Return the tokens with caches, and without."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        engine = trained_engine(style, mesh=dict(mesh or {}))
+        sizes = {"seq_length": training_runs.LENGTH, "vocab_size": training_runs.VOCAB}
+        return [
+            generate(engine, [3, 1, 4], 9, temperature=temperature, use_cache=cache, **sizes)
+            for cache in (True, False)
+        ]
+    finally:
+        torch.set_default_dtype(torch.float32)
