@@ -16,6 +16,7 @@ from pipemega.distributed.tied_comm import broadcast_tied
 from pipemega.parameters import shard_of
 from pipemega.pipeline.microbatch_loss import Loss
 from pipemega.pipeline.module import BuildOptions, PipelineModule, Stage, build_stages
+from pipemega.pipeline.tied_layers import check_tied_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,7 +61,7 @@ def build_local_model(
     options: BuildOptions,
 ) -> LocalModel:
     """Build this rank's stages without communication; see `make_replicas_equal`."""
-    net.check_tied_layers()
+    check_tied_layers(net.specs, net.meta_layers)
     local_stages = [s for s, rank in enumerate(rank_of_stage) if rank == mesh.pipeline.rank]
     stages = dict(build_stages(net, bounds, local_stages, options))
     parameters: dict[str, nn.Parameter] = {}
@@ -85,16 +86,15 @@ def _tied_axes(
 ) -> dict[str, Axis]:
     """Return logical name -> axis of the ranks with a copy, if this rank and others have one."""
     axes: dict[str, Axis] = {}
-    for key, positions in sorted(net.tied().items()):
-        stages = [bisect.bisect_right(bounds, position) - 1 for position in positions]
+    for tied in net.tied_parameters:
+        stages = [bisect.bisect_right(bounds, position) - 1 for position, _ in tied.places]
         # The owner is the rank of the first of the tied layers.
         holders = list(dict.fromkeys(rank_of_stage[s] for s in stages))
         if len(holders) == 1 or mesh.pipeline.rank not in holders:
             continue
         ranks = tuple(mesh.pipeline.ranks[r] for r in holders)
-        axis = Axis(f"tied {key}", ranks, holders.index(mesh.pipeline.rank), mesh.pipeline.group)
-        spec = net.specs[positions[0]]
-        axes |= {f"layers.{positions[0]}.{n}": axis for n in spec.tied_weight_attr}  # type: ignore[attr-defined]
+        place = holders.index(mesh.pipeline.rank)
+        axes[tied.logical_name] = Axis(f"tied {tied.key}", ranks, place, mesh.pipeline.group)
     return axes
 
 

@@ -22,8 +22,9 @@ from pipemega.pipeline.captured_modules import captured_names
 from pipemega.pipeline.deepspeed_arguments import refuse_arguments
 from pipemega.pipeline.microbatch_loss import Loss
 from pipemega.pipeline.recompute import recompute
-from pipemega.pipeline.spec import Layer, LayerSpec, TiedLayerSpec, as_specs
+from pipemega.pipeline.spec import Layer, LayerSpec, as_specs
 from pipemega.pipeline.stage_input import InputGuard
+from pipemega.pipeline.tied_layers import TiedParameter, find_tied_parameters
 
 
 class PipelineModule:
@@ -99,81 +100,31 @@ class PipelineModule:
 
     def count_parameters(self) -> list[int]:
         """Return the trainable elements of each unsharded layer; each tied copy counts."""
-        return [
-            sum(
-                int(torch.Size(shard_of(p).shape).numel())
-                for p in layer.parameters()
-                if p.requires_grad
-            )
-            for layer in self.meta_layers
-        ]
+        return [sum(map(_trainable_elements, layer.parameters())) for layer in self.meta_layers]
 
     def num_parameters(self) -> int:
         """Return the trainable elements of the unsharded model; tied copies count once."""
-        counts = self.count_parameters()
-        copies = sum(counts[at] for positions in self.tied().values() for at in positions[1:])
-        return sum(counts) - copies
+        elements: dict[Any, int] = {}
+        for position, (spec, layer) in enumerate(zip(self.specs, self.meta_layers, strict=True)):
+            for name, parameter in layer.named_parameters():
+                identity = spec.ties.get(name, (position, name))
+                elements[identity] = _trainable_elements(parameter)
+        return sum(elements.values())
 
     def has_built_tensors(self, position: int) -> bool:
         """Return whether the user built tensors of this layer, so that they may differ by rank."""
         layer = self.meta_layers[position]
         return not all(t.is_meta for t in (*layer.parameters(), *layer.buffers()))
 
-    def tied(self) -> dict[str, tuple[int, ...]]:
-        """Return key -> positions of the layers with this key, in order."""
-        keys: dict[str, list[int]] = {}
-        for position, spec in enumerate(self.specs):
-            if isinstance(spec, TiedLayerSpec):
-                keys.setdefault(spec.key, []).append(position)
-        return {key: tuple(positions) for key, positions in keys.items()}
+    @cached_property
+    def tied_parameters(self) -> tuple[TiedParameter, ...]:
+        """The parameters that several layers share, in the order of their keys."""
+        return find_tied_parameters(self.specs)
 
-    def check_tied_layers(self) -> None:
-        """Check that tied parameters exist and have equal shapes, and that no others are shared.
 
-        Raises:
-            ConfigError: names the key or the parameter, the positions and both shapes; the same on
-                every rank.
-        """
-        self._check_shared_parameters()
-        for key, (first, *others) in self.tied().items():
-            shapes = {p: self._tied_shapes(key, p) for p in (first, *others)}
-            for other in others:
-                for name, shape in shapes[other].items():
-                    if shapes[first].get(name) != shape:
-                        raise ConfigError(
-                            f"layers {first} and {other} are tied by key {key!r}, but {name} is "
-                            f"{shapes[first].get(name)} in one and {shape} in the other",
-                            on_every_rank=True,
-                        )
-
-    def _tied_shapes(self, key: str, position: int) -> dict[str, tuple[int, ...]]:
-        spec, parameters = self.specs[position], dict(self.meta_layers[position].named_parameters())
-        assert isinstance(spec, TiedLayerSpec)
-        for name in spec.tied_weight_attr:
-            if name not in parameters:
-                raise ConfigError(
-                    f"layer {position} ({spec.name}), tied by key {key!r}, has no parameter "
-                    f"{name!r}; it has: {', '.join(parameters) or 'none'} (tied_weight_attr)",
-                    on_every_rank=True,
-                )
-        return {name: shard_of(parameters[name]).shape for name in spec.tied_weight_attr}
-
-    def _check_shared_parameters(self) -> None:
-        """Refuse one parameter in several layers: stages would train separate copies of it."""
-        first_with: dict[int, int] = {}
-        for position, (spec, layer) in enumerate(zip(self.specs, self.meta_layers, strict=True)):
-            if isinstance(spec, TiedLayerSpec):
-                continue
-            for name, parameter in layer.named_parameters():
-                first = first_with.setdefault(id(parameter), position)
-                if first != position and parameter.requires_grad:
-                    raise ConfigError(
-                        f"layers {first} ({self.specs[first].name}) and {position} ({spec.name}) "
-                        f"share the parameter {name!r}, and two stages would train separate copies "
-                        f"of it: write TiedLayerSpec(key, ...) at both positions, or layers that "
-                        f"contain only the parameters they use",
-                        on_every_rank=True,
-                    )
+def _trainable_elements(parameter: Tensor) -> int:
+    """Return the elements of the logical parameter; 0 if it is frozen."""
+    return torch.Size(shard_of(parameter).shape).numel() if parameter.requires_grad else 0
 
 
 def _check_loss(loss: Any) -> None:
@@ -258,21 +209,19 @@ class Stage(nn.Module):
         self.input_guard = InputGuard()
         self._options = options
         self._specs = net.specs[start:stop]
-        self._first_of_key = {key: positions[0] for key, positions in net.tied().items()}
+        self._tied_names = {
+            f"layers.{position}.{name}": tied.logical_name
+            for tied in net.tied_parameters
+            for position, name in tied.places
+        }
         self._layer_hooks: list[Callable[[int], None]] = []
         layers = {str(p): _build(spec, p, options) for p, spec in enumerate(self._specs, start)}
         self.layers = nn.ModuleDict(layers)
 
     def logical_names(self) -> dict[str, nn.Parameter]:
         """Return logical name -> local parameter."""
-        names = {}
-        for name, parameter in self.named_parameters():
-            _, position, inner = name.split(".", 2)
-            spec = self._specs[int(position) - self.start]
-            if isinstance(spec, TiedLayerSpec) and inner in spec.tied_weight_attr:
-                name = f"layers.{self._first_of_key[spec.key]}.{inner}"
-            names[name] = parameter
-        return names
+        named = self.named_parameters()
+        return {self._tied_names.get(name, name): parameter for name, parameter in named}
 
     def register_layer_hook(self, hook: Callable[[int], None]) -> None:
         """Call `hook` with the position of each layer before the layer runs, also in recompute."""
@@ -363,19 +312,16 @@ def build_stages(
     would on a separate rank, so the placement of stages does not change the sum.
     """
     stages = {n: Stage(net, n, bounds[n], bounds[n + 1], options) for n in numbers}
-    first_of_key: dict[str, tuple[Stage, nn.Module]] = {}
-    for stage in stages.values():
-        for position, layer in enumerate(stage.layers.values(), stage.start):
-            spec = net.specs[position]
-            if not isinstance(spec, TiedLayerSpec):
-                continue
-            first_stage, first_layer = first_of_key.setdefault(spec.key, (stage, layer))
-            for name in spec.tied_weight_attr if first_layer is not layer else ():
-                shared = first_layer.get_parameter(name)
-                if first_stage is not stage:
-                    copy = nn.Parameter(shared.data, shared.requires_grad)
-                    shared = attach_shard(copy, shard_of(shared))
-                _set_parameter(layer, name, shared)
+    stage_of = {p: stage for stage in stages.values() for p in range(stage.start, stage.stop)}
+    for tied in net.tied_parameters:
+        local = [place for place in tied.places if place[0] in stage_of]
+        for position, name in local[1:]:
+            (first, first_name), stage = local[0], stage_of[position]
+            shared = stage_of[first].layers[str(first)].get_parameter(first_name)
+            if stage is not stage_of[first]:
+                copy = nn.Parameter(shared.data, shared.requires_grad)
+                shared = attach_shard(copy, shard_of(shared))
+            _set_parameter(stage.layers[str(position)], name, shared)
     return stages
 
 

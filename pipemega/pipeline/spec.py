@@ -5,7 +5,7 @@ argument that depends on the mesh is written as `TENSOR_AXIS` and replaced when 
 """
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, Final
@@ -64,6 +64,11 @@ class LayerSpec:
     already_built = False
     # Called as forward_fn(layer, x) instead of layer(x).
     forward_fn: Forward | None = None
+
+    @property
+    def ties(self) -> Mapping[str, tuple[str, str]]:
+        """Parameter name -> (key, name under this key); equal pairs of two layers are tied."""
+        return {}
 
     @property
     def name(self) -> str:
@@ -141,6 +146,10 @@ class TiedLayerSpec(LayerSpec):
         self.tied_weight_attr: tuple[str, ...] = (
             (tied_weight_attr,) if isinstance(tied_weight_attr, str) else tuple(tied_weight_attr)
         )
+
+    @property
+    def ties(self) -> Mapping[str, tuple[str, str]]:
+        return {name: (self.key, name) for name in self.tied_weight_attr}
 
 
 class Function(nn.Module):

@@ -158,13 +158,12 @@ def estimate(request: Request) -> Report:
         ) from error
     compared, refused = _compare(request, model, prediction, batch.num_microbatches)
     counts = model.net.count_parameters()
-    repeated = sum(counts[p] for places in model.net.tied().values() for p in places[1:])
     return Report(
         request=request,
         topology=topology,
         batch=batch,
         precision=_precision(config),
-        parameters=sum(counts) - repeated,
+        parameters=model.net.num_parameters(),
         num_layers=len(counts),
         stages=tuple(_stages(model, prediction, counts)),
         prediction=prediction,
