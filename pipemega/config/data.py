@@ -5,7 +5,7 @@ from typing import Any
 
 from pydantic import field_validator
 
-from pipemega.config.key_kinds import Section, own, refused, rule
+from pipemega.config.key_kinds import Section, own, rule
 from pipemega.config.value_types import Name, Whole
 
 # 256 bytes and the end-of-document token.
@@ -45,13 +45,15 @@ class DataSection(Section):
     )
     eod_mask_loss: bool = own(False, "Mask the loss where the input is the end-of-document token.")
     reset_position_ids: bool = own(False, "Restart position ids after each end-of-document token.")
-    reset_attention_mask: bool = refused(
+    reset_attention_mask: bool = own(
         False,
-        "Prevent attention across documents in one sample.",
-        "attention masks per sample are not implemented; separate documents with "
-        "data.eod_mask_loss and data.reset_position_ids",
-        own=True,
+        "Prevent attention across the documents of a sample; requires `reset_position_ids`.",
     )
+
+    @property
+    def inputs_per_token(self) -> int:
+        """Numbers per token that the layers of the GPT need: positions (1), and documents (2)."""
+        return self.reset_position_ids + self.reset_attention_mask
 
     @property
     def split_weights(self) -> tuple[float, float, float]:
@@ -113,3 +115,11 @@ class DataSection(Section):
         given = [f"data.{name}" for name, value in sources.items() if value]
         if len(given) > 1:
             yield f"{' and '.join(given)} are set: keep one"
+
+    @rule("reset_attention_mask", "reset_position_ids")
+    def _documents_are_separated_by_positions(self) -> Iterator[str]:
+        if self.reset_attention_mask and not self.reset_position_ids:
+            yield (
+                "data.reset_attention_mask separates documents where the position ids restart: set "
+                "data.reset_position_ids to true too"
+            )

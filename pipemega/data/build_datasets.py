@@ -124,6 +124,7 @@ def build_datasets(
         eod=None if tokenizer is None else tokenizer.eod,
         eod_mask_loss=section.eod_mask_loss,
         reset_position_ids=section.reset_position_ids,
+        reset_attention_mask=section.reset_attention_mask,
     )
     files = [IndexedDataset(prefix) for prefix in prefixes]
     ranges = [split_ranges(section.split_weights, len(data)) for data in files]
@@ -142,7 +143,11 @@ def build_datasets(
 def _build_mock(section: DataSection, request: DataRequest) -> Datasets:
     size = section.vocab_size if request.vocab_size == "auto" else request.vocab_size
     sample_format = SampleFormat(
-        request.seq_length, size, None, section.eod_mask_loss, section.reset_position_ids
+        request.seq_length,
+        size,
+        eod_mask_loss=section.eod_mask_loss,
+        reset_position_ids=section.reset_position_ids,
+        reset_attention_mask=section.reset_attention_mask,
     )
     splits = {
         name: None if number == 0 else MockDataset(name, sample_format, number, request.seed)

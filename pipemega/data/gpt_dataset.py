@@ -33,7 +33,7 @@ IGNORE = -100
 # Padding; it becomes token 0 with an ignored label, as in Megatron.
 PAD = -1
 
-Sample = tuple[Tensor | tuple[Tensor, Tensor], Tensor]
+Sample = tuple[Tensor | tuple[Tensor, Tensor] | dict[str, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,8 @@ class SampleFormat:
         eod_mask_loss: no loss where the *input* token is the end of a document.
         reset_position_ids: restart positions from 0 after each end of a document; the inputs are
             then (tokens, position_ids).
+        reset_attention_mask: no attention across documents; the inputs are then a dict of
+            `input_ids` and `position_ids`.
         add_extra_token: read one more token than seq_length, for the last label; otherwise the
             last label is ignored.
         keep_partial: keep the last window if it is not full, padded and with ignored labels
@@ -58,6 +60,7 @@ class SampleFormat:
     eod: int | None = None
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
+    reset_attention_mask: bool = False
     add_extra_token: bool = True
     keep_partial: bool = False
 
@@ -86,7 +89,7 @@ class GPTDataset(Dataset[Sample]):
 
     Shape:
         [i] -> (tokens int64 [seq], labels int64 [seq]), or ((tokens, position_ids int64 [seq]),
-        labels); labels are -100 where the loss ignores them
+        labels), or a dict of these two; labels are -100 where the loss ignores them
 
     Raises:
         DataError: the split has no documents or is too short for one sample. While reading: a token
@@ -257,6 +260,8 @@ class GPTDataset(Dataset[Sample]):
         tokens = torch.from_numpy(inputs)
         if self.format.reset_position_ids:
             positions = torch.from_numpy(positions_within_documents(inputs, self.format.eod))
+            if self.format.reset_attention_mask:
+                return {"input_ids": tokens, "position_ids": positions}, torch.from_numpy(labels)
             return (tokens, positions), torch.from_numpy(labels)
         return tokens, torch.from_numpy(labels)
 

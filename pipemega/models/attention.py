@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from pipemega.distributed.mesh import Axis
 from pipemega.models.causal_attention import causal_attention
+from pipemega.models.document_mask import document_mask
 from pipemega.models.gpt_config import GPTConfig
 from pipemega.models.gpt_linear import column_parallel, row_parallel
 from pipemega.models.kv_cache import KeyValueCache
@@ -22,7 +23,9 @@ class Attention(nn.Module):
             None: x has all positions.
 
     Shape:
-        x [batch, sequence (/ T), hidden]  ->  the same
+        x [batch, sequence (/ T), hidden]  ->  the same;
+        positions [batch, sequence], None for 0, 1, 2 ..; documents [batch, sequence]: a token sees
+        the tokens of its document, None for one document
     """
 
     def __init__(self, config: GPTConfig, axis: Axis) -> None:
@@ -42,16 +45,18 @@ class Attention(nn.Module):
             self._rotary = Rotary(int(c.kv_channels * c.rotary_percent), c.rotary_base)
         self.cache: KeyValueCache | None = None
 
-    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         qkv = self.qkv(x)  # [batch, sequence, (heads + 2 groups) / T * head]
         if self._selective:
             restore_rng = self._dropout > 0 and self.training
-            mixed = recompute(self._attend, qkv, positions, restore_rng=restore_rng)
+            mixed = recompute(self._attend, qkv, positions, documents, restore_rng=restore_rng)
         else:
-            mixed = self._attend(qkv, positions)
+            mixed = self._attend(qkv, positions, documents)
         return self.output(mixed)  # type: ignore[no-any-return]
 
-    def _attend(self, qkv: Tensor, positions: Tensor | None) -> Tensor:
+    def _attend(self, qkv: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """Return the attention output [batch, sequence, heads / T * head]."""
         d, h, g = self._head, self._heads, self._groups
         q, k, v = (
@@ -62,10 +67,11 @@ class Attention(nn.Module):
             q, k = self._rotary(q, k, positions)
         if self.cache is not None:
             k, v = self.cache.append(k, v)
+        mask = None if documents is None else document_mask(documents)
         if self._dropout > 0 and self.training:
             # Tensor ranks have different heads, so they need different masks.
             with sharded_rng(self._axis, q.device):
-                mixed = causal_attention(q, k, v, self._dropout)
+                mixed = causal_attention(q, k, v, mask, self._dropout)
         else:
-            mixed = causal_attention(q, k, v)
+            mixed = causal_attention(q, k, v, mask)
         return rearrange(mixed, "b h s d -> b s (h d)")

@@ -12,7 +12,8 @@ from pipemega.parameters import mark_partial_gradient
 from pipemega.pipeline.recompute import recompute
 from pipemega.tensor_parallel import Dropout
 
-Hidden = Tensor | tuple[Tensor, Tensor]
+Hidden = Tensor | tuple[Tensor, ...]
+"""hidden, (hidden, positions), or (hidden, positions, documents); see `models.gpt`."""
 
 
 def gpt_norm(config: GPTConfig, kernels: Kernels) -> nn.Module:
@@ -41,16 +42,16 @@ class Block(nn.Module):
         self._uses_rng = c.hidden_dropout > 0 or c.attention_dropout > 0
 
     def forward(self, inputs: Hidden) -> Hidden:
-        hidden, positions = inputs if isinstance(inputs, tuple) else (inputs, None)
+        hidden, *per_token = inputs if isinstance(inputs, tuple) else (inputs,)
         if self._recompute:
             restore_rng = self._uses_rng and self.training
-            hidden = recompute(self._block, hidden, positions, restore_rng=restore_rng)
+            hidden = recompute(self._block, hidden, *per_token, restore_rng=restore_rng)
         else:
-            hidden = self._block(hidden, positions)
-        return hidden if positions is None else (hidden, positions)
+            hidden = self._block(hidden, *per_token)
+        return (hidden, *per_token) if per_token else hidden
 
-    def _block(self, x: Tensor, positions: Tensor | None) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), positions))
+    def _block(self, x: Tensor, *per_token: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), *per_token))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))  # type: ignore[no-any-return]
 
 

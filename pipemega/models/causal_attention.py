@@ -7,8 +7,8 @@ On a CUDA device torch chooses among three kernels:
     memory-efficient    and fp32      as many as those of q
     math                all           may be fewer; holds the scores [heads, sequence, sequence]
 
-So k and v are expanded where flash attention does not run. The fused kernel of a CPU takes fewer
-heads in all dtypes.
+So k and v are expanded where flash attention does not run; it takes no mask. The fused kernel of a
+CPU takes fewer heads in all dtypes, and masks.
 """
 
 import torch
@@ -21,29 +21,33 @@ _FLASH_CHANNELS = 256
 _FLASH_ARCHITECTURE = 8  # Ampere
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
     """Return softmax(q kᵀ / sqrt(head)) v, in which a position sees itself and earlier ones.
 
     Args:
+        mask: which positions each position sees; it is causal itself. None: all earlier ones.
         dropout: probability that a weight of the softmax becomes 0.
 
     Shape:
         q [batch, heads, queries, head], k and v [batch, groups, sequence, head]  ->  as q;
         the queries are those of the last positions of the sequence; heads / groups consecutive
-        heads of q use one head of k and v
+        heads of q use one head of k and v; mask bool [batch, 1, queries, sequence]
     """
-    heads, groups = q.shape[1], k.shape[1]
-    if heads != groups and not takes_grouped_queries(q):
-        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
-    enable_gqa = q.shape[1] != k.shape[1]
     queries, length = q.shape[2], k.shape[2]
-    mask: Tensor | None = None
-    if 1 < queries < length:
+    is_causal = mask is None and queries == length
+    if mask is None and 1 < queries < length:
         # torch's own causal mask starts at the first position.
         seen = torch.ones(queries, length, dtype=torch.bool, device=q.device)
         mask = seen.tril(length - queries)
+    heads, groups = q.shape[1], k.shape[1]
+    takes_groups = takes_grouped_queries(q) and (mask is None or not q.is_cuda)
+    if heads != groups and not takes_groups:
+        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+    enable_gqa = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, is_causal=queries == length, enable_gqa=enable_gqa
+        q, k, v, mask, dropout, is_causal=is_causal, enable_gqa=enable_gqa
     )
 
 

@@ -7,7 +7,9 @@
     layer         embedding   positions   blocks       norm   head
 
 The message between layers is `hidden` [batch, sequence, hidden] (a slice of the sequence under
-sequence parallelism), or (hidden, positions) if position ids restart at each document.
+sequence parallelism); (hidden, positions) if position ids restart at each document; or (hidden,
+positions, documents) if moreover no token sees another document. Positions and documents are
+[batch, sequence].
 
 Sources: Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Su et al.
 2021, arXiv:2104.09864 (rotary positions); Ainslie et al. 2023, arXiv:2305.13245 (grouped queries).
@@ -23,6 +25,7 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import DataError
 from pipemega.kernels import Kernels
 from pipemega.models.block import Block, Hidden, gpt_norm
+from pipemega.models.document_mask import documents_of
 from pipemega.models.gpt_config import GPTConfig
 from pipemega.parameters import Shard, attach_shard, normal
 from pipemega.pipeline.microbatch_loss import WeightedLoss
@@ -35,6 +38,8 @@ from pipemega.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from pipemega.tensor_parallel.collectives import SEQUENCE_DIM, slice_of
+
+GPTInputs = Tensor | tuple[Tensor, Tensor] | dict[str, Tensor]
 
 
 def gpt(
@@ -74,12 +79,39 @@ def gpt(
 
 
 class TokenEmbedding(VocabParallelEmbedding):
-    """Maps token ids to hidden, or (token ids, positions) to (hidden, positions)."""
+    """Maps token ids to hidden.
 
-    def forward(self, inputs: Hidden) -> Hidden:  # type: ignore[override]
-        tokens, positions = inputs if isinstance(inputs, tuple | list) else (inputs, None)
+    The inputs are token ids; (token ids, positions), in which a token sees all earlier ones; or a
+    dict with transformers' names: `input_ids`, `position_ids` and `attention_mask`. A dict with
+    `position_ids` has several documents, each of which starts where the positions do not continue,
+    and no token sees another document. `attention_mask` is 0 for padding.
+
+    Shape:
+        ids, positions, attention_mask [batch, sequence]  ->  hidden [batch, sequence (/ T), hidden]
+        and what the other layers need of each token; see above
+    """
+
+    def forward(self, inputs: GPTInputs) -> Hidden:  # type: ignore[override]
+        if isinstance(inputs, dict):
+            _refuse_foreign_inputs(inputs)
+            tokens, positions = inputs["input_ids"], inputs.get("position_ids")
+            documents = documents_of(positions, inputs.get("attention_mask"))
+            if positions is None and documents is not None:
+                positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+            per_token = [x for x in (positions, documents) if x is not None]
+        else:
+            tokens, *per_token = inputs if isinstance(inputs, tuple | list) else (inputs,)
         hidden = super().forward(tokens)
-        return hidden if positions is None else (hidden, positions)
+        return (hidden, *per_token) if per_token else hidden
+
+
+def _refuse_foreign_inputs(inputs: dict[str, Tensor]) -> None:
+    foreign = sorted(inputs.keys() - {"input_ids", "position_ids", "attention_mask"})
+    if "input_ids" not in inputs or foreign:
+        raise DataError(
+            "the GPT takes input_ids, and optionally position_ids and attention_mask, but the "
+            f"inputs of this batch are {', '.join(sorted(inputs))}"
+        )
 
 
 class Positions(nn.Module):
@@ -101,10 +133,13 @@ class Positions(nn.Module):
             self.weight = attach_shard(nn.Parameter(torch.empty(shape)), shard)
 
     def forward(self, inputs: Hidden) -> Hidden:
-        hidden, positions = inputs if isinstance(inputs, tuple) else (inputs, None)
+        hidden, *per_token = inputs if isinstance(inputs, tuple) else (inputs,)
+        hidden = self.dropout(self._added(hidden, *per_token))
+        return (hidden, *per_token) if per_token else hidden
+
+    def _added(self, hidden: Tensor, positions: Tensor | None = None, *_: Tensor) -> Tensor:
         if self.weight is None:
-            hidden = self.dropout(hidden)
-            return hidden if positions is None else (hidden, positions)
+            return hidden
         if positions is None:
             length = hidden.shape[1] * (self._axis.size if self._sequence_parallel else 1)
             _check_length(length, self.weight.shape[0])
@@ -114,7 +149,7 @@ class Positions(nn.Module):
         if self._sequence_parallel:
             # The reduction of partial gradients sums the gradient of the slices over the ranks.
             added = slice_of(added, self._axis, SEQUENCE_DIM)
-        return self.dropout(hidden + added)  # type: ignore[no-any-return]
+        return hidden + added
 
 
 def _check_length(length: int, limit: int) -> None:
@@ -126,7 +161,7 @@ def _check_length(length: int, limit: int) -> None:
 
 
 class FinalNorm(nn.Module):
-    """The norm before the head; drops the positions."""
+    """The norm before the head; drops what the blocks need of each token."""
 
     def __init__(self, config: GPTConfig, kernels: Kernels, axis: Axis) -> None:
         super().__init__()

@@ -59,7 +59,11 @@ def gpt_sample(config: Config, micro_batch_size: int) -> Sample:
     assert config.model is not None
     shape = (micro_batch_size, config.model.seq_length)
     tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    inputs: Any = (tokens, tokens.clone()) if config.data.reset_position_ids else tokens
+    inputs: Any = tokens
+    if config.data.inputs_per_token == 1:
+        inputs = (tokens, tokens.clone())
+    elif config.data.inputs_per_token == 2:
+        inputs = {"input_ids": tokens, "position_ids": tokens.clone()}
     return Sample(inputs, torch.empty_like(tokens))
 
 

@@ -82,7 +82,7 @@ def build_gpt(config: Config, mesh: Mesh, datasets: Datasets) -> PipelineModule:
         micro_batch_size=config.batch(mesh.data.size).micro_batch_size,
         dtype=precision_of(config).compute_dtype or torch.get_default_dtype(),
         tensor_ranks=mesh.tensor.size,
-        with_positions=config.data.reset_position_ids,
+        per_token=config.data.inputs_per_token,
     )
     return gpt(gpt_config, Kernels.detect(mesh.device), boundary=boundary)
 

@@ -336,7 +336,7 @@ def test_costs_select_the_schedule_auto():
             "pipeline.chunks is 3, and schedule '1f1b-v' runs 2 stages per rank, placed in a v: "
             "set it to 2",
         ),
-        ({"data": {"reset_attention_mask": True}}, "separate documents with data.eod_mask_loss"),
+        ({"data": {"reset_attention_mask": True}}, "set data.reset_position_ids to true too"),
         ({"activation_checkpointing": {"partition_activations": True}}, "mesh.sequence_parallel"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "use model.recompute"),
         ({"sparse_gradients": True}, "gradients are stored in flat, dense buffers"),

@@ -136,6 +136,12 @@ def test_positions_restart_after_the_end_of_a_document(tmp_path):
     assert tokens.tolist() == [5, 6, EOD, 7, 8, EOD]
     assert positions.tolist() == [0, 1, 2, 0, 1, 2]
     assert positions_within_documents(np.array([EOD, EOD, 1]), EOD).tolist() == [0, 0, 0]
+    both = {"reset_position_ids": True, "reset_attention_mask": True}
+    inputs, _ = dataset(data, seq_length=6, eod=EOD, **both)[0]
+    assert {name: value.tolist() for name, value in inputs.items()} == {
+        "input_ids": tokens.tolist(),
+        "position_ids": positions.tolist(),
+    }
 
 
 def test_samples_are_int64_tensors_of_the_sequence_length(tmp_path):

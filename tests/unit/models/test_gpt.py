@@ -142,6 +142,53 @@ def test_explicit_positions_from_zero_equal_the_default_positions(kind: Any) -> 
     assert restarted.item() != pytest.approx(plain.item(), rel=1e-6)
 
 
+@pytest.mark.parametrize("kind", ["learned_absolute", "rope"])
+def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind: Any) -> None:
+    model = build(replace(LLAMA, position_embedding_type=kind))
+    lengths = (3, 1, 4)
+    rows = [tokens(LLAMA.vocab_size, rows=1, length=n) + 7 * n for n in lengths]
+    rows = [row % LLAMA.vocab_size for row in rows]
+    separate = sum(
+        loss_of(model, row[:, :-1], row[:, 1:]) * n for row, n in zip(rows, lengths, strict=True)
+    )
+    (separate / sum(lengths)).backward()
+    expected = {name: p.grad.clone() for name, p in model.parameters.items() if p.grad is not None}
+    for parameter in model.parameters.values():
+        parameter.grad = None
+    inputs = {
+        "input_ids": torch.cat([row[:, :-1] for row in rows], dim=1),
+        "position_ids": torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0),
+    }
+    loss = loss_of(model, inputs, torch.cat([row[:, 1:] for row in rows], dim=1))
+    assert loss.item() == pytest.approx(separate.item() / sum(lengths), rel=1e-13)
+    loss.backward()
+    for name, parameter in model.parameters.items():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_tokens_do_not_see_padding(side: str) -> None:
+    model = build(LLAMA)
+    data = tokens(LLAMA.vocab_size, rows=2, length=6)
+    plain = loss_of(model, data[:, :-1], data[:, 1:])
+    pad = (2, 0) if side == "left" else (0, 2)
+    inputs = {
+        "input_ids": F.pad(data[:, :-1], pad, value=5),
+        "attention_mask": F.pad(torch.ones(2, 6, dtype=torch.int64), pad),
+    }
+    padded = loss_of(model, inputs, F.pad(data[:, 1:], pad, value=-100))
+    assert padded.item() == pytest.approx(plain.item(), rel=1e-12)
+    leaky = loss_of(model, inputs["input_ids"], F.pad(data[:, 1:], pad, value=-100))
+    assert (leaky.item() == pytest.approx(plain.item(), rel=1e-12)) == (side == "right")
+
+
+def test_inputs_that_the_gpt_does_not_know_are_an_error_with_their_names() -> None:
+    inputs = {"input_ids": tokens(100)[:, :-1], "token_type_ids": tokens(100)[:, :-1]}
+    with pytest.raises(Exception, match="this batch are input_ids, token_type_ids") as caught:
+        build(LLAMA).stages[0](inputs)
+    assert isinstance(caught.value.__cause__, DataError)
+
+
 def test_initial_output_projections_are_scaled_down_by_the_depth() -> None:
     config = replace(LLAMA, hidden_size=128, kv_channels=32, ffn_hidden_size=512, num_layers=8)
     parameters = build(config).parameters
