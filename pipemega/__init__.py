@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipemega.engine.initialize import initialize
     from pipemega.errors import PipemegaError, StopTraining
     from pipemega.fault_tolerance.run import run
+    from pipemega.hf.load_model import from_pretrained
     from pipemega.monitor import MultiTimer
     from pipemega.pipeline.microbatch_loss import WeightedLoss
     from pipemega.pipeline.module import PipelineModule
@@ -34,6 +35,7 @@ __all__ = [
     "WeightedLoss",
     "add_arguments",
     "build_mesh",
+    "from_pretrained",
     "initialize",
     "load_config",
     "run",
@@ -53,6 +55,7 @@ _MODULE_AND_NAME = {
     "WeightedLoss": ("pipemega.pipeline.microbatch_loss", "WeightedLoss"),
     "add_arguments": ("pipemega.config.script_arguments", "add_arguments"),
     "build_mesh": ("pipemega.engine.initialize", "build_mesh_of"),
+    "from_pretrained": ("pipemega.hf.load_model", "from_pretrained"),
     "initialize": ("pipemega.engine.initialize", "initialize"),
     "load_config": ("pipemega.config", "load"),
     "run": ("pipemega.fault_tolerance.run", "run"),

@@ -33,7 +33,7 @@ class _Vocabulary(nn.Module):
         axis: Axis,
         divisible_by: int = 128,
         sequence_parallel: bool = False,
-        init_method: InitMethod = normal(0.02),  # noqa: B008 (a pure function's value)
+        init_method: InitMethod | None = normal(0.02),  # noqa: B008 (a pure function's value)
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -90,7 +90,8 @@ class VocabParallelEmbedding(_Vocabulary):
         axis: the tensor axis of the mesh.
         divisible_by: model.make_vocab_size_divisible_by.
         sequence_parallel: each rank keeps its slice of the sequence.
-        init_method: used by `initialize_parameters`; the weight is NaN until then.
+        init_method: used by `initialize_parameters`; the weight is NaN until then. None: the
+            caller fills the weight.
 
     Shape:
         ids [batch, seq]  ->  [batch, seq, dim], both equal on all tensor ranks

@@ -57,6 +57,7 @@ class ColumnParallelLinear(nn.Module):
         gather_output: y is replicated, in the order of the unsharded layer.
         sequence_parallel: x is this rank's slice of the sequence and is gathered first.
         init_method: used by `initialize_parameters`; W is NaN until then. b is initialized to 0.
+            None: the caller fills W and b.
 
     Shape:
         x [..., in], equal on all tensor ranks  ->  y [..., out / T], a slice per rank
@@ -76,7 +77,7 @@ class ColumnParallelLinear(nn.Module):
         bias: bool = True,
         gather_output: bool = False,
         sequence_parallel: bool = False,
-        init_method: InitMethod = normal(0.02),  # noqa: B008 (a pure function's value)
+        init_method: InitMethod | None = normal(0.02),  # noqa: B008 (a pure function's value)
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -137,6 +138,7 @@ class RowParallelLinear(nn.Module):
         sequence_parallel: each rank keeps its slice of the sequence of the sum; the gradient of b
             is then partial (`Shard.partial_gradient`).
         init_method: used by `initialize_parameters`; W is NaN until then. b is initialized to 0.
+            None: the caller fills W and b.
 
     Shape:
         x [..., in / T], a slice per rank  ->  y [..., out], equal on all tensor ranks
@@ -154,7 +156,7 @@ class RowParallelLinear(nn.Module):
         axis: Axis,
         bias: bool = True,
         sequence_parallel: bool = False,
-        init_method: InitMethod = normal(0.02),  # noqa: B008 (a pure function's value)
+        init_method: InitMethod | None = normal(0.02),  # noqa: B008 (a pure function's value)
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:

@@ -41,6 +41,7 @@ LAYERS = [
     "planning",
     "diagnostics",
     "checkpoint",
+    "hf",
     "fault_tolerance",
     "doctor",
     "engine",

@@ -1,0 +1,249 @@
+"""ModelDescription: a Hugging Face model without memory, and shells that run around its layers.
+
+    HF model     embeddings ... masks, rotary ... [ layer 0 ] ... [ layer n-1 ] ... norm, head
+    segment 0    runs up to layer 0, whose input is its output
+    segment 1    runs from the output of the last layer; its output is that of the model
+
+An encoder-decoder has two stacks of layers and three segments; the second one contains the norm of
+the encoder and the embeddings of the decoder. A shell is the model with placeholders for layers and
+for the modules of other segments. HF's own forward runs in it, so masks, positions, scaling and
+soft caps of a family are not written again here.
+"""
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipemega.errors import ConfigError
+from pipemega.hf.layer_messages import Side, split_hidden
+from pipemega.hf.parameter_memory import allocate, parameters_on_meta
+from pipemega.hf.placeholders import (
+    LayerPlaceholder,
+    ModuleStub,
+    set_module,
+    without_values,
+    zeros_like_output,
+)
+
+
+class LayerReached(Exception):
+    """Ends a run of a shell at a layer; carries the input of the layer."""
+
+
+class ModelDescription:
+    """One model: its stacks of layers, its names, its ties.
+
+    Args:
+        config: a `PretrainedConfig`; copied.
+        model_class: builds the model: an Auto class or a class of transformers.
+
+    Attributes:
+        model: on the meta device, without its layers.
+        layers: of all stacks, in the order in which they run.
+        places: (stack, name in the model) of each layer.
+        first_of_stack: index of the first layer of each stack.
+        segment_modules: names of the modules with parameters of each segment.
+        tied: name of a tied tensor -> name under which HF saves it.
+
+    Raises:
+        ConfigError: the layers were not found, or exchange more than hidden states.
+    """
+
+    def __init__(self, config: Any, model_class: Any) -> None:
+        self.config = copy.deepcopy(config)
+        build = getattr(model_class, "from_config", None) or model_class._from_config
+        with parameters_on_meta():
+            self.model: nn.Module = build(self.config, dtype=torch.get_default_dtype())
+        self.config = self.model.config
+        self.model.eval()
+        self.main_input: str = self.model.main_input_name
+        self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
+        self.accepted = frozenset(inspect.signature(self.model.forward).parameters)
+        self.stacks = _find_stacks(self.model)
+        self.layers: list[nn.Module] = []
+        self.places: list[tuple[int, str]] = []
+        self.first_of_stack: list[int] = []
+        for stack, path in enumerate(self.stacks):
+            self.first_of_stack.append(len(self.layers))
+            for number, layer in enumerate(self.model.get_submodule(path)):  # type: ignore[arg-type]
+                self.layers.append(layer)
+                self.places.append((stack, f"{path}.{number}"))
+            # A shell copies the model for every segment; layers are copied one by one.
+            set_module(self.model, path, nn.ModuleList())
+        self.owners = _parameter_owners(self.model)
+        self.outputs_per_layer = [0] * len(self.stacks)  # 0: a tensor, else the length of a tuple
+        self.segment_modules = _find_segments(self)
+
+    @property
+    def class_name(self) -> str:
+        return type(self.model).__name__
+
+    def __repr__(self) -> str:
+        return self.class_name
+
+    def tensor_names(self) -> list[str]:
+        """Return the names in the state_dict of the whole model."""
+        names = list(self.model.state_dict())
+        for layer, (_, path) in zip(self.layers, self.places, strict=True):
+            names += [f"{path}.{name}" for name in layer.state_dict()]
+        return names
+
+    def shell(self, keep: set[str], on_layer: Any, on_stub: Any = None) -> nn.Module:
+        """Return a copy of the model without memory: placeholders for layers, stubs for the rest.
+
+        Args:
+            keep: names of the owners of parameters that are kept.
+            on_layer: see `LayerPlaceholder`.
+            on_stub: see `ModuleStub`.
+        """
+        model = copy.deepcopy(self.model)
+        for number, name in enumerate(self.owners):
+            if name not in keep:
+                stub = ModuleStub(number, self.model.get_submodule(name), on_stub)
+                set_module(model, name, stub)
+        placeholders = [LayerPlaceholder(i, x, on_layer) for i, x in enumerate(self.layers)]
+        for stack, path in enumerate(self.stacks):
+            own = [p for p, (s, _) in zip(placeholders, self.places, strict=True) if s == stack]
+            set_module(model, path, nn.ModuleList(own))
+        return model
+
+    def run(self, shell: nn.Module, inputs: dict[str, Any]) -> Any:
+        """Call a shell by HF's names of inputs."""
+        if "use_cache" in self.accepted:
+            inputs = {**inputs, "use_cache": False}
+        return shell(**inputs)
+
+    def stand_in_inputs(self, like: Tensor, side: Side) -> dict[str, Tensor]:
+        """Return inputs for a shell without embeddings; `like` is [batch, sequence, ...]."""
+        if self.main_input in side:
+            return side
+        zero = torch.zeros((), device=like.device)
+        if self.main_input in _FLOAT_INPUT_SHAPES:
+            shape = _FLOAT_INPUT_SHAPES[self.main_input](self.config)
+            return {self.main_input: zero.to(like.dtype).expand(like.shape[0], *shape), **side}
+        return {self.main_input: zero.long().expand(like.shape[:2]), **side}
+
+    def as_layer_output(self, index: int, hidden: Tensor) -> Any:
+        """Return `hidden` as the layers of this family return it."""
+        length = self.outputs_per_layer[self.places[index][0]]
+        return hidden if not length else (hidden, *[None] * (length - 1))
+
+
+_FLOAT_INPUT_SHAPES = {
+    "pixel_values": lambda c: (c.num_channels, *_image_size(c.image_size)),
+    "input_features": lambda c: (c.num_mel_bins, 2 * c.max_source_positions),
+}
+
+
+def _image_size(size: Any) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
+
+
+def _parameter_owners(model: nn.Module) -> list[str]:
+    """Return the outermost modules that have parameters of their own."""
+    owners = [
+        name
+        for name, module in model.named_modules()
+        if name and next(module.parameters(recurse=False), None) is not None
+    ]
+    return [n for n in owners if not any(n.startswith(f"{other}.") for other in owners)]
+
+
+def _find_stacks(model: Any) -> tuple[str, ...]:
+    """Return the names of the lists of layers: of the classes that HF does not split over devices.
+
+    The encoder comes first, the decoder last.
+    """
+    unsplit: set[str] = set()
+    for module in model.modules():
+        unsplit |= set(getattr(module, "_no_split_modules", None) or ())
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m)}
+    found = [n for n, m in lists.items() if type(m[0]).__name__ in unsplit]
+    if not found:  # older families name no such class
+        number = getattr(model.config, "num_hidden_layers", None)
+        found = [n for n, m in lists.items() if len(m) == number]
+    if not found or len(found) > 2:
+        raise ConfigError(
+            f"{type(model).__name__} cannot be split into a pipeline: it has "
+            f"{len(found) or 'no'} lists of layers{': ' + ', '.join(found) if found else ''}; a "
+            f"model with one stack of layers, or an encoder and a decoder, can",
+            on_every_rank=True,
+        )
+    return tuple(sorted(found, key=lambda name: "decoder" in name.split(".")))
+
+
+def _find_segments(description: ModelDescription) -> list[set[str]]:
+    """Run the model around its layers, twice, and return the modules of each segment.
+
+    The runs differ in the outputs of the layers. What a layer gets must not depend on them: except
+    for hidden states and an encoder's output, it would have to be sent from stage to stage.
+    """
+    d = description
+    called: list[set[str]] = [set() for _ in range(len(d.stacks) + 1)]
+    segment = 0
+    given: list[list[Tensor]] = []
+    generator = torch.Generator()
+
+    def on_stub(number: int) -> None:
+        called[segment].add(d.owners[number])
+
+    def on_layer(index: int, args: Any, kwargs: Any) -> Any:
+        nonlocal segment
+        stack = d.places[index][0]
+        if index == d.first_of_stack[stack]:
+            output = zeros_like_output(without_values(d.layers[index]), args, kwargs)
+            d.outputs_per_layer[stack] = len(output) if isinstance(output, tuple) else 0
+            segment = stack + 1
+        x, *others = split_hidden(args, kwargs)
+        given.append([t for t in pytree.tree_leaves(others) if isinstance(t, Tensor)])
+        y = torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu")
+        return d.as_layer_output(index, y.requires_grad_())
+
+    shell = allocate(d.shell(set(), on_layer, on_stub), "cpu")
+    ids = torch.zeros(1, 4, dtype=torch.long, device="cpu")
+    side = {"decoder_input_ids": ids} if "decoder_input_ids" in d.accepted else {}
+    runs = []
+    # Other implementations of experts read values, which the meta device does not have.
+    experts = getattr(d.config, "_experts_implementation", None)
+    d.config._experts_implementation = "batched_mm"
+    try:
+        for seed in range(2):
+            given, segment = [], 0
+            generator.manual_seed(seed)
+            with torch.enable_grad(), torch.device("cpu"):
+                d.run(shell, d.stand_in_inputs(torch.zeros(1, 4, 1), side))
+            runs.append(given)
+    finally:
+        d.config._experts_implementation = experts
+    _refuse_other_state(d, *runs)
+    # Modules that do not run, such as the second name of a tied table.
+    called[-1] |= set(d.owners).difference(*called)
+    return called
+
+
+def _refuse_other_state(
+    d: ModelDescription, first_run: list[list[Tensor]], second_run: list[list[Tensor]]
+) -> None:
+    """Raise ConfigError if a layer gets tensors that other layers have computed."""
+    if len(first_run) != len(d.layers):
+        raise ConfigError(
+            f"{d.class_name} calls {len(first_run)} layers, and has {len(d.layers)}",
+            on_every_rank=True,
+        )
+    for index, (first, second) in enumerate(zip(first_run, second_run, strict=True)):
+        stack = d.places[index][0]
+        # The output of the encoder goes to each layer of the decoder.
+        carried = {id(t) for t in first_run[d.first_of_stack[stack]]} if stack else set()
+        for t, u in zip(first, second, strict=True):
+            computed = t.requires_grad or not torch.equal(t, u)
+            if computed and not (t.requires_grad and id(t) in carried):
+                raise ConfigError(
+                    f"{d.class_name} cannot be split into a pipeline: layer {index} "
+                    f"({d.places[index][1]}) gets a tensor {list(t.shape)} that other layers have "
+                    f"computed, besides its hidden states",
+                    on_every_rank=True,
+                )

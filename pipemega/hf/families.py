@@ -1,0 +1,138 @@
+"""Family: how the layers of a family are sharded over tensor ranks, as data.
+
+transformers has plans for some families (`base_model_tp_plan`); this table completes and corrects
+them. Names are relative to a layer. The styles are explained in sharding_styles.py.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What the tensor ranks share of one family.
+
+    Args:
+        styles: module or parameter -> style.
+        divided: module -> attributes with numbers of heads or channels, divided by the ranks.
+        divided_config: module -> keys of the config that the module reads in forward, divided.
+        sliced_arguments: arguments of a layer with one entry per head, folded into the batch.
+        shared: parameters of the first layer of a stack that all its layers use.
+    """
+
+    styles: dict[str, str] = field(default_factory=dict)
+    divided: dict[str, Names] = field(default_factory=dict)
+    divided_config: dict[str, Names] = field(default_factory=dict)
+    sliced_arguments: Names = ()
+    shared: Names = ()
+
+
+def _linears(column: Names, row: Names) -> dict[str, str]:
+    return dict.fromkeys(column, "colwise") | dict.fromkeys(row, "rowwise")
+
+
+def _prefixed(prefix: str, column: Names, row: str) -> dict[str, str]:
+    return _linears(tuple(f"{prefix}.{c}" for c in column), (f"{prefix}.{row}",))
+
+
+_FUSED_GLU = {"mlp.gate_up_proj": "blocks:2", "mlp.down_proj": "rowwise"}
+_QKV = ("q_proj", "k_proj", "v_proj")
+_BLOOM_MLP = _linears(("mlp.dense_h_to_4h",), ("mlp.dense_4h_to_h",))
+_BLOOM = _linears(("self_attention.query_key_value",), ("self_attention.dense",)) | _BLOOM_MLP
+_T5_BIAS = "layer.0.SelfAttention.relative_attention_bias.weight"
+_T5_ATTENTION = ("layer.0.SelfAttention", "layer.1.EncDecAttention")
+
+FAMILIES: dict[str, Family] = {
+    "bert": Family(
+        _linears(
+            (*(f"attention.self.{n}" for n in ("query", "key", "value")), "intermediate.dense"),
+            ("attention.output.dense", "output.dense"),
+        ),
+        divided={"attention.self": ("num_attention_heads", "all_head_size")},
+    ),
+    "bloom": Family(
+        _BLOOM,
+        divided={"self_attention": ("num_heads",)},
+        sliced_arguments=("alibi",),
+    ),
+    "deepseek_v2": Family(divided={"self_attn": ("num_heads",)}),
+    "deepseek_v3": Family(
+        _linears(
+            ("self_attn.q_proj", "self_attn.q_b_proj", "self_attn.kv_b_proj"),
+            ("self_attn.o_proj",),
+        )
+        | {"self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj"},
+        divided={"self_attn": ("num_heads",)},
+    ),
+    # With groups of heads (40B, 180B).
+    "falcon": Family(_BLOOM, divided={"self_attention": ("num_heads", "num_kv_heads")}),
+    # One key and one value for all heads, fused with the queries: attention is not sharded.
+    "falcon-7b": Family(_BLOOM_MLP),
+    "glm": Family(_FUSED_GLU),
+    "glm4": Family(_FUSED_GLU),
+    "gpt2": Family(
+        {"attn.c_attn": "blocks:3"} | _linears(("mlp.c_fc",), ("attn.c_proj", "mlp.c_proj")),
+        divided={"attn": ("num_heads", "split_size", "embed_dim")},
+    ),
+    "gpt_oss": Family(
+        _prefixed("self_attn", _QKV, "o_proj")
+        | {
+            "self_attn.sinks": "dim:0",
+            "mlp.experts.gate_up_proj": "dim:-1",
+            "mlp.experts.gate_up_proj_bias": "dim:-1",
+            "mlp.experts.down_proj": "dim:1",
+            "mlp.experts.down_proj_bias": "on_first_rank",
+            "mlp.experts": "moe_tp_experts",
+        },
+    ),
+    "gptj": Family(
+        _prefixed("attn", _QKV, "out_proj") | _linears(("mlp.fc_in",), ("mlp.fc_out",)),
+        divided={"attn": ("num_attention_heads",)},
+    ),
+    "opt": Family(
+        _prefixed("self_attn", _QKV, "out_proj") | _linears(("fc1",), ("fc2",)),
+        divided={"self_attn": ("num_heads", "embed_dim")},
+    ),
+    "phi3": Family(
+        {"self_attn.qkv_proj": "qkv", "self_attn.o_proj": "rowwise", **_FUSED_GLU},
+        divided={"self_attn": ("num_key_value_heads",)},
+        divided_config={"self_attn": ("num_attention_heads", "num_key_value_heads")},
+    ),
+    "t5": Family(
+        {k: v for a in _T5_ATTENTION for k, v in _prefixed(a, ("q", "k", "v"), "o").items()}
+        | {
+            k: v
+            for i in (1, 2)
+            for k, v in _prefixed(f"layer.{i}.DenseReluDense", ("wi", "wi_0", "wi_1"), "wo").items()
+        }
+        | {_T5_BIAS: "dim:1"},
+        divided=dict.fromkeys(_T5_ATTENTION, ("n_heads", "inner_dim")),
+        shared=(_T5_BIAS,),
+    ),
+    "vit": Family(
+        _prefixed("attention", _QKV, "o_proj") | _linears(("mlp.fc1",), ("mlp.fc2",)),
+    ),
+    "whisper": Family(
+        _prefixed("self_attn", _QKV, "out_proj")
+        | _prefixed("encoder_attn", _QKV, "out_proj")
+        | _linears(("fc1",), ("fc2",)),
+        divided={"self_attn": ("num_heads",), "encoder_attn": ("num_heads",)},
+    ),
+}
+
+
+def family_of(config: Any) -> Family:
+    """Return the entry of the table for a config; an empty one for other families."""
+    name = config.model_type
+    if name == "falcon" and config.multi_query and not config.new_decoder_architecture:
+        name = "falcon-7b"
+    return FAMILIES.get(name, Family())
+
+
+def styles_of(config: Any) -> dict[str, str]:
+    """Return module or parameter of a layer -> style: HF's plan, completed by the table."""
+    plan = getattr(config, "base_model_tp_plan", None) or {}
+    inner = {key.split(".*.", 1)[1]: style for key, style in plan.items() if ".*." in key}
+    return inner | family_of(config).styles

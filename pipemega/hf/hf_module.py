@@ -1,0 +1,112 @@
+"""HFPipelineModule: a transformers model as a list of layers."""
+
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from pipemega.errors import ConfigError
+from pipemega.hf.description import ModelDescription
+from pipemega.hf.families import family_of
+from pipemega.hf.label_losses import TokenLoss, class_loss
+from pipemega.hf.layer_arguments import LayerArguments
+from pipemega.hf.local_layer import build_layer
+from pipemega.hf.segments import Segment
+from pipemega.hf.vocabulary_names import VocabularyNames
+from pipemega.hf.weight_source import WeightSource
+from pipemega.pipeline.module import PipelineModule
+from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
+
+
+class HFPipelineModule(PipelineModule):
+    """A transformers model with one stack of layers, or with an encoder and a decoder.
+
+        layers    segment 0, layers of the stack, segment 1      (and the decoder's, segment 2)
+
+    Args:
+        description: of the model.
+        source: of the first values; None: initialised as HF does it.
+        folder: from which the model was loaded, with the tokenizer; None without.
+    """
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        source: WeightSource | None = None,
+        folder: Path | None = None,
+    ) -> None:
+        self.description, self.folder = description, folder
+        self._vocabulary = VocabularyNames(description)
+        self._arguments = LayerArguments(description)
+        layers: list[LayerSpec] = []
+        self._layer_names: dict[int, str] = {}  # position -> name of the layer in HF's model
+        for index, (stack, path) in enumerate(description.places):
+            if index == description.first_of_stack[stack]:
+                layers.append(self._segment(stack, source))
+            self._layer_names[len(layers)] = path
+            layers.append(self._layer(index, source))
+        layers.append(self._segment(len(description.stacks), source))
+        super().__init__(layers, loss_fn=self._loss())
+
+    @property
+    def hf_config(self) -> Any:
+        """The `PretrainedConfig` of the model."""
+        return self.description.config
+
+    def _segment(self, number: int, source: WeightSource | None) -> LayerSpec:
+        d, names = self.description, self._vocabulary
+        arguments = (d, self._arguments, number, source, TENSOR_AXIS)
+        is_last = number == len(d.stacks)
+        has_table = any(names.is_table(name) for name in d.segment_modules[number])
+        if names.head_is_tied if is_last else (has_table and names.is_tied):
+            attribute = f"hf.{names.table}.weight"
+            return TiedLayerSpec("words", Segment, *arguments, tied_weight_attr=attribute)
+        return LayerSpec(Segment, *arguments)
+
+    def _layer(self, index: int, source: WeightSource | None) -> LayerSpec:
+        d = self.description
+        build = partial(build_layer)
+        build.__name__ = type(d.layers[index]).__name__  # type: ignore[attr-defined]
+        arguments = (d, self._arguments, index, source, TENSOR_AXIS)
+        shared = family_of(d.config).shared
+        if shared:
+            key = f"stack {d.places[index][0]}"
+            return TiedLayerSpec(key, build, *arguments, tied_weight_attr=shared)
+        return LayerSpec(build, *arguments)
+
+    def _loss(self) -> Any:
+        if self._vocabulary.head is None:
+            return class_loss
+        head = self.description.model.get_output_embeddings()
+        return LayerSpec(TokenLoss, head.out_features, TENSOR_AXIS)
+
+    def hf_name(self, logical: str) -> str:
+        """Return HF's name of a logical tensor `layers.<position>.<name>`."""
+        _, position, inner = logical.split(".", 2)
+        if int(position) in self._layer_names:
+            return f"{self._layer_names[int(position)]}.{inner}"
+        name = inner.removeprefix("hf.")
+        return self.description.tied.get(name, name)
+
+    def logical_name(self, hf: str) -> str:
+        """Return the logical name of HF's tensor `hf`, which may be a tied name.
+
+        Raises:
+            ConfigError: the model has no such tensor.
+        """
+        name = self.description.tied.get(hf, hf)
+        if name not in self._logical_names:
+            raise ConfigError(f"{self.description.class_name} has no tensor {hf!r}")
+        return self._logical_names[name]
+
+    @cached_property
+    def _logical_names(self) -> dict[str, str]:
+        names: dict[str, str] = {}
+        for position, layer in enumerate(self.meta_layers):
+            spec = self.specs[position]
+            for inner in layer.state_dict():
+                logical = f"layers.{position}.{inner}"
+                is_tied = isinstance(spec, TiedLayerSpec) and inner in spec.tied_weight_attr
+                if is_tied and self.tied()[spec.key][0] != position:  # type: ignore[attr-defined]
+                    continue
+                names[self.hf_name(logical)] = logical
+        return names

@@ -1,0 +1,38 @@
+"""Losses of the tasks, over logits of this rank's slice of the vocabulary."""
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipemega.distributed.mesh import Axis
+from pipemega.pipeline.microbatch_loss import WeightedLoss
+from pipemega.tensor_parallel import vocab_parallel_cross_entropy
+
+
+class TokenLoss(nn.Module):
+    """Cross entropy of tokens; labels stand at the position that predicts them, -100 is ignored.
+
+    transformers shifts the labels of causal models in the model; here the data do it.
+
+    Shape:
+        logits [batch, sequence, padded vocabulary / T], labels [batch, sequence]
+        ->  WeightedLoss: the sum over tokens and their number, both divided by the sequence length,
+        so that they fit fp16
+    """
+
+    def __init__(self, vocab_size: int, axis: Axis) -> None:
+        super().__init__()
+        self._vocab_size, self._axis = vocab_size, axis
+
+    def forward(self, logits: Tensor, labels: Tensor) -> WeightedLoss:
+        losses = vocab_parallel_cross_entropy(
+            logits, labels, axis=self._axis, vocab_size=self._vocab_size
+        )
+        num_tokens = (labels != -100).sum()
+        length = labels.shape[-1]
+        return WeightedLoss(losses.sum() / length, num_tokens.to(losses.dtype) / length)
+
+
+def class_loss(logits: Tensor, labels: Tensor) -> WeightedLoss:
+    """Cross entropy of classes; logits [batch, classes], labels [batch]."""
+    loss = F.cross_entropy(logits, labels, reduction="sum")
+    return WeightedLoss(loss, len(labels))

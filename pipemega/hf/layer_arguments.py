@@ -1,0 +1,100 @@
+"""LayerArguments: what HF's forward passes to each layer besides its hidden states.
+
+Masks, rotary tables, positions: computed by a run of the model with placeholders for layers and
+stubs for embeddings and head, once for each shape and each set of side inputs.
+"""
+
+from collections import OrderedDict
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipemega.hf.description import LayerReached, ModelDescription
+from pipemega.hf.layer_messages import Side, split_hidden
+from pipemega.hf.parameter_memory import allocate
+
+# Micro-batches of a pipeline are in flight at the same time, and backward may recompute one.
+_KEPT = 16
+
+# (leaves, tree, [(leaf, index of the carried tensor)]) of one layer.
+_Recorded = tuple[list[Any], Any, list[tuple[int, int]]]
+
+
+class LayerArguments:
+    """Records and caches the arguments of the layers of one model."""
+
+    def __init__(self, description: ModelDescription) -> None:
+        self._description = description
+        self._recorded: OrderedDict[Any, tuple[list[_Recorded], Side]] = OrderedDict()
+        self._shells: dict[Any, nn.Module] = {}
+
+    def of(
+        self, index: int, hidden: Tensor, carried: list[Tensor], side: Side
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return (args, kwargs) of layer `index` after its hidden states.
+
+        Args:
+            hidden: [batch, sequence, ...]; only its shape, dtype and device count.
+            carried, side: see layer_messages.py.
+        """
+        leaves, tree, slots = self._recorded_for(hidden, side)[index]
+        if slots:
+            leaves = list(leaves)
+            for place, number in slots:
+                leaves[place] = carried[number]
+        args, kwargs = pytree.tree_unflatten(leaves, tree)
+        return args, kwargs
+
+    def carried_slots(self, index: int, hidden: Tensor, side: Side) -> list[int]:
+        """Return the leaves of the other arguments of layer `index` that are carried, in order."""
+        _, _, slots = self._recorded_for(hidden, side)[index]
+        first = {number: place for place, number in reversed(slots)}
+        return [first[number] for number in sorted(first)]
+
+    def _recorded_for(self, hidden: Tensor, side: Side) -> list[_Recorded]:
+        inputs = ((name, id(value)) for name, value in side.items())
+        key = (hidden.shape[:2], hidden.dtype, hidden.device, *inputs)
+        if key not in self._recorded:
+            # The side inputs are kept, so that no other tensors get their ids.
+            self._recorded[key] = (self._record(hidden, side), side)
+            while len(self._recorded) > _KEPT:
+                self._recorded.popitem(last=False)
+        return self._recorded[key][0]
+
+    def _record(self, hidden: Tensor, side: Side) -> list[_Recorded]:
+        d = self._description
+        recorded: list[_Recorded] = []
+        numbers: dict[int, int] = {}  # id of a carried tensor -> its number
+        kept_alive = []
+
+        def on_layer(index: int, args: Any, kwargs: Any) -> Any:
+            x, *others = split_hidden(args, kwargs)
+            leaves, tree = pytree.tree_flatten(tuple(others))
+            slots = []
+            for place, leaf in enumerate(leaves):
+                if isinstance(leaf, Tensor) and leaf.requires_grad:
+                    slots.append((place, numbers.setdefault(id(leaf), len(numbers))))
+                    kept_alive.append(leaf)
+                    leaves[place] = None
+            recorded.append((leaves, tree, slots))
+            if len(recorded) == len(d.layers):
+                raise LayerReached
+            return d.as_layer_output(index, x.detach().requires_grad_())
+
+        shell = self._shell_on(hidden.dtype, hidden.device)
+        for stack in d.stacks:
+            for placeholder in shell.get_submodule(stack).children():
+                placeholder.on_call = on_layer  # type: ignore[assignment]
+        with torch.enable_grad(), suppress(LayerReached):
+            d.run(shell, d.stand_in_inputs(hidden, side))
+        return recorded
+
+    def _shell_on(self, dtype: torch.dtype, device: torch.device) -> nn.Module:
+        key = (dtype, device)
+        if key not in self._shells:
+            shell = self._description.shell(set(), None)
+            self._shells[key] = allocate(shell, device).eval()
+        return self._shells[key]

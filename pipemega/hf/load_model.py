@@ -1,0 +1,81 @@
+"""from_pretrained: a Hugging Face folder or config -> HFPipelineModule."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from pipemega.errors import ConfigError
+from pipemega.hf.description import ModelDescription
+from pipemega.hf.hf_module import HFPipelineModule
+from pipemega.hf.installed_transformers import import_transformers
+from pipemega.hf.tasks import model_class_of
+from pipemega.hf.weight_source import WeightSource
+
+
+def from_pretrained(
+    path_or_config: Any,
+    *,
+    task: str | None = None,
+    pretrained: bool = True,
+    sequence_parallel: bool = False,
+    attn_implementation: str | None = None,
+) -> HFPipelineModule:
+    """Return a Hugging Face model as layers; nothing is downloaded, no remote code runs.
+
+    Args:
+        path_or_config: a folder with config.json and safetensors, or a `PretrainedConfig`.
+        task: "causal-lm", "masked-lm", "seq2seq" or "image-classification"; by default that of
+            the config's `architectures`.
+        pretrained: load the weights of the folder; False: initialise as HF does.
+        sequence_parallel: shard activations between the layers over the sequence
+            (`mesh.sequence_parallel`).
+        attn_implementation: "eager", "sdpa", "flash_attention_2"...; by default HF's choice.
+
+    Raises:
+        ConfigError: names the folder, the key or the version, and the way out; the same on every
+            rank.
+    """
+    folder, config = _read_config(path_or_config)
+    if pretrained and folder is None:
+        raise ConfigError(
+            "from_pretrained() got a config, which has no weights: give the folder of the "
+            "weights, or pretrained=False to initialise the model",
+            on_every_rank=True,
+        )
+    if attn_implementation is not None:
+        config._attn_implementation = attn_implementation
+    description = ModelDescription(config, model_class_of(config, task))
+    source: WeightSource | None = None
+    if pretrained:
+        assert folder is not None
+        source = _weights_of(folder, description)
+    return HFPipelineModule(description, source, folder)
+
+
+def _weights_of(folder: Path, description: ModelDescription) -> WeightSource:
+    from pipemega.hf.safetensors_files import SafetensorsSource
+
+    return SafetensorsSource(folder, description)
+
+
+def _read_config(path_or_config: Any) -> tuple[Path | None, Any]:
+    """Return (folder, PretrainedConfig)."""
+    transformers = import_transformers()
+    if isinstance(path_or_config, transformers.PretrainedConfig):
+        return None, path_or_config
+    if not isinstance(path_or_config, str | os.PathLike):
+        raise ConfigError(
+            f"from_pretrained() takes a folder or a PretrainedConfig, not "
+            f"{type(path_or_config).__name__}",
+            on_every_rank=True,
+        )
+    folder = Path(path_or_config)
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{folder} has no config.json: give the folder of a model as save_pretrained writes "
+            f"it; nothing is downloaded",
+            on_every_rank=True,
+        )
+    return folder, transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )

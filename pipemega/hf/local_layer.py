@@ -1,0 +1,85 @@
+"""A layer of a Hugging Face model on one rank: sharded, and called with a message alone."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipemega.distributed.mesh import Axis
+from pipemega.hf.description import ModelDescription
+from pipemega.hf.families import family_of, styles_of
+from pipemega.hf.first_values import initialize_as_hf, load_values
+from pipemega.hf.layer_arguments import LayerArguments
+from pipemega.hf.layer_messages import pack, unpack
+from pipemega.hf.parameter_memory import allocate
+from pipemega.hf.placeholders import set_module
+from pipemega.hf.sharding_styles import shard_layer
+from pipemega.hf.weight_source import WeightSource
+
+
+class _LocalLayer:
+    """Put before the class of a layer: takes a message instead of HF's arguments."""
+
+    def forward(self: Any, message: Any) -> Any:
+        hidden, carried, side = unpack(message)
+        args, kwargs = self._arguments.of(self._index, hidden, carried, side)
+        for name in self._sliced_arguments:
+            kwargs = {**kwargs, name: _heads_of_rank(kwargs[name], hidden.shape[0], self._axis)}
+        output = super().forward(hidden, *args, **kwargs)  # type: ignore[misc]
+        return pack(output[0] if isinstance(output, tuple) else output, carried, side)
+
+
+def build_layer(
+    description: ModelDescription,
+    arguments: LayerArguments,
+    index: int,
+    source: WeightSource | None,
+    axis: Axis,
+) -> nn.Module:
+    """Build this rank's shard of layer `index` on torch's default device.
+
+    The layer is that of transformers, with its names of parameters, as a subclass that maps a
+    message (layer_messages.py) to a message.
+
+    Raises:
+        ConfigError: the layer cannot be sharded over the tensor ranks.
+    """
+    d, family = description, family_of(description.config)
+    stack, path = d.places[index]
+    first = d.first_of_stack[stack]
+    # All layers get their own copy of what only the first one has; the copies are tied.
+    layer = copy.deepcopy(d.layers[first if family.shared else index])
+    layer = shard_layer(layer, styles_of(d.config), family, d.config, axis)
+    vars(layer).update(
+        _arguments=arguments,
+        _index=index,
+        _axis=axis,
+        _sliced_arguments=family.sliced_arguments if axis.size > 1 else (),
+    )
+    kind = type(layer)
+    layer.__class__ = type(kind.__name__, (_LocalLayer, kind), {})
+    device = torch.get_default_device()
+    allocate(layer, device)
+    if device.type != "meta":
+        names = {name: f"{path}.{name}" for name in layer.state_dict()}
+        names |= {name: f"{d.places[first][1]}.{name}" for name in family.shared}
+        if source is not None:
+            load_values(layer, source, names)
+        else:
+            initialize_as_hf(layer, lambda: _model_with_layer(d, index), names)
+    return layer
+
+
+def _model_with_layer(description: ModelDescription, index: int) -> nn.Module:
+    """Return the model with one layer, and without other parameters."""
+    model = description.shell(set(), None)
+    set_module(model, description.places[index][1], copy.deepcopy(description.layers[index]))
+    return model
+
+
+def _heads_of_rank(tensor: Tensor, batch: int, axis: Axis) -> Tensor:
+    """Return the entries of this rank's heads of [batch * heads, ...]."""
+    heads = tensor.shape[0] // batch // axis.size
+    by_rank = tensor.view(batch, axis.size, heads, *tensor.shape[1:])
+    return by_rank[:, axis.rank].reshape(batch * heads, *tensor.shape[1:])

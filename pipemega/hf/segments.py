@@ -1,0 +1,144 @@
+"""Segment: what of a Hugging Face model runs before a stack of layers, or after the last one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipemega.distributed.mesh import Axis
+from pipemega.errors import DataError
+from pipemega.hf.description import LayerReached, ModelDescription
+from pipemega.hf.first_values import initialize_as_hf, load_values
+from pipemega.hf.layer_arguments import LayerArguments
+from pipemega.hf.layer_messages import pack, split_hidden, unpack
+from pipemega.hf.parameter_memory import allocate
+from pipemega.hf.placeholders import set_module
+from pipemega.hf.sharded_vocabulary import ShardedHead, TableStub, shard_embedding
+from pipemega.hf.vocabulary_names import VocabularyNames
+from pipemega.hf.weight_source import WeightSource
+from pipemega.tensor_parallel.output_shard import OutputShard
+
+_FLOAT_INPUTS = ("inputs_embeds", "pixel_values", "input_features")
+
+
+class Segment(nn.Module):
+    """The transformers model with placeholders for all layers and stubs for other segments.
+
+    Args:
+        description: of the model.
+        arguments: of its layers.
+        number: 0 before the first stack of layers; the last one has the head.
+        axis: the tensor axis of the mesh.
+        source: None: initialised as HF does it.
+
+    Shape:
+        segment 0: inputs by HF's names, or the main input alone  ->  message
+        the others: message  ->  message, or the logits of this rank's slice of the vocabulary
+    """
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        arguments: LayerArguments,
+        number: int,
+        source: WeightSource | None,
+        axis: Axis,
+    ) -> None:
+        super().__init__()
+        self._description, self._arguments, self._number = description, arguments, number
+        self._received: Tensor | None = None
+        self.output_shard: OutputShard | None = None
+        self.hf = self._local_part(axis)
+        device = torch.get_default_device()
+        if device.type == "meta":
+            allocate(self.hf, device)
+            return
+        allocate(self.hf, device)
+        names = {name: name for name in self.hf.state_dict()}
+        if source is not None:
+            load_values(self.hf, source, names)
+        else:
+            keep = set(description.segment_modules[number])
+            vocabulary = VocabularyNames(description)
+            if number == len(description.stacks) and vocabulary.head_is_tied:
+                keep.add(vocabulary.owner(vocabulary.table))
+            initialize_as_hf(self.hf, lambda: description.shell(keep, None), names)
+
+    def _local_part(self, axis: Axis) -> nn.Module:
+        """Return the shell of this segment on meta, with the vocabulary sharded."""
+        d, vocabulary = self._description, VocabularyNames(self._description)
+        keep = set(d.segment_modules[self._number])
+        is_last = self._number == len(d.stacks)
+        uses = [name for name in keep if vocabulary.is_table(name)]
+        if is_last:
+            # Other names of the table, which do not run.
+            keep.difference_update(uses)
+        model = d.shell(keep, self._on_layer)
+        for name in () if is_last else uses:
+            table = model.get_submodule(name)
+            shard_embedding(table, axis)
+            # In all segments the tied weight has the name under which HF saves it.
+            set_module(model, vocabulary.table, table)
+        if is_last and vocabulary.head is not None:
+            linear = d.model.get_submodule(vocabulary.head)
+            table = None
+            if vocabulary.head_is_tied:
+                table = TableStub(d.model.get_submodule(vocabulary.table), axis)
+                set_module(model, vocabulary.table, table)
+                vocabulary.drop_second_bias(model)
+            head = ShardedHead(linear, axis, table)
+            set_module(model, vocabulary.head, head)
+            self.output_shard = head.output_shard
+        return model
+
+    def forward(self, x: Any) -> Any:
+        d = self._description
+        if self._number == 0:
+            inputs = self._check_inputs(x if isinstance(x, dict) else {d.main_input: x})
+            side = {k: v for k, v in inputs.items() if not v.is_floating_point()}
+            if len(d.stacks) == 1:
+                # Layers know its shape from the hidden states.
+                side.pop(d.main_input, None)
+        else:
+            self._received, _, side = unpack(x)
+            inputs = d.stand_in_inputs(self._received, side)
+        try:
+            output = d.run(self.hf, inputs)
+        except LayerReached as reached:
+            hidden, others = reached.args
+            slots = self._arguments.carried_slots(d.first_of_stack[self._number], hidden, side)
+            return pack(hidden, [others[place] for place in slots], side)
+        finally:
+            self._received = None
+        return output.logits
+
+    def _on_layer(self, index: int, args: Any, kwargs: Any) -> Any:
+        d = self._description
+        hidden, *others = split_hidden(args, kwargs)
+        if d.places[index][0] == self._number:
+            raise LayerReached(hidden, pytree.tree_leaves(tuple(others)))
+        is_last_before = index + 1 == len(d.layers) or d.places[index + 1][0] == self._number
+        if is_last_before:
+            assert self._received is not None
+            hidden = self._received
+        return d.as_layer_output(index, hidden)
+
+    def _check_inputs(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
+        d = self._description
+        for name, value in inputs.items():
+            if name not in d.accepted:
+                raise DataError(
+                    f"{d.class_name} has no input {name!r}; it has: {', '.join(sorted(d.accepted))}"
+                )
+            if value.is_floating_point() and name not in _FLOAT_INPUTS:
+                raise DataError(
+                    f"input {name!r} is {value.dtype}: besides {', '.join(_FLOAT_INPUTS)}, inputs "
+                    f"are integers or bool, because every stage gets them unchanged"
+                )
+        if len(d.stacks) == 2 and not {"decoder_input_ids"} & set(inputs):
+            raise DataError(
+                f"{d.class_name} needs decoder_input_ids in the inputs (the labels shifted right, "
+                f"beginning with decoder_start_token_id); it has: {', '.join(inputs)}"
+            )
+        return inputs

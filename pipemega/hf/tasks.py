@@ -1,0 +1,63 @@
+"""Tasks: which class of transformers builds the model, and which loss it is trained with."""
+
+from typing import Any
+
+from pipemega.errors import ConfigError
+from pipemega.hf.installed_transformers import import_transformers
+
+# Task -> Auto classes of transformers.
+TASKS: dict[str, tuple[str, ...]] = {
+    "causal-lm": ("AutoModelForCausalLM",),
+    "seq2seq": ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"),
+    "masked-lm": ("AutoModelForMaskedLM",),
+    "image-classification": ("AutoModelForImageClassification",),
+}
+
+
+def model_class_of(config: Any, task: str | None) -> Any:
+    """Return the class that builds the model of `config` for `task`.
+
+    Args:
+        task: a key of TASKS; None: that of `config.architectures`, or the only one of the family.
+
+    Raises:
+        ConfigError: the task is unknown, the family has no model for it, or it is not clear.
+    """
+    if task is not None and task not in TASKS:
+        raise ConfigError(
+            f"unknown task {task!r}; the tasks are {', '.join(TASKS)}", on_every_rank=True
+        )
+    classes = {name: found for name in TASKS if (found := _class_for(config, name)) is not None}
+    if task is None:
+        task = _default_task(config, classes)
+    if task not in classes:
+        raise ConfigError(
+            f"transformers has no model of the family {config.model_type!r} for task {task!r}; "
+            f"it has one for: {', '.join(classes) or 'no task that pipemega trains'}",
+            on_every_rank=True,
+        )
+    return classes[task]
+
+
+def _class_for(config: Any, task: str) -> Any:
+    transformers = import_transformers()
+    for name in TASKS[task]:
+        mapping = getattr(transformers, name)._model_mapping
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            return found[0] if isinstance(found, tuple) else found
+    return None
+
+
+def _default_task(config: Any, classes: dict[str, Any]) -> str | None:
+    for architecture in config.architectures or ():
+        for task, found in classes.items():
+            if found.__name__ == architecture:
+                return task
+    if len(classes) > 1:
+        raise ConfigError(
+            f"the config of family {config.model_type!r} names no architecture of a task, and "
+            f"there are models for {', '.join(classes)}: give task",
+            on_every_rank=True,
+        )
+    return next(iter(classes), None)
