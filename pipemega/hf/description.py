@@ -12,6 +12,7 @@ soft caps of a family are not written again here.
 
 import copy
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,7 +58,7 @@ class ModelDescription:
         self.config = copy.deepcopy(config)
         build = getattr(model_class, "from_config", None) or model_class._from_config
         with parameters_on_meta():
-            self.model: nn.Module = build(self.config, dtype=torch.get_default_dtype())
+            self.model: Any = build(self.config, dtype=torch.get_default_dtype())
         self.config = self.model.config
         self.model.eval()
         self.main_input: str = self.model.main_input_name
@@ -69,7 +70,7 @@ class ModelDescription:
         self.first_of_stack: list[int] = []
         for stack, path in enumerate(self.stacks):
             self.first_of_stack.append(len(self.layers))
-            for number, layer in enumerate(self.model.get_submodule(path)):  # type: ignore[arg-type]
+            for number, layer in enumerate(self.model.get_submodule(path)):
                 self.layers.append(layer)
                 self.places.append((stack, f"{path}.{number}"))
             # A shell copies the model for every segment; layers are copied one by one.
@@ -100,7 +101,7 @@ class ModelDescription:
             on_layer: see `LayerPlaceholder`.
             on_stub: see `ModuleStub`.
         """
-        model = copy.deepcopy(self.model)
+        model: nn.Module = copy.deepcopy(self.model)
         for number, name in enumerate(self.owners):
             if name not in keep:
                 stub = ModuleStub(number, self.model.get_submodule(name), on_stub)
@@ -133,14 +134,14 @@ class ModelDescription:
         return hidden if not length else (hidden, *[None] * (length - 1))
 
 
-_FLOAT_INPUT_SHAPES = {
+_FLOAT_INPUT_SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
     "pixel_values": lambda c: (c.num_channels, *_image_size(c.image_size)),
     "input_features": lambda c: (c.num_mel_bins, 2 * c.max_source_positions),
 }
 
 
 def _image_size(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)  # type: ignore[return-value]
+    return (size, size) if isinstance(size, int) else tuple(size)
 
 
 def _parameter_owners(model: nn.Module) -> list[str]:

@@ -39,7 +39,7 @@ def initialize_as_hf(
         ConfigError: HF does not initialise a parameter.
     """
     with torch.device("cpu"), torch.no_grad():
-        whole = allocate(whole_model(), "cpu")
+        whole: Any = allocate(whole_model(), "cpu")
         for parameter in whole.parameters():
             parameter.fill_(torch.nan)
         for part in whole.modules():

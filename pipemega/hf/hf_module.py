@@ -100,13 +100,13 @@ class HFPipelineModule(PipelineModule):
 
     @cached_property
     def _logical_names(self) -> dict[str, str]:
+        """HF's name -> logical name; a tied parameter has that of its first layer."""
         names: dict[str, str] = {}
-        for position, layer in enumerate(self.meta_layers):
-            spec = self.specs[position]
+        tied: set[tuple[str, str]] = set()
+        for position, (spec, layer) in enumerate(zip(self.specs, self.meta_layers, strict=True)):
             for inner in layer.state_dict():
-                logical = f"layers.{position}.{inner}"
-                is_tied = isinstance(spec, TiedLayerSpec) and inner in spec.tied_weight_attr
-                if is_tied and self.tied()[spec.key][0] != position:  # type: ignore[attr-defined]
-                    continue
-                names[self.hf_name(logical)] = logical
+                logical, tie = f"layers.{position}.{inner}", spec.ties.get(inner)
+                if tie is None or tie not in tied:
+                    names[self.hf_name(logical)] = logical
+            tied |= set(spec.ties.values())
         return names

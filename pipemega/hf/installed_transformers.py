@@ -1,13 +1,13 @@
 """Imports transformers, or says which version to install."""
 
-from types import ModuleType
+from typing import Any
 
 from pipemega.errors import ConfigError
 
 MINIMUM, BELOW = (5, 9), (6, 0)
 
 
-def import_transformers() -> ModuleType:
+def import_transformers() -> Any:
     """Return the module `transformers`.
 
     Raises:

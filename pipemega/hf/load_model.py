@@ -1,6 +1,7 @@
 """from_pretrained: a Hugging Face folder or config -> HFPipelineModule."""
 
 import os
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +54,9 @@ def from_pretrained(
 
 
 def _weights_of(folder: Path, description: ModelDescription) -> WeightSource:
-    from pipemega.hf.safetensors_files import SafetensorsSource
-
-    return SafetensorsSource(folder, description)
+    files = import_module("pipemega.hf.safetensors_files")
+    source: WeightSource = files.SafetensorsSource(folder, description)
+    return source
 
 
 def _read_config(path_or_config: Any) -> tuple[Path | None, Any]:

@@ -25,7 +25,7 @@ def parameters_on_meta() -> Iterator[None]:
             vars(parameter).update(attributes)
         register(module, name, parameter)
 
-    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    nn.Module.register_parameter = register_on_meta  # type: ignore[assignment, method-assign]
     try:
         yield
     finally:

@@ -76,13 +76,13 @@ class Segment(nn.Module):
             keep.difference_update(uses)
         model = d.shell(keep, self._on_layer)
         for name in () if is_last else uses:
-            table = model.get_submodule(name)
-            shard_embedding(table, axis)
+            embedding = model.get_submodule(name)
+            shard_embedding(embedding, axis)
             # In all segments the tied weight has the name under which HF saves it.
-            set_module(model, vocabulary.table, table)
+            set_module(model, vocabulary.table, embedding)
         if is_last and vocabulary.head is not None:
             linear = d.model.get_submodule(vocabulary.head)
-            table = None
+            table: nn.Module | None = None
             if vocabulary.head_is_tied:
                 table = TableStub(d.model.get_submodule(vocabulary.table), axis)
                 set_module(model, vocabulary.table, table)

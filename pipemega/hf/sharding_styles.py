@@ -74,7 +74,7 @@ def shard_layer(
         own = copy.copy(modules[name].config)
         for key in keys:
             vars(own)[key] = even_share(getattr(own, key), axis.size, key)
-        modules[name].config = own  # type: ignore[assignment]
+        modules[name].config = own
     return layer
 
 
@@ -140,7 +140,7 @@ def _copy_rope_channels(module: nn.Module, config: Any, axis: Axis) -> None:
 
     def copy_last(_module: nn.Module, _inputs: Any, y: Tensor) -> Tensor:
         rope = config.qk_rope_head_dim
-        latent, keys = y.split([y.shape[-1] - rope, rope], -1)
+        latent, keys = torch.split(y, [y.shape[-1] - rope, rope], -1)
         return torch.cat([latent, copy_to_tensor(keys, axis)], -1)
 
     module.register_forward_hook(copy_last)

@@ -18,9 +18,10 @@ class VocabularyNames:
         self._tied = description.tied
         self._owners = description.owners
         model = description.model
-        self._modules = dict(model.named_modules(remove_duplicate=False))
+        self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
         words = model.get_input_embeddings()
-        self.table, self.head = "", None
+        self.table = ""
+        self.head: str | None = None
         if isinstance(words, nn.Embedding):
             self.table = self._name_of(words)
             head = model.get_output_embeddings()

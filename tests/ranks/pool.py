@@ -4,6 +4,7 @@ Starting four ranks that import torch takes 10 s; a fork server that has importe
 in less than 1 s. If a rank hangs or dies, only its test fails: the pool is restarted for the next.
 """
 
+import importlib.util
 import multiprocessing
 import os
 import tempfile
@@ -27,6 +28,9 @@ PRELOAD = [
     "pipemega.models",
     "pipemega.training",
 ]
+# Optional; its import takes 4 s.
+if importlib.util.find_spec("transformers") is not None:
+    PRELOAD += ["transformers", "transformers.models.llama.modeling_llama"]
 
 
 class RanksFailed(AssertionError):
