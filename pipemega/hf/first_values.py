@@ -12,17 +12,29 @@ from pipemega.hf.weight_source import WeightSource, is_transposed
 from pipemega.parameters import shard_of
 
 
-def load_values(module: nn.Module, source: WeightSource, names: Mapping[str, str]) -> None:
-    """Load parameters and persistent buffers of `module`.
+def set_first_values(
+    module: nn.Module,
+    source: WeightSource | None,
+    whole_model: Callable[[], Any],
+    names: Mapping[str, str],
+) -> None:
+    """Load parameters and persistent buffers of `module`; initialise those without a value.
 
     Args:
+        source: None: all parameters are initialised.
+        whole_model: see `_initialize_as_hf`.
         names: name in `module` -> name in the state_dict of the transformers model.
     """
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        source.load(names[name], tensor)
+    tensors = module.state_dict(keep_vars=True)
+    if source is None or not all(source.has(names[name]) for name in tensors):
+        _initialize_as_hf(module, whole_model, names)
+    if source is not None:
+        for name, tensor in tensors.items():
+            if source.has(names[name]):
+                source.load(names[name], tensor)
 
 
-def initialize_as_hf(
+def _initialize_as_hf(
     module: nn.Module, whole_model: Callable[[], Any], names: Mapping[str, str]
 ) -> None:
     """Fill the shards of `module` with slices of a whole that HF has initialised on the CPU.
@@ -32,8 +44,8 @@ def initialize_as_hf(
     Args:
         whole_model: returns the transformers model with the unsharded part and no other layers,
             on meta; called once.
-        names: as for `load_values`. Parameters that the whole does not have are tied to those of
-            another part, and are skipped.
+        names: see `set_first_values`. Parameters that the whole does not have are tied to those
+            of another part, and are skipped.
 
     Raises:
         ConfigError: HF does not initialise a parameter.

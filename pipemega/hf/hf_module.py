@@ -1,5 +1,6 @@
 """HFPipelineModule: a transformers model as a list of layers."""
 
+import json
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,14 @@ class HFPipelineModule(PipelineModule):
     def hf_config(self) -> Any:
         """The `PretrainedConfig` of the model."""
         return self.description.config
+
+    def checkpoint_metadata(self) -> dict[str, Any]:
+        config = self.hf_config.to_dict()
+        config["architectures"] = [self.description.class_name]
+        # JSON has no other values.
+        plain = json.loads(json.dumps(config, default=str))
+        folder = None if self.folder is None else str(self.folder.absolute())
+        return {"hf": {"config": plain, "folder": folder}}
 
     def _segment(self, number: int, source: WeightSource | None) -> LayerSpec:
         d, names = self.description, self._vocabulary

@@ -1,7 +1,6 @@
 """from_pretrained: a Hugging Face folder or config -> HFPipelineModule."""
 
 import os
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from pipemega.errors import ConfigError
 from pipemega.hf.description import ModelDescription
 from pipemega.hf.hf_module import HFPipelineModule
 from pipemega.hf.installed_transformers import import_transformers
+from pipemega.hf.safetensors_source import SafetensorsSource
 from pipemega.hf.tasks import model_class_of
 from pipemega.hf.weight_source import WeightSource
 
@@ -49,14 +49,8 @@ def from_pretrained(
     source: WeightSource | None = None
     if pretrained:
         assert folder is not None
-        source = _weights_of(folder, description)
+        source = SafetensorsSource(folder, description.config, description.class_name)
     return HFPipelineModule(description, source, folder)
-
-
-def _weights_of(folder: Path, description: ModelDescription) -> WeightSource:
-    files = import_module("pipemega.hf.safetensors_files")
-    source: WeightSource = files.SafetensorsSource(folder, description)
-    return source
 
 
 def _read_config(path_or_config: Any) -> tuple[Path | None, Any]:

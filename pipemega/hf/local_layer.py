@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from pipemega.distributed.mesh import Axis
 from pipemega.hf.description import ModelDescription
 from pipemega.hf.families import family_of, styles_of
-from pipemega.hf.first_values import initialize_as_hf, load_values
+from pipemega.hf.first_values import set_first_values
 from pipemega.hf.layer_arguments import LayerArguments
 from pipemega.hf.layer_messages import pack, unpack
 from pipemega.hf.parameter_memory import allocate
@@ -64,10 +64,7 @@ def build_layer(
     if device.type != "meta":
         names = {name: f"{path}.{name}" for name in layer.state_dict()}
         names |= {name: f"{d.places[first][1]}.{name}" for name in family.shared}
-        if source is not None:
-            load_values(layer, source, names)
-        else:
-            initialize_as_hf(layer, lambda: _model_with_layer(d, index), names)
+        set_first_values(layer, source, lambda: _model_with_layer(d, index), names)
     return layer
 
 

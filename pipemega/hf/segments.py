@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import DataError
 from pipemega.hf.description import LayerReached, ModelDescription
-from pipemega.hf.first_values import initialize_as_hf, load_values
+from pipemega.hf.first_values import set_first_values
 from pipemega.hf.layer_arguments import LayerArguments
 from pipemega.hf.layer_messages import pack, split_hidden, unpack
 from pipemega.hf.parameter_memory import allocate
@@ -56,14 +56,11 @@ class Segment(nn.Module):
             return
         allocate(self.hf, device)
         names = {name: name for name in self.hf.state_dict()}
-        if source is not None:
-            load_values(self.hf, source, names)
-        else:
-            keep = set(description.segment_modules[number])
-            vocabulary = VocabularyNames(description)
-            if number == len(description.stacks) and vocabulary.head_is_tied:
-                keep.add(vocabulary.owner(vocabulary.table))
-            initialize_as_hf(self.hf, lambda: description.shell(keep, None), names)
+        keep = set(description.segment_modules[number])
+        vocabulary = VocabularyNames(description)
+        if number == len(description.stacks) and vocabulary.head_is_tied:
+            keep.add(vocabulary.owner(vocabulary.table))
+        set_first_values(self.hf, source, lambda: description.shell(keep, None), names)
 
     def _local_part(self, axis: Axis) -> nn.Module:
         """Return the shell of this segment on meta, with the vocabulary sharded."""

@@ -8,6 +8,9 @@ from torch import Tensor, nn
 class WeightSource(Protocol):
     """Reads parameters and buffers by their names in the state_dict of the transformers model."""
 
+    def has(self, name: str) -> bool:
+        """Return whether there is a value; without one, HF initialises the parameter."""
+
     def load(self, name: str, tensor: Tensor) -> None:
         """Fill `tensor`, this rank's shard (`parameters.shard_of`) of HF's tensor `name`.
 

@@ -1,0 +1,205 @@
+"""Our own GPT as a model of transformers: GPT2, Llama or Qwen2, where its options allow.
+
+GPT2     learned positions, LayerNorm, GELU, biases everywhere, no groups of heads
+Llama    RoPE, RMSNorm, SwiGLU; biases everywhere or nowhere
+Qwen2    as Llama, with biases of queries, keys and values only
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pipemega.config.model import ModelSection
+from pipemega.errors import CheckpointError
+from pipemega.hf.export import CheckpointTensor, ModelToExport
+
+_POSITIONS, _FIRST_BLOCK = 1, 2
+
+Tensors = dict[str, CheckpointTensor]
+
+
+def gpt_to_export(section: ModelSection, vocab_size: int) -> ModelToExport:
+    """Return a GPT of the config section `model` as a model of transformers.
+
+    Args:
+        vocab_size: without padding.
+
+    Raises:
+        CheckpointError: no model of transformers has these options; lists them.
+    """
+    if section.position_embedding_type == "rope":
+        _refuse("Llama", _differences_from_llama(section))
+        return _as_llama(section, vocab_size)
+    _refuse("GPT2", _differences_from_gpt2(section))
+    return _as_gpt2(section, vocab_size)
+
+
+def _refuse(family: str, differences: list[str]) -> None:
+    if differences:
+        raise CheckpointError(
+            f"this GPT cannot be exported: {family} is the nearest model of transformers, and it "
+            f"has {'; '.join(differences)}"
+        )
+
+
+def _differences_from_gpt2(s: ModelSection) -> list[str]:
+    checks = {
+        f"LayerNorm (model.normalization is {s.normalization!r})": s.normalization == "LayerNorm",
+        "no SwiGLU (model.swiglu is true)": not s.swiglu,
+        "biases in all linear layers (model.add_bias_linear is false)": s.add_bias_linear,
+        f"keys and values for every head (model.num_query_groups is {s.query_groups}, "
+        f"model.num_attention_heads is {s.num_attention_heads})": s.query_groups
+        == s.num_attention_heads,
+        f"heads of hidden_size / num_attention_heads channels (model.kv_channels is "
+        f"{s.head_size})": s.head_size * s.num_attention_heads == s.hidden_size,
+    }
+    return [text for text, holds in checks.items() if not holds]
+
+
+def _differences_from_llama(s: ModelSection) -> list[str]:
+    checks = {
+        f"RMSNorm (model.normalization is {s.normalization!r})": s.normalization == "RMSNorm",
+        "SwiGLU (model.swiglu is false)": s.swiglu,
+        f"RoPE on all channels of a head (model.rotary_percent is "
+        f"{s.rotary_percent})": s.rotary_percent == 1,
+    }
+    return [text for text, holds in checks.items() if not holds]
+
+
+def _as_gpt2(s: ModelSection, vocab_size: int) -> ModelToExport:
+    import transformers
+
+    config = transformers.GPT2Config(
+        vocab_size=vocab_size,
+        n_positions=s.seq_length,
+        n_embd=s.hidden_size,
+        n_layer=s.num_layers,
+        n_head=s.num_attention_heads,
+        n_inner=s.feed_forward_size,
+        activation_function="gelu",
+        resid_pdrop=s.hidden_dropout,
+        embd_pdrop=s.hidden_dropout,
+        attn_pdrop=s.attention_dropout,
+        layer_norm_epsilon=s.norm_epsilon,
+        initializer_range=s.init_method_std,
+        tie_word_embeddings=not s.untie_embeddings_and_output_weights,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+
+    def block(number: int) -> Tensors:
+        at, to = _FIRST_BLOCK + number, f"transformer.h.{number}"
+        return {
+            **_norm(at, "attention_norm", f"{to}.ln_1", True),
+            **_linear(at, "attention.qkv", f"{to}.attn.c_attn", True, transposed=True),
+            **_linear(at, "attention.output", f"{to}.attn.c_proj", True, transposed=True),
+            **_norm(at, "mlp_norm", f"{to}.ln_2", True),
+            **_linear(at, "mlp.up", f"{to}.mlp.c_fc", True, transposed=True),
+            **_linear(at, "mlp.down", f"{to}.mlp.c_proj", True, transposed=True),
+        }
+
+    tensors = {
+        "transformer.wte.weight": _parameter(0, "weight"),
+        "transformer.wpe.weight": _parameter(_POSITIONS, "weight"),
+        **_blocks(s, block),
+        **_after_blocks(s, "transformer.ln_f", bias=True),
+    }
+    return ModelToExport(config, "GPT2LMHeadModel", tensors)
+
+
+def _as_llama(s: ModelSection, vocab_size: int) -> ModelToExport:
+    import transformers
+
+    sizes: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "max_position_embeddings": s.seq_length,
+        "hidden_size": s.hidden_size,
+        "num_hidden_layers": s.num_layers,
+        "num_attention_heads": s.num_attention_heads,
+        "num_key_value_heads": s.query_groups,
+        "head_dim": s.head_size,
+        "intermediate_size": s.feed_forward_size,
+        "hidden_act": "silu",
+        "attention_dropout": s.attention_dropout,
+        "rms_norm_eps": s.norm_epsilon,
+        "initializer_range": s.init_method_std,
+        "tie_word_embeddings": not s.untie_embeddings_and_output_weights,
+        "rope_parameters": _rope_parameters(s),
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    all_biases, qkv_bias = s.add_bias_linear, s.add_bias_linear or s.add_qkv_bias
+    if qkv_bias and not all_biases:
+        config: Any = transformers.Qwen2Config(**sizes)
+        class_name = "Qwen2ForCausalLM"
+    else:
+        config = transformers.LlamaConfig(**sizes, attention_bias=qkv_bias, mlp_bias=all_biases)
+        class_name = "LlamaForCausalLM"
+    queries, keys = s.num_attention_heads * s.head_size, s.query_groups * s.head_size
+    ffn = s.feed_forward_size
+
+    def block(number: int) -> Tensors:
+        at, to = _FIRST_BLOCK + number, f"model.layers.{number}"
+        found = {
+            **_norm(at, "attention_norm", f"{to}.input_layernorm", False),
+            **_linear(at, "attention.output", f"{to}.self_attn.o_proj", all_biases),
+            **_norm(at, "mlp_norm", f"{to}.post_attention_layernorm", False),
+            **_linear(at, "mlp.down", f"{to}.mlp.down_proj", all_biases),
+        }
+        start = 0
+        for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            rows = (start, start + size)
+            found |= _linear(at, "attention.qkv", f"{to}.self_attn.{name}", qkv_bias, rows=rows)
+            start += size
+        found |= _linear(at, "mlp.up", f"{to}.mlp.gate_proj", all_biases, rows=(0, ffn))
+        found |= _linear(at, "mlp.up", f"{to}.mlp.up_proj", all_biases, rows=(ffn, 2 * ffn))
+        return found
+
+    tensors = {
+        "model.embed_tokens.weight": _parameter(0, "weight"),
+        **_blocks(s, block),
+        **_after_blocks(s, "model.norm", bias=False),
+    }
+    return ModelToExport(config, class_name, tensors)
+
+
+def _rope_parameters(s: ModelSection) -> dict[str, Any]:
+    scaling: Mapping[str, Any] = getattr(s, "rope_scaling", None) or {"rope_type": "default"}
+    return {"rope_theta": s.rotary_base, **scaling}
+
+
+def _blocks(s: ModelSection, block: Callable[[int], Tensors]) -> Tensors:
+    return {name: at for number in range(s.num_layers) for name, at in block(number).items()}
+
+
+def _after_blocks(s: ModelSection, norm: str, bias: bool) -> Tensors:
+    """Return the final norm, and the head if it has its own weight."""
+    at = _FIRST_BLOCK + s.num_layers
+    found = _norm(at, "norm", norm, bias)
+    if s.untie_embeddings_and_output_weights:
+        found["lm_head.weight"] = _parameter(at + 1, "weight")
+    return found
+
+
+def _parameter(position: int, name: str, **options: Any) -> CheckpointTensor:
+    return CheckpointTensor(f"parameters/layers.{position}.{name}", **options)
+
+
+def _norm(position: int, ours: str, name: str, bias: bool) -> Tensors:
+    return _linear(position, ours, name, bias)
+
+
+def _linear(
+    position: int,
+    ours: str,
+    name: str,
+    bias: bool,
+    *,
+    rows: tuple[int, int] | None = None,
+    transposed: bool = False,
+) -> Tensors:
+    weight = _parameter(position, f"{ours}.weight", rows=rows, transposed=transposed)
+    found = {f"{name}.weight": weight}
+    if bias:
+        found[f"{name}.bias"] = _parameter(position, f"{ours}.bias", rows=rows)
+    return found

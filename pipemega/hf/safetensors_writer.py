@@ -1,0 +1,115 @@
+"""Write safetensors files tensor by tensor; no file is in memory as a whole.
+
+safetensors' own `save_file` needs all tensors of a file at once.
+"""
+
+import json
+import os
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipemega.hf.safetensors_files import DTYPES, INDEX_FILE, WEIGHTS_FILE
+
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class ShardedWriter:
+    """Writes tensors into files of limited size, with an index if there are several.
+
+    Args:
+        folder: exists.
+        tensors: name -> a meta tensor, of all tensors in the order of the files.
+        largest: bytes of the largest file, or as "5GB"; a larger tensor gets a file of its own.
+        total_parameters: of the model, for the index.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: Mapping[str, Tensor], largest: int | str, total_parameters: int
+    ) -> None:
+        from huggingface_hub import split_torch_state_dict_into_shards
+
+        self._folder, self._tensors = folder, tensors
+        pattern = WEIGHTS_FILE.replace(".safetensors", "{suffix}.safetensors")
+        split = split_torch_state_dict_into_shards(
+            dict(tensors), filename_pattern=pattern, max_shard_size=largest
+        )
+        self.file_of = split.tensor_to_filename
+        self._names = split.filename_to_tensors
+        self._left = {file: set(names) for file, names in self._names.items()}
+        self._open: dict[str, SafetensorsWriter] = {}
+        if split.is_sharded:
+            index = {
+                "metadata": {"total_parameters": total_parameters, **split.metadata},
+                "weight_map": self.file_of,
+            }
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (folder / INDEX_FILE).write_text(f"{text}\n")
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor; its file is closed with its last tensor."""
+        file = self.file_of[name]
+        if file not in self._open:
+            own = {name: self._tensors[name] for name in self._names[file]}
+            self._open[file] = SafetensorsWriter(self._folder / file, own)
+        self._open[file].write(name, tensor)
+        self._left[file].discard(name)
+        if not self._left[file]:
+            self._open.pop(file).close()
+
+    def close(self) -> None:
+        """Check that every tensor was written."""
+        missing = [name for names in self._left.values() for name in names]
+        assert not missing, f"not written: {missing[:3]}"
+
+
+class SafetensorsWriter:
+    """Writes one file; the tensors come in any order.
+
+    Args:
+        tensors: name -> a meta tensor, for all tensors that will be written.
+
+    Source: the format's description in the README of github.com/huggingface/safetensors: the
+    length of the header (8 bytes), the header (JSON), the data of all tensors without gaps.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        self._path = path
+        self._missing = dict(tensors)
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self._starts: dict[str, int] = {}
+        end = 0
+        # Large elements first, so that all of them are aligned, as in safetensors' own files.
+        for name in sorted(tensors, key=lambda name: (-tensors[name].element_size(), name)):
+            tensor, start = tensors[name], end
+            end += tensor.numel() * tensor.element_size()
+            self._starts[name] = start
+            header[name] = {
+                "dtype": _DTYPE_NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [start, end],
+            }
+        data = json.dumps(header, separators=(",", ":")).encode()
+        data += b" " * (-len(data) % 8)
+        self._file = path.open("wb")
+        self._file.write(struct.pack("<Q", len(data)) + data)
+        self._data_start = self._file.tell()
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one tensor."""
+        expected = self._missing.pop(name)
+        assert (tensor.shape, tensor.dtype) == (expected.shape, expected.dtype), name
+        self._file.seek(self._data_start + self._starts[name])
+        flat = tensor.detach().cpu().contiguous().view(-1)
+        self._file.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
+
+    def close(self) -> None:
+        """Close the file."""
+        assert not self._missing, f"{self._path} lacks {list(self._missing)[:3]}"
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
