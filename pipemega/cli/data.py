@@ -7,8 +7,8 @@ from pathlib import Path
 
 from pipemega.cli.run_options import Subparsers, add_command
 from pipemega.data.indexed import IndexedDataset, prefix_of
+from pipemega.data.load_tokenizer import load_tokenizer
 from pipemega.data.prepare import PrepareOptions, prepare, read_manifest, tokenizer_of
-from pipemega.data.tokenizer import TextTokenizer
 
 SHOWN_TOKENS = 200
 
@@ -50,7 +50,10 @@ def _add_prepare(commands: Subparsers) -> None:
     )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="a tokenizer.json; default: train one"
+        "--tokenizer",
+        metavar="PATH",
+        help="a tokenizer.json, vocab.json, SentencePiece .model, folder of a Hugging Face "
+        "tokenizer, or tiktoken:NAME; default: train one",
     )
     choice.add_argument(
         "--vocab-size",
@@ -63,7 +66,13 @@ def _add_prepare(commands: Subparsers) -> None:
         "--append-eod",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="end each document with <|endoftext|> (default: yes)",
+        help="end each document with the token of --eod-id (default: yes)",
+    )
+    parser.add_argument(
+        "--eod-id",
+        metavar="TOKEN",
+        help="id or text of the token that ends a document (default: <|endoftext|>, or the "
+        "tokenizer's end-of-sequence token)",
     )
     parser.add_argument(
         "--json-key",
@@ -96,8 +105,7 @@ def _add_info(commands: Subparsers) -> None:
     parser.add_argument("prefix", type=Path, help="common path of the files")
     parser.add_argument(
         "--tokenizer",
-        type=Path,
-        metavar="FILE",
+        metavar="PATH",
         help="tokenizer for the first document (default: PREFIX.tokenizer.json)",
     )
     parser.set_defaults(func=run_info)
@@ -118,6 +126,7 @@ def run_prepare(arguments: argparse.Namespace) -> int:
         PrepareOptions(
             tokenizer=arguments.tokenizer,
             vocab_size=arguments.vocab_size,
+            eod=_id_or_text(arguments.eod_id),
             append_eod=arguments.append_eod,
             json_key=arguments.json_key,
             workers=arguments.workers,
@@ -129,6 +138,10 @@ def run_prepare(arguments: argparse.Namespace) -> int:
         prefix = prefix_of(arguments.output_prefix)
         print(f"{prefix} is up to date and is reused: {done.describe()}")
     return 0
+
+
+def _id_or_text(token: str | None) -> int | str | None:
+    return int(token) if token is not None and token.isdecimal() else token
 
 
 def run_info(arguments: argparse.Namespace) -> int:
@@ -158,12 +171,12 @@ def run_info(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _show_first_document(data: IndexedDataset, tokenizer: Path | None) -> None:
-    path = tokenizer_of(data.prefix) if tokenizer is None else tokenizer
+def _show_first_document(data: IndexedDataset, tokenizer: str | None) -> None:
+    path = tokenizer_of(data.prefix)
     if not data.num_documents or (tokenizer is None and not path.is_file()):
         return
     last = int(data.document_indices[1])
     tokens = data.span(0, last)
-    text = TextTokenizer.load(path).decode(tokens[:SHOWN_TOKENS].tolist())
+    text = load_tokenizer(tokenizer or path).decode(tokens[:SHOWN_TOKENS].tolist())
     shown = f"first {SHOWN_TOKENS} of " if len(tokens) > SHOWN_TOKENS else ""
     print(f"\nfirst document, {shown}{len(tokens):,} tokens:\n{text}")

@@ -23,7 +23,17 @@ class DataSection(Section):
     )
     mock: bool = own(False, "Use random tokens, to try a mesh or a model without data.")
     split: str = own("969,30,1", "Shares of the training, validation and test sets.")
-    tokenizer: Name | None = own(None, "Path of a `tokenizer.json`; null: train a BPE on `corpus`.")
+    tokenizer: Name | None = own(
+        None,
+        "A `tokenizer.json`, GPT-2's `vocab.json` (`merges.txt` beside it), a SentencePiece "
+        "`.model`, a folder of a Hugging Face tokenizer, or `tiktoken:NAME`; null: train a BPE on "
+        "`corpus`.",
+    )
+    eod_id: Whole | Name | None = own(
+        None,
+        "Id (or text) of the token that ends a document; null: `<|endoftext|>` if the tokenizer "
+        "has it, otherwise its end-of-sequence token.",
+    )
     vocab_size: int = own(8192, "Vocabulary size of the trained BPE.", ge=_SMALLEST_VOCABULARY)
     cache_path: Name | None = own(
         None, "Folder of indices and tokenized text; null: beside the data, or the user's cache."

@@ -15,7 +15,7 @@ from pipemega.data.indexed import IndexedDataset, prefix_of
 from pipemega.data.mock import MockDataset
 from pipemega.data.prepare import PrepareOptions, prepare
 from pipemega.data.samples import SPLITS, Split, index_folder, split_ranges
-from pipemega.data.tokenizer import TextTokenizer
+from pipemega.data.tokenizer import Tokenizer
 from pipemega.errors import ConfigError, DataError
 
 AnyDataset: TypeAlias = GPTDataset | BlendedDataset | MockDataset
@@ -36,7 +36,7 @@ class Datasets:
     valid: AnyDataset | None
     test: AnyDataset | None
     vocab_size: int
-    tokenizer: TextTokenizer | None
+    tokenizer: Tokenizer | None
     description: tuple[str, ...]
 
     @property
@@ -117,7 +117,7 @@ def build_datasets(
     else:
         prefixes = [prefix_of(prefix) for _, prefix in section.blend]
         weights = [weight for weight, _ in section.blend if weight is not None] or None
-    tokenizer = find_tokenizer(prefixes, section.tokenizer)
+    tokenizer = find_tokenizer(prefixes, section.tokenizer, section.eod_id)
     sample_format = SampleFormat(
         seq_length=request.seq_length,
         vocab_size=_vocab_size(request.vocab_size, tokenizer, prefixes[0]),
@@ -171,7 +171,9 @@ def _prepare_corpus(
     prepared = prepare(
         section.corpus,
         prefix,
-        PrepareOptions(tokenizer=section.tokenizer, vocab_size=section.vocab_size),
+        PrepareOptions(
+            tokenizer=section.tokenizer, vocab_size=section.vocab_size, eod=section.eod_id
+        ),
         say=say,
         progress=progress,
         deadline_seconds=deadline_seconds,
@@ -179,9 +181,7 @@ def _prepare_corpus(
     return prefix, f"corpus {corpus.name}: {prepared.describe()}, kept in {prefix.parent}"
 
 
-def _vocab_size(
-    requested: int | Literal["auto"], tokenizer: TextTokenizer | None, prefix: Path
-) -> int:
+def _vocab_size(requested: int | Literal["auto"], tokenizer: Tokenizer | None, prefix: Path) -> int:
     """Return the vocabulary size of the model: `requested`, or that of the tokenizer.
 
     Raises:

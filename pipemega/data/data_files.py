@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from pipemega.config.data import DataSection
+from pipemega.data import tiktoken_tokenizer
 from pipemega.data.corpus import Corpus, find_corpus
 from pipemega.data.file_cache import digest_of, user_cache_folder
 from pipemega.data.indexed import IndexedDataset, files_of, prefix_of
+from pipemega.data.load_tokenizer import load_tokenizer
 from pipemega.data.prepare import read_manifest, tokenizer_of
-from pipemega.data.tokenizer import TextTokenizer
-from pipemega.errors import DataError
+from pipemega.data.tokenizer import Tokenizer
+from pipemega.errors import DataError, PipemegaError
 
 
 class DataInput(NamedTuple):
@@ -43,11 +45,10 @@ def data_inputs(section: DataSection) -> Iterator[DataInput]:
         except DataError as error:
             yield DataInput("data.corpus", name, error=f"data.corpus: {error}")
     if section.tokenizer is not None:
-        path = Path(section.tokenizer).expanduser()
         try:
-            TextTokenizer.load(path)
-            yield DataInput("data.tokenizer", section.tokenizer, path.stat().st_size)
-        except DataError as error:
+            size = len(load_tokenizer(section.tokenizer, section.eod_id).to_json())
+            yield DataInput("data.tokenizer", section.tokenizer, size)
+        except PipemegaError as error:
             yield DataInput("data.tokenizer", section.tokenizer, error=f"data.tokenizer: {error}")
 
 
@@ -90,16 +91,24 @@ def corpus_prefix(section: DataSection) -> tuple[Corpus, Path]:
     """
     assert section.corpus, "checked by the caller"
     corpus = find_corpus(section.corpus)
-    given = None if section.tokenizer is None else TextTokenizer.load(section.tokenizer)
+    given = None if section.tokenizer is None else load_tokenizer(section.tokenizer)
     tokenizer = section.vocab_size if given is None else given.digest()
-    key = digest_of({"corpus": corpus.identity, "tokenizer": tokenizer})
+    made_of = {"corpus": corpus.identity, "tokenizer": tokenizer}
+    if section.eod_id is not None:  # files without the key are those of earlier versions
+        made_of["eod"] = section.eod_id
+    key = digest_of(made_of)
     label = re.sub(r"[^A-Za-z0-9]+", "-", Path(corpus.name).name).strip("-")[:40] or "corpus"
     root = Path(section.cache_path).expanduser() if section.cache_path else user_cache_folder()
     return corpus, root / "corpora" / f"{label}-{key[:16]}" / "text"
 
 
-def find_tokenizer(prefixes: Sequence[Path], named: str | None) -> TextTokenizer | None:
+def find_tokenizer(
+    prefixes: Sequence[Path], named: str | None, eod: int | str | None = None
+) -> Tokenizer | None:
     """Return the named tokenizer, or the one next to the first token files; None if there is none.
+
+    Args:
+        eod: see `load_tokenizer`; None: the token that ended the documents, if it is known.
 
     Raises:
         DataError: some files were made with another tokenizer.
@@ -108,7 +117,9 @@ def find_tokenizer(prefixes: Sequence[Path], named: str | None) -> TextTokenizer
     path = tokenizer_of(prefixes[0]) if named is None else named
     if named is None and (manifests[0] is None or not Path(path).is_file()):
         return None
-    tokenizer = TextTokenizer.load(path)
+    if eod is None and manifests[0] is not None:
+        eod = manifests[0].eod
+    tokenizer = load_tokenizer(path, eod)
     digest = tokenizer.digest()
     for prefix, manifest in zip(prefixes, manifests, strict=True):
         if manifest is not None and manifest.tokenizer_digest != digest:
@@ -140,8 +151,8 @@ def known_vocabulary(section: DataSection) -> Vocabulary | None:
     """
     if section.mock:
         return Vocabulary(section.vocab_size, "data.vocab_size of the mock data")
-    if section.tokenizer is not None and Path(section.tokenizer).expanduser().is_file():
-        return _vocabulary_of(Path(section.tokenizer).expanduser())
+    if section.tokenizer is not None and _exists(section.tokenizer):
+        return _vocabulary_of(section.tokenizer)
     prefixes = [prefix_of(prefix) for _, prefix in section.blend]
     if prefixes:
         tokenizer = None if section.tokenizer else find_tokenizer(prefixes, None)
@@ -162,5 +173,9 @@ def known_vocabulary(section: DataSection) -> Vocabulary | None:
     )
 
 
-def _vocabulary_of(path: Path) -> Vocabulary:
-    return Vocabulary(TextTokenizer.load(path).vocab_size, f"tokenizer {path}")
+def _exists(tokenizer: str) -> bool:
+    return tokenizer.startswith(tiktoken_tokenizer.PREFIX) or Path(tokenizer).expanduser().exists()
+
+
+def _vocabulary_of(path: str | Path) -> Vocabulary:
+    return Vocabulary(load_tokenizer(path).vocab_size, f"tokenizer {path}")

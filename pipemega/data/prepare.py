@@ -23,9 +23,11 @@ import numpy.typing as npt
 from tqdm import tqdm
 
 from pipemega.data.corpus import Corpus, Skipped, find_corpus
+from pipemega.data.fast_tokenizer import FastTokenizer
 from pipemega.data.file_cache import Say, atomic_path, build_once, digest_of
 from pipemega.data.indexed import IndexedDataset, IndexedWriter, files_of, prefix_of, smallest_dtype
-from pipemega.data.tokenizer import EOD, TextTokenizer
+from pipemega.data.load_tokenizer import load_tokenizer
+from pipemega.data.tokenizer import EOD, Tokenizer
 from pipemega.errors import DataError
 
 # Increase it to invalidate files of older versions.
@@ -103,9 +105,10 @@ class PrepareOptions:
     """How `prepare` reads and tokenizes a corpus.
 
     Attributes:
-        tokenizer: a tokenizer.json; None trains a byte-level BPE on the corpus.
+        tokenizer: see `load_tokenizer`; None trains a byte-level BPE on the corpus.
+        eod: id or text of the token that ends a document; None: the tokenizer's own.
         vocab_size: vocabulary size of the trained tokenizer.
-        append_eod: end each document with "<|endoftext|>".
+        append_eod: end each document with this token.
         json_key: key of the text in a JSON line.
         workers: number of worker processes. 0 uses the threads of the tokenizer in this process;
             a training rank needs that, since a new process would run the user's main module again.
@@ -113,6 +116,7 @@ class PrepareOptions:
 
     tokenizer: str | Path | None = None
     vocab_size: int = 8192
+    eod: int | str | None = None
     append_eod: bool = True
     json_key: str = "text"
     workers: int = 0
@@ -147,18 +151,23 @@ def prepare(
     options = options or PrepareOptions()
     prefix = prefix_of(output_prefix)
     corpus = find_corpus(inputs, options.json_key)
-    given = None if options.tokenizer is None else TextTokenizer.load(options.tokenizer)
+    given = None
+    if options.tokenizer is not None:
+        given = load_tokenizer(options.tokenizer, options.eod)
     if given is not None and options.append_eod and given.eod is None:
         raise DataError(
-            f"the tokenizer {options.tokenizer} has no token {EOD!r} to end a document: add it, or "
-            "set --no-append-eod (documents are then not separated)"
+            f"the tokenizer {options.tokenizer} has no token {EOD!r} to end a document: name "
+            "another token with data.eod_id (--eod-id), or set --no-append-eod (documents are then "
+            "not separated)"
         )
-    source = {
+    source: dict[str, object] = {
         "format": FORMAT,
         "corpus": corpus.identity,
         "tokenizer": options.vocab_size if given is None else given.digest(),
         "append eod": options.append_eod,
     }
+    if options.eod is not None:  # files without the key are those of earlier versions
+        source["eod"] = options.eod
     job = _Job(corpus, prefix, options, given, digest_of(source), say, progress)
     job.refuse_overwriting()
     try:
@@ -182,7 +191,7 @@ class _Job:
     corpus: Corpus
     prefix: Path
     options: PrepareOptions
-    given: TextTokenizer | None
+    given: Tokenizer | None
     made_of: str
     say: Say | None
     progress: bool
@@ -202,7 +211,7 @@ class _Job:
             if manifest is None or manifest.made_of != self.made_of:
                 return None
             data = IndexedDataset(self.prefix)
-            tokenizer = TextTokenizer.load(tokenizer_of(self.prefix))
+            tokenizer = load_tokenizer(tokenizer_of(self.prefix))
         except DataError:
             return None
         found = len(data), data.num_tokens, tokenizer.digest()
@@ -225,7 +234,8 @@ class _Job:
         ):
             tokenizer_path.write_text(tokenizer.to_json(), encoding="utf-8")
             chunks = self._reported(_chunks(self.corpus, skipped))
-            for ids, lengths in self._encode(chunks, tokenizer_path, dtype.name):
+            end = tokenizer.eod if self.options.append_eod else None
+            for ids, lengths in self._encode(chunks, tokenizer_path, end, dtype.name):
                 writer.add_documents(ids, lengths)
                 documents, tokens = documents + len(lengths), tokens + len(ids)
             if not documents:
@@ -252,9 +262,12 @@ class _Job:
         )
         return manifest
 
-    def _train(self, vocab_size: int) -> TextTokenizer:
+    def _train(self, vocab_size: int) -> Tokenizer:
         self._tell(f"training a tokenizer with {vocab_size:,} tokens on {self.corpus.name}")
-        return TextTokenizer.train(self._training_texts(), vocab_size)
+        tokenizer = FastTokenizer.train(self._training_texts(), vocab_size)
+        if self.options.eod is not None:
+            tokenizer.set_eod(self.options.eod)
+        return tokenizer
 
     def _training_texts(self) -> Iterator[str]:
         remaining = TRAINING_CHARACTERS
@@ -265,12 +278,14 @@ class _Job:
                 self._tell(f"training uses the first {TRAINING_CHARACTERS:,} characters")
                 return
 
-    def _encode(self, chunks: Iterable[Chunk], tokenizer: Path, dtype: str) -> Iterator[Encoded]:
+    def _encode(
+        self, chunks: Iterable[Chunk], tokenizer: Path, end: int | None, dtype: str
+    ) -> Iterator[Encoded]:
         """Yield the token arrays of each chunk, in corpus order."""
-        append_eod, workers = self.options.append_eod, self.options.workers
+        workers = self.options.workers
         if workers < 1:
             for texts, _ in chunks:
-                yield encode_chunk(tokenizer, texts, append_eod, dtype)
+                yield encode_chunk(tokenizer, texts, end, dtype)
             return
         # Spawned, so that a worker inherits no threads and locks.
         context = multiprocessing.get_context("spawn")
@@ -278,7 +293,7 @@ class _Job:
         running: deque[Future[Encoded]] = deque()
         try:
             for texts, _ in chunks:
-                running.append(pool.submit(encode_chunk, tokenizer, texts, append_eod, dtype))
+                running.append(pool.submit(encode_chunk, tokenizer, texts, end, dtype))
                 # A bounded queue: the corpus may be larger than memory.
                 if len(running) > 2 * workers:
                     yield running.popleft().result()
@@ -331,19 +346,23 @@ def _chunks(corpus: Corpus, skipped: Skipped) -> Iterator[Chunk]:
         yield texts, read
 
 
-def encode_chunk(path: Path, texts: list[str], append_eod: bool, dtype: str) -> Encoded:
-    """Return (tokens of all texts in one array, number of tokens of each); runs in a worker."""
+def encode_chunk(path: Path, texts: list[str], end: int | None, dtype: str) -> Encoded:
+    """Return (tokens of all texts in one array, number of tokens of each); runs in a worker.
+
+    Args:
+        end: id to append to each text; None: none.
+    """
     tokenizer = _tokenizer_at(path)
-    end = np.array([tokenizer.eod] if append_eod else [], dtype=np.int64)
-    arrays = [np.concatenate([ids, end]) for ids in tokenizer.encode_batch(texts)]
+    ends = np.array([] if end is None else [end], dtype=np.int64)
+    arrays = [np.concatenate([ids, ends]) for ids in tokenizer.encode_batch(texts)]
     lengths = np.array([len(array) for array in arrays], dtype=np.int32)
     return np.concatenate(arrays).astype(dtype), lengths
 
 
 @lru_cache(maxsize=1)
-def _tokenizer_at(path: Path) -> TextTokenizer:
+def _tokenizer_at(path: Path) -> Tokenizer:
     """Load once per worker; the path is temporary and never reused."""
-    return TextTokenizer.load(path)
+    return load_tokenizer(path)
 
 
 def _one_thread() -> None:

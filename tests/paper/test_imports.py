@@ -83,7 +83,8 @@ NEEDS_TORCH = ("cli/plan.py", "cli/checkpoint.py", "cli/doctor.py")
 # Libraries that may be missing, and are therefore imported where they are used.
 OPTIONAL = {
     "apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "ortools",
-    "fsspec", "transformers", "safetensors", "huggingface_hub", "peft",
+    "fsspec", "transformers", "safetensors", "huggingface_hub", "peft", "sentencepiece",
+    "tiktoken", "pyarrow",
 }  # fmt: skip
 # Module names that may occur in several packages: one section of the config, one command.
 SAME_NAME_ALLOWED = ("config/", "cli/")

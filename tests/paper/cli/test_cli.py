@@ -9,8 +9,8 @@ import pytest
 import pipemega
 from pipemega.cli import COMMANDS, main
 from pipemega.config import load
+from pipemega.data.fast_tokenizer import FastTokenizer
 from pipemega.data.indexed import IndexedWriter
-from pipemega.data.tokenizer import TextTokenizer
 from tests.paper.config.config_tree import BASE
 
 
@@ -112,7 +112,7 @@ def test_check_prints_every_error_on_a_line_and_ends_with_code_1(
 ):
     for name in ("damaged.bin", "damaged.idx"):
         (tmp_path / name).write_bytes(bytes(10))
-    (tmp_path / "t.json").write_text(TextTokenizer.train(["some text " * 50], 270).to_json())
+    (tmp_path / "t.json").write_text(FastTokenizer.train(["some text " * 50], 270).to_json())
     places = {"CONFIG": str(config_file), "FOLDER": str(tmp_path)}
     words = overrides
     for name, place in places.items():

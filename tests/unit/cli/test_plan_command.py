@@ -13,7 +13,8 @@ from torch import nn
 
 from pipemega import LayerSpec, PipelineModule
 from pipemega.cli import main
-from pipemega.data.tokenizer import TextTokenizer
+from pipemega.data.fast_tokenizer import FastTokenizer
+from pipemega.data.load_tokenizer import load_tokenizer
 from pipemega.pipeline.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[3]
@@ -165,8 +166,8 @@ def test_the_vocabulary_is_that_of_the_tokenizer_file_or_a_stated_assumption(
     config_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "tokenizer.json"
-    path.write_text(TextTokenizer.train(["some text " * 50], 270).to_json())
-    size = TextTokenizer.load(path).vocab_size
+    path.write_text(FastTokenizer.train(["some text " * 50], 270).to_json())
+    size = load_tokenizer(path).vocab_size
     auto = ["--set", "model.vocab_size=auto", "--format", "json"]
     given = json.loads(plan(capsys, config_file, "--set", f"data.tokenizer={path}", *auto)[1])
     same = ["--set", f"model.vocab_size={size}", "--format", "json"]

@@ -11,13 +11,13 @@ from pipemega.data import bigram as bigram_module
 from pipemega.data.bigram import bigram_loss
 from pipemega.data.blending import BlendedDataset
 from pipemega.data.build_datasets import DataRequest, build_datasets
+from pipemega.data.fast_tokenizer import FastTokenizer
 from pipemega.data.gpt_dataset import GPTDataset
 from pipemega.data.indexed import IndexedWriter
 from pipemega.data.loader import BatchLoader
 from pipemega.data.mock import MockDataset
 from pipemega.data.prepare import PrepareOptions, prepare, tokenizer_of
 from pipemega.data.sample_order import Share
-from pipemega.data.tokenizer import TextTokenizer
 from pipemega.errors import ConfigError, DataError
 
 BATCH = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
@@ -159,7 +159,7 @@ def test_token_files_without_a_tokenizer_need_a_vocabulary_size(tmp_path):
 
 
 def test_data_of_another_tokenizer_is_refused(prefixes, folder, tmp_path):
-    (tmp_path / "other.json").write_text(TextTokenizer.train(TEXTS, 280).to_json())
+    (tmp_path / "other.json").write_text(FastTokenizer.train(TEXTS, 280).to_json())
     with pytest.raises(DataError, match=r"/a was not made with the tokenizer .*other.json"):
         build(section(tmp_path, data_path=prefixes[0], tokenizer=str(tmp_path / "other.json")))
     prepare(folder, tmp_path / "c", PrepareOptions(vocab_size=270))
@@ -168,7 +168,7 @@ def test_data_of_another_tokenizer_is_refused(prefixes, folder, tmp_path):
 
 
 def test_the_named_tokenizer_encodes_the_corpus(folder, tmp_path):
-    (tmp_path / "mine.json").write_text(TextTokenizer.train(TEXTS, 280).to_json())
+    (tmp_path / "mine.json").write_text(FastTokenizer.train(TEXTS, 280).to_json())
     data = section(tmp_path, corpus=str(folder), tokenizer=str(tmp_path / "mine.json"))
     assert build(data).vocab_size == 280
 

@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipemega.data.corpus import Skipped, find_corpus
+from pipemega.data.fast_tokenizer import FastTokenizer
 from pipemega.data.file_cache import cached_arrays
 from pipemega.data.gpt_dataset import GPTDataset, SampleFormat
 from pipemega.data.indexed import IndexedDataset, IndexedWriter, files_of
+from pipemega.data.load_tokenizer import load_tokenizer
 from pipemega.data.prepare import manifest_of, read_manifest
 from pipemega.data.samples import Split
-from pipemega.data.tokenizer import TextTokenizer
 from pipemega.errors import DataError, PipemegaError
 from tests.paper.mutations import changed, damaged, fuzzing, text_of
 
@@ -97,7 +98,7 @@ def test_a_damaged_file_of_the_cache_is_built_again_or_read(data, which, folder)
 
 @cache
 def tokenizer_tree() -> dict:
-    return json.loads(TextTokenizer.train(["to be or not to be"] * 3, 260).to_json())
+    return json.loads(FastTokenizer.train(["to be or not to be"] * 3, 260).to_json())
 
 
 @fuzzing(80)
@@ -110,7 +111,7 @@ def test_a_damaged_tokenizer_is_used_or_refused_by_its_name(data, as_bytes, fold
         path.write_text(text_of(data.draw(changed(tokenizer_tree()))), encoding="utf-8")
 
     def use() -> None:
-        tokenizer = TextTokenizer.load(path)
+        tokenizer = load_tokenizer(path)
         tokenizer.decode(tokenizer.encode("to be"))
 
     message = refused(use)

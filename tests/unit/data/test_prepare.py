@@ -16,9 +16,11 @@ from pipemega.cli import data as cli
 from pipemega.data import corpus as corpus_module
 from pipemega.data import prepare as prepare_module
 from pipemega.data.corpus import Skipped, find_corpus
+from pipemega.data.fast_tokenizer import FastTokenizer
 from pipemega.data.indexed import IndexedDataset, files_of
+from pipemega.data.load_tokenizer import load_tokenizer
 from pipemega.data.prepare import PrepareOptions, manifest_of, prepare, read_manifest, tokenizer_of
-from pipemega.data.tokenizer import EOD, TextTokenizer
+from pipemega.data.tokenizer import EOD
 from pipemega.errors import ConfigError, DataError
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}  # ünï☃\n" for i in range(40)]
@@ -144,7 +146,7 @@ def test_a_python_without_sources_is_an_error(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    return TextTokenizer.train(TEXTS, 300)
+    return FastTokenizer.train(TEXTS, 300)
 
 
 def test_decoding_returns_the_encoded_text(tokenizer):
@@ -155,8 +157,8 @@ def test_decoding_returns_the_encoded_text(tokenizer):
 def test_training_is_deterministic_and_keeps_the_vocabulary_size(tokenizer):
     assert tokenizer.vocab_size == 300
     assert tokenizer.eod == 0
-    assert TextTokenizer.train(iter(TEXTS), 300).to_json() == tokenizer.to_json()
-    assert TextTokenizer.train(["ab"], 9999).vocab_size == 258
+    assert FastTokenizer.train(iter(TEXTS), 300).to_json() == tokenizer.to_json()
+    assert FastTokenizer.train(["ab"], 9999).vocab_size == 258
 
 
 def test_a_batch_is_encoded_like_its_single_texts(tokenizer):
@@ -171,19 +173,19 @@ def test_the_end_of_document_string_inside_a_text_is_encoded_as_text(tokenizer):
 
 def test_a_tokenizer_is_saved_and_loaded(tokenizer, tmp_path):
     (tmp_path / "tokenizer.json").write_text(tokenizer.to_json())
-    loaded = TextTokenizer.load(tmp_path / "tokenizer.json")
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
     assert loaded.encode(TEXTS[0]) == tokenizer.encode(TEXTS[0])
     assert (loaded.vocab_size, loaded.eod) == (300, 0)
 
 
 def test_an_invalid_tokenizer_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"the tokenizer .*none.json does not exist"):
-        TextTokenizer.load(tmp_path / "none.json")
+        load_tokenizer(tmp_path / "none.json")
     (tmp_path / "bad.json").write_text("{}")
     with pytest.raises(DataError, match=r"bad.json is not a tokenizer.json of the tokenizers pack"):
-        TextTokenizer.load(tmp_path / "bad.json")
+        load_tokenizer(tmp_path / "bad.json")
     with pytest.raises(ConfigError, match=r"data.vocab_size is 256, but .* at least 257"):
-        TextTokenizer.train(TEXTS, 256)
+        FastTokenizer.train(TEXTS, 256)
 
 
 # --- preparation
@@ -192,7 +194,7 @@ def test_an_invalid_tokenizer_is_refused(tmp_path):
 def test_each_document_of_a_corpus_is_encoded_and_ends_with_the_end_token(lines, tmp_path):
     done = prepare(lines, tmp_path / "out", PrepareOptions(vocab_size=300))
     data = IndexedDataset(tmp_path / "out")
-    tokenizer = TextTokenizer.load(tokenizer_of(tmp_path / "out"))
+    tokenizer = load_tokenizer(tokenizer_of(tmp_path / "out"))
     assert [data.get(i).tolist() for i in range(len(data))] == [
         [*tokenizer.encode(text), tokenizer.eod] for text in TEXTS
     ]
@@ -238,7 +240,7 @@ def test_a_dead_worker_is_reported_and_leaves_no_files(lines, tmp_path, monkeypa
 
 def test_prepared_files_are_reused(lines, tmp_path, monkeypatch):
     first = prepare(lines, tmp_path / "out", PrepareOptions(vocab_size=300))
-    monkeypatch.setattr(TextTokenizer, "train", lambda *_: 1 / 0)
+    monkeypatch.setattr(FastTokenizer, "train", lambda *_: 1 / 0)
     said = []
     assert (
         prepare(lines, tmp_path / "out", PrepareOptions(vocab_size=300), say=said.append) == first
@@ -345,8 +347,8 @@ def test_a_tokenizer_is_trained_on_the_start_of_a_long_corpus(lines, tmp_path, m
     said = []
     prepare(lines, tmp_path / "out", PrepareOptions(vocab_size=300), say=said.append)
     assert "training uses the first 50 characters" in said
-    tokenizer = TextTokenizer.load(tokenizer_of(tmp_path / "out"))
-    expected = TextTokenizer.train([TEXTS[0], TEXTS[1][: 50 - len(TEXTS[0])]], 300)
+    tokenizer = load_tokenizer(tokenizer_of(tmp_path / "out"))
+    expected = FastTokenizer.train([TEXTS[0], TEXTS[1][: 50 - len(TEXTS[0])]], 300)
     assert tokenizer.to_json() == expected.to_json()
 
 
@@ -419,6 +421,6 @@ def test_preparing_text_imports_no_torch():
 def test_token_arrays_have_the_dtype_of_the_file(lines, tmp_path):
     prepare(lines, tmp_path / "out", PrepareOptions(vocab_size=300))
     path = tokenizer_of(tmp_path / "out")
-    ids, lengths = prepare_module.encode_chunk(path, ["one", "two two"], True, "uint16")
+    ids, lengths = prepare_module.encode_chunk(path, ["one", "two two"], 0, "uint16")
     assert ids.dtype == np.uint16
     assert ids[np.cumsum(lengths) - 1].tolist() == [0, 0]
