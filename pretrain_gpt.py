@@ -1,4 +1,4 @@
-"""Pretrain a GPT over a data x tensor x pipeline mesh.
+"""Pretrain a language model over a data x tensor x pipeline mesh.
 
     torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json
     torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json \\
@@ -10,7 +10,6 @@ import argparse
 import pipemega
 from pipemega.training.pretrain import (
     ScriptParser,
-    build_gpt,
     flops_per_token,
     load_datasets,
     print_results,
@@ -27,13 +26,12 @@ def main() -> None:
         config = pipemega.load_config(args.config, args.set)
         mesh = pipemega.build_mesh(config)
         data = load_datasets(config, mesh)
-        model = build_gpt(config, mesh, data)
+        model = pipemega.build_model(config, mesh, data.vocab_size)
         engine, *_ = pipemega.initialize(model, config, data.train, mesh=mesh)
         trainer = pipemega.Trainer(
             engine,
             data.valid,
-            tokens_per_sample=config.model.seq_length,
-            flops_per_token=flops_per_token(config, data.vocab_size),
+            flops_per_token=flops_per_token(config, mesh, data.vocab_size),
             callbacks=sample_texts(engine, data),
         )
         trainer.fit()

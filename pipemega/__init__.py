@@ -8,6 +8,7 @@ from pipemega.version import __version__ as __version__
 if TYPE_CHECKING:
     from pipemega.config import Config
     from pipemega.config import load as load_config
+    from pipemega.config.model_registry import register_model
     from pipemega.config.script_arguments import add_arguments
     from pipemega.engine.engine import Engine
     from pipemega.engine.initialize import build_mesh_of as build_mesh
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from pipemega.errors import PipemegaError, StopTraining
     from pipemega.fault_tolerance.run import run
     from pipemega.hf.load_model import from_pretrained
+    from pipemega.models.build_model import ModelContext, build_model
     from pipemega.monitor import MultiTimer
     from pipemega.pipeline.microbatch_loss import WeightedLoss
     from pipemega.pipeline.module import PipelineModule
@@ -26,6 +28,7 @@ __all__ = [
     "Config",
     "Engine",
     "LayerSpec",
+    "ModelContext",
     "MultiTimer",
     "PipelineModule",
     "PipemegaError",
@@ -35,9 +38,11 @@ __all__ = [
     "WeightedLoss",
     "add_arguments",
     "build_mesh",
+    "build_model",
     "from_pretrained",
     "initialize",
     "load_config",
+    "register_model",
     "run",
 ]
 
@@ -46,6 +51,7 @@ _MODULE_AND_NAME = {
     "Config": ("pipemega.config", "Config"),
     "Engine": ("pipemega.engine.engine", "Engine"),
     "LayerSpec": ("pipemega.pipeline.spec", "LayerSpec"),
+    "ModelContext": ("pipemega.models.build_model", "ModelContext"),
     "MultiTimer": ("pipemega.monitor", "MultiTimer"),
     "PipelineModule": ("pipemega.pipeline.module", "PipelineModule"),
     "PipemegaError": ("pipemega.errors", "PipemegaError"),
@@ -55,9 +61,11 @@ _MODULE_AND_NAME = {
     "WeightedLoss": ("pipemega.pipeline.microbatch_loss", "WeightedLoss"),
     "add_arguments": ("pipemega.config.script_arguments", "add_arguments"),
     "build_mesh": ("pipemega.engine.initialize", "build_mesh_of"),
+    "build_model": ("pipemega.models.build_model", "build_model"),
     "from_pretrained": ("pipemega.hf.load_model", "from_pretrained"),
     "initialize": ("pipemega.engine.initialize", "initialize"),
     "load_config": ("pipemega.config", "load"),
+    "register_model": ("pipemega.config.model_registry", "register_model"),
     "run": ("pipemega.fault_tolerance.run", "run"),
 }
 

@@ -90,7 +90,8 @@ def _precision(config: Config) -> str:
 def _length(config: Config, steps: int, batch_size: int) -> str:
     samples = steps * batch_size
     text = f"{steps:,} steps, {samples:,} samples"
-    return text if config.model is None else f"{text}, {samples * config.model.seq_length:,} tokens"
+    tokens = config.model.sample_tokens() if config.model else None
+    return text if tokens is None else f"{text}, {samples * tokens:,} tokens"
 
 
 def _table(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from pipemega.config.key_kinds import Rule, Section, key_info, section_type
+from pipemega.config.model_registry import JsonSection
 from pipemega.config.name_suggestions import did_you_mean, nearest, suggestion
 from pipemega.config.source import Invalid, KeyPath, dotted, show
 from pipemega.config.value_types import literal_values, type_text
@@ -111,7 +112,7 @@ class Builder:
 
     def _validated(self, kind: type[S], values: dict[str, Any], path: KeyPath) -> S:
         try:
-            return kind.model_validate(values)
+            return kind.validated(values)
         except ValidationError as error:
             errors = _explained(kind, error, values, path)
         for found in errors:
@@ -214,11 +215,16 @@ def _explained(
         if key in found:  # pydantic reports each member of a union separately
             continue
         if detail["type"] == "missing" and len(detail["loc"]) == 1:
-            message = f"{dotted(where)} is missing, and has no default: {_meaning(kind, key)}"
+            message = f"{dotted(where)} is missing, and has no default{_meaning(kind, key)}"
         elif detail["type"] == "value_error":
             message = str(detail["ctx"]["error"])
-        else:
+            # A validator of a user's model need not know where the model is in the config.
+            if dotted(where) not in message and issubclass(kind, JsonSection):
+                message = f"{dotted(where)}: {message}"
+        elif key in kind.model_fields:
             message = _wrong(kind.model_fields[key], values[key], where)
+        else:
+            message = f"{dotted(where)}: {detail['msg']}"
         found[key] = Invalid(where, message)
     return list(found.values())
 
@@ -232,4 +238,5 @@ def _wrong(field: FieldInfo, value: Any, path: KeyPath) -> str:
 
 
 def _meaning(kind: type[Section], key: str) -> str:
-    return (kind.model_fields[key].description or "").rstrip(".")
+    text = kind.model_fields[key].description
+    return f": {text.rstrip('.')}" if text else ""

@@ -3,16 +3,29 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
+
+from pydantic import BaseModel, SerializeAsAny
 
 from pipemega.config.activation_checkpointing import ActivationCheckpointingSection
 from pipemega.config.batch_equation import MICRO, STEPS, TRAIN, Batch, BatchKeys, solve
 from pipemega.config.checkpoint import CheckpointSection
 from pipemega.config.data import DataSection
 from pipemega.config.gradients import GradientKeys
-from pipemega.config.key_kinds import Rule, Section, honoured, key_info, own, section, sections
+from pipemega.config.key_kinds import (
+    Rule,
+    Section,
+    SectionClass,
+    honoured,
+    key_info,
+    own,
+    section,
+    sections,
+)
 from pipemega.config.mesh import MeshSection
-from pipemega.config.model import ModelSection, near_multiples
+from pipemega.config.model import GPTSection
+from pipemega.config.model_hf import HFSection
+from pipemega.config.model_registry import ModelSection, section_of_type
 from pipemega.config.monitors import (
     CsvSection,
     MonitorSection,
@@ -27,9 +40,12 @@ from pipemega.config.scheduler import SchedulerSection
 from pipemega.config.source import all_problems, dotted
 from pipemega.config.training import TrainingSection
 from pipemega.config.unsupported import UnsupportedKeys
-from pipemega.config.value_types import Count, Whole
+from pipemega.config.value_types import Count, Name, Whole
 from pipemega.config.zero import ParameterBytes, ZeroOnMesh, ZeroSection
 from pipemega.errors import ConfigError
+
+# The types of `model` that pipemega has itself.
+MODEL_TYPES = (GPTSection, HFSection)
 
 
 class RunKeys(Section):
@@ -48,7 +64,14 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     old_names: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
 
     mesh: MeshSection = section(MeshSection, "Sizes of the mesh axes.", own=True)
-    model: ModelSection | None = own(None, "The built-in GPT; null: you pass your own model.")
+    imports: tuple[Name, ...] = own(
+        (),
+        "Python modules to import before the config is read, such as those that register model "
+        "types; they are searched in the current folder and in that of the config too.",
+    )
+    model: SerializeAsAny[ModelSection | None] = own(
+        None, "The model, by its `type`; null: you pass your own model."
+    )
     data: DataSection = section(DataSection, "Training data.", own=True)
     pipeline: PipelineSection = section(PipelineSection, "Stages and schedule.")
     training: TrainingSection = section(TrainingSection, "Training loop.", own=True)
@@ -77,6 +100,10 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     @classmethod
     def prepare(cls, raw: Any) -> Any:
         return _mesh_from_stages(raw) if isinstance(raw, Mapping) else raw
+
+    @classmethod
+    def section_at(cls, key: str, raw: Mapping[str, Any]) -> SectionClass | None:
+        return section_of_type(raw["model"]) if key == "model" else super().section_at(key, raw)
 
     def batch(self, data_size: int) -> Batch:
         """Solve the batch equation for `data_size` data ranks.
@@ -125,12 +152,19 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
         return tuple(self._zero_on(data_size).notes)
 
     def _zero_on(self, data_size: int) -> ZeroOnMesh:
-        narrow = self.fp16.enabled or self.bf16.enabled
+        narrow = self.compute_dtype is not None
         gradient = {"fp32": 4, None: 4}.get(self.data_types.grad_accum_dtype, 2)
         each = ParameterBytes(2 if narrow else 4, gradient, self.optimizer_state_bytes + 4 * narrow)
         mesh = self.mesh
         stage = self.zero_optimization.stage
         return ZeroOnMesh(stage, each, data_size, mesh.pipeline, mesh.tensor)
+
+    @property
+    def compute_dtype(self) -> Literal["bfloat16", "float16"] | None:
+        """Name of torch's dtype of parameters in forward and backward; None: as they are built."""
+        if self.bf16.enabled:
+            return "bfloat16"
+        return "float16" if self.fp16.enabled else None
 
     @property
     def optimizer_state_bytes(self) -> int:
@@ -192,30 +226,15 @@ def _one_precision(config: Config) -> Iterator[str]:
 
 
 def _model_on_mesh(config: Config) -> Iterator[str]:
-    model, mesh = config.model, config.mesh
-    if model is None:
-        return
-    sharded = {
-        "num_attention_heads": model.num_attention_heads,
-        "ffn_hidden_size": model.feed_forward_size,
-    }
-    if mesh.sequence_parallel:
-        sharded["seq_length"] = model.seq_length
-    if model.query_groups != model.num_attention_heads:
-        sharded["num_query_groups"] = model.query_groups
-    for name, size in sharded.items():
-        if size % mesh.tensor:
-            yield (
-                f"model.{name} ({size}) must be a multiple of mesh.tensor ({mesh.tensor}), over "
-                f"which it is sharded; the nearest {near_multiples(size, mesh.tensor)}"
-            )
+    if isinstance(config.model, GPTSection):
+        yield from config.model.mesh_errors(config.mesh)
 
 
 def _a_layer_for_each_stage(config: Config) -> Iterator[str]:
     model, mesh = config.model, config.mesh
-    if model is None:
+    if not isinstance(model, GPTSection):
         return
-    layers = model.pipeline_layers
+    layers = model.layer_count()
     chunks = config.pipeline.stages_per_rank or 1
     if mesh.pipeline * chunks > layers:
         stages = f"mesh.pipeline ({mesh.pipeline})"
@@ -319,7 +338,7 @@ def _warnings(config: Config) -> Iterator[str]:
                 yield f"{dotted((*path, name))} is disabled, and ignored: it is not supported"
         yield from part.remarks()
     interval = config.pipeline.activation_checkpoint_interval
-    full = config.model is not None and config.model.recompute == "full"
+    full = isinstance(config.model, GPTSection) and config.model.recompute == "full"
     if full and (interval or config.activation_checkpointing.number_checkpoints):
         yield (
             "model.recompute 'full' recomputes each block, and activation checkpointing recomputes "
@@ -365,6 +384,8 @@ def _resolved(part: Section) -> dict[str, Any]:
 
 
 def _as_json(value: Any) -> Any:
+    if isinstance(value, BaseModel):
+        value = value.model_dump(mode="json")
     if isinstance(value, Mapping):
         return {key: _as_json(below) for key, below in value.items()}
     return [_as_json(part) for part in value] if isinstance(value, tuple) else value

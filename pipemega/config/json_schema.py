@@ -6,7 +6,8 @@ from typing import Any
 
 from pipemega.config import optimizer, scheduler
 from pipemega.config.config import Config
-from pipemega.config.key_kinds import Section
+from pipemega.config.key_kinds import OF_USERS, Section
+from pipemega.config.model_registry import DEFAULT_TYPE, model_types
 
 
 def schema() -> dict[str, Any]:
@@ -14,6 +15,7 @@ def schema() -> dict[str, Any]:
     found = Config.model_json_schema()
     for kind in (found, *found.get("$defs", {}).values()):
         _adapt_object(kind)
+    _add_model_types(found["$defs"])
     found["properties"]["bfloat16"] = {"$ref": "#/$defs/Bf16Section"}
     definitions = found["$defs"]
     _add_params_by_type(definitions, "OptimizerSection", optimizer.PARAMS)
@@ -21,6 +23,26 @@ def schema() -> dict[str, Any]:
     _add_params_by_type(definitions, "SchedulerSection", scheduler.PARAMS)
     definitions["SchedulerSection"]["anyOf"] = [{"required": ["type"]}, {"required": ["by"]}]
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **found}
+
+
+def _add_model_types(definitions: dict[str, Any]) -> None:
+    """Make the allowed keys of `model` depend on its `type`; add the registered types."""
+    cases = []
+    for word, kind in model_types().items():
+        definition = kind.model_json_schema(ref_template="#/$defs/{model}")
+        nested = definition.pop("$defs", {})
+        for part in (definition, *nested.values()):
+            if "properties" in part:
+                _adapt_object(part)
+        definitions.update({**nested, f"model.{word}": definition})
+        required = [] if word == DEFAULT_TYPE else ["type"]
+        condition = {"properties": {"type": {"const": word}}, "required": required}
+        cases.append({"if": condition, "then": {"$ref": f"#/$defs/model.{word}"}})
+    definitions["ModelSection"] = {
+        "type": "object",
+        "properties": {"type": {"enum": list(model_types())}},
+        "allOf": cases,
+    }
 
 
 def _adapt_object(kind: dict[str, Any]) -> None:
@@ -31,7 +53,7 @@ def _adapt_object(kind: dict[str, Any]) -> None:
 
 def _adapt_property(value: dict[str, Any]) -> dict[str, Any]:
     """Add the reason to the description, mark unsupported keys as deprecated, allow "auto"."""
-    found = value.pop("pipemega", {})
+    found = value.pop("pipemega", OF_USERS)
     if why := found.get("why"):
         value["description"] = f"{value.get('description', '')} {found['status']}: {why}"
     if found.get("status") in ("ignored", "refused", "block"):

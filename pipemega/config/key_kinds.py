@@ -16,6 +16,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.fields import FieldInfo
+from typing_extensions import Self
 
 
 class Rule(NamedTuple):
@@ -67,6 +68,15 @@ class Section(BaseModel):
         return section_type(cls.model_fields[key].annotation)
 
     @classmethod
+    def validated(cls, values: Mapping[str, Any]) -> Self:
+        """Return the section with these values; sections below it are already built.
+
+        Raises:
+            ValidationError: some are not valid.
+        """
+        return cls.model_validate(values)
+
+    @classmethod
     def rules(cls) -> Iterable[Rule]:
         """Return the rules between keys: the methods that are marked by `rule`."""
         for base in reversed(cls.__mro__):
@@ -78,6 +88,9 @@ class Section(BaseModel):
         """Return warnings that follow from this section alone."""
         return ()
 
+
+OF_USERS: Mapping[str, Any] = {"own": True, "status": "honoured"}
+"""What pipemega does with a key of a user's pydantic model."""
 
 # A class with a field named `type` cannot use the builtin `type` in its annotations.
 SectionClass = type[Section]
@@ -159,10 +172,9 @@ def _field(default: Any, text: str, extra: dict[str, Any], constraints: dict[str
 def key_info(field: FieldInfo) -> dict[str, Any]:
     """Return what `own`, `ignored` and the others stored with the field."""
     extra = field.json_schema_extra
-    assert isinstance(extra, dict), "every key is declared by a function of this module"
-    found = extra["pipemega"]
-    assert isinstance(found, dict)
-    return found
+    # A key of a user's model is declared by a pydantic field.
+    found = extra.get("pipemega") if isinstance(extra, dict) else None
+    return found if isinstance(found, dict) else dict(OF_USERS)
 
 
 def section_type(annotation: Any) -> type[Section] | None:

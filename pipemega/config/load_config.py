@@ -1,7 +1,10 @@
 """`load`: reads a config and checks it, or reports all its errors."""
 
 import os
-from collections.abc import Mapping, Sequence
+import sys
+import traceback
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -60,12 +63,47 @@ def examine(
     """
     given = source.to_dict() if isinstance(source, Config) else source
     found = override(read(given), overrides)
-    builder = Builder(found.errors)
+    builder = Builder((*found.errors, *_import(found.tree, _folders(source))))
     config = builder.build(Config, found.tree)
     if config is not None:
         # Not a key: it is no part of the config that is compared or saved.
         config.__dict__["name"] = _name(source)
     return Draft(config, found, builder)
+
+
+def _folders(source: Any) -> list[Path]:
+    """Return where the modules of `imports` may be: the current folder, that of the file."""
+    is_file = not isinstance(source, Config | Mapping) and not str(source).lstrip().startswith("{")
+    return [Path.cwd(), *([Path(source).absolute().parent] if is_file else [])]
+
+
+def _import(tree: Any, folders: Iterable[Path]) -> Iterator[Invalid]:
+    """Import the modules of the key `imports`, and yield an error for each that fails."""
+    names = tree.get("imports", ()) if isinstance(tree, Mapping) else ()
+    if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
+        return  # the check of the key reports it
+    for folder in map(str, folders) if names else ():
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    for name in names:
+        try:
+            import_module(name)
+        except Exception as error:
+            yield Invalid(("imports",), _import_error(name, error))
+
+
+def _import_error(name: str, error: Exception) -> str:
+    """Return the text of the error, with the last line of the module's own code."""
+    if isinstance(error, ModuleNotFoundError) and error.name == name.split(".")[0]:
+        return (
+            f"imports: there is no module {name!r} in the current folder, the folder of the config "
+            f"or PYTHONPATH"
+        )
+    text = f"imports: the module {name!r} failed: {type(error).__name__}: {error}"
+    # The first frame is the call of import_module; the text of a SyntaxError has file and line.
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    own = [f for f in frames if "importlib" not in f.filename and "site-packages" not in f.filename]
+    return f"{text} ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else text
 
 
 def _name(source: str | os.PathLike[str] | Mapping[str, Any] | Config) -> str:

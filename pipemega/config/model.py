@@ -1,9 +1,11 @@
 """`model`: sizes and options of the built-in GPT, with Megatron's names."""
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Any, Literal
 
-from pipemega.config.key_kinds import Section, own, rule
+from pipemega.config.key_kinds import own, rule
+from pipemega.config.mesh import MeshSection
+from pipemega.config.model_registry import ModelSection, register_model
 from pipemega.config.value_types import Auto, Count, Fraction, NotNegative, Positive
 
 # The layers besides the blocks: token embedding, positions, final norm, head.
@@ -14,10 +16,12 @@ _OTHER_LAYERS = 4
 _SWIGLU_MULTIPLE = 64
 
 
-class ModelSection(Section):
-    """The GPT that `pretrain_gpt.py` builds; leave it out to train your own `PipelineModule`."""
+@register_model("gpt")
+class GPTSection(ModelSection):
+    """The built-in GPT."""
 
-    type: Literal["gpt"] = own("gpt", "Model family.")
+    builder = "pipemega.models.registered_gpt"
+
     num_layers: Count = own(..., "Number of transformer blocks.")
     hidden_size: Count = own(..., "Hidden size of the transformer.")
     num_attention_heads: Count = own(..., "Number of attention (query) heads.")
@@ -66,11 +70,6 @@ class ModelSection(Section):
         return -(-8 * self.hidden_size // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
 
     @property
-    def pipeline_layers(self) -> int:
-        """Layers that are divided among the stages: the blocks and four others."""
-        return self.num_layers + _OTHER_LAYERS
-
-    @property
     def query_groups(self) -> int:
         """`num_query_groups`, or its default if it is null."""
         return self.num_query_groups or self.num_attention_heads
@@ -79,6 +78,43 @@ class ModelSection(Section):
     def head_size(self) -> int:
         """`kv_channels`, or its default if it is null."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def layer_count(self) -> int:
+        return self.num_layers + _OTHER_LAYERS
+
+    def sample(self, context: Any) -> Any:
+        return self.above("sample")(self, context)
+
+    def flops_per_token(self, context: Any) -> Any:
+        return self.above("flops_per_token")(self, context)
+
+    def mesh_errors(self, mesh: MeshSection) -> Iterator[str]:
+        """Yield why the model cannot be sharded over this mesh."""
+        sharded = {
+            "num_attention_heads": self.num_attention_heads,
+            "ffn_hidden_size": self.feed_forward_size,
+        }
+        if mesh.sequence_parallel:
+            sharded["seq_length"] = self.seq_length
+        if self.query_groups != self.num_attention_heads:
+            sharded["num_query_groups"] = self.query_groups
+        for name, size in sharded.items():
+            if size % mesh.tensor:
+                yield (
+                    f"model.{name} ({size}) must be a multiple of mesh.tensor ({mesh.tensor}), "
+                    f"over which it is sharded; the nearest {near_multiples(size, mesh.tensor)}"
+                )
+
+    def computed_values(self) -> Iterator[tuple[str, str, str]]:
+        if self.ffn_hidden_size is None:
+            factor = "8/3, up to a multiple of 64" if self.swiglu else "4"
+            why = f"hidden_size {self.hidden_size} x {factor}"
+            yield "model.ffn_hidden_size", str(self.feed_forward_size), why
+        if self.num_query_groups is None:
+            yield "model.num_query_groups", str(self.query_groups), "num_attention_heads"
+        if self.kv_channels is None:
+            why = f"hidden_size {self.hidden_size} / {self.num_attention_heads} heads"
+            yield "model.kv_channels", str(self.head_size), why
 
     @rule("hidden_size", "num_attention_heads", "kv_channels")
     def _heads_divide_the_hidden_size(self) -> Iterator[str]:

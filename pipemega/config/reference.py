@@ -8,8 +8,10 @@ from importlib.resources import files
 from pydantic.fields import FieldInfo
 
 from pipemega.config import optimizer, scheduler
-from pipemega.config.config import Config
+from pipemega.config.config import MODEL_TYPES, Config
 from pipemega.config.key_kinds import Section, key_info, section_type
+from pipemega.config.model_hf import HFSection
+from pipemega.config.model_registry import ModelSection
 from pipemega.config.source import KeyPath, dotted
 from pipemega.config.value_types import type_text
 
@@ -61,6 +63,10 @@ def _sections_below(
             for params in dict.fromkeys(table.values()):
                 types = ", ".join(word for word, other in table.items() if other is params)
                 yield f"`{dotted(here)}` of {types}", here, params
+        elif below is ModelSection:
+            for model in MODEL_TYPES:
+                word = model.model_fields["type"].default
+                yield f"`{dotted(here)}` of type {word}", here, model
         elif below is not None:
             yield f"`{dotted(here)}`", here, below
             yield from _sections_below(below, here)
@@ -76,9 +82,11 @@ def _topic_tables(topic: str, topics: Sequence[str]) -> str:
     rows, params = [], []
     for title, path, kind in all_sections():
         supported = {name: field for name, field in kind.model_fields.items() if _supported(field)}
-        if path[-1:] == ("params",):
+        if path[-1:] == ("params",) or kind is HFSection:
             if _topic_of(path, topics) == topic:
-                own_rows = [_reference_row(name, field) for name, field in supported.items()]
+                prefix = "" if path[-1:] == ("params",) else f"{dotted(path)}."
+                supported.pop("type", None)  # it has a row already
+                own_rows = [_reference_row(prefix + name, f) for name, f in supported.items()]
                 params.append(f"### {title}\n\n{_table(_TABLE_HEAD, own_rows)}")
             continue
         rows += [

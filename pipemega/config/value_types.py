@@ -4,6 +4,8 @@ import json
 import types
 import typing
 from collections.abc import Iterable
+from enum import Enum
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union
 
 from pydantic import Field
@@ -40,7 +42,9 @@ def type_text(annotation: Any, constraints: Iterable[Any] = ()) -> str:
         if parts[-1] is Ellipsis:
             return f"a list of ({type_text(parts[0])})"
         return f"[{', '.join(type_text(part) for part in parts)}]"
-    words = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " or ".join(json.dumps(member.value) for member in annotation)
+    words = {int: "an integer", float: "a number", str: "text", Path: "text", bool: "true or false"}
     words |= {type(None): "null", Any: "anything"}
     return words.get(annotation, "an object") + _bounds(annotation, constraints)
 

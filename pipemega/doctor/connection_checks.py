@@ -14,7 +14,7 @@ from pipemega.pipeline.messages import TensorMeta
 from pipemega.pipeline.plan.channels import Channel, channels
 from pipemega.pipeline.plan_selection import training_plan
 from pipemega.pipeline.transport import Transport
-from pipemega.planning.run_checks import planned_order
+from pipemega.planning.run_checks import layers_of, planned_order
 
 # What the steps below wait for, told to the caller: it is in the error if one does not end.
 Tell = Callable[[str], None]
@@ -118,7 +118,7 @@ def rank_of_stages(config: Config, topology: Topology) -> tuple[int, ...]:
         ConfigError, ScheduleError: there is no plan for these sizes.
     """
     count = config.batch(topology.data).num_microbatches
-    layers = _MANY_LAYERS if config.model is None else config.model.pipeline_layers
+    layers = layers_of(config, topology) or _MANY_LAYERS
     order = planned_order(config)
     plan = training_plan(config.pipeline, topology.pipeline, count, layers, order)
     return plan.rank_of_stage

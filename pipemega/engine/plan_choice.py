@@ -11,6 +11,7 @@ from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import ConfigError, PipelineError
+from pipemega.models.build_model import ModelContext, sample_from
 from pipemega.monitor import get_logger
 from pipemega.pipeline.autoschedule import Placement
 from pipemega.pipeline.connections import message_order
@@ -22,7 +23,7 @@ from pipemega.pipeline.plan.simulate import simulate
 from pipemega.pipeline.plan_selection import best_plan, training_plan, validated
 from pipemega.planning.layer_times import LayerTimes
 from pipemega.planning.meta_model import MetaModel
-from pipemega.planning.model_source import Sample, gpt_sample
+from pipemega.planning.model_source import Sample
 from pipemega.planning.prediction import Prediction
 from pipemega.planning.rates import Rates
 from pipemega.planning.schedule_choice import ScheduleChooser
@@ -177,12 +178,11 @@ class PlanChooser:
         return None
 
     def _sample(self) -> Sample | None:
-        """Return a micro-batch of the training data, or tokens for the GPT of the config."""
+        """Return a micro-batch of the training data, or one for the model of the config."""
         if self._loader is not None and self._loader.is_map_style:
             return Sample.like(*self._loader.peek())
         if self._config.model is not None:
-            size = self._config.batch(self._mesh.data.size).micro_batch_size
-            return gpt_sample(self._config, size)
+            return Sample(*sample_from(ModelContext.of(self._config, self._mesh.topology)))
         return None
 
 

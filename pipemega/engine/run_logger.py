@@ -59,7 +59,8 @@ class RunLogger:
         self._keeps_files, self._shows_progress = keeps_files, False
         self.folder = RunFolder(self._config, engine.mesh, log)
         model = self._config.model
-        self.tokens_per_sample, self.flops_per_token = model.seq_length if model else 0, 0.0
+        self.tokens_per_sample = (model.sample_tokens() if model else None) or 0
+        self.flops_per_token = 0.0
         self._peak_tflops = self._config.monitor.peak_tflops
         if not self._peak_tflops and engine.mesh.device.type == "cuda":
             self._peak_tflops = peak_tflops(torch.cuda.get_device_name(engine.mesh.device))

@@ -123,8 +123,8 @@ class ModelDescription:
         if self.main_input in side:
             return side
         zero = torch.zeros((), device=like.device)
-        if self.main_input in _FLOAT_INPUT_SHAPES:
-            shape = _FLOAT_INPUT_SHAPES[self.main_input](self.config)
+        if self.main_input in FLOAT_INPUT_SHAPES:
+            shape = FLOAT_INPUT_SHAPES[self.main_input](self.config)
             return {self.main_input: zero.to(like.dtype).expand(like.shape[0], *shape), **side}
         return {self.main_input: zero.long().expand(like.shape[:2]), **side}
 
@@ -134,7 +134,7 @@ class ModelDescription:
         return hidden if not length else (hidden, *[None] * (length - 1))
 
 
-_FLOAT_INPUT_SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
+FLOAT_INPUT_SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
     "pixel_values": lambda c: (c.num_channels, *_image_size(c.image_size)),
     "input_features": lambda c: (c.num_mel_bins, 2 * c.max_source_positions),
 }

@@ -36,7 +36,7 @@ def from_pretrained(
         ConfigError: names the folder, the key or the version, and the way out; the same on every
             rank.
     """
-    folder, config = _read_config(path_or_config)
+    folder, config = read_config(path_or_config)
     if pretrained and folder is None:
         raise ConfigError(
             "from_pretrained() got a config, which has no weights: give the folder of the "
@@ -53,7 +53,7 @@ def from_pretrained(
     return HFPipelineModule(description, source, folder)
 
 
-def _read_config(path_or_config: Any) -> tuple[Path | None, Any]:
+def read_config(path_or_config: Any) -> tuple[Path | None, Any]:
     """Return (folder, PretrainedConfig)."""
     transformers = import_transformers()
     if isinstance(path_or_config, transformers.PretrainedConfig):

@@ -1,7 +1,8 @@
-"""Models as lists of LayerSpecs."""
+"""Models as lists of LayerSpecs, and the model of a config."""
 
+from pipemega.models.build_model import ModelContext, build_model
 from pipemega.models.gpt import gpt
 from pipemega.models.gpt_config import GPTConfig
 from pipemega.models.layer_inputs import layer_inputs
 
-__all__ = ["GPTConfig", "gpt", "layer_inputs"]
+__all__ = ["GPTConfig", "ModelContext", "build_model", "gpt", "layer_inputs"]

@@ -4,18 +4,18 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from pipemega.config import Config
-from pipemega.config.model import ModelSection
+from pipemega.config.model import GPTSection
 from pipemega.errors import ConfigError
 from pipemega.parameters import even_share
 
 
 def _default(name: str) -> Any:
-    return ModelSection.model_fields[name].default
+    return GPTSection.model_fields[name].default
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """Sizes and options of a GPT with Megatron's names; defaults are those of `ModelSection`."""
+    """Sizes and options of a GPT with Megatron's names; defaults are those of `GPTSection`."""
 
     vocab_size: int
     seq_length: int
@@ -52,8 +52,9 @@ class GPTConfig:
             ConfigError: the section `model` is missing, or the heads do not divide by mesh.tensor.
         """
         section = config.model
-        if section is None:
-            raise ConfigError("the config has no section 'model', which defines the GPT to build")
+        if not isinstance(section, GPTSection):
+            found = "is missing" if section is None else f"has the type {section.type!r}"
+            raise ConfigError(f"the section 'model' {found}, and a GPT needs the type 'gpt'")
         ranks = config.mesh.tensor
         even_share(section.num_attention_heads, ranks, "model.num_attention_heads")
         even_share(section.query_groups, ranks, "model.num_query_groups")

@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from pipemega.config import Batch, Config, load
+from pipemega.config.model import GPTSection
 from pipemega.errors import PipemegaError
 from pipemega.pipeline.plan.partition import partition
 from pipemega.pipeline.schedules import SCHEDULES
@@ -280,7 +281,7 @@ def _faster_changes(report: Report) -> Iterator[list[list[str]]]:
         yield [["pipeline.activation_checkpoint_interval=0"]]
     elif config.activation_checkpointing.number_checkpoints:
         yield [["activation_checkpointing.number_checkpoints=null"]]
-    elif config.model is not None and report.request.model is None:
+    elif isinstance(config.model, GPTSection) and report.request.model is None:
         lighter = {"full": ("selective", "none"), "selective": ("none",), "none": ()}
         yield [[f"model.recompute={name}"] for name in lighter[config.model.recompute]]
 
@@ -316,7 +317,7 @@ def _changes(report: Report) -> Iterator[tuple[list[str], int | None]]:
     """Yield (overrides of config keys, number of ranks) of the changes to try."""
     request = report.request
     config, world = request.config, request.world
-    if request.model is None and config.model is not None:
+    if request.model is None and isinstance(config.model, GPTSection):
         if config.model.recompute == "none":
             yield ["model.recompute=selective"], world
         if config.model.recompute != "full":

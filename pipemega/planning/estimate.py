@@ -14,7 +14,7 @@ from pipemega.pipeline.local_model import fold_equal_names
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
 from pipemega.planning.meta_model import MetaModel
-from pipemega.planning.model_source import gpt_and_sample, user_model_and_sample, vocabulary_of
+from pipemega.planning.model_source import model_and_sample, user_model_and_sample, vocabulary_of
 from pipemega.planning.prediction import Prediction, predict
 from pipemega.planning.rates import Rates
 from pipemega.planning.run_checks import planned_order
@@ -31,7 +31,7 @@ class Request:
     Args:
         config: of the run.
         world: number of ranks; None: the smallest number that the config can run on.
-        model: MODULE:FUNCTION of a user's model; None: the GPT of the config.
+        model: MODULE:FUNCTION of a user's model; None: the model of the config.
         limit: memory of a device in bytes; None: unknown.
         rates: speed of devices and links, if known.
         compare: names of schedules to compare with that of the config; "all": every schedule.
@@ -123,11 +123,10 @@ class Report:
 
     @property
     def tokens(self) -> int | None:
-        """Tokens per step over all data ranks; None if the model is not the GPT of the config."""
+        """Tokens per step over all data ranks; None if the model of the config takes none."""
         model = self.request.config.model
-        if self.request.model is not None or model is None:
-            return None
-        return self.batch.train_batch_size * model.seq_length
+        length = model.sample_tokens() if model and self.request.model is None else None
+        return None if length is None else self.batch.train_batch_size * length
 
     @property
     def run_seconds(self) -> float | None:
@@ -174,11 +173,10 @@ def estimate(request: Request) -> Report:
 
 
 def _meta_model(request: Request, topology: Topology, batch: Batch) -> MetaModel:
-    micro = batch.micro_batch_size
     if request.model is None:
-        net, sample = gpt_and_sample(request.config, micro)
+        net, sample = model_and_sample(request.config, topology)
     else:
-        net, sample = user_model_and_sample(request.model, micro)
+        net, sample = user_model_and_sample(request.model, batch.micro_batch_size)
     try:
         return MetaModel(request.config, net, sample, topology, request.device)
     except NotImplementedError as error:

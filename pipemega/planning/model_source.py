@@ -12,8 +12,14 @@ from torch.utils import _pytree as pytree
 
 from pipemega.config import Config
 from pipemega.data.data_files import Vocabulary, known_vocabulary
+from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, PipemegaError
-from pipemega.models import GPTConfig, gpt
+from pipemega.models.build_model import (
+    ModelContext,
+    build_from,
+    model_section,
+    sample_from,
+)
 from pipemega.pipeline.module import PipelineModule
 
 # The vocabulary of GPT-2.
@@ -38,51 +44,49 @@ class Sample:
         return cls(_to_meta(inputs), _to_meta(labels))
 
 
-def gpt_and_sample(config: Config, micro_batch_size: int) -> tuple[PipelineModule, Sample]:
-    """Return the GPT of the section `model`, and tokens for it.
+def model_and_sample(config: Config, topology: Topology) -> tuple[PipelineModule, Sample]:
+    """Return the model of the section `model`, and one micro-batch for it.
 
     Raises:
-        ConfigError: the section is missing.
+        ConfigError: the section is missing, or its type cannot build the model.
         DataError: a tokenizer is damaged.
     """
     if config.model is None:
         raise ConfigError(
-            f"the config has no section 'model', which describes a GPT; for another model {_USAGE}"
+            f"the config has no section 'model', which describes the model; for a model in Python "
+            f"{_USAGE}"
         )
-    return gpt(GPTConfig.of(config, vocabulary_of(config).size)), gpt_sample(
-        config, micro_batch_size
-    )
+    context = meta_context(config, topology)
+    return build_from(context).on_meta(), Sample(*sample_from(context))
 
 
-def gpt_sample(config: Config, micro_batch_size: int) -> Sample:
-    """Return tokens for the GPT of the section `model`."""
-    assert config.model is not None
-    shape = (micro_batch_size, config.model.seq_length)
-    tokens = torch.empty(shape, dtype=torch.int64, device="meta")
-    inputs: Any = tokens
-    if config.data.inputs_per_token == 1:
-        inputs = (tokens, tokens.clone())
-    elif config.data.inputs_per_token == 2:
-        inputs = {"input_ids": tokens, "position_ids": tokens.clone()}
-    return Sample(inputs, torch.empty_like(tokens))
+def meta_context(config: Config, topology: Topology) -> ModelContext:
+    """Return the context in which a model is planned; its vocabulary may be assumed."""
+    return ModelContext.of(config, topology, vocab_size=vocabulary_of(config).size)
+
+
+def count_layers(config: Config, topology: Topology) -> int:
+    """Return the number of pipeline layers of the section `model`; builds no layer."""
+    return len(build_from(meta_context(config, topology)))
 
 
 def vocabulary_of(config: Config) -> Vocabulary:
-    """Return the vocabulary size of the GPT: from the config, the tokenizer, or assumed.
+    """Return the vocabulary size of the model: from the config, the tokenizer, or assumed.
 
     Raises:
         DataError: a tokenizer is damaged.
     """
-    assert config.model is not None
-    if isinstance(config.model.vocab_size, int):
-        return Vocabulary(config.model.vocab_size, "model.vocab_size")
+    own = model_section(config).vocabulary()
+    if isinstance(own, int):
+        return Vocabulary(own, "model.vocab_size")
     found = known_vocabulary(config.data)
     if found is not None:
         return found
     path = config.data.tokenizer
     where = f"{path} does not exist here" if path else "is unknown"
     origin = f"GPT-2's, because model.vocab_size is 'auto' and the tokenizer {where}"
-    return Vocabulary(_ASSUMED_VOCABULARY, origin, is_certain=False)
+    # A model without a vocabulary gets the number and has no use for it.
+    return Vocabulary(_ASSUMED_VOCABULARY, origin, is_certain=own is None)
 
 
 def user_model_and_sample(path: str, micro_batch_size: int) -> tuple[PipelineModule, Sample]:

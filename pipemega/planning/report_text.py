@@ -4,6 +4,7 @@ import textwrap
 from collections.abc import Mapping
 from itertools import zip_longest
 
+from pipemega.config.model import GPTSection
 from pipemega.planning.advice import Advice
 from pipemega.planning.estimate import Report
 from pipemega.planning.units import (
@@ -135,7 +136,9 @@ def summary(report: Report) -> dict[str, str]:
     )
     stages = f"{prediction.chunks} stages" if prediction.chunks > 1 else "1 stage"
     model = request.config.model
-    recompute: str = model.recompute if model is not None and request.model is None else "none"
+    recompute = "none"
+    if isinstance(model, GPTSection) and request.model is None:
+        recompute = model.recompute
     interval = request.config.pipeline.activation_checkpoint_interval
     if interval:
         recompute = f"every {interval} layers"

@@ -1,6 +1,7 @@
 """Values that a config leaves to be computed ("auto", null, names).  Imports no torch."""
 
 from collections.abc import Iterator
+from itertools import starmap
 from typing import NamedTuple
 
 from pipemega.config import Config
@@ -61,22 +62,14 @@ def _model(config: Config) -> Iterator[Resolved]:
     model = config.model
     if model is None:
         return
-    if model.vocab_size == "auto":
+    if model.vocabulary() == "auto":
         found = known_vocabulary(config.data)
         if found is None:
             yield Resolved("model.vocab_size", "unknown", "no tokenizer was found here")
         else:
             bound = "" if found.is_certain else "at most "
             yield Resolved("model.vocab_size", f"{bound}{found.size:,}", found.origin)
-    if model.ffn_hidden_size is None:
-        factor = "8/3, up to a multiple of 64" if model.swiglu else "4"
-        why = f"hidden_size {model.hidden_size} x {factor}"
-        yield Resolved("model.ffn_hidden_size", str(model.feed_forward_size), why)
-    if model.num_query_groups is None:
-        yield Resolved("model.num_query_groups", str(model.query_groups), "num_attention_heads")
-    if model.kv_channels is None:
-        why = f"hidden_size {model.hidden_size} / {model.num_attention_heads} heads"
-        yield Resolved("model.kv_channels", str(model.head_size), why)
+    yield from starmap(Resolved, model.computed_values())
 
 
 def _pipeline(config: Config, topology: Topology) -> Iterator[Resolved]:

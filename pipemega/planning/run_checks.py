@@ -5,6 +5,7 @@ Each check is a `Rule`, so that a config with errors elsewhere is still checked 
 
 from collections.abc import Iterator
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,8 +21,8 @@ from pipemega.pipeline.plan_selection import training_plan
 from pipemega.planning.units import show_bytes
 
 _FILE_KEYS = (
-    "data.data_path", "data.corpus", "data.tokenizer", "data.cache_path", "checkpoint.load",
-    "checkpoint.save", "wandb.dir", "monitor.trace.folder",
+    "data.data_path", "data.corpus", "data.tokenizer", "data.cache_path",
+    "checkpoint.load", "checkpoint.save", "wandb.dir", "monitor.trace.folder",
 )  # fmt: skip
 _SIZES = (TRAIN, MICRO, STEPS, "mesh", "pipeline.stages")
 
@@ -53,16 +54,32 @@ def topology_of(config: Config, world: int | None) -> Topology:
 
 
 def first_plan_of(config: Config, topology: Topology) -> Plan | None:
-    """Return the plan of the first steps; None without the GPT of the config: its size is unknown.
+    """Return the plan of the first steps; None without a section `model`: its size is unknown.
 
     Raises:
         ConfigError, ScheduleError: there is none for these sizes, or its file is not valid.
     """
-    if config.model is None:
+    layers, order = layers_of(config, topology), planned_order(config)
+    if layers is None:
         return None
     count = config.batch(topology.data).num_microbatches
-    layers, order = config.model.pipeline_layers, planned_order(config)
     return training_plan(config.pipeline, topology.pipeline, count, layers, order)
+
+
+def layers_of(config: Config, topology: Topology) -> int | None:
+    """Return the number of pipeline layers of the section `model`; None if there is none.
+
+    Raises:
+        ConfigError: the model has to be built to count them, and cannot be.
+    """
+    if config.model is None:
+        return None
+    known = config.model.layer_count()
+    if known is not None:
+        return known
+    # By name: torch is imported only if the model has to be built.
+    count: int = import_module("pipemega.planning.model_source").count_layers(config, topology)
+    return count
 
 
 def planned_order(config: Config) -> MessageOrder:
@@ -91,19 +108,21 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
 
     # A rule runs only if those before it found no error in its keys.
     return (
+        Rule(("model.path", "model"), _model_file_errors),
+        *(Rule((key,), partial(_file_errors, key)) for key in _FILE_KEYS),
         Rule(("mesh.data", "mesh.tensor", "mesh.pipeline"), ranks),
         Rule(_SIZES, batch),
         Rule(("zero_optimization.stage", "mesh"), zero),
-        Rule(("pipeline.schedule", "pipeline", "model.num_layers", *_SIZES), plan),
-        *(Rule((key,), partial(_file_errors, key)) for key in _FILE_KEYS),
+        Rule(("pipeline.schedule", "pipeline", "model", "imports", *_SIZES), plan),
         Rule(("model.vocab_size", "data"), _vocabulary_fits),
     )
 
 
 def _vocabulary_fits(config: Config) -> Iterator[str]:
     found = None if config.data.mock else known_vocabulary(config.data)
-    size = "auto" if config.model is None else config.model.vocab_size
-    if size != "auto" and found is not None and found.is_certain and size < found.size:
+    # Only of data with a vocabulary: that of a Hugging Face model is read by transformers.
+    size = config.model.vocabulary() if config.model and found and found.is_certain else None
+    if isinstance(size, int) and found is not None and size < found.size:
         yield (
             f"model.vocab_size is {size}, but the {found.origin} has {found.size} tokens: make it "
             f"at least {found.size}, or 'auto'"
@@ -111,11 +130,25 @@ def _vocabulary_fits(config: Config) -> Iterator[str]:
 
 
 def _file_errors(key: str, config: Config) -> Iterator[str]:
-    yield from (found.error for found in run_files(config) if found.key == key and found.error)
+    yield from (found.error for found in _run_files(config) if found.key == key and found.error)
+
+
+def _model_file_errors(config: Config) -> Iterator[str]:
+    yield from (found.error for found in _model_files(config) if found.error)
 
 
 def run_files(config: Config) -> Iterator[RunFile]:
     """Yield every file and folder that the config names, except plans, which `plan` reads."""
+    yield from _model_files(config)
+    yield from _run_files(config)
+
+
+def _model_files(config: Config) -> Iterator[RunFile]:
+    for key, path, error in config.model.input_files() if config.model else ():
+        yield RunFile(key, path, "missing" if error else "exists", error)
+
+
+def _run_files(config: Config) -> Iterator[RunFile]:
     for found in data_inputs(config.data):
         state = "missing" if found.error else f"exists, {show_bytes(found.size)}"
         state += f", {found.tokens:,} tokens" if found.tokens else ""

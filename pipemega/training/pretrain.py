@@ -4,19 +4,14 @@ import argparse
 import math
 from typing import NoReturn
 
-import torch
-
 from pipemega.config import Batch, Config
 from pipemega.data.build_datasets import DataRequest, Datasets, build_datasets
 from pipemega.data.data_files import check_data_inputs
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
-from pipemega.kernels import Kernels
-from pipemega.models import GPTConfig, gpt, layer_inputs
-from pipemega.monitor import get_logger, gpt_flops_per_token
-from pipemega.optimizer.build_step import precision_of
-from pipemega.pipeline.module import PipelineModule
+from pipemega.models.build_model import ModelContext, model_section
+from pipemega.monitor import get_logger
 from pipemega.printing import percent
 from pipemega.training.callbacks import SampleText
 from pipemega.training.generate import generate
@@ -39,6 +34,13 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     training = config.training
     if config.model is None:
         raise ConfigError("model is missing: pretraining needs it")
+    length, vocabulary = config.model.sample_tokens(), config.model.vocabulary()
+    if length is None:
+        raise ConfigError(
+            f"pretraining reads token ids, and model.type {config.model.type!r} has no tokens per "
+            f"sample: give it a key seq_length, or train it with your own data and "
+            f"pipemega.Trainer"
+        )
     if training.train_steps is None and training.epochs is None:
         raise ConfigError(
             "training.train_steps (or training.epochs) is missing: pretraining needs it"
@@ -49,11 +51,11 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     epochs = training.epochs
     eval_batches = training.eval_batches(epochs) if training.evaluates(epochs) else 0
     request = DataRequest(
-        seq_length=config.model.seq_length,
+        seq_length=length,
         seed=config.seed,
         train_samples=_samples(training.train_steps, batch),
         valid_samples=_samples(eval_batches, batch),
-        vocab_size=config.model.vocab_size,
+        vocab_size=vocabulary if isinstance(vocabulary, int) else "auto",
     )
     datasets = build_datasets(
         config.data,
@@ -74,34 +76,10 @@ def _samples(steps: int | None, batch: Batch) -> int | None:
     return None if steps is None else steps * batch.train_batch_size
 
 
-def build_gpt(config: Config, mesh: Mesh, datasets: Datasets) -> PipelineModule:
-    """Return the GPT of the section `model`, with the vocabulary of the data."""
-    gpt_config = GPTConfig.of(config, datasets.vocab_size)
-    boundary = layer_inputs(
-        gpt_config,
-        micro_batch_size=config.batch(mesh.data.size).micro_batch_size,
-        dtype=precision_of(config).compute_dtype or torch.get_default_dtype(),
-        tensor_ranks=mesh.tensor.size,
-        per_token=config.data.inputs_per_token,
-    )
-    return gpt(gpt_config, Kernels.detect(mesh.device), boundary=boundary)
-
-
-def flops_per_token(config: Config, vocab_size: int) -> float:
-    """Return the FLOPs of forward and backward per token, without recomputation."""
-    model = config.model
-    assert model is not None
-    return gpt_flops_per_token(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        ffn_hidden_size=model.feed_forward_size,
-        seq_length=model.seq_length,
-        vocab_size=vocab_size,
-        num_query_groups=model.query_groups,
-        kv_channels=model.head_size,
-        swiglu=model.swiglu,
-    )
+def flops_per_token(config: Config, mesh: Mesh, vocab_size: int) -> float:
+    """Return the FLOPs of forward and backward per token, without recomputation; 0: unknown."""
+    context = ModelContext.of(config, mesh.topology, vocab_size=vocab_size)
+    return model_section(config).flops_per_token(context) or 0.0
 
 
 def print_results(trainer: Trainer, datasets: Datasets) -> None:
@@ -142,7 +120,9 @@ def sample_texts(engine: Engine, datasets: Datasets) -> list[SampleText]:
     count, prompt = config.training.generate_tokens, config.training.generate_prompt
     if not count or tokenizer is None or config.model is None:
         return []
-    start, length = tokenizer.encode(prompt) or [tokenizer.eod or 0], config.model.seq_length
+    start = tokenizer.encode(prompt) or [tokenizer.eod or 0]
+    length = config.model.sample_tokens()
+    assert length is not None, "checked by load_datasets"
 
     def text() -> tuple[str, str]:
         tokens = generate(

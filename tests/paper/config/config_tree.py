@@ -6,6 +6,7 @@ from typing import Any
 from pipemega.config import optimizer, scheduler
 from pipemega.config.config import Config
 from pipemega.config.key_kinds import Section, key_info
+from pipemega.config.model_hf import HFSection
 from pipemega.config.reference import all_sections
 
 MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
@@ -39,6 +40,8 @@ def _containing(path: tuple[str, ...], kind: type[Section]) -> dict[str, Any]:
         return {**BASE, path[0]: {"type": name, "params": REQUIRED.get(kind, {})}}
     if path in (("optimizer",), ("scheduler",)):
         return {**BASE, path[0]: {"type": "Adam" if path[0] == "optimizer" else "constant"}}
+    if kind is HFSection:
+        return {**BASE, "model": {"type": "hf", "path": "folder"}}
     return BASE if kind is Config or path == ("model",) else _put(BASE, path, {})
 
 

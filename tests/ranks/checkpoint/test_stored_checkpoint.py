@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import pipemega
-from pipemega.training.pretrain import build_gpt, load_datasets
+from pipemega.training.pretrain import load_datasets
 from tests.ranks.pool import RankPool
 
 STORED = Path(__file__).parents[2] / "golden/run_2371ce9"
@@ -36,7 +36,9 @@ def build(name: str, changes: list[str]) -> Any:
     config = pipemega.load_config(f"{name}/config.json", ["training.progress=false", *changes])
     mesh = pipemega.build_mesh(config)
     data = load_datasets(config, mesh)
-    engine, *_ = pipemega.initialize(build_gpt(config, mesh, data), config, data.train, mesh=mesh)
+    engine, *_ = pipemega.initialize(
+        pipemega.build_model(config, mesh, data.vocab_size), config, data.train, mesh=mesh
+    )
     return engine
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import pipemega
 from pipemega.training import Trainer
 from pipemega.training.pretrain import (
-    build_gpt,
     flops_per_token,
     load_datasets,
     print_results,
@@ -34,7 +33,9 @@ def train(folder: str, overrides: list[str], stop_after: int | None = None) -> d
     config = pipemega.load_config(ROOT / "configs/quickstart.json", [*fixed, *overrides])
     mesh = pipemega.build_mesh(config)
     data = load_datasets(config, mesh)
-    engine, *_ = pipemega.initialize(build_gpt(config, mesh, data), config, data.train, mesh=mesh)
+    engine, *_ = pipemega.initialize(
+        pipemega.build_model(config, mesh, data.vocab_size), config, data.train, mesh=mesh
+    )
     trainer = Trainer(
         engine,
         data.valid,

@@ -289,7 +289,7 @@ def test_warnings_name_the_stage_and_the_remedy(
         (["--compare", "zbv"], "error: unknown schedule 'zbv'; did you mean 'zb-v'?"),
         (
             ["--set", "model=null"],
-            "error: the config has no section 'model', which describes a GPT",
+            "error: the config has no section 'model', which describes the model",
         ),
         (
             ["--set", "mesh.pipeline=9"],

@@ -206,5 +206,5 @@ def test_a_sample_longer_than_seq_length_is_an_error_with_both_lengths() -> None
 
 def test_a_config_without_a_model_section_is_an_error() -> None:
     config = load({"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1})
-    with pytest.raises(ConfigError, match="no section 'model'"):
+    with pytest.raises(ConfigError, match="section 'model' is missing"):
         GPTConfig.of(config, 100)

@@ -1,0 +1,75 @@
+"""`model` with type "hf": a model of Hugging Face's transformers, from a folder."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from pipemega.config.key_kinds import own
+from pipemega.config.model_registry import ModelSection, register_model
+from pipemega.config.value_types import Count, Name
+
+# Longest sample if `seq_length` is null: the positions of a model may be far more than fit.
+LONGEST_DEFAULT = 2048
+
+
+@register_model("hf")
+class HFSection(ModelSection):
+    """A Hugging Face model."""
+
+    builder = "pipemega.hf.registered_hf"
+
+    path: Name = own(..., "Folder with config.json, and with safetensors if `pretrained`.")
+    pretrained: bool = own(True, "Load the weights of the folder; false: initialize new ones.")
+    task: Literal["causal-lm", "masked-lm", "seq2seq", "image-classification"] | None = own(
+        None, "What the model is trained for; null: from `architectures` of config.json."
+    )
+    attn_implementation: Name | None = own(
+        None, "Attention of transformers, such as sdpa or flash_attention_2; null: its default."
+    )
+    seq_length: Count | None = own(
+        None,
+        f"Tokens per sample; null: the positions of the model, at most {LONGEST_DEFAULT}.",
+    )
+
+    @property
+    def folder(self) -> Path:
+        """The folder, with `~` expanded."""
+        return Path(self.path).expanduser()
+
+    def sample(self, context: Any) -> Any:
+        return self.above("sample")(self, context)
+
+    def sample_tokens(self) -> int | None:
+        return self.above("sample_tokens")(self)  # type: ignore[no-any-return]
+
+    def vocabulary(self) -> int | None:
+        return self.above("vocabulary")(self)  # type: ignore[no-any-return]
+
+    def default_tokenizer(self) -> str | None:
+        path = self.folder / "tokenizer.json"
+        return str(path) if path.is_file() else None
+
+    def input_files(self) -> Iterator[tuple[str, str, str]]:
+        yield "model.path", self.path, self._folder_error()
+
+    def _folder_error(self) -> str:
+        """Return why the folder cannot be the source of the model; empty if it can."""
+        if not self.folder.is_dir():
+            return (
+                f"model.path: the folder {self.path} does not exist; a model is loaded from a "
+                f"folder, and nothing is downloaded"
+            )
+        if not (self.folder / "config.json").is_file():
+            return f"model.path: {self.path} has no config.json, which describes the model"
+        if self.pretrained and not any(self.folder.glob("*.safetensors*")):
+            return (
+                f"model.path: {self.path} has no safetensors, and model.pretrained is true: set it "
+                f"to false to start with new weights"
+            )
+        return ""
+
+    def computed_values(self) -> Iterator[tuple[str, str, str]]:
+        length = self.sample_tokens()
+        if self.seq_length is None and length is not None:
+            why = f"the positions of the model, at most {LONGEST_DEFAULT}"
+            yield "model.seq_length", str(length), why

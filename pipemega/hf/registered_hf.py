@@ -1,0 +1,64 @@
+"""The model type "hf" of the config: what its section delegates to."""
+
+from typing import Any
+
+import torch
+
+from pipemega.config.model_hf import LONGEST_DEFAULT, HFSection
+from pipemega.hf.description import FLOAT_INPUT_SHAPES
+from pipemega.hf.hf_module import HFPipelineModule
+from pipemega.hf.load_model import from_pretrained, read_config
+from pipemega.hf.tasks import model_class_of
+from pipemega.models.build_model import ModelContext
+
+
+def build(section: HFSection, context: ModelContext) -> HFPipelineModule:
+    """Return the model of the folder; without its weights on the meta device."""
+    mesh = context.config.mesh
+    return from_pretrained(
+        section.folder,
+        task=section.task,
+        pretrained=section.pretrained and context.device.type != "meta",
+        sequence_parallel=mesh.sequence_parallel and context.tensor > 1,
+        attn_implementation=section.attn_implementation,
+    )
+
+
+def sample(section: HFSection, context: ModelContext) -> tuple[Any, Any] | None:
+    """Return (inputs, labels) of one micro-batch; None: token ids are the only input."""
+    config, size = _hf_config(section), context.micro_batch_size
+    main_input = model_class_of(config, section.task).main_input_name
+    shape = FLOAT_INPUT_SHAPES.get(main_input)
+    tokens = torch.empty(size, _sequence_length(section, config), dtype=torch.int64)
+    if shape is not None and not config.is_encoder_decoder:
+        return {main_input: torch.empty(size, *shape(config))}, tokens[:, 0]
+    if not config.is_encoder_decoder:
+        return None
+    main = tokens if shape is None else torch.empty(size, *shape(config))
+    return {main_input: main, "decoder_input_ids": tokens.clone()}, tokens.clone()
+
+
+def sample_tokens(section: HFSection) -> int | None:
+    """Return `seq_length`, or its default; None for a model whose input is not token ids alone."""
+    config = _hf_config(section)
+    is_text = model_class_of(config, section.task).main_input_name == "input_ids"
+    return _sequence_length(section, config) if is_text and not config.is_encoder_decoder else None
+
+
+def vocabulary(section: HFSection) -> int | None:
+    """Return the vocabulary size of the model; None if it has none."""
+    return getattr(_hf_config(section).get_text_config(), "vocab_size", None)
+
+
+def _sequence_length(section: HFSection, config: Any) -> int:
+    if section.seq_length is not None:
+        return section.seq_length
+    text = config.get_text_config()
+    names = ("max_position_embeddings", "max_target_positions", "n_positions")
+    found = [value for name in names if isinstance(value := getattr(text, name, None), int)]
+    return min(*found, LONGEST_DEFAULT) if found else LONGEST_DEFAULT
+
+
+def _hf_config(section: HFSection) -> Any:
+    _, config = read_config(section.folder)
+    return config

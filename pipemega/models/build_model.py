@@ -1,0 +1,146 @@
+"""The model of a config: any registered type, for one mesh."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pipemega.config import Config
+from pipemega.config.model_registry import ModelSection
+from pipemega.distributed.mesh import Mesh
+from pipemega.distributed.topology import Topology
+from pipemega.errors import ConfigError, PipemegaError
+from pipemega.pipeline.module import PipelineModule
+
+
+@dataclass(frozen=True)
+class ModelContext:
+    """What a model type may need to build its model.
+
+    Attributes:
+        config: of the run.
+        pipeline, tensor, data: sizes of the mesh axes.
+        vocab_size: `vocab_size` of the section if it is a number, else that of the data; None if
+            neither is known.
+        dtype: of the parameters in forward and backward.
+        device: of the run; the meta device if the model is only planned.
+        micro_batch_size: samples of a micro-batch.
+    """
+
+    config: Config
+    pipeline: int
+    tensor: int
+    data: int
+    vocab_size: int | None
+    dtype: torch.dtype
+    device: torch.device
+    micro_batch_size: int
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        topology: Topology,
+        device: torch.device | str = "meta",
+        vocab_size: int | None = None,
+    ) -> "ModelContext":
+        """Return the context of a config on a mesh; `vocab_size` is that of the data."""
+        own = model_section(config).vocabulary()
+        dtype = config.compute_dtype
+        return cls(
+            config=config,
+            pipeline=topology.pipeline,
+            tensor=topology.tensor,
+            data=topology.data,
+            vocab_size=own if isinstance(own, int) else vocab_size,
+            dtype=getattr(torch, dtype) if dtype else torch.get_default_dtype(),
+            device=torch.device(device),
+            micro_batch_size=config.batch(topology.data).micro_batch_size,
+        )
+
+
+def model_section(config: Config) -> ModelSection:
+    """Return the section `model`.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if config.model is None:
+        raise ConfigError("the config has no section 'model', which defines the model to build")
+    return config.model
+
+
+def build_model(config: Config, mesh: Mesh, vocab_size: int | None = None) -> PipelineModule:
+    """Return the model of the section `model`; no layer is built yet.
+
+    Args:
+        vocab_size: of the data.
+
+    Raises:
+        ConfigError: there is no section `model`, or its type cannot build the model.
+    """
+    return build_from(ModelContext.of(config, mesh.topology, mesh.device, vocab_size))
+
+
+def build_from(context: ModelContext) -> PipelineModule:
+    """Return the model of the context's config.
+
+    Raises:
+        ConfigError: its type cannot build the model.
+    """
+    section = model_section(context.config)
+    # A model that is only planned may contain built modules.
+    on_meta = context.device.type == "meta"
+    with torch.device("meta") if on_meta else nullcontext():
+        net = _call(section, "build", context)
+    if not isinstance(net, PipelineModule):
+        raise ConfigError(
+            f"model.type {section.type!r}: build() returned {type(net).__name__}, and must return "
+            f"a pipemega.PipelineModule",
+            on_every_rank=True,
+        )
+    return net
+
+
+def sample_from(context: ModelContext) -> tuple[Any, Any]:
+    """Return (inputs, labels) of one micro-batch on the meta device.
+
+    Raises:
+        ConfigError: the type has neither `sample` nor a number of tokens.
+    """
+    section = model_section(context.config)
+    with torch.device("meta"):
+        made = _call(section, "sample", context)
+        if made is not None:
+            return _checked_pair(section, made)
+        length = section.sample_tokens()
+        if length is None:
+            raise ConfigError(
+                f"model.type {section.type!r} has no method sample(context), which returns "
+                f"(inputs, labels) of one micro-batch, and no key seq_length: the shapes of a "
+                f"micro-batch are unknown"
+            )
+        tokens = torch.empty(context.micro_batch_size, length, dtype=torch.int64)
+        return tokens, torch.empty_like(tokens)
+
+
+def _checked_pair(section: ModelSection, made: Any) -> tuple[Any, Any]:
+    if not (isinstance(made, tuple) and len(made) == 2):
+        raise ConfigError(
+            f"model.type {section.type!r}: sample() returned {type(made).__name__}, and must "
+            f"return (inputs, labels)"
+        )
+    return made
+
+
+def _call(section: ModelSection, method: str, context: ModelContext) -> Any:
+    """Call a method of the section; name the type in the error of a user's method."""
+    try:
+        return getattr(section, method)(context)
+    except PipemegaError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"model.type {section.type!r}: {method}() failed: {type(error).__name__}: {error}"
+        ) from error
