@@ -8,7 +8,7 @@ import torch
 
 from pipemega.checkpoint.dcp_storage import TensorIndex
 from pipemega.checkpoint.save_load import CheckpointReader
-from pipemega.config.model import ModelSection
+from pipemega.config.model import GPTSection
 from pipemega.errors import CheckpointError
 from pipemega.hf.export import CheckpointTensor, ModelToExport
 from pipemega.hf.gpt_export import gpt_to_export
@@ -35,7 +35,7 @@ def model_to_export(reader: CheckpointReader) -> ModelToExport:
             f"models of type 'hf' and 'gpt' can be exported"
         )
     (vocab_size, _), _ = stored["parameters/layers.0.weight"]
-    return gpt_to_export(ModelSection.model_validate(section), vocab_size)
+    return gpt_to_export(GPTSection.model_validate(section), vocab_size)
 
 
 def module_of(saved: Mapping[str, Any]) -> HFPipelineModule:

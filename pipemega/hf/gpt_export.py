@@ -8,7 +8,7 @@ Qwen2    as Llama, with biases of queries, keys and values only
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pipemega.config.model import ModelSection
+from pipemega.config.model import GPTSection
 from pipemega.errors import CheckpointError
 from pipemega.hf.export import CheckpointTensor, ModelToExport
 
@@ -17,7 +17,7 @@ _POSITIONS, _FIRST_BLOCK = 1, 2
 Tensors = dict[str, CheckpointTensor]
 
 
-def gpt_to_export(section: ModelSection, vocab_size: int) -> ModelToExport:
+def gpt_to_export(section: GPTSection, vocab_size: int) -> ModelToExport:
     """Return a GPT of the config section `model` as a model of transformers.
 
     Args:
@@ -41,7 +41,7 @@ def _refuse(family: str, differences: list[str]) -> None:
         )
 
 
-def _differences_from_gpt2(s: ModelSection) -> list[str]:
+def _differences_from_gpt2(s: GPTSection) -> list[str]:
     checks = {
         f"LayerNorm (model.normalization is {s.normalization!r})": s.normalization == "LayerNorm",
         "no SwiGLU (model.swiglu is true)": not s.swiglu,
@@ -55,7 +55,7 @@ def _differences_from_gpt2(s: ModelSection) -> list[str]:
     return [text for text, holds in checks.items() if not holds]
 
 
-def _differences_from_llama(s: ModelSection) -> list[str]:
+def _differences_from_llama(s: GPTSection) -> list[str]:
     checks = {
         f"RMSNorm (model.normalization is {s.normalization!r})": s.normalization == "RMSNorm",
         "SwiGLU (model.swiglu is false)": s.swiglu,
@@ -65,7 +65,7 @@ def _differences_from_llama(s: ModelSection) -> list[str]:
     return [text for text, holds in checks.items() if not holds]
 
 
-def _as_gpt2(s: ModelSection, vocab_size: int) -> ModelToExport:
+def _as_gpt2(s: GPTSection, vocab_size: int) -> ModelToExport:
     import transformers
 
     config = transformers.GPT2Config(
@@ -106,7 +106,7 @@ def _as_gpt2(s: ModelSection, vocab_size: int) -> ModelToExport:
     return ModelToExport(config, "GPT2LMHeadModel", tensors)
 
 
-def _as_llama(s: ModelSection, vocab_size: int) -> ModelToExport:
+def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
     import transformers
 
     sizes: dict[str, Any] = {
@@ -163,16 +163,16 @@ def _as_llama(s: ModelSection, vocab_size: int) -> ModelToExport:
     return ModelToExport(config, class_name, tensors)
 
 
-def _rope_parameters(s: ModelSection) -> dict[str, Any]:
+def _rope_parameters(s: GPTSection) -> dict[str, Any]:
     scaling: Mapping[str, Any] = getattr(s, "rope_scaling", None) or {"rope_type": "default"}
     return {"rope_theta": s.rotary_base, **scaling}
 
 
-def _blocks(s: ModelSection, block: Callable[[int], Tensors]) -> Tensors:
+def _blocks(s: GPTSection, block: Callable[[int], Tensors]) -> Tensors:
     return {name: at for number in range(s.num_layers) for name, at in block(number).items()}
 
 
-def _after_blocks(s: ModelSection, norm: str, bias: bool) -> Tensors:
+def _after_blocks(s: GPTSection, norm: str, bias: bool) -> Tensors:
     """Return the final norm, and the head if it has its own weight."""
     at = _FIRST_BLOCK + s.num_layers
     found = _norm(at, "norm", norm, bias)

@@ -39,8 +39,7 @@ def train(folder: str, overrides: list[str], stop_after: int | None = None) -> d
     trainer = Trainer(
         engine,
         data.valid,
-        tokens_per_sample=config.model.seq_length if config.model else 0,
-        flops_per_token=flops_per_token(config, data.vocab_size),
+        flops_per_token=flops_per_token(config, mesh, data.vocab_size),
         callbacks=sample_texts(engine, data),
     )
     if stop_after is not None:
