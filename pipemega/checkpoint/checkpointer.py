@@ -246,7 +246,7 @@ class Checkpointer:
             return []
         state = reader.found.state
         changes = differences.config_changes(state["config"], self._config)
-        allowed = options.allow_changes if options.strict else ("model", *options.allow_changes)
+        allowed = (*options.allow_changes, *(() if options.strict else ("model", "lora")))
         text = differences.check_config_changes(changes, allowed, reader.full_path)
         if text is not None and self._mesh.rank == 0:
             _log.info(text)

@@ -16,12 +16,13 @@ from pipemega.config import Config, load
 from pipemega.errors import CheckpointError, ConfigError
 
 # Keys and sections that change the model, or the order of the data.
-_MODEL_KEYS = ("model", "training.loss_reduction")
+_MODEL_KEYS = ("model", "lora", "training.loss_reduction")
 _DATA_KEYS = ("seed", "data")
 # Keys of these sections that change neither.
 _HARMLESS_KEYS = (
     "model.recompute",
     "model.make_vocab_size_divisible_by",
+    "lora.path",
     "data.cache_path",
     "data.num_workers",
     "data.prefetch",

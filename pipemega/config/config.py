@@ -22,6 +22,7 @@ from pipemega.config.key_kinds import (
     section,
     sections,
 )
+from pipemega.config.lora import LoraSection
 from pipemega.config.mesh import MeshSection
 from pipemega.config.model import GPTSection
 from pipemega.config.model_hf import HFSection
@@ -72,6 +73,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     model: SerializeAsAny[ModelSection | None] = own(
         None, "The model, by its `type`; null: you pass your own model."
     )
+    lora: LoraSection | None = own(None, "LoRA adapters; null: all parameters are trained.")
     data: DataSection = section(DataSection, "Training data.", own=True)
     pipeline: PipelineSection = section(PipelineSection, "Stages and schedule.")
     training: TrainingSection = section(TrainingSection, "Training loop.", own=True)

@@ -3,6 +3,7 @@
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from pipemega.distributed.mesh import (
     build_mesh,
     from_first,
     launched_world_size,
+    on_all_ranks,
     pick_device,
     set_world_timeout,
 )
@@ -32,6 +34,8 @@ from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.schedule_tuner import ScheduleTuner, begin_tuning
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
+from pipemega.lora.adapted_model import add_lora
+from pipemega.lora.peft_files import load_adapter, section_of
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
 from pipemega.optimizer.build_step import OptimizerArguments
@@ -115,6 +119,10 @@ def initialize(
     mesh = mesh or build_mesh_of(config)
     with failure_reporter().propagate_errors("initialize"):
         config.check_sizes(mesh.data.size)
+        if config.lora is not None:
+            lora = on_all_ranks(mesh.world, partial(section_of, config.lora))
+            config = config.model_copy(update={"lora": lora})
+            model = add_lora(model, lora)
         batch = config.batch(mesh.data.size)
         _log_config(config, batch, mesh)
         loader = None
@@ -175,6 +183,8 @@ def _build_engine(
         lambda: _first_micro_batch(loader),
     )
     local = build_local_model(model, mesh, bounds, plan.rank_of_stage, build_options)
+    if config.lora is not None and config.lora.path is not None:
+        load_adapter(Path(config.lora.path), model, local)
     make_replicas_equal(model, mesh, local)
     recomputes = build_options.checkpoint_interval > 0
     if arguments.trains(config):

@@ -96,6 +96,14 @@ class HFPipelineModule(PipelineModule):
         name = inner.removeprefix("hf.")
         return self.description.tied.get(name, name)
 
+    def module_name(self, logical: str) -> str:
+        _, position, *inner = logical.split(".", 2)
+        return self.hf_name(logical) if inner else self._layer_names.get(int(position), "")
+
+    def is_output_head(self, position: int, inner: str) -> bool:
+        head = self._vocabulary.head
+        return head is not None and self.module_name(f"layers.{position}.{inner}") == head
+
     def logical_name(self, hf: str) -> str:
         """Return the logical name of HF's tensor `hf`, which may be a tied name.
 

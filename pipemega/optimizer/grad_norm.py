@@ -91,13 +91,18 @@ class GradientNorms:
 
 
 class _Run(NamedTuple):
-    """A range of a flat buffer that belongs to one layer, and whether this rank counts it."""
+    """A range of a flat buffer that belongs to one layer, and whether this rank counts it.
+
+    Ranges of different kinds are not merged: whether they are adjacent depends on the other layers
+    of the rank, and the sum on what was merged.
+    """
 
     dtype: torch.dtype
     start: int
     stop: int
     counted: bool
     layer: int
+    kind: tuple[bool, bool]  # sharded over tensor ranks, partial
 
 
 def _runs(
@@ -112,9 +117,11 @@ def _runs(
             if start == stop:
                 continue
             counted = data.rank == 0 or bool(layout.buckets)
-            counted &= tensor.rank == 0 or shard_of(slot.parameter).dim is not None
+            shard = shard_of(slot.parameter)
+            counted &= tensor.rank == 0 or shard.dim is not None
             counted &= slot.name not in tied or tied[slot.name].rank == 0
-            run = _Run(dtype, start, stop, counted, _layer_of(slot.name))
+            kind = (shard.dim is not None, shard.partial_gradient)
+            run = _Run(dtype, start, stop, counted, _layer_of(slot.name), kind)
             last = runs[-1] if runs else None
             if last and (last.dtype, last.stop, *last[3:]) == (dtype, start, *run[3:]):
                 run = run._replace(start=runs.pop().start)

@@ -24,9 +24,10 @@ def gather_full_tensors(
     """Return logical name -> full tensor, on the CPU of every rank; collective.
 
     Args:
-        values: logical name -> local tensor, with the shape of the local parameter.
+        values: logical name -> local tensor, with the shape of the local parameter; may be a part
+            of the parameters, the same on all ranks that hold them.
     """
-    owned = model.owned
+    owned = {name: parameter for name, parameter in model.owned.items() if name in values}
     shapes = {name: (shard_of(owned[name]).shape, values[name].dtype) for name in owned}
     for part in gather_objects(shapes, mesh.world):
         shapes |= part

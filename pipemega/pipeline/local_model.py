@@ -128,7 +128,9 @@ def log_stages(
             f"stage {stage} on pipeline rank {rank_of_stage[stage]}: layers {start} to {stop - 1} "
             f"of {len(net)} ({names}), {sum(counts[start:stop]):,} parameters"
         )
-    log.info(f"model: {len(net)} layers, {net.num_parameters():,} parameters")
+    total, trainable = net.num_parameters(), net.num_parameters(trainable=True)
+    share = "" if trainable == total else f", {trainable:,} of them trainable"
+    log.info(f"model: {len(net)} layers, {total:,} parameters{share}")
 
 
 def fold_equal_names(names: Sequence[str]) -> list[str]:

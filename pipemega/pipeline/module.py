@@ -65,9 +65,27 @@ class PipelineModule:
 
     def on_meta(self) -> "PipelineModule":
         """Return a copy for the meta device; modules that the user built are copied, not used."""
+        return self.with_specs(spec.on_meta() for spec in self.specs)
+
+    def with_specs(
+        self, specs: Iterable[LayerSpec], boundary: Callable[[int], Any] | None = None
+    ) -> "PipelineModule":
+        """Return a copy with other layers, and another `boundary` if it is given."""
         copied = copy.copy(self)
-        copied.specs = tuple(spec.on_meta() for spec in self.specs)
+        for cached in ("meta_layers", "tied_parameters"):
+            vars(copied).pop(cached, None)
+        copied.specs = tuple(specs)
+        if boundary is not None:
+            copied._boundary = boundary
         return copied
+
+    def module_name(self, logical: str) -> str:
+        """Return the name of `layers.<position>...` in the model that this one was made from."""
+        return logical
+
+    def is_output_head(self, position: int, inner: str) -> bool:
+        """Return whether module `inner` of a layer is the output head of the original model."""
+        return False
 
     def __len__(self) -> int:
         return len(self.specs)
@@ -98,17 +116,21 @@ class PipelineModule:
         """The unsharded layers on the meta device; modules that the user built as they are."""
         return tuple(spec.build(Axis("tensor"), device="meta") for spec in self.specs)
 
-    def count_parameters(self) -> list[int]:
-        """Return the trainable elements of each unsharded layer; each tied copy counts."""
-        return [sum(map(_trainable_elements, layer.parameters())) for layer in self.meta_layers]
+    def count_parameters(self, *, trainable: bool = False) -> list[int]:
+        """Return the (trainable) elements of each unsharded layer; each tied copy counts."""
+        return [
+            sum(_elements(p) for p in layer.parameters() if p.requires_grad or not trainable)
+            for layer in self.meta_layers
+        ]
 
-    def num_parameters(self) -> int:
-        """Return the trainable elements of the unsharded model; tied copies count once."""
+    def num_parameters(self, *, trainable: bool = False) -> int:
+        """Return the (trainable) elements of the unsharded model; tied copies count once."""
         elements: dict[Any, int] = {}
         for position, (spec, layer) in enumerate(zip(self.specs, self.meta_layers, strict=True)):
             for name, parameter in layer.named_parameters():
-                identity = spec.ties.get(name, (position, name))
-                elements[identity] = _trainable_elements(parameter)
+                if parameter.requires_grad or not trainable:
+                    identity = spec.ties.get(name, (position, name))
+                    elements[identity] = _elements(parameter)
         return sum(elements.values())
 
     def has_built_tensors(self, position: int) -> bool:
@@ -122,9 +144,8 @@ class PipelineModule:
         return find_tied_parameters(self.specs)
 
 
-def _trainable_elements(parameter: Tensor) -> int:
-    """Return the elements of the logical parameter; 0 if it is frozen."""
-    return torch.Size(shard_of(parameter).shape).numel() if parameter.requires_grad else 0
+def _elements(parameter: Tensor) -> int:
+    return torch.Size(shard_of(parameter).shape).numel()
 
 
 def _check_loss(loss: Any) -> None:

@@ -238,9 +238,13 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
 
     The forward of nn.Linear, nn.Conv1d/2d/3d and nn.Embedding is replaced; subclasses are
     not changed, because they may compute something else. In a layer with an attribute `product`
-    or `lookup`, as in tensor_parallel, this attribute is replaced.
+    or `lookup`, as in tensor_parallel, this attribute is replaced. A layer with a frozen weight is
+    not changed: it has no weight gradient, and its `product` may be another one.
     """
     for module in {id(m): m for root in modules for m in root.modules()}.values():
+        weight = module._parameters.get("weight")
+        if weight is not None and not weight.requires_grad:
+            continue
         if hasattr(module, "lookup"):
             vars(module)["lookup"] = partial(embedding, queue=queue)
         if hasattr(module, "product"):

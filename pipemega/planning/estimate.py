@@ -7,6 +7,8 @@ from pipemega.config import Batch, Config
 from pipemega.config.pipeline import PipelineSection
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, PipelineError, ScheduleError
+from pipemega.lora.adapted_model import add_lora
+from pipemega.lora.peft_files import section_of
 from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline import plan_selection
 from pipemega.pipeline.connections import nccl_communicators
@@ -178,6 +180,8 @@ def _meta_model(request: Request, topology: Topology, batch: Batch) -> MetaModel
     else:
         net, sample = user_model_and_sample(request.model, batch.micro_batch_size)
     try:
+        if request.config.lora is not None:
+            net = add_lora(net, section_of(request.config.lora))
         return MetaModel(request.config, net, sample, topology, request.device)
     except NotImplementedError as error:
         raise ConfigError(f"the model cannot be built on the meta device: {error}") from error

@@ -35,6 +35,7 @@ LAYERS = [
     "tensor_parallel",
     "pipeline/visualize",
     "pipeline",
+    "lora",
     "models",
     "optimizer",
     "profiling",

@@ -62,6 +62,23 @@ CHOICES: dict[str, Choice] = {
         },
         "float64",
     ),
+    "LoRA": ({"lora": {"r": 4, "alpha": 8.0, "dropout": 0.1}}, "float64"),
+    "LoRA, sequence parallel": (
+        {"lora": {"r": 4, "rslora": True, "dropout": 0.1}, "mesh": {"sequence_parallel": True}},
+        "float64",
+    ),
+    "LoRA, recompute full": ({"lora": {"r": 2}, "model": {"recompute": "full"}}, "float64"),
+    "LoRA, declared shapes": (
+        {"lora": {"r": 2, "targets": ["attention.qkv"]}, "pipeline": {"shapes": "declared"}},
+        "float64",
+    ),
+    "LoRA, head trained": (
+        {
+            "lora": {"r": 2, "targets": r".*\.mlp\.\w+", "train_also": ["layers.5"]},
+            "model": {"swiglu": True, "add_bias_linear": False},
+        },
+        "float64",
+    ),
     "label smoothing": ({"model": {"label_smoothing": 0.1}}, "float64"),
     "exchanged shapes": ({"pipeline": {"shapes": "exchanged"}}, "float64"),
     "declared shapes": ({"pipeline": {"shapes": "declared"}}, "float64"),
@@ -104,7 +121,7 @@ CHOICES |= {
     f"{name}, ZeRO": with_zero(name, overlap_comm=name in ("plain", "bf16", "LAMB"))
     for name in (
         "plain", "clipped", "untied", "sequence parallel", "llama style", "LAMB", "SGD",
-        "prescaled", "bf16", "fp16",
+        "prescaled", "bf16", "fp16", "LoRA", "LoRA, sequence parallel", "LoRA, head trained",
     )
 }  # fmt: skip
 CHOICES["offloaded, ZeRO"] = with_zero("plain", offload_optimizer={"device": "cpu"})
@@ -211,7 +228,7 @@ def test_every_mesh_trains_like_one_process_and_all_schedules_give_the_same_bits
 # These settings depend on the tensor axis.
 WITH_TENSOR_RANKS = (
     "clipped", "untied", "sequence parallel", "recompute full", "llama style", "label smoothing",
-    "LAMB", "bf16", "fp16",
+    "LAMB", "bf16", "fp16", "LoRA, sequence parallel", "LoRA, head trained",
 )  # fmt: skip
 
 
@@ -219,6 +236,8 @@ def _some() -> Iterator[tuple[str, tuple[int, int, int]]]:
     """Return each choice on one mesh, and on further meshes where it matters most."""
     for choice in CHOICES:
         if choice == "plain" or choice.endswith("ZeRO") or choice.startswith("partial step, "):
+            continue
+        if choice in ("LoRA", "LoRA, recompute full"):
             continue
         yield choice, (1, 2 if choice in WITH_TENSOR_RANKS else 1, 2)
         if choice in (

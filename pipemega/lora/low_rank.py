@@ -1,0 +1,180 @@
+"""The adapter of one linear: y = W x + scale * B A x, with W frozen.
+
+A and B are children of the linear, `lora_A` and `lora_B`, so the names of its own parameters do not
+change. They are sharded like W:
+
+    W            A [r, in]                            B [out, r]
+    rows         replicated, gradient partial         rows as in W
+    columns      columns as in W                      replicated, gradient partial
+    replicated   replicated                           replicated
+
+Neither needs a collective of its own: a column-parallel W and A use one copy of x, whose backward
+is one all-reduce; the outputs of a row-parallel W and of B are summed in one all-reduce, because
+B (A_0 x_0 + A_1 x_1) = B A_0 x_0 + B A_1 x_1. With sequence parallelism the column-parallel A
+computes on the slice of x, and [batch, seq, r] is gathered: the gathered x would be kept until
+backward.
+
+Source: Hu et al. 2021, arXiv:2106.09685; the layout of the tensors is that of peft.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils import skip_init
+
+from pipemega.config.lora import LoraSection
+from pipemega.distributed.mesh import Axis
+from pipemega.parameters import InitMethod, Shard, attach_shard, shard_of
+from pipemega.tensor_parallel.collectives import gather_sequence
+from pipemega.tensor_parallel.dropout import Dropout
+
+A, B = "lora_A", "lora_B"
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """The parts of a linear that its adapter depends on.
+
+    Args:
+        inputs, outputs: of the linear on this rank.
+        weight: shard of its weight, [outputs, inputs] in the logical parameter.
+        axis: the tensor axis of a parallel linear; None for a replicated one.
+        gathers_hidden: x is a slice of the sequence, and y has the whole sequence.
+    """
+
+    inputs: int
+    outputs: int
+    weight: Shard
+    axis: Axis | None
+    gathers_hidden: bool
+
+    @classmethod
+    def of(cls, linear: nn.Module) -> "LinearShape":
+        """Return the shape of an `nn.Linear`, a parallel linear, or a Conv1D of transformers."""
+        weight, axis = linear.get_parameter("weight"), getattr(linear, "axis", None)
+        shard = shard_of(weight)
+        outputs, inputs = weight.shape
+        if not hasattr(linear, "product") and hasattr(linear, "nf"):
+            # A Conv1D multiplies by [inputs, outputs].
+            inputs, outputs = outputs, inputs
+            shard = replace(shard, shape=shard.shape[::-1])
+        slices = getattr(linear, "sequence_parallel", False) and shard.dim == 0
+        gathers = slices and axis is not None and axis.size > 1
+        gathers = gathers and not getattr(linear, "gather_output", False)
+        return cls(inputs, outputs, shard, axis, gathers)
+
+
+def add_adapter(linear: nn.Module, section: LoraSection) -> None:
+    """Add `lora_A` and `lora_B` to a linear, which then computes W x + scale * B A x.
+
+    A is initialized as in peft (Kaiming uniform), B is 0; `initialize_parameters` does it by the
+    logical names.
+    """
+    if hasattr(linear, A):
+        return
+    shape, weight = LinearShape.of(linear), linear.get_parameter("weight")
+    for name, module in zip((A, B), _matrices(shape, section.r, weight), strict=True):
+        linear.add_module(name, module)
+    if section.dropout:
+        linear.add_module("lora_dropout", _dropout(shape, section.dropout))
+    scale = section.scale
+    if shape.gathers_hidden or not hasattr(linear, "product"):
+        # Before other hooks, which expect the output of the linear.
+        linear.register_forward_hook(_AddToOutput(scale, shape), prepend=True)
+    else:
+        vars(linear)["product"] = _Product(linear, scale)
+
+
+def _matrices(shape: LinearShape, r: int, like: Tensor) -> tuple[nn.Module, nn.Module]:
+    """Return A and B; their values are set by `initialize_parameters`."""
+    shard = shape.weight
+    outputs, inputs = shard.shape
+    partial = shard.partial_gradient
+    sharded = shape.axis is not None and shape.axis.size > 1
+    a_shard = Shard((r, inputs), init_method=_kaiming_uniform(inputs), partial_gradient=partial)
+    b_shard = Shard((outputs, r), init_method=_zero, partial_gradient=partial)
+    if shard.dim == 0:
+        a_shard = replace(a_shard, partial_gradient=sharded)
+        b_shard = replace(b_shard, dim=0, ranges=shard.ranges)
+    elif shard.dim == 1:
+        a_shard = replace(a_shard, dim=1, ranges=shard.ranges)
+        b_shard = replace(b_shard, partial_gradient=sharded)
+    options: dict[str, Any] = {"bias": False, "dtype": like.dtype, "device": like.device}
+    a, b = (
+        skip_init(nn.Linear, *sizes, **options)  # type: ignore[no-untyped-call]
+        for sizes in ((shape.inputs, r), (r, shape.outputs))
+    )
+    attach_shard(a.weight, a_shard)
+    attach_shard(b.weight, b_shard)
+    return a, b
+
+
+def _kaiming_uniform(inputs: int) -> InitMethod:
+    # torch's kaiming_uniform_(a=sqrt(5)), the initialization of nn.Linear.
+    bound = 1 / math.sqrt(inputs)
+    return lambda tensor, generator: tensor.uniform_(-bound, bound, generator=generator)
+
+
+def _zero(tensor: Tensor, generator: torch.Generator) -> None:
+    tensor.zero_()
+
+
+def _hidden(linear: nn.Module, x: Tensor) -> Tensor:
+    """Return A x [..., r], with dropout on x."""
+    dropout = linear._modules.get("lora_dropout")
+    x = x if dropout is None else dropout(x)
+    return linear.get_submodule(A)(x)  # type: ignore[no-any-return]
+
+
+class _Product:
+    """The product of a parallel linear with its adapter: of full local tensors, as W x."""
+
+    def __init__(self, linear: nn.Module, scale: float) -> None:
+        self._linear, self._scale = linear, scale
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        added = self._linear.get_submodule(B)(_hidden(self._linear, x))
+        # In place: nothing else uses W x.
+        return F.linear(x, weight, bias).add_(added, alpha=self._scale)
+
+
+class _AddToOutput:
+    """Forward hook: adds scale * B A x to the output of a linear."""
+
+    def __init__(self, scale: float, shape: LinearShape) -> None:
+        self._scale, self._shape = scale, shape
+
+    def __call__(self, linear: nn.Module, inputs: tuple[Tensor], y: Tensor) -> Tensor:
+        hidden = _hidden(linear, inputs[0])
+        if self._shape.gathers_hidden:
+            assert self._shape.axis is not None
+            hidden = gather_sequence(hidden, self._shape.axis)
+        return torch.add(y, linear.get_submodule(B)(hidden), alpha=self._scale)
+
+
+def _dropout(shape: LinearShape, p: float) -> nn.Module:
+    if shape.axis is None or shape.axis.size == 1:
+        return nn.Dropout(p)
+    if shape.weight.dim == 1:
+        return _DropoutOfColumns(p, shape.weight)
+    return Dropout(p, axis=shape.axis, sequence_parallel=shape.gathers_hidden)
+
+
+class _DropoutOfColumns(nn.Module):
+    """Dropout of x [..., in / T] with the mask of the whole x, so equal on every mesh."""
+
+    def __init__(self, p: float, weight: Shard) -> None:
+        super().__init__()
+        self.p, self._weight = p, weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return x
+        with torch.no_grad():
+            whole = F.dropout(x.new_ones(*x.shape[:-1], self._weight.shape[1]), self.p)
+            mask = torch.cat([whole.narrow(-1, s, n) for s, n, _ in self._weight.segments], -1)
+        return x * mask
