@@ -19,6 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "timeline": "draw a measured training step and compare it with the simulation",
     "data": "prepare text for training and inspect token files",
     "checkpoint": "list, inspect and verify checkpoints",
+    "hf": "export checkpoints to Hugging Face's format",
     "doctor": "check a cluster before the first run; start it with torchrun or srun",
 }
 
@@ -38,6 +39,7 @@ examples:
   python -m pipemega schedule 1f1b --pp 4 --microbatches 8
   python -m pipemega data prepare --input python-stdlib --output-prefix data/python
   python -m pipemega checkpoint verify runs/mine
+  python -m pipemega hf export runs/mine exported
   torchrun --nproc_per_node=4 -m pipemega doctor --config configs/quickstart.json
   torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json
 """

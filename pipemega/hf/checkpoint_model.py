@@ -1,4 +1,4 @@
-"""The model in a checkpoint, as a model of transformers that can be exported."""
+"""The model in a checkpoint, as a model of transformers, and its export."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,14 +7,67 @@ from typing import Any
 import torch
 
 from pipemega.checkpoint.dcp_storage import TensorIndex
+from pipemega.checkpoint.open_path import open_path
 from pipemega.checkpoint.save_load import CheckpointReader
 from pipemega.config.model import GPTSection
 from pipemega.errors import CheckpointError
-from pipemega.hf.export import CheckpointTensor, ModelToExport
+from pipemega.hf.export import (
+    CheckpointTensor,
+    ExportOptions,
+    ExportSummary,
+    ModelToExport,
+    StartProgress,
+    export,
+    refuse_existing,
+)
 from pipemega.hf.gpt_export import gpt_to_export
 from pipemega.hf.hf_module import HFPipelineModule
+from pipemega.hf.installed_transformers import import_transformers
 from pipemega.hf.load_model import from_pretrained
 from pipemega.hf.weight_source import is_transposed
+
+
+def export_checkpoint(
+    path: str,
+    folder: str | Path,
+    *,
+    tag: str | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_size: int | str = "5GB",
+    source: str | Path | None = None,
+    start: StartProgress | None = None,
+) -> ExportSummary:
+    """Write the model of a checkpoint, saved on any mesh, as a folder for transformers.
+
+    One process streams the tensors: it needs little more memory than the largest of them.
+
+    Args:
+        path: a folder of checkpoints, or one checkpoint; or a URL that fsspec opens.
+        folder: new, or empty.
+        tag: the checkpoint in the folder; None: the newest.
+        dtype: of the weights; None: bf16 or fp16 if the run used it, else that of the checkpoint.
+        max_shard_size: of the largest file, in bytes or as "5GB".
+        source: a folder whose tokenizer and generation config are copied; None: the one from which
+            the model was loaded, if it still exists.
+        start: see `ExportOptions`.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged, transformers has no such model, the
+            folder is not empty, or the disk is too small.
+        ConfigError: transformers is not installed.
+    """
+    import_transformers()
+    refuse_existing(Path(folder))
+    if source is not None and not Path(source).is_dir():
+        raise CheckpointError(f"{source} is not a folder: it should contain the tokenizer's files")
+    reader = open_path(path, tag)
+    options = ExportOptions(
+        dtype=dtype or run_dtype(reader),
+        max_shard_size=max_shard_size,
+        source=Path(source) if source is not None else source_folder(reader),
+        start=start,
+    )
+    return export(reader.tensors, model_to_export(reader), Path(folder), options)
 
 
 def model_to_export(reader: CheckpointReader) -> ModelToExport:

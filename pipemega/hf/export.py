@@ -28,6 +28,10 @@ from pipemega.hf.whole_model import keeps_float32, whole_model
 _SPARE_BYTES = 64 << 20
 
 
+StartProgress = Callable[[int], Callable[[int], object]]
+"""Called with the number of all bytes; returns what is called with the bytes of each tensor."""
+
+
 @dataclass(frozen=True)
 class CheckpointTensor:
     """Where a tensor of the transformers model is in a checkpoint.
@@ -68,20 +72,37 @@ class ExportOptions:
         dtype: of floating-point tensors; None: that of the checkpoint.
         max_shard_size: of the largest file, in bytes or as "5GB".
         source: folder whose tokenizer and generation config are copied.
-        start: called with the total number of bytes, returns what is called with the bytes of each
-            tensor that was written.
+        start: shows the progress.
     """
 
     dtype: torch.dtype | None = None
     max_shard_size: int | str = "5GB"
     source: Path | None = None
-    start: Callable[[int], Callable[[int], object]] | None = None
+    start: StartProgress | None = None
+
+
+@dataclass(frozen=True)
+class ExportSummary:
+    """What was written.
+
+    Args:
+        size: bytes of all tensors.
+        dtype: of most of them.
+        num_files: safetensors files.
+        tokenizer: the copied files of tokenizer and preprocessor.
+    """
+
+    class_name: str
+    size: int
+    dtype: torch.dtype
+    num_files: int
+    tokenizer: tuple[str, ...]
 
 
 def export(
     reader: ShardReader, exported: ModelToExport, folder: Path, options: ExportOptions
-) -> int:
-    """Write the folder, which appears when it is complete; return the bytes of its tensors.
+) -> ExportSummary:
+    """Write the folder, which appears when it is complete.
 
     Raises:
         CheckpointError: the folder exists, the disk is too small, or the checkpoint has other
@@ -96,19 +117,18 @@ def export(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        total = sum(tensor.numel() for tensor in tensors.values())
-        writer = ShardedWriter(temporary, plan.hub, options.max_shard_size, total)
         written = options.start(plan.size) if options.start is not None else None
-        for group in plan.groups:
-            part = {name: _read(reader, exported, name, tensors[name]) for name in group}
-            for name, tensor in plan.convert(part).items():
-                writer.write(name, tensor)
-                if written is not None:
-                    written(tensor.nbytes)
-        writer.close()
-        write_configs(model, _dtype_of(tensors), temporary, options.source)
-        if options.source is not None:
-            copy_tokenizer(options.source, temporary)
+        total = model.num_parameters()
+        with ShardedWriter(temporary, plan.hub, options.max_shard_size, total) as writer:
+            for group in plan.groups:
+                part = {name: _read(reader, exported, name, tensors[name]) for name in group}
+                for name, tensor in plan.convert(part).items():
+                    writer.write(name, tensor)
+                    if written is not None:
+                        written(tensor.nbytes)
+        dtype, source = _dtype_of(tensors), options.source
+        write_configs(model, dtype, temporary, source)
+        copied = copy_tokenizer(source, temporary) if source is not None else ()
         if folder.exists():
             # Empty, as checked above; another process may have filled it.
             folder.rmdir()
@@ -116,7 +136,8 @@ def export(
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return plan.size
+    num_files = len(set(writer.file_of.values()))
+    return ExportSummary(exported.class_name, plan.size, dtype, num_files, tuple(copied))
 
 
 def refuse_existing(folder: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -23,7 +24,11 @@ class ExportPlan:
 
     def __init__(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         self._model = model
-        self.hub = self.convert(tensors)
+        # New tensors: those of transformers can be views of larger ones.
+        self.hub = {
+            name: torch.empty(made.shape, dtype=made.dtype, device="meta")
+            for name, made in self.convert(tensors).items()
+        }
         self._separable: dict[str, bool] = {}
         self.groups = list(self._groups(tensors))
 

@@ -61,10 +61,14 @@ class ShardedWriter:
         if not self._left[file]:
             self._open.pop(file).close()
 
-    def close(self) -> None:
-        """Check that every tensor was written."""
+    def __enter__(self) -> "ShardedWriter":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        for writer in self._open.values():
+            writer.abort()
         missing = [name for names in self._left.values() for name in names]
-        assert not missing, f"not written: {missing[:3]}"
+        assert kind is not None or not missing, f"not written: {missing[:3]}"
 
 
 class SafetensorsWriter:
@@ -107,8 +111,12 @@ class SafetensorsWriter:
         flat = tensor.detach().cpu().contiguous().view(-1)
         self._file.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
 
+    def abort(self) -> None:
+        """Close the file as it is."""
+        self._file.close()
+
     def close(self) -> None:
-        """Close the file."""
+        """Close the complete file."""
         assert not self._missing, f"{self._path} lacks {list(self._missing)[:3]}"
         self._file.flush()
         os.fsync(self._file.fileno())

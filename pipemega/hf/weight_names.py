@@ -78,7 +78,7 @@ def _names_of_other_classes(model: Any) -> set[str]:
             continue
         found = auto._model_mapping[type(model.config)]
         found = found[0] if isinstance(found, tuple | list) else found
-        prefix = f"{model.base_model_prefix}." if auto is transformers.AutoModel else ""
-        tensors = whole_model(model.config, found.__name__).state_dict()
-        names |= {f"{prefix}{name}" for name in tensors}
+        tensors = set(whole_model(model.config, found.__name__).state_dict())
+        # A base model is stored with and without the prefix.
+        names |= tensors | {f"{model.base_model_prefix}.{name}" for name in tensors}
     return names

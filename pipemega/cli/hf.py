@@ -1,0 +1,104 @@
+"""`pipemega hf`: Hugging Face models."""
+
+import argparse
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.hf.checkpoint_model import export_checkpoint
+
+_DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+_EXPORT = """Write the model of a checkpoint as a folder that transformers loads.
+
+The checkpoint may be of any mesh, of a Hugging Face model or of the GPT of model.type "gpt" (as
+GPT2, Llama or Qwen2). One process streams the tensors, so the model need not fit into memory.
+FOLDER gets model*.safetensors, config.json, generation_config.json and the tokenizer."""
+
+_EXPORT_EXAMPLES = """examples:
+  pipemega hf export runs/mine exported
+  pipemega hf export runs/mine exported --tag global_step500 --dtype bfloat16 \\
+      --source models/llama"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the commands of `pipemega hf`."""
+    parser = subparsers.add_parser("hf", help="Hugging Face models: export checkpoints")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_export(commands)
+
+
+def _add_export(commands: Subparsers) -> None:
+    summary = "write a checkpoint as a folder for transformers"
+    parser = add_command(commands, "export", _EXPORT, _EXPORT_EXAMPLES, summary)
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a folder of checkpoints, or one checkpoint; or a URL that fsspec opens",
+    )
+    parser.add_argument("folder", metavar="FOLDER", help="a new folder")
+    parser.add_argument("--tag", help="the checkpoint in the folder (default: the newest)")
+    parser.add_argument(
+        "--dtype",
+        choices=_DTYPES,
+        help="dtype of the weights (default: bfloat16 or float16 if the run used it, else that of "
+        "the checkpoint)",
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        type=_size,
+        default="5GB",
+        metavar="SIZE",
+        help="size of the largest file, such as 500MB (default: 5GB)",
+    )
+    parser.add_argument(
+        "--source",
+        metavar="FOLDER",
+        help="folder with the tokenizer and the generation config (default: the folder from which "
+        "the model was loaded)",
+    )
+    parser.set_defaults(func=_export)
+
+
+def _size(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*(\.\d+)?[KMGT]B", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
+    return text
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    bars: list[Any] = []
+
+    def start(size: int) -> Callable[[int], object]:
+        bars.append(tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()))
+        update: Callable[[int], object] = bars[0].update
+        return update
+
+    try:
+        written = export_checkpoint(
+            arguments.checkpoint,
+            arguments.folder,
+            tag=arguments.tag,
+            dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
+            max_shard_size=arguments.max_shard_size,
+            source=arguments.source,
+            start=start,
+        )
+    finally:
+        for bar in bars:
+            bar.close()
+    files = "1 file" if written.num_files == 1 else f"{written.num_files} files"
+    print(
+        f"{arguments.folder}: {written.class_name}, {written.size / 1e6:,.1f} MB "
+        f"{str(written.dtype).removeprefix('torch.')} in {files}"
+    )
+    if written.tokenizer:
+        print(f"tokenizer: {', '.join(written.tokenizer)}")
+    else:
+        print("no tokenizer was copied: name the folder that has it with --source")
+    return 0
