@@ -13,17 +13,20 @@ if TYPE_CHECKING:
     from pipemega.engine.engine import Engine
     from pipemega.engine.initialize import build_mesh_of as build_mesh
     from pipemega.engine.initialize import initialize
+    from pipemega.engine.module_state import module_state_dict
     from pipemega.errors import PipemegaError, StopTraining
     from pipemega.fault_tolerance.run import run
     from pipemega.hf.load_model import from_pretrained
     from pipemega.models.build_model import ModelContext, build_model
     from pipemega.monitor import MultiTimer
+    from pipemega.pipeline.execution_sequence import SPLIT
     from pipemega.pipeline.microbatch_loss import WeightedLoss
     from pipemega.pipeline.module import PipelineModule
     from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
     from pipemega.training import Trainer
 
 __all__ = [
+    "SPLIT",
     "TENSOR_AXIS",
     "Config",
     "Engine",
@@ -42,11 +45,13 @@ __all__ = [
     "from_pretrained",
     "initialize",
     "load_config",
+    "module_state_dict",
     "register_model",
     "run",
 ]
 
 _MODULE_AND_NAME = {
+    "SPLIT": ("pipemega.pipeline.execution_sequence", "SPLIT"),
     "TENSOR_AXIS": ("pipemega.pipeline.spec", "TENSOR_AXIS"),
     "Config": ("pipemega.config", "Config"),
     "Engine": ("pipemega.engine.engine", "Engine"),
@@ -65,6 +70,7 @@ _MODULE_AND_NAME = {
     "from_pretrained": ("pipemega.hf.load_model", "from_pretrained"),
     "initialize": ("pipemega.engine.initialize", "initialize"),
     "load_config": ("pipemega.config", "load"),
+    "module_state_dict": ("pipemega.engine.module_state", "module_state_dict"),
     "register_model": ("pipemega.config.model_registry", "register_model"),
     "run": ("pipemega.fault_tolerance.run", "run"),
 }

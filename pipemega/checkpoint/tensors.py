@@ -6,7 +6,7 @@ optimizer/<kind>/<logical name>       exp_avg, exp_avg_sq, step, momentum_buffer
 optimizer/value:<kind>/<logical name> state that is no tensor, as bytes
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -67,7 +67,7 @@ def model_tensors(
         weight = entry.get("master", parameter.detach())
         span = _span_of(entry, "master", weight) if "master" in entry else None
         shards[f"parameters/{name}"] = _tensor_shard(model, mesh, name, weight, span)
-    for name, buffer in _buffers(model):
+    for name, buffer in model.persistent_buffers.items():
         shard = TensorShard(buffer, Shard(tuple(buffer.shape)))
         shard.write_range = (0, shard.numel if _writes_buffers(mesh) else 0)
         shards[f"buffers/{name}"] = shard
@@ -117,7 +117,7 @@ def restore(
         state: from `step_state`.
         buffers: from `rank_buffers`.
     """
-    for name, buffer in _buffers(model):
+    for name, buffer in model.persistent_buffers.items():
         if name in buffers:
             buffer.copy_(buffers[name])
     if step is None:
@@ -170,7 +170,7 @@ def rank_buffers(model: LocalModel, mesh: Mesh) -> dict[str, Tensor]:
 
     Data ranks see different samples, so their running statistics differ.
     """
-    return {} if _writes_buffers(mesh) else dict(_buffers(model))
+    return {} if _writes_buffers(mesh) else model.persistent_buffers
 
 
 def check_optimizer(state: Mapping[str, Any], step: OptimizerStep) -> None:
@@ -287,15 +287,6 @@ def _is_owner(model: LocalModel, name: str) -> bool:
 def _writes_buffers(mesh: Mesh) -> bool:
     """Return whether this rank's buffers are the ones that are stored as `buffers/...`."""
     return mesh.data.rank == 0 and mesh.tensor.rank == 0
-
-
-def _buffers(model: LocalModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield logical name and tensor of each persistent buffer."""
-    for stage in model.stages.values():
-        persistent = stage.state_dict(keep_vars=True)
-        for name, buffer in stage.named_buffers():
-            if name in persistent:
-                yield name, buffer
 
 
 def _optimizer_kind(step: OptimizerStep) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
-from pipemega.distributed.mesh import Mesh
+from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.batch_reader import StepData
 from pipemega.engine.build_loader import evaluation_loader
 from pipemega.engine.components import Components
@@ -244,6 +244,16 @@ class Engine(StepEngine):
             if self._step is not None:
                 values |= self._step.masters.gather_masters()
             return gather_full_tensors(values, self._model, self.mesh)
+
+    @torch.no_grad()
+    def buffer_state(self) -> dict[str, Tensor]:
+        """Return logical name -> persistent buffer of the first data rank, on every rank's CPU."""
+        with self._failures.propagate_errors("buffer_state"):
+            buffers = self._model.persistent_buffers
+            is_first = self.mesh.data.rank == 0 and self.mesh.tensor.rank == 0
+            local = {n: b.cpu() for n, b in buffers.items()} if is_first else {}
+            parts = gather_objects(local, self.mesh.world)
+            return {name: buffer.clone() for part in parts for name, buffer in part.items()}
 
     def save_checkpoint(
         self,

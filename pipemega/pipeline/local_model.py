@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipemega.distributed.device_collectives import broadcast
 from pipemega.distributed.mesh import Axis, Mesh
@@ -51,6 +51,15 @@ class LocalModel:
             for name, parameter in self.parameters.items()
             if name not in self.tied or self.tied[name].rank == 0
         }
+
+    @property
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Logical name -> each buffer that a state_dict contains."""
+        buffers: dict[str, Tensor] = {}
+        for stage in self.stages.values():
+            persistent = stage.state_dict(keep_vars=True)
+            buffers |= {n: b for n, b in stage.named_buffers() if n in persistent}
+        return buffers
 
 
 def build_local_model(

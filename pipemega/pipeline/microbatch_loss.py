@@ -7,8 +7,10 @@ import torch
 from torch import Tensor
 
 from pipemega.config import Config
-from pipemega.errors import PipelineError
+from pipemega.errors import ConfigError, PipelineError
+from pipemega.pipeline.captured_modules import captured_names
 from pipemega.pipeline.messages import tensors_of
+from pipemega.pipeline.spec import LayerSpec
 
 
 class WeightedLoss(NamedTuple):
@@ -135,3 +137,28 @@ def _kind(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return type(value).__name__
+
+
+def check_loss(loss: Any) -> None:
+    """Refuse a loss_fn that cannot be called, or whose parameters would not be trained."""
+    if isinstance(loss, type):
+        raise ConfigError(
+            f"loss_fn is the class {loss.__name__}: write loss_fn={loss.__name__}(), or "
+            f"LayerSpec({loss.__name__}, ...)",
+            on_every_rank=True,
+        )
+    if loss is None or isinstance(loss, LayerSpec):
+        return
+    if not callable(loss):
+        raise ConfigError(
+            f"loss_fn is {loss!r}, which cannot be called: give a function of (output, labels), "
+            f"such as torch.nn.functional.cross_entropy, a module or a LayerSpec",
+            on_every_rank=True,
+        )
+    captured = captured_names(loss)
+    if captured:
+        raise ConfigError(
+            f"loss_fn has trainable parameters ({', '.join(captured.values())}), which no stage "
+            f"would train: move them to a last layer in the list",
+            on_every_rank=True,
+        )

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 
 from pipemega import random
 from pipemega.distributed.mesh import Axis
-from pipemega.errors import ConfigError, PipelineError
+from pipemega.errors import PipelineError
 from pipemega.parameters import attach_shard, initialize_parameters, shard_of
-from pipemega.pipeline.captured_modules import captured_names
 from pipemega.pipeline.deepspeed_arguments import refuse_arguments
-from pipemega.pipeline.microbatch_loss import Loss
+from pipemega.pipeline.from_module import ModuleLayers, trace_layers
+from pipemega.pipeline.microbatch_loss import Loss, check_loss
 from pipemega.pipeline.recompute import recompute
 from pipemega.pipeline.spec import Layer, LayerSpec, as_specs
 from pipemega.pipeline.stage_input import InputGuard
@@ -60,8 +60,42 @@ class PipelineModule:
     ) -> None:
         refuse_arguments("PipelineModule()", unsupported, ("layers", "loss_fn", "boundary"))
         self.specs = as_specs(layers)
-        _check_loss(loss_fn)
+        check_loss(loss_fn)
         self._loss_fn, self._boundary = loss_fn, boundary
+
+    @classmethod
+    def from_module(
+        cls,
+        module_or_factory: nn.Module | Callable[[], nn.Module],
+        example_inputs: Any = None,
+        exec_seq: Sequence[Any] | None = None,
+        loss_fn: Loss | LayerSpec | None = None,
+    ) -> "PipelineModule":
+        """Return a pipeline of one module, whose forward torch.fx traces and cuts into layers.
+
+        Args:
+            module_or_factory: the module; or a class or function without arguments that builds it.
+                A factory is called on every rank, which keeps only the parameters of its stages;
+                they are initialized equally on every mesh.
+            example_inputs: the inputs of a micro-batch: the argument of forward, a tuple of its
+                arguments, or a dict by their names. The layers are compared with the module on
+                them. None: the arguments without a default are given, and nothing is compared.
+            exec_seq: names of submodules in the order of their calls, instead of a trace;
+                (function, "front") and (function, "behind") belong to the next and the last name,
+                a function alone is a layer, and at `pipemega.SPLIT` a stage starts.
+            loss_fn: as for `PipelineModule`.
+
+        Raises:
+            ConfigError: the forward cannot be traced (names the line), a name does not exist, ...;
+                the same on every rank.
+        """
+        origin = trace_layers(module_or_factory, example_inputs, exec_seq)
+        net = cls(origin.specs, loss_fn)
+        net.origin = origin
+        return net
+
+    # The layers of the module that was given to `from_module`.
+    origin: ModuleLayers | None = None
 
     def on_meta(self) -> "PipelineModule":
         """Return a copy for the meta device; modules that the user built are copied, not used."""
@@ -81,7 +115,7 @@ class PipelineModule:
 
     def module_name(self, logical: str) -> str:
         """Return the name of `layers.<position>...` in the model that this one was made from."""
-        return logical
+        return logical if self.origin is None else logical.split(".", 2)[2]
 
     def is_output_head(self, position: int, inner: str) -> bool:
         """Return whether module `inner` of a layer is the output head of the original model."""
@@ -104,7 +138,7 @@ class PipelineModule:
         if not isinstance(loss, LayerSpec):
             return loss
         built = loss.build(tensor)
-        _check_loss(built)
+        check_loss(built)
         return built
 
     def boundary(self, position: int) -> Any:
@@ -146,31 +180,6 @@ class PipelineModule:
 
 def _elements(parameter: Tensor) -> int:
     return torch.Size(shard_of(parameter).shape).numel()
-
-
-def _check_loss(loss: Any) -> None:
-    """Refuse a loss_fn that cannot be called, or whose parameters would not be trained."""
-    if isinstance(loss, type):
-        raise ConfigError(
-            f"loss_fn is the class {loss.__name__}: write loss_fn={loss.__name__}(), or "
-            f"LayerSpec({loss.__name__}, ...)",
-            on_every_rank=True,
-        )
-    if loss is None or isinstance(loss, LayerSpec):
-        return
-    if not callable(loss):
-        raise ConfigError(
-            f"loss_fn is {loss!r}, which cannot be called: give a function of (output, labels), "
-            f"such as torch.nn.functional.cross_entropy, a module or a LayerSpec",
-            on_every_rank=True,
-        )
-    captured = captured_names(loss)
-    if captured:
-        raise ConfigError(
-            f"loss_fn has trainable parameters ({', '.join(captured.values())}), which no stage "
-            f"would train: move them to a last layer in the list",
-            on_every_rank=True,
-        )
 
 
 class LayerObserver(Protocol):
@@ -332,12 +341,15 @@ def build_stages(
     have separate parameters with shared storage: each stage accumulates its own gradient, as it
     would on a separate rank, so the placement of stages does not change the sum.
     """
+    if net.origin is not None and options.device.type != "meta":
+        local = [p for n in numbers for p in range(bounds[n], bounds[n + 1])]
+        net.origin.prepare(local, options.seed)
     stages = {n: Stage(net, n, bounds[n], bounds[n + 1], options) for n in numbers}
     stage_of = {p: stage for stage in stages.values() for p in range(stage.start, stage.stop)}
     for tied in net.tied_parameters:
-        local = [place for place in tied.places if place[0] in stage_of]
-        for position, name in local[1:]:
-            (first, first_name), stage = local[0], stage_of[position]
+        here = [place for place in tied.places if place[0] in stage_of]
+        for position, name in here[1:]:
+            (first, first_name), stage = here[0], stage_of[position]
             shared = stage_of[first].layers[str(first)].get_parameter(first_name)
             if stage is not stage_of[first]:
                 copy = nn.Parameter(shared.data, shared.requires_grad)

@@ -34,7 +34,8 @@ def stage_bounds(
     Collective for "profile".
 
     Args:
-        method: "parameters" (or "best"), "uniform", "type:REGEX", "profile" or the bounds.
+        method: "parameters" (or "best"), "uniform", "type:REGEX", "profile" or the bounds; all but
+            the last start stages at the `SPLIT`s of the model.
         sample: returns a micro-batch, for "profile"; raises ConfigError if it has none.
 
     Raises:
@@ -42,14 +43,19 @@ def stage_bounds(
     """
     if not isinstance(method, str):
         return tuple(partition.explicit(method, len(net), num_stages))
+    splits = () if net.origin is None else net.origin.splits
     if method in ("parameters", "best"):
-        return tuple(partition.partition(net.count_parameters(), num_stages))
+        return tuple(partition.partition_at(net.count_parameters(), splits, num_stages))
     if method == "uniform":
+        if splits:
+            return tuple(partition.partition_at([1] * len(net), splits, num_stages))
         return tuple(partition.uniform(len(net), num_stages))
     if method.startswith("type:"):
-        return tuple(partition.by_type(method.removeprefix("type:"), net.layer_names, num_stages))
+        regex = method.removeprefix("type:")
+        return tuple(partition.by_type(regex, net.layer_names, num_stages, splits))
     if method == "profile":
-        return tuple(partition.partition(layer_seconds(net, mesh, options, sample), num_stages))
+        seconds = layer_seconds(net, mesh, options, sample)
+        return tuple(partition.partition_at(seconds, splits, num_stages))
     raise ConfigError(
         f"pipeline.partition is {method!r}; it may be 'parameters', 'uniform', 'type:REGEX', "
         f"'profile' or a list of bounds"

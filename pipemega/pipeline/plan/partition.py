@@ -12,7 +12,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from pipemega.errors import ConfigError
 
@@ -41,6 +41,32 @@ def partition(costs: Sequence[float], num_parts: int) -> list[int]:
     return _most_even(until, num_parts, _bottleneck(until, num_parts))
 
 
+def partition_at(costs: Sequence[float], splits: Sequence[int], num_parts: int) -> list[int]:
+    """Return bounds as `partition`, with stages that start at the layers `splits`.
+
+    With more parts than splits allow, the runs of layers between splits are divided further; with
+    fewer, several runs are one part.
+
+    Raises:
+        ConfigError: as `partition`.
+    """
+    marks = [0, *splits, len(costs)]
+    runs = [costs[start:stop] for start, stop in pairwise(marks)]
+    if num_parts <= len(runs):
+        return [marks[bound] for bound in partition([sum(run) for run in runs], num_parts)]
+    _check_enough_layers(len(costs), num_parts)
+    parts = [partition(run, 1) for run in runs]
+    for _ in range(num_parts - len(runs)):
+        # One more part for the run with the slowest part.
+        slowest = max(
+            (run for run in range(len(runs)) if len(parts[run]) <= len(runs[run])),
+            key=lambda run: max(sum(runs[run][i:j]) for i, j in pairwise(parts[run])),
+        )
+        parts[slowest] = partition(runs[slowest], len(parts[slowest]))
+    inner = [start + bound for start, part in zip(marks, parts, strict=False) for bound in part[1:]]
+    return [0, *inner]
+
+
 def uniform(num_layers: int, num_parts: int) -> list[int]:
     """Return bounds with the same number of layers per stage; the last ones get the remainder.
 
@@ -52,10 +78,13 @@ def uniform(num_layers: int, num_parts: int) -> list[int]:
     return [part * each + max(0, part - (num_parts - rest)) for part in range(num_parts + 1)]
 
 
-def by_type(regex: str, names: Sequence[str], num_parts: int) -> list[int]:
+def by_type(
+    regex: str, names: Sequence[str], num_parts: int, splits: Sequence[int] = ()
+) -> list[int]:
     """Return bounds that divide the layers whose class name matches evenly among the stages.
 
     Args:
+        splits: see `partition_at`.
         regex: searched in the class name, case-insensitive; DeepSpeed's `type:block|layer`.
         names: the class name of each layer.
 
@@ -77,7 +106,7 @@ def by_type(regex: str, names: Sequence[str], num_parts: int) -> list[int]:
             f"stages; the classes are {', '.join(dict.fromkeys(names))}: "
             f"match more of them, or use fewer stages (mesh.pipeline)"
         )
-    return partition(matches, num_parts)
+    return partition_at(matches, splits, num_parts)
 
 
 def explicit(bounds: Sequence[int], num_layers: int, num_parts: int) -> list[int]:

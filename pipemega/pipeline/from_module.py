@@ -1,0 +1,280 @@
+"""A pipeline from one module of the user: traced by torch.fx, or as a list of its submodules."""
+
+import inspect
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from pipemega.distributed.mesh import Axis
+from pipemega.errors import ConfigError
+from pipemega.pipeline.cut_points import (
+    LayerGraph,
+    argument_of,
+    attribute,
+    cut_positions,
+    layer_names,
+    split,
+)
+from pipemega.pipeline.execution_sequence import read_sequence
+from pipemega.pipeline.module_source import BuiltSource, FactorySource, ModuleSource
+from pipemega.pipeline.module_tracer import TracedModule, trace
+from pipemega.pipeline.spec import LayerSpec
+from pipemega.pipeline.traced_spec import ModuleParts, TracedSpec
+
+log = logging.getLogger(__name__)
+
+
+class ModuleLayers:
+    """The layers of one module, and their names in it.
+
+    Args:
+        source: of the module.
+        layers: their calls.
+        additions: target -> module or tensor that is not in the module.
+        splits: positions of the layers at which the user starts a stage.
+
+    Attributes:
+        specs: of the layers.
+    """
+
+    def __init__(
+        self,
+        source: ModuleSource,
+        layers: Sequence[LayerGraph],
+        additions: Mapping[str, Any],
+        splits: Sequence[int],
+    ) -> None:
+        self.splits = tuple(splits)
+        self._source = source
+        self._names = _canonical_names(source.structure)
+        self.specs = _specs(ModuleParts(source, additions), layers)
+        self._parameters: list[set[str]] = []
+        self._positions = self._tie_layers()
+
+    def prepare(self, positions: Collection[int], seed: int) -> None:
+        """Build the parameters of the layers at `positions`, if a factory builds the module."""
+        self._source.prepare(set[str]().union(*(self._parameters[p] for p in positions)), seed)
+
+    def logical_name(self, name: str) -> str:
+        """Return the logical name of a parameter or persistent buffer of the module.
+
+        Raises:
+            ConfigError: the module does not have it, or no layer uses it.
+        """
+        name = self._names.get(name, name)
+        if name not in self._positions:
+            raise ConfigError(f"no layer of {self._source.name} has a tensor {name!r}")
+        return self._positions[name]
+
+    def state_names(self) -> dict[str, str]:
+        """Return name in the module's state_dict -> logical name.
+
+        Tied parameters have all their names. Tensors that no layer uses are left out.
+        """
+        state = self._source.structure.state_dict(keep_vars=True)
+        canonical = {name: self._names.get(name, name) for name in state}
+        return {n: self._positions[c] for n, c in canonical.items() if c in self._positions}
+
+    def _tie_layers(self) -> dict[str, str]:
+        """Tie the parameters that several layers use; return name in the module -> logical name."""
+        places: dict[str, list[tuple[int, str]]] = {}
+        shared: dict[str, set[int]] = {}
+        for position, spec in enumerate(self.specs):
+            layer = spec.build(Axis("tensor"), device="meta")
+            parameters = [name for name, _ in layer.named_parameters(remove_duplicate=False)]
+            buffers = [name for name, _ in layer.named_buffers(remove_duplicate=False)]
+            for name in [*parameters, *buffers]:
+                places.setdefault(self._names.get(name, name), []).append((position, name))
+            self._parameters.append({self._names[name] for name in parameters})
+            for name in self._parameters[-1]:
+                shared.setdefault(name, set()).add(position)
+        for name in (name for name, positions in shared.items() if len(positions) > 1):
+            for position, local in places[name]:
+                self.specs[position].tie(local, name)
+        return {name: f"layers.{at[0][0]}.{at[0][1]}" for name, at in places.items()}
+
+
+def trace_layers(
+    module_or_factory: nn.Module | Callable[[], nn.Module],
+    example_inputs: Any,
+    exec_seq: Sequence[Any] | None,
+) -> ModuleLayers:
+    """Return the layers of a module; see `PipelineModule.from_module`."""
+    source = _source(module_or_factory)
+    module = source.structure
+    splits: Sequence[int] = ()
+    if exec_seq is not None:
+        sequence = read_sequence(exec_seq, module)
+        traced, splits = sequence.traced, sequence.splits
+        layers = split(traced.graph, sequence.cuts, sequence.names, None)
+    else:
+        arguments, unpack = _arguments(module, example_inputs, source.name)
+        traced = trace(module, arguments, source.name)
+        cuts = cut_positions(traced.graph, module)
+        names = layer_names(traced.graph, cuts, module)
+        layers = split(traced.graph, cuts, names, unpack)
+        _log_uncut(traced, module)
+    result = ModuleLayers(source, layers, traced.additions, splits)
+    if example_inputs is not None:
+        _compare(result.specs, source, example_inputs)
+    return result
+
+
+def _source(module_or_factory: Any) -> ModuleSource:
+    if isinstance(module_or_factory, nn.Module):
+        return BuiltSource(module_or_factory)
+    if callable(module_or_factory):
+        return FactorySource(module_or_factory)
+    raise ConfigError(
+        f"from_module takes an nn.Module or a function that builds one, not "
+        f"{type(module_or_factory).__name__}; a list of layers is PipelineModule([...])",
+        on_every_rank=True,
+    )
+
+
+def _specs(parts: ModuleParts, layers: Sequence[LayerGraph]) -> tuple[TracedSpec, ...]:
+    """Return the specs; a submodule that an earlier layer has is copied."""
+    structure, seen = parts.source.structure, set[int]()
+    specs = []
+    for layer in layers:
+        copied, here = [], set[int]()
+        for target in layer.targets:
+            part = attribute(structure, target)
+            modules = set(map(id, part.modules())) if isinstance(part, nn.Module) else set()
+            if not seen.isdisjoint(modules):
+                copied.append(target)
+            here |= modules
+        seen |= here
+        specs.append(TracedSpec(parts, layer, copied))
+    return tuple(specs)
+
+
+def _canonical_names(module: nn.Module) -> dict[str, str]:
+    """Return each name of a parameter or buffer -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    names = {}
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    for name, tensor in tensors:
+        names[name] = first.setdefault(id(tensor), name)
+    return names
+
+
+def _arguments(
+    module: nn.Module, example_inputs: Any, name: str
+) -> tuple[list[str], Callable[..., Any] | None]:
+    """Return the arguments of forward that the inputs give, and how to find them.
+
+    Without example inputs: the arguments without a default.
+    """
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    variadic = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    named = [p for p in parameters if p not in variadic]
+    required = [p.name for p in named if p.default is p.empty]
+    if isinstance(example_inputs, Mapping) and len(named) > 1:
+        given = list(example_inputs)
+    elif isinstance(example_inputs, tuple | list) and len(named) > 1:
+        given = [p.name for p in named[: len(example_inputs)]]
+        if len(given) < len(example_inputs):
+            given += [f"argument {len(given) + 1}"]
+    else:
+        given = required or [p.name for p in named[:1]]
+    known = [p.name for p in named]
+    unknown = [argument for argument in given if argument not in known]
+    missing = [argument for argument in required if argument not in given]
+    if unknown or missing or not given:
+        problem = f"has no {unknown[0]!r}" if unknown else f"needs {', '.join(missing) or 'inputs'}"
+        raise ConfigError(
+            f"from_module: forward of {name} {problem}; its arguments are "
+            f"({', '.join(map(str, parameters))}): give example_inputs as a tuple of its arguments "
+            f"or a dict with their names; *args and **kwargs cannot be traced, but a module with "
+            f"named arguments around this one can",
+            on_every_rank=True,
+        )
+    alone = len(given) == 1 and not isinstance(example_inputs, Mapping | tuple | list)
+    alone = alone or len(named) == 1
+    return given, None if alone else argument_of
+
+
+def _log_uncut(traced: TracedModule, module: nn.Module) -> None:
+    """Log the large submodules that are one call because they could not be traced."""
+    total = sum(p.numel() for p in module.parameters())
+    for name, reason in traced.opaque.items():
+        size = sum(p.numel() for p in module.get_submodule(name).parameters())
+        if size > 0.25 * total:
+            log.info(f"from_module: {name} cannot be cut, because it cannot be traced: {reason}")
+
+
+def _compare(specs: Sequence[LayerSpec], source: ModuleSource, example_inputs: Any) -> None:
+    """Run module and layers on the example inputs; without dropout, and on meta for a factory.
+
+    Raises:
+        ConfigError: the results differ; the same on every rank.
+    """
+    module = source.structure
+    tensors = [*module.parameters(), *module.buffers()]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    inputs = pytree.tree_map_only(Tensor, lambda t: t.detach().to(device).clone(), example_inputs)
+    layers = [spec.build(Axis("tensor"), device="meta").eval() for spec in specs]
+    modes = {part: part.training for part in module.modules()}
+    try:
+        module.eval()
+        with torch.no_grad():
+            copied = pytree.tree_map_only(Tensor, torch.clone, inputs)
+            want = _call(module, copied)
+            got = inputs
+            for layer in layers:
+                got = layer(got)
+    except Exception as error:
+        raise ConfigError(
+            f"from_module: {source.name} fails on the example inputs"
+            f"{' on the meta device' if device.type == 'meta' else ''}: "
+            f"{type(error).__name__}: {error}",
+            on_every_rank=True,
+        ) from error
+    finally:
+        for part, mode in modes.items():
+            part.training = mode
+    _check_equal(want, got, source.name)
+
+
+def _call(module: nn.Module, inputs: Any) -> Any:
+    several = len(inspect.signature(module.forward).parameters) > 1
+    if several and isinstance(inputs, Mapping):
+        return module(**inputs)
+    if several and isinstance(inputs, tuple | list):
+        return module(*inputs)
+    return module(inputs)
+
+
+def _check_equal(want: Any, got: Any, name: str) -> None:
+    wanted, structure = pytree.tree_flatten(want)
+    found, other = pytree.tree_flatten(got)
+    problem = None
+    if structure != other:
+        problem = f"another structure: {other} instead of {structure}"
+    for mine, theirs in zip(found, wanted, strict=False):
+        if problem is not None or not isinstance(theirs, Tensor):
+            continue
+        if not isinstance(mine, Tensor) or mine.shape != theirs.shape or mine.dtype != theirs.dtype:
+            problem = f"{_described(mine)} instead of {_described(theirs)}"
+        elif not theirs.is_meta and not torch.allclose(mine, theirs, equal_nan=True):
+            problem = f"values that differ by up to {float((mine - theirs).abs().max()):.3g}"
+    if problem is not None:
+        raise ConfigError(
+            f"from_module: on the example inputs the layers return {problem} ({name}.forward): "
+            f"check exec_seq, or put what depends on the type of a value into a submodule",
+            on_every_rank=True,
+        )
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__
