@@ -19,7 +19,7 @@ COMMANDS: Mapping[str, str] = {
     "timeline": "draw a measured training step and compare it with the simulation",
     "data": "prepare text for training and inspect token files",
     "checkpoint": "list, inspect and verify checkpoints",
-    "hf": "export checkpoints to Hugging Face's format",
+    "hf": "check Hugging Face models, export checkpoints to their format",
     "doctor": "check a cluster before the first run; start it with torchrun or srun",
 }
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from pipemega.cli.hf_check import add_check
 from pipemega.cli.run_options import Subparsers, add_command
 from pipemega.hf.checkpoint_model import export_checkpoint
 
@@ -28,8 +29,9 @@ _EXPORT_EXAMPLES = """examples:
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the commands of `pipemega hf`."""
-    parser = subparsers.add_parser("hf", help="Hugging Face models: export checkpoints")
+    parser = subparsers.add_parser("hf", help="check Hugging Face models, export checkpoints")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    add_check(commands)
     _add_export(commands)
 
 

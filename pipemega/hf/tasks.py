@@ -39,6 +39,11 @@ def model_class_of(config: Any, task: str | None) -> Any:
     return classes[task]
 
 
+def task_of(model: Any) -> str:
+    """Return the task of a model that `model_class_of` has chosen the class of."""
+    return next(task for task in TASKS if _class_for(model.config, task) is type(model))
+
+
 def _class_for(config: Any, task: str) -> Any:
     transformers = import_transformers()
     for name in TASKS[task]:

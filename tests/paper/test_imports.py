@@ -79,7 +79,9 @@ NO_TORCH = (
 )
 # Commands that need torch: stages run on the meta device; a checkpoint's index is torch's;
 # the connections of a cluster are torch's.
-NEEDS_TORCH = ("cli/plan.py", "cli/checkpoint.py", "cli/doctor.py", "cli/hf.py")
+NEEDS_TORCH = (
+    "cli/plan.py", "cli/checkpoint.py", "cli/doctor.py", "cli/hf.py", "cli/hf_check.py",
+)  # fmt: skip
 
 # Libraries that may be missing, and are therefore imported where they are used.
 OPTIONAL = {

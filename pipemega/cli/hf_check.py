@@ -1,0 +1,82 @@
+"""`pipemega hf check`."""
+
+import argparse
+import json
+import warnings
+
+from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.hf.load_model import read_config
+from pipemega.hf_check.model_check import check_model
+from pipemega.hf_check.rank_processes import prepare_ranks
+from pipemega.hf_check.report import report, values
+from pipemega.hf_check.split_run import SplitSettings
+from pipemega.printing import print_report
+
+_CHECK = """\
+Check that pipemega trains a Hugging Face model as transformers does, on the installed versions.
+
+The config is shrunk: fewer layers, heads, experts and tokens, narrower. With random weights in
+float64, transformers' own model computes loss and gradients in this process, and the split model
+on P x T processes of this machine (gloo, no GPU). Every gradient is compared. That every layer of
+the full size can be split over T tensor ranks is checked too. The weights are not read.
+
+Exit code 1: a loss or a gradient differs.
+"""
+
+_EXAMPLE = """\
+examples:
+  python -m pipemega hf check models/llama-7b
+  python -m pipemega hf check models/llama-7b --tensor 2 --pipeline 2 --schedule zb-v
+"""
+
+
+def add_check(commands: Subparsers) -> None:
+    """Add the command `check`."""
+    parser = add_command(
+        commands, "check", _CHECK, _EXAMPLE, "compare the split model with transformers' own"
+    )
+    parser.add_argument("path", help="folder with config.json, or this file")
+    parser.add_argument("--pipeline", type=_size, default=2, metavar="P", help="(default: 2)")
+    parser.add_argument("--tensor", type=_size, default=1, metavar="T", help="(default: 1)")
+    parser.add_argument("--schedule", default="1f1b", metavar="S", help="(default: 1f1b)")
+    parser.add_argument(
+        "--sequence-parallel", action="store_true", help="as mesh.sequence_parallel"
+    )
+    parser.add_argument("--task", help="as model.task (default: from the config)")
+    parser.add_argument("--attn-implementation", metavar="NAME", help="(default: transformers')")
+    parser.add_argument("--json", action="store_true", help="print JSON values, for scripts")
+    parser.set_defaults(func=_check)
+
+
+def _check(arguments: argparse.Namespace) -> int:
+    """Print the result; return 1 if something differs.
+
+    Raises:
+        ConfigError: the model cannot be split in this way.
+    """
+    # Imports transformers for the ranks while this process imports it for itself.
+    prepare_ranks()
+    split = SplitSettings(
+        task=arguments.task,
+        pipeline=arguments.pipeline,
+        tensor=arguments.tensor,
+        schedule=arguments.schedule,
+        sequence_parallel=arguments.sequence_parallel,
+        attn_implementation=arguments.attn_implementation,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folder = arguments.path.removesuffix("/config.json")
+        result = check_model(read_config(folder)[1], split)
+    if arguments.json:
+        print(json.dumps(values(result, split), indent=1))
+    else:
+        print_report("\n".join(report(result, split)))
+    return 0 if result.is_equal else 1
+
+
+def _size(text: str) -> int:
+    number = int(text) if text.isdigit() else 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of ranks, at least 1")
+    return number

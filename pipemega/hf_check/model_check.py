@@ -1,0 +1,162 @@
+"""The check: shrinks the config, computes the gradients of both models, compares them."""
+
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from pipemega.distributed.mesh import Axis
+from pipemega.errors import ConfigError
+from pipemega.hf.hf_module import HFPipelineModule
+from pipemega.hf.load_model import from_pretrained
+from pipemega.hf_check.comparison import GradientComparison, compare
+from pipemega.hf_check.float64 import KeepFloat64
+from pipemega.hf_check.random_batch import random_batches
+from pipemega.hf_check.rank_processes import RunRanks, launch_ranks
+from pipemega.hf_check.reference import forward, random_model, reference_gradients
+from pipemega.hf_check.shrink import Change, Needs, shrink
+from pipemega.hf_check.split_run import SplitSettings, split_gradients
+from pipemega.pipeline.schedules import find_schedule
+
+# Samples of a micro-batch.
+_SAMPLES = 2
+# A larger model takes minutes, and gigabytes in float64 on every rank.
+MAX_PARAMETERS = 30_000_000
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What was compared, and the differences.
+
+    Args:
+        class_name: of the transformers model.
+        parameters: of the user's model.
+        small_parameters: of the model that was compared.
+        changes: from the user's config to that of the small model.
+        comparisons: of the batches that the model takes.
+        refused: kind of batch -> message with which pipemega refuses it.
+    """
+
+    class_name: str
+    parameters: int
+    small_parameters: int
+    changes: Sequence[Change]
+    comparisons: Sequence[GradientComparison]
+    refused: dict[str, str]
+
+    @property
+    def is_equal(self) -> bool:
+        return bool(self.comparisons) and all(c.is_equal for c in self.comparisons)
+
+
+def check_model(config: Any, split: SplitSettings, launch: RunRanks | None = None) -> CheckResult:
+    """Compare loss and gradients of the model of `config` on several ranks with the unsplit model.
+
+    Args:
+        config: a `PretrainedConfig`.
+        split: its folder is replaced by that of the small model.
+        launch: runs the ranks; None: in processes of its own.
+
+    Raises:
+        ConfigError: the model cannot be split in this way, or no small model can be built.
+    """
+    full = from_pretrained(
+        config,
+        task=split.task,
+        pretrained=False,
+        sequence_parallel=split.sequence_parallel,
+        attn_implementation=split.attn_implementation,
+    )
+    parameters = _split_on_meta(full, split.tensor)
+    model_class = type(full.description.model)
+    stages = split.pipeline * find_schedule(split.schedule).default_chunks
+    split = replace(split, num_microbatches=max(4, 2 * split.pipeline))
+    small, changes = small_model(
+        full.description.config, model_class, Needs(max(2, stages), split.tensor)
+    )
+    batches = random_batches(small, split.num_microbatches * _SAMPLES)
+    with tempfile.TemporaryDirectory() as folder:
+        small.save_pretrained(folder)
+        split = replace(split, folder=folder)
+        results = (launch or launch_ranks)(split.world_size, split_gradients, split, batches)[0]
+    comparisons, refused = [], {}
+    for batch, result in zip(batches, results, strict=True):
+        if isinstance(result, str):
+            refused[batch.kind] = result
+        else:
+            comparisons.append(compare(batch.kind, result, reference_gradients(small, batch)))
+    count = sum(p.numel() for p in small.parameters())
+    return CheckResult(model_class.__name__, parameters, count, changes, comparisons, refused)
+
+
+def _split_on_meta(net: HFPipelineModule, tensor: int) -> int:
+    """Build every layer of the user's sizes on the meta device as the last tensor rank has it.
+
+    Returns the number of parameters.
+
+    Raises:
+        ConfigError: a size does not divide by the tensor ranks.
+    """
+    axis = Axis("tensor", tuple(range(tensor)), tensor - 1)
+    for spec in net.specs:
+        spec.build(axis, "meta")
+    d = net.description
+    return sum(p.numel() for module in (d.model, *d.layers) for p in module.parameters())
+
+
+def small_model(config: Any, model_class: Any, needs: Needs) -> tuple[Any, Sequence[Change]]:
+    """Return a small model of the same family, with random weights, and what was changed.
+
+    Raises:
+        ConfigError: transformers itself cannot run one.
+    """
+    reasons: list[str] = []
+
+    def is_valid(candidate: Any) -> bool:
+        candidate._attn_implementation = config._attn_implementation
+        # The others have no kernels for float64.
+        candidate._experts_implementation = "eager"
+        try:
+            if _size_on_meta(candidate, model_class) <= MAX_PARAMETERS:
+                _run(random_model(candidate, model_class))
+        except Exception as error:
+            # Each family fails in its own way.
+            reasons.append(f"{type(error).__name__}: {error}")
+            return False
+        # Above the limit: the next changes make it smaller.
+        return True
+
+    small, changes = shrink(config, needs, is_valid)
+    if small is None:
+        raise ConfigError(
+            f"transformers cannot run a small model of type {config.model_type!r} with this "
+            f"config: {reasons[0]}"
+        )
+    size = _size_on_meta(small, model_class)
+    if size > MAX_PARAMETERS:
+        raise ConfigError(
+            f"the smallest model of type {config.model_type!r} that the check could make of this "
+            f"config has {size:,} parameters, more than {MAX_PARAMETERS:,}: give the check a "
+            f"smaller config of the same family ({'; '.join(reasons)})"
+        )
+    return random_model(small, model_class), changes
+
+
+def _size_on_meta(config: Any, model_class: Any) -> int:
+    with torch.device("meta"):
+        return sum(p.numel() for p in model_class._from_config(config).parameters())
+
+
+def _run(model: Any) -> None:
+    """Run the unsplit model once.
+
+    Raises:
+        ConfigError: its outputs are not finite.
+    """
+    with torch.no_grad(), KeepFloat64():
+        for batch in random_batches(model, 1)[:1]:
+            output = forward(model, batch.inputs).logits
+    if not bool(output.isfinite().all()):
+        raise ConfigError("its outputs are inf or nan")
