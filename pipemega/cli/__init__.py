@@ -18,6 +18,8 @@ COMMANDS: Mapping[str, str] = {
     "schedule": "draw, time or export a pipeline schedule without running it",
     "timeline": "draw a measured training step and compare it with the simulation",
     "data": "prepare text for training and inspect token files",
+    "evaluate": "compute the loss and perplexity of a trained model on data sets",
+    "generate": "generate text with a trained model",
     "checkpoint": "list, inspect and verify checkpoints",
     "hf": "check Hugging Face models, export checkpoints to their format",
     "doctor": "check a cluster before the first run; start it with torchrun or srun",
@@ -26,8 +28,8 @@ COMMANDS: Mapping[str, str] = {
 _DESCRIPTION = """\
 Train large transformers with data, tensor and pipeline parallelism from one JSON config.
 
-torchrun starts the training itself. The commands below run in one process and need no GPU; only
-`doctor` is started like a training.
+torchrun starts the training itself. The commands below run in one process and need no GPU;
+`evaluate` and `generate` can be started with torchrun too, and `doctor` is started like a training.
 `python -m pipemega COMMAND --help` prints the options of a command.
 """
 
@@ -38,6 +40,8 @@ examples:
   python -m pipemega config schema > pipemega.schema.json
   python -m pipemega schedule 1f1b --pp 4 --microbatches 8
   python -m pipemega data prepare --input python-stdlib --output-prefix data/python
+  python -m pipemega evaluate runs/mine --data wiki.txt
+  python -m pipemega generate runs/mine --prompt "Once upon a time"
   python -m pipemega checkpoint verify runs/mine
   python -m pipemega hf export runs/mine exported
   torchrun --nproc_per_node=4 -m pipemega doctor --config configs/quickstart.json

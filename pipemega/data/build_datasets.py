@@ -64,6 +64,7 @@ class DataRequest:
         train_samples, valid_samples, test_samples: required numbers; 0: no dataset; None: one
             epoch.
         vocab_size: vocabulary size of the model; "auto": that of the tokenizer.
+        keep_partial: read all tokens: the last sample of a split may be padded.
     """
 
     seq_length: int
@@ -72,6 +73,7 @@ class DataRequest:
     valid_samples: int | None = 0
     test_samples: int | None = 0
     vocab_size: int | Literal["auto"] = "auto"
+    keep_partial: bool = False
 
     @property
     def samples(self) -> dict[str, int | None]:
@@ -125,6 +127,7 @@ def build_datasets(
         eod_mask_loss=section.eod_mask_loss,
         reset_position_ids=section.reset_position_ids,
         reset_attention_mask=section.reset_attention_mask,
+        keep_partial=request.keep_partial,
     )
     files = [IndexedDataset(prefix) for prefix in prefixes]
     ranges = [split_ranges(section.split_weights, len(data)) for data in files]

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from pipemega.config import Config
 from pipemega.config.data import DataSection
 from pipemega.data import tiktoken_tokenizer
 from pipemega.data.corpus import Corpus, find_corpus
@@ -129,6 +130,27 @@ def find_tokenizer(
                 "again"
             )
     return tokenizer
+
+
+def run_tokenizer(config: Config) -> tuple[str, Tokenizer] | None:
+    """Return path and tokenizer of a run: the named one, that of its token files, corpus or model.
+
+    None if there is none; a corpus that was never prepared has none yet.
+
+    Raises:
+        ConfigError, DataError: it cannot be read; the corpus does not exist.
+    """
+    section, named = config.data, config.data.tokenizer
+    prefixes = [prefix_of(prefix) for _, prefix in section.blend]
+    if section.corpus and named is None:
+        prefixes = [corpus_prefix(section)[1]]
+    if prefixes:
+        found = find_tokenizer(prefixes, named, section.eod_id)
+        if found is not None:
+            return named or str(tokenizer_of(prefixes[0])), found
+    if named is None and config.model is not None:
+        named = config.model.default_tokenizer()
+    return None if named is None else (named, load_tokenizer(named, section.eod_id))
 
 
 class Vocabulary(NamedTuple):

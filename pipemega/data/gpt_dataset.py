@@ -169,7 +169,9 @@ class GPTDataset(Dataset[Sample]):
             )
         if self.data.dtype.kind == "f":
             raise DataError(f"{self.data.bin_path} contains {self.data.dtype.name}, not token ids")
-        needed = self.format.seq_length + self._extra
+        needed = (
+            1 + self._extra if self.format.keep_partial else self.format.seq_length + self._extra
+        )
         enough = self.tokens_per_epoch >= needed
         if self.tokens_per_epoch < 2 or (self.num_samples is None and not enough):
             raise DataError(

@@ -171,6 +171,7 @@ class Engine(StepEngine):
         num_batches: int | None = None,
         *,
         on_output: OnOutput | None = None,
+        on_batch: Callable[[int], object] | None = None,
         numbers: Callable[[], Mapping[str, float]] | None = None,
         split: str = "validation",
     ) -> float:
@@ -182,6 +183,7 @@ class Engine(StepEngine):
             num_batches: global batches to read; the data repeats if it has fewer. None: read the
                 data once, with a partial batch at its end.
             on_output: as for `eval_batch`.
+            on_batch: called on every rank after each global batch, with its number of samples.
             numbers: called on every rank after the last micro-batch; returns numbers for the
                 record, by name.
             split: name of the data in the records.
@@ -197,10 +199,10 @@ class Engine(StepEngine):
 
         def evaluate() -> tuple[float, None]:
             if isinstance(data, BatchLoader):
-                return self._evaluator.over(data, num_batches, on_output), None
+                return self._evaluator.over(data, num_batches, on_output, on_batch), None
             whole = num_batches is None
             with closing(evaluation_loader(self.config, self.mesh, data, whole=whole)) as loader:
-                return self._evaluator.over(loader, num_batches, on_output), None
+                return self._evaluator.over(loader, num_batches, on_output, on_batch), None
 
         return self._recorded("evaluate", evaluate, split, numbers)[0]
 

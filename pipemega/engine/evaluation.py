@@ -60,9 +60,16 @@ class Evaluator:
         return [outputs[m] for m in sorted(outputs)] if self._is_last else None
 
     def over(
-        self, loader: BatchLoader, num_batches: int | None, on_output: OnOutput | None
+        self,
+        loader: BatchLoader,
+        num_batches: int | None,
+        on_output: OnOutput | None,
+        on_batch: Callable[[int], object] | None = None,
     ) -> float:
         """Return the mean loss of the next `num_batches` global batches of `loader`; None: all.
+
+        Args:
+            on_batch: called with the number of samples of each batch.
 
         Raises:
             ConfigError: `loader` never ends.
@@ -85,6 +92,8 @@ class Evaluator:
                 break
             loss, weight, _ = sum_losses(self._forward(data, False, on_output), self._mesh)
             sums, done = (sums[0] + loss, sums[1] + weight), done + 1
+            if on_batch is not None:
+                on_batch(data.num_samples)
         return mean_of_sums(*sums, self._mesh)
 
     def _forward(self, data: StepData, keep_outputs: bool, on_output: OnOutput | None) -> Results:

@@ -5,7 +5,7 @@ and heads, so that a new token costs the forward of one position. Other models r
 sequence for each token.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from itertools import islice
 from typing import Any
@@ -38,7 +38,7 @@ def generate(
     top_k: int | None = None,
     top_p: float = 1.0,
     seed: int = 1234,
-    stop: Sequence[int] = (),
+    stop: Collection[int] = (),
     use_cache: bool = True,
 ) -> list[int]:
     """Generate tokens after `prompt`.  Collective.
@@ -77,10 +77,14 @@ def token_stream(
     sampling: Sampling,
     *,
     use_cache: bool = True,
+    as_inputs: Callable[[Tensor], Any] | None = None,
 ) -> Generator[int, None, None]:
     """Yield one new token after the other, without end; arguments as of `generate`.  Collective.
 
     Close it (`contextlib.closing`) before the next call of the engine.
+
+    Args:
+        as_inputs: token ids [1, sequence] -> inputs of the model; None: the ids are its inputs.
     """
     if not prompt:
         raise ConfigError("the prompt has no tokens: give at least one", on_every_rank=True)
@@ -96,7 +100,8 @@ def token_stream(
                 yield tokens[-1]
     while True:
         window = tokens[-seq_length:]
-        tokens.append(next_token(_padded(window, seq_length), len(window) - 1))
+        ids = _padded(window, seq_length)
+        tokens.append(next_token(ids if as_inputs is None else as_inputs(ids), len(window) - 1))
         yield tokens[-1]
 
 

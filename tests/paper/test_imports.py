@@ -78,9 +78,11 @@ NO_TORCH = (
     "cli/",
 )
 # Commands that need torch: stages run on the meta device; a checkpoint's index is torch's;
-# the connections of a cluster are torch's.
+# the connections of a cluster are torch's; a trained model runs.
 NEEDS_TORCH = (
-    "cli/plan.py", "cli/checkpoint.py", "cli/doctor.py", "cli/hf.py", "cli/hf_check.py",
+    "cli/plan.py", "cli/checkpoint.py", "cli/doctor.py", "cli/evaluate.py", "cli/generate.py",
+    "cli/hf.py", "cli/hf_check.py", "cli/trained_model_options.py",
+)  # fmt: skip
 )  # fmt: skip
 
 # Libraries that may be missing, and are therefore imported where they are used.

@@ -1,0 +1,143 @@
+"""Evaluate a trained model: loss, perplexity and tokens of each data set.
+
+  CHECKPOINT   a folder of checkpoints, one checkpoint, or a URL that fsspec opens; or a folder of
+               transformers with config.json and safetensors, such as `pipemega hf export` writes
+  --data       what to evaluate on, repeatable, as SOURCE or NAME=SOURCE:
+                 PREFIX        token files PREFIX.bin and PREFIX.idx
+                 PATH          text as in data.corpus, for the tokenizer of the model; if the run
+                               has data.format, files of this format
+                 MODULE:NAME   a dataset of (inputs, labels), or a function that returns one
+               Default: the validation set of the run; see --split.
+
+The model, its data and its precision come from the config in the checkpoint; --set changes keys of
+it. The loss is the mean over all tokens that count (all samples, if labels are not tokens), the
+perplexity exp(loss). The last sample of a set may be shorter, so no token is dropped.
+
+One process evaluates the whole model. Under torchrun the mesh is that of the run, with more or
+fewer data ranks; set mesh.pipeline and mesh.tensor for another one.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from tqdm import tqdm
+
+from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.cli.trained_model_options import add_model_options, launched, positive_count
+from pipemega.config import Config
+from pipemega.distributed.mesh import Mesh, launched_world_size
+from pipemega.engine.initialize import build_mesh_of
+from pipemega.training.evaluation_sets import EvaluationSet, EvaluationSets
+from pipemega.training.set_evaluation import SetResult, evaluate_set
+from pipemega.training.trained_model import ModelSource, find_model, open_model
+
+_EPILOG = """\
+examples:
+  python -m pipemega evaluate runs/mine
+  python -m pipemega evaluate runs/mine --data data/wiki --data code=src/*.py --json
+  torchrun --nproc_per_node=4 -m pipemega evaluate runs/mine --tag global_step200 \\
+      --set mesh.pipeline=2 --set mesh.tensor=2
+  python -m pipemega evaluate exported/ --data notes.txt --set model.seq_length=512
+"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    """Add the command `evaluate`."""
+    parser = add_command(subparsers, "evaluate", __doc__, _EPILOG)
+    add_model_options(parser)
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="[NAME=]SOURCE",
+        help="a data set; repeatable; default: the data of the run",
+    )
+    parser.add_argument(
+        "--split",
+        choices=("train", "valid", "test"),
+        default="valid",
+        help="without --data: the part of the run's data (default: valid)",
+    )
+    parser.add_argument(
+        "--batches",
+        type=positive_count,
+        metavar="N",
+        help="global batches of each data set, at most; default: all",
+    )
+    parser.set_defaults(func=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Evaluate the data sets and print the results on rank 0."""
+    with launched(arguments):
+        source = find_model(arguments.checkpoint, arguments.tag)
+        config = source.config_for(launched_world_size(), arguments.overrides)
+        mesh = build_mesh_of(config)
+        # Before the model: a missing file is reported at once.
+        sets = _sets(arguments, source, config, mesh)
+        _, engine = open_model(source, config, mesh)
+        results = []
+        for data in sets:
+            with _progress(data, mesh.rank == 0) as on_batch:
+                results.append(evaluate_set(engine, data, arguments.batches, on_batch))
+        if mesh.rank == 0:
+            _print(source, results, as_json=arguments.json)
+    return 0
+
+
+def _sets(
+    arguments: argparse.Namespace, source: ModelSource, config: Config, mesh: Mesh
+) -> list[EvaluationSet]:
+    batch = config.batch(mesh.data.size).train_batch_size
+    on_terminal = mesh.rank == 0 and sys.stderr.isatty()
+    sets = EvaluationSets(
+        config,
+        source.vocab_size(config),
+        None if arguments.batches is None else arguments.batches * batch,
+        say=(lambda line: print(line, file=sys.stderr)) if on_terminal else None,
+        progress=on_terminal,
+    )
+    return sets.named(arguments.data) if arguments.data else [sets.own(arguments.split)]
+
+
+@contextmanager
+def _progress(data: EvaluationSet, shows: bool) -> Iterator[Callable[[int], object]]:
+    total = len(data.data) if hasattr(data.data, "__len__") else None
+    with tqdm(
+        total=total,
+        unit="sample",
+        desc=data.name,
+        leave=False,
+        disable=not (shows and sys.stderr.isatty()),
+    ) as bar:
+        yield bar.update
+
+
+def _print(source: ModelSource, results: Sequence[SetResult], *, as_json: bool) -> None:
+    if as_json:
+        values = {result.name: result.to_dict() for result in results}
+        print(json.dumps({"path": source.path, "step": source.step, "data": values}, indent=1))
+        return
+    step = "" if source.step is None else f", step {source.step}"
+    print(f"{source.path}{step}")
+    rows: list[tuple[str, ...]] = [("data", "loss", "perplexity", "tokens", "samples", "seconds")]
+    rows += [_row(result) for result in results]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for name, *cells in rows:
+        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        print("  ".join((name.ljust(widths[0]), *numbers)))
+
+
+def _row(result: SetResult) -> tuple[str, ...]:
+    perplexity = result.perplexity
+    return (
+        result.name,
+        f"{result.loss:.4f}",
+        "" if perplexity is None else f"{perplexity:.2f}",
+        f"{result.tokens:,}" if result.tokens else "",
+        f"{result.samples:,}",
+        f"{result.seconds:.1f}",
+    )

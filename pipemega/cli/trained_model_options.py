@@ -1,0 +1,50 @@
+"""What `evaluate` and `generate` have in common: options, the start of ranks, the model."""
+
+import argparse
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+from pipemega.distributed.mesh import launched_world_size
+from pipemega.fault_tolerance.run import run
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add CHECKPOINT, --tag, --set (as `overrides`), --json and --verbose."""
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or of transformers"
+    )
+    parser.add_argument("--tag", help="the checkpoint in the folder; default: the newest")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="change a key of the config in the checkpoint; repeatable",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON values, for scripts")
+    parser.add_argument("--verbose", action="store_true", help="print the log of the ranks")
+
+
+@contextmanager
+def launched(arguments: argparse.Namespace) -> Iterator[None]:
+    """Run the body on all launched ranks; with several, an error ends all with one message.
+
+    Without --verbose only warnings are logged.
+    """
+    disabled = logging.root.manager.disable
+    if not arguments.verbose:
+        logging.disable(max(disabled, logging.INFO))
+    try:
+        with run() if launched_world_size() > 1 else nullcontext():
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def positive_count(text: str) -> int:
+    """Return an option's number, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of at least 1")
+    return int(text)

@@ -1,0 +1,154 @@
+"""The data sets that `pipemega evaluate` reads, from the words of its command line."""
+
+import importlib
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pipemega.config import Config, load
+from pipemega.config.data import DataSection
+from pipemega.data.build_datasets import DataRequest, build_datasets
+from pipemega.data.data_files import check_data_inputs
+from pipemega.data.indexed import files_of, prefix_of
+from pipemega.errors import ConfigError, DataError, short_cause
+from pipemega.training.prompts import model_tokenizer
+
+SplitName = Literal["train", "valid", "test"]
+
+# Keys that name the source of the data, or a part of it.
+_SOURCES = ("corpus", "data_path", "mock", "path", "split")
+_NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
+_OBJECT = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
+
+
+@dataclass(frozen=True)
+class EvaluationSet:
+    """One data set.
+
+    Args:
+        name: for the results.
+        data: dataset of (inputs, labels).
+    """
+
+    name: str
+    data: Any
+
+
+class EvaluationSets:
+    """Opens data sets for one model.
+
+    Args:
+        config: of the model; its section `data` says how text becomes samples.
+        vocab_size: of the model; None: it has no tokens.
+        num_samples: largest number of samples per set; None: all.
+        say, progress: on one rank: takes log lines, and whether to show a bar.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        vocab_size: int | None,
+        num_samples: int | None = None,
+        *,
+        say: Callable[[str], None] | None = None,
+        progress: bool = False,
+    ) -> None:
+        self._config, self._vocab_size, self._num_samples = config, vocab_size, num_samples
+        self._say, self._progress = say, progress
+
+    def own(self, split: SplitName) -> EvaluationSet:
+        """Return a split of the data that the model was trained with.
+
+        Raises:
+            ConfigError, DataError: the config names no data, or it cannot be read.
+        """
+        return self._built(split, self._config.data, split)
+
+    def named(self, words: Sequence[str]) -> list[EvaluationSet]:
+        """Return the data sets of `[NAME=]SOURCE` each.
+
+        SOURCE is the prefix of token files, a text file, folder or glob, or MODULE:NAME, a dataset
+        or a function that returns one.
+
+        Raises:
+            ConfigError: two sets have the same name; a module has no such dataset.
+            DataError: a source does not exist, or cannot be read.
+        """
+        sets: list[EvaluationSet] = []
+        for word in words:
+            found = None if os.path.exists(word) else _NAMED.fullmatch(word)
+            name, source = found.groups() if found else (_name_of(word), word)
+            if name in [other.name for other in sets]:
+                raise ConfigError(
+                    f"--data: two data sets have the name {name!r}: write --data NAME={source}"
+                )
+            sets.append(self._named(name, source))
+        return sets
+
+    def _named(self, name: str, source: str) -> EvaluationSet:
+        is_object = None if os.path.exists(source) else _OBJECT.fullmatch(source)
+        if is_object:
+            return EvaluationSet(name, _object(*is_object.groups()))
+        section = self._section(source)
+        try:
+            check_data_inputs(section)
+            return self._built(name, section, "valid")
+        except DataError as error:
+            raise DataError(f"--data {source}: {error}") from error
+
+    def _section(self, source: str) -> DataSection:
+        """Return the section `data` whose only source is `source`, all of it in one split."""
+        own, sources = self._config.data, dict[str, Any]()
+        if all(path.is_file() for path in files_of(prefix_of(source))):
+            sources["data_path"] = source
+        elif getattr(own, "format", None) is not None:
+            sources["path"] = source
+        else:
+            sources["corpus"] = source
+        if "data_path" not in sources:
+            # Without it a new tokenizer would be trained, whose ids have another meaning.
+            path, tokenizer = model_tokenizer(self._config)
+            sources |= {"tokenizer": path, "eod_id": tokenizer.eod}
+        tree = self._config.to_dict()
+        kept = {key: value for key, value in tree["data"].items() if key not in _SOURCES}
+        return load({**tree, "data": {**kept, "split": "0,1,0", **sources}}).data
+
+    def _built(self, name: str, section: DataSection, split: SplitName) -> EvaluationSet:
+        model = self._config.model
+        length = model.sample_tokens() if model is not None else None
+        if length is None or self._vocab_size is None:
+            raise ConfigError(
+                f"model.type {model.type if model else None!r} has no token ids, so its data must "
+                f"be a dataset of yours: --data MODULE:NAME"
+            )
+        request = DataRequest(
+            seq_length=length,
+            seed=self._config.seed,
+            **{f"{part}_samples": 0 for part in ("train", "valid", "test")}
+            | {f"{split}_samples": self._num_samples},
+            vocab_size=self._vocab_size,
+            keep_partial=True,
+        )
+        datasets = build_datasets(section, request, say=self._say, progress=self._progress)
+        return EvaluationSet(name, getattr(datasets, split))
+
+
+def _name_of(word: str) -> str:
+    """Return the name of a source that has none: the last part of its path, without its ending."""
+    return word if _OBJECT.fullmatch(word) else Path(word).stem or word
+
+
+def _object(module: str, name: str) -> Any:
+    """Return the dataset `name` of a module, or what this function returns."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found = getattr(importlib.import_module(module), name)
+        return found() if callable(found) and not hasattr(found, "__getitem__") else found
+    # The user's module can raise anything.
+    except Exception as error:
+        raise ConfigError(f"--data {module}:{name}: {short_cause(error)}") from error
