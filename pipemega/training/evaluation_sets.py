@@ -44,7 +44,7 @@ class EvaluationSets:
     Args:
         config: of the model; its section `data` says how text becomes samples.
         vocab_size: of the model; None: it has no tokens.
-        num_samples: largest number of samples per set; None: all.
+        num_samples: that are read of each set, which a blend with weights needs; None: all.
         say, progress: on one rank: takes log lines, and whether to show a bar.
     """
 
@@ -125,11 +125,18 @@ class EvaluationSets:
                 f"model.type {model.type if model else None!r} has no token ids, so its data must "
                 f"be a dataset of yours: --data MODULE:NAME"
             )
+        is_weighted = any(weight is not None for weight, _ in section.blend)
+        if is_weighted and self._num_samples is None:
+            raise ConfigError(
+                "data.data_path has weights, so its validation set has no end: give --batches, or "
+                "name its files with --data",
+                on_every_rank=True,
+            )
         request = DataRequest(
             seq_length=length,
             seed=self._config.seed,
             **{f"{part}_samples": 0 for part in ("train", "valid", "test")}
-            | {f"{split}_samples": self._num_samples},
+            | {f"{split}_samples": self._num_samples if is_weighted else None},
             vocab_size=self._vocab_size,
             keep_partial=True,
         )
