@@ -83,7 +83,6 @@ NEEDS_TORCH = (
     "cli/plan.py", "cli/checkpoint.py", "cli/doctor.py", "cli/evaluate.py", "cli/generate.py",
     "cli/hf.py", "cli/hf_check.py", "cli/trained_model_options.py",
 )  # fmt: skip
-)  # fmt: skip
 
 # Libraries that may be missing, and are therefore imported where they are used.
 OPTIONAL = {
