@@ -90,8 +90,8 @@ def build_from(context: ModelContext) -> PipelineModule:
         ConfigError: its type cannot build the model.
     """
     section = model_section(context.config)
-    # A model that is only planned may contain built modules.
-    on_meta = context.device.type == "meta"
+    # A user's list of layers may contain built modules.
+    on_meta = context.device.type == "meta" and not section.builder
     with torch.device("meta") if on_meta else nullcontext():
         net = _call(section, "build", context)
     if not isinstance(net, PipelineModule):
