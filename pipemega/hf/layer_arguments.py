@@ -15,6 +15,8 @@ from torch.utils import _pytree as pytree
 from pipemega.hf.description import LayerReached, ModelDescription
 from pipemega.hf.layer_messages import Side, split_hidden
 from pipemega.hf.parameter_memory import allocate
+from pipemega.hf.placeholders import on_meta
+from pipemega.hf.planned_runs import on_cpu, run_on_meta, zeros_on_cpu
 
 # Micro-batches of a pipeline are in flight at the same time, and backward may recompute one.
 _KEPT = 16
@@ -64,7 +66,30 @@ class LayerArguments:
                 self._recorded.popitem(last=False)
         return self._recorded[key][0]
 
+    def run_on_meta(self, part: nn.Module, inputs: dict[str, Tensor], dtype: torch.dtype) -> Any:
+        """Return the output of a part of the model on the meta device.
+
+        Args:
+            part: the model with placeholders.
+            dtype: of the hidden states.
+        """
+        d = self._description
+
+        def run_on_cpu() -> None:
+            shell = self._shell_on(dtype, torch.device("cpu"))
+            _on_each_layer(
+                d, shell, lambda index, args, kwargs: _same_hidden(d, index, args, kwargs)
+            )
+            with torch.enable_grad():
+                d.run(shell, zeros_on_cpu(inputs))
+
+        return run_on_meta(lambda: d.run(part, inputs), run_on_cpu)
+
     def _record(self, hidden: Tensor, side: Side) -> list[_Recorded]:
+        if hidden.is_meta:
+            with on_cpu():
+                found = self._record(*zeros_on_cpu((hidden.detach(), side)))
+                return [(on_meta(leaves), tree, slots) for leaves, tree, slots in found]
         d = self._description
         recorded: list[_Recorded] = []
         numbers: dict[int, int] = {}  # id of a carried tensor -> its number
@@ -85,9 +110,7 @@ class LayerArguments:
             return d.as_layer_output(index, x.detach().requires_grad_())
 
         shell = self._shell_on(hidden.dtype, hidden.device)
-        for stack in d.stacks:
-            for placeholder in shell.get_submodule(stack).children():
-                placeholder.on_call = on_layer  # type: ignore[assignment]
+        _on_each_layer(d, shell, on_layer)
         with torch.enable_grad(), suppress(LayerReached):
             d.run(shell, d.stand_in_inputs(hidden, side))
         return recorded
@@ -98,3 +121,15 @@ class LayerArguments:
             shell = self._description.shell(set(), None)
             self._shells[key] = allocate(shell, device).eval()
         return self._shells[key]
+
+
+def _on_each_layer(d: ModelDescription, shell: nn.Module, on_layer: Any) -> None:
+    for stack in d.stacks:
+        for placeholder in shell.get_submodule(stack).children():
+            placeholder.on_call = on_layer
+
+
+def _same_hidden(d: ModelDescription, index: int, args: Any, kwargs: Any) -> Any:
+    """Stand in for a layer: return its input."""
+    x, *_ = split_hidden(args, kwargs)
+    return d.as_layer_output(index, x.detach().requires_grad_())

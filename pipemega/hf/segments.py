@@ -101,7 +101,7 @@ class Segment(nn.Module):
             self._received, _, side = unpack(x)
             inputs = d.stand_in_inputs(self._received, side)
         try:
-            output = d.run(self.hf, inputs)
+            output = self._run(inputs)
         except LayerReached as reached:
             hidden, others = reached.args
             slots = self._arguments.carried_slots(d.first_of_stack[self._number], hidden, side)
@@ -109,6 +109,12 @@ class Segment(nn.Module):
         finally:
             self._received = None
         return output.logits
+
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        if not any(x.is_meta for x in inputs.values()):
+            return self._description.run(self.hf, inputs)
+        dtype = torch.get_default_dtype() if self._received is None else self._received.dtype
+        return self._arguments.run_on_meta(self.hf, inputs, dtype)
 
     def _on_layer(self, index: int, args: Any, kwargs: Any) -> Any:
         d = self._description
