@@ -7,6 +7,7 @@ from typing import Any
 
 from pipemega.errors import ConfigError
 from pipemega.hf.description import ModelDescription
+from pipemega.hf.equal_layers import equality_key
 from pipemega.hf.families import family_of
 from pipemega.hf.label_losses import TokenLoss, class_loss
 from pipemega.hf.layer_arguments import LayerArguments
@@ -77,10 +78,12 @@ class HFPipelineModule(PipelineModule):
         build.__name__ = type(d.layers[index]).__name__  # type: ignore[attr-defined]
         arguments = (d, self._arguments, index, source, TENSOR_AXIS)
         shared = family_of(d.config).shared
+        spec = LayerSpec(build, *arguments)
         if shared:
             key = f"stack {d.places[index][0]}"
-            return TiedLayerSpec(key, build, *arguments, tied_weight_attr=shared)
-        return LayerSpec(build, *arguments)
+            spec = TiedLayerSpec(key, build, *arguments, tied_weight_attr=shared)
+        spec.equality_key = equality_key(d, index)
+        return spec
 
     def _loss(self) -> Any:
         if self._vocabulary.head is None:

@@ -36,6 +36,8 @@ def add_lora(net: PipelineModule, section: LoraSection) -> PipelineModule:
         # Equal layers share their factory: the planner measures one of them.
         key = (spec.typename, *names)
         new.typename = factories.setdefault(key, _Factory(spec.typename, *names, section))
+        if spec.equality_key is not None:
+            new.equality_key = (spec.equality_key, *names)
         return new
 
     specs = [adapted(position, spec) for position, spec in enumerate(net.specs)]

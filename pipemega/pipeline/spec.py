@@ -60,6 +60,8 @@ class LayerSpec:
             )
         self.typename, self.args, self.kwargs = typename, args, kwargs
 
+    # Specs with equal keys are known to build equal layers; None: the arguments decide.
+    equality_key: object = None
     # True for a module that the user built.
     already_built = False
     # Called as forward_fn(layer, x) instead of layer(x).

@@ -222,9 +222,13 @@ def _builds_same_layer(one: LayerSpec, other: LayerSpec) -> bool:
     """Return True only if both specs are certain to build equal layers."""
     if one is other:
         return True
-    if type(one) is not type(other) or one.already_built or one.typename is not other.typename:
+    if type(one) is not type(other) or one.already_built:
         return False
+    if one.equality_key is not None:
+        return one.equality_key == other.equality_key
     if getattr(one, "forward_fn", None) is not getattr(other, "forward_fn", None):
+        return False
+    if one.typename is not other.typename:
         return False
     if len(one.args) != len(other.args) or one.kwargs.keys() != other.kwargs.keys():
         return False
