@@ -48,6 +48,7 @@ setup(
             "sentencepiece>=0.2",
             "tiktoken>=0.7",
             "pyarrow>=15",
+            "peft>=0.18",
         ],
         "hf": ["transformers>=5.9,<6", "safetensors>=0.4"],
         "metrics": ["torchmetrics>=1.4"],

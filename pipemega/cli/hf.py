@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from pipemega.checkpoint.open_path import open_path
 from pipemega.cli.hf_check import add_check
 from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.hf.adapter_export import export_adapter
 from pipemega.hf.checkpoint_model import export_checkpoint
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -19,12 +21,14 @@ _EXPORT = """Write the model of a checkpoint as a folder that transformers loads
 
 The checkpoint may be of any mesh, of a Hugging Face model or of the GPT of model.type "gpt" (as
 GPT2, Llama or Qwen2). One process streams the tensors, so the model need not fit into memory.
-FOLDER gets model*.safetensors, config.json, generation_config.json and the tokenizer."""
+FOLDER gets model*.safetensors, config.json, generation_config.json and the tokenizer. LoRA adapters
+are merged into the weights; with --adapter, FOLDER gets the adapter alone, in peft's format."""
 
 _EXPORT_EXAMPLES = """examples:
   pipemega hf export runs/mine exported
   pipemega hf export runs/mine exported --tag global_step500 --dtype bfloat16 \\
-      --source models/llama"""
+      --source models/llama
+  pipemega hf export runs/mine adapter --adapter"""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -64,6 +68,11 @@ def _add_export(commands: Subparsers) -> None:
         help="folder with the tokenizer and the generation config (default: the folder from which "
         "the model was loaded)",
     )
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write only the LoRA adapter: adapter_model.safetensors and adapter_config.json",
+    )
     parser.set_defaults(func=_export)
 
 
@@ -74,6 +83,10 @@ def _size(text: str) -> str:
 
 
 def _export(arguments: argparse.Namespace) -> int:
+    if arguments.adapter:
+        size = export_adapter(open_path(arguments.checkpoint, arguments.tag), arguments.folder)
+        print(f"{arguments.folder}: adapter for peft, {size / 1e6:,.1f} MB")
+        return 0
     bars: list[Any] = []
 
     def start(size: int) -> Callable[[int], object]:

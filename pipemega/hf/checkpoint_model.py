@@ -1,14 +1,17 @@
 """The model in a checkpoint, as a model of transformers, and its export."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipemega.checkpoint.dcp_storage import TensorIndex
 from pipemega.checkpoint.open_path import open_path
 from pipemega.checkpoint.save_load import CheckpointReader
+from pipemega.config.lora import LoraSection
 from pipemega.config.model import GPTSection
 from pipemega.errors import CheckpointError
 from pipemega.hf.export import (
@@ -25,6 +28,7 @@ from pipemega.hf.hf_module import HFPipelineModule
 from pipemega.hf.installed_transformers import import_transformers
 from pipemega.hf.load_model import from_pretrained
 from pipemega.hf.weight_source import is_transposed
+from pipemega.lora.merging import is_adapter, merged
 
 
 def export_checkpoint(
@@ -71,11 +75,31 @@ def export_checkpoint(
 
 
 def model_to_export(reader: CheckpointReader) -> ModelToExport:
-    """Return the model that a checkpoint contains.
+    """Return the model that a checkpoint contains, with adapters merged into its weights.
 
     Raises:
         CheckpointError: it has neither a model of transformers nor our own GPT.
     """
+    exported = _base_model(reader)
+    section, tensors = lora_of(reader), reader.tensors
+    if section is None:
+        return exported
+    scale = section.scale
+
+    def change(place: CheckpointTensor, tensor: Tensor) -> Tensor:
+        names, read = tensors.tensors, tensors.read_full
+        return merged(place.key, tensor, place.rows, scale, names, read)
+
+    return replace(exported, change=change)
+
+
+def lora_of(reader: CheckpointReader) -> LoraSection | None:
+    """Return the section `lora` of the run; None if it had no adapters."""
+    section = (reader.found.state.get("config") or {}).get("lora")
+    return None if section is None else LoraSection.model_validate(section, strict=False)
+
+
+def _base_model(reader: CheckpointReader) -> ModelToExport:
     state, stored = reader.found.state, reader.tensors.tensors
     saved = state.get("model", {}).get("hf")
     if saved is not None:
@@ -124,6 +148,6 @@ def _hf_to_export(net: HFPipelineModule, stored: TensorIndex) -> ModelToExport:
     tensors = {}
     for key in stored:
         group, _, logical = key.partition("/")
-        if group in ("parameters", "buffers"):
+        if group in ("parameters", "buffers") and not is_adapter(logical):
             tensors[net.hf_name(logical)] = CheckpointTensor(key, transposed=logical in transposed)
     return ModelToExport(net.hf_config, net.description.class_name, tensors)

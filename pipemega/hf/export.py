@@ -55,13 +55,13 @@ class ModelToExport:
         config: the `PretrainedConfig`.
         class_name: the class of transformers.
         tensors: name in the state_dict of the class -> where it is in the checkpoint.
-        change: changes a tensor by its name in the checkpoint, before it is cast.
+        change: changes (a part of) a tensor of the checkpoint before it is transposed and cast.
     """
 
     config: Any
     class_name: str
     tensors: Mapping[str, CheckpointTensor]
-    change: Callable[[str, Tensor], Tensor] | None = None
+    change: Callable[[CheckpointTensor, Tensor], Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def _read(reader: ShardReader, exported: ModelToExport, name: str, like: Tensor)
     place = exported.tensors[name]
     tensor = reader.read_full(place.key, place.rows)
     if exported.change is not None:
-        tensor = exported.change(place.key, tensor)
+        tensor = exported.change(place, tensor)
     return (tensor.T if place.transposed else tensor).to(like.dtype)
 
 

@@ -37,6 +37,8 @@ _NEUTRAL = {
     "inference_mode", "init_lora_weights", "fan_in_fan_out", "peft_version", "megatron_core",
     "qalora_group_size", "runtime_config", "loftq_config", "eva_config", "ensure_weight_tying",
 }  # fmt: skip
+# Ways to initialize A and B that subtract their product from W.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 # These choose linears; the names in the weights say which ones were chosen.
 _CHOICE = {"exclude_modules", "layers_to_transform", "layers_pattern"}
 
@@ -56,6 +58,12 @@ def section_of(section: LoraSection) -> LoraSection:
     if config.get("peft_type", "LORA") != "LORA":
         raise ConfigError(
             f"{path} describes an adapter of the kind {config['peft_type']}: lora.path takes LORA"
+        )
+    initial = config.get("init_lora_weights")
+    if str(initial).startswith(_CHANGES_BASE):
+        raise ConfigError(
+            f"{path} has init_lora_weights: {json.dumps(initial)}, which changes the weights of "
+            f"the model: save the adapter with peft's path_initial_model_for_weight_conversion"
         )
     for key, value in config.items():
         if key not in _KEYS and key not in _NEUTRAL | _CHOICE and value not in _OFF:

@@ -65,13 +65,17 @@ def find_targets(net: PipelineModule, section: LoraSection) -> list[Named]:
     modules = list(modules_of(net))
     linears = [named for named in modules if is_linear(named.module)]
     if section.targets == ALL_LINEAR:
-        found = [named for named in linears if not net.is_output_head(named.position, named.inner)]
+        found = [
+            named
+            for named in linears
+            if not net.is_output_head(named.position, named.inner) and _tie(net, named) is None
+        ]
     else:
         found = _matching(modules, section.targets, "lora.targets")
     if not found:
         raise ConfigError(
             "lora.targets is 'all-linear', and the model has no linear layer besides its output "
-            "head: LoRA has nothing to train",
+            "head and tied ones: LoRA has nothing to train",
             on_every_rank=True,
         )
     for named in found:
@@ -111,7 +115,7 @@ def _matches(name: str, pattern: str, targets: str | Sequence[str]) -> bool:
 
 def _ends(modules: Iterable[Named]) -> list[str]:
     """Return the names without the positions of layers: "attention.qkv"."""
-    return list(dict.fromkeys(re.sub(r"^.*\.\d+\.", "", named.name) for named in modules))
+    return list(dict.fromkeys(re.sub(r"^.*?\.\d+\.(?=\D)", "", named.name) for named in modules))
 
 
 def _check(net: PipelineModule, named: Named, section: LoraSection) -> None:
@@ -122,10 +126,10 @@ def _check(net: PipelineModule, named: Named, section: LoraSection) -> None:
             f"layer; to train this layer completely, name it in lora.train_also",
             on_every_rank=True,
         )
-    tie = net.specs[named.position].ties.get(f"{named.inner}.weight" if named.inner else "weight")
+    tie = _tie(net, named)
     if tie is not None:
         raise ConfigError(
-            f"lora.targets matches {named.name!r}, whose weight is tied by the key {tie[0]!r}: its "
+            f"lora.targets matches {named.name!r}, whose weight is tied by the key {tie!r}: its "
             f"copies would get different adapters; leave it out of lora.targets",
             on_every_rank=True,
         )
@@ -137,3 +141,9 @@ def _check(net: PipelineModule, named: Named, section: LoraSection) -> None:
             f"out of lora.targets",
             on_every_rank=True,
         )
+
+
+def _tie(net: PipelineModule, named: Named) -> str | None:
+    """Return the key by which the weight of a module is tied to those of other layers."""
+    weight = f"{named.inner}.weight" if named.inner else "weight"
+    return net.specs[named.position].ties.get(weight, (None, ""))[0]

@@ -31,6 +31,8 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
     "SGD": ({"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}, "float32"),
     "LAMB": ({"optimizer": {"type": "Lamb", "params": {"lr": 0.01}}}, "float32"),
     "ZeRO": ({"zero_optimization": {"stage": 1}}, "float32"),
+    "LoRA": ({"lora": {"r": 4, "dropout": 0.1}, "bf16": {"enabled": True}}, "float32"),
+    "LoRA, ZeRO": ({"lora": {"r": 4}, "zero_optimization": {"stage": 1}}, "float32"),
     "ZeRO fp16": ({"zero_optimization": {"stage": 1}, "fp16": FP16}, "float32"),
 }
 
@@ -38,10 +40,10 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
 # (pipeline, data, tensor) -> the choices to test on it.
 MESHES = {
     (1, 1, 1): ("fp64", "bf16"),
-    (2, 1, 1): ("fp32", "bf16", "SGD"),
+    (2, 1, 1): ("fp32", "bf16", "SGD", "LoRA"),
     (1, 2, 1): ("fp16", "ZeRO fp16", "fp64"),
     (1, 1, 2): ("fp16", "LAMB"),
-    (1, 2, 2): ("fp64", "bf16", "ZeRO"),
+    (1, 2, 2): ("fp64", "bf16", "ZeRO", "LoRA, ZeRO"),
 }
 
 
