@@ -10,7 +10,7 @@ from pydantic import BaseModel, SerializeAsAny
 from pipemega.config.activation_checkpointing import ActivationCheckpointingSection
 from pipemega.config.batch_equation import MICRO, STEPS, TRAIN, Batch, BatchKeys, solve
 from pipemega.config.checkpoint import CheckpointSection
-from pipemega.config.data import DataSection
+from pipemega.config.data import DataSection, errors_of_padding
 from pipemega.config.gradients import GradientKeys
 from pipemega.config.key_kinds import (
     Rule,
@@ -325,6 +325,7 @@ _RULES = (
     Rule(("scheduler", "training.train_steps", "training.epochs"), _schedule_length),
     Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), _checkpoint_folder),
     Rule((TRAIN, MICRO, STEPS, "mesh.data"), _sizes),
+    Rule(("data.pad_to_multiple_of", "pipeline.shapes", "mesh"), errors_of_padding),
 )  # fmt: skip
 
 

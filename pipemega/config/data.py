@@ -1,25 +1,70 @@
 """`data`: the training data."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import field_validator
 
 from pipemega.config.key_kinds import Section, own, rule
-from pipemega.config.value_types import Name, Whole
+from pipemega.config.value_types import Count, Name, Whole
 
 # 256 bytes and the end-of-document token.
 _SMALLEST_VOCABULARY = 257
 
+# Keys that only records to fine-tune on have.
+_RECORD_KEYS = (
+    "path", "valid_path", "key", "prompt_template", "chat_template", "truncation",
+    "pad_to_multiple_of",
+)  # fmt: skip
+
 
 class DataSection(Section):
-    """The training data: text (`corpus`), token files (`data_path`) or random tokens (`mock`)."""
+    """The training data: text (`corpus`), token files (`data_path`), examples to fine-tune on
+    (`format` and `path`) or random tokens (`mock`)."""
 
     corpus: Name | tuple[Name, ...] | None = own(
         None, "Text files, folders, globs (tokenized once), or `python-stdlib`: Python's sources."
     )
     data_path: Name | tuple[Name | float, ...] | None = own(
         None, "Megatron token files: a prefix, a list of prefixes, or weight, prefix, weight, ..."
+    )
+    format: Literal["chat", "instruction", "text"] | None = own(
+        None,
+        "Fine-tune on the records of `path`: conversations, prompts with responses, or texts. The "
+        "loss counts answers only (texts: all tokens).",
+    )
+    path: Name | tuple[Name, ...] | None = own(
+        None, "Files of records: JSON lines or parquet; a list and globs are allowed."
+    )
+    valid_path: Name | tuple[Name, ...] | None = own(
+        None, "Files of validation records; null: a share of `path`, by `split`."
+    )
+    key: Name | None = own(
+        None,
+        "Key of a record that has the messages, the response or the text; null: the usual names.",
+    )
+    prompt_template: str | None = own(
+        None,
+        "Prompt of an instruction, such as `Q: {question} A: `: each name is a key of the record; "
+        "null: the key `prompt`, or Alpaca's template.",
+    )
+    chat_template: Name | None = own(
+        None, "File with the chat template (Jinja); null: that of the tokenizer."
+    )
+    packing: bool = own(
+        True,
+        "Put several records in one sample, with position ids that restart and attention within "
+        "each record; false: one record per sample, padded.",
+    )
+    truncation: Literal["truncate", "split", "drop"] | None = own(
+        None,
+        "What to do with a record that is longer than `model.seq_length`: cut its end off, split "
+        'it, or leave it out; null: `"split"` for texts, otherwise `"truncate"`.',
+    )
+    pad_to_multiple_of: Count | None = own(
+        None,
+        "Without packing: pad a micro-batch to its longest sample, rounded up to a multiple of "
+        "this; null: to `model.seq_length`.",
     )
     mock: bool = own(False, "Use random tokens, to try a mesh or a model without data.")
     split: str = own("969,30,1", "Shares of the training, validation and test sets.")
@@ -61,8 +106,15 @@ class DataSection(Section):
     )
 
     @property
+    def packs(self) -> bool:
+        """Whether a sample contains several records, which do not see each other."""
+        return self.format is not None and self.packing
+
+    @property
     def inputs_per_token(self) -> int:
         """Numbers per token that the layers of the GPT need: positions (1), and documents (2)."""
+        if self.format is not None:
+            return 2
         return self.reset_position_ids + self.reset_attention_mask
 
     @property
@@ -117,10 +169,10 @@ class DataSection(Section):
             )
         return given
 
-    @rule("corpus", "data_path", "mock")
+    @rule("corpus", "data_path", "mock", "path")
     def _one_source(self) -> Iterator[str]:
         sources: Mapping[str, Any] = {
-            "corpus": self.corpus, "data_path": self.data_path, "mock": self.mock
+            "corpus": self.corpus, "data_path": self.data_path, "mock": self.mock, "path": self.path
         }  # fmt: skip
         given = [f"data.{name}" for name, value in sources.items() if value]
         if len(given) > 1:
@@ -133,3 +185,51 @@ class DataSection(Section):
                 "data.reset_attention_mask separates documents where the position ids restart: set "
                 "data.reset_position_ids to true too"
             )
+
+    @rule(*_RECORD_KEYS, "format")
+    def _records_have_a_format(self) -> Iterator[str]:
+        if self.format is not None:
+            return
+        given = [f"data.{name}" for name in _RECORD_KEYS if getattr(self, name) is not None]
+        if given:
+            yield (
+                f"{' and '.join(given)} need data.format: set it to 'chat', 'instruction' or 'text'"
+            )
+
+    @rule("format", "prompt_template", "chat_template", "packing", "pad_to_multiple_of")
+    def _keys_fit_the_format(self) -> Iterator[str]:
+        if self.format is None:
+            return
+        if self.prompt_template is not None and self.format != "instruction":
+            yield (
+                f"data.prompt_template is for data.format 'instruction', not {self.format!r}: "
+                "remove one of them"
+            )
+        if self.chat_template is not None and self.format != "chat":
+            yield (
+                f"data.chat_template is for data.format 'chat', not {self.format!r}: remove one of "
+                "them"
+            )
+        if self.pad_to_multiple_of is not None and self.packing:
+            yield (
+                "data.pad_to_multiple_of is for samples that are padded: set data.packing to "
+                "false, or remove it (a packed sample is padded to model.seq_length)"
+            )
+
+
+def errors_of_padding(config: Any) -> Iterator[str]:
+    """Yield errors of samples with different lengths on the mesh of a `Config`."""
+    multiple, mesh, shapes = config.data.pad_to_multiple_of, config.mesh, config.pipeline.shapes
+    if multiple is None:
+        return
+    if mesh.pipeline > 1 and shapes != "exchanged":
+        yield (
+            "data.pad_to_multiple_of gives micro-batches different lengths, and pipeline.shapes is "
+            f"{shapes!r}: set it to 'exchanged', or remove data.pad_to_multiple_of (samples are "
+            "then padded to model.seq_length)"
+        )
+    if mesh.sequence_parallel and multiple % mesh.tensor:
+        yield (
+            f"data.pad_to_multiple_of ({multiple}) must be a multiple of mesh.tensor "
+            f"({mesh.tensor}), which shards the sequence"
+        )

@@ -46,8 +46,8 @@ class HFSection(ModelSection):
         return self.above("vocabulary")(self)  # type: ignore[no-any-return]
 
     def default_tokenizer(self) -> str | None:
-        path = self.folder / "tokenizer.json"
-        return str(path) if path.is_file() else None
+        files = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
+        return str(self.folder) if any((self.folder / name).is_file() for name in files) else None
 
     def input_files(self) -> Iterator[tuple[str, str, str]]:
         yield "model.path", self.path, self._folder_error()

@@ -10,6 +10,8 @@ from pipemega.data.bigram import BigramLoss, bigram_loss
 from pipemega.data.blending import SURPLUS, BlendedDataset, normalized, sizes_of_parts
 from pipemega.data.data_files import corpus_prefix, find_tokenizer
 from pipemega.data.file_cache import Say, user_cache_folder, writable_folder
+from pipemega.data.finetuning.build_finetuning import Reporting, build_finetuning
+from pipemega.data.finetuning.finetuning_dataset import FineTuningDataset
 from pipemega.data.gpt_dataset import GPTDataset, SampleFormat
 from pipemega.data.indexed import IndexedDataset, prefix_of
 from pipemega.data.mock import MockDataset
@@ -18,7 +20,7 @@ from pipemega.data.samples import SPLITS, Split, index_folder, split_ranges
 from pipemega.data.tokenizer import Tokenizer
 from pipemega.errors import ConfigError, DataError
 
-AnyDataset: TypeAlias = GPTDataset | BlendedDataset | MockDataset
+AnyDataset: TypeAlias = GPTDataset | BlendedDataset | MockDataset | FineTuningDataset
 
 
 @dataclass(frozen=True)
@@ -104,10 +106,13 @@ def build_datasets(
         ConfigError: `section` names no data, or weights without a number of samples.
         DataError: files, tokens or splits are invalid.
     """
+    if section.format is not None:
+        return _build_finetuning(section, request, Reporting(say, progress))
     if not (section.corpus or section.data_path or section.mock):
         raise ConfigError(
             "the config names no data: set data.corpus (text; 'python-stdlib' needs no download), "
-            "data.data_path (token files) or data.mock"
+            "data.data_path (token files), data.format and data.path (records to fine-tune on) or "
+            "data.mock"
         )
     if section.mock:
         return _build_mock(section, request)
@@ -164,6 +169,22 @@ def _build_mock(section: DataSection, request: DataRequest) -> Datasets:
     )
 
 
+def _build_finetuning(section: DataSection, request: DataRequest, reporting: Reporting) -> Datasets:
+    found = build_finetuning(
+        section,
+        request.samples,
+        seq_length=request.seq_length,
+        seed=request.seed,
+        reporting=reporting,
+    )
+    return Datasets(
+        **found.splits,
+        vocab_size=_vocab_size(request.vocab_size, found.tokenizer, str(section.path)),
+        tokenizer=found.tokenizer,
+        description=found.description,
+    )
+
+
 def _prepare_corpus(
     section: DataSection, say: Say | None, progress: bool, deadline_seconds: float
 ) -> tuple[Path, str]:
@@ -184,7 +205,9 @@ def _prepare_corpus(
     return prefix, f"corpus {corpus.name}: {prepared.describe()}, kept in {prefix.parent}"
 
 
-def _vocab_size(requested: int | Literal["auto"], tokenizer: Tokenizer | None, prefix: Path) -> int:
+def _vocab_size(
+    requested: int | Literal["auto"], tokenizer: Tokenizer | None, prefix: Path | str
+) -> int:
     """Return the vocabulary size of the model: `requested`, or that of the tokenizer.
 
     Raises:

@@ -10,6 +10,7 @@ from pipemega.config.data import DataSection
 from pipemega.data import tiktoken_tokenizer
 from pipemega.data.corpus import Corpus, find_corpus
 from pipemega.data.file_cache import digest_of, user_cache_folder
+from pipemega.data.finetuning.record_files import find_records
 from pipemega.data.indexed import IndexedDataset, files_of, prefix_of
 from pipemega.data.load_tokenizer import load_tokenizer
 from pipemega.data.prepare import read_manifest, tokenizer_of
@@ -45,12 +46,31 @@ def data_inputs(section: DataSection) -> Iterator[DataInput]:
             yield DataInput("data.corpus", name, find_corpus(name).num_bytes)
         except DataError as error:
             yield DataInput("data.corpus", name, error=f"data.corpus: {error}")
+    for key in ("path", "valid_path"):
+        yield from _record_files(f"data.{key}", getattr(section, key))
+    if section.chat_template is not None:
+        yield _file("data.chat_template", section.chat_template)
     if section.tokenizer is not None:
         try:
             size = len(load_tokenizer(section.tokenizer, section.eod_id).to_json())
             yield DataInput("data.tokenizer", section.tokenizer, size)
         except PipemegaError as error:
             yield DataInput("data.tokenizer", section.tokenizer, error=f"data.tokenizer: {error}")
+
+
+def _record_files(key: str, names: str | tuple[str, ...] | None) -> Iterator[DataInput]:
+    for name in (names,) if isinstance(names, str) else names or ():
+        try:
+            yield DataInput(key, name, int(find_records(name, key).total))
+        except DataError as error:
+            yield DataInput(key, name, error=str(error))
+
+
+def _file(key: str, name: str) -> DataInput:
+    path = Path(name).expanduser()
+    if path.is_file():
+        return DataInput(key, name, path.stat().st_size)
+    return DataInput(key, name, error=f"{key}: {name} does not exist")
 
 
 def check_data_inputs(section: DataSection) -> None:

@@ -62,7 +62,8 @@ class BatchLoader:
             whose batches are the micro-batches of this data rank.
         share: batch sizes, and the samples of each step that this data rank gets.
         options: order and reading.
-        collate_fn: list of samples -> (inputs, labels); None stacks them.
+        collate_fn: list of samples -> (inputs, labels); None: the attribute `collate_fn` of a
+            map-style dataset, if it has one, otherwise stack them.
         consumed_samples: position in the stream to start from.
 
     Attributes:
@@ -90,6 +91,8 @@ class BatchLoader:
         self.dataset, self.share = dataset, share
         self.name = type(dataset).__name__
         self._options = options
+        if collate_fn is None and is_map_style(dataset):
+            collate_fn = getattr(dataset, "collate_fn", None)
         self._reader = SampleReader(dataset, self.name, collate_fn)
         self._source = _source_of(dataset, self._reader, share, options)
         self.is_map_style = self._source.is_map_style

@@ -21,7 +21,8 @@ from pipemega.pipeline.plan_selection import training_plan
 from pipemega.planning.units import show_bytes
 
 _FILE_KEYS = (
-    "data.data_path", "data.corpus", "data.tokenizer", "data.cache_path",
+    "data.data_path", "data.corpus", "data.path", "data.valid_path", "data.chat_template",
+    "data.tokenizer", "data.cache_path",
     "checkpoint.load", "checkpoint.save", "wandb.dir", "monitor.trace.folder",
 )  # fmt: skip
 _SIZES = (TRAIN, MICRO, STEPS, "mesh", "pipeline.stages")

@@ -337,6 +337,33 @@ def test_costs_select_the_schedule_auto():
             "set it to 2",
         ),
         ({"data": {"reset_attention_mask": True}}, "set data.reset_position_ids to true too"),
+        ({"data": {"path": "a.jsonl"}}, "data.path need data.format: set it to 'chat'"),
+        (
+            {"data": {"format": "chat", "path": "a.jsonl", "prompt_template": "{prompt}"}},
+            "data.prompt_template is for data.format 'instruction', not 'chat'",
+        ),
+        (
+            {"data": {"format": "text", "path": "a.jsonl", "chat_template": "a.jinja"}},
+            "data.chat_template is for data.format 'chat', not 'text'",
+        ),
+        (
+            {"data": {"format": "text", "path": "a.jsonl", "pad_to_multiple_of": 8}},
+            "set data.packing to false",
+        ),
+        (
+            {
+                "data": {"format": "text", "packing": False, "pad_to_multiple_of": 8},
+                "mesh": {"pipeline": 2},
+            },
+            "pipeline.shapes is 'cached': set it to 'exchanged'",
+        ),
+        (
+            {
+                "data": {"format": "text", "packing": False, "pad_to_multiple_of": 9},
+                "mesh": {"tensor": 2, "sequence_parallel": True},
+            },
+            "data.pad_to_multiple_of (9) must be a multiple of mesh.tensor (2)",
+        ),
         ({"activation_checkpointing": {"partition_activations": True}}, "mesh.sequence_parallel"),
         ({"activation_checkpointing": {"cpu_checkpointing": True}}, "use model.recompute"),
         ({"sparse_gradients": True}, "gradients are stored in flat, dense buffers"),
