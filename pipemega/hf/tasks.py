@@ -59,6 +59,8 @@ def _default_task(config: Any, classes: dict[str, Any]) -> str | None:
         for task, found in classes.items():
             if found.__name__ == architecture:
                 return task
+    if getattr(config, "is_encoder_decoder", False) and "seq2seq" in classes:
+        return "seq2seq"
     if len(classes) > 1:
         raise ConfigError(
             f"the config of family {config.model_type!r} names no architecture of a task, and "

@@ -1,0 +1,98 @@
+"""Runs on the ranks of a pool: one step of a Hugging Face model on a mesh."""
+
+import warnings
+from collections.abc import Mapping
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pipemega
+from pipemega.hf.description import ModelDescription
+from pipemega.hf.hf_module import HFPipelineModule
+from pipemega.hf.tasks import model_class_of
+from pipemega.hf.weight_source import is_transposed
+from pipemega.hf_check.float64 import KeepFloat64
+from pipemega.parameters import shard_of
+from tests.ranks.hf import tiny_models
+
+
+class StateDictSource:
+    """Values of the state_dict of the whole model."""
+
+    def __init__(self, state: Mapping[str, Tensor]) -> None:
+        self._state = state
+
+    def load(self, name: str, tensor: Tensor) -> None:
+        full = self._state[name]
+        shard_of(tensor).copy_from_full(full.T if is_transposed(tensor) else full, tensor.data)
+
+
+def module_of(config: Any, sequence_parallel: bool = False) -> HFPipelineModule:
+    """Return the model as layers, with the values of `tiny_models.whole_model`."""
+    source = StateDictSource(tiny_models.whole_model(config).state_dict())
+    return HFPipelineModule(ModelDescription(config, model_class_of(config, None)), source)
+
+
+def engine_config(mesh: tuple[int, int], schedule: str, **changes: Any) -> dict[str, Any]:
+    """Return a config: one SGD step, whose change of the parameters is the gradient.
+
+    Args:
+        mesh: pipeline and tensor ranks.
+    """
+    return {
+        "train_batch_size": tiny_models.NUM_MICROBATCHES,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0,
+        "mesh": {"pipeline": mesh[0], "tensor": mesh[1], "data": 1, "device": "cpu"},
+        "pipeline": {"schedule": schedule},
+        "training": {"loss_reduction": "token"},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    } | changes
+
+
+def one_step(
+    family: str,
+    mesh: tuple[int, int],
+    schedule: str,
+    side: str = "plain",
+    attention: str = "eager",
+    changes: Mapping[str, Any] | None = None,
+    keys: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return loss and gradients by HF's names.
+
+    Args:
+        changes: of the config of the family.
+        keys: of the config of the run.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        config = tiny_models.config_of(family, attention, **(changes or {}))
+        net = module_of(config)
+        engine, *_ = pipemega.initialize(net, engine_config(mesh, schedule, **(keys or {})))
+        before = {name: value.clone() for name, value in engine.parameter_state().items()}
+        data = tiny_models.microbatches(tiny_models.batch_of(config, side))
+        with KeepFloat64():
+            loss = engine.train_batch(iter(data))
+        after = engine.parameter_state()
+        return {
+            "loss": loss,
+            "gradients": {net.hf_name(n): (before[n] - after[n]).numpy() for n in before},
+        }
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def one_step_each(cases: list[tuple[Any, ...]]) -> list[Any]:
+    """Return `one_step(*case)` of each case, or its error."""
+    results: list[Any] = []
+    for case in cases:
+        try:
+            results.append(one_step(*case))
+        except pipemega.PipemegaError as error:
+            if not error.on_every_rank:
+                raise
+            results.append(f"{type(error).__name__}: {error}")
+    return results

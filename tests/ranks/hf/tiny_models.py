@@ -1,0 +1,200 @@
+"""Tiny configs of all families, their inputs, and HF's unsplit model as the oracle."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipemega.hf.tasks import model_class_of
+from pipemega.hf_check.float64 import KeepFloat64
+
+VOCAB, LENGTH, NUM_MICROBATCHES = 37, 8, 4
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_MOE: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 8}
+_MLA: dict[str, Any] = _MOE | {
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "first_k_dense_replace": 1,
+}
+_GPT2_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+_HIDDEN_DROPOUT = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
+_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_T5 = {
+    "vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4,
+    "dropout_rate": 0.0, "decoder_start_token_id": 0,
+}  # fmt: skip
+
+
+def _sized(name: str, **changes: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, name)(**(_SIZES | changes))
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "llama": _sized("LlamaConfig", tie_word_embeddings=False),
+    "llama-tied": _sized("LlamaConfig", tie_word_embeddings=True, attention_bias=True),
+    "mistral": _sized("MistralConfig", sliding_window=4),
+    "mixtral": _sized("MixtralConfig", num_local_experts=4, num_experts_per_tok=2),
+    "qwen2": _sized("Qwen2Config"),
+    "qwen3": _sized("Qwen3Config", head_dim=8, tie_word_embeddings=True),
+    "qwen3-moe": _sized("Qwen3MoeConfig", num_experts=4, moe_intermediate_size=16, **_MOE),
+    "gemma2": _sized("Gemma2Config", head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
+    "gemma3": _sized("Gemma3TextConfig", head_dim=8, sliding_window=4, query_pre_attn_scalar=8),
+    "cohere": _sized("CohereConfig"),
+    "olmo2": _sized("Olmo2Config"),
+    "gpt-neox": _sized("GPTNeoXConfig", **_HIDDEN_DROPOUT),
+    "phi3": _sized("Phi3Config"),
+    "glm4": _sized("Glm4Config", head_dim=8),
+    "deepseek-v2": _sized("DeepseekV2Config", **_MLA),
+    "deepseek-v3": _sized("DeepseekV3Config", **_MLA),
+    "gpt-oss": _sized("GptOssConfig", num_local_experts=4, sliding_window=4, **_MOE),
+    "gpt2": _sized("GPT2Config", **_GPT2_DROPOUT),
+    "gptj": _sized(
+        "GPTJConfig", n_embd=32, n_layer=4, n_head=4, n_positions=64, rotary_dim=8, **_GPT2_DROPOUT
+    ),
+    "bloom": _sized("BloomConfig", n_layer=4, n_head=4, **_HIDDEN_DROPOUT),
+    "falcon": _sized(
+        "FalconConfig", new_decoder_architecture=True, num_kv_heads=2, **_HIDDEN_DROPOUT
+    ),
+    "falcon-7b": _sized(
+        "FalconConfig",
+        new_decoder_architecture=False,
+        multi_query=True,
+        alibi=True,
+        **_HIDDEN_DROPOUT,
+    ),
+    "opt": _sized("OPTConfig", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
+    "bert": _sized("BertConfig", architectures=["BertForMaskedLM"], **_BERT_DROPOUT),
+    "t5": lambda: transformers.T5Config(**_T5, num_decoder_layers=3, tie_word_embeddings=True),
+    "t5-untied": lambda: transformers.T5Config(
+        **_T5, num_decoder_layers=2, feed_forward_proj="gated-gelu", tie_word_embeddings=False
+    ),
+    "whisper": lambda: transformers.WhisperConfig(
+        vocab_size=VOCAB, d_model=32, encoder_layers=3, decoder_layers=3, dropout=0.0,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, num_mel_bins=6, max_source_positions=6, max_target_positions=16,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
+    ),
+    "vit": lambda: transformers.ViTConfig(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, intermediate_size=48,
+        image_size=16, patch_size=4, num_labels=5, **_BERT_DROPOUT,
+    ),
+}  # fmt: skip
+
+
+def config_of(family: str, attention: str = "eager", **changes: Any) -> Any:
+    """Return the tiny config of a family."""
+    config = CONFIGS[family]()
+    for key, value in changes.items():
+        setattr(config, key, value)
+    config._attn_implementation = attention
+    # The others have no float64 kernel.
+    config._experts_implementation = "eager"
+    return config
+
+
+def whole_model(config: Any) -> nn.Module:
+    """Return HF's model with random values in all parameters, those of norms included."""
+    torch.manual_seed(0)
+    model: nn.Module = model_class_of(config, None)._from_config(
+        config, dtype=torch.get_default_dtype()
+    )
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.5 if parameter.dim() == 1 else 0.0, 0.2, generator=generator)
+    return model
+
+
+def batch_of(config: Any, side: str = "plain", length: int = LENGTH) -> tuple[Any, Tensor]:
+    """Return (inputs by HF's names, labels) of NUM_MICROBATCHES samples.
+
+    Args:
+        side: "plain"; "packed": two documents in each sample; "padded": the last tokens are
+            padding.
+    """
+    generator = torch.Generator().manual_seed(3)
+
+    def ids(length: int) -> Tensor:
+        return torch.randint(5, VOCAB, (NUM_MICROBATCHES, length), generator=generator)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(NUM_MICROBATCHES, *shape, generator=generator)
+
+    if config.model_type == "vit":
+        labels = torch.randint(config.num_labels, (NUM_MICROBATCHES,), generator=generator)
+        return {"pixel_values": normal(3, config.image_size, config.image_size)}, labels
+    inputs: dict[str, Tensor] = {}
+    if config.model_type == "whisper":
+        inputs["input_features"] = normal(config.num_mel_bins, 2 * config.max_source_positions)
+    else:
+        inputs["input_ids"] = ids(length)
+    labels = ids(length)
+    labels[:, :2] = -100
+    # Unequal numbers of tokens: the mean of the means is not the mean.
+    labels[0, :5] = -100
+    if config.is_encoder_decoder:
+        labels = ids(5)
+        inputs["decoder_input_ids"] = labels.roll(1, 1)
+    if side == "packed":
+        positions = [*range(length - 3), *range(3)]
+        inputs["position_ids"] = torch.tensor([positions] * NUM_MICROBATCHES)
+    if side == "padded":
+        inputs["attention_mask"] = (torch.arange(length) < length - 2).long().repeat(4, 1)
+        if not config.is_encoder_decoder:
+            labels[:, -2:] = -100
+    return inputs, labels
+
+
+def microbatches(batch: tuple[Any, Tensor]) -> list[tuple[Any, Tensor]]:
+    """Return the samples one by one; inputs of one tensor as this tensor."""
+    inputs, labels = batch
+    parts = []
+    for m in range(len(labels)):
+        cut = {name: value[m : m + 1] for name, value in inputs.items()}
+        parts.append((cut if len(cut) > 1 else next(iter(cut.values())), labels[m : m + 1]))
+    return parts
+
+
+def oracle(config: Any, side: str = "plain", length: int = LENGTH) -> dict[str, Any]:
+    """Return loss, logits and gradients by HF's names of the unsplit model, in float64."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = whole_model(config)
+        inputs, labels = batch_of(config, side, length)
+        with KeepFloat64():
+            output = model(**inputs, **({} if config.model_type == "vit" else {"use_cache": False}))
+            logits = output.logits
+            loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), ignore_index=-100)
+            loss.backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    named = model.named_parameters()
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+    return {
+        "loss": loss.item(),
+        "logits": logits.detach().numpy(),
+        "gradients": {name: gradient.numpy() for name, gradient in gradients.items()},
+    }
