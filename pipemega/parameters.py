@@ -5,7 +5,7 @@ copies of it. Parallel layers attach a `Shard` to their parameters; a parameter 
 is replicated on all tensor ranks.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
 import torch
@@ -88,6 +88,17 @@ def shard_of(parameter: Tensor) -> Shard:
     """Return the attached shard; without one, a shard of the whole parameter."""
     shard = getattr(parameter, "_pipemega_shard", None)
     return shard if shard is not None else Shard(tuple(parameter.shape))
+
+
+def keep_fp32_in(parameter: nn.Parameter, dtypes: Collection[torch.dtype]) -> nn.Parameter:
+    """Let a model in one of these dtypes keep the parameter in fp32; return the parameter."""
+    parameter._pipemega_fp32_in = tuple(dtypes)  # type: ignore[attr-defined]
+    return parameter
+
+
+def is_kept_fp32(parameter: Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a model in `dtype` keeps the parameter in fp32."""
+    return dtype in getattr(parameter, "_pipemega_fp32_in", ())
 
 
 def mark_partial_gradient(module: nn.Module) -> nn.Module:

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipemega.errors import ConfigError
+from pipemega.hf.expert_products import IMPLEMENTATION as EXPERTS
+from pipemega.hf.expert_products import register_experts
 from pipemega.hf.layer_messages import Side, split_hidden
 from pipemega.hf.parameter_memory import allocate, parameters_on_meta
 from pipemega.hf.placeholders import (
@@ -29,6 +31,7 @@ from pipemega.hf.placeholders import (
     without_values,
     zeros_like_output,
 )
+from pipemega.hf.refusals import refuse_settings
 
 
 class LayerReached(Exception):
@@ -41,6 +44,7 @@ class ModelDescription:
     Args:
         config: a `PretrainedConfig`; copied.
         model_class: builds the model: an Auto class or a class of transformers.
+        sequence_parallel: layers get and return slices of the sequence.
 
     Attributes:
         model: on the meta device, without its layers.
@@ -54,12 +58,16 @@ class ModelDescription:
         ConfigError: the layers were not found, or exchange more than hidden states.
     """
 
-    def __init__(self, config: Any, model_class: Any) -> None:
+    def __init__(self, config: Any, model_class: Any, *, sequence_parallel: bool = False) -> None:
+        refuse_settings(config)
+        register_experts()
+        self.sequence_parallel = sequence_parallel
         self.config = copy.deepcopy(config)
         build = getattr(model_class, "from_config", None) or model_class._from_config
         with parameters_on_meta():
             self.model: Any = build(self.config, dtype=torch.get_default_dtype())
         self.config = self.model.config
+        self.config._experts_implementation = EXPERTS
         self.model.eval()
         self.main_input: str = self.model.main_input_name
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
@@ -126,7 +134,9 @@ class ModelDescription:
         if self.main_input in FLOAT_INPUT_SHAPES:
             shape = FLOAT_INPUT_SHAPES[self.main_input](self.config)
             return {self.main_input: zero.to(like.dtype).expand(like.shape[0], *shape), **side}
-        return {self.main_input: zero.long().expand(like.shape[:2]), **side}
+        # transformers warns about padding tokens.
+        token = zero.long() + int(self.config.get_text_config().pad_token_id == 0)
+        return {self.main_input: token.expand(like.shape[:2]), **side}
 
     def as_layer_output(self, index: int, hidden: Tensor) -> Any:
         """Return `hidden` as the layers of this family return it."""
@@ -208,18 +218,12 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
     ids = torch.zeros(1, 4, dtype=torch.long, device="cpu")
     side = {"decoder_input_ids": ids} if "decoder_input_ids" in d.accepted else {}
     runs = []
-    # Other implementations of experts read values, which the meta device does not have.
-    experts = getattr(d.config, "_experts_implementation", None)
-    d.config._experts_implementation = "batched_mm"
-    try:
-        for seed in range(2):
-            given, segment = [], 0
-            generator.manual_seed(seed)
-            with torch.enable_grad(), torch.device("cpu"):
-                d.run(shell, d.stand_in_inputs(torch.zeros(1, 4, 1), side))
-            runs.append(given)
-    finally:
-        d.config._experts_implementation = experts
+    for seed in range(2):
+        given, segment = [], 0
+        generator.manual_seed(seed)
+        with torch.enable_grad(), torch.device("cpu"):
+            d.run(shell, d.stand_in_inputs(torch.zeros(1, 4, 1), side))
+        runs.append(given)
     _refuse_other_state(d, *runs)
     # Modules that do not run, such as the second name of a tied table.
     called[-1] |= set(d.owners).difference(*called)

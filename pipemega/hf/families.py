@@ -45,6 +45,7 @@ _T5_BIAS = "layer.0.SelfAttention.relative_attention_bias.weight"
 _T5_ATTENTION = ("layer.0.SelfAttention", "layer.1.EncDecAttention")
 
 FAMILIES: dict[str, Family] = {
+    "cohere": Family({"self_attn.q_norm.weight": "dim:0", "self_attn.k_norm.weight": "dim:0"}),
     "bert": Family(
         _linears(
             (*(f"attention.self.{n}" for n in ("query", "key", "value")), "intermediate.dense"),
@@ -121,6 +122,18 @@ FAMILIES: dict[str, Family] = {
         divided={"self_attn": ("num_heads",), "encoder_attn": ("num_heads",)},
     ),
 }
+
+
+# Families with a plan of transformers whose gradients have been compared.
+_COMPARED_PLANS = (
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text", "olmo2",
+    "gpt_neox",
+)  # fmt: skip
+
+
+def is_compared(config: Any) -> bool:
+    """Return whether tests compare the gradients of this family on several tensor ranks."""
+    return config.model_type in FAMILIES or config.model_type in _COMPARED_PLANS
 
 
 def family_of(config: Any) -> Family:

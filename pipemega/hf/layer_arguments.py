@@ -6,6 +6,7 @@ stubs for embeddings and head, once for each shape and each set of side inputs.
 
 from collections import OrderedDict
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.utils import _pytree as pytree
 from pipemega.hf.description import LayerReached, ModelDescription
 from pipemega.hf.layer_messages import Side, split_hidden
 from pipemega.hf.parameter_memory import allocate
-from pipemega.hf.placeholders import on_meta
+from pipemega.hf.placeholders import ModuleStub, on_meta
 from pipemega.hf.planned_runs import on_cpu, run_on_meta, zeros_on_cpu
 
 # Micro-batches of a pipeline are in flight at the same time, and backward may recompute one.
@@ -49,6 +50,27 @@ class LayerArguments:
                 leaves[place] = carried[number]
         args, kwargs = pytree.tree_unflatten(leaves, tree)
         return args, kwargs
+
+    @cached_property
+    def follow_positions(self) -> bool:
+        """Return whether the masks follow position_ids that restart, as in packed documents.
+
+        Flash attention gets the positions instead of a mask.
+        """
+        d = self._description
+        if "position_ids" not in d.accepted:
+            return False
+        positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device="cpu")
+        hidden = torch.zeros(1, 8, 1, device="cpu")
+        for index in range(len(d.layers)):
+            _, kwargs = self.of(index, hidden, [], {"position_ids": positions})
+            given = [t for t in pytree.tree_leaves(kwargs) if isinstance(t, Tensor)]
+            if "flash" in str(d.config._attn_implementation):
+                if not any(t is positions for t in given):
+                    return False
+            elif not any(_hides_first_document(t) for t in given):
+                return False
+        return True
 
     def carried_slots(self, index: int, hidden: Tensor, side: Side) -> list[int]:
         """Return the leaves of the other arguments of layer `index` that are carried, in order."""
@@ -119,6 +141,9 @@ class LayerArguments:
         key = (dtype, device)
         if key not in self._shells:
             shell = self._description.shell(set(), None)
+            for module in shell.modules():
+                if isinstance(module, ModuleStub):
+                    vars(module)["dtype"] = dtype
             self._shells[key] = allocate(shell, device).eval()
         return self._shells[key]
 
@@ -133,3 +158,11 @@ def _same_hidden(d: ModelDescription, index: int, args: Any, kwargs: Any) -> Any
     """Stand in for a layer: return its input."""
     x, *_ = split_hidden(args, kwargs)
     return d.as_layer_output(index, x.detach().requires_grad_())
+
+
+def _hides_first_document(mask: Tensor) -> bool:
+    """Return whether token 4 does not see token 3 in a mask [..., 8, 8]."""
+    if mask.dim() != 4 or mask.shape[-2:] != (8, 8):
+        return False
+    seen = mask[0, 0, 4, 3]
+    return not bool(seen) if mask.dtype == torch.bool else bool(seen < -1e3)

@@ -1,6 +1,9 @@
 """from_pretrained: a Hugging Face folder or config -> HFPipelineModule."""
 
+import copy
+import json
 import os
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ from pipemega.errors import ConfigError
 from pipemega.hf.description import ModelDescription
 from pipemega.hf.hf_module import HFPipelineModule
 from pipemega.hf.installed_transformers import import_transformers
+from pipemega.hf.refusals import refuse_unknown_family
 from pipemega.hf.safetensors_source import SafetensorsSource
 from pipemega.hf.tasks import model_class_of
 from pipemega.hf.weight_source import WeightSource
@@ -44,8 +48,11 @@ def from_pretrained(
             on_every_rank=True,
         )
     if attn_implementation is not None:
+        config = copy.deepcopy(config)
         config._attn_implementation = attn_implementation
-    description = ModelDescription(config, model_class_of(config, task))
+    description = ModelDescription(
+        config, model_class_of(config, task), sequence_parallel=sequence_parallel
+    )
     source: WeightSource | None = None
     if pretrained:
         assert folder is not None
@@ -65,12 +72,22 @@ def read_config(path_or_config: Any) -> tuple[Path | None, Any]:
             on_every_rank=True,
         )
     folder = Path(path_or_config)
-    if not (folder / "config.json").is_file():
+    _check_config_file(folder, transformers.CONFIG_MAPPING)
+    return folder, transformers.AutoConfig.from_pretrained(
+        folder, local_files_only=True, trust_remote_code=False
+    )
+
+
+def _check_config_file(folder: Path, families: Container[str]) -> None:
+    file = folder / "config.json"
+    if not file.is_file():
         raise ConfigError(
             f"{folder} has no config.json: give the folder of a model as save_pretrained writes "
             f"it; nothing is downloaded",
             on_every_rank=True,
         )
-    return folder, transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False
-    )
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{file} is damaged: {error}", on_every_rank=True) from error
+    refuse_unknown_family(folder, content, families)

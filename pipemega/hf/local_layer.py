@@ -7,14 +7,18 @@ import torch
 from torch import Tensor, nn
 
 from pipemega.distributed.mesh import Axis
+from pipemega.hf.activation_regions import ActivationRegions, has_dropout
 from pipemega.hf.description import ModelDescription
+from pipemega.hf.expert_products import enable_deferral
 from pipemega.hf.families import family_of, styles_of
 from pipemega.hf.first_values import set_first_values
+from pipemega.hf.fp32_parameters import keep_in_fp32
 from pipemega.hf.layer_arguments import LayerArguments
 from pipemega.hf.layer_messages import pack, unpack
 from pipemega.hf.parameter_memory import allocate
 from pipemega.hf.placeholders import set_module
-from pipemega.hf.sharding_styles import shard_layer
+from pipemega.hf.refusals import check_tensor_ranks
+from pipemega.hf.sharding_styles import Sharding, shard_layer
 from pipemega.hf.weight_source import WeightSource
 
 
@@ -23,10 +27,12 @@ class _LocalLayer:
 
     def forward(self: Any, message: Any) -> Any:
         hidden, carried, side = unpack(message)
-        args, kwargs = self._arguments.of(self._index, hidden, carried, side)
+        whole = whole_sequence(hidden, self._axis) if self._regions.sequence_parallel else hidden
+        args, kwargs = self._arguments.of(self._index, whole, carried, side)
         for name in self._sliced_arguments:
             kwargs = {**kwargs, name: _heads_of_rank(kwargs[name], hidden.shape[0], self._axis)}
-        output = super().forward(hidden, *args, **kwargs)  # type: ignore[misc]
+        with self._regions.during_forward(self.training):
+            output = super().forward(hidden, *args, **kwargs)  # type: ignore[misc]
         return pack(output[0] if isinstance(output, tuple) else output, carried, side)
 
 
@@ -50,11 +56,20 @@ def build_layer(
     first = d.first_of_stack[stack]
     # All layers get their own copy of what only the first one has; the copies are tied.
     layer = copy.deepcopy(d.layers[first if family.shared else index])
-    layer = shard_layer(layer, styles_of(d.config), family, d.config, axis)
+    styles = styles_of(d.config)
+    if axis.size > 1:
+        check_tensor_ranks(d.config, axis.size, d.sequence_parallel)
+    regions = ActivationRegions(
+        axis, d.sequence_parallel and axis.size > 1, bool(styles) and has_dropout(d.config)
+    )
+    layer = shard_layer(layer, Sharding(styles, family, d.config, axis, regions))
+    enable_deferral(layer)
+    keep_in_fp32(layer, d.model, path)
     vars(layer).update(
         _arguments=arguments,
         _index=index,
         _axis=axis,
+        _regions=regions,
         _sliced_arguments=family.sliced_arguments if axis.size > 1 else (),
     )
     kind = type(layer)
@@ -73,6 +88,12 @@ def _model_with_layer(description: ModelDescription, index: int) -> nn.Module:
     model = description.shell(set(), None)
     set_module(model, description.places[index][1], copy.deepcopy(description.layers[index]))
     return model
+
+
+def whole_sequence(hidden: Tensor, axis: Axis) -> Tensor:
+    """Return a tensor without memory of the shape of the gathered sequence."""
+    batch, length, *rest = hidden.shape
+    return hidden.new_empty(()).expand(batch, length * axis.size, *rest)
 
 
 def _heads_of_rank(tensor: Tensor, batch: int, axis: Axis) -> Tensor:

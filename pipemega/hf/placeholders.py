@@ -42,8 +42,10 @@ class ModuleStub(Placeholder):
     """Runs the replaced module on the meta device; returns zeros that use no memory.
 
     Outputs in floating point require a gradient, so that what is computed from them is known not to
-    be a constant. `on_call(index)` is called first.
+    be a constant. `on_call(index)` is called first. `dtype`, if set, is that of these outputs.
     """
+
+    dtype: torch.dtype | None = None
 
     def __init__(self, index: int, replaced: nn.Module, on_call: Callable[..., Any] | None) -> None:
         super().__init__(index, without_values(replaced), on_call)
@@ -51,7 +53,7 @@ class ModuleStub(Placeholder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.on_call is not None:
             self.on_call(self.index)
-        return zeros_like_output(vars(self)["replaced"], args, kwargs)
+        return zeros_like_output(vars(self)["replaced"], args, kwargs, self.dtype)
 
 
 def without_values(module: nn.Module) -> nn.Module:
@@ -59,8 +61,14 @@ def without_values(module: nn.Module) -> nn.Module:
     return allocate(copy.deepcopy(module), "meta")
 
 
-def zeros_like_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Return zeros with the shapes of `module(*args, **kwargs)`; the module is on meta."""
+def zeros_like_output(
+    module: nn.Module, args: Any, kwargs: Any, dtype: torch.dtype | None = None
+) -> Any:
+    """Return zeros with the shapes of `module(*args, **kwargs)`; the module is on meta.
+
+    Args:
+        dtype: of the outputs in floating point; None: that of the module.
+    """
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     device = tensors[0].device
     args, kwargs = on_meta((args, kwargs))
@@ -68,8 +76,10 @@ def zeros_like_output(module: nn.Module, args: Any, kwargs: Any) -> Any:
         output = module(*args, **kwargs)
 
     def zeros(t: Tensor) -> Tensor:
-        zero = torch.zeros((), dtype=t.dtype, device=device).expand(t.shape)
-        return zero.requires_grad_() if t.is_floating_point() else zero
+        if not t.is_floating_point():
+            return torch.zeros((), dtype=t.dtype, device=device).expand(t.shape)
+        zero = torch.zeros((), dtype=dtype or t.dtype, device=device).expand(t.shape)
+        return zero.requires_grad_()
 
     return pytree.tree_map_only(Tensor, zeros, output)
 

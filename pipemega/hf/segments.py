@@ -10,6 +10,7 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import DataError
 from pipemega.hf.description import LayerReached, ModelDescription
 from pipemega.hf.first_values import set_first_values
+from pipemega.hf.fp32_parameters import keep_in_fp32
 from pipemega.hf.layer_arguments import LayerArguments
 from pipemega.hf.layer_messages import pack, split_hidden, unpack
 from pipemega.hf.parameter_memory import allocate
@@ -17,6 +18,11 @@ from pipemega.hf.placeholders import set_module
 from pipemega.hf.sharded_vocabulary import ShardedHead, TableStub, shard_embedding
 from pipemega.hf.vocabulary_names import VocabularyNames
 from pipemega.hf.weight_source import WeightSource
+from pipemega.tensor_parallel.collectives import (
+    SEQUENCE_DIM,
+    gather_from_tensor,
+    scatter_sequence,
+)
 from pipemega.tensor_parallel.output_shard import OutputShard
 
 _FLOAT_INPUTS = ("inputs_embeds", "pixel_values", "input_features")
@@ -49,7 +55,9 @@ class Segment(nn.Module):
         self._description, self._arguments, self._number = description, arguments, number
         self._received: Tensor | None = None
         self.output_shard: OutputShard | None = None
+        self._axis = axis if description.sequence_parallel else Axis("tensor")
         self.hf = self._local_part(axis)
+        keep_in_fp32(self.hf, description.model, "")
         device = torch.get_default_device()
         if device.type == "meta":
             allocate(self.hf, device)
@@ -98,14 +106,17 @@ class Segment(nn.Module):
                 # Layers know its shape from the hidden states.
                 side.pop(d.main_input, None)
         else:
-            self._received, _, side = unpack(x)
+            hidden, _, side = unpack(x)
+            # With sequence parallelism a layer returns a slice.
+            self._received = gather_from_tensor(hidden, self._axis, dim=SEQUENCE_DIM)
             inputs = d.stand_in_inputs(self._received, side)
         try:
             output = self._run(inputs)
         except LayerReached as reached:
             hidden, others = reached.args
             slots = self._arguments.carried_slots(d.first_of_stack[self._number], hidden, side)
-            return pack(hidden, [others[place] for place in slots], side)
+            carried = [others[place] for place in slots]
+            return pack(scatter_sequence(hidden, self._axis), carried, side)
         finally:
             self._received = None
         return output.logits
@@ -127,6 +138,14 @@ class Segment(nn.Module):
             hidden = self._received
         return d.as_layer_output(index, hidden)
 
+    def _refuse_packed(self, positions: Tensor) -> None:
+        if bool((positions[..., 1:] < positions[..., :-1]).any()):
+            raise DataError(
+                f"the position_ids restart within a sample (packed documents), but the attention "
+                f"of {self._description.class_name} does not follow them, so it would see other "
+                f"documents: train with one document in each sample"
+            )
+
     def _check_inputs(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         d = self._description
         for name, value in inputs.items():
@@ -134,6 +153,8 @@ class Segment(nn.Module):
                 raise DataError(
                     f"{d.class_name} has no input {name!r}; it has: {', '.join(sorted(d.accepted))}"
                 )
+            if name == "position_ids" and not self._arguments.follow_positions:
+                self._refuse_packed(value)
             if value.is_floating_point() and name not in _FLOAT_INPUTS:
                 raise DataError(
                     f"input {name!r} is {value.dtype}: besides {', '.join(_FLOAT_INPUTS)}, inputs "

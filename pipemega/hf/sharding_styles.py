@@ -19,6 +19,7 @@ on_first_rank.
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,8 +27,11 @@ from torch import Tensor, nn
 
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
+from pipemega.hf.activation_regions import ActivationRegions, GatheredColumnLinear, Place
 from pipemega.hf.families import Family
+from pipemega.hf.key_value_copies import OneHeadLinear
 from pipemega.hf.placeholders import set_module
+from pipemega.hf.refusals import KEY_VALUE
 from pipemega.hf.weight_source import mark_transposed
 from pipemega.parameters import Shard, attach_shard, even_share, mark_partial_gradient
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -45,90 +49,153 @@ class SplitInputLinear(RowParallelLinear):
         return super().forward(scatter_to_tensor(x, self.axis))
 
 
-def shard_layer(
-    layer: nn.Module, styles: dict[str, str], family: Family, config: Any, axis: Axis
-) -> nn.Module:
+@dataclass(frozen=True)
+class Sharding:
+    """How to shard a layer.
+
+    Args:
+        styles: module or parameter of the layer -> style.
+        family: attributes to divide.
+        config: of the model.
+        axis: the tensor axis of the mesh.
+        regions: where activations are sharded, gathered or slices of the sequence.
+    """
+
+    styles: dict[str, str]
+    family: Family
+    config: Any
+    axis: Axis
+    regions: ActivationRegions
+
+
+def shard_layer(layer: nn.Module, sharding: Sharding) -> nn.Module:
     """Replace the modules and parameters of `layer`, on meta, by this rank's shards; return it.
 
     Raises:
         ConfigError: a size is not a multiple of the tensor ranks, or a style is unknown.
     """
+    axis, styles = sharding.axis, sharding.styles
     modules = dict(layer.named_modules())
+    sharding.regions.find_boundaries(layer, styles)
     for name, module in modules.items():
         if axis.size > 1 and name in styles:
-            _shard_module(layer, name, module, styles[name], config, axis)
-        elif axis.size == 1 and _transposed(module):
-            # Its weight gradient can be deferred, unlike that of Conv1D.
-            _shard_module(layer, name, module, "colwise", config, axis)
-    if axis.size == 1:
-        return layer
-    for name, _ in list(layer.named_parameters()):
-        if name in styles:
-            _shard_parameter(layer, name, styles[name], axis)
-    for name, attributes in family.divided.items():
-        module = modules.get(name)  # an encoder's layer has no cross-attention
-        for attribute in attributes if module is not None else ():
-            whole = getattr(module, attribute)
-            setattr(module, attribute, even_share(whole, axis.size, attribute))
-    for name, keys in family.divided_config.items():
-        own = copy.copy(modules[name].config)
-        for key in keys:
-            vars(own)[key] = even_share(getattr(own, key), axis.size, key)
-        modules[name].config = own
+            _shard_module(layer, name, module, sharding)
+        elif _defers_no_gradient(module):
+            # Its weight gradient can be deferred, unlike that of Conv1D and FalconLinear.
+            size_in, size_out, bias = _features(module)
+            new = ColumnParallelLinear(
+                size_in, size_out, axis=Axis("tensor"), bias=bias, **_options(module)
+            )
+            for parameter in new.parameters():
+                attach_shard(parameter, Shard(tuple(parameter.shape)))
+            _replace(layer, name, module, new)
+    if axis.size > 1:
+        for name, _ in list(layer.named_parameters()):
+            if name in styles:
+                _shard_parameter(layer, name, styles[name], axis)
+        _divide_attributes(modules, sharding)
+    sharding.regions.attach(layer, styles)
     return layer
 
 
-def _transposed(module: nn.Module) -> bool:
+def _divide_attributes(modules: dict[str, nn.Module], sharding: Sharding) -> None:
+    ranks = sharding.axis.size
+    for name, attributes in sharding.family.divided.items():
+        module = modules.get(name)  # an encoder's layer has no cross-attention
+        for attribute in attributes if module is not None else ():
+            whole = getattr(module, attribute)
+            setattr(module, attribute, even_share(whole, ranks, attribute))
+    for name, keys in sharding.family.divided_config.items():
+        own: Any = copy.copy(modules[name].config)
+        for key in keys:
+            vars(own)[key] = even_share(getattr(own, key), ranks, key)
+        modules[name].config = own
+
+
+def _is_transposed_linear(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def _defers_no_gradient(module: nn.Module) -> bool:
+    """Return whether this is a linear whose forward split backward does not replace."""
+    return _is_transposed_linear(module) or type(module).__name__ == "FalconLinear"
 
 
 def _features(module: Any) -> tuple[int, int, bool]:
     """Return (in, out, whether it has a bias) of a linear."""
-    if _transposed(module):
+    if _is_transposed_linear(module):
         return module.nx, module.nf, True
     return module.in_features, module.out_features, module.bias is not None
 
 
-def _shard_module(
-    layer: nn.Module, name: str, module: nn.Module, style: str, config: Any, axis: Axis
-) -> None:
-    kind, _, detail = style.partition(":")
-    if kind in _IN_PLACE:
-        _IN_PLACE[kind](module, config, axis)
-        return
-    size_in, size_out, bias = _features(module)
-    dtype = next(module.parameters()).dtype
-    options: Any = {
-        "axis": axis, "bias": bias, "init_method": None, "dtype": dtype, "device": "meta",
-    }  # fmt: skip
-    new: ColumnParallelLinear | RowParallelLinear
-    if kind in ("colwise", "blocks", "qkv", "colwise_rep", "colwise_gather_output"):
-        blocks: int | list[int] = size_out
-        if kind == "blocks":
-            blocks = [size_out // int(detail)] * int(detail)
-        elif kind == "qkv":
-            blocks = _qkv_sizes(config)
-        gathered = kind in ("colwise_rep", "colwise_gather_output")
-        new = ColumnParallelLinear(size_in, blocks, gather_output=gathered, **options)
-    elif kind in ("rowwise", "rowwise_rep"):
-        new = RowParallelLinear(size_in, size_out, **options)
-    elif kind == "rowwise_split_input":
-        new = SplitInputLinear(size_in, size_out, **options)
-    else:
-        raise ConfigError(
-            f"{config.model_type}: the plan of transformers shards {name} by the style "
-            f"{style!r}, which is not known: use mesh.tensor = 1",
-            on_every_rank=True,
-        )
-    if _transposed(module):
-        mark_transposed(new.weight)
+def _options(module: nn.Module) -> Any:
+    return {"init_method": None, "dtype": next(module.parameters()).dtype, "device": "meta"}
+
+
+def _replace(layer: nn.Module, name: str, module: nn.Module, new: nn.Module) -> None:
+    if _is_transposed_linear(module):
+        mark_transposed(new.get_parameter("weight"))
     set_module(layer, name, new)
 
 
-def _qkv_sizes(config: Any) -> list[int]:
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return [heads * head, groups * head, groups * head]
+def _shard_module(layer: nn.Module, name: str, module: nn.Module, sharding: Sharding) -> None:
+    config, axis = sharding.config, sharding.axis
+    kind, _, detail = sharding.styles[name].partition(":")
+    if kind in _IN_PLACE:
+        _IN_PLACE[kind](module, config, axis)
+        return
+    place = sharding.regions.place_of(name)
+    size_in, size_out, bias = _features(module)
+    options = {"axis": axis, "bias": bias, **_options(module)}
+    new: nn.Module
+    if kind in COLUMN_STYLES or kind in _GATHERED_STYLES:
+        groups = getattr(config, "num_key_value_heads", None) or axis.size
+        if kind == "colwise" and name.split(".")[-1] in KEY_VALUE and groups < axis.size:
+            new = OneHeadLinear(module, groups, axis, place is not Place.GATHERED)  # type: ignore[arg-type]
+            owner: Any = layer.get_submodule(name.rpartition(".")[0])
+            owner.num_key_value_groups = config.num_attention_heads // axis.size
+        else:
+            blocks = _blocks(kind, detail, size_out, config)
+            for size in blocks:
+                even_share(size, axis.size, f"the output of {name}")
+            if place is Place.GATHERED:
+                new = GatheredColumnLinear(size_in, blocks, **options)
+            else:
+                new = ColumnParallelLinear(
+                    size_in,
+                    blocks if len(blocks) > 1 else size_out,
+                    gather_output=kind in _GATHERED_STYLES,
+                    sequence_parallel=place is Place.SEQUENCE,
+                    **options,
+                )
+    elif kind in ROW_STYLES:
+        even_share(size_in, axis.size, f"the input of {name}")
+        linear = SplitInputLinear if kind == "rowwise_split_input" else RowParallelLinear
+        sequence_parallel = place in (Place.GATHERED, Place.SEQUENCE)
+        new = linear(size_in, size_out, sequence_parallel=sequence_parallel, **options)
+    else:
+        raise ConfigError(
+            f"{config.model_type}: the plan of transformers shards {name} by the style "
+            f"{sharding.styles[name]!r}, which is not known: use mesh.tensor = 1",
+            on_every_rank=True,
+        )
+    _replace(layer, name, module, new)
+
+
+COLUMN_STYLES = ("colwise", "blocks", "qkv")
+_GATHERED_STYLES = ("colwise_rep", "colwise_gather_output")
+ROW_STYLES = ("rowwise", "rowwise_rep", "rowwise_split_input")
+
+
+def _blocks(kind: str, detail: str, size_out: int, config: Any) -> list[int]:
+    """Return the sizes of the blocks that a column-parallel linear stacks."""
+    if kind == "blocks":
+        return [size_out // int(detail)] * int(detail)
+    if kind == "qkv":
+        heads, groups = config.num_attention_heads, config.num_key_value_heads
+        head = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return [heads * head, groups * head, groups * head]
+    return [size_out]
 
 
 def _mark_partial(module: nn.Module, config: Any, axis: Axis) -> None:
@@ -148,6 +215,12 @@ def _copy_rope_channels(module: nn.Module, config: Any, axis: Axis) -> None:
 
 def _sum_experts(module: nn.Module, config: Any, axis: Axis) -> None:
     """Each rank has a part of each expert: copy what enters, sum what leaves."""
+    if getattr(module, "has_post_expert_norm", False):
+        raise ConfigError(
+            f"{config.model_type} normalises the output of each expert, which is a sum over the "
+            f"tensor ranks: use mesh.tensor = 1",
+            on_every_rank=True,
+        )
     run = module.forward
 
     def forward(hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipemega.errors import LossScaleError
-from pipemega.parameters import attach_shard, shard_of
+from pipemega.parameters import attach_shard, is_kept_fp32, shard_of
 
 # Number of changes of the scale that an error message shows.
 _HISTORY = 16
@@ -167,7 +167,7 @@ class Precision:
         """Return the dtype of a parameter in forward and backward."""
         if self.compute_dtype is None or not parameter.is_floating_point():
             return parameter.dtype
-        return self.compute_dtype
+        return torch.float32 if is_kept_fp32(parameter, self.compute_dtype) else self.compute_dtype
 
     def master_dtype_of(self, parameter: Tensor) -> torch.dtype:
         """Return the dtype of what the optimizer updates for a parameter."""
@@ -196,7 +196,7 @@ class Precision:
                 continue
             whole = parameter.detach()
             # Assigned to .data: the Parameter stays the same object and keeps its Shard.
-            parameter.data = whole.to(self.compute_dtype)
+            parameter.data = whole.to(self.param_dtype_of(parameter))
             if parameter.requires_grad:
                 kept = part(name, whole)
                 # Copy even if no cast is needed: a master is never the parameter itself, and a

@@ -4,10 +4,10 @@
     I           autograd computes dx; QueueGradient receives dy and queues (x, dy)
     W           dW = dyᵀ x for each queued pair, added directly to the gradient buffer
 
-Only the weight gradients of linear, convolution and embedding layers are deferred. Linears and
-convolutions are most of the work; the gradient of an embedding is dense, so in I it would add to
-the memory peak. All other gradients (norms, biases, attention, routers) are computed in I by
-autograd, so every module gets exact gradients.
+Only the weight gradients of linear, convolution and embedding layers and of experts are deferred.
+Linears and convolutions are most of the work; the gradient of an embedding is dense, so in I it
+would add to the memory peak. All other gradients (norms, biases, attention, routers) are computed
+in I by autograd, so every module gets exact gradients.
 
 The weight is not an input of the autograd graph, so no hook of the weight runs before W. A tensor
 hook on y instead of QueueGradient would silently lose dW if y is a view that is changed in place.
@@ -227,6 +227,40 @@ def embedding(
     return _defer(ids, weight, lambda i: F.embedding(i, detached, padding_idx), gradient, queue)
 
 
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    transposed: bool = False,
+    *,
+    queue: WeightGradQueue | None = None,
+) -> Tensor:
+    """Return the product of each group of rows with its own weight, such as that of an expert.
+
+    Args:
+        counts: rows of each group [groups]; the rows are sorted by group.
+        transposed: the weights are [groups, in, out] instead of [groups, out, in].
+        queue: defers the weight gradients.
+
+    Shape:
+        x [rows, in]  ->  [rows, out]
+    """
+    sizes = counts.tolist()
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        matrices = weight.unbind() if transposed else weight.transpose(-2, -1).unbind()
+        return torch.cat([g.mm(m) for g, m in zip(torch.split(x, sizes), matrices, strict=True)])
+
+    def gradient(x: Tensor, dy: Tensor) -> Tensor:
+        pairs = zip(torch.split(x, sizes), torch.split(dy, sizes), strict=True)
+        return torch.stack([a.t().mm(b) if transposed else b.t().mm(a) for a, b in pairs])
+
+    if queue is None or not _can_defer(weight):
+        return product(x, weight)
+    detached = weight.detach()
+    return _defer(x, weight, lambda x: product(x, detached), gradient, queue)
+
+
 def _can_defer(weight: Tensor) -> TypeGuard[nn.Parameter]:
     # A user's hook on the weight must see its gradient, and only autograd calls it.
     has_hook = bool(weight._backward_hooks)
@@ -237,9 +271,9 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
     """Make the layers in `modules` defer their weight gradients; parameter names do not change.
 
     The forward of nn.Linear, nn.Conv1d/2d/3d and nn.Embedding is replaced; subclasses are
-    not changed, because they may compute something else. In a layer with an attribute `product`
-    or `lookup`, as in tensor_parallel, this attribute is replaced. A layer with a frozen weight is
-    not changed: it has no weight gradient, and its `product` may be another one.
+    not changed, because they may compute something else. In a layer with an attribute `product`,
+    `lookup` or `grouped_product`, as in tensor_parallel, this attribute is replaced. A layer with a
+    frozen weight is not changed: it has no weight gradient, and its `product` may be another one.
     """
     for module in {id(m): m for root in modules for m in root.modules()}.values():
         weight = module._parameters.get("weight")
@@ -247,6 +281,8 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
             continue
         if hasattr(module, "lookup"):
             vars(module)["lookup"] = partial(embedding, queue=queue)
+        if hasattr(module, "grouped_product"):
+            vars(module)["grouped_product"] = partial(grouped_linear, queue=queue)
         if hasattr(module, "product"):
             vars(module)["product"] = partial(linear, queue=queue)
         elif type(module) is nn.Linear:

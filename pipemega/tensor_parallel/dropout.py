@@ -31,16 +31,29 @@ class Dropout(nn.Module):
         self.p, self.axis, self.sequence_parallel = p, axis, sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.axis.size == 1 or not self.sequence_parallel or not self.training or self.p == 0:
+        if not self.sequence_parallel:
             return F.dropout(x, self.p, self.training)
-        length = x.shape[SEQUENCE_DIM]
-        full_shape = list(x.shape)
-        full_shape[SEQUENCE_DIM] *= self.axis.size
-        with torch.no_grad():
-            mask = F.dropout(x.new_ones(full_shape), self.p)  # 0 or 1 / (1 - p)
-            # A copy: a view would keep the full mask alive until backward.
-            mask = mask.narrow(SEQUENCE_DIM, self.axis.rank * length, length).clone()
-        return x * mask
+        return sequence_dropout(self.axis, x, self.p, self.training)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
+
+
+def sequence_dropout(
+    axis: Axis, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    """F.dropout of this rank's slice of the sequence, with the mask of the unsharded model.
+
+    Shape:
+        x [batch, seq / T, ...]  ->  the same
+    """
+    if axis.size == 1 or not training or p == 0:
+        return F.dropout(x, p, training, inplace)
+    length = x.shape[SEQUENCE_DIM]
+    full_shape = list(x.shape)
+    full_shape[SEQUENCE_DIM] *= axis.size
+    with torch.no_grad():
+        mask = F.dropout(x.new_ones(full_shape), p)  # 0 or 1 / (1 - p)
+        # A copy: a view would keep the full mask alive until backward.
+        mask = mask.narrow(SEQUENCE_DIM, axis.rank * length, length).clone()
+    return x * mask

@@ -1,8 +1,6 @@
 """Runs on the ranks of a pool: one step of a Hugging Face model on a mesh."""
 
-import warnings
 from collections.abc import Mapping
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -24,6 +22,9 @@ class StateDictSource:
     def __init__(self, state: Mapping[str, Tensor]) -> None:
         self._state = state
 
+    def has(self, name: str) -> bool:
+        return name in self._state
+
     def load(self, name: str, tensor: Tensor) -> None:
         full = self._state[name]
         shard_of(tensor).copy_from_full(full.T if is_transposed(tensor) else full, tensor.data)
@@ -32,7 +33,10 @@ class StateDictSource:
 def module_of(config: Any, sequence_parallel: bool = False) -> HFPipelineModule:
     """Return the model as layers, with the values of `tiny_models.whole_model`."""
     source = StateDictSource(tiny_models.whole_model(config).state_dict())
-    return HFPipelineModule(ModelDescription(config, model_class_of(config, None)), source)
+    description = ModelDescription(
+        config, model_class_of(config, None), sequence_parallel=sequence_parallel
+    )
+    return HFPipelineModule(description, source)
 
 
 def engine_config(mesh: tuple[int, int], schedule: str, **changes: Any) -> dict[str, Any]:
@@ -59,6 +63,7 @@ def one_step(
     side: str = "plain",
     attention: str = "eager",
     changes: Mapping[str, Any] | None = None,
+    sequence_parallel: bool = False,
     keys: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Return loss and gradients by HF's names.
@@ -70,7 +75,7 @@ def one_step(
     torch.set_default_dtype(torch.float64)
     try:
         config = tiny_models.config_of(family, attention, **(changes or {}))
-        net = module_of(config)
+        net = module_of(config, sequence_parallel)
         engine, *_ = pipemega.initialize(net, engine_config(mesh, schedule, **(keys or {})))
         before = {name: value.clone() for name, value in engine.parameter_state().items()}
         data = tiny_models.microbatches(tiny_models.batch_of(config, side))
