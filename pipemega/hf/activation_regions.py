@@ -41,6 +41,8 @@ from pipemega.tensor_parallel.collectives import (
 from pipemega.tensor_parallel.dropout import sequence_dropout
 
 _COLUMN, _ROW = ("colwise", "blocks", "qkv"), ("rowwise", "rowwise_rep")
+# A module with only these gets a shard or a slice, and gathers nothing.
+_NO_GATHER = (*_ROW, "rowwise_split_input", "replicated_with_grad_allreduce")
 _SIMPLE = (*_COLUMN, *_ROW, "replicated_with_grad_allreduce")
 
 
@@ -93,7 +95,7 @@ class ActivationRegions:
         parents = {
             name.rpartition(".")[0]
             for name, style in styles.items()
-            if name in modules and style != "replicated_with_grad_allreduce"
+            if name in modules and style.partition(":")[0] not in _NO_GATHER
         } - {""}
         outermost = [p for p in parents if not any(p.startswith(f"{o}.") for o in parents)]
         for name in outermost:
@@ -128,19 +130,16 @@ class ActivationRegions:
         if not self.sequence_parallel:
             return
         for name, simple in self._boundaries.items():
-            module, kinds = modules[name], _kinds_in(name, styles)
+            module = modules[name]
             if not simple:
                 module.register_forward_pre_hook(self._gather_whole, with_kwargs=True)
                 module.register_forward_hook(self._scatter_whole)
-            elif kinds & set(_COLUMN):
+            else:
                 module.register_forward_pre_hook(self._gather, with_kwargs=True)
-        outside = [
-            n
-            for n in modules
-            if n and not any(f"{n}.".startswith(f"{b}.") for b in self._boundaries)
-        ]
-        for name in outside:
-            if not any(b.startswith(f"{name}.") for b in self._boundaries):
+        for name in modules:
+            around = any(f"{b}.".startswith(f"{name}." if name else "") for b in self._boundaries)
+            inside = any(f"{name}.".startswith(f"{b}.") for b in self._boundaries)
+            if not around and not inside:
                 mark_partial_gradient(modules[name])
 
     def _enter(self, region: Region) -> Callable[..., None]:
@@ -173,10 +172,6 @@ class ActivationRegions:
         """Return the context in which a layer runs, with the right masks of dropout."""
         self.current = self._outer
         return _DropoutMode(self) if training and self._has_dropout else nullcontext()
-
-
-def _kinds_in(boundary: str, styles: Mapping[str, str]) -> set[str]:
-    return {s.partition(":")[0] for n, s in styles.items() if n.startswith(f"{boundary}.")}
 
 
 def _on_hidden(args: Any, kwargs: Any, function: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:

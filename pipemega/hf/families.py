@@ -20,6 +20,7 @@ class Family:
         divided_config: module -> keys of the config that the module reads in forward, divided.
         sliced_arguments: arguments of a layer with one entry per head, folded into the batch.
         shared: parameters of the first layer of a stack that all its layers use.
+        no_sequence_parallelism: why slices of the sequence cannot enter a layer.
     """
 
     styles: dict[str, str] = field(default_factory=dict)
@@ -27,6 +28,7 @@ class Family:
     divided_config: dict[str, Names] = field(default_factory=dict)
     sliced_arguments: Names = ()
     shared: Names = ()
+    no_sequence_parallelism: str = ""
 
 
 def _linears(column: Names, row: Names) -> dict[str, str]:
@@ -70,7 +72,10 @@ FAMILIES: dict[str, Family] = {
     # With groups of heads (40B, 180B).
     "falcon": Family(_BLOOM, divided={"self_attention": ("num_heads", "num_kv_heads")}),
     # One key and one value for all heads, fused with the queries: attention is not sharded.
-    "falcon-7b": Family(_BLOOM_MLP),
+    "falcon-7b": Family(
+        _BLOOM_MLP,
+        no_sequence_parallelism="its attention (multi_query) is not sharded over tensor ranks",
+    ),
     "glm": Family(_FUSED_GLU),
     "glm4": Family(_FUSED_GLU),
     "gpt2": Family(
@@ -95,6 +100,7 @@ FAMILIES: dict[str, Family] = {
     "opt": Family(
         _prefixed("self_attn", _QKV, "out_proj") | _linears(("fc1",), ("fc2",)),
         divided={"self_attn": ("num_heads", "embed_dim")},
+        no_sequence_parallelism="its layers join batch and sequence to one dim",
     ),
     "phi3": Family(
         {"self_attn.qkv_proj": "qkv", "self_attn.o_proj": "rowwise", **_FUSED_GLU},

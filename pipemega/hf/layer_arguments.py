@@ -133,7 +133,9 @@ class LayerArguments:
 
         shell = self._shell_on(hidden.dtype, hidden.device)
         _on_each_layer(d, shell, on_layer)
-        with torch.enable_grad(), suppress(LayerReached):
+        # The innermost hooks apply: those of activation checkpointing would count what this saves.
+        no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with torch.enable_grad(), no_hooks, suppress(LayerReached):
             d.run(shell, d.stand_in_inputs(hidden, side))
         return recorded
 

@@ -4,7 +4,7 @@ from collections.abc import Container
 from typing import Any
 
 from pipemega.errors import ConfigError
-from pipemega.hf.families import styles_of
+from pipemega.hf.families import family_of, styles_of
 from pipemega.parameters import even_share
 
 
@@ -79,10 +79,13 @@ def check_tensor_ranks(config: Any, ranks: int, sequence_parallel: bool) -> None
     attention = [name for name in styles if "att" in name.lower()]
     if attention:
         even_share(config.num_attention_heads, ranks, "num_attention_heads")
-    if sequence_parallel and not attention:
+    reason = family_of(config).no_sequence_parallelism
+    if not attention:
+        reason = reason or "transformers has no plan for its attention"
+    if sequence_parallel and reason:
         raise ConfigError(
-            f"mesh.sequence_parallel: the attention of {config.model_type!r} with "
-            f"multi_query = true is not sharded: set mesh.sequence_parallel to false",
+            f"mesh.sequence_parallel does not work for the family {config.model_type!r}: {reason}; "
+            f"set it to false",
             on_every_rank=True,
         )
     if not any(name.split(".")[-1] in KEY_VALUE for name in attention):

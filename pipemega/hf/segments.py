@@ -59,14 +59,13 @@ class Segment(nn.Module):
         self.hf = self._local_part(axis)
         keep_in_fp32(self.hf, description.model, "")
         device = torch.get_default_device()
-        if device.type == "meta":
-            allocate(self.hf, device)
-            return
         allocate(self.hf, device)
+        if device.type == "meta":
+            return
         names = {name: name for name in self.hf.state_dict()}
-        keep = set(description.segment_modules[number])
-        vocabulary = VocabularyNames(description)
-        if number == len(description.stacks) and vocabulary.head_is_tied:
+        keep, vocabulary = set(description.segment_modules[number]), VocabularyNames(description)
+        if vocabulary.table:
+            # A tied weight has this name in all segments.
             keep.add(vocabulary.owner(vocabulary.table))
         set_first_values(self.hf, source, lambda: description.shell(keep, None), names)
 

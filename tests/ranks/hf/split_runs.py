@@ -39,11 +39,12 @@ def module_of(config: Any, sequence_parallel: bool = False) -> HFPipelineModule:
     return HFPipelineModule(description, source)
 
 
-def engine_config(mesh: tuple[int, int], schedule: str, **changes: Any) -> dict[str, Any]:
+def engine_config(mesh: tuple[int, int], schedule: str, keys: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config: one SGD step, whose change of the parameters is the gradient.
 
     Args:
         mesh: pipeline and tensor ranks.
+        keys: replace those of the config.
     """
     return {
         "train_batch_size": tiny_models.NUM_MICROBATCHES,
@@ -53,7 +54,7 @@ def engine_config(mesh: tuple[int, int], schedule: str, **changes: Any) -> dict[
         "pipeline": {"schedule": schedule},
         "training": {"loss_reduction": "token"},
         "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-    } | changes
+    } | dict(keys)
 
 
 def one_step(
@@ -76,9 +77,10 @@ def one_step(
     try:
         config = tiny_models.config_of(family, attention, **(changes or {}))
         net = module_of(config, sequence_parallel)
-        engine, *_ = pipemega.initialize(net, engine_config(mesh, schedule, **(keys or {})))
+        engine, *_ = pipemega.initialize(net, engine_config(mesh, schedule, keys or {}))
         before = {name: value.clone() for name, value in engine.parameter_state().items()}
         data = tiny_models.microbatches(tiny_models.batch_of(config, side))
+        data = data[engine.mesh.data.rank :: engine.mesh.data.size]
         with KeepFloat64():
             loss = engine.train_batch(iter(data))
         after = engine.parameter_state()
@@ -90,14 +92,6 @@ def one_step(
         torch.set_default_dtype(torch.float32)
 
 
-def one_step_each(cases: list[tuple[Any, ...]]) -> list[Any]:
-    """Return `one_step(*case)` of each case, or its error."""
-    results: list[Any] = []
-    for case in cases:
-        try:
-            results.append(one_step(*case))
-        except pipemega.PipemegaError as error:
-            if not error.on_every_rank:
-                raise
-            results.append(f"{type(error).__name__}: {error}")
-    return results
+def one_step_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `one_step` with keyword arguments."""
+    return one_step(**arguments)

@@ -104,6 +104,13 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+# Families whose masks follow position_ids.
+PACKED = [
+    "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe", "gemma2", "gemma3", "cohere",
+    "olmo2", "gpt-neox", "phi3", "glm4", "deepseek-v2", "deepseek-v3", "gpt2", "gptj",
+]  # fmt: skip
+
+
 def config_of(family: str, attention: str = "eager", **changes: Any) -> Any:
     """Return the tiny config of a family."""
     config = CONFIGS[family]()
@@ -133,7 +140,7 @@ def batch_of(config: Any, side: str = "plain", length: int = LENGTH) -> tuple[An
 
     Args:
         side: "plain"; "packed": two documents in each sample; "padded": the last tokens are
-            padding.
+            padding; "long decoder": an even number of tokens for a decoder.
     """
     generator = torch.Generator().manual_seed(3)
 
@@ -156,7 +163,7 @@ def batch_of(config: Any, side: str = "plain", length: int = LENGTH) -> tuple[An
     # Unequal numbers of tokens: the mean of the means is not the mean.
     labels[0, :5] = -100
     if config.is_encoder_decoder:
-        labels = ids(5)
+        labels = ids(6 if side == "long decoder" else 5)
         inputs["decoder_input_ids"] = labels.roll(1, 1)
     if side == "packed":
         positions = [*range(length - 3), *range(3)]
