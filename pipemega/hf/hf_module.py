@@ -36,7 +36,7 @@ class HFPipelineModule(PipelineModule):
         source: WeightSource | None = None,
         folder: Path | None = None,
     ) -> None:
-        self.description, self.folder = description, folder
+        self.description, self.source, self.folder = description, source, folder
         self._vocabulary = VocabularyNames(description)
         self._arguments = LayerArguments(description)
         layers: list[LayerSpec] = []

@@ -1,0 +1,109 @@
+"""From a folder onto a mesh, a training step, and out again: logits of transformers' own model."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="Hugging Face models need transformers")
+
+import transformers
+
+from pipemega.errors import CheckpointError
+from pipemega.hf.checkpoint_model import export_checkpoint
+from pipemega.hf_check.float64 import KeepFloat64
+from tests.ranks.hf import tiny_models
+from tests.ranks.hf.weight_runs import LEARNING_RATE, load_step_and_save
+from tests.ranks.pool import RanksFailed
+
+ZERO_1 = {"zero_optimization": {"stage": 1}}
+CASES = [
+    ("llama-tied", (2, 2, 1), {}),
+    ("mixtral", (1, 2, 2), ZERO_1),
+    ("gpt2", (2, 2, 1), {"pipeline": {"schedule": "zb-v"}}),
+]
+
+
+def cases():
+    yield from CASES
+    for family in tiny_models.CONFIGS:
+        yield pytest.param(family, (2, 2, 1), {}, marks=pytest.mark.sweep)
+
+
+def stepped_model(family, folder):
+    """Save the model in fp64; return it after a step of SGD, and its logits."""
+    transformers.utils.logging.disable_progress_bar()
+    config = tiny_models.config_of(family)
+    gradients = tiny_models.oracle(config)["gradients"]
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = tiny_models.whole_model(config)
+        model.save_pretrained(folder, max_shard_size="60KB")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter -= LEARNING_RATE * torch.from_numpy(gradients[name])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return model
+
+
+def logits_of(model, inputs):
+    # The other implementations of experts have no fp64.
+    model.config._experts_implementation = "eager"
+    torch.set_default_dtype(torch.float64)
+    try:
+        with KeepFloat64(), torch.no_grad():
+            return model.eval()(**inputs).logits
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(("family", "mesh", "keys"), list(cases()))
+def test_a_step_on_a_mesh_and_its_export_give_the_logits_of_transformers(
+    family, mesh, keys, pool, tmp_path
+):
+    model = stepped_model(family, tmp_path / "source")
+    checkpoint, out = str(tmp_path / "checkpoint"), tmp_path / "out"
+    world_size = mesh[0] * mesh[1] * mesh[2]
+    pool.run(
+        world_size, load_step_and_save, str(tmp_path / "source"), family, mesh, checkpoint, keys
+    )
+    export_checkpoint(checkpoint, out, max_shard_size="60KB")
+    exported, info = type(model).from_pretrained(
+        out, dtype="auto", attn_implementation="eager", output_loading_info=True
+    )
+    assert exported.dtype == torch.float64
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    computed = {n: b for n, b in model.named_buffers() if n not in model.state_dict()}
+    for name, buffer in exported.named_buffers():
+        if name in computed:
+            # Frequencies, which transformers computes in fp32 if the default dtype is fp32.
+            buffer.data = computed[name]
+    torch.set_default_dtype(torch.float64)
+    inputs, _ = tiny_models.batch_of(tiny_models.config_of(family))
+    torch.set_default_dtype(torch.float32)
+    difference = logits_of(exported, inputs) - logits_of(model, inputs)
+    assert difference.abs().max() < 1e-12
+
+
+def test_each_of_four_ranks_reads_about_a_quarter_of_the_weights(pool, tmp_path):
+    stepped_model("llama", tmp_path / "source")
+    total = sum(path.stat().st_size for path in (tmp_path / "source").glob("*.safetensors"))
+    read = pool.run(
+        4, load_step_and_save, str(tmp_path / "source"), "llama", (2, 2, 1), str(tmp_path / "c")
+    )
+    assert all(0.2 * total < each < 0.3 * total for each in read)
+
+
+def test_a_folder_that_one_rank_cannot_read_ends_all_ranks_with_its_error(pool, tmp_path):
+    stepped_model("llama", tmp_path / "source")
+    index = json.loads((tmp_path / "source/model.safetensors.index.json").read_text())
+    file = index["weight_map"]["lm_head.weight"]
+    (tmp_path / "source" / file).unlink()
+    with pytest.raises(RanksFailed) as failed:
+        pool.run(
+            2, load_step_and_save, str(tmp_path / "source"), "llama", (2, 1, 1), str(tmp_path / "c")
+        )
+    for error, _ in failed.value.errors.values():
+        assert CheckpointError.__name__ in error
+        assert f"missing: {file}" in error

@@ -1,0 +1,51 @@
+"""Runs on the ranks of a pool: weights from a folder, one step, a checkpoint."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+import pipemega
+from pipemega.hf_check.float64 import KeepFloat64
+from tests.ranks.hf import tiny_models
+
+LEARNING_RATE = 0.1
+
+
+def load_step_and_save(
+    folder: str,
+    family: str,
+    mesh: tuple[int, int, int],
+    checkpoint: str,
+    keys: Mapping[str, Any] | None = None,
+) -> int:
+    """Load a folder, train one SGD step in fp64, save; return the bytes that this rank has read.
+
+    Args:
+        mesh: pipeline, tensor and data ranks.
+        keys: of the config of the run.
+    """
+    pipeline, tensor, data = mesh
+    torch.set_default_dtype(torch.float64)
+    try:
+        net = pipemega.from_pretrained(folder, attn_implementation="eager")
+        config = {
+            "train_batch_size": tiny_models.NUM_MICROBATCHES,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0,
+            "mesh": {"pipeline": pipeline, "tensor": tensor, "data": data, "device": "cpu"},
+            "training": {"loss_reduction": "token"},
+            "optimizer": {"type": "SGD", "params": {"lr": LEARNING_RATE}},
+        }
+        # The other implementations of experts have no fp64.
+        net.hf_config._experts_implementation = "eager"
+        engine, *_ = pipemega.initialize(net, config | (keys or {}))
+        batch = tiny_models.batch_of(tiny_models.config_of(family))
+        own = tiny_models.microbatches(batch)[engine.mesh.data.rank :: data]
+        with KeepFloat64():
+            engine.train_batch(iter(own))
+        engine.save_checkpoint(checkpoint, tag="trained")
+        engine.close()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return int(net.source.files.bytes_read)
