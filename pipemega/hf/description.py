@@ -64,8 +64,15 @@ class ModelDescription:
         self.sequence_parallel = sequence_parallel
         self.config = copy.deepcopy(config)
         build = getattr(model_class, "from_config", None) or model_class._from_config
-        with parameters_on_meta():
-            self.model: Any = build(self.config, dtype=torch.get_default_dtype())
+        try:
+            with parameters_on_meta():
+                self.model: Any = build(self.config, dtype=torch.get_default_dtype())
+        except (ImportError, ValueError) as error:
+            raise ConfigError(
+                f"transformers cannot build the model of family {self.config.model_type!r} "
+                f"(attn_implementation {self.config._attn_implementation!r}): {error}",
+                on_every_rank=True,
+            ) from error
         self.config = self.model.config
         self.config._experts_implementation = EXPERTS
         self.model.eval()

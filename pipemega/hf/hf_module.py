@@ -62,6 +62,11 @@ class HFPipelineModule(PipelineModule):
         folder = None if self.folder is None else str(self.folder.absolute())
         return {"hf": {"config": plain, "folder": folder}}
 
+    @property
+    def follows_positions(self) -> bool:
+        """Whether attention follows position_ids that restart: packed documents stay separate."""
+        return self._arguments.follow_positions
+
     def _segment(self, number: int, source: WeightSource | None) -> LayerSpec:
         d, names = self.description, self._vocabulary
         arguments = (d, self._arguments, number, source, TENSOR_AXIS)

@@ -63,8 +63,8 @@ class LayerArguments:
         positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device="cpu")
         hidden = torch.zeros(1, 8, 1, device="cpu")
         for index in range(len(d.layers)):
-            _, kwargs = self.of(index, hidden, [], {"position_ids": positions})
-            given = [t for t in pytree.tree_leaves(kwargs) if isinstance(t, Tensor)]
+            arguments = self.of(index, hidden, [], {"position_ids": positions})
+            given = [t for t in pytree.tree_leaves(arguments) if isinstance(t, Tensor)]
             if "flash" in str(d.config._attn_implementation):
                 if not any(t is positions for t in given):
                     return False

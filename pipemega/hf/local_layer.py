@@ -20,6 +20,7 @@ from pipemega.hf.placeholders import set_module
 from pipemega.hf.refusals import check_tensor_ranks
 from pipemega.hf.sharding_styles import Sharding, shard_layer
 from pipemega.hf.weight_source import WeightSource
+from pipemega.parameters import is_kept_fp32
 
 
 class _LocalLayer:
@@ -27,13 +28,26 @@ class _LocalLayer:
 
     def forward(self: Any, message: Any) -> Any:
         hidden, carried, side = unpack(message)
-        whole = whole_sequence(hidden, self._axis) if self._regions.sequence_parallel else hidden
-        args, kwargs = self._arguments.of(self._index, whole, carried, side)
+        args, kwargs = self._arguments.of(self._index, self._like_embeddings(hidden), carried, side)
         for name in self._sliced_arguments:
             kwargs = {**kwargs, name: _heads_of_rank(kwargs[name], hidden.shape[0], self._axis)}
         with self._regions.during_forward(self.training):
             output = super().forward(hidden, *args, **kwargs)  # type: ignore[misc]
         return pack(output[0] if isinstance(output, tuple) else output, carried, side)
+
+    def _like_embeddings(self: Any, hidden: Tensor) -> Tensor:
+        """Return a tensor of the shape and the dtype of the output of the embeddings.
+
+        Masks and rotary tables depend on them. Sequence parallelism shards the sequence, and
+        layers with parameters in fp32 return fp32.
+        """
+        module, name = self._of_dtype
+        dtype = module._parameters[name].dtype
+        ranks = self._axis.size if self._regions.sequence_parallel else 1
+        if ranks == 1 and dtype == hidden.dtype:
+            return hidden
+        batch, length, *rest = hidden.shape
+        return hidden.new_empty((), dtype=dtype).expand(batch, length * ranks, *rest)
 
 
 def build_layer(
@@ -70,6 +84,7 @@ def build_layer(
         _index=index,
         _axis=axis,
         _regions=regions,
+        _of_dtype=_cast_parameter(layer),
         _sliced_arguments=family.sliced_arguments if axis.size > 1 else (),
     )
     kind = type(layer)
@@ -90,10 +105,14 @@ def _model_with_layer(description: ModelDescription, index: int) -> nn.Module:
     return model
 
 
-def whole_sequence(hidden: Tensor, axis: Axis) -> Tensor:
-    """Return a tensor without memory of the shape of the gathered sequence."""
-    batch, length, *rest = hidden.shape
-    return hidden.new_empty(()).expand(batch, length * axis.size, *rest)
+def _cast_parameter(layer: nn.Module) -> tuple[nn.Module, str]:
+    """Return (module, name) of a parameter that has the dtype of the run."""
+    return next(
+        (module, name)
+        for module in layer.modules()
+        for name, parameter in module._parameters.items()
+        if parameter is not None and not is_kept_fp32(parameter, torch.float16)
+    )
 
 
 def _heads_of_rank(tensor: Tensor, batch: int, axis: Axis) -> Tensor:

@@ -95,3 +95,53 @@ def one_step(
 def one_step_with(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return `one_step` with keyword arguments."""
     return one_step(**arguments)
+
+
+def initial_values(family: str, mesh: tuple[int, int]) -> dict[str, Any]:
+    """Return the parameters of a model from scratch, by HF's names."""
+    config = tiny_models.config_of(family)
+    net = HFPipelineModule(ModelDescription(config, model_class_of(config, None)))
+    engine, *_ = pipemega.initialize(net, engine_config(mesh, "1f1b", {}))
+    return {net.hf_name(n): value.numpy() for n, value in engine.parameter_state().items()}
+
+
+def half_precision_step(family: str, mesh: tuple[int, int], precision: str) -> dict[str, Any]:
+    """Return the loss of one step and the dtypes of the local parameters, by HF's names."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        config = tiny_models.config_of(family)
+        data = tiny_models.microbatches(tiny_models.batch_of(config))
+        net = module_of(config)
+        section: dict[str, Any] = {"enabled": True}
+        if precision == "fp16":
+            section["initial_scale_power"] = 4
+        engine, *_ = pipemega.initialize(net, engine_config(mesh, "1f1b", {precision: section}))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    loss = engine.train_batch(iter(data))
+    parameters = engine._model.parameters
+    dtypes = {net.hf_name(name): str(p.dtype) for name, p in parameters.items()}
+    return {"loss": loss, "dtypes": dtypes}
+
+
+def evaluation_loss(family: str, mesh: tuple[int, int], embedded: bool = False) -> float:
+    """Return the loss of an evaluation.
+
+    Args:
+        embedded: give inputs_embeds in place of tokens.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        config = tiny_models.config_of(family)
+        engine, *_ = pipemega.initialize(module_of(config), engine_config(mesh, "1f1b", {}))
+        inputs, labels = tiny_models.batch_of(config)
+        if embedded:
+            table = tiny_models.whole_model(config).get_input_embeddings()
+            inputs = {"inputs_embeds": table(inputs["input_ids"]).detach()}
+        parts = []
+        for m in range(len(labels)):
+            parts.append(({n: v[m : m + 1] for n, v in inputs.items()}, labels[m : m + 1]))
+        with KeepFloat64():
+            return float(engine.eval_batch(iter(parts)))
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -112,7 +112,9 @@ PACKED = [
 
 
 def config_of(family: str, attention: str = "eager", **changes: Any) -> Any:
-    """Return the tiny config of a family."""
+    """Return the tiny config of a family; with eager attention if it has no other."""
+    if family in ("gemma2", "gpt-oss", "gptj", "bloom"):
+        attention = "eager"
     config = CONFIGS[family]()
     for key, value in changes.items():
         setattr(config, key, value)
