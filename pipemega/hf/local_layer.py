@@ -10,7 +10,7 @@ from pipemega.distributed.mesh import Axis
 from pipemega.hf.activation_regions import ActivationRegions, has_dropout
 from pipemega.hf.description import ModelDescription
 from pipemega.hf.expert_products import enable_deferral
-from pipemega.hf.families import family_of, styles_of
+from pipemega.hf.families import family_of, is_compared, styles_of
 from pipemega.hf.first_values import set_first_values
 from pipemega.hf.fp32_parameters import keep_in_fp32
 from pipemega.hf.layer_arguments import LayerArguments
@@ -20,6 +20,7 @@ from pipemega.hf.placeholders import set_module
 from pipemega.hf.refusals import check_tensor_ranks
 from pipemega.hf.sharding_styles import Sharding, shard_layer
 from pipemega.hf.weight_source import WeightSource
+from pipemega.monitor import get_logger
 from pipemega.parameters import is_kept_fp32
 
 
@@ -73,6 +74,11 @@ def build_layer(
     styles = styles_of(d.config)
     if axis.size > 1:
         check_tensor_ranks(d.config, axis.size, d.sequence_parallel)
+        if index == 0 and axis.rank == 0 and not is_compared(d.config):
+            get_logger().warning(
+                f"{d.class_name} is sharded by the plan of transformers, which nobody has compared "
+                f"with the unsplit model: run `pipemega hf check` before training"
+            )
     regions = ActivationRegions(
         axis, d.sequence_parallel and axis.size > 1, bool(styles) and has_dropout(d.config)
     )
