@@ -256,12 +256,14 @@ def test_our_gpt_is_exported_with_equal_logits(section, class_name, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert type(model).__name__ == class_name
     assert model.dtype == torch.float64
+    inputs = {"input_ids": labels}
     if class_name != "GPT2LMHeadModel":
         # transformers computes the frequencies in fp32 whatever the dtype of the model is.
         exponents = torch.arange(0, 8, 2, dtype=torch.float64) / 8
         model.model.rotary_emb.inv_freq = section["rotary_base"] ** -exponents
+        inputs["position_ids"] = torch.arange(8, dtype=torch.float64).unsqueeze(0)
     with KeepFloat64(), torch.no_grad():
-        expected = model(labels).logits
+        expected = model(**inputs).logits
     torch.testing.assert_close(logits[..., : section["vocab_size"]], expected, rtol=0, atol=1e-12)
 
 
