@@ -355,6 +355,9 @@ def _notes(config: Config) -> Iterator[str]:
             f"gradient_clipping is not set; its default is {config.gradient_clipping:g}, as in "
             "DeepSpeed since June 2026 (0 before); 0 disables clipping"
         )
+    tokenizer = None if config.data.mock else config.data.tokenizer
+    if config.model and tokenizer and tokenizer == config.model.default_tokenizer():
+        yield f"data.tokenizer is {tokenizer}: the tokenizer of the model"
     section = config.optimizer
     decay = getattr(section and section.params, "weight_decay", None)
     # Groups that set the decay show that the user has decided.

@@ -71,8 +71,8 @@ class DataSection(Section):
     tokenizer: Name | None = own(
         None,
         "A `tokenizer.json`, GPT-2's `vocab.json` (`merges.txt` beside it), a SentencePiece "
-        "`.model`, a folder of a Hugging Face tokenizer, or `tiktoken:NAME`; null: train a BPE on "
-        "`corpus`.",
+        "`.model`, a folder of a Hugging Face tokenizer, or `tiktoken:NAME`; null: that of the "
+        "Hugging Face model, else a BPE that is trained on `corpus`.",
     )
     eod_id: Whole | Name | None = own(
         None,

@@ -65,10 +65,23 @@ def examine(
     found = override(read(given), overrides)
     builder = Builder((*found.errors, *_import(found.tree, _folders(source))))
     config = builder.build(Config, found.tree)
+    if config is not None and not builder.errors:
+        config = _with_tokenizer_of_model(config)
     if config is not None:
         # Not a key: it is no part of the config that is compared or saved.
         config.__dict__["name"] = _name(source)
     return Draft(config, found, builder)
+
+
+def _with_tokenizer_of_model(config: Config) -> Config:
+    """Set `data.tokenizer` to the tokenizer of the model if the data name none."""
+    data, model = config.data, config.model
+    if model is None or data.mock or data.tokenizer is not None:
+        return config
+    path = model.default_tokenizer()
+    if path is None:
+        return config
+    return config.model_copy(update={"data": data.model_copy(update={"tokenizer": path})})
 
 
 def _folders(source: Any) -> list[Path]:

@@ -10,8 +10,9 @@ from pipemega.data.data_files import check_data_inputs
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
-from pipemega.models.build_model import ModelContext, model_section
+from pipemega.models.build_model import ModelContext
 from pipemega.monitor import get_logger
+from pipemega.planning import model_flops
 from pipemega.printing import percent
 from pipemega.training.callbacks import SampleText
 from pipemega.training.generate import generate
@@ -47,6 +48,8 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
         )
     check_data_inputs(config.data)
     log = get_logger(mesh.rank)
+    for key, value, why in config.model.computed_values():
+        log.info(f"{key} is {value}: {why}")
     batch = config.batch(mesh.data.size)
     epochs = training.epochs
     eval_batches = training.eval_batches(epochs) if training.evaluates(epochs) else 0
@@ -77,9 +80,12 @@ def _samples(steps: int | None, batch: Batch) -> int | None:
 
 
 def flops_per_token(config: Config, mesh: Mesh, vocab_size: int) -> float:
-    """Return the FLOPs of forward and backward per token, without recomputation; 0: unknown."""
-    context = ModelContext.of(config, mesh.topology, vocab_size=vocab_size)
-    return model_section(config).flops_per_token(context) or 0.0
+    """Return the model's FLOPs of forward and backward per token; 0: unknown, or not rank 0."""
+    if mesh.rank > 0:  # only rank 0 records them
+        return 0.0
+    return model_flops.flops_per_token(
+        ModelContext.of(config, mesh.topology, vocab_size=vocab_size)
+    )
 
 
 def print_results(trainer: Trainer, datasets: Datasets) -> None:
