@@ -5,6 +5,7 @@ import json
 from collections.abc import Callable, Mapping
 
 from pipemega.cli.run_options import Subparsers
+from pipemega.config import examine
 from pipemega.config.json_schema import schema
 from pipemega.config.reference import deepspeed_page, reference_page
 
@@ -28,11 +29,26 @@ def add_parser(subparsers: Subparsers) -> None:
     pages = parser.add_subparsers(title="pages", metavar="PAGE", required=True)
     for name, (text, _) in _PAGES.items():
         page = pages.add_parser(name, help=text, description=f"Print {text}.")
-        page.set_defaults(func=run, page=name)
+        page.set_defaults(func=run, page=name, config=None)
+        if name == "schema":
+            page.add_argument(
+                "--config",
+                metavar="FILE",
+                help="a config whose `imports` register model types, which the schema then has",
+            )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the page and return 0."""
+    """Print the page and return 0.
+
+    Raises:
+        ConfigError: a module of `imports` cannot be imported.
+    """
+    if arguments.config is not None:
+        draft = examine(arguments.config)
+        failed = [error for error in draft.errors if error.path == ("imports",)]
+        if failed:
+            raise draft.source.error(failed)
     _, make = _PAGES[arguments.page]
     print(make(), end="")
     return 0

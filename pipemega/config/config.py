@@ -5,7 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, SerializeAsAny
+from pydantic import SerializeAsAny
+from pydantic_core import to_jsonable_python
 
 from pipemega.config.activation_checkpointing import ActivationCheckpointingSection
 from pipemega.config.batch_equation import MICRO, STEPS, TRAIN, Batch, BatchKeys, solve
@@ -385,13 +386,5 @@ def _resolved(part: Section) -> dict[str, Any]:
             value = _resolved(value)
             if not value and not field.is_required():
                 continue
-        found[name] = _as_json(value)
+        found[name] = to_jsonable_python(value)
     return found
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
-    if isinstance(value, Mapping):
-        return {key: _as_json(below) for key, below in value.items()}
-    return [_as_json(part) for part in value] if isinstance(value, tuple) else value

@@ -64,6 +64,8 @@ def examine(
     given = source.to_dict() if isinstance(source, Config) else source
     found = override(read(given), overrides)
     builder = Builder((*found.errors, *_import(found.tree, _folders(source))))
+    if len(builder.errors) > len(found.errors):
+        return Draft(None, found, builder)  # the types of the modules are unknown
     config = builder.build(Config, found.tree)
     if config is not None and not builder.errors:
         config = _with_tokenizer_of_model(config)

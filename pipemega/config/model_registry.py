@@ -81,10 +81,10 @@ class ModelSection(JsonSection):
         if not isinstance(given, str):
             raise ValueError(f"model.type must be text, not {show(given)}; known: {known}")
         near = nearest(given, _TYPES)
+        hint = f"{suggestion(near)} Known: {known}" if near else f"; known: {known}"
         raise ValueError(
-            f"model.type {given!r} is not registered{suggestion(near) if near else ''}; known: "
-            f"{known}. For a type of yours, name the module that registers it in the top-level key "
-            f"'imports'"
+            f"model.type {given!r} is not registered{hint}. For a type of yours, name the module "
+            f"that registers it in the top-level key 'imports'"
         )
 
     def build(self, context: Any) -> Any:
