@@ -34,6 +34,7 @@ def _add_model_types(definitions: dict[str, Any]) -> None:
         for part in (definition, *nested.values()):
             if "properties" in part:
                 _adapt_object(part)
+                part["additionalProperties"] = False
         definitions.update({**nested, f"model.{word}": definition})
         required = [] if word == DEFAULT_TYPE else ["type"]
         condition = {"properties": {"type": {"const": word}}, "required": required}
