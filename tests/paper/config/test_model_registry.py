@@ -225,11 +225,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def written(folder: Path, module: str, text: str = MODULE) -> Path:
     (folder / f"{module}.py").write_text(text)
     path = folder / "config.json"
-    path.write_text(
-        json.dumps(
-            {**BASE, "imports": [module], "model": {"type": "imported", "depth": 2}}, indent=1
-        )
-    )
+    tree = {"imports": [module], **BASE, "model": {"type": "imported", "depth": 2}}
+    path.write_text(json.dumps(tree, indent=1))
     return path
 
 
