@@ -112,8 +112,9 @@ def trace_layers(
         traced, splits = sequence.traced, sequence.splits
         layers = split(traced.graph, sequence.cuts, sequence.names, None)
     else:
-        arguments, unpack = _arguments(module, example_inputs, source.name)
-        traced = trace(module, arguments, source.name)
+        name = type(module).__name__
+        arguments, unpack = _arguments(module, example_inputs, name)
+        traced = trace(module, arguments, name)
         cuts = cut_positions(traced.graph, module)
         names = layer_names(traced.graph, cuts, module)
         layers = split(traced.graph, cuts, names, unpack)
@@ -241,7 +242,7 @@ def _compare(specs: Sequence[LayerSpec], source: ModuleSource, example_inputs: A
     finally:
         for part, mode in modes.items():
             part.training = mode
-    _check_equal(want, got, source.name)
+    _check_equal(want, got, type(module).__name__)
 
 
 def _call(module: nn.Module, inputs: Any) -> Any:

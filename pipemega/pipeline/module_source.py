@@ -10,6 +10,7 @@ import copy
 import random
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -66,7 +67,8 @@ class FactorySource:
 
     def __init__(self, factory: Factory) -> None:
         self._factory = factory
-        self.name = getattr(factory, "__name__", type(factory).__name__)
+        function = factory.func if isinstance(factory, partial) else factory
+        self.name = getattr(function, "__name__", type(function).__name__)
         self._registrations = _Registrations(lambda _: False)
         built = self._build(self._registrations, seed=0)
         real = [name for name, parameter in built.named_parameters() if not parameter.is_meta]

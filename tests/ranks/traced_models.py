@@ -1,8 +1,10 @@
 """Modules without a list of layers, trained as pipelines of `from_module`, and by a plain loop."""
 
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -165,9 +167,10 @@ def text_loss(output: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(output.flatten(0, 1), labels.flatten())
 
 
-def microbatches(model: str, step: int, count: int = 4) -> list[Any]:
+def microbatches(model: str, step: int, places: Iterable[int] = range(4)) -> list[Any]:
+    """Return the micro-batches at `places` of a global batch."""
     batches = []
-    for place in range(count):
+    for place in places:
         generator = torch.Generator().manual_seed(100 * step + place)
         if model == "text":
             tokens = torch.randint(WORDS, (3, 6), generator=generator)
@@ -191,16 +194,18 @@ def pipeline_of(model: str, built: bool, exec_seq: Any = None, **arguments: Any)
     return PipelineModule.from_module(module, example, exec_seq, loss)
 
 
-def train(model: str, built: bool, options: dict[str, Any], **config: Any) -> dict[str, Any]:
+def train(
+    model: str, built: bool, options: dict[str, Any], config: dict[str, Any]
+) -> dict[str, Any]:
     """Train two steps; return the losses and the state of the module at the start and the end."""
     torch.set_default_dtype(torch.float64)
     try:
         net = pipeline_of(model, built, **options)
         engine = engine_of(net, **config)
         start = module_state_dict(net, engine)
-        count = engine.batch.num_microbatches
-        losses = [engine.train_batch(iter(microbatches(model, s, count))) for s in range(2)]
-        losses.append(engine.eval_batch(microbatches(model, 9)))
+        mine = range(4 * engine.mesh.data.rank, 4 * engine.mesh.data.rank + 4)
+        losses = [engine.train_batch(iter(microbatches(model, s, mine))) for s in range(2)]
+        losses.append(engine.eval_batch(microbatches(model, 9, mine)))
         end = module_state_dict(net, engine)
         return {"losses": losses, "start": start, "end": end, "bounds": engine._model.bounds}
     finally:
@@ -208,10 +213,10 @@ def train(model: str, built: bool, options: dict[str, Any], **config: Any) -> di
 
 
 def train_all(cases: list[tuple[str, bool, dict[str, Any], dict[str, Any]]]) -> list[Any]:
-    return [train(model, built, options, **config) for model, built, options, config in cases]
+    return [train(*case) for case in cases]
 
 
-def train_plain(model: str, start: dict[str, Tensor]) -> dict[str, Any]:
+def train_plain(model: str, start: dict[str, Tensor], data_ranks: int = 1) -> dict[str, Any]:
     """Train the module itself from the state `start`, one micro-batch after the other."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -219,23 +224,42 @@ def train_plain(model: str, start: dict[str, Tensor]) -> dict[str, Any]:
         module.load_state_dict(start)
         loss_fn = text_loss if model == "text" else image_loss
 
-        def loss_of(inputs: Any, labels: Tensor) -> Tensor:
-            outputs = module(*inputs) if isinstance(inputs, tuple) else module(inputs)
-            return loss_fn(outputs, labels)
+        def losses_of(step: int) -> list[Tensor]:
+            batches = microbatches(model, step, range(4 * data_ranks))
+            inputs = [x if isinstance(x, tuple) else (x,) for x, _ in batches]
+            return [
+                loss_fn(module(*x), labels) / len(batches)
+                for x, (_, labels) in zip(inputs, batches, strict=True)
+            ]
 
         losses = []
         optimizer = torch.optim.SGD(module.parameters(), lr=RATE)
         for step in range(2):
             optimizer.zero_grad()
-            batches = microbatches(model, step)
-            parts = [loss_of(*batch) / len(batches) for batch in batches]
+            parts = losses_of(step)
             torch.autograd.backward(parts)
             optimizer.step()
             losses.append(sum(part.item() for part in parts))
         module.eval()
         with torch.no_grad():
-            batches = microbatches(model, 9)
-            losses.append(sum(float(loss_of(*batch)) for batch in batches) / len(batches))
+            losses.append(sum(part.item() for part in losses_of(9)))
         return {"losses": losses, "end": module.state_dict()}
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def assert_like_the_module(
+    results: Sequence[dict[str, Any]], model: str, data_ranks: int = 1
+) -> None:
+    """Compare the results of all ranks with those of the module itself."""
+    plain = train_plain(model, results[0]["start"], data_ranks)
+    for result in results:
+        # Each data rank has its own running statistics, which evaluation uses.
+        compared = 3 if data_ranks == 1 or model != "resnet" else 2
+        assert result["losses"][:compared] == pytest.approx(plain["losses"][:compared], rel=1e-10)
+        assert list(result["end"]) == list(plain["end"])
+        for name, want in plain["end"].items():
+            if data_ranks == 1 or "running" not in name:
+                torch.testing.assert_close(
+                    result["end"][name], want, rtol=1e-10, atol=1e-12, msg=name
+                )

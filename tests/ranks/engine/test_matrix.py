@@ -12,7 +12,7 @@ from typing import Any
 import numpy
 import pytest
 
-from tests.ranks import small_models, training_runs
+from tests.ranks import small_models, traced_models, training_runs
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import settings
 
@@ -338,3 +338,18 @@ def test_layers_that_change_their_input_in_place_at_a_cut_give_the_bits_of_other
             assert losses == pytest.approx(one_process[0], rel=1e-12)
             for name, value in want.items():
                 assert numpy.array_equal(parameters[name], value), name
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("model", traced_models.MODELS)
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+def test_a_traced_module_on_every_mesh_and_schedule_trains_like_itself(
+    pool: RankPool, mesh: tuple[int, int, int], model: str
+) -> None:
+    data, tensor, pipeline = mesh
+    schedules = SCHEDULES + SPLIT * (pipeline > 1) + TWO_STAGES_PER_RANK * (pipeline == 2)
+    sizes = {"mesh": {"data": data, "tensor": tensor, "pipeline": pipeline}}
+    cases = [(model, True, {}, sizes | {"pipeline": {"schedule": s}}) for s in schedules]
+    by_rank = pool.run(data * tensor * pipeline, traced_models.train_all, cases, timeout=300.0)
+    for results in zip(*by_rank, strict=True):
+        traced_models.assert_like_the_module(results, model, data_ranks=data)
