@@ -17,11 +17,7 @@ from typing import Any
 from torch import fx, nn
 
 from pipemega.errors import PipelineError
-from pipemega.pipeline.module_tracer import TRAINING
-
-# A submodule with more than this share of the parameters is also cut where more values cross: else
-# the largest stage would be much larger than the others.
-_LARGE = 0.25
+from pipemega.pipeline.module_tracer import TRAINING, is_large
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,22 +47,17 @@ def cut_positions(graph: fx.Graph, module: nn.Module) -> list[int]:
     """
     nodes = list(graph.nodes)
     crossing = _crossing_counts(nodes)
-    weights = [_weight(node, module) for node in nodes]
-    allowed = [count > 0 for count in crossing]
-    for keep_whole in _without_cuts(nodes, crossing, weights, module):
+    allowed = [count > 0 and _is_call(node) for count, node in zip(crossing, nodes, strict=True)]
+    for keep_whole in _without_cuts(nodes, crossing, module):
         for index in keep_whole:
             allowed[index] = False
-    cuts: list[int] = []
-    has_parameters = False
-    # Calls without parameters belong to the layer before them.
-    for index, node in enumerate(nodes):
-        if allowed[index] and _is_call(node):
-            candidate = index
-            rest = weights[candidate : _next_allowed(allowed, nodes, candidate)]
-            if has_parameters and any(rest):
-                cuts.append(candidate)
-                has_parameters = False
-        has_parameters = has_parameters or weights[index] > 0
+    weighted = [index for index, node in enumerate(nodes) if _weight(node, module)]
+    cuts = []
+    for before, after in pairwise(weighted):
+        # Where the fewest values cross; else calls without parameters follow those before them.
+        candidates = [index for index in range(before + 1, after + 1) if allowed[index]]
+        if candidates:
+            cuts.append(min(candidates, key=lambda index: (crossing[index], -index)))
     return cuts
 
 
@@ -194,12 +185,12 @@ def attribute(module: nn.Module, target: str) -> Any:
 
 
 def _without_cuts(
-    nodes: Sequence[fx.Node], crossing: Sequence[int], weights: Sequence[int], module: nn.Module
+    nodes: Sequence[fx.Node], crossing: Sequence[int], module: nn.Module
 ) -> Iterator[Collection[int]]:
     """Yield indices of nodes at which no layer may start."""
-    total = sum(weights)
-    for start, stop in _calls_of_submodules(nodes).values():
-        if sum(weights[start:stop]) > _LARGE * total:
+    elements = sum(p.numel() for p in module.parameters())
+    for call, (start, stop) in _calls_of_submodules(nodes).items():
+        if is_large(module.get_submodule(call.partition("@")[0]), elements):
             continue
         most = max(crossing[start], crossing[stop])
         yield [index for index in range(start + 1, stop) if crossing[index] > most]
@@ -233,13 +224,6 @@ def _uses_of_statistics(
                 if getattr(part, "track_running_stats", False):
                     spans[id(part)] = (spans.get(id(part), (index, 0))[0], index + 1)
     return spans
-
-
-def _next_allowed(allowed: Sequence[bool], nodes: Sequence[fx.Node], index: int) -> int:
-    for later in range(index + 1, len(nodes)):
-        if allowed[later] and _is_call(nodes[later]):
-            return later
-    return len(nodes)
 
 
 def argument_of(inputs: Any, number: int, name: str) -> Any:

@@ -21,7 +21,7 @@ from pipemega.pipeline.cut_points import (
 )
 from pipemega.pipeline.execution_sequence import read_sequence
 from pipemega.pipeline.module_source import BuiltSource, FactorySource, ModuleSource
-from pipemega.pipeline.module_tracer import TracedModule, trace
+from pipemega.pipeline.module_tracer import TracedModule, is_large, trace
 from pipemega.pipeline.spec import LayerSpec
 from pipemega.pipeline.traced_spec import ModuleParts, TracedSpec
 
@@ -112,9 +112,12 @@ def trace_layers(
         traced, splits = sequence.traced, sequence.splits
         layers = split(traced.graph, sequence.cuts, sequence.names, None)
     else:
-        name = type(module).__name__
-        arguments, unpack = _arguments(module, example_inputs, name)
-        traced = trace(module, arguments, name)
+        arguments, unpack = _arguments(module, example_inputs)
+        examples = None
+        if example_inputs is not None:
+            unpacked = unpack or (lambda inputs, number, name: inputs)
+            examples = [unpacked(example_inputs, *at) for at in enumerate(arguments)]
+        traced = trace(module, arguments, examples)
         cuts = cut_positions(traced.graph, module)
         names = layer_names(traced.graph, cuts, module)
         layers = split(traced.graph, cuts, names, unpack)
@@ -168,7 +171,7 @@ def _canonical_names(module: nn.Module) -> dict[str, str]:
 
 
 def _arguments(
-    module: nn.Module, example_inputs: Any, name: str
+    module: nn.Module, example_inputs: Any
 ) -> tuple[list[str], Callable[..., Any] | None]:
     """Return the arguments of forward that the inputs give, and how to find them.
 
@@ -192,7 +195,7 @@ def _arguments(
     if unknown or missing or not given:
         problem = f"has no {unknown[0]!r}" if unknown else f"needs {', '.join(missing) or 'inputs'}"
         raise ConfigError(
-            f"from_module: forward of {name} {problem}; its arguments are "
+            f"from_module: forward of {type(module).__name__} {problem}; its arguments are "
             f"({', '.join(map(str, parameters))}): give example_inputs as a tuple of its arguments "
             f"or a dict with their names; *args and **kwargs cannot be traced, but a module with "
             f"named arguments around this one can",
@@ -205,10 +208,9 @@ def _arguments(
 
 def _log_uncut(traced: TracedModule, module: nn.Module) -> None:
     """Log the large submodules that are one call because they could not be traced."""
-    total = sum(p.numel() for p in module.parameters())
+    elements = sum(p.numel() for p in module.parameters())
     for name, reason in traced.opaque.items():
-        size = sum(p.numel() for p in module.get_submodule(name).parameters())
-        if size > 0.25 * total:
+        if is_large(module.get_submodule(name), elements):
             log.info(f"from_module: {name} cannot be cut, because it cannot be traced: {reason}")
 
 

@@ -89,13 +89,15 @@ class FactorySource:
         """Build the module with the parameters `names` on the CPU and the others on meta."""
         local = {self._numbers[name] for name in names}
         built = self._build(_Registrations(local.__contains__), seed)
-        for name in names:
-            want, got = self.structure.get_parameter(name), built.get_parameter(name)
-            if got.is_meta or got.shape != want.shape:
+        parameters = dict(built.named_parameters(remove_duplicate=False))
+        for name in sorted(names):
+            want, got = self.structure.get_parameter(name), parameters.get(name)
+            if got is None or got.is_meta or got.shape != want.shape:
+                found = "missing" if got is None else f"another one, {list(got.shape)},"
                 raise ConfigError(
                     f"from_module: {self.name}() builds another module in each call: {name} was "
-                    f"{list(want.shape)} in the first call, but is {list(got.shape)} or another "
-                    f"parameter in the second; build the same module, or pass a built module"
+                    f"{list(want.shape)} in the first call and is {found} in the second: build the "
+                    f"same module each time, or pass a built module"
                 )
         self._prepared = built
 

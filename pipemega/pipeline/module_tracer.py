@@ -5,7 +5,6 @@ stage boundary may be inside it. If that is not possible, because its forward de
 on `self.training`, or draws random numbers, the module is one call too.
 """
 
-import linecache
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,8 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
-from pipemega.errors import ConfigError
+from pipemega.errors import ConfigError, PipelineError
+from pipemega.pipeline.module_source import copy_structure
 
 TRAINING = "training"
 
@@ -35,36 +36,33 @@ class TracedModule:
     opaque: Mapping[str, str] = field(default_factory=dict)
 
 
-def trace(module: nn.Module, arguments: Sequence[str], name: str) -> TracedModule:
+def trace(
+    module: nn.Module, arguments: Sequence[str], examples: Sequence[Any] | None
+) -> TracedModule:
     """Trace `module.forward`.
 
     Args:
         arguments: the arguments of forward that are given; others have their defaults.
-        name: of the module, for messages.
+        examples: their values; decide conditions on shapes. None: unknown.
 
     Raises:
         ConfigError: names the line that cannot be traced, and what to do; the same on every rank.
     """
-    tracer = _Tracer(arguments)
-    rng_state = torch.get_rng_state()
-    attributes = set(vars(module))
     try:
-        with tracer.recorded_training():
-            graph = tracer.trace(module)
-        _check_random_numbers(rng_state)
-        graph.lint()
-        additions = {key: vars(module)[key] for key in vars(module).keys() - attributes}
+        tracer = _Tracer(module, arguments, examples, training=True)
+        graph, additions = tracer.record()
+        if tracer.read_mode is not None:
+            evaluated, _ = _Tracer(module, arguments, examples, training=False).record()
+            if graph.python_code("self").src != evaluated.python_code("self").src:
+                raise _NotTraceable(f"{tracer.read_mode}: train() and eval() make other calls")
     except Exception as error:
+        shapes = "" if examples else ", or give example_inputs if it depends on shapes only"
         raise ConfigError(
-            f"from_module cannot trace {name}.forward: {_reason(error)}; move this code into a "
-            f"submodule, which is then one call, or pass exec_seq=[...]: the names of the "
-            f"submodules in the order of their calls",
+            f"from_module cannot trace {type(module).__name__}.forward: {_reason(error)}; move "
+            f"this code into a submodule, which is then one call{shapes}; or pass exec_seq=[...]: "
+            f"the names of the submodules in the order of their calls",
             on_every_rank=True,
         ) from error
-    finally:
-        torch.set_rng_state(rng_state)
-        for key in vars(module).keys() - attributes:
-            delattr(module, key)
     return TracedModule(graph, additions, tracer.opaque)
 
 
@@ -73,16 +71,51 @@ class _NotTraceable(Exception):
 
 
 class _Tracer(fx.Tracer):
-    """Traces through modules of the user where that gives the same results."""
+    """Traces through modules of the user where that gives the same results.
+
+    Args:
+        root, arguments, examples: see `trace`.
+        training: decides conditions on `self.training` in the root and in large submodules.
+
+    Attributes:
+        opaque: name of a submodule that could not be traced -> the reason.
+        read_mode: where a condition on `self.training` was decided; None: nowhere.
+    """
 
     proxy_buffer_attributes = True
 
-    def __init__(self, arguments: Sequence[str]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        arguments: Sequence[str],
+        examples: Sequence[Any] | None,
+        *,
+        training: bool,
+    ) -> None:
         super().__init__()
-        self._arguments = arguments
+        self._module, self._arguments, self._training = root, arguments, training
+        self._shapes = None if examples is None else _Shapes(root, examples)
         self._modes = _context_modes()
-        self._opaque_modules: set[nn.Module] = set()
+        self._elements = sum(p.numel() for p in root.parameters())
+        self._open: list[nn.Module] = []
         self.opaque: dict[str, str] = {}
+        self.read_mode: str | None = None
+        self._opaque_modules: set[nn.Module] = set()
+
+    def record(self) -> tuple[fx.Graph, dict[str, Any]]:
+        """Return the graph of the root, and name -> constant that the trace has computed."""
+        rng_state, before = torch.get_rng_state(), set(vars(self._module))
+        try:
+            with self._recorded_training():
+                graph = self.trace(self._module)
+            _check_random_numbers(rng_state)
+            new = vars(self._module).keys() - before
+            return graph, {key: vars(self._module)[key] for key in new}
+        finally:
+            torch.set_rng_state(rng_state)
+            # torch.fx puts constants into the module.
+            for key in vars(self._module).keys() - before:
+                delattr(self._module, key)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -101,17 +134,22 @@ class _Tracer(fx.Tracer):
         return super().is_leaf_module(m, module_qualified_name)
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if self._shapes is not None and self._shapes.evaluating:
+            return forward(*args, **kwargs)
         name = self.path_of_module(m)
         if self.is_leaf_module(m, name):
             return super().call_module(m, forward, args, kwargs)
         nodes, calls = list(self.graph.nodes), dict(self.num_calls)
         stack, rng_state = dict(self.module_stack), torch.get_rng_state()
+        self._open.append(m)
         try:
             result = super().call_module(m, forward, args, kwargs)
             _check_random_numbers(rng_state)
             return result
         except Exception as error:
             self.opaque[name] = _reason(error)
+        finally:
+            self._open.pop()
         for node in list(self.graph.nodes)[: len(nodes) - 1 : -1]:
             self.graph.erase_node(node)
         self.num_calls = calls
@@ -130,17 +168,34 @@ class _Tracer(fx.Tracer):
         return super().create_node(*args, **kwargs)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
+        if self._shapes is not None and self._shapes.evaluating:
+            return attr_val
         # Without the cache: it would return nodes that `call_module` has erased.
         return super().getattr(attr, attr_val, {})
 
+    def to_bool(self, obj: fx.Proxy) -> bool:
+        # A small submodule becomes one call instead, which needs no assumption.
+        if all(is_large(module, self._elements) for module in self._open):
+            where = _line(traceback.extract_stack())
+            if obj.node.target == TRAINING:
+                self.read_mode = self.read_mode or where
+                return self._training
+            value = None if self._shapes is None else self._shapes.value(obj.node)
+            if isinstance(value, bool):
+                self.create_proxy("call_function", check_condition, (obj, value, where), {})
+                return value
+        return super().to_bool(obj)
+
     @contextmanager
-    def recorded_training(self) -> Iterator[None]:
+    def _recorded_training(self) -> Iterator[None]:
         """Record reads of `self.training` in the graph, so that train() and eval() work.
 
         torch.fx would insert the current value as a constant.
         """
 
         def read(module: nn.Module) -> Any:
+            if self._shapes is not None and self._shapes.evaluating:
+                return False
             return self.create_proxy("get_attr", TRAINING, (), {})
 
         def write(module: nn.Module, mode: bool) -> None:
@@ -151,6 +206,65 @@ class _Tracer(fx.Tracer):
             yield
         finally:
             del nn.Module.training
+
+
+class _Shapes:
+    """Computes values of a graph on the meta device.
+
+    Args:
+        module: the traced module.
+        examples: the values of the placeholders, in order.
+
+    Attributes:
+        evaluating: modules are called for their results, not to be recorded.
+    """
+
+    def __init__(self, module: nn.Module, examples: Sequence[Any]) -> None:
+        self._module = copy_structure(module, "meta")
+        self._examples = pytree.tree_map_only(Tensor, lambda t: t.to("meta"), list(examples))
+        self._values: dict[fx.Node, Any] = {}
+        self.evaluating = False
+
+    def value(self, node: fx.Node) -> Any:
+        """Return the value of `node`; None if it is unknown without the values of tensors."""
+        self.evaluating = True
+        try:
+            with torch.no_grad():
+                return self._value(node)
+        # Any operation may need values or have no kernel for the meta device.
+        except Exception:
+            return None
+        finally:
+            self.evaluating = False
+
+    def _value(self, node: fx.Node) -> Any:
+        if node not in self._values:
+            if node.op == "placeholder":
+                number = [n for n in node.graph.nodes if n.op == "placeholder"].index(node)
+                self._values[node] = self._examples[number]
+            else:
+                args, kwargs = fx.node.map_arg((node.args, node.kwargs), self._value)
+                run = fx.Interpreter(self._module, garbage_collect_values=False, graph=node.graph)
+                self._values[node] = getattr(run, node.op)(node.target, args, kwargs)
+        return self._values[node]
+
+
+def check_condition(value: Any, expected: bool, where: str) -> None:
+    """Raise PipelineError if a condition that decided the trace has another value."""
+    if bool(value) != expected:
+        raise PipelineError(
+            f"{where}: this condition was {expected} for the example inputs of from_module, which "
+            f"decided the calls of the layers, and is {not expected} for this micro-batch: use "
+            f"inputs with the shapes of the example, or move this code into a submodule"
+        )
+
+
+def is_large(module: nn.Module, elements: int) -> bool:
+    """Return whether a submodule has so many of `elements` parameters that it should be cut.
+
+    Else the largest stage would be much larger than the others.
+    """
+    return sum(p.numel() for p in module.parameters()) > elements / 4
 
 
 def _context_modes() -> tuple[bool, ...]:
@@ -168,14 +282,14 @@ def _check_random_numbers(before: Tensor) -> None:
 
 def _reason(error: Exception) -> str:
     """Return file, line and code of the user's part of the traceback, and the message."""
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if "/torch/" not in frame.filename and frame.filename != __file__
-    ]
+    where = _line(traceback.extract_tb(error.__traceback__))
     message = str(error).partition("\n")[0]
-    if not frames:
-        return message
-    last = frames[-1]
-    code = linecache.getline(last.filename, last.lineno or 0).strip()
-    return f"{last.filename}:{last.lineno}: {code!r}: {message}"
+    return f"{where}: {message}" if where else message
+
+
+def _line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the innermost line that is neither in torch nor in this file."""
+    for frame in reversed(frames):
+        if "/torch/" not in frame.filename and frame.filename != __file__:
+            return f"{frame.filename}:{frame.lineno}: {frame.line!r}"
+    return ""

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipemega.errors import ConfigError
-from pipemega.pipeline.plan.partition import by_type, explicit, partition, uniform
+from pipemega.pipeline.plan.partition import by_type, explicit, partition, partition_at, uniform
 
 costs_and_parts = st.lists(st.integers(0, 9), min_size=1, max_size=12).flatmap(
     lambda costs: st.tuples(st.just(costs), st.integers(1, len(costs)))
@@ -74,6 +74,32 @@ def test_a_higher_cost_or_fewer_parts_never_lower_the_bottleneck(drawn, data):
 )
 def test_partitions_checked_by_hand(costs, num_parts, bounds):
     assert partition(costs, num_parts) == bounds
+
+
+@given(costs_and_parts, st.data())
+@settings(max_examples=100)
+def test_a_partition_with_splits_is_the_best_that_has_or_joins_them(drawn, data):
+    costs, num_parts = drawn
+    inside = st.sets(st.integers(1, len(costs) - 1)) if costs[1:] else st.just(set())
+    splits = sorted(data.draw(inside))
+    bounds = partition_at(costs, splits, num_parts)
+    assert _is_a_cut(bounds, len(costs), num_parts)
+    inner = set(bounds[1:-1])
+    assert inner <= set(splits) or inner >= set(splits)
+    allowed = [
+        [0, *cut, len(costs)]
+        for cut in combinations(range(1, len(costs)), num_parts - 1)
+        if set(cut) <= set(splits) or set(cut) >= set(splits)
+    ]
+    assert max(_sums(costs, bounds)) == min(max(_sums(costs, cut)) for cut in allowed)
+
+
+def test_splits_hold_for_every_number_of_stages():
+    costs = [4, 1, 1, 1, 1, 8]
+    assert partition_at(costs, [2, 5], 2) == [0, 5, 6]
+    assert partition_at(costs, [2, 5], 3) == [0, 2, 5, 6]
+    assert partition_at(costs, [2, 5], 4) == [0, 1, 2, 5, 6]
+    assert by_type("b", ["a", "b", "b", "b"], 2, splits=[2]) == [0, 2, 4]
 
 
 def test_stages_with_a_costly_embedding_or_head_get_fewer_layers():
