@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from pipemega.config import load as load_config
     from pipemega.config.model_registry import register_model
     from pipemega.config.script_arguments import add_arguments
+    from pipemega.data.finetuning.build_finetuning import finetuning_dataset
     from pipemega.engine.engine import Engine
     from pipemega.engine.initialize import build_mesh_of as build_mesh
     from pipemega.engine.initialize import initialize
@@ -42,6 +43,7 @@ __all__ = [
     "add_arguments",
     "build_mesh",
     "build_model",
+    "finetuning_dataset",
     "from_pretrained",
     "initialize",
     "load_config",
@@ -67,6 +69,10 @@ _MODULE_AND_NAME = {
     "add_arguments": ("pipemega.config.script_arguments", "add_arguments"),
     "build_mesh": ("pipemega.engine.initialize", "build_mesh_of"),
     "build_model": ("pipemega.models.build_model", "build_model"),
+    "finetuning_dataset": (
+        "pipemega.data.finetuning.build_finetuning",
+        "finetuning_dataset",
+    ),
     "from_pretrained": ("pipemega.hf.load_model", "from_pretrained"),
     "initialize": ("pipemega.engine.initialize", "initialize"),
     "load_config": ("pipemega.config", "load"),

@@ -12,9 +12,9 @@ from pipemega.config.value_types import Count, Name, Whole
 _SMALLEST_VOCABULARY = 257
 
 # Keys that only records to fine-tune on have.
-_RECORD_KEYS = (
-    "path", "valid_path", "key", "prompt_template", "chat_template", "truncation",
-    "pad_to_multiple_of",
+RECORD_KEYS = (
+    "format", "path", "valid_path", "key", "prompt_template", "chat_template", "packing",
+    "truncation", "pad_to_multiple_of",
 )  # fmt: skip
 
 
@@ -186,11 +186,11 @@ class DataSection(Section):
                 "data.reset_position_ids to true too"
             )
 
-    @rule(*_RECORD_KEYS, "format")
+    @rule(*RECORD_KEYS)
     def _records_have_a_format(self) -> Iterator[str]:
         if self.format is not None:
             return
-        given = [f"data.{name}" for name in _RECORD_KEYS if getattr(self, name) is not None]
+        given = [f"data.{name}" for name in RECORD_KEYS if getattr(self, name) not in (None, True)]
         if given:
             yield (
                 f"{' and '.join(given)} need data.format: set it to 'chat', 'instruction' or 'text'"

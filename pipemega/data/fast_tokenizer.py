@@ -2,9 +2,10 @@
 
 import copy
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -105,10 +106,12 @@ class FastTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[str]) -> Iterator[npt.NDArray[np.int64]]:
         """Yield the ids of each text; the package encodes in parallel threads."""
-        # Newer versions have a faster variant that omits the offsets.
-        encode = getattr(self._inner, "encode_batch_fast", self._inner.encode_batch)
-        for encoding in encode(list(texts), add_special_tokens=False):
+        for encoding in _batch_encoder(self._inner)(list(texts), add_special_tokens=False):
             yield np.array(encoding.ids, dtype=np.int64)
+
+    def encode_examples(self, texts: Sequence[str]) -> list[list[int]]:
+        encode = _batch_encoder(self._with_special_tokens)
+        return [list(encoding.ids) for encoding in encode(list(texts))]
 
     def id_of(self, token: str) -> int | None:
         found: int | None = self._inner.token_to_id(token)
@@ -122,6 +125,12 @@ class FastTokenizer(Tokenizer):
         inner = copy.deepcopy(self._inner)
         inner.encode_special_tokens = False
         return inner
+
+
+def _batch_encoder(inner: tokenizers.Tokenizer) -> Callable[..., Any]:
+    # Newer versions have a faster variant that omits the offsets.
+    encode: Callable[..., Any] = getattr(inner, "encode_batch_fast", inner.encode_batch)
+    return encode
 
 
 def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:

@@ -47,6 +47,10 @@ class Tokenizer(ABC):
     def to_json(self) -> str:
         """Return the text of a file from which `load_tokenizer` loads the tokenizer."""
 
+    def encode_examples(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text, as `encode_example`."""
+        return [self.encode_example(text) for text in texts]
+
     def encode_batch(self, texts: Sequence[str]) -> Iterator[npt.NDArray[np.int64]]:
         """Yield the ids of each text, as `encode`."""
         for text in texts:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pipemega.config import Config, load
-from pipemega.config.data import DataSection
+from pipemega.config.data import RECORD_KEYS, DataSection
 from pipemega.data.build_datasets import DataRequest, build_datasets
 from pipemega.data.data_files import check_data_inputs
 from pipemega.data.indexed import files_of, prefix_of
@@ -20,7 +20,7 @@ from pipemega.training.prompts import model_tokenizer
 SplitName = Literal["train", "valid", "test"]
 
 # Keys that name the source of the data, or a part of it.
-_SOURCES = ("corpus", "data_path", "mock", "path", "split")
+_SOURCES = ("corpus", "data_path", "mock", "path", "valid_path", "split")
 _NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 _OBJECT = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
@@ -105,7 +105,7 @@ class EvaluationSets:
         own, sources = self._config.data, dict[str, Any]()
         if all(path.is_file() for path in files_of(prefix_of(source))):
             sources["data_path"] = source
-        elif getattr(own, "format", None) is not None:
+        elif own.format is not None:
             sources["path"] = source
         else:
             sources["corpus"] = source
@@ -114,7 +114,8 @@ class EvaluationSets:
             path, tokenizer = model_tokenizer(self._config)
             sources |= {"tokenizer": path, "eod_id": tokenizer.eod}
         tree = self._config.to_dict()
-        kept = {key: value for key, value in tree["data"].items() if key not in _SOURCES}
+        left_out = {*_SOURCES, *(RECORD_KEYS if "data_path" in sources else ())}
+        kept = {key: value for key, value in tree["data"].items() if key not in left_out}
         return load({**tree, "data": {**kept, "split": "0,1,0", **sources}}).data
 
     def _built(self, name: str, section: DataSection, split: SplitName) -> EvaluationSet:

@@ -76,22 +76,24 @@ class InstructionFormat(ExampleFormat):
         }
 
     def examples(self, records: Sequence[Record]) -> list[Example | None]:
-        return [self._example(record) for record in records]
+        responses = [_text_at(record, self._response_key(record)) for record in records]
+        prompts = [self._prompt(record) for record in records]
+        texts = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        tokens = example_tokens(self._tokenizer, [*prompts, *texts])
+        pairs = zip(tokens[: len(records)], tokens[len(records) :], strict=True)
+        return [
+            self._example(*pair) if response.strip() else None
+            for pair, response in zip(pairs, responses, strict=True)
+        ]
 
-    def _example(self, record: Record) -> Example | None:
-        response = _text_at(record, self._response_key(record))
-        if not response.strip():
-            return None
-        prompt = self._prompt(record)
-        before = example_tokens(self._tokenizer, prompt)
-        tokens = with_end(example_tokens(self._tokenizer, prompt + response), self._end)
+    def _example(self, prompt: list[int], text: list[int]) -> Example:
+        tokens = with_end(text, self._end)
         # A token that contains both prompt and response is part of the response.
         start = next(
-            (i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b),
-            min(len(before), len(tokens)),
+            (i for i, (a, b) in enumerate(zip(prompt, tokens, strict=False)) if a != b),
+            min(len(prompt), len(tokens)),
         )
-        is_answer = np.arange(len(tokens)) >= start
-        return Example(np.array(tokens, dtype=np.int32), is_answer)
+        return Example(np.array(tokens, dtype=np.int32), np.arange(len(tokens)) >= start)
 
     def _response_key(self, record: Record) -> str:
         if self._key is not None:
@@ -133,12 +135,15 @@ class TextFormat(ExampleFormat):
         }
 
     def examples(self, records: Sequence[Record]) -> list[Example | None]:
-        return [self._example(_text_at(record, self._key)) for record in records]
+        texts = [_text_at(record, self._key) for record in records]
+        encoded = example_tokens(self._tokenizer, texts)
+        return [
+            self._example(tokens) if text.strip() else None
+            for text, tokens in zip(texts, encoded, strict=True)
+        ]
 
-    def _example(self, text: str) -> Example | None:
-        if not text.strip():
-            return None
-        tokens = with_end(example_tokens(self._tokenizer, text), self._end)
+    def _example(self, tokens: list[int]) -> Example:
+        tokens = with_end(tokens, self._end)
         return Example(np.array(tokens, dtype=np.int32), np.ones(len(tokens), dtype=np.bool_))
 
 
@@ -156,14 +161,16 @@ def end_of_document(tokenizer: Tokenizer) -> int:
     return tokenizer.eod
 
 
-def example_tokens(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Return the tokens of `text`, of which the first is not the start of a sequence twice.
+def example_tokens(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """Return the tokens of each text, of which the first is not the start of a sequence twice.
 
     A prompt template may contain that token, and the tokenizer adds it too.
     """
-    tokens, added = tokenizer.encode_example(text), tokenizer.encode_example("")
-    repeated = len(tokens) > 1 and added[:1] == tokens[:1] == tokens[1:2]
-    return tokens[1:] if repeated else tokens
+    added = tokenizer.encode_example("")[:1]
+    return [
+        tokens[1:] if len(tokens) > 1 and added == tokens[:1] == tokens[1:2] else tokens
+        for tokens in tokenizer.encode_examples(texts)
+    ]
 
 
 def with_end(tokens: list[int], end: int) -> list[int]:
