@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 # Functions that return a value of a tensor to Python.
 _READS = (
-    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.item, Tensor.tolist,
+    Tensor.__bool__, Tensor.__int__, Tensor.__float__, Tensor.__index__, Tensor.__contains__,
+    Tensor.item, Tensor.tolist, Tensor.equal, Tensor.allclose, torch.equal, torch.allclose,
 )  # fmt: skip
 
 

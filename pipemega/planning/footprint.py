@@ -12,6 +12,7 @@ from pipemega.kernels import Kernels
 from pipemega.optimizer import OptimizerStep
 from pipemega.optimizer.build_step import optimizer_step, precision_of
 from pipemega.optimizer.gradients import GradientBuffer
+from pipemega.optimizer.master_params import ModelParams
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.profiling.meta_kernels import DeviceType
 
@@ -79,9 +80,11 @@ def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: Devic
         total_steps=None,
         offload=device == "cuda",
     )
-    trainable = [(name, p) for name, p in local.parameters.items() if p.requires_grad]
-    dtype = precision.accumulation_dtype
-    gradients = GradientBuffer(trainable, dtype=dtype) if step is None else step.gradients
+    if step is None:
+        model = ModelParams(list(local.parameters.items()), local.tied, local.copies)
+        gradients = GradientBuffer(model.with_gradient, dtype=precision.accumulation_dtype)
+    else:
+        gradients = step.gradients
     buffers = [b for stage in local.stages.values() for b in stage.buffers()]
     state, exact = _state_bytes(step.optimizer) if step is not None else (0, True)
     weights = [*local.parameters.values(), *buffers]

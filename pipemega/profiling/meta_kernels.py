@@ -64,10 +64,12 @@ class DeviceKernels(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         grouped = enable_gqa and key.shape[1] != query.shape[1]
-        if attn_mask is None and self._device == "cpu" and dropout_p == 0:
+        # Flash attention needs values of the size of the queries.
+        is_flash = attn_mask is None and value.shape[-1] == query.shape[-1]
+        if is_flash and self._device == "cpu" and dropout_p == 0:
             flash = _aten._scaled_dot_product_flash_attention_for_cpu
             return _first(flash(query, key, value, 0.0, is_causal, scale=scale))
-        if attn_mask is None and self._device == "cuda" and query.dtype in _HALVES:
+        if is_flash and self._device == "cuda" and query.dtype in _HALVES:
             flash = _aten._scaled_dot_product_flash_attention
             return _first(flash(query, key, value, dropout_p, is_causal, scale=scale))
         if self._device == "cuda" and query.dtype != torch.float64 and not grouped:
