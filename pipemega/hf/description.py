@@ -32,6 +32,7 @@ from pipemega.hf.placeholders import (
     zeros_like_output,
 )
 from pipemega.hf.refusals import refuse_settings
+from pipemega.hf.special_models import special_model
 
 
 class LayerReached(Exception):
@@ -51,7 +52,9 @@ class ModelDescription:
         layers: of all stacks, in the order in which they run.
         places: (stack, name in the model) of each layer.
         first_of_stack: index of the first layer of each stack.
-        segment_modules: names of the modules with parameters of each segment.
+        owners: outermost modules with parameters that contain no layers.
+        loose_parameters: of modules that contain layers.
+        segment_modules: names of the owners, and of the loose parameters, of each segment.
         tied: name of a tied tensor -> name under which HF saves it.
 
     Raises:
@@ -79,7 +82,8 @@ class ModelDescription:
         self.main_input: str = self.model.main_input_name
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
         self.accepted = frozenset(inspect.signature(self.model.forward).parameters)
-        self.stacks = _find_stacks(self.model)
+        self.special = special_model(self.class_name)
+        self.stacks = _find_stacks(self.model, self.special.stacks)
         self.layers: list[nn.Module] = []
         self.places: list[tuple[int, str]] = []
         self.first_of_stack: list[int] = []
@@ -90,13 +94,19 @@ class ModelDescription:
                 self.places.append((stack, f"{path}.{number}"))
             # A shell copies the model for every segment; layers are copied one by one.
             set_module(self.model, path, nn.ModuleList())
-        self.owners = _parameter_owners(self.model)
+        self.loose_parameters = _loose_parameters(self)
+        self.owners = _parameter_owners(self)
         self.outputs_per_layer = [0] * len(self.stacks)  # 0: a tensor, else the length of a tuple
         self.segment_modules = _find_segments(self)
 
     @property
     def class_name(self) -> str:
         return type(self.model).__name__
+
+    def config_of_layer(self, index: int) -> Any:
+        """Return the config of the model that a layer belongs to; Blip2 contains another model."""
+        inside = self.places[index][1].startswith("language_model.") and self.special.stacks
+        return self.config.text_config if inside else self.config
 
     def __repr__(self) -> str:
         return self.class_name
@@ -112,7 +122,7 @@ class ModelDescription:
         """Return a copy of the model without memory: placeholders for layers, stubs for the rest.
 
         Args:
-            keep: names of the owners of parameters that are kept.
+            keep: names of the owners, and of the loose parameters, that are kept.
             on_layer: see `LayerPlaceholder`.
             on_stub: see `ModuleStub`.
         """
@@ -121,6 +131,9 @@ class ModelDescription:
             if name not in keep:
                 stub = ModuleStub(number, self.model.get_submodule(name), on_stub)
                 set_module(model, name, stub)
+        for name in self.loose_parameters:
+            if name not in keep:
+                _without_values(model, name)
         placeholders = [LayerPlaceholder(i, x, on_layer) for i, x in enumerate(self.layers)]
         for stack, path in enumerate(self.stacks):
             own = [p for p, (s, _) in zip(placeholders, self.places, strict=True) if s == stack]
@@ -131,7 +144,7 @@ class ModelDescription:
         """Call a shell by HF's names of inputs."""
         if "use_cache" in self.accepted:
             inputs = {**inputs, "use_cache": False}
-        return shell(**inputs)
+        return shell(**inputs, **self.special.constants)
 
     def stand_in_inputs(self, like: Tensor, side: Side) -> dict[str, Tensor]:
         """Return inputs for a shell without embeddings; `like` is [batch, sequence, ...]."""
@@ -152,30 +165,77 @@ class ModelDescription:
 
 
 FLOAT_INPUT_SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
-    "pixel_values": lambda c: (c.num_channels, *_image_size(c.image_size)),
+    "pixel_values": lambda c: _image_shape(getattr(c, "vision_config", c)),
     "input_features": lambda c: (c.num_mel_bins, 2 * c.max_source_positions),
 }
 
 
-def _image_size(size: Any) -> tuple[int, int]:
-    return (size, size) if isinstance(size, int) else tuple(size)
+def _image_shape(config: Any) -> tuple[int, int, int]:
+    size = config.image_size
+    height, width = (size, size) if isinstance(size, int) else size
+    return getattr(config, "num_channels", 3), height, width
 
 
-def _parameter_owners(model: nn.Module) -> list[str]:
-    """Return the outermost modules that have parameters of their own."""
+def _parameter_owners(d: ModelDescription) -> list[str]:
+    """Return the outermost modules that have parameters of their own and contain no layers."""
     owners = [
         name
-        for name, module in model.named_modules()
-        if name and next(module.parameters(recurse=False), None) is not None
+        for name, module in d.model.named_modules()
+        if name
+        and not _contains_layers(d, name)
+        and (next(module.parameters(recurse=False), None) is not None or name in d.special.segments)
     ]
     return [n for n in owners if not any(n.startswith(f"{other}.") for other in owners)]
 
 
-def _find_stacks(model: Any) -> tuple[str, ...]:
-    """Return the names of the lists of layers: of the classes that HF does not split over devices.
+def _contains_layers(d: ModelDescription, name: str) -> bool:
+    return any(not name or stack.startswith(f"{name}.") for stack in d.stacks)
 
-    The encoder comes first, the decoder last.
+
+def _loose_parameters(d: ModelDescription) -> list[str]:
+    """Return the parameters of modules that contain layers.
+
+    Raises:
+        ConfigError: it is not known which segment uses one.
     """
+    loose = [
+        name
+        for name, _ in d.model.named_parameters()
+        if _contains_layers(d, name.rpartition(".")[0])
+    ]
+    for name in loose:
+        if name not in d.special.segments:
+            raise ConfigError(
+                f"{d.class_name} cannot be split into a pipeline: the module that contains its "
+                f"layers has a parameter of its own, {name}",
+                on_every_rank=True,
+            )
+    return loose
+
+
+def _without_values(model: nn.Module, name: str) -> None:
+    """Replace a parameter by zeros that are no parameter."""
+    path, _, last = name.rpartition(".")
+    owner = model.get_submodule(path)
+    like = owner._parameters.pop(last)
+    assert like is not None
+    zeros = torch.zeros((), dtype=like.dtype, device="cpu").expand(like.shape)
+    owner.register_buffer(last, zeros, persistent=False)
+
+
+def _find_stacks(model: Any, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the names of the lists of layers, in the order in which they run.
+
+    Args:
+        known: see `SpecialModel.stacks`. By default lists of the classes that HF does not split
+            over devices: the encoder comes first, the decoder last.
+    """
+    if known:
+        found: list[str] = []
+        for name in known:
+            inner = _find_stacks(model.get_submodule(name[:-1]), ()) if name[-1] == "." else ("",)
+            found += [name + stack for stack in inner]
+        return tuple(found)
     unsplit: set[str] = set()
     for module in model.modules():
         unsplit |= set(getattr(module, "_no_split_modules", None) or ())
@@ -224,6 +284,8 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
     shell = allocate(d.shell(set(), on_layer, on_stub), "cpu")
     ids = torch.zeros(1, 4, dtype=torch.long, device="cpu")
     side = {"decoder_input_ids": ids} if "decoder_input_ids" in d.accepted else {}
+    with torch.device("cpu"):
+        side |= d.special.probe(d.config)
     runs = []
     for seed in range(2):
         given, segment = [], 0
@@ -234,6 +296,11 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
     _refuse_other_state(d, *runs)
     # Modules that do not run, such as the second name of a tied table.
     called[-1] |= set(d.owners).difference(*called)
+    for name, number in d.special.segments.items():
+        for modules in called:
+            modules.discard(name)
+        if name in (*d.owners, *d.loose_parameters):
+            called[number].add(name)
     return called
 
 

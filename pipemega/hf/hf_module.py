@@ -28,6 +28,7 @@ class HFPipelineModule(PipelineModule):
         description: of the model.
         source: of the first values; None: initialised as HF does it.
         folder: from which the model was loaded, with the tokenizer; None without.
+        loss_fn: None: that of the task.
     """
 
     def __init__(
@@ -35,6 +36,7 @@ class HFPipelineModule(PipelineModule):
         description: ModelDescription,
         source: WeightSource | None = None,
         folder: Path | None = None,
+        loss_fn: Any = None,
     ) -> None:
         self.description, self.source, self.folder = description, source, folder
         self._vocabulary = VocabularyNames(description)
@@ -47,12 +49,17 @@ class HFPipelineModule(PipelineModule):
             self._layer_names[len(layers)] = path
             layers.append(self._layer(index, source))
         layers.append(self._segment(len(description.stacks), source))
-        super().__init__(layers, loss_fn=self._loss())
+        super().__init__(layers, loss_fn=self._loss() if loss_fn is None else loss_fn)
 
     @property
     def hf_config(self) -> Any:
         """The `PretrainedConfig` of the model."""
         return self.description.config
+
+    @property
+    def takes_packed_documents(self) -> bool:
+        """Whether position_ids that restart keep the documents of a sample apart."""
+        return self._arguments.follow_positions
 
     def checkpoint_metadata(self) -> dict[str, Any]:
         config = self.hf_config.to_dict()
@@ -82,7 +89,7 @@ class HFPipelineModule(PipelineModule):
         build = partial(build_layer)
         build.__name__ = type(d.layers[index]).__name__  # type: ignore[attr-defined]
         arguments = (d, self._arguments, index, source, TENSOR_AXIS)
-        shared = family_of(d.config).shared
+        shared = family_of(d.config_of_layer(index)).shared
         spec = LayerSpec(build, *arguments)
         if shared:
             key = f"stack {d.places[index][0]}"
@@ -91,6 +98,8 @@ class HFPipelineModule(PipelineModule):
         return spec
 
     def _loss(self) -> Any:
+        if self.description.special.loss is not None:
+            return self.description.special.loss
         if self._vocabulary.head is None:
             return class_loss
         head = self.description.model.get_output_embeddings()

@@ -118,6 +118,9 @@ class LayerArguments:
         kept_alive = []
 
         def on_layer(index: int, args: Any, kwargs: Any) -> Any:
+            if index in d.first_of_stack:
+                # Each stack has carried tensors of its own.
+                numbers.clear()
             x, *others = split_hidden(args, kwargs)
             leaves, tree = pytree.tree_flatten(tuple(others))
             slots = []

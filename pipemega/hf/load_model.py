@@ -24,17 +24,20 @@ def from_pretrained(
     pretrained: bool = True,
     sequence_parallel: bool = False,
     attn_implementation: str | None = None,
+    loss_fn: Any = None,
 ) -> HFPipelineModule:
     """Return a Hugging Face model as layers; nothing is downloaded, no remote code runs.
 
     Args:
         path_or_config: a folder with config.json and safetensors, or a `PretrainedConfig`.
-        task: "causal-lm", "masked-lm", "seq2seq" or "image-classification"; by default that of
-            the config's `architectures`.
+        task: a key of `pipemega.hf.tasks.TASKS`, such as "causal-lm"; by default that of the
+            config's `architectures`.
         pretrained: load the weights of the folder; False: initialise as HF does.
         sequence_parallel: shard activations between the layers over the sequence
             (`mesh.sequence_parallel`).
         attn_implementation: "eager", "sdpa", "flash_attention_2"...; by default HF's choice.
+        loss_fn: maps (output, labels) to the loss, as for `PipelineModule`; by default that of the
+            task. The output is the logits; of SAM it is (pred_masks, iou_scores).
 
     Raises:
         ConfigError: names the folder, the key or the version, and the way out; the same on every
@@ -57,7 +60,7 @@ def from_pretrained(
     if pretrained:
         assert folder is not None
         source = SafetensorsSource(folder, description.config, description.class_name)
-    return HFPipelineModule(description, source, folder)
+    return HFPipelineModule(description, source, folder, loss_fn)
 
 
 def read_config(path_or_config: Any) -> tuple[Path | None, Any]:

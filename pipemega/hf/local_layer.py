@@ -66,7 +66,7 @@ def build_layer(
     Raises:
         ConfigError: the layer cannot be sharded over the tensor ranks.
     """
-    d, family = description, family_of(description.config)
+    d, family = description, family_of(description.config_of_layer(index))
     stack, path = d.places[index]
     first = d.first_of_stack[stack]
     # All layers get their own copy of what only the first one has; the copies are tied.

@@ -100,7 +100,8 @@ class Segment(nn.Module):
         d = self._description
         if self._number == 0:
             inputs = self._check_inputs(x if isinstance(x, dict) else {d.main_input: x})
-            side = {k: v for k, v in inputs.items() if not v.is_floating_point()}
+            passed = d.special.float_inputs
+            side = {k: v for k, v in inputs.items() if not v.is_floating_point() or k in passed}
             if len(d.stacks) == 1:
                 # Layers know its shape from the hidden states.
                 side.pop(d.main_input, None)
@@ -118,7 +119,7 @@ class Segment(nn.Module):
             return pack(scatter_sequence(hidden, self._axis), carried, side)
         finally:
             self._received = None
-        return output.logits
+        return d.special.output(output)
 
     def _run(self, inputs: dict[str, Any]) -> Any:
         if not any(x.is_meta for x in inputs.values()):
@@ -154,12 +155,13 @@ class Segment(nn.Module):
                 )
             if name == "position_ids" and not self._arguments.follow_positions:
                 self._refuse_packed(value)
-            if value.is_floating_point() and name not in _FLOAT_INPUTS:
+            floats = (*_FLOAT_INPUTS, *d.special.float_inputs)
+            if value.is_floating_point() and name not in floats:
                 raise DataError(
-                    f"input {name!r} is {value.dtype}: besides {', '.join(_FLOAT_INPUTS)}, inputs "
+                    f"input {name!r} is {value.dtype}: besides {', '.join(floats)}, inputs "
                     f"are integers or bool, because every stage gets them unchanged"
                 )
-        if len(d.stacks) == 2 and not {"decoder_input_ids"} & set(inputs):
+        if d.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
             raise DataError(
                 f"{d.class_name} needs decoder_input_ids in the inputs (the labels shifted right, "
                 f"beginning with decoder_start_token_id); it has: {', '.join(inputs)}"

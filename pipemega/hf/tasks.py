@@ -4,6 +4,7 @@ from typing import Any
 
 from pipemega.errors import ConfigError
 from pipemega.hf.installed_transformers import import_transformers
+from pipemega.hf.special_models import SPECIAL_MODELS
 
 # Task -> Auto classes of transformers.
 TASKS: dict[str, tuple[str, ...]] = {
@@ -11,7 +12,11 @@ TASKS: dict[str, tuple[str, ...]] = {
     "seq2seq": ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"),
     "masked-lm": ("AutoModelForMaskedLM",),
     "image-classification": ("AutoModelForImageClassification",),
+    "image-text-to-text": ("AutoModelForImageTextToText",),
+    "mask-generation": ("AutoModelForMaskGeneration",),
 }
+# Of these tasks, only the models of SPECIAL_MODELS.
+_SPECIAL_TASKS = ("image-text-to-text", "mask-generation")
 
 
 def model_class_of(config: Any, task: str | None) -> Any:
@@ -50,7 +55,9 @@ def _class_for(config: Any, task: str) -> Any:
         mapping = getattr(transformers, name)._model_mapping
         if type(config) in mapping:
             found = mapping[type(config)]
-            return found[0] if isinstance(found, tuple) else found
+            found = found[0] if isinstance(found, tuple) else found
+            if task not in _SPECIAL_TASKS or found.__name__ in SPECIAL_MODELS:
+                return found
     return None
 
 

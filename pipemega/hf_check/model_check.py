@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.hf.hf_module import HFPipelineModule
 from pipemega.hf.load_model import from_pretrained
+from pipemega.hf.special_models import special_model
 from pipemega.hf_check.comparison import GradientComparison, compare
 from pipemega.hf_check.float64 import KeepFloat64
 from pipemega.hf_check.random_batch import random_batches
@@ -24,6 +26,10 @@ from pipemega.pipeline.schedules import find_schedule
 _SAMPLES = 2
 # A larger model takes minutes, and gigabytes in float64 on every rank.
 MAX_PARAMETERS = 30_000_000
+
+
+class NoSmallModel(ConfigError):
+    """transformers itself runs no small model of this config."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +66,8 @@ def check_model(config: Any, split: SplitSettings, launch: RunRanks | None = Non
         launch: runs the ranks; None: in processes of its own.
 
     Raises:
-        ConfigError: the model cannot be split in this way, or no small model can be built.
+        ConfigError: the model cannot be split in this way.
+        NoSmallModel: transformers cannot run a small model.
     """
     full = from_pretrained(
         config,
@@ -110,7 +117,7 @@ def small_model(config: Any, model_class: Any, needs: Needs) -> tuple[Any, Seque
     """Return a small model of the same family, with random weights, and what was changed.
 
     Raises:
-        ConfigError: transformers itself cannot run one.
+        NoSmallModel: transformers itself cannot run one.
     """
     reasons: list[str] = []
 
@@ -130,13 +137,13 @@ def small_model(config: Any, model_class: Any, needs: Needs) -> tuple[Any, Seque
 
     small, changes = shrink(config, needs, is_valid)
     if small is None:
-        raise ConfigError(
+        raise NoSmallModel(
             f"transformers cannot run a small model of type {config.model_type!r} with this "
             f"config: {reasons[0]}"
         )
     size = _size_on_meta(small, model_class)
     if size > MAX_PARAMETERS:
-        raise ConfigError(
+        raise NoSmallModel(
             f"the smallest model of type {config.model_type!r} that the check could make of this "
             f"config has {size:,} parameters, more than {MAX_PARAMETERS:,}: give the check a "
             f"smaller config of the same family ({'; '.join(reasons)})"
@@ -156,7 +163,7 @@ def _run(model: Any) -> None:
         ConfigError: its outputs are not finite.
     """
     with torch.no_grad(), KeepFloat64():
-        for batch in random_batches(model, 1)[:1]:
-            output = forward(model, batch.inputs).logits
-    if not bool(output.isfinite().all()):
+        inputs = random_batches(model, 1)[0].inputs
+        output = special_model(type(model).__name__).output(forward(model, inputs))
+    if not all(bool(part.isfinite().all()) for part in pytree.tree_leaves(output)):
         raise ConfigError("its outputs are inf or nan")

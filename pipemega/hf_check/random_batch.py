@@ -13,7 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from pipemega.hf.description import FLOAT_INPUT_SHAPES
+from pipemega.hf.special_models import special_model
 from pipemega.hf.tasks import task_of
+from pipemega.pipeline.microbatch_loss import WeightedLoss
 
 LENGTH, DECODER_LENGTH, PADDING, FIRST_DOCUMENT = 12, 7, 3, 7
 IGNORED = -100
@@ -72,6 +75,8 @@ def _plain(model: Any, number: int, task: str, generator: torch.Generator) -> Ra
     if task == "image-classification":
         labels = torch.randint(config.num_labels, (number,), generator=generator)
         return RandomBatch("plain", main, labels)
+    if task == "mask-generation":
+        return _masks(main, generator)
     length = DECODER_LENGTH if task == "seq2seq" else LENGTH
     tokens = _tokens(config, number, length + 1, generator)
     labels = tokens[:, 1:].clone()
@@ -79,6 +84,15 @@ def _plain(model: Any, number: int, task: str, generator: torch.Generator) -> Ra
         main["decoder_input_ids"] = tokens[:, :-1]
     elif task == "causal-lm":
         main["input_ids"] = tokens[:, :-1]
+    elif task == "image-text-to-text":
+        places = special_model(type(model).__name__).probe(config)["input_ids"][:, :-2]
+        # The text has no places of an image.
+        tokens[tokens == config.image_token_index] = 0
+        main["input_ids"] = torch.cat([places.expand(number, -1), tokens[:, :-1]], 1)
+        if config.is_encoder_decoder:
+            main["decoder_input_ids"] = tokens[:, :-1]
+        else:
+            labels = F.pad(labels, (places.shape[1], 0), value=IGNORED)
     # The number of labels differs between samples: the mean of the means is not the mean.
     for sample in range(number):
         labels[sample, : sample % 4] = IGNORED
@@ -87,15 +101,20 @@ def _plain(model: Any, number: int, task: str, generator: torch.Generator) -> Ra
 
 def _main_input(model: Any, number: int, generator: torch.Generator) -> dict[str, Tensor]:
     config, name = model.config, model.main_input_name
-    if name == "pixel_values":
-        size = config.image_size
-        height, width = (size, size) if isinstance(size, int) else size
-        shape: tuple[int, ...] = (number, config.num_channels, height, width)
-    elif name == "input_features":
-        shape = (number, config.num_mel_bins, 2 * config.max_source_positions)
-    else:
+    if name not in FLOAT_INPUT_SHAPES:
         return {"input_ids": _tokens(config, number, LENGTH, generator)}
+    shape = (number, *FLOAT_INPUT_SHAPES[name](config))
     return {name: torch.randn(shape, generator=generator, dtype=torch.float64)}
+
+
+def _masks(main: dict[str, Tensor], generator: torch.Generator) -> RandomBatch:
+    """Return images with two points each; a label of a point says whether it is inside."""
+    pixels = main["pixel_values"]
+    number, size = len(pixels), pixels.shape[-1]
+    points = torch.rand(number, 2, 1, 2, generator=generator, dtype=torch.float64) * size
+    inside = torch.randint(2, (number, 2, 1), generator=generator)
+    masks = torch.randint(2, (number, 2, size // 2, size // 2), generator=generator)
+    return RandomBatch("plain", {**main, "input_points": points, "input_labels": inside}, masks)
 
 
 def _tokens(config: Any, number: int, length: int, generator: torch.Generator) -> Tensor:
@@ -128,8 +147,9 @@ def _packed(plain: RandomBatch) -> RandomBatch:
     return RandomBatch("packed", inputs, labels)
 
 
-def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the sum over the labels that count."""
-    return F.cross_entropy(
+def token_loss(logits: Tensor, labels: Tensor) -> WeightedLoss:
+    """Return the sum over the labels that count, and their number."""
+    losses = F.cross_entropy(
         logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
     )
+    return WeightedLoss(losses, (labels != IGNORED).sum())

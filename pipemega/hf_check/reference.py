@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipemega.hf.special_models import special_model
 from pipemega.hf_check.float64 import KeepFloat64
-from pipemega.hf_check.random_batch import IGNORED, RandomBatch, token_loss
+from pipemega.hf_check.random_batch import RandomBatch, token_loss
 
 
 @dataclass(frozen=True)
@@ -51,21 +52,31 @@ def random_model(config: Any, model_class: Any) -> Any:
 def reference_gradients(model: Any, batch: RandomBatch) -> Gradients:
     """Return loss and gradients of one step."""
     model.zero_grad(set_to_none=True)
-    total = torch.zeros((), dtype=torch.float64)
-    with KeepFloat64():
-        for inputs, labels in batch.documents:
-            total = total + token_loss(forward(model, inputs).logits, labels)
-    loss = total / (batch.labels != IGNORED).sum()
-    loss.backward()  # type: ignore[no-untyped-call]
+    special = special_model(type(model).__name__)
+    total, count = torch.zeros((), dtype=torch.float64), 0.0
+    default = torch.get_default_dtype()
+    # Forwards of transformers create tensors of the default dtype.
+    torch.set_default_dtype(torch.float64)
+    try:
+        with KeepFloat64():
+            for inputs, labels in batch.documents:
+                output = special.output(forward(model, inputs))
+                loss = (special.loss or token_loss)(output, labels)
+                total, count = total + loss.sum, count + float(loss.weight)
+    finally:
+        torch.set_default_dtype(default)
+    mean = total / count
+    mean.backward()  # type: ignore[no-untyped-call]
     by_name = {
         name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()
     }
-    return Gradients(loss.item(), by_name)
+    return Gradients(mean.item(), by_name)
 
 
 def forward(model: Any, inputs: dict[str, Tensor]) -> Any:
     """Call HF's model, without a key-value cache."""
+    inputs = {**inputs, **special_model(type(model).__name__).constants}
     if "use_cache" in inspect.signature(model.forward).parameters:
         return model(**inputs, use_cache=False)
     return model(**inputs)

@@ -36,7 +36,7 @@ _WIDTH = re.compile(
     r"hidden_size.*|.*_hidden_size|d_model|n_embd|n_inner|d_inner|d_ff|dff|dim_ff|.*ffn_dim|mlp_dim"
     r"|(.*_)?intermediate_size(_mlp)?|.*lora_rank|(.*_)?embed(ding)?_?(dim|size|proj_dim)|emb_dim"
     r"|feed_forward_size|dim_model_base|lru_width|mamba_d_ssm|mamba_dt_rank|time_step_rank"
-    r"|.*_(input|output|proj)_(dim|size)|output_channels|mask_input_channels|laurel_rank"
+    r"|.*_(input|output|proj)_(dim|size)|laurel_rank"
 )
 _VOCABULARY = re.compile(r"(.*_)?vocab_size(_.*)?|codebook_size")
 _TOKEN = re.compile(r".*_(id|index)$")
@@ -83,6 +83,9 @@ class Needs:
     tensor: int = 1
 
 
+# Their widths are those of other nested configs (SAM).
+_SAME_WIDTH = ("prompt_encoder_config", "mask_decoder_config")
+
 # Groups of keys that are shrunk together; `shrink` leaves a group out if the model fails with it.
 GROUPS = ("layers", "vocabulary", "positions", "windows", "experts", "images", "widths")
 
@@ -126,7 +129,8 @@ def edits(
     """Change `values`, a config as nested dicts, in place; yield the changes."""
     for key, value in values.items():
         if isinstance(value, dict) and "model_type" in value:
-            yield from edits(value, needs, groups, f"{prefix}{key}.")
+            inner = [g for g in groups if g != "widths"] if key in _SAME_WIDTH else groups
+            yield from edits(value, needs, inner, f"{prefix}{key}.")
     new = _new_values(values, needs, groups)
     for key, value in new.items():
         if values[key] != value:
@@ -179,6 +183,9 @@ def _layers(values: Mapping[str, Any], least: int) -> dict[str, Any]:
         if isinstance(value, list | tuple) and len(value) == old and "token" not in key
     }
     number = max(least, _layers_of_all_kinds(list(lists.values())), _longest_period(values, old))
+    for key, value in values.items():
+        if _LAYER_INDICES.fullmatch(key) and isinstance(value, list) and _are_indices(value, old):
+            number = max(number, min(value) + 1)
     number = min(number, max(least, MAX_LAYERS), old)
     new: dict[str, Any] = {key: min(count, number) for key, count in counts.items()}
     new |= {key: list(value[:number]) for key, value in lists.items()}
@@ -213,7 +220,8 @@ def _are_indices(value: Sequence[Any], layers: int) -> bool:
 def _vocabulary(values: Mapping[str, Any]) -> dict[str, Any]:
     # Odd: the rows do not divide by the tensor ranks, and the table is padded.
     sizes = {k: min(v, VOCABULARY) for k, v in _sizes(values, _VOCABULARY) if v > VOCABULARY}
-    if not sizes:
+    nested = [v for v in values.values() if isinstance(v, dict) and "model_type" in v]
+    if not sizes and not any(_sizes(inner, _VOCABULARY) for inner in nested):
         return {}
     new: dict[str, Any] = dict(sizes)
     ids: dict[int, int] = {}

@@ -89,8 +89,12 @@ def _gradients(split: SplitSettings, batch: RandomBatch) -> Gradients:
         sequence_parallel=split.sequence_parallel,
         attn_implementation=split.attn_implementation,
     )
-    # The others have no kernels for float64.
-    net.hf_config._experts_implementation = "eager"
+    if batch.kind == "packed" and not net.takes_packed_documents:
+        raise ConfigError(
+            "the attention of this family does not follow position_ids that restart, so it would "
+            "see other documents",
+            on_every_rank=True,
+        )
     engine, *_ = initialize(net, split.config(len(batch.labels)))
     try:
         before = engine.parameter_state()
