@@ -42,8 +42,10 @@ class _LocalLayer:
         Masks and rotary tables depend on them. Sequence parallelism shards the sequence, and
         layers with parameters in fp32 return fp32.
         """
-        module, name = self._of_dtype
-        dtype = module._parameters[name].dtype
+        dtype = hidden.dtype
+        if self._of_dtype is not None:
+            module, name = self._of_dtype
+            dtype = module._parameters[name].dtype
         ranks = self._axis.size if self._regions.sequence_parallel else 1
         if ranks == 1 and dtype == hidden.dtype:
             return hidden
@@ -111,14 +113,15 @@ def _model_with_layer(description: ModelDescription, index: int) -> nn.Module:
     return model
 
 
-def _cast_parameter(layer: nn.Module) -> tuple[nn.Module, str]:
-    """Return (module, name) of a parameter that has the dtype of the run."""
-    return next(
+def _cast_parameter(layer: nn.Module) -> tuple[nn.Module, str] | None:
+    """Return (module, name) of a parameter that has the dtype of the run; None if all are fp32."""
+    cast = (
         (module, name)
         for module in layer.modules()
         for name, parameter in module._parameters.items()
         if parameter is not None and not is_kept_fp32(parameter, torch.float16)
     )
+    return next(cast, None)
 
 
 def _heads_of_rank(tensor: Tensor, batch: int, axis: Axis) -> Tensor:
