@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pipemega.config.key_kinds import own, rule
 from pipemega.config.mesh import MeshSection
 from pipemega.config.model_registry import ModelSection, register_model
+from pipemega.config.rope_scaling import RopeScalingSection
 from pipemega.config.value_types import Auto, Count, Fraction, NotNegative, Positive
 
 # The layers besides the blocks: token embedding, positions, final norm, head.
@@ -44,6 +45,9 @@ class GPTSection(ModelSection):
     )
     rotary_base: Positive = own(10000.0, "Base of the RoPE frequencies.")
     rotary_percent: float = own(1.0, "Fraction of a head that RoPE rotates.", gt=0, le=1)
+    rope_scaling: RopeScalingSection | None = own(
+        None, "Scaling of the RoPE frequencies, with the keys of transformers."
+    )
     normalization: Literal["LayerNorm", "RMSNorm"] = own("LayerNorm", "Normalization layer.")
     norm_epsilon: Positive = own(1e-5, "Epsilon of the normalization layers.")
     swiglu: bool = own(False, "Use SwiGLU instead of GELU.")
@@ -132,6 +136,14 @@ class GPTSection(ModelSection):
             yield (
                 f"model.num_attention_heads ({heads}) must be a multiple of "
                 f"model.num_query_groups ({groups}): all groups have the same number of heads"
+            )
+
+    @rule("rope_scaling", "position_embedding_type")
+    def _scaling_needs_rope(self) -> Iterator[str]:
+        if self.rope_scaling is not None and self.position_embedding_type != "rope":
+            yield (
+                "model.rope_scaling has no effect on model.position_embedding_type "
+                f"'{self.position_embedding_type}': set it to 'rope', or remove the scaling"
             )
 
     @rule("rotary_percent", "position_embedding_type", "hidden_size", "num_attention_heads",

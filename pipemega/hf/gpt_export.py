@@ -5,7 +5,7 @@ Llama    RoPE, RMSNorm, SwiGLU; biases everywhere or nowhere
 Qwen2    as Llama, with biases of queries, keys and values only
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from pipemega.config.model import GPTSection
@@ -111,7 +111,7 @@ def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
 
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
-        "max_position_embeddings": s.seq_length,
+        "max_position_embeddings": _max_positions(s),
         "hidden_size": s.hidden_size,
         "num_hidden_layers": s.num_layers,
         "num_attention_heads": s.num_attention_heads,
@@ -163,9 +163,23 @@ def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
     return ModelToExport(config, class_name, tensors)
 
 
+def _max_positions(s: GPTSection) -> int:
+    """Return `max_position_embeddings`: with "dynamic" scaling the length before it."""
+    scaling = s.rope_scaling
+    if scaling is not None and scaling.rope_type == "dynamic":
+        return scaling.original_max_position_embeddings or s.seq_length
+    return s.seq_length
+
+
 def _rope_parameters(s: GPTSection) -> dict[str, Any]:
-    scaling: Mapping[str, Any] = getattr(s, "rope_scaling", None) or {"rope_type": "default"}
-    return {"rope_theta": s.rotary_base, **scaling}
+    if s.rope_scaling is None:
+        return {"rope_theta": s.rotary_base, "rope_type": "default"}
+    keys = s.rope_scaling.hf_keys()
+    if keys["rope_type"] == "dynamic":
+        del keys["original_max_position_embeddings"]
+    if keys["rope_type"] == "yarn":
+        keys.setdefault("factor", s.seq_length / keys["original_max_position_embeddings"])
+    return {"rope_theta": s.rotary_base, **keys}
 
 
 def _blocks(s: GPTSection, block: Callable[[int], Tensors]) -> Tensors:

@@ -42,7 +42,8 @@ class Attention(nn.Module):
         self.output = row_parallel(c, queries, axis)
         self._rotary: Rotary | None = None
         if c.position_embedding_type == "rope":
-            self._rotary = Rotary(int(c.kv_channels * c.rotary_percent), c.rotary_base)
+            dim = int(c.kv_channels * c.rotary_percent)
+            self._rotary = Rotary(dim, c.rotary_base, c.rope_scaling)
         self.cache: KeyValueCache | None = None
 
     def forward(

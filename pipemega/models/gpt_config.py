@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pipemega.config import Config
 from pipemega.config.model import GPTSection
 from pipemega.errors import ConfigError
+from pipemega.models.rope_frequencies import RopeScaling
 from pipemega.parameters import even_share
 
 
@@ -31,6 +32,7 @@ class GPTConfig:
     )
     rotary_base: float = _default("rotary_base")
     rotary_percent: float = _default("rotary_percent")
+    rope_scaling: RopeScaling | None = None
     normalization: Literal["LayerNorm", "RMSNorm"] = _default("normalization")
     norm_epsilon: float = _default("norm_epsilon")
     swiglu: bool = _default("swiglu")
@@ -58,7 +60,9 @@ class GPTConfig:
         ranks = config.mesh.tensor
         even_share(section.num_attention_heads, ranks, "model.num_attention_heads")
         even_share(section.query_groups, ranks, "model.num_query_groups")
-        own = {f.name for f in fields(cls)}
+        own, scaling = {f.name for f in fields(cls)}, None
+        if section.rope_scaling is not None:
+            scaling = RopeScaling(section.rope_scaling, section.seq_length)
         return cls(
             **{key: value for key, value in section.model_dump().items() if key in own}
             | {
@@ -66,6 +70,7 @@ class GPTConfig:
                 "ffn_hidden_size": section.feed_forward_size,
                 "num_query_groups": section.query_groups,
                 "kv_channels": section.head_size,
+                "rope_scaling": scaling,
                 "sequence_parallel": config.mesh.sequence_parallel and config.mesh.tensor > 1,
             }
         )

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from pipemega.models.rope_frequencies import Frequencies, RopeScaling, frequencies
+
 Table = tuple[Tensor, Tensor]
 """Cosines and sines, each [1 or batch, 1, sequence, dim]."""
 
@@ -25,11 +27,13 @@ class Rotary(nn.Module):
     Args:
         dim: number of leading channels of a head to rotate; the others are unchanged.
         base: wavelength of the slowest pair, divided by 2 pi.
+        scaling: of the angles, for sequences longer than those of pretraining.
     """
 
-    def __init__(self, dim: int, base: float) -> None:
+    def __init__(self, dim: int, base: float, scaling: RopeScaling | None = None) -> None:
         super().__init__()
-        self._dim, self._base = dim, base
+        self._dim, self._base, self._scaling = dim, base, scaling
+        self._frequencies = frequencies(dim, base, scaling)
 
     def forward(self, q: Tensor, k: Tensor, positions: Tensor | None) -> tuple[Tensor, Tensor]:
         """Rotate q and k.
@@ -37,7 +41,10 @@ class Rotary(nn.Module):
         Shape:
             q, k [batch, heads, sequence, head]; positions [batch, sequence], None for 0, 1, 2 ..
         """
-        rotation = _Rotation(self._dim, self._base, q.dtype, q.device)
+        found = self._frequencies
+        if self._scaling is not None and self._scaling.depends_on_length:
+            found = frequencies(self._dim, self._base, self._scaling, _length(q, positions))
+        rotation = _Rotation(found, q.dtype, q.device)
         if positions is None:
             cos, sin = _counted_table(rotation, q.shape[2])
         else:
@@ -51,23 +58,36 @@ class Rotary(nn.Module):
         return rotated if rest.shape[-1] == 0 else torch.cat((rotated, rest), dim=-1)
 
 
+def _length(q: Tensor, positions: Tensor | None) -> int:
+    """Return the last position plus 1."""
+    if positions is None or positions.is_meta:
+        return q.shape[2]
+    return int(positions.max()) + 1
+
+
 @dataclass(frozen=True)
 class _Rotation:
     """Everything but the positions that a table depends on."""
 
-    dim: int
-    base: float
+    frequencies: Frequencies
     dtype: torch.dtype
     device: torch.device
 
     def table(self, positions: Tensor) -> Table:
         """Return the table of `positions` [batch, sequence]."""
+        values, factor = self.frequencies
         # In fp64: large positions times small frequencies lose precision in fp32.
-        exponents = torch.arange(0, self.dim, 2, dtype=torch.float64, device=self.device) / self.dim
-        angles = positions.unsqueeze(-1) * self.base**-exponents  # [batch, sequence, dim / 2]
-        cos = angles.cos().repeat(1, 1, 2).unsqueeze(1).to(self.dtype)
-        sin = angles.sin().repeat(1, 1, 2).unsqueeze(1).to(self.dtype)
-        return cos, sin
+        turns = torch.tensor(values, dtype=torch.float64, device=self.device)
+        angles = positions.unsqueeze(-1) * turns  # [batch, sequence, dim / 2]
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return self._of_pairs(cos), self._of_pairs(sin)
+
+    def _of_pairs(self, table: Tensor) -> Tensor:
+        return table.repeat(1, 1, 2).unsqueeze(1).to(self.dtype)
+
+    @property
+    def dim(self) -> int:
+        return 2 * len(self.frequencies.values)
 
     def counted(self, length: int) -> Table:
         """Return the table of the positions 0 to length - 1."""
