@@ -22,22 +22,25 @@ class OneHeadLinear(nn.Module):
         groups: its heads; the tensor ranks are a multiple of it.
         copies_input: x is replicated; False: the caller has copied or gathered it.
 
+    Attributes:
+        output_rows: of the weight, which this rank computes.
+
     Shape:
         x [..., in], equal on all tensor ranks  ->  [..., head]
     """
 
     def __init__(self, linear: nn.Linear, groups: int, axis: Axis, copies_input: bool) -> None:
         super().__init__()
-        self._axis, self._copies_input = axis, copies_input
+        self.axis, self.copies_input = axis, copies_input
         head = linear.out_features // groups
         start = axis.rank * groups // axis.size * head
-        self._rows = slice(start, start + head)
+        self.output_rows = slice(start, start + head)
         self.weight, self.bias = linear.weight, linear.bias
         for parameter in self.parameters():
             attach_shard(parameter, Shard(tuple(parameter.shape), partial_gradient=True))
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._copies_input:
-            x = copy_to_tensor(x, self._axis)
-        bias = None if self.bias is None else self.bias[self._rows]
-        return F.linear(x, self.weight[self._rows], bias)
+        if self.copies_input:
+            x = copy_to_tensor(x, self.axis)
+        bias = None if self.bias is None else self.bias[self.output_rows]
+        return F.linear(x, self.weight[self.output_rows], bias)

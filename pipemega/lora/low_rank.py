@@ -29,8 +29,7 @@ from torch.nn.utils import skip_init
 from pipemega.config.lora import LoraSection
 from pipemega.distributed.mesh import Axis
 from pipemega.parameters import InitMethod, Shard, attach_shard, shard_of
-from pipemega.tensor_parallel.collectives import gather_sequence
-from pipemega.tensor_parallel.dropout import Dropout
+from pipemega.tensor_parallel.collectives import SEQUENCE_DIM, copy_to_tensor, gather_sequence
 
 A, B = "lora_A", "lora_B"
 
@@ -44,6 +43,8 @@ class LinearShape:
         weight: shard of its weight, [outputs, inputs] in the logical parameter.
         axis: the tensor axis of a parallel linear; None for a replicated one.
         gathers_hidden: x is a slice of the sequence, and y has the whole sequence.
+        rows: of the output that this rank computes with a replicated weight; None: all.
+        copies_hidden: with `rows`: x is replicated, so each rank has a part of its gradient.
     """
 
     inputs: int
@@ -51,6 +52,8 @@ class LinearShape:
     weight: Shard
     axis: Axis | None
     gathers_hidden: bool
+    rows: slice | None = None
+    copies_hidden: bool = False
 
     @classmethod
     def of(cls, linear: nn.Module) -> "LinearShape":
@@ -65,7 +68,9 @@ class LinearShape:
         slices = getattr(linear, "sequence_parallel", False) and shard.dim == 0
         gathers = slices and axis is not None and axis.size > 1
         gathers = gathers and not getattr(linear, "gather_output", False)
-        return cls(inputs, outputs, shard, axis, gathers)
+        rows = getattr(linear, "output_rows", None)
+        copies = getattr(linear, "copies_input", False)
+        return cls(inputs, outputs, shard, axis, gathers, rows, copies)
 
 
 def add_adapter(linear: nn.Module, section: LoraSection) -> None:
@@ -80,7 +85,7 @@ def add_adapter(linear: nn.Module, section: LoraSection) -> None:
     for name, module in zip((A, B), _matrices(shape, section.r, weight), strict=True):
         linear.add_module(name, module)
     if section.dropout:
-        linear.add_module("lora_dropout", _dropout(shape, section.dropout))
+        linear.add_module("lora_dropout", _Dropout(section.dropout, shape))
     scale = section.scale
     if shape.gathers_hidden or not hasattr(linear, "product"):
         # Before other hooks, which expect the output of the linear.
@@ -95,7 +100,11 @@ def _matrices(shape: LinearShape, r: int, like: Tensor) -> tuple[nn.Module, nn.M
     outputs, inputs = shard.shape
     partial = shard.partial_gradient
     sharded = shape.axis is not None and shape.axis.size > 1
-    a_shard = Shard((r, inputs), init_method=_kaiming_uniform(inputs), partial_gradient=partial)
+    a_shard = Shard(
+        (r, inputs),
+        init_method=_kaiming_uniform(inputs),
+        partial_gradient=partial and not shape.copies_hidden,
+    )
     b_shard = Shard((outputs, r), init_method=_zero, partial_gradient=partial)
     if shard.dim == 0:
         a_shard = replace(a_shard, partial_gradient=sharded)
@@ -153,28 +162,46 @@ class _AddToOutput:
         if self._shape.gathers_hidden:
             assert self._shape.axis is not None
             hidden = gather_sequence(hidden, self._shape.axis)
-        return torch.add(y, linear.get_submodule(B)(hidden), alpha=self._scale)
+        elif self._shape.copies_hidden:
+            assert self._shape.axis is not None
+            hidden = copy_to_tensor(hidden, self._shape.axis)
+        added = linear.get_submodule(B)(hidden)
+        if self._shape.rows is not None:
+            added = added[..., self._shape.rows]
+        return torch.add(y, added, alpha=self._scale)
 
 
-def _dropout(shape: LinearShape, p: float) -> nn.Module:
-    if shape.axis is None or shape.axis.size == 1:
-        return nn.Dropout(p)
-    if shape.weight.dim == 1:
-        return _DropoutOfColumns(p, shape.weight)
-    return Dropout(p, axis=shape.axis, sequence_parallel=shape.gathers_hidden)
+class _Dropout(nn.Module):
+    """Dropout of the input of A: each rank takes its part of the mask of the unsharded model.
 
+    Not `F.dropout`: a model may use another generator for its own dropout on sharded activations.
+    """
 
-class _DropoutOfColumns(nn.Module):
-    """Dropout of x [..., in / T] with the mask of the whole x, so equal on every mesh."""
-
-    def __init__(self, p: float, weight: Shard) -> None:
+    def __init__(self, p: float, shape: LinearShape) -> None:
         super().__init__()
-        self.p, self._weight = p, weight
+        self.p, self._shape = p, shape
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
         with torch.no_grad():
-            whole = F.dropout(x.new_ones(*x.shape[:-1], self._weight.shape[1]), self.p)
-            mask = torch.cat([whole.narrow(-1, s, n) for s, n, _ in self._weight.segments], -1)
+            mask = self._mask(x)
         return x * mask
+
+    def _mask(self, x: Tensor) -> Tensor:
+        """Return a mask of the shape of x: 0 or 1 / (1 - p)."""
+        shape, size = self._shape, list(x.shape)
+        if shape.gathers_hidden:
+            assert shape.axis is not None
+            length = size[SEQUENCE_DIM]
+            size[SEQUENCE_DIM] *= shape.axis.size
+        elif shape.weight.dim == 1:
+            size[-1] = shape.weight.shape[1]
+        mask = x.new_empty(size).bernoulli_(1 - self.p).div_(1 - self.p)
+        if shape.gathers_hidden:
+            assert shape.axis is not None
+            # A copy: a view would keep the whole mask until backward.
+            return mask.narrow(SEQUENCE_DIM, shape.axis.rank * length, length).clone()
+        if shape.weight.dim == 1 and shape.weight.segments:
+            return torch.cat([mask.narrow(-1, s, n) for s, n, _ in shape.weight.segments], -1)
+        return mask

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from pipemega import initialize
 from pipemega.hf.load_model import from_pretrained
+from pipemega.hf_check.float64 import KeepFloat64
 
 VOCAB, LENGTH, MICRO = 48, 8, 2
 
@@ -32,11 +33,13 @@ def microbatch(step: int, place: int) -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def train(family: str, **config: Any) -> dict[str, Any]:
+def train(family: str, *, sequence_parallel: bool = False, **config: Any) -> dict[str, Any]:
     """Return losses, norms and parameters of two steps."""
     torch.set_default_dtype(torch.float64)
     try:
-        net = from_pretrained(config_of(family), pretrained=False)
+        net = from_pretrained(
+            config_of(family), pretrained=False, sequence_parallel=sequence_parallel
+        )
         engine, *_ = initialize(
             net,
             {
@@ -63,4 +66,5 @@ def train(family: str, **config: Any) -> dict[str, Any]:
 
 
 def train_all(cases: list[tuple[str, dict[str, Any]]]) -> list[dict[str, Any]]:
-    return [train(family, **config) for family, config in cases]
+    with KeepFloat64():
+        return [train(family, **config) for family, config in cases]

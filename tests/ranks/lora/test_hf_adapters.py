@@ -24,6 +24,9 @@ def case(
 
 CASES = {
     "tensor 2, pipeline 2": [case(1, 2, 2, "1f1b"), case(1, 2, 2, "zb-v")],
+    "fewer key heads than tensor ranks": [case(1, 4, 1, "1f1b"), case(1, 4, 1, "zb-h1")],
+    "sequence parallel": [case(1, 2, 2, "zb-h1", sequence_parallel=True)],
+    "sequence parallel, fewer key heads": [case(1, 4, 1, "1f1b", sequence_parallel=True)],
     "Conv1D": [case(1, 2, 2, "zb-h1", "gpt2")],
     "data 2, pipeline 2, ZeRO": [case(2, 1, 2, "zb-h1", **ZERO)],
 }
