@@ -12,12 +12,14 @@ from pipemega.hf.families import family_of
 from pipemega.hf.hf_module import HFPipelineModule
 from pipemega.hf.parameter_memory import parameters_on_meta
 from pipemega.hf.weight_source import is_transposed
+from pipemega.lora.merging import is_adapter, with_adapter
 
 
 def unsplit_model(net: HFPipelineModule, layers: Mapping[int, nn.Module]) -> Any:
     """Return the transformers model with the parameters of `layers`, in evaluation mode.
 
-    No parameter is copied, so what changes them changes both.
+    No parameter is copied, so what changes them changes both; except weights with an adapter, which
+    is merged into the copy.
 
     Args:
         layers: of all positions of `net`, built without tensor ranks.
@@ -28,7 +30,10 @@ def unsplit_model(net: HFPipelineModule, layers: Mapping[int, nn.Module]) -> Any
     tensors: dict[str, Tensor] = {}
     for position, layer in layers.items():
         for inner, tensor in layer.state_dict(keep_vars=True).items():
-            value = tensor.detach().T if is_transposed(tensor) else tensor.detach()
+            if is_adapter(inner):
+                continue
+            value = with_adapter(layer, inner, tensor.detach())
+            value = value.T if is_transposed(tensor) else value
             # Tied parameters have the same name.
             tensors.setdefault(net.hf_name(f"layers.{position}.{inner}"), value)
     described = net.description

@@ -31,7 +31,7 @@ from pipemega.distributed.mesh import Axis
 from pipemega.parameters import InitMethod, Shard, attach_shard, shard_of
 from pipemega.tensor_parallel.collectives import SEQUENCE_DIM, copy_to_tensor, gather_sequence
 
-A, B = "lora_A", "lora_B"
+A, B, SCALE = "lora_A", "lora_B", "lora_scale"
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,7 @@ def add_adapter(linear: nn.Module, section: LoraSection) -> None:
     if section.dropout:
         linear.add_module("lora_dropout", _Dropout(section.dropout, shape))
     scale = section.scale
+    setattr(linear, SCALE, scale)
     if shape.gathers_hidden or not hasattr(linear, "product"):
         # Before other hooks, which expect the output of the linear.
         linear.register_forward_hook(_AddToOutput(scale, shape), prepend=True)

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Collection
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipemega.lora.low_rank import A, B
+from pipemega.lora.low_rank import SCALE, A, B
 
 Rows = tuple[int, int] | None
 
 
 def is_adapter(name: str) -> bool:
     """Return whether `name` is that of a tensor of an adapter."""
-    return name.endswith((f".{A}.weight", f".{B}.weight"))
+    return f".{name}".endswith((f".{A}.weight", f".{B}.weight"))
 
 
 def adapter_of(name: str) -> tuple[str, str]:
@@ -45,3 +45,20 @@ def merged(
     dtype = torch.promote_types(weight.dtype, torch.float32)
     product = read(b, rows).to(dtype) @ read(a, None).to(dtype)
     return torch.add(weight.to(dtype), product, alpha=scale)
+
+
+def with_adapter(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
+    """Return a tensor of a built, unsharded layer; a weight with an adapter merged, as a copy.
+
+    Args:
+        name: in the state_dict of the layer.
+    """
+    path, _, last = name.rpartition(".")
+    linear = layer.get_submodule(path)
+    if last != "weight" or not hasattr(linear, A):
+        return tensor
+    names = {f"{child}.weight": linear.get_parameter(f"{child}.weight") for child in (A, B)}
+    with torch.no_grad():
+        scale = getattr(linear, SCALE)
+        whole = merged("weight", tensor, None, scale, names, lambda read, _: names[read])
+        return whole.to(tensor.dtype)

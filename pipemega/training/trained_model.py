@@ -65,6 +65,9 @@ class ModelSource:
         stored, mesh = self.config, self.config.get("mesh") or {}
         device = mesh.get("device", "auto")
         kept = {key: stored[key] for key in _KEPT if key in stored}
+        if kept.get("lora"):
+            # The adapter is in the checkpoint.
+            kept["lora"] = {**kept["lora"], "path": None}
         for key in ("fp16", "bf16"):
             kept[key] = {"enabled": (stored.get(key) or {}).get("enabled", False)}
         # A checkpoint of GPUs can be opened on CPUs.
