@@ -20,9 +20,10 @@ from pipemega.checkpoint.dcp_storage import ShardReader
 from pipemega.errors import CheckpointError
 from pipemega.hf.export_plan import ExportPlan
 from pipemega.hf.folder_files import copy_tokenizer, write_configs
+from pipemega.hf.fp32_parameters import stays_fp32
 from pipemega.hf.safetensors_files import listed
 from pipemega.hf.safetensors_writer import ShardedWriter
-from pipemega.hf.whole_model import keeps_float32, whole_model
+from pipemega.hf.whole_model import whole_model
 
 # For the configs and the tokenizer, and because file systems need some space themselves.
 _SPARE_BYTES = 64 << 20
@@ -193,7 +194,7 @@ def _export_dtype(
     if dtype is None or not stored.is_floating_point:
         return stored
     # transformers loads these in fp32 from a folder in half precision, and saves them so.
-    return torch.float32 if keeps_float32(model, name, dtype) else dtype
+    return torch.float32 if stays_fp32(model, name, dtype) else dtype
 
 
 def _dtype_of(tensors: Mapping[str, Tensor]) -> torch.dtype:

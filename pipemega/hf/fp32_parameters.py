@@ -1,5 +1,6 @@
 """Parameters that transformers keeps in fp32 in a model of half precision."""
 
+import re
 from typing import Any
 
 import torch
@@ -11,16 +12,27 @@ from pipemega.parameters import keep_fp32_in
 def keep_in_fp32(module: nn.Module, model: Any, path: str) -> None:
     """Mark the parameters of `module` that the model keeps in fp32.
 
-    `_keep_in_fp32_modules` applies to fp16, `_keep_in_fp32_modules_strict` to bf16 too.
-
     Args:
         model: the transformers model.
         path: name of `module` in the model.
     """
-    for names, dtypes in (
-        (model._keep_in_fp32_modules, (torch.float16,)),
-        (model._keep_in_fp32_modules_strict, (torch.float16, torch.bfloat16)),
-    ):
-        for name, parameter in module.named_parameters():
-            if set(f"{path}.{name}".split(".")) & set(names or ()):
-                keep_fp32_in(parameter, dtypes)
+    for name, parameter in module.named_parameters():
+        full = f"{path}.{name}"
+        dtypes = (torch.float16, torch.bfloat16)
+        kept = tuple(dtype for dtype in dtypes if stays_fp32(model, full, dtype))
+        if kept:
+            keep_fp32_in(parameter, kept)
+
+
+def stays_fp32(model: Any, name: str, dtype: torch.dtype) -> bool:
+    """Return whether transformers keeps a tensor in fp32 in a model of `dtype`.
+
+    `_keep_in_fp32_modules` applies to fp16, `_keep_in_fp32_modules_strict` to bf16 too. As in
+    transformers, they are searched for in the whole name.
+    """
+    patterns: set[str] = set()
+    if dtype == torch.float16:
+        patterns |= set(model._keep_in_fp32_modules or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        patterns |= set(model._keep_in_fp32_modules_strict or ())
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)

@@ -91,6 +91,9 @@ class SafetensorsFolder:
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.folder} is not a folder: is the path right?")
         index = self.folder / INDEX_FILE
+        # transformers prefers it to an index, too.
+        if (self.folder / WEIGHTS_FILE).is_file():
+            return {WEIGHTS_FILE: None}
         if index.exists():
             files = _files_of_index(index)
             missing = sorted(name for name in files if not (self.folder / name).is_file())
@@ -100,8 +103,6 @@ class SafetensorsFolder:
                     f"{INDEX_FILE} lists; missing: {listed(missing)}. Copy the whole folder again"
                 )
             return dict(sorted(files.items()))
-        if (self.folder / WEIGHTS_FILE).is_file():
-            return {WEIGHTS_FILE: None}
         pickles = sorted(path.name for path in self.folder.glob("pytorch_model*.bin"))
         if pickles:
             raise CheckpointError(

@@ -93,8 +93,22 @@ def context_of_tensor_parallel(folder: Path) -> dict[str, Any]:
     return {"mesh": mesh, "nn": nn, "torch": torch, "hidden": 8, "q_size": 8, "kv_size": 4}
 
 
+def context_of_huggingface_weights(folder: Path) -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face models need it")
+    config = transformers.LlamaConfig(
+        vocab_size=37, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+        intermediate_size=48,
+    )  # fmt: skip
+    net = pipemega.from_pretrained(config, pretrained=False)
+    engine, *_ = pipemega.initialize(net, {"train_batch_size": 1})
+    engine.save_checkpoint("runs/mine")
+    assert main(["hf", "export", "runs/mine", "exported"]) == 0
+    return {}
+
+
 CONTEXTS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "checkpoints": context_of_checkpoints,
+    "huggingface_weights": context_of_huggingface_weights,
     "pipeline": context_of_pipeline,
     "tensor_parallel": context_of_tensor_parallel,
 }

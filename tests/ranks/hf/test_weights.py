@@ -95,7 +95,7 @@ def test_each_of_four_ranks_reads_about_a_quarter_of_the_weights(pool, tmp_path)
     assert all(0.2 * total < each < 0.3 * total for each in read)
 
 
-def test_a_folder_that_one_rank_cannot_read_ends_all_ranks_with_its_error(pool, tmp_path):
+def test_a_missing_file_is_an_error_with_the_same_text_on_every_rank(pool, tmp_path):
     stepped_model("llama", tmp_path / "source")
     index = json.loads((tmp_path / "source/model.safetensors.index.json").read_text())
     file = index["weight_map"]["lm_head.weight"]

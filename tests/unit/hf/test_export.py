@@ -110,6 +110,7 @@ def test_a_folder_that_is_loaded_saved_and_exported_has_the_same_tensors_and_con
     # transformers puts all experts of a layer into one file.
     assert index["weight_map"].keys() == expected["weight_map"].keys()
     assert json_of(out) == json_of(source)
+    assert pipemega.from_pretrained(out).source is not None
     assert {path.name for path in out.glob("*.json")} == {p.name for p in source.glob("*.json")}
 
 
