@@ -13,7 +13,7 @@ from pipemega.errors import CheckpointError
 from pipemega.hf.checkpoint_model import export_checkpoint
 from pipemega.hf_check.float64 import KeepFloat64
 from tests.ranks.hf import tiny_models
-from tests.ranks.hf.weight_runs import LEARNING_RATE, load_step_and_save
+from tests.ranks.hf.weight_runs import LEARNING_RATE, built_in_gpt, load_step_and_save
 from tests.ranks.pool import RanksFailed
 
 ZERO_1 = {"zero_optimization": {"stage": 1}}
@@ -107,3 +107,15 @@ def test_a_missing_file_is_an_error_with_the_same_text_on_every_rank(pool, tmp_p
     for error, _ in failed.value.errors.values():
         assert CheckpointError.__name__ in error
         assert f"missing: {file}" in error
+
+
+def test_the_built_in_gpt_has_the_same_weights_of_a_folder_on_every_mesh(pool, tmp_path):
+    transformers.utils.logging.disable_progress_bar()
+    tiny_models.whole_model(tiny_models.config_of("llama-tied", mlp_bias=True)).save_pretrained(
+        tmp_path
+    )
+    (whole,) = pool.run(1, built_in_gpt, str(tmp_path), (1, 1))
+    for parameters in pool.run(4, built_in_gpt, str(tmp_path), (2, 2)):
+        assert parameters.keys() == whole.keys()
+        for name, value in whole.items():
+            assert (parameters[name] == value).all(), name

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import pipemega
+from pipemega.hf.gpt_import import gpt_from_pretrained, gpt_section
 from pipemega.hf_check.float64 import KeepFloat64
 from tests.ranks.hf import tiny_models
 
@@ -49,3 +50,22 @@ def load_step_and_save(
     finally:
         torch.set_default_dtype(torch.float32)
     return int(net.source.files.bytes_read)
+
+
+def built_in_gpt(folder: str, mesh: tuple[int, int]) -> dict[str, Any]:
+    """Return the parameters of the built-in GPT with the weights of a folder.
+
+    Args:
+        mesh: pipeline and tensor ranks.
+    """
+    config = pipemega.load_config(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "mesh": {"pipeline": mesh[0], "tensor": mesh[1], "device": "cpu"},
+            "model": gpt_section(folder, seq_length=16),
+        }
+    )
+    engine, *_ = pipemega.initialize(gpt_from_pretrained(folder, config), config)
+    parameters = {name: value.numpy() for name, value in engine.parameter_state().items()}
+    engine.close()
+    return parameters

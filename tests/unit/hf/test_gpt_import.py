@@ -1,0 +1,90 @@
+"""The built-in GPT with the weights of a folder: logits of transformers, and refusals."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", reason="Hugging Face models need transformers")
+
+import transformers
+
+import pipemega
+from pipemega.errors import ConfigError
+from pipemega.hf.gpt_import import gpt_from_pretrained, gpt_section
+from pipemega.hf_check.float64 import KeepFloat64
+from tests.ranks.hf import tiny_models
+
+
+def save(family, folder, **changes):
+    transformers.utils.logging.disable_progress_bar()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = tiny_models.whole_model(tiny_models.config_of(family, **changes))
+        model.save_pretrained(folder)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return model
+
+
+def config_of(section):
+    return {
+        "train_batch_size": 1,
+        "train_micro_batch_size_per_gpu": 1,
+        "mesh": {"device": "cpu"},
+        "model": section,
+    }
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("llama-tied", {"attention_bias": True, "mlp_bias": True}),
+        ("qwen2", {}),
+        ("gpt2", {"activation_function": "gelu"}),
+    ],
+)
+def test_the_built_in_gpt_has_the_logits_of_transformers(family, changes, tmp_path):
+    model = save(family, tmp_path, **changes)
+    section = gpt_section(tmp_path)
+    ids = torch.arange(5, 13).unsqueeze(0)
+    torch.set_default_dtype(torch.float64)
+    try:
+        config = pipemega.load_config(config_of(section))
+        engine, *_ = pipemega.initialize(gpt_from_pretrained(tmp_path, config), config)
+        (logits,) = engine.infer([ids])
+        engine.close()
+        inputs = {"input_ids": ids}
+        if family != "gpt2":
+            # transformers computes the frequencies in fp32 whatever the dtype of the model is.
+            exponents = torch.arange(0, 8, 2) / 8
+            model.model.rotary_emb.inv_freq = section["rotary_base"] ** -exponents
+            inputs["position_ids"] = torch.arange(8.0).unsqueeze(0)
+        with KeepFloat64(), torch.no_grad():
+            expected = model.eval()(**inputs).logits
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(logits[..., : tiny_models.VOCAB], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gpt2", {}, r"activation_function is 'gelu_new'"),
+        ("mistral", {}, r"sliding_window \(4\)"),
+        ("llama", {"hidden_act": "gelu"}, r"hidden_act is 'gelu'"),
+        ("llama", {"attention_bias": True}, r"biases in attention or in the MLP"),
+        ("bloom", {}, r"its family is 'bloom', and only llama"),
+    ],
+)
+def test_a_folder_of_another_model_is_refused_with_the_option(family, changes, message, tmp_path):
+    tiny_models.config_of(family, **changes).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        gpt_section(tmp_path)
+
+
+def test_another_number_of_learned_positions_is_refused(tmp_path):
+    config = tiny_models.config_of("gpt2", activation_function="gelu")
+    config.save_pretrained(tmp_path)
+    expected = rf"it has {config.n_positions} learned positions, and seq_length is 8"
+    with pytest.raises(ConfigError, match=expected):
+        gpt_section(tmp_path, seq_length=8)
