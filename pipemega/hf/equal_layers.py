@@ -15,12 +15,12 @@ def equality_key(description: ModelDescription, index: int) -> Hashable:
     """Return a key that is equal for layers with the same structure, sizes and settings."""
     d = description
     stack, _ = d.places[index]
-    number = index - d.first_of_stack[stack]
+    number, length = index - d.first_of_stack[stack], sum(s == stack for s, _ in d.places)
     # The model may choose the mask of a layer by these lists of its config.
     lists = {
         name: value[number]
         for name, value in vars(d.config.get_text_config()).items()
-        if isinstance(value, list | tuple) and len(value) > number
+        if isinstance(value, list | tuple) and len(value) == length
     }
     return repr((stack, sorted(lists.items()), tuple(_settings(d.layers[index]))))
 

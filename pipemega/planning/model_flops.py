@@ -36,10 +36,12 @@ def forward_flops(net: PipelineModule, inputs: Any) -> float:
     """Return the FLOPs of one forward of `net` for `inputs`; both are on the meta device."""
     x, total = inputs, 0.0
     measured: dict[object, tuple[float, Any]] = {}  # by the key of equal layers
-    with torch.no_grad(), DeviceKernels("cuda"):
+    # The fused kernel of the CPU takes all sizes and dtypes of heads, without dropout.
+    with torch.no_grad(), DeviceKernels("cpu"):
         for spec, layer in zip(net.specs, net.meta_layers, strict=True):
             key = spec.equality_key
             if key is None or key not in measured:
+                layer.eval()
                 with TensorMeter() as meter:
                     x = layer(x) if spec.forward_fn is None else spec.forward_fn(layer, x)
                 measured[key] = meter.flops, x
