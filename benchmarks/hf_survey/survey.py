@@ -2,9 +2,9 @@
 
     python benchmarks/hf_survey/survey.py [--pipeline P] [--tensor T] [FAMILY ...]
 
-Prints one line for each family: equal, DIFFERENT, refused (by pipemega) or not run (transformers
-itself cannot run the default config of the family). Processes that run longer than two minutes are
-not waited for.
+Prints one line for each family: equal; DIFFERENT; refused, or failed with an exception (both by
+pipemega); not run (transformers itself cannot run the default config of the family). A family gets
+two minutes.
 """
 
 import argparse
@@ -57,13 +57,17 @@ def main() -> None:
 def _check(config_class: Any, settings: SplitSettings) -> tuple[str, str]:
     signal.alarm(_SECONDS)
     try:
-        return _verdict(check_model(config_class(), settings))
+        config = config_class()
+    except Exception as error:
+        return "not run", f"default config: {type(error).__name__}: {' '.join(str(error).split())}"
+    try:
+        return _verdict(check_model(config, settings))
     except NoSmallModel as error:
         return "not run", str(error)
     except PipemegaError as error:
         return "refused", " ".join(str(error).split())
     except Exception as error:
-        return "not run", f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return "failed", f"{type(error).__name__}: {' '.join(str(error).split())}"
     finally:
         signal.alarm(0)
 

@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from pipemega.checkpoint.open_path import open_path
-from pipemega.cli.hf_check import add_check
+from pipemega.cli.hf_check import add_check, add_table
 from pipemega.cli.run_options import Subparsers, add_command
 from pipemega.hf.adapter_export import export_adapter
 from pipemega.hf.checkpoint_model import export_checkpoint
@@ -36,6 +36,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser("hf", help="check Hugging Face models, export checkpoints")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_check(commands)
+    add_table(commands)
     _add_export(commands)
 
 

@@ -2,10 +2,12 @@
 
 import argparse
 import json
+import logging
 import warnings
 
 from pipemega.cli.run_options import Subparsers, add_command
 from pipemega.hf.load_model import read_config
+from pipemega.hf_check.family_table import table, titles_of
 from pipemega.hf_check.model_check import check_model
 from pipemega.hf_check.rank_processes import prepare_ranks
 from pipemega.hf_check.report import report, values
@@ -21,6 +23,13 @@ on P x T processes of this machine (gloo, no GPU). Every gradient is compared. T
 the full size can be split over T tensor ranks is checked too. The weights are not read.
 
 Exit code 1: a loss or a gradient differs.
+"""
+
+_TABLE = """\
+Measure what works for each family with the installed transformers: the table of the documentation.
+
+Each cell compares loss and every gradient of a small model with transformers' own; this takes
+several minutes.
 """
 
 _EXAMPLE = """\
@@ -73,6 +82,31 @@ def _check(arguments: argparse.Namespace) -> int:
     else:
         print_report("\n".join(report(result, split)))
     return 0 if result.is_equal else 1
+
+
+def add_table(commands: Subparsers) -> None:
+    """Add the command `table`."""
+    parser = add_command(
+        commands, "table", _TABLE, "", "measure what works for each family, as Markdown"
+    )
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="(default: all)")
+    parser.set_defaults(func=_table)
+
+
+def _table(arguments: argparse.Namespace) -> int:
+    """Print the table of docs/huggingface.md.
+
+    Raises:
+        ConfigError: a family is unknown.
+    """
+    titles = titles_of(arguments.families)
+    prepare_ranks()
+    logging.disable(logging.WARNING)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for line in table(titles):
+            print(line, flush=True)
+    return 0
 
 
 def _size(text: str) -> int:

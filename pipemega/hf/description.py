@@ -155,7 +155,7 @@ class ModelDescription:
             shape = FLOAT_INPUT_SHAPES[self.main_input](self.config)
             return {self.main_input: zero.to(like.dtype).expand(like.shape[0], *shape), **side}
         # transformers warns about padding tokens.
-        token = zero.long() + int(self.config.get_text_config().pad_token_id == 0)
+        token = zero.long() + int(getattr(self.config.get_text_config(), "pad_token_id", None) == 0)
         return {self.main_input: token.expand(like.shape[:2]), **side}
 
     def as_layer_output(self, index: int, hidden: Tensor) -> Any:

@@ -18,7 +18,8 @@ from pipemega.hf.special_models import special_model
 from pipemega.hf.tasks import task_of
 from pipemega.pipeline.microbatch_loss import WeightedLoss
 
-LENGTH, DECODER_LENGTH, PADDING, FIRST_DOCUMENT = 12, 7, 3, 7
+# Even, so that sequence parallelism can shard them.
+LENGTH, DECODER_LENGTH, PADDING, FIRST_DOCUMENT = 12, 8, 3, 7
 IGNORED = -100
 
 
