@@ -67,8 +67,10 @@ def reference_gradients(model: Any, batch: RandomBatch) -> Gradients:
         torch.set_default_dtype(default)
     mean = total / count
     mean.backward()  # type: ignore[no-untyped-call]
+    # A tied parameter has the name under which transformers saves it.
+    tied = model.all_tied_weights_keys
     by_name = {
-        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        tied.get(name, name): torch.zeros_like(p) if p.grad is None else p.grad.clone()
         for name, p in model.named_parameters()
     }
     return Gradients(mean.item(), by_name)
