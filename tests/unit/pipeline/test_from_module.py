@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,22 @@ class Unet(nn.Module):
         for layer in self.up:
             x = layer(x) + skips.pop()
         return x
+
+
+def imported(name: str) -> Any:
+    """Import an optional package; skip the test if it is missing or does not fit to torch."""
+    try:
+        return import_module(name)
+    except (ImportError, RuntimeError) as error:
+        pytest.skip(f"{name} cannot be imported: {error}")
+
+
+def resnet50() -> nn.Module:
+    return imported("torchvision.models").resnet50(num_classes=10)
+
+
+def vit() -> nn.Module:
+    return imported("timm").create_model("vit_tiny_patch16_224", img_size=32, num_classes=10)
 
 
 class TwiceNormed(nn.Module):
@@ -140,6 +157,29 @@ def test_train_and_eval_mode_and_all_names_are_those_of_the_module(
     for name in dict(module.named_parameters()):
         assert net.module_name(net.origin.logical_name(name)) == name
     assert net.num_parameters() == sum(p.numel() for p in module.parameters())
+
+
+RESNET50_SEQUENCE = [
+    "conv1", "bn1", "relu", "maxpool", "layer1", "layer2", SPLIT, "layer3", "layer4", "avgpool",
+    (partial(torch.flatten, start_dim=1), "behind"), "fc",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("build", "num_layers", "exec_seq"),
+    [(resnet50, 26, None), (resnet50, 22, RESNET50_SEQUENCE), (vit, 29, None)],
+)
+def test_models_of_torchvision_and_timm_have_the_same_gradients(
+    build: Callable[[], nn.Module], num_layers: int, exec_seq: Any
+) -> None:
+    module = build().double()
+    x = torch.randn(2, 3, 32, 32, dtype=torch.float64)
+    net = from_module(module, x, exec_seq)
+    assert len(net) == num_layers
+    want = torch.autograd.grad(module(x).square().mean(), [*module.parameters()])
+    got = torch.autograd.grad(run(layers_of(net), x).square().mean(), [*module.parameters()])
+    for mine, theirs in zip(got, want, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
 
 
 def test_inputs_may_be_a_tuple_or_a_dict_of_arguments() -> None:
