@@ -173,15 +173,6 @@ def run_tokenizer(config: Config) -> tuple[str, Tokenizer] | None:
     return None if named is None else (named, load_tokenizer(named, section.eod_id))
 
 
-def with_tokenizer(config: Config) -> DataSection:
-    """Return the section `data`; for text without a tokenizer, with that of the model's folder."""
-    section = config.data
-    reads_text = section.format is not None or section.corpus is not None
-    if section.tokenizer is not None or not reads_text or config.model is None:
-        return section
-    return section.model_copy(update={"tokenizer": config.model.default_tokenizer()})
-
-
 class Vocabulary(NamedTuple):
     """A vocabulary size, and where it is from.
 

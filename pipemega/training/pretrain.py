@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from pipemega.config import Batch, Config
 from pipemega.data.build_datasets import DataRequest, Datasets, build_datasets
-from pipemega.data.data_files import check_data_inputs, with_tokenizer
+from pipemega.data.data_files import check_data_inputs
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
@@ -46,8 +46,7 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
         raise ConfigError(
             "training.train_steps (or training.epochs) is missing: pretraining needs it"
         )
-    section = with_tokenizer(config)
-    check_data_inputs(section)
+    check_data_inputs(config.data)
     log = get_logger(mesh.rank)
     for key, value, why in config.model.computed_values():
         log.info(f"{key} is {value}: {why}")
@@ -62,7 +61,7 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
         vocab_size=vocabulary if isinstance(vocabulary, int) else "auto",
     )
     datasets = build_datasets(
-        section,
+        config.data,
         request,
         say=log.info if mesh.rank == 0 else None,
         progress=mesh.rank == 0 and config.training.progress,

@@ -142,9 +142,14 @@ def test_explicit_positions_from_zero_equal_the_default_positions(kind: Any) -> 
     assert restarted.item() != pytest.approx(plain.item(), rel=1e-6)
 
 
-@pytest.mark.parametrize("kind", ["learned_absolute", "rope"])
-def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(kind: Any) -> None:
-    model = build(replace(LLAMA, position_embedding_type=kind))
+@pytest.mark.parametrize(
+    ("kind", "recompute"),
+    [("learned_absolute", "none"), ("rope", "none"), ("rope", "selective"), ("rope", "full")],
+)
+def test_packed_documents_have_the_loss_and_gradients_of_separate_ones(
+    kind: Any, recompute: Any
+) -> None:
+    model = build(replace(LLAMA, position_embedding_type=kind, recompute=recompute))
     lengths = (3, 1, 4)
     rows = [tokens(LLAMA.vocab_size, rows=1, length=n) + 7 * n for n in lengths]
     rows = [row % LLAMA.vocab_size for row in rows]
