@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[3]
 
 MODULE = """
@@ -35,6 +37,7 @@ class Words(BaseModel):
 """
 
 
+@pytest.mark.sweep
 def test_torchrun_trains_a_registered_model_on_two_stages(tmp_path: Path) -> None:
     (tmp_path / "my_words.py").write_text(MODULE)
     (tmp_path / "config.json").write_text(
@@ -69,7 +72,6 @@ def test_torchrun_trains_a_registered_model_on_two_stages(tmp_path: Path) -> Non
     steps = [line for line in map(json.loads, lines) if "tokens_per_second" in line]
     assert [line["step"] for line in steps] == [1, 2, 3]
     assert steps[-1]["consumed_tokens"] == 3 * 4 * 16
-    # 2 and 4 FLOPs per weight of the head and token; the other layers have no matrix product.
     assert steps[-1]["tflops_per_device"] > 0
     resolved = json.loads((tmp_path / "run/config.json").read_text())
     assert resolved["imports"] == ["my_words"]
