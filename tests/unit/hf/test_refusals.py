@@ -65,7 +65,9 @@ def test_an_unknown_family_is_named(tmp_path):
 
 
 def test_versions_out_of_range_are_refused(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "4.57.1")
+    # Not the name `transformers` of this file: the package replaces its module while it loads.
+    module = installed_transformers.import_transformers()
+    monkeypatch.setattr(module, "__version__", "4.57.1")
     with pytest.raises(ConfigError, match=r"transformers 4.57.1 is installed.*>= 5.9, < 6: pip"):
         installed_transformers.import_transformers()
 
