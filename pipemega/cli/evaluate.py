@@ -4,8 +4,8 @@
                transformers with config.json and safetensors, such as `pipemega hf export` writes
   --data       what to evaluate on, repeatable, as SOURCE or NAME=SOURCE:
                  PREFIX        token files PREFIX.bin and PREFIX.idx
-                 PATH          text as in data.corpus, for the tokenizer of the model; if the run
-                               has data.format, files of this format
+                 PATH          text as in data.corpus, or the records of --format; the tokenizer
+                               is that of the model
                  MODULE:NAME   a dataset of (inputs, labels), or a function that returns one
                Default: the validation set of the run; see --split.
 
@@ -30,7 +30,7 @@ from pipemega.cli.trained_model_options import add_model_options, launched, posi
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, launched_world_size
 from pipemega.engine.initialize import build_mesh_of
-from pipemega.training.evaluation_sets import EvaluationSet, EvaluationSets
+from pipemega.training.evaluation_sets import FORMATS, EvaluationSet, EvaluationSets
 from pipemega.training.set_evaluation import SetResult, evaluate_set
 from pipemega.training.trained_model import ModelSource, find_model, open_model
 
@@ -56,16 +56,22 @@ def add_parser(subparsers: Subparsers) -> None:
         help="a data set; repeatable; default: the data of the run",
     )
     parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        help="of the files in --data: text (corpus), or records as in data.format (default: as the "
+        "data of the run)",
+    )
+    parser.add_argument(
         "--split",
         choices=("train", "valid", "test"),
         default="valid",
         help="without --data: the part of the run's data (default: valid)",
     )
     parser.add_argument(
-        "--batches",
+        "--samples",
         type=positive_count,
         metavar="N",
-        help="global batches of each data set, at most; default: all",
+        help="samples of each data set, at most (default: all)",
     )
     parser.set_defaults(func=run)
 
@@ -82,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         results = []
         for data in sets:
             with _progress(data, mesh.rank == 0) as on_batch:
-                results.append(evaluate_set(engine, data, arguments.batches, on_batch))
+                results.append(evaluate_set(engine, data, on_batch))
         if mesh.rank == 0:
             _print(source, results, as_json=arguments.json)
     return 0
@@ -91,12 +97,12 @@ def run(arguments: argparse.Namespace) -> int:
 def _sets(
     arguments: argparse.Namespace, source: ModelSource, config: Config, mesh: Mesh
 ) -> list[EvaluationSet]:
-    batch = config.batch(mesh.data.size).train_batch_size
     on_terminal = mesh.rank == 0 and sys.stderr.isatty()
     sets = EvaluationSets(
         config,
         source.vocab_size(config),
-        None if arguments.batches is None else arguments.batches * batch,
+        format_name=arguments.format,
+        num_samples=arguments.samples,
         say=(lambda line: print(line, file=sys.stderr)) if on_terminal else None,
         progress=on_terminal,
     )

@@ -26,6 +26,7 @@ from pipemega.cli.run_options import Subparsers, add_command
 from pipemega.cli.trained_model_options import add_model_options, launched, positive_count
 from pipemega.distributed.mesh import launched_world_size
 from pipemega.engine.initialize import build_mesh_of
+from pipemega.errors import ConfigError
 from pipemega.training.prompts import PromptEncoder
 from pipemega.training.sampling import Sampling
 from pipemega.training.text_generator import TextGenerator
@@ -101,10 +102,12 @@ def run(arguments: argparse.Namespace) -> int:
         mesh = build_mesh_of(config)
         # Before the model: a missing tokenizer is reported at once.
         encoder = PromptEncoder.of(config, arguments.stop)
-        prompts = [encoder.encode(p) for p in arguments.prompt]
+        prompts = [_prompt(encoder, text, arguments) for text in arguments.prompt]
         net, engine = open_model(source, config, mesh)
         generator = TextGenerator(engine, net, source.vocab_size(config))
         stop = {*encoder.stop, *generator.end_tokens}
+        if arguments.chat and encoder.chat_tokenizer.eos_token_id is not None:
+            stop.add(encoder.chat_tokenizer.eos_token_id)
         results = []
         for text, prompt in zip(arguments.prompt, prompts, strict=True):
             started = time.perf_counter()
@@ -123,6 +126,14 @@ def run(arguments: argparse.Namespace) -> int:
         if mesh.rank == 0:
             _print(results, as_json=arguments.json)
     return 0
+
+
+def _prompt(encoder: PromptEncoder, text: str, arguments: argparse.Namespace) -> list[int]:
+    if arguments.chat:
+        return encoder.encode_chat(text, arguments.system)
+    if arguments.system is not None:
+        raise ConfigError("--system is for --chat, which applies the chat template")
+    return encoder.encode(text)
 
 
 @contextmanager

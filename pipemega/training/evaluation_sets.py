@@ -7,20 +7,26 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pipemega.config import Config, load
-from pipemega.config.data import RECORD_KEYS, DataSection
+from pipemega.config.data import DataSection
 from pipemega.data.build_datasets import DataRequest, build_datasets
 from pipemega.data.data_files import check_data_inputs
 from pipemega.data.indexed import files_of, prefix_of
+from pipemega.data.loader import is_map_style
 from pipemega.errors import ConfigError, DataError, short_cause
 from pipemega.training.prompts import model_tokenizer
 
 SplitName = Literal["train", "valid", "test"]
 
+FormatName = Literal["corpus", "chat", "instruction", "text"]
+FORMATS = get_args(FormatName)
+
 # Keys that name the source of the data, or a part of it.
 _SOURCES = ("corpus", "data_path", "mock", "path", "valid_path", "split")
+# Keys that say how the records of one format are read.
+_RECORD_KEYS = ("key", "prompt_template", "chat_template", "truncation", "pad_to_multiple_of")
 _NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 _OBJECT = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
@@ -44,7 +50,8 @@ class EvaluationSets:
     Args:
         config: of the model; its section `data` says how text becomes samples.
         vocab_size: of the model; None: it has no tokens.
-        num_samples: that are read of each set, which a blend with weights needs; None: all.
+        format_name: of the files that are named; None: that of the run's data.
+        num_samples: to read of each set, at most; a blend with weights needs it. None: all.
         say, progress: on one rank: takes log lines, and whether to show a bar.
     """
 
@@ -52,12 +59,14 @@ class EvaluationSets:
         self,
         config: Config,
         vocab_size: int | None,
-        num_samples: int | None = None,
         *,
+        format_name: FormatName | None = None,
+        num_samples: int | None = None,
         say: Callable[[str], None] | None = None,
         progress: bool = False,
     ) -> None:
         self._config, self._vocab_size, self._num_samples = config, vocab_size, num_samples
+        self._format = format_name or config.data.format or "corpus"
         self._say, self._progress = say, progress
 
     def own(self, split: SplitName) -> EvaluationSet:
@@ -66,7 +75,7 @@ class EvaluationSets:
         Raises:
             ConfigError, DataError: the config names no data, or it cannot be read.
         """
-        return self._built(split, self._config.data, split)
+        return self._limited(self._built(split, self._config.data, split))
 
     def named(self, words: Sequence[str]) -> list[EvaluationSet]:
         """Return the data sets of `[NAME=]SOURCE` each.
@@ -84,10 +93,25 @@ class EvaluationSets:
             name, source = found.groups() if found else (_name_of(word), word)
             if name in [other.name for other in sets]:
                 raise ConfigError(
-                    f"--data: two data sets have the name {name!r}: write --data NAME={source}"
+                    f"--data: two data sets have the name {name!r}: write --data NAME={source}",
+                    on_every_rank=True,
                 )
-            sets.append(self._named(name, source))
+            sets.append(self._limited(self._named(name, source)))
         return sets
+
+    def _limited(self, whole: EvaluationSet) -> EvaluationSet:
+        """Return the first samples of a set."""
+        limit = self._num_samples
+        if limit is None or (hasattr(whole.data, "__len__") and len(whole.data) <= limit):
+            return whole
+        if not is_map_style(whole.data):
+            raise ConfigError(
+                f"--samples needs data of which single samples can be read, and {whole.name} is a "
+                f"{type(whole.data).__name__}: leave it out, or give a dataset with __getitem__ "
+                f"and __len__",
+                on_every_rank=True,
+            )
+        return EvaluationSet(whole.name, _FirstSamples(whole.data, limit))
 
     def _named(self, name: str, source: str) -> EvaluationSet:
         is_object = None if os.path.exists(source) else _OBJECT.fullmatch(source)
@@ -102,20 +126,22 @@ class EvaluationSets:
 
     def _section(self, source: str) -> DataSection:
         """Return the section `data` whose only source is `source`, all of it in one split."""
-        own, sources = self._config.data, dict[str, Any]()
+        tree = self._config.to_dict()
+        dropped, sources = [*_SOURCES, "format"], dict[str, Any]()
         if all(path.is_file() for path in files_of(prefix_of(source))):
             sources["data_path"] = source
-        elif own.format is not None:
-            sources["path"] = source
+            dropped += _RECORD_KEYS
         else:
-            sources["corpus"] = source
-        if "data_path" not in sources:
             # Without it a new tokenizer would be trained, whose ids have another meaning.
             path, tokenizer = model_tokenizer(self._config)
             sources |= {"tokenizer": path, "eod_id": tokenizer.eod}
-        tree = self._config.to_dict()
-        left_out = {*_SOURCES, *(RECORD_KEYS if "data_path" in sources else ())}
-        kept = {key: value for key, value in tree["data"].items() if key not in left_out}
+            if self._format == "corpus":
+                sources["corpus"] = source
+            else:
+                sources |= {"path": source, "format": self._format}
+            if self._format != self._config.data.format:
+                dropped += _RECORD_KEYS
+        kept = {key: value for key, value in tree["data"].items() if key not in dropped}
         return load({**tree, "data": {**kept, "split": "0,1,0", **sources}}).data
 
     def _built(self, name: str, section: DataSection, split: SplitName) -> EvaluationSet:
@@ -123,13 +149,14 @@ class EvaluationSets:
         length = model.sample_tokens() if model is not None else None
         if length is None or self._vocab_size is None:
             raise ConfigError(
-                f"model.type {model.type if model else None!r} has no token ids, so its data must "
-                f"be a dataset of yours: --data MODULE:NAME"
+                f"the samples of model.type {model.type if model else None!r} are not token ids "
+                f"alone, so the data must be a dataset of yours: --data MODULE:NAME",
+                on_every_rank=True,
             )
         is_weighted = any(weight is not None for weight, _ in section.blend)
         if is_weighted and self._num_samples is None:
             raise ConfigError(
-                "data.data_path has weights, so its validation set has no end: give --batches, or "
+                "data.data_path has weights, so its validation set has no end: give --samples, or "
                 "name its files with --data",
                 on_every_rank=True,
             )
@@ -143,6 +170,22 @@ class EvaluationSets:
         )
         datasets = build_datasets(section, request, say=self._say, progress=self._progress)
         return EvaluationSet(name, getattr(datasets, split))
+
+
+class _FirstSamples:
+    """The first samples of a dataset."""
+
+    def __init__(self, whole: Any, count: int) -> None:
+        self._whole, self._count = whole, count
+        for name in ("collate_fn", "deterministic"):
+            if hasattr(whole, name):
+                setattr(self, name, getattr(whole, name))
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> Any:
+        return self._whole[index]
 
 
 def _name_of(word: str) -> str:

@@ -57,13 +57,11 @@ def _is_json(value: float | None) -> bool:
 def evaluate_set(
     engine: Engine,
     data: EvaluationSet,
-    num_batches: int | None = None,
     on_batch: Callable[[int], object] = lambda samples: None,
 ) -> SetResult:
     """Evaluate one data set.  Collective.
 
     Args:
-        num_batches: global batches to read, at most; None: all.
         on_batch: called on every rank with the samples of each global batch.
     """
     counts = {"tokens": 0, "samples": 0}
@@ -78,12 +76,9 @@ def evaluate_set(
         counts["samples"] += samples
         on_batch(samples)
 
-    size = len(data.data) if hasattr(data.data, "__len__") else None
-    if num_batches and size is not None and num_batches * engine.batch.train_batch_size >= size:
-        num_batches = None  # the data set would repeat
     started = time.perf_counter()
     loss = engine.evaluate(
-        data.data, num_batches, on_output=count_tokens, on_batch=count_samples, split=data.name
+        data.data, on_output=count_tokens, on_batch=count_samples, split=data.name
     )
     seconds = time.perf_counter() - started
     tokens = sum(gather_objects(counts["tokens"], engine.mesh.world))

@@ -19,6 +19,9 @@ from pipemega.training.generate import token_stream
 from pipemega.training.hf_generation import generate_with_transformers
 from pipemega.training.sampling import Sampling
 
+# Of the texts of a model without a largest number of positions.
+_LONGEST = 1 << 20
+
 
 class TextGenerator:
     """Generates tokens with one model.
@@ -42,6 +45,13 @@ class TextGenerator:
     def __init__(self, engine: Engine, net: PipelineModule, vocab_size: int | None) -> None:
         model = engine.config.model
         length = None if model is None else model.sample_tokens()
+        self.end_tokens: tuple[int, ...] = ()
+        if isinstance(net, HFPipelineModule):
+            _check_generates(net)
+            positions = getattr(net.hf_config.get_text_config(), "max_position_embeddings", None)
+            # An encoder-decoder may have neither; its relative positions have no largest one.
+            length = positions or length or _LONGEST
+            self.end_tokens = _end_tokens(net)
         if length is None or vocab_size is None:
             raise ConfigError(
                 f"model.type {model.type if model else None!r} has no token ids, so it does not "
@@ -50,12 +60,6 @@ class TextGenerator:
             )
         self._engine, self._net, self._vocab_size = engine, net, vocab_size
         self.context_length = length
-        self.end_tokens: tuple[int, ...] = ()
-        if isinstance(net, HFPipelineModule):
-            _check_generates(net)
-            positions = getattr(net.hf_config.get_text_config(), "max_position_embeddings", None)
-            self.context_length = positions or length
-            self.end_tokens = _end_tokens(net)
 
     def generate(
         self,

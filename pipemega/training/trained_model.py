@@ -1,8 +1,12 @@
 """Opens a trained model, from a checkpoint or a folder of transformers, to evaluate or generate."""
 
+import atexit
 import json
+import shutil
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -64,12 +68,16 @@ class ModelSource:
         """
         stored, mesh = self.config, self.config.get("mesh") or {}
         device = mesh.get("device", "auto")
-        kept = {key: stored[key] for key in _KEPT if key in stored}
-        if kept.get("lora"):
-            # The adapter is in the checkpoint.
+        kept = {key: stored[key] for key in _KEPT if stored.get(key) is not None}
+        if "lora" in kept:
+            # The checkpoint has the adapters, and their files may be gone.
             kept["lora"] = {**kept["lora"], "path": None}
+        if self.reader is not None and kept["model"].get("type") == "hf":
+            kept["model"] = {**kept["model"], "path": self._hf_folder, "pretrained": False}
         for key in ("fp16", "bf16"):
             kept[key] = {"enabled": (stored.get(key) or {}).get("enabled", False)}
+        # For samples of different lengths.
+        kept["pipeline"] = {"shapes": "exchanged"}
         # A checkpoint of GPUs can be opened on CPUs.
         kept["mesh"] = {"device": "auto" if device == "cuda" else device}
         tree = override(read(kept), overrides).tree
@@ -82,6 +90,18 @@ class ModelSource:
                 _MICRO_BATCHES * pipeline if isinstance(pipeline, int) and pipeline > 1 else 1
             )
         return load(tree)
+
+    @cached_property
+    def _hf_folder(self) -> str:
+        """The folder from which the run loaded its model; if it is gone, one with config.json."""
+        assert self.reader is not None, "otherwise `path` is the folder"
+        saved = self.reader.found.state["model"]["hf"]
+        if saved["folder"] is not None and (Path(saved["folder"]) / "config.json").is_file():
+            return str(saved["folder"])
+        folder = tempfile.mkdtemp()
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        (Path(folder) / "config.json").write_text(json.dumps(saved["config"]))
+        return folder
 
     def vocab_size(self, config: Config) -> int | None:
         """Return the vocabulary size of the model; None: it has no tokens.
@@ -123,6 +143,9 @@ def find_model(path: str, tag: str | None = None) -> ModelSource:
             return ModelSource(str(config_file.parent), _config_of_folder(config_file, config))
     reader = open_path(path, tag)
     stored = reader.found.state["config"]
+    if stored.get("model") is None and "hf" in (reader.found.state.get("model") or {}):
+        # The script has called from_pretrained itself.
+        stored = {**stored, "model": {"type": "hf"}}
     if stored.get("model") is None:
         raise CheckpointError(
             f"the config of {reader.full_path} has no section 'model': the script of the run has "

@@ -80,11 +80,11 @@ def test_without_data_the_validation_set_of_the_run_is_evaluated(folder):
     assert train_set["tokens"] == int(files.lengths[:8].sum()) - 1
 
 
-def test_batches_limits_the_samples(folder):
-    result = evaluated(folder / "run", "--batches", 2, "--split", "train")["data"]["train"]
-    assert result["samples"] == 4
-    assert result["tokens"] == 4 * 24
-    whole = evaluated(folder / "run", "--batches", 99)["data"]["valid"]
+def test_the_number_of_samples_can_be_limited(folder):
+    result = evaluated(folder / "run", "--samples", 3, "--split", "train")["data"]["train"]
+    assert result["samples"] == 3
+    assert result["tokens"] == 3 * 24
+    whole = evaluated(folder / "run", "--samples", 99)["data"]["valid"]
     assert whole["tokens"] == evaluated(folder / "run")["data"]["valid"]["tokens"]
 
 
