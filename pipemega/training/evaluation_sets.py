@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pipemega.config import Config, load
-from pipemega.config.data import DataSection
+from pipemega.config.data import RECORD_KEYS, DataSection
 from pipemega.data.build_datasets import DataRequest, build_datasets
-from pipemega.data.data_files import check_data_inputs
+from pipemega.data.data_files import check_data_inputs, with_tokenizer
 from pipemega.data.indexed import files_of, prefix_of
 from pipemega.data.loader import is_map_style
 from pipemega.errors import ConfigError, DataError, short_cause
@@ -25,8 +25,6 @@ FORMATS = get_args(FormatName)
 
 # Keys that name the source of the data, or a part of it.
 _SOURCES = ("corpus", "data_path", "mock", "path", "valid_path", "split")
-# Keys that say how the records of one format are read.
-_RECORD_KEYS = ("key", "prompt_template", "chat_template", "truncation", "pad_to_multiple_of")
 _NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 _OBJECT = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
@@ -75,7 +73,7 @@ class EvaluationSets:
         Raises:
             ConfigError, DataError: the config names no data, or it cannot be read.
         """
-        return self._limited(self._built(split, self._config.data, split))
+        return self._limited(self._built(split, with_tokenizer(self._config), split))
 
     def named(self, words: Sequence[str]) -> list[EvaluationSet]:
         """Return the data sets of `[NAME=]SOURCE` each.
@@ -127,20 +125,20 @@ class EvaluationSets:
     def _section(self, source: str) -> DataSection:
         """Return the section `data` whose only source is `source`, all of it in one split."""
         tree = self._config.to_dict()
-        dropped, sources = [*_SOURCES, "format"], dict[str, Any]()
+        dropped, sources = set(_SOURCES), dict[str, Any]()
         if all(path.is_file() for path in files_of(prefix_of(source))):
             sources["data_path"] = source
-            dropped += _RECORD_KEYS
+            dropped |= set(RECORD_KEYS)
         else:
             # Without it a new tokenizer would be trained, whose ids have another meaning.
             path, tokenizer = model_tokenizer(self._config)
             sources |= {"tokenizer": path, "eod_id": tokenizer.eod}
+            if self._format != self._config.data.format:
+                dropped |= set(RECORD_KEYS)
             if self._format == "corpus":
                 sources["corpus"] = source
             else:
                 sources |= {"path": source, "format": self._format}
-            if self._format != self._config.data.format:
-                dropped += _RECORD_KEYS
         kept = {key: value for key, value in tree["data"].items() if key not in dropped}
         return load({**tree, "data": {**kept, "split": "0,1,0", **sources}}).data
 

@@ -113,7 +113,8 @@ def test_records_of_a_chat_are_evaluated_on_their_answers(folder, tmp_path):
 @pytest.mark.parametrize("lora", [None, {"r": 2, "alpha": 8.0, "targets": "all-linear"}])
 def test_a_checkpoint_is_generated_from_without_the_folder_of_its_model(folder, tmp_path, lora):
     shutil.copytree(folder / "llama", tmp_path / "source")
-    data = {"data_path": str(folder / "text")}
+    data = {"corpus": str(folder / "text.jsonl"), "tokenizer": str(folder / "llama")}
+    data |= {"data_path": None, "cache_path": str(tmp_path / "cache")}
     model = {"type": "hf", "path": str(tmp_path / "source"), "seq_length": 32}
     optimizer = {"type": "AdamW", "params": {"lr": 0.1}}
     changes = {} if lora is None else {"lora": lora}
