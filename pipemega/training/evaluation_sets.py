@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from pipemega.config import Config, load
 from pipemega.config.data import RECORD_KEYS, DataSection
 from pipemega.data.build_datasets import DataRequest, build_datasets
-from pipemega.data.data_files import check_data_inputs, with_tokenizer
+from pipemega.data.data_files import check_data_inputs
 from pipemega.data.indexed import files_of, prefix_of
 from pipemega.data.loader import is_map_style
 from pipemega.errors import ConfigError, DataError, short_cause
@@ -73,7 +73,7 @@ class EvaluationSets:
         Raises:
             ConfigError, DataError: the config names no data, or it cannot be read.
         """
-        return self._limited(self._built(split, with_tokenizer(self._config), split))
+        return self._limited(self._built(split, self._config.data, split))
 
     def named(self, words: Sequence[str]) -> list[EvaluationSet]:
         """Return the data sets of `[NAME=]SOURCE` each.
