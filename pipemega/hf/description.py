@@ -81,7 +81,12 @@ class ModelDescription:
         self.model.eval()
         self.main_input: str = self.model.main_input_name
         self.tied: dict[str, str] = dict(getattr(self.model, "all_tied_weights_keys", None) or {})
-        self.accepted = frozenset(inspect.signature(self.model.forward).parameters)
+        parameters = inspect.signature(self.model.forward).parameters
+        self.accepted = frozenset(parameters)
+        passes_on = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._has_cache = "use_cache" in parameters or (
+            passes_on and hasattr(self.config, "use_cache")
+        )
         self.special = special_model(self.class_name)
         self.stacks = _find_stacks(self.model, self.special.stacks)
         self.layers: list[nn.Module] = []
@@ -141,8 +146,8 @@ class ModelDescription:
         return model
 
     def run(self, shell: nn.Module, inputs: dict[str, Any]) -> Any:
-        """Call a shell by HF's names of inputs."""
-        if "use_cache" in self.accepted:
+        """Call a shell by HF's names of inputs, without a cache of keys and values."""
+        if self._has_cache:
             inputs = {**inputs, "use_cache": False}
         return shell(**inputs, **self.special.constants)
 
@@ -264,6 +269,7 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
     called: list[set[str]] = [set() for _ in range(len(d.stacks) + 1)]
     segment = 0
     given: list[list[Tensor]] = []
+    shapes: dict[int, torch.Size] = {}
     generator = torch.Generator()
 
     def on_stub(number: int) -> None:
@@ -273,11 +279,20 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
         nonlocal segment
         stack = d.places[index][0]
         if index == d.first_of_stack[stack]:
-            output = zeros_like_output(without_values(d.layers[index]), args, kwargs)
-            d.outputs_per_layer[stack] = len(output) if isinstance(output, tuple) else 0
+            d.outputs_per_layer[stack] = _count_outputs(d.layers[index], args, kwargs)
             segment = stack + 1
         x, *others = split_hidden(args, kwargs)
-        given.append([t for t in pytree.tree_leaves(others) if isinstance(t, Tensor)])
+        leaves = pytree.tree_leaves(others)
+        shapes[stack] = shapes.get(stack, x.shape)
+        if x.shape != shapes[stack] or any(
+            type(leaf).__name__.endswith("Cache") for leaf in leaves
+        ):
+            raise ConfigError(
+                f"{d.class_name} cannot be split into a pipeline: layer {index} "
+                f"({d.places[index][1]}) gets {list(x.shape)} as hidden states, or a cache",
+                on_every_rank=True,
+            )
+        given.append([t for t in leaves if isinstance(t, Tensor)])
         y = torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu")
         return d.as_layer_output(index, y.requires_grad_())
 
@@ -290,8 +305,15 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
     for seed in range(2):
         given, segment = [], 0
         generator.manual_seed(seed)
-        with torch.enable_grad(), torch.device("cpu"):
-            d.run(shell, d.stand_in_inputs(torch.zeros(1, 4, 1), side))
+        try:
+            with torch.enable_grad(), torch.device("cpu"):
+                d.run(shell, d.stand_in_inputs(torch.zeros(1, 4, 1), side))
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            raise ConfigError(
+                f"{d.class_name} cannot be split into a pipeline: its forward does not run without "
+                f"its layers: {type(error).__name__}: {error}",
+                on_every_rank=True,
+            ) from error
         runs.append(given)
     _refuse_other_state(d, *runs)
     # Modules that do not run, such as the second name of a tied table.
@@ -302,6 +324,17 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
         if name in (*d.owners, *d.loose_parameters):
             called[number].add(name)
     return called
+
+
+def _count_outputs(layer: nn.Module, args: Any, kwargs: Any) -> int:
+    """Return the length of the tuple that a layer returns; 0 for a tensor."""
+    try:
+        output = zeros_like_output(without_values(layer), args, kwargs)
+    except (NotImplementedError, RuntimeError):
+        # The layer reads values, which the meta device does not have; older families, which return
+        # tuples, do not.
+        return 0
+    return len(output) if isinstance(output, tuple) else 0
 
 
 def _refuse_other_state(

@@ -47,6 +47,7 @@ _T5_BIAS = "layer.0.SelfAttention.relative_attention_bias.weight"
 _T5_ATTENTION = ("layer.0.SelfAttention", "layer.1.EncDecAttention")
 
 FAMILIES: dict[str, Family] = {
+    "apertus": Family({"mlp.act_fn": "replicated_with_grad_allreduce"}),
     "cohere": Family({"self_attn.q_norm.weight": "dim:0", "self_attn.k_norm.weight": "dim:0"}),
     "bert": Family(
         _linears(

@@ -12,6 +12,7 @@
     packed_colwise, packed_rowwise,   a parameter, sharded along one of its dims; packed: two blocks
     colwise, rowwise, dim:D
     on_first_rank                     a parameter that is added on the first rank only
+    local_params                      nothing: parameters of the module have styles of their own
 
 The names are those of transformers' plans (`base_model_tp_plan`), except blocks, qkv, dim and
 on_first_rank.
@@ -144,6 +145,12 @@ def _shard_module(layer: nn.Module, name: str, module: nn.Module, sharding: Shar
     if kind in _IN_PLACE:
         _IN_PLACE[kind](module, config, axis)
         return
+    if kind not in (*COLUMN_STYLES, *_GATHERED_STYLES, *ROW_STYLES):
+        raise ConfigError(
+            f"{config.model_type}: the plan of transformers shards {name} by the style "
+            f"{sharding.styles[name]!r}, which is not known: use mesh.tensor = 1",
+            on_every_rank=True,
+        )
     place = sharding.regions.place_of(name)
     size_in, size_out, bias = _features(module)
     options = {"axis": axis, "bias": bias, **_options(module)}
@@ -168,17 +175,11 @@ def _shard_module(layer: nn.Module, name: str, module: nn.Module, sharding: Shar
                     sequence_parallel=place is Place.SEQUENCE,
                     **options,
                 )
-    elif kind in ROW_STYLES:
+    else:
         even_share(size_in, axis.size, f"the input of {name}")
         linear = SplitInputLinear if kind == "rowwise_split_input" else RowParallelLinear
         sequence_parallel = place in (Place.GATHERED, Place.SEQUENCE)
         new = linear(size_in, size_out, sequence_parallel=sequence_parallel, **options)
-    else:
-        raise ConfigError(
-            f"{config.model_type}: the plan of transformers shards {name} by the style "
-            f"{sharding.styles[name]!r}, which is not known: use mesh.tensor = 1",
-            on_every_rank=True,
-        )
     _replace(layer, name, module, new)
 
 
@@ -238,6 +239,8 @@ def _sum_experts(module: nn.Module, config: Any, axis: Axis) -> None:
 
 
 _IN_PLACE: dict[str, Callable[[nn.Module, Any, Axis], None]] = {
+    # Its own parameters have styles; the module is as it is.
+    "local_params": lambda module, config, axis: None,
     "replicated_with_grad_allreduce": _mark_partial,
     "mla_kv_a_proj": _copy_rope_channels,
     "moe_tp_experts": _sum_experts,
