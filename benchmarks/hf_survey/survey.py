@@ -1,6 +1,6 @@
 """Checks every causal LM of the installed transformers, each with a small default config.
 
-    python benchmarks/hf_survey/survey.py [--pipeline P] [--tensor T] [FAMILY ...]
+    python -m benchmarks.hf_survey.survey [--pipeline P] [--tensor T] [FAMILY ...]
 
 Prints one line for each family: equal; DIFFERENT; refused, or failed with an exception (both by
 pipemega); not run (transformers itself cannot run the default config of the family). A family gets

@@ -102,7 +102,16 @@ class ModelDescription:
         self.loose_parameters = _loose_parameters(self)
         self.owners = _parameter_owners(self)
         self.outputs_per_layer = [0] * len(self.stacks)  # 0: a tensor, else the length of a tuple
-        self.segment_modules = _find_segments(self)
+        try:
+            self.segment_modules = _find_segments(self)
+        except ConfigError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self.class_name} cannot be split into a pipeline: its forward fails with "
+                f"placeholders in the place of its layers: {type(error).__name__}: {error}",
+                on_every_rank=True,
+            ) from error
 
     @property
     def class_name(self) -> str:

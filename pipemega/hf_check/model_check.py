@@ -25,7 +25,7 @@ from pipemega.pipeline.schedules import find_schedule
 # Samples of a micro-batch.
 _SAMPLES = 2
 # A larger model takes minutes, and gigabytes in float64 on every rank.
-MAX_PARAMETERS = 30_000_000
+MAX_PARAMETERS = 50_000_000
 
 
 class NoSmallModel(ConfigError):

@@ -133,3 +133,12 @@ def test_a_loss_of_the_user_replaces_that_of_the_task():
 
     net = from_pretrained(CONFIGS["sam"](), pretrained=False, loss_fn=own)
     assert net.build_loss(Axis("tensor")) is own
+
+
+def test_a_model_that_fails_without_its_layers_is_refused_by_name():
+    """CTRL scales the output of its embeddings in place, which a placeholder does not allow."""
+    from transformers import CTRLConfig
+
+    config = CTRLConfig(vocab_size=61, n_embd=32, dff=48, n_layer=2, n_head=4)
+    with pytest.raises(ConfigError, match="CTRLLMHeadModel cannot be split into a pip.*: its"):
+        from_pretrained(config, task="causal-lm", pretrained=False)
