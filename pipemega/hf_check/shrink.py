@@ -323,7 +323,7 @@ def _dim_factor(
     """Return the largest divisor of all sizes of a head that leaves `MIN_HEAD_DIM`."""
     sizes = list(dims.values())
     width = next((widths[k] for k in ("hidden_size", "d_model", "n_embd") if k in widths), None)
-    if width is not None and heads and width % max(heads.values()) == 0:
+    if "head_dim" not in dims and width is not None and width % max(heads.values()) == 0:
         sizes.append(width // max(heads.values()))
     if not sizes:
         return 1

@@ -140,5 +140,5 @@ def test_a_model_that_fails_without_its_layers_is_refused_by_name():
     from transformers import CTRLConfig
 
     config = CTRLConfig(vocab_size=61, n_embd=32, dff=48, n_layer=2, n_head=4)
-    with pytest.raises(ConfigError, match="CTRLLMHeadModel cannot be split into a pip.*: its"):
+    with pytest.raises(ConfigError, match=r"CTRLLMHeadModel cannot be split into a pip.*: its"):
         from_pretrained(config, task="causal-lm", pretrained=False)

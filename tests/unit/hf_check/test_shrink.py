@@ -26,6 +26,12 @@ def test_heads_widths_and_sizes_of_heads_shrink_by_common_factors():
     assert small["intermediate_size"] == 28672 // 64
 
 
+def test_the_size_of_heads_need_not_follow_from_the_width():
+    """gpt-oss: 64 heads of 64 channels, and a width of 2880."""
+    small = shrunk(num_attention_heads=64, num_key_value_heads=8, head_dim=64, hidden_size=2880)
+    assert (small["num_attention_heads"], small["head_dim"], small["hidden_size"]) == (16, 8, 90)
+
+
 def test_one_key_and_value_head_for_all_queries_remains_one():
     small = shrunk(num_attention_heads=32, num_key_value_heads=1, head_dim=64, hidden_size=2048)
     assert small["num_key_value_heads"] == 1
