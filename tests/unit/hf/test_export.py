@@ -18,9 +18,11 @@ from pipemega.cli import main
 from pipemega.errors import CheckpointError
 from pipemega.hf import safetensors_writer
 from pipemega.hf.checkpoint_model import export_checkpoint
+from pipemega.hf.tasks import model_class_of
 from pipemega.hf_check.float64 import KeepFloat64
 from pipemega.models import GPTConfig, gpt
 from tests.ranks.hf import tiny_models
+from tests.ranks.hf_check import test_special_models
 
 IN_CI = ("llama-tied", "gpt2", "deepseek-v3", "t5")
 GPT2 = {
@@ -292,3 +294,16 @@ def test_a_gpt_that_transformers_does_not_have_is_refused_with_its_options(
     checkpoint_of(net, tmp_path / "checkpoint", model=section)
     with pytest.raises(CheckpointError, match=message):
         export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "out")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", test_special_models.CONFIGS)
+def test_blip2_and_sam_are_exported_with_the_same_tensors(name, tmp_path):
+    transformers.utils.logging.disable_progress_bar()
+    config = test_special_models.CONFIGS[name]()
+    model_class_of(config, None)._from_config(config).save_pretrained(tmp_path / "source")
+    checkpoint_of(pipemega.from_pretrained(tmp_path / "source"), tmp_path / "checkpoint")
+    export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "out")
+    before, after = tensors_of(tmp_path / "source"), tensors_of(tmp_path / "out")
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
