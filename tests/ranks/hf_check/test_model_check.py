@@ -1,6 +1,8 @@
 """`pipemega hf check` on gloo ranks: equal models, and faults that it must find."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -89,3 +91,17 @@ def test_a_size_that_tensor_ranks_do_not_divide_is_refused_before_ranks_start():
 
     with pytest.raises(model_check.ConfigError, match=r"\(1537\).*multiple of the tensor ranks"):
         check_model(qwen3(intermediate_size=1537), TENSOR_2, never)
+
+
+@pytest.mark.sweep
+def test_the_command_checks_a_llama_of_7_billion_parameters(tmp_path):
+    from transformers import LlamaConfig
+
+    LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    command = [sys.executable, "-m", "pipemega", "hf", "check", str(tmp_path), "--tensor", "2"]
+    done = subprocess.run(
+        [*command, "--schedule", "zb-v"], capture_output=True, text=True, timeout=180
+    )
+    assert done.returncode == 0, done.stderr
+    assert "LlamaForCausalLM, 6.74 billion parameters" in done.stdout
+    assert "equal: on pipeline 2 x tensor 2, schedule zb-v" in done.stdout
