@@ -348,13 +348,17 @@ def build_stages(
     stage_of = {p: stage for stage in stages.values() for p in range(stage.start, stage.stop)}
     for tied in net.tied_parameters:
         here = [place for place in tied.places if place[0] in stage_of]
-        for position, name in here[1:]:
+        in_stage: dict[int, nn.Parameter] = {}
+        for position, name in here:
             (first, first_name), stage = here[0], stage_of[position]
-            shared = stage_of[first].layers[str(first)].get_parameter(first_name)
-            if stage is not stage_of[first]:
-                copy = nn.Parameter(shared.data, shared.requires_grad)
-                shared = attach_shard(copy, shard_of(shared))
-            _set_parameter(stage.layers[str(position)], name, shared)
+            if stage.number not in in_stage:
+                shared = stage_of[first].layers[str(first)].get_parameter(first_name)
+                if stage is not stage_of[first]:
+                    copy = nn.Parameter(shared.data, shared.requires_grad)
+                    shared = attach_shard(copy, shard_of(shared))
+                in_stage[stage.number] = shared
+            if (position, name) != here[0]:
+                _set_parameter(stage.layers[str(position)], name, in_stage[stage.number])
     return stages
 
 
