@@ -15,9 +15,9 @@ class LoraSection(Section):
     alpha: Positive = own(8.0, "The product B A is multiplied by alpha / r.")
     targets: Name | tuple[Name, ...] = own(
         "all-linear",
-        'Linear layers with an adapter: `"all-linear"`, all but the output head; a list of names, '
-        "each the whole name of a layer or its end after a dot; or a regular expression that "
-        "matches whole names.",
+        'Linear layers with an adapter: `"all-linear"`, all except the output head and layers with '
+        "tied weights; a list of names, each the whole name of a layer or its end after a dot; or "
+        "a regular expression that matches whole names.",
     )
     dropout: Fraction = own(0.0, "Dropout probability of the input of A.")
     rslora: bool = own(False, "Multiply by alpha / sqrt(r) (rank-stabilized LoRA).")

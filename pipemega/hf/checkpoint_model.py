@@ -43,7 +43,7 @@ def export_checkpoint(
 ) -> ExportSummary:
     """Write the model of a checkpoint, saved on any mesh, as a folder for transformers.
 
-    One process streams the tensors: it needs little more memory than the largest of them.
+    One process streams the tensors: it needs little more memory than twice the largest of them.
 
     Args:
         path: a folder of checkpoints, or one checkpoint; or a URL that fsspec opens.
