@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipemega.distributed.mesh import Axis
-from pipemega.errors import ConfigError
+from pipemega.errors import ConfigError, short_cause
 from pipemega.pipeline.cut_points import (
     LayerGraph,
     argument_of,
@@ -21,9 +21,10 @@ from pipemega.pipeline.cut_points import (
 )
 from pipemega.pipeline.execution_sequence import read_sequence
 from pipemega.pipeline.module_source import BuiltSource, FactorySource, ModuleSource
-from pipemega.pipeline.module_tracer import TracedModule, is_large, trace
+from pipemega.pipeline.module_tracer import TracedModule, has_hooks, is_large, trace
 from pipemega.pipeline.spec import LayerSpec
 from pipemega.pipeline.traced_spec import ModuleParts, TracedSpec
+from pipemega.random import preserve_all_rng
 
 log = logging.getLogger(__name__)
 
@@ -106,17 +107,26 @@ def trace_layers(
     """Return the layers of a module; see `PipelineModule.from_module`."""
     source = _source(module_or_factory)
     module = source.structure
+    if has_hooks(module):
+        raise ConfigError(
+            f"from_module: {type(module).__name__} has hooks of its own forward or backward, which "
+            f"no layer would call: remove them, or make it a submodule of another module",
+            on_every_rank=True,
+        )
     splits: Sequence[int] = ()
+    keywords: Callable[[Any], dict[str, Any]] | None = None
     if exec_seq is not None:
         sequence = read_sequence(exec_seq, module)
         traced, splits = sequence.traced, sequence.splits
         layers = split(traced.graph, sequence.cuts, sequence.names, None)
     else:
         arguments, unpack = _arguments(module, example_inputs)
-        examples = None
-        if example_inputs is not None:
-            unpacked = unpack or (lambda inputs, number, name: inputs)
-            examples = [unpacked(example_inputs, *at) for at in enumerate(arguments)]
+
+        def keywords(inputs: Any) -> dict[str, Any]:
+            at = enumerate(arguments)
+            return {name: unpack(inputs, n, name) if unpack else inputs for n, name in at}
+
+        examples = None if example_inputs is None else [*keywords(example_inputs).values()]
         traced = trace(module, arguments, examples)
         cuts = cut_positions(traced.graph, module)
         names = layer_names(traced.graph, cuts, module)
@@ -124,7 +134,7 @@ def trace_layers(
         _log_uncut(traced, module)
     result = ModuleLayers(source, layers, traced.additions, splits)
     if example_inputs is not None:
-        _compare(result.specs, source, example_inputs)
+        _compare(result.specs, source, example_inputs, keywords)
     return result
 
 
@@ -181,15 +191,23 @@ def _arguments(
     variadic = [p for p in parameters if p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     named = [p for p in parameters if p not in variadic]
     required = [p.name for p in named if p.default is p.empty]
-    if isinstance(example_inputs, Mapping) and len(named) > 1:
+    known = [p.name for p in named]
+    by_name = isinstance(example_inputs, Mapping) and (
+        len(known) > 1
+        or [*example_inputs] == known
+        or (bool(variadic) and any(name in example_inputs for name in known))
+    )
+    # A list may be the only argument itself.
+    in_order = isinstance(example_inputs, tuple | list) and len(known) > 1
+    in_order = in_order or (isinstance(example_inputs, tuple) and len(example_inputs) == 1)
+    if by_name:
         given = list(example_inputs)
-    elif isinstance(example_inputs, tuple | list) and len(named) > 1:
-        given = [p.name for p in named[: len(example_inputs)]]
+    elif in_order:
+        given = known[: len(example_inputs)]
         if len(given) < len(example_inputs):
             given += [f"argument {len(given) + 1}"]
     else:
-        given = required or [p.name for p in named[:1]]
-    known = [p.name for p in named]
+        given = required or known[:1]
     unknown = [argument for argument in given if argument not in known]
     missing = [argument for argument in required if argument not in given]
     if unknown or missing or not given:
@@ -201,9 +219,7 @@ def _arguments(
             f"named arguments around this one can",
             on_every_rank=True,
         )
-    alone = len(given) == 1 and not isinstance(example_inputs, Mapping | tuple | list)
-    alone = alone or len(named) == 1
-    return given, None if alone else argument_of
+    return given, argument_of if by_name or in_order or len(given) > 1 else None
 
 
 def _log_uncut(traced: TracedModule, module: nn.Module) -> None:
@@ -214,7 +230,12 @@ def _log_uncut(traced: TracedModule, module: nn.Module) -> None:
             log.info(f"from_module: {name} cannot be cut, because it cannot be traced: {reason}")
 
 
-def _compare(specs: Sequence[LayerSpec], source: ModuleSource, example_inputs: Any) -> None:
+def _compare(
+    specs: Sequence[LayerSpec],
+    source: ModuleSource,
+    example_inputs: Any,
+    keywords: Callable[[Any], dict[str, Any]] | None,
+) -> None:
     """Run module and layers on the example inputs; without dropout, and on meta for a factory.
 
     Raises:
@@ -230,15 +251,21 @@ def _compare(specs: Sequence[LayerSpec], source: ModuleSource, example_inputs: A
         module.eval()
         with torch.no_grad():
             copied = pytree.tree_map_only(Tensor, torch.clone, inputs)
-            want = _call(module, copied)
+            with preserve_all_rng():
+                want = module(**keywords(copied)) if keywords else _call(module, copied)
             got = inputs
-            for layer in layers:
-                got = layer(got)
+            with preserve_all_rng():
+                for layer in layers:
+                    # As in a message: tensors that share memory become separate ones.
+                    got = layer(pytree.tree_map_only(Tensor, torch.clone, got))
     except Exception as error:
+        on_meta, hint = "", ""
+        if device.type == "meta":
+            on_meta = " on the meta device"
+            hint = "; if it cannot run there, pass a built module or no example_inputs"
         raise ConfigError(
-            f"from_module: {source.name} fails on the example inputs"
-            f"{' on the meta device' if device.type == 'meta' else ''}: "
-            f"{type(error).__name__}: {error}",
+            f"from_module: {source.name} fails on the example inputs{on_meta}: "
+            f"{type(error).__name__}: {short_cause(error)}{hint}",
             on_every_rank=True,
         ) from error
     finally:

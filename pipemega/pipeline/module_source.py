@@ -36,6 +36,7 @@ class BuiltSource:
     """
 
     def __init__(self, module: nn.Module) -> None:
+        _check_not_lazy(module, type(module).__name__)
         self.structure = module
 
     def prepare(self, names: Collection[str], seed: int) -> None:
@@ -71,6 +72,7 @@ class FactorySource:
         self.name = getattr(function, "__name__", type(function).__name__)
         self._registrations = _Registrations(lambda _: False)
         built = self._build(self._registrations, seed=0)
+        _check_not_lazy(built, self.name)
         real = [name for name, parameter in built.named_parameters() if not parameter.is_meta]
         if real:
             raise ConfigError(
@@ -79,16 +81,18 @@ class FactorySource:
                 on_every_rank=True,
             )
         self.structure = copy_structure(built, "meta")
-        self._numbers = {
-            name: self._registrations.numbers[parameter]
-            for name, parameter in built.named_parameters(remove_duplicate=False)
-        }
+        self._numbers = self._registrations.numbers_in(built)
         self._prepared: nn.Module | None = None
 
     def prepare(self, names: Collection[str], seed: int) -> None:
         """Build the module with the parameters `names` on the CPU and the others on meta."""
         local = {self._numbers[name] for name in names}
-        built = self._build(_Registrations(local.__contains__), seed)
+        needed = local | self._registrations.sources_of(local)
+        # Of what a constructor replaces, as weight_norm does, it may use the values.
+        needed |= set(range(self._registrations.count)) - set(self._numbers.values())
+        registrations = _Registrations(needed.__contains__)
+        built = self._build(registrations, seed)
+        registrations.release(built, local)
         parameters = dict(built.named_parameters(remove_duplicate=False))
         for name in sorted(names):
             want, got = self.structure.get_parameter(name), parameters.get(name)
@@ -141,30 +145,85 @@ class _Registrations:
         is_local: whether the parameter with this number keeps its values.
 
     Attributes:
-        numbers: parameter -> its number, in the order of the first registrations.
+        numbers: parameter -> its number, in the order of the first registrations and copies.
+        count: of the numbers.
     """
 
     def __init__(self, is_local: Callable[[int], bool]) -> None:
         self._is_local = is_local
         self.numbers: Any = WeakIdKeyDictionary()
         self._replaced: Any = WeakIdKeyDictionary()
-        self._count = 0
+        self._sources: dict[int, int] = {}
+        self.count = 0
 
     @contextmanager
     def installed(self) -> Iterator[None]:
         handle = register_module_parameter_registration_hook(self._register)  # type: ignore[arg-type]
+        deepcopy: Any = nn.Parameter.__deepcopy__
+
+        def copied(parameter: nn.Parameter, memo: dict[int, Any]) -> Any:
+            if id(parameter) not in memo and parameter in self.numbers:
+                memo[id(parameter)] = self._copy(parameter, deepcopy)
+            return memo[id(parameter)] if id(parameter) in memo else deepcopy(parameter, memo)
+
+        nn.Parameter.__deepcopy__ = copied  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
+            nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign]
             handle.remove()
+
+    def numbers_in(self, module: nn.Module) -> dict[str, int]:
+        """Return name -> number of the parameters of a module that was built with this object.
+
+        Raises:
+            ConfigError: a parameter was set without a registration; the same on every rank.
+        """
+        numbers = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            if parameter not in self.numbers:
+                raise ConfigError(
+                    f"from_module: {type(module).__name__} sets its parameter {name} without "
+                    f"register_parameter, so it cannot be built on one rank only: pass a built "
+                    f"module",
+                    on_every_rank=True,
+                )
+            numbers[name] = self.numbers[parameter]
+        return numbers
+
+    def sources_of(self, numbers: Collection[int]) -> set[int]:
+        """Return the parameters whose values the constructors copy into those of `numbers`."""
+        found: set[int] = set()
+        for number in numbers:
+            while number in self._sources:
+                number = self._sources[number]
+                found.add(number)
+        return found
+
+    def release(self, module: nn.Module, local: Collection[int]) -> None:
+        """Send the parameters of the built module that were only needed for copies to meta."""
+        for part in module.modules():
+            for name, parameter in part._parameters.items():
+                if parameter is not None and self.numbers.get(parameter) not in local:
+                    part._parameters[name] = _meta_parameter(parameter)
+
+    def _copy(self, parameter: nn.Parameter, deepcopy: Callable[..., Any]) -> nn.Parameter:
+        """Return a copy of a registered parameter: its module is copied, as in nn.Transformer."""
+        number = self.count
+        self.count += 1
+        self._sources[number] = self.numbers[parameter]
+        is_real = self._is_local(number) and not parameter.is_meta
+        copied: nn.Parameter = deepcopy(parameter, {}) if is_real else _meta_parameter(parameter)
+        self.numbers[copied] = number
+        return copied
 
     def _register(self, module: nn.Module, name: str, parameter: Any) -> nn.Parameter | None:
         if parameter is None or parameter in self.numbers:
             return None
         if parameter in self._replaced:
             return self._replaced[parameter]  # type: ignore[no-any-return]
-        number = self._count
-        self._count += 1
+        number = self.count
+        self.count += 1
         # Lazy parameters have no shape yet; their modules cannot be traced.
         if self._is_local(number) or nn.parameter.is_lazy(parameter):
             self.numbers[parameter] = number
@@ -206,9 +265,23 @@ def _meta_parameter(parameter: Tensor) -> nn.Parameter:
     return attach_shard(empty, shard_of(parameter))
 
 
+def _check_not_lazy(module: nn.Module, name: str) -> None:
+    for path, part in module.named_modules():
+        if any(map(nn.parameter.is_lazy, chain(part.parameters(False), part.buffers(False)))):
+            raise ConfigError(
+                f"from_module: the shapes of {path or name} ({type(part).__name__}) are not known "
+                f"yet: run the module once on an input, and pass the built module",
+                on_every_rank=True,
+            )
+
+
 def copy_structure(module: nn.Module, device: str | None = None) -> nn.Module:
     """Return a copy of the modules with the same tensors, or with tensors on `device`."""
     memo: dict[int, Any] = {}
+    # Results that a module stores, as weight_norm does, cannot be copied with their history.
+    for value in (value for part in module.modules() for value in vars(part).values()):
+        if isinstance(value, Tensor) and not value.is_leaf:
+            memo[id(value)] = value.detach().to(device)
     for tensor in chain(module.parameters(), module.buffers()):
         memo[id(tensor)] = tensor
         if device is not None and isinstance(tensor, nn.Parameter):

@@ -5,10 +5,12 @@ stage boundary may be inside it. If that is not possible, because its forward de
 on `self.training`, or draws random numbers, the module is one call too.
 """
 
+import contextlib
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import setitem
 from typing import Any
 
 import torch
@@ -19,6 +21,9 @@ from pipemega.errors import ConfigError, PipelineError
 from pipemega.pipeline.module_source import copy_structure
 
 TRAINING = "training"
+
+_CONSTRUCTORS = ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randn", "zeros")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,17 +110,16 @@ class _Tracer(fx.Tracer):
     def record(self) -> tuple[fx.Graph, dict[str, Any]]:
         """Return the graph of the root, and name -> constant that the trace has computed."""
         rng_state, before = torch.get_rng_state(), set(vars(self._module))
-        try:
-            with self._recorded_training():
-                graph = self.trace(self._module)
-            _check_random_numbers(rng_state)
-            new = vars(self._module).keys() - before
-            return graph, {key: vars(self._module)[key] for key in new}
-        finally:
-            torch.set_rng_state(rng_state)
-            # torch.fx puts constants into the module.
-            for key in vars(self._module).keys() - before:
-                delattr(self._module, key)
+        with _unchanged(self._module):
+            try:
+                with self._recorded_training(), self._recorded_constructors():
+                    graph = self.trace(self._module)
+                _check_random_numbers(rng_state)
+                new = vars(self._module).keys() - before
+                # torch.fx puts constants into the module.
+                return graph, {key: vars(self._module)[key] for key in new}
+            finally:
+                torch.set_rng_state(rng_state)
 
     def create_args_for_root(
         self, root_fn: Any, is_module: bool, concrete_args: Any = None
@@ -129,7 +133,7 @@ class _Tracer(fx.Tracer):
         return forward, [self.root, *proxies]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if m in self._opaque_modules:
+        if m in self._opaque_modules or has_hooks(m):
             return True
         return super().is_leaf_module(m, module_qualified_name)
 
@@ -143,8 +147,9 @@ class _Tracer(fx.Tracer):
         stack, rng_state = dict(self.module_stack), torch.get_rng_state()
         self._open.append(m)
         try:
-            result = super().call_module(m, forward, args, kwargs)
-            _check_random_numbers(rng_state)
+            with _unchanged(m):
+                result = super().call_module(m, forward, args, kwargs)
+                _check_random_numbers(rng_state)
             return result
         except Exception as error:
             self.opaque[name] = _reason(error)
@@ -166,6 +171,9 @@ class _Tracer(fx.Tracer):
                 "graph of calls does not contain"
             )
         return super().create_node(*args, **kwargs)
+
+    def proxy(self, node: fx.Node) -> fx.Proxy:
+        return _Value(node, self)
 
     def getattr(self, attr: str, attr_val: Any, parameter_proxy_cache: dict[str, Any]) -> Any:
         if self._shapes is not None and self._shapes.evaluating:
@@ -206,6 +214,67 @@ class _Tracer(fx.Tracer):
             yield
         finally:
             del nn.Module.training
+
+    @contextmanager
+    def _recorded_constructors(self) -> Iterator[None]:
+        """Record functions such as torch.ones(rows, columns) whose sizes are values of the graph.
+
+        They have no tensor among their arguments, so torch.fx does not see them.
+        """
+        originals = {name: getattr(torch, name) for name in _CONSTRUCTORS}
+
+        def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if any(isinstance(value, fx.Proxy) for value in pytree.tree_leaves((args, kwargs))):
+                    return self.create_proxy("call_function", function, args, kwargs)
+                return function(*args, **kwargs)
+
+            return call
+
+        for name, function in originals.items():
+            setattr(torch, name, recorded(function))
+        try:
+            yield
+        finally:
+            for name, function in originals.items():
+                setattr(torch, name, function)
+
+
+class _Value(fx.Proxy):
+    """A value of the graph; `value[index] = other` is a call too."""
+
+    def __setitem__(self, index: Any, other: Any) -> None:
+        self.tracer.create_proxy("call_function", setitem, (self, index, other), {})
+
+
+@contextmanager
+def _unchanged(module: nn.Module) -> Iterator[None]:
+    """Undo what the body assigns to attributes of the modules in `module`.
+
+    Raises:
+        _NotTraceable: an attribute had another value before, so each call would change it.
+    """
+    before = []
+    for path, part in module.named_modules():
+        tensors = (vars(part).get(name, {}) for name in ("_parameters", "_buffers"))
+        before += [(path, at, dict(at)) for at in (vars(part), *tensors)]
+    changed = None
+    try:
+        yield
+    finally:
+        for path, at, old in before:
+            for key in [key for key in at if key not in old]:
+                del at[key]
+            for key in [key for key in old if at.get(key, before) is not old[key]]:
+                at[key] = old[key]
+                changed = ".".join(filter(None, ("self", path, key)))
+    if changed is not None:
+        raise _NotTraceable(f"it assigns {changed}, which a graph of calls does not contain")
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether functions of the user run before or after forward or backward."""
+    return any(hooks for name, hooks in vars(module).items() if name in _HOOKS)
 
 
 class _Shapes:
@@ -289,7 +358,8 @@ def _reason(error: Exception) -> str:
 
 def _line(frames: Sequence[traceback.FrameSummary]) -> str:
     """Return the innermost line that is neither in torch nor in this file."""
+    others = (__file__, contextlib.__file__)
     for frame in reversed(frames):
-        if "/torch/" not in frame.filename and frame.filename != __file__:
+        if "/torch/" not in frame.filename and frame.filename not in others:
             return f"{frame.filename}:{frame.lineno}: {frame.line!r}"
     return ""
