@@ -268,6 +268,18 @@ def _find_stacks(model: Any, known: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(found, key=lambda name: "decoder" in name.split(".")))
 
 
+def _check_hidden(
+    d: ModelDescription, index: int, x: Tensor, shape: torch.Size, others: list[Any]
+) -> None:
+    """Refuse a layer that gets hidden states of another shape than the first one, or a cache."""
+    if x.shape != shape or any(type(leaf).__name__.endswith("Cache") for leaf in others):
+        raise ConfigError(
+            f"{d.class_name} cannot be split into a pipeline: layer {index} "
+            f"({d.places[index][1]}) gets {list(x.shape)} as hidden states, or a cache",
+            on_every_rank=True,
+        )
+
+
 def _find_segments(description: ModelDescription) -> list[set[str]]:
     """Run the model around its layers, twice, and return the modules of each segment.
 
@@ -292,15 +304,7 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
             segment = stack + 1
         x, *others = split_hidden(args, kwargs)
         leaves = pytree.tree_leaves(others)
-        shapes[stack] = shapes.get(stack, x.shape)
-        if x.shape != shapes[stack] or any(
-            type(leaf).__name__.endswith("Cache") for leaf in leaves
-        ):
-            raise ConfigError(
-                f"{d.class_name} cannot be split into a pipeline: layer {index} "
-                f"({d.places[index][1]}) gets {list(x.shape)} as hidden states, or a cache",
-                on_every_rank=True,
-            )
+        _check_hidden(d, index, x, shapes.setdefault(stack, x.shape), leaves)
         given.append([t for t in leaves if isinstance(t, Tensor)])
         y = torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu")
         return d.as_layer_output(index, y.requires_grad_())

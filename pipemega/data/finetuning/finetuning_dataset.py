@@ -18,6 +18,7 @@ from pipemega.data.finetuning.packing import Truncation, cut, pack
 from pipemega.data.gpt_dataset import IGNORE
 from pipemega.data.mapped_files import Mappings
 from pipemega.errors import DataError
+from pipemega.printing import percent
 
 Inputs = dict[str, Tensor]
 
@@ -151,7 +152,7 @@ class FineTuningDataset(Dataset[tuple[Inputs, Tensor]]):
         line = (
             f"{self.name}: {self._num_examples:,} examples, {self._tokens:,} tokens "
             f"({self._labels:,} with loss) in {number:,} {how} samples of {length} "
-            f"({self._tokens / (number * length):.1%} filled)"
+            f"({percent(self._tokens / (number * length))} filled)"
         )
         what = {"truncate": "cut off", "split": "split", "drop": "left out"}
         if self._too_long:
