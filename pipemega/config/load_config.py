@@ -101,13 +101,19 @@ def _import(tree: Any, folders: Iterable[Path]) -> Iterator[Invalid]:
         if folder not in sys.path:
             sys.path.insert(0, folder)
     for name in names:
+        if not all(part.isidentifier() for part in name.split(".")) or name.endswith(".py"):
+            example = Path(name).stem.lstrip(".") or "my_models"
+            text = f"imports: {name!r} is not the name of a module: write {example!r} or the like"
+            yield Invalid(("imports",), f"{text}; its folder may be in PYTHONPATH")
+            continue
         try:
             import_module(name)
-        except Exception as error:
+        # A script may end with sys.exit().
+        except (Exception, SystemExit) as error:
             yield Invalid(("imports",), _import_error(name, error))
 
 
-def _import_error(name: str, error: Exception) -> str:
+def _import_error(name: str, error: BaseException) -> str:
     """Return the text of the error, with the last line of the module's own code."""
     if isinstance(error, ModuleNotFoundError) and error.name == name.split(".")[0]:
         return (
@@ -117,7 +123,8 @@ def _import_error(name: str, error: Exception) -> str:
     text = f"imports: the module {name!r} failed: {type(error).__name__}: {error}"
     # The first frame is the call of import_module; the text of a SyntaxError has file and line.
     frames = traceback.extract_tb(error.__traceback__)[1:]
-    own = [f for f in frames if "importlib" not in f.filename and "site-packages" not in f.filename]
+    others = ("importlib", "site-packages", f"{Path(__file__).parents[1]}{os.sep}")
+    own = [f for f in frames if not any(other in f.filename for other in others)]
     return f"{text} ({own[-1].filename}, line {own[-1].lineno}: {own[-1].line})" if own else text
 
 

@@ -16,7 +16,8 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from typing import Any, ClassVar, Literal, TypeVar, get_args
+from types import UnionType
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, create_model
 from pydantic_core import to_json
@@ -42,7 +43,9 @@ class JsonSection(Section):
     def section_at(cls, key: str, raw: Mapping[str, Any]) -> SectionClass | None:
         found = super().section_at(key, raw)
         annotation = cls.model_fields[key].annotation
-        for kind in () if found else get_args(annotation) or (annotation,):
+        # In a list or dict the objects of the user's class are below the elements.
+        is_union = get_origin(annotation) in (Union, UnionType)
+        for kind in () if found else get_args(annotation) if is_union else (annotation,):
             if isinstance(kind, type) and issubclass(kind, BaseModel):
                 return _as_section(kind)
         return found

@@ -274,8 +274,39 @@ def test_a_module_that_is_missing_or_no_python_is_reported(folder: Path) -> None
 
 def test_a_module_that_registers_a_taken_name_is_reported(folder: Path) -> None:
     path = written(folder, "registered_g", MODULE.replace('"imported"', '"gpt"'))
-    with pytest.raises(ConfigError, match=r"ConfigError: register_model\('gpt'\): the name"):
+    with pytest.raises(
+        ConfigError, match=r"ConfigError: register_model\('gpt'\): the name"
+    ) as text:
         load(path)
+    assert f"({folder / 'registered_g.py'}, line " in str(text.value), "where the user registers it"
+
+
+def test_a_script_that_exits_is_reported(folder: Path) -> None:
+    path = written(folder, "registered_j", "import sys\nsys.exit(3)\n")
+    with pytest.raises(ConfigError, match=r"'registered_j' failed: SystemExit: 3 .*line 2: sys.ex"):
+        load(path)
+
+
+@pytest.mark.parametrize("name", ["my_models.py", "./my_models", ".my_models"])
+def test_a_path_is_no_name_of_a_module(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{re.escape(name)}' is not the .* write 'my_models'"):
+        load({**BASE, "imports": [name]})
+
+
+def test_lists_and_dicts_of_objects_are_keys_of_a_model() -> None:
+    class WithTables(BaseModel):
+        patches: list[Patch] = []
+        named: dict[str, Patch] = {}
+
+        def build(self, context: Any) -> Any: ...
+
+    register_model("with-tables")(WithTables)
+    try:
+        section = {"type": "with-tables", "patches": [{"size": 8}], "named": {"a": {"size": 4}}}
+        model: Any = load({**BASE, "model": section}).model
+        assert (model.patches[0].size, model.named["a"].size) == (8, 4)
+    finally:
+        del model_registry._TYPES["with-tables"]
 
 
 def test_the_command_schema_shows_the_types_of_a_config(
