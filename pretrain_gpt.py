@@ -1,4 +1,8 @@
-"""Pretrain a language model over a data x tensor x pipeline mesh.
+"""Train the model of a config on token data: any model.type, with new weights or loaded ones.
+
+The config also has the data and the mesh (data x tensor x pipeline ranks); docs/models.md describes
+the types of models, docs/config.md all keys. torchrun starts one process per GPU; without GPUs the
+processes train on the CPU.
 
     torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json
     torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json \\

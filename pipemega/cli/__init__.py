@@ -28,8 +28,9 @@ COMMANDS: Mapping[str, str] = {
 _DESCRIPTION = """\
 Train large transformers with data, tensor and pipeline parallelism from one JSON config.
 
-torchrun starts the training itself. The commands below run in one process and need no GPU;
-`evaluate` and `generate` can be started with torchrun too, and `doctor` is started like a training.
+A training is a script, such as pretrain_gpt.py, which torchrun starts: see the last example. The
+commands below run in one process and need no GPU; `evaluate` and `generate` can be started with
+torchrun too, and `doctor` is started like a training.
 `python -m pipemega COMMAND --help` prints the options of a command.
 """
 
@@ -43,6 +44,7 @@ examples:
   python -m pipemega evaluate runs/mine --data wiki.txt
   python -m pipemega generate runs/mine --prompt "Once upon a time"
   python -m pipemega checkpoint verify runs/mine
+  python -m pipemega hf check models/llama-7b --tensor 2
   python -m pipemega hf export runs/mine exported
   torchrun --nproc_per_node=4 -m pipemega doctor --config configs/quickstart.json
   torchrun --nproc_per_node=4 pretrain_gpt.py --config configs/quickstart.json

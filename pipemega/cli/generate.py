@@ -46,7 +46,11 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = add_command(subparsers, "generate", __doc__, _EPILOG)
     add_model_options(parser)
     parser.add_argument(
-        "--prompt", action="append", required=True, metavar="TEXT", help="repeatable"
+        "--prompt",
+        action="append",
+        required=True,
+        metavar="TEXT",
+        help="the text to continue; repeatable, then each prompt gets a text",
     )
     parser.add_argument(
         "--chat",

@@ -17,6 +17,18 @@ from pipemega.hf.checkpoint_model import export_checkpoint
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
+_HF = """Check that a Hugging Face model trains as in transformers, and export checkpoints to it.
+
+To train such a model, set "model": {"type": "hf", "path": FOLDER} in the config. `evaluate` and
+`generate` take its folders and its checkpoints.
+"""
+
+_HF_EXAMPLES = """examples:
+  python -m pipemega hf check models/llama-7b --tensor 2 --pipeline 2
+  python -m pipemega hf export runs/mine exported
+  python -m pipemega hf export --help
+"""
+
 _EXPORT = """Write the model of a checkpoint as a folder that transformers loads.
 
 The checkpoint may be of any mesh, of a Hugging Face model or of the GPT of model.type "gpt" (as
@@ -25,15 +37,15 @@ FOLDER gets model*.safetensors, config.json, generation_config.json and the toke
 are merged into the weights; with --adapter, FOLDER gets the adapter alone, in peft's format."""
 
 _EXPORT_EXAMPLES = """examples:
-  pipemega hf export runs/mine exported
-  pipemega hf export runs/mine exported --tag global_step500 --dtype bfloat16 \\
+  python -m pipemega hf export runs/mine exported
+  python -m pipemega hf export runs/mine exported --tag global_step500 --dtype bfloat16 \\
       --source models/llama
-  pipemega hf export runs/mine adapter --adapter"""
+  python -m pipemega hf export runs/mine adapter --adapter"""
 
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the commands of `pipemega hf`."""
-    parser = subparsers.add_parser("hf", help="check Hugging Face models, export checkpoints")
+    parser = add_command(subparsers, "hf", _HF, _HF_EXAMPLES)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     add_check(commands)
     add_table(commands)

@@ -6,6 +6,7 @@ import logging
 import warnings
 
 from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.hf.installed_transformers import without_progress_bars
 from pipemega.hf.load_model import read_config
 from pipemega.hf_check.family_table import table, titles_of
 from pipemega.hf_check.model_check import check_model
@@ -73,7 +74,7 @@ def _check(arguments: argparse.Namespace) -> int:
         sequence_parallel=arguments.sequence_parallel,
         attn_implementation=arguments.attn_implementation,
     )
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_progress_bars():
         warnings.simplefilter("ignore")
         folder = arguments.path.removesuffix("/config.json")
         result = check_model(read_config(folder)[1], split)
@@ -102,7 +103,7 @@ def _table(arguments: argparse.Namespace) -> int:
     titles = titles_of(arguments.families)
     prepare_ranks()
     logging.disable(logging.WARNING)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), without_progress_bars():
         warnings.simplefilter("ignore")
         for line in table(titles):
             print(line, flush=True)

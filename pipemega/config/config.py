@@ -26,7 +26,7 @@ from pipemega.config.key_kinds import (
 from pipemega.config.lora import LoraSection
 from pipemega.config.mesh import MeshSection
 from pipemega.config.model import GPTSection
-from pipemega.config.model_hf import HFSection
+from pipemega.config.model_hf import HFSection, errors_of_positions
 from pipemega.config.model_registry import ModelSection, section_of_type
 from pipemega.config.monitors import (
     CsvSection,
@@ -326,6 +326,9 @@ _RULES = (
     Rule(("scheduler", "training.train_steps", "training.epochs"), _schedule_length),
     Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), _checkpoint_folder),
     Rule((TRAIN, MICRO, STEPS, "mesh.data"), _sizes),
+    Rule(
+        ("data.reset_position_ids", "data.reset_attention_mask", "model.type"), errors_of_positions
+    ),
     Rule(("data.pad_to_multiple_of", "pipeline.shapes", "mesh"), errors_of_padding),
 )  # fmt: skip
 

@@ -99,7 +99,11 @@ class DataSection(Section):
         "deterministic datasets are not compared; 0: never.",
     )
     eod_mask_loss: bool = own(False, "Mask the loss where the input is the end-of-document token.")
-    reset_position_ids: bool = own(False, "Restart position ids after each end-of-document token.")
+    reset_position_ids: bool = own(
+        False,
+        "Restart position ids after each end-of-document token; with `model.type` hf only together "
+        "with `reset_attention_mask`.",
+    )
     reset_attention_mask: bool = own(
         False,
         "Prevent attention across the documents of a sample; requires `reset_position_ids`.",

@@ -1,6 +1,6 @@
 """`model` with type "hf": a model of Hugging Face's transformers, from a folder."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +28,8 @@ class HFSection(ModelSection):
     )
     seq_length: Count | None = own(
         None,
-        f"Tokens per sample; null: the positions of the model, at most {LONGEST_DEFAULT}.",
+        "Tokens per sample, at most the positions of a model with a table of them (GPT-2, OPT); "
+        f"null: the positions of the model, at most {LONGEST_DEFAULT}.",
     )
 
     @property
@@ -68,8 +69,27 @@ class HFSection(ModelSection):
             )
         return ""
 
+    def remarks(self) -> Iterable[str]:
+        # Only with a length: reading config.json imports transformers.
+        return () if self.seq_length is None else self.above("remarks")(self)
+
     def computed_values(self) -> Iterator[tuple[str, str, str]]:
         length = self.sample_tokens()
         if self.seq_length is None and length is not None:
             why = f"the positions of the model, at most {LONGEST_DEFAULT}"
             yield "model.seq_length", str(length), why
+
+
+def errors_of_positions(config: Any) -> Iterator[str]:
+    """Yield errors of the position ids that the data of a `Config` gives the model."""
+    data = config.data
+    if (
+        isinstance(config.model, HFSection)
+        and data.reset_position_ids
+        and not data.reset_attention_mask
+    ):
+        yield (
+            "data.reset_position_ids restarts the position ids at each document, and models of "
+            "transformers (model.type 'hf') then limit attention to the document: set "
+            "data.reset_attention_mask to true too, or both to false"
+        )

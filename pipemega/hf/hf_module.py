@@ -56,11 +56,6 @@ class HFPipelineModule(PipelineModule):
         """The `PretrainedConfig` of the model."""
         return self.description.config
 
-    @property
-    def takes_packed_documents(self) -> bool:
-        """Whether position_ids that restart keep the documents of a sample apart."""
-        return self._arguments.follow_positions
-
     def checkpoint_metadata(self) -> dict[str, Any]:
         config = self.hf_config.to_dict()
         config["architectures"] = [self.description.class_name]

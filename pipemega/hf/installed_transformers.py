@@ -1,5 +1,7 @@
 """Imports transformers, or says which version to install."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pipemega.errors import ConfigError
@@ -27,3 +29,16 @@ def import_transformers() -> Any:
             f">= {MINIMUM[0]}.{MINIMUM[1]}, < {BELOW[0]}: pip install 'pipemega[hf]'"
         )
     return transformers
+
+
+@contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Hide the progress bars of transformers, which loads and saves small models for a command."""
+    logging = import_transformers().utils.logging
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,5 +1,6 @@
 """The model type "hf" of the config: what its section delegates to."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,6 +9,11 @@ from pipemega.config.model_hf import LONGEST_DEFAULT, HFSection
 from pipemega.hf.description import FLOAT_INPUT_SHAPES
 from pipemega.hf.hf_module import HFPipelineModule
 from pipemega.hf.load_model import from_pretrained, read_config
+from pipemega.hf.position_tables import (
+    declared_positions,
+    refuse_missing_positions,
+    untrained_rotary_positions,
+)
 from pipemega.hf.tasks import model_class_of
 from pipemega.models.build_model import ModelContext
 
@@ -15,13 +21,23 @@ from pipemega.models.build_model import ModelContext
 def build(section: HFSection, context: ModelContext) -> HFPipelineModule:
     """Return the model of the folder; without its weights on the meta device."""
     mesh = context.config.mesh
-    return from_pretrained(
+    net = from_pretrained(
         section.folder,
         task=section.task,
         pretrained=section.pretrained and context.device.type != "meta",
         sequence_parallel=mesh.sequence_parallel and context.tensor > 1,
         attn_implementation=section.attn_implementation,
     )
+    refuse_missing_positions(net.description, _sequence_length(section, net.hf_config))
+    return net
+
+
+def remarks(section: HFSection) -> Iterator[str]:
+    """Yield warnings for the log."""
+    config = _hf_config(section)
+    warning = untrained_rotary_positions(config, _sequence_length(section, config))
+    if warning is not None:
+        yield warning
 
 
 def sample(section: HFSection, context: ModelContext) -> tuple[Any, Any] | None:
@@ -53,10 +69,7 @@ def vocabulary(section: HFSection) -> int | None:
 def _sequence_length(section: HFSection, config: Any) -> int:
     if section.seq_length is not None:
         return section.seq_length
-    text = config.get_text_config()
-    names = ("max_position_embeddings", "max_target_positions", "n_positions")
-    found = [value for name in names if isinstance(value := getattr(text, name, None), int)]
-    return min(*found, LONGEST_DEFAULT) if found else LONGEST_DEFAULT
+    return min([LONGEST_DEFAULT, *declared_positions(config).values()])
 
 
 def _hf_config(section: HFSection) -> Any:

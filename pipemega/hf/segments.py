@@ -143,18 +143,19 @@ class Segment(nn.Module):
             raise DataError(
                 f"the position_ids restart within a sample (packed documents), but the attention "
                 f"of {self._description.class_name} does not follow them, so it would see other "
-                f"documents: train with one document in each sample"
+                f"documents: train with one document in each sample (data.packing, or "
+                f"data.reset_position_ids and data.reset_attention_mask, false)"
             )
 
     def _check_inputs(self, inputs: dict[str, Any]) -> dict[str, Tensor]:
         d = self._description
         for name, value in inputs.items():
+            if name == "position_ids" and not self._arguments.follow_positions:
+                self._refuse_packed(value)
             if name not in d.accepted:
                 raise DataError(
                     f"{d.class_name} has no input {name!r}; it has: {', '.join(sorted(d.accepted))}"
                 )
-            if name == "position_ids" and not self._arguments.follow_positions:
-                self._refuse_packed(value)
             floats = (*_FLOAT_INPUTS, *d.special.float_inputs)
             if value.is_floating_point() and name not in floats:
                 raise DataError(

@@ -89,7 +89,7 @@ def _gradients(split: SplitSettings, batch: RandomBatch) -> Gradients:
         sequence_parallel=split.sequence_parallel,
         attn_implementation=split.attn_implementation,
     )
-    if batch.kind == "packed" and not net.takes_packed_documents:
+    if batch.kind == "packed" and not net.follows_positions:
         raise ConfigError(
             "the attention of this family does not follow position_ids that restart, so it would "
             "see other documents",

@@ -1,4 +1,4 @@
-"""Parts of `pretrain_gpt.py`: data, model, FLOPs and results of a GPT run."""
+"""Parts of `pretrain_gpt.py`: data, FLOPs and results of a run."""
 
 import argparse
 import math

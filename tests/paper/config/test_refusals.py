@@ -337,6 +337,10 @@ def test_costs_select_the_schedule_auto():
             "set it to 2",
         ),
         ({"data": {"reset_attention_mask": True}}, "set data.reset_position_ids to true too"),
+        (
+            {"model": {"type": "hf", "path": "llama"}, "data": {"reset_position_ids": True}},
+            "limit attention to the document: set data.reset_attention_mask to true too, or both",
+        ),
         ({"data": {"path": "a.jsonl"}}, "data.path need data.format: set it to 'chat'"),
         (
             {"data": {"format": "chat", "path": "a.jsonl", "prompt_template": "{prompt}"}},

@@ -64,7 +64,8 @@ def test_the_command_prints_the_differences_and_returns_0_if_all_are_equal(
     monkeypatch.setattr(model_check, "launch_ranks", pool.run)
     arguments = ["hf", "check", str(tmp_path), "--tensor", "2", "--pipeline", "2"]
     assert cli.main([*arguments, "--schedule", "zb-v"]) == 0
-    text = capsys.readouterr().out
+    text, bars = capsys.readouterr()
+    assert not bars
     assert "vocab_size 151936 -> 61" in text
     for kind in ("plain", "padded", "packed"):
         assert f"\n{kind}" in text

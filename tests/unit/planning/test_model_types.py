@@ -239,8 +239,28 @@ def test_check_reads_the_folder_of_a_hugging_face_model(
     assert (code, "has 16 stages, and the model has 8 layers" in text) == (1, True)
     code, text = check("model.path=nothing")
     assert (code, "model.path: the folder nothing does not exist" in text) == (1, True)
+    code, text = check("model.pretrained=false", "model.seq_length=65")
+    assert code == 0
+    assert "model.seq_length is 65, and config.json of the model has max_position_emb" in text
     (hf_folder / "config.json").unlink()
     assert "has no config.json, which describes the model" in check()[1]
+
+
+def test_a_sequence_longer_than_the_table_of_positions_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers", reason="Hugging Face models need it")
+    transformers.GPT2Config(
+        n_positions=64, n_embd=8, n_layer=2, n_head=2, architectures=["GPT2LMHeadModel"]
+    ).save_pretrained(tmp_path)
+    model = {"type": "hf", "path": str(tmp_path), "pretrained": False, "seq_length": 64}
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps({**BASE, "model": model}))
+    assert main(["check", str(path)]) == 0
+    assert main(["check", str(path), "--set", "model.seq_length=65"]) == 1
+    text = " ".join(capsys.readouterr().err.split())
+    assert "model.seq_length is 65, but GPT2LMHeadModel has a table of 64 positions" in text
+    assert "(transformer.wpe): set model.seq_length to at most 64" in text
 
 
 def plan_family(name: str, folder: Path) -> None:
