@@ -30,6 +30,9 @@ class FastTokenizer(Tokenizer):
         self._inner = inner
         # "<|endoftext|>" inside of a text is text, not the end of a document.
         inner.encode_special_tokens = True
+        # transformers stores the settings of its last call in tokenizer.json.
+        inner.no_truncation()
+        inner.no_padding()
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         self.eod = inner.token_to_id(EOD)
         if self.eod is None and end_of_sequence is not None:

@@ -39,16 +39,21 @@ class Block(nn.Module):
         self.mlp = MLP(c, axis)
         self.dropout = Dropout(c.hidden_dropout, axis=axis, sequence_parallel=c.sequence_parallel)
         self._recompute = c.recompute == "full"
-        self._uses_rng = c.hidden_dropout > 0 or c.attention_dropout > 0
+        self._attention_dropout = c.attention_dropout
 
     def forward(self, inputs: Hidden) -> Hidden:
         hidden, *per_token = inputs if isinstance(inputs, tuple) else (inputs,)
         if self._recompute:
-            restore_rng = self._uses_rng and self.training
+            restore_rng = self.training and self._uses_rng()
             hidden = recompute(self._block, hidden, *per_token, restore_rng=restore_rng)
         else:
             hidden = self._block(hidden, *per_token)
         return (hidden, *per_token) if per_token else hidden
+
+    def _uses_rng(self) -> bool:
+        # Adapters bring dropout of their own.
+        dropouts = (getattr(module, "p", 0.0) for module in self.modules())
+        return self._attention_dropout > 0 or any(p > 0 for p in dropouts)
 
     def _block(self, x: Tensor, *per_token: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), *per_token))

@@ -5,6 +5,7 @@ import hashlib
 import importlib
 
 import pytest
+import tokenizers
 
 from pipemega.data.fast_tokenizer import FastTokenizer
 from pipemega.data.indexed import IndexedDataset
@@ -146,6 +147,17 @@ def test_folders_and_files_without_a_tokenizer_are_refused_by_name(tmp_path):
     (tmp_path / "x.json").write_text('{"type": "sentencepiece", "model": "a"}')
     with pytest.raises(DataError, match=r"x.json is (damaged|not a SentencePiece)"):
         load_tokenizer(tmp_path / "x.json")
+
+
+def test_truncation_and_padding_stored_in_a_tokenizer_json_are_not_used(tmp_path):
+    inner = tokenizers.Tokenizer.from_file(str(bpe_files(tmp_path) / "tokenizer.json"))
+    wanted = [list(load_tokenizer(tmp_path).encode(text)) for text in ("to", "to be " * 9)]
+    inner.enable_truncation(4)
+    inner.enable_padding()
+    inner.save(str(tmp_path / "tokenizer.json"))
+    ours = load_tokenizer(tmp_path)
+    assert [ids.tolist() for ids in ours.encode_batch(["to", "to be " * 9])] == wanted
+    assert ours.encode_examples(["to", "to be " * 9]) == wanted
 
 
 def test_special_tokens_in_an_example_are_recognised():

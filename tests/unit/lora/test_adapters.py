@@ -93,6 +93,17 @@ def test_the_model_starts_as_without_adapters_and_only_they_change() -> None:
     assert len(changed) == 3 * 4 * 2
 
 
+def test_recomputed_blocks_draw_the_same_dropout_of_adapters() -> None:
+    norms = []
+    for recompute in ("none", "full"):
+        model = {"hidden_dropout": 0.0, "recompute": recompute}
+        engine = gpt_engine(model=model, lora={"r": 2, "dropout": 0.5})
+        engine.train_batch(data(engine, 0))
+        assert engine.last_step is not None
+        norms.append(engine.last_step.grad_norm)
+    assert norms[0] == norms[1]
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_frozen_parameters_have_no_gradients_masters_or_optimizer_state(schedule: str) -> None:
     engine = gpt_engine(
