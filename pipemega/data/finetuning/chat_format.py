@@ -191,9 +191,13 @@ def tokens_in(spans: Sequence[Span], offsets: npt.NDArray[np.int64]) -> npt.NDAr
     Shape:
         offsets [tokens, 2]: first character and the one after the last  ->  bool [tokens]
     """
+    firsts, lasts = offsets[:, 0], offsets[:, 1]
+    # Tokenizers that trim white space from offsets leave nothing of a token of white space: it is
+    # behind the token before it.
+    firsts = np.where(firsts == lasts, np.append([0], lasts[:-1]), firsts)
     inside = np.zeros(len(offsets), dtype=np.bool_)
     for start, end in spans:
-        inside |= (offsets[:, 1] > start) & (offsets[:, 0] < end) & (offsets[:, 1] > offsets[:, 0])
+        inside |= (lasts > start) & (firsts < end) & (lasts > firsts)
     return inside
 
 

@@ -213,3 +213,6 @@ def test_the_spans_of_answers_equal_the_docstring():
 def test_a_token_counts_if_it_contains_a_character_of_an_answer():
     offsets = np.array([[0, 2], [2, 5], [5, 5], [5, 7], [7, 9]])
     assert tokens_in([(4, 7)], offsets).tolist() == [False, True, False, True, False]
+    # Offsets without white space: [5, 8] is a token of spaces only.
+    trimmed = np.array([[0, 2], [2, 5], [8, 8], [9, 11], [14, 14]])
+    assert tokens_in([(3, 11)], trimmed).tolist() == [False, True, True, True, False]
