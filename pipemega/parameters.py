@@ -78,6 +78,17 @@ class Shard:
                 full.narrow(self.dim, start, length).copy_(local.narrow(self.dim, offset, length))
 
 
+def mark_transposed(parameter: nn.Parameter) -> nn.Parameter:
+    """Mark a parameter that HF stores transposed (transformers' Conv1D); return it."""
+    parameter._pipemega_transposed = True  # type: ignore[attr-defined]
+    return parameter
+
+
+def is_transposed(tensor: Tensor) -> bool:
+    """Return whether HF stores the transpose of this parameter."""
+    return getattr(tensor, "_pipemega_transposed", False)
+
+
 def attach_shard(parameter: nn.Parameter, shard: Shard) -> nn.Parameter:
     """Attach `shard` to `parameter`; return the parameter."""
     parameter._pipemega_shard = shard  # type: ignore[attr-defined]

@@ -10,6 +10,8 @@ from pipemega.config.lora import LoraSection
 from pipemega.errors import CheckpointError
 from pipemega.hf.checkpoint_model import lora_of, model_to_export, source_folder
 from pipemega.hf.export import CheckpointTensor, refuse_existing
+from pipemega.hf.key_mapping import tied_names
+from pipemega.hf.whole_model import whole_model
 from pipemega.lora.low_rank import A, B
 from pipemega.lora.merging import adapter_of
 from pipemega.lora.peft_files import save_adapter
@@ -42,6 +44,7 @@ def export_adapter(reader: CheckpointReader, path: str | Path) -> int:
     folder = Path(path).absolute()
     refuse_existing(folder)
     exported = model_to_export(reader)
+    tied = tied_names(whole_model(exported.config, exported.class_name))
     tensors: dict[str, Tensor] = {}
     for name, place in exported.tensors.items():
         a, b = adapter_of(place.key)
@@ -49,9 +52,11 @@ def export_adapter(reader: CheckpointReader, path: str | Path) -> int:
             module = name.removesuffix("weight")
             tensors[f"{module}{A}.weight"] = reader.tensors.read_full(a, None)
             tensors[f"{module}{B}.weight"] = reader.tensors.read_full(b, place.rows)
-        elif _is_trained(section, name, place):
+        elif _is_trained(section, place, names := tied.get(name, (name,))):
             whole = reader.tensors.read_full(place.key, place.rows)
-            tensors[name] = whole.T if place.transposed else whole
+            # peft trains the names of a tied tensor apart, unless the adapter has all of them.
+            for each in names:
+                tensors[each] = whole.T if place.transposed else whole
     source, temporary = source_folder(reader), folder.with_name(f".{folder.name}.exporting")
     shutil.rmtree(temporary, ignore_errors=True)
     task = next((t for end, t in _TASKS.items() if exported.class_name.endswith(end)), None)
@@ -62,6 +67,7 @@ def export_adapter(reader: CheckpointReader, path: str | Path) -> int:
         fan_in_fan_out=any(place.transposed for place in exported.tensors.values()),
         base=None if source is None else str(source),
         task_type=task,
+        ties=any(name in tied for name in tensors),
     )
     if folder.exists():
         folder.rmdir()
@@ -69,9 +75,9 @@ def export_adapter(reader: CheckpointReader, path: str | Path) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _is_trained(section: LoraSection, name: str, place: CheckpointTensor) -> bool:
-    """Return whether a tensor belongs to a module of `lora.train_also`."""
-    for own in (name, place.key.partition("/")[2]):
+def _is_trained(section: LoraSection, place: CheckpointTensor, names: tuple[str, ...]) -> bool:
+    """Return whether a tensor with these names belongs to a module of `lora.train_also`."""
+    for own in (*names, place.key.partition("/")[2]):
         if any(f".{module}." in f".{own}" for module in section.train_also):
             return True
     return False

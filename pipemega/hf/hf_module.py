@@ -9,6 +9,7 @@ from pipemega.errors import ConfigError
 from pipemega.hf.description import ModelDescription
 from pipemega.hf.equal_layers import equality_key
 from pipemega.hf.families import family_of
+from pipemega.hf.key_mapping import tied_names
 from pipemega.hf.label_losses import TokenLoss, class_loss
 from pipemega.hf.layer_arguments import LayerArguments
 from pipemega.hf.local_layer import build_layer
@@ -111,6 +112,9 @@ class HFPipelineModule(PipelineModule):
     def module_name(self, logical: str) -> str:
         _, position, *inner = logical.split(".", 2)
         return self.hf_name(logical) if inner else self._layer_names.get(int(position), "")
+
+    def other_names(self, name: str) -> tuple[str, ...]:
+        return tied_names(self.description.model).get(name, (name,))[1:]  # the saved one is first
 
     def is_output_head(self, position: int, inner: str) -> bool:
         head = self._vocabulary.head

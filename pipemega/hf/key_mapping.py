@@ -98,7 +98,7 @@ class KeyMapping:
         self.parts: dict[str, list[StoredPart]] = {}
         self.conversions: dict[str, Conversion] = {}
         self.unexpected: list[str] = []
-        self.same = _tied_names(model)
+        self.same = tied_names(model)
         for group in self._assign_keys():
             self._add_group(group)
 
@@ -207,7 +207,7 @@ class KeyMapping:
         ]
 
 
-def _tied_names(model: Any) -> dict[str, tuple[str, ...]]:
+def tied_names(model: Any) -> dict[str, tuple[str, ...]]:
     """Return name -> all names of the same tensor, first the one under which HF saves it."""
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     groups: dict[str, list[str]] = defaultdict(list)

@@ -2,7 +2,11 @@
 
 from typing import Protocol
 
-from torch import Tensor, nn
+from torch import Tensor
+
+from pipemega.parameters import is_transposed, mark_transposed
+
+__all__ = ["WeightSource", "is_transposed", "mark_transposed"]
 
 
 class WeightSource(Protocol):
@@ -16,14 +20,3 @@ class WeightSource(Protocol):
 
         If `is_transposed(tensor)`, HF stores the transpose of the logical tensor.
         """
-
-
-def mark_transposed(parameter: nn.Parameter) -> nn.Parameter:
-    """Mark a parameter that HF stores transposed (transformers' Conv1D); return it."""
-    parameter._pipemega_transposed = True  # type: ignore[attr-defined]
-    return parameter
-
-
-def is_transposed(tensor: Tensor) -> bool:
-    """Return whether HF stores the transpose of this parameter."""
-    return getattr(tensor, "_pipemega_transposed", False)

@@ -3,6 +3,7 @@
 base_model.model.<name of a linear>.lora_A.weight    [r, in]
 base_model.model.<name of a linear>.lora_B.weight    [out, r]
 base_model.model.<name of a module>.weight           of modules_to_save (`lora.train_also`)
+base_model.model.<name of a module>.base_layer.weight    of the model, if peft adapted its head
 """
 
 import json
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from pipemega.config.lora import LoraSection
 from pipemega.errors import CheckpointError, ConfigError
-from pipemega.parameters import shard_of
+from pipemega.parameters import is_transposed, shard_of
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.module import PipelineModule
 
@@ -132,7 +133,7 @@ def linears_of(folder: Path) -> tuple[str, ...]:
 
 @torch.no_grad()
 def load_adapter(folder: Path, net: PipelineModule, model: LocalModel) -> None:
-    """Fill the trainable parameters on this rank from `folder`.
+    """Fill the trainable parameters on this rank, and frozen ones that `folder` has too.
 
     Args:
         net: the whole model, with adapters.
@@ -142,15 +143,17 @@ def load_adapter(folder: Path, net: PipelineModule, model: LocalModel) -> None:
         CheckpointError: the file has other tensors than the model, or other shapes; names both; on
             every rank.
     """
-    expected = {
-        net.module_name(f"layers.{position}.{name}")
+    trained = {
+        net.module_name(f"layers.{position}.{name}"): parameter.requires_grad
         for position, layer in enumerate(net.meta_layers)
         for name, parameter in layer.named_parameters()
-        if parameter.requires_grad
     }
+    expected = {name for name, is_trained in trained.items() if is_trained}
     opened, path = _open(folder), folder / WEIGHTS
-    stored = {name.removeprefix(PREFIX) for name in opened.keys()}  # noqa: SIM118
-    missing, unexpected = sorted(expected - stored), sorted(stored - expected)
+    keys = {k.removeprefix(PREFIX).replace(".base_layer.", "."): k for k in opened.keys()}  # noqa: SIM118
+    others = {other for name in trained for other in net.other_names(name)}
+    missing = sorted(expected - set(keys))
+    unexpected = sorted(set(keys) - set(trained) - others)
     if missing or unexpected:
         lists = (_listed("it lacks", missing), _listed("the model has no", unexpected))
         raise CheckpointError(
@@ -158,10 +161,20 @@ def load_adapter(folder: Path, net: PipelineModule, model: LocalModel) -> None:
             on_every_rank=True,
         )
     for logical, parameter in model.parameters.items():
-        if not parameter.requires_grad:
-            continue
         name = net.module_name(logical)
-        full = opened.get_tensor(PREFIX + name)
+        if name not in keys:
+            continue
+        full = opened.get_tensor(keys[name])
+        for other in net.other_names(name):
+            same = other in keys and torch.equal(full, opened.get_tensor(keys[other]))
+            if not same and (other in keys or parameter.requires_grad):
+                raise CheckpointError(
+                    f"{path} has changed {name} and not {other} in the same way, and the model "
+                    "ties them: train the adapter with peft's ensure_weight_tying, or set "
+                    "tie_word_embeddings to false in the model's config.json",
+                    on_every_rank=True,
+                )
+        full = full.T if is_transposed(parameter) else full
         shard = shard_of(parameter)
         if tuple(full.shape) != shard.shape:
             raise CheckpointError(
@@ -185,6 +198,7 @@ def save_adapter(
     fan_in_fan_out: bool = False,
     base: str | None = None,
     task_type: str | None = None,
+    ties: bool = False,
 ) -> None:
     """Write an adapter that peft loads.
 
@@ -194,6 +208,7 @@ def save_adapter(
         fan_in_fan_out: the linears are Conv1Ds of transformers (GPT2).
         base: name or path of the original model.
         task_type: of peft, such as "CAUSAL_LM".
+        ties: `tensors` has tied ones, under all of their names.
     """
     try:
         from safetensors.torch import save_file
@@ -215,6 +230,7 @@ def save_adapter(
         "target_modules": linears,
         "modules_to_save": trained or None,
         "fan_in_fan_out": fan_in_fan_out,
+        "ensure_weight_tying": ties,
         "bias": "none",
         "inference_mode": True,
     }

@@ -24,12 +24,14 @@ class Named(NamedTuple):
         inner: its name in the layer; "" for the layer itself.
         name: its name in the whole model, as `targets` and peft's files have it.
         module: on the meta device.
+        others: names of modules of the whole model that have the same weight.
     """
 
     position: int
     inner: str
     name: str
     module: nn.Module
+    others: tuple[str, ...]
 
 
 def modules_of(net: PipelineModule) -> Iterator[Named]:
@@ -38,7 +40,9 @@ def modules_of(net: PipelineModule) -> Iterator[Named]:
         for inner, module in layer.named_modules():
             if next(module.parameters(), None) is not None:
                 logical = ".".join(filter(None, ("layers", str(position), inner)))
-                yield Named(position, inner, net.module_name(logical), module)
+                name = net.module_name(logical)
+                others = (o.removesuffix(".weight") for o in net.other_names(f"{name}.weight"))
+                yield Named(position, inner, name, module, tuple(others))
 
 
 def is_linear(module: nn.Module) -> bool:
@@ -56,7 +60,7 @@ def can_adapt(module: nn.Module) -> bool:
 
 
 def find_targets(net: PipelineModule, section: LoraSection) -> list[Named]:
-    """Return the linears of `lora.targets`.
+    """Return the linears of `lora.targets` outside of the layers of `lora.train_also`, as peft.
 
     Raises:
         ConfigError: a target matches no linear, r is larger than a dimension, or the weight is
@@ -72,6 +76,14 @@ def find_targets(net: PipelineModule, section: LoraSection) -> list[Named]:
         ]
     else:
         found = _matching(modules, section.targets, "lora.targets")
+    whole = tuple(f"{named.name}." for named in find_trained(net, section))
+    if found and all(f"{named.name}.".startswith(whole) for named in found):
+        raise ConfigError(
+            f"lora.train_also trains all layers of lora.targets completely ({found[0].name!r} ...),"
+            " so none gets an adapter: leave them out of lora.train_also, or train without LoRA",
+            on_every_rank=True,
+        )
+    found = [named for named in found if not f"{named.name}.".startswith(whole)]
     if not found:
         raise ConfigError(
             "lora.targets is 'all-linear', and the model has no linear layer besides its output "
@@ -95,7 +107,7 @@ def find_trained(net: PipelineModule, section: LoraSection) -> list[Named]:
 
 def _matching(modules: Sequence[Named], targets: str | Sequence[str], key: str) -> list[Named]:
     patterns = [targets] if isinstance(targets, str) else targets
-    by_pattern = {p: [m for m in modules if _matches(m.name, p, targets)] for p in patterns}
+    by_pattern = {p: [m for m in modules if _matches(m, p, targets)] for p in patterns}
     for pattern, matched in by_pattern.items():
         if not matched:
             ends = _ends(m for m in modules if can_adapt(m.module) or key != "lora.targets")
@@ -107,15 +119,17 @@ def _matching(modules: Sequence[Named], targets: str | Sequence[str], key: str) 
     return [module for module in modules if module.name in names]
 
 
-def _matches(name: str, pattern: str, targets: str | Sequence[str]) -> bool:
+def _matches(named: Named, pattern: str, targets: str | Sequence[str]) -> bool:
+    names = named.name, *named.others
     if isinstance(targets, str):
-        return re.fullmatch(pattern, name) is not None
-    return name == pattern or name.endswith(f".{pattern}")
+        return any(re.fullmatch(pattern, name) for name in names)
+    return any(f".{name}".endswith(f".{pattern}") for name in names)
 
 
 def _ends(modules: Iterable[Named]) -> list[str]:
     """Return the names without the positions of layers: "attention.qkv"."""
-    return list(dict.fromkeys(re.sub(r"^.*?\.\d+\.(?=\D)", "", named.name) for named in modules))
+    names = (named.name for named in modules if named.name)
+    return list(dict.fromkeys(re.sub(r"^.*?\.\d+\.(?=\D)", "", name) for name in names))
 
 
 def _check(net: PipelineModule, named: Named, section: LoraSection) -> None:

@@ -117,6 +117,10 @@ class PipelineModule:
         """Return the name of `layers.<position>...` in the model that this one was made from."""
         return logical if self.origin is None else logical.split(".", 2)[2]
 
+    def other_names(self, name: str) -> tuple[str, ...]:
+        """Return the other names of tensor `name` in the original model, which ties them."""
+        return ()
+
     def is_output_head(self, position: int, inner: str) -> bool:
         """Return whether module `inner` of a layer is the output head of the original model."""
         return False

@@ -23,7 +23,7 @@ def batch() -> tuple[Tensor, Tensor]:
     return ids, labels
 
 
-def hf_model(family: str) -> Any:
+def hf_model(family: str, **changes: Any) -> Any:
     import transformers
 
     torch.manual_seed(0)
@@ -35,7 +35,7 @@ def hf_model(family: str) -> Any:
         return transformers.GPT2LMHeadModel(config)
     config = transformers.LlamaConfig(
         vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=LENGTH, **changes,
     )  # fmt: skip
     return transformers.LlamaForCausalLM(config)
 

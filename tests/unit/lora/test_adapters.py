@@ -183,6 +183,11 @@ def small_model() -> PipelineModule:
             {"targets": ["1.0"], "train_also": ["score"]},
             "lora.train_also: 'score' matches no layer of the model",
         ),
+        (
+            {"targets": ["1.0"], "train_also": ["layers.1"]},
+            "lora.train_also trains all layers of lora.targets completely ('layers.1.0' ...), so "
+            "none gets an adapter: leave them out of lora.train_also, or train without LoRA",
+        ),
     ],
 )
 def test_what_does_not_fit_the_model_is_refused(section: dict[str, Any], message: str) -> None:

@@ -36,6 +36,7 @@ def in_fp64() -> Any:
     torch.set_default_dtype(torch.float32)
 
 
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers` to `True`")
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -43,6 +44,7 @@ def in_fp64() -> Any:
         ("gpt2", {"target_modules": ["c_attn", "mlp.c_proj"], "fan_in_fan_out": True}),
         ("llama", {"target_modules": ["q_proj", "down_proj"], "layers_to_transform": [1]}),
         ("llama", {"target_modules": r".*self_attn\.[kv]_proj", "modules_to_save": ["lm_head"]}),
+        ("llama", {"target_modules": ["v_proj", "lm_head"]}),  # the file has lm_head.weight too
     ],
 )
 def test_an_adapter_of_peft_gives_the_logits_and_gradients_of_peft(
@@ -123,6 +125,45 @@ def test_a_written_adapter_is_read_again_and_merges_into_the_model_of_transforme
     torch.testing.assert_close(merged, wanted, rtol=0, atol=1e-12)
     with pytest.raises(CheckpointError, match="adapter exists and is not empty: name a new folder"):
         export_adapter(open_path(str(path)), tmp_path / "adapter")
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("llama", {"train_also": ["lm_head"]}),  # its weight is that of embed_tokens too
+        ("llama", {"train_also": ["mlp"]}),  # its linears get no adapter
+        ("gpt2", {"train_also": ["attn.c_proj"], "targets": ["c_attn"]}),  # stored transposed
+    ],
+)
+def test_layers_that_are_trained_completely_are_read_by_peft_and_again(
+    family: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    changes = {"tie_word_embeddings": True} if family == "llama" else {}
+    hf_model(family, **changes).save_pretrained(tmp_path / "base")
+    engine = engine_of(from_pretrained(tmp_path / "base"), lora={"r": 2, "alpha": 4, **options})
+    for _ in range(2):
+        engine.train_batch(iter([batch()]))
+    wanted, path = logits_of(engine), str(engine.save_checkpoint(tmp_path / "run"))
+    export_adapter(open_path(path), tmp_path / "adapter")
+    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64)
+    adapted = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
+    torch.testing.assert_close(hf_logits(adapted), wanted, rtol=0, atol=1e-12)
+    again = engine_of(from_pretrained(tmp_path / "base"), lora={"path": str(tmp_path / "adapter")})
+    assert torch.equal(logits_of(again), wanted)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_that_unties_the_model_is_refused(tmp_path: Path) -> None:
+    model = hf_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "base")
+    options = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM"
+    )
+    peft.get_peft_model(model, options).save_pretrained(tmp_path / "adapter")
+    message = r"changed model.embed_tokens.weight and not lm_head.weight in the same way, and"
+    with pytest.raises(CheckpointError, match=message):
+        engine_of(from_pretrained(tmp_path / "base"), lora={"path": str(tmp_path / "adapter")})
 
 
 def test_a_checkpoint_without_adapters_has_none_to_export(tmp_path: Path) -> None:
