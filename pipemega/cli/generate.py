@@ -133,11 +133,22 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _prompt(encoder: PromptEncoder, text: str, arguments: argparse.Namespace) -> list[int]:
+    if not _is_utf8(text):
+        raise ConfigError(f"--prompt {text!a} is not UTF-8 text", on_every_rank=True)
     if arguments.chat:
         return encoder.encode_chat(text, arguments.system)
     if arguments.system is not None:
         raise ConfigError("--system is for --chat, which applies the chat template")
     return encoder.encode(text)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    # Bytes of the command line that are not UTF-8 become lone surrogates.
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -197,7 +197,14 @@ def _object(module: str, name: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         found = getattr(importlib.import_module(module), name)
-        return found() if callable(found) and not hasattr(found, "__getitem__") else found
+        found = found() if callable(found) and not hasattr(found, "__getitem__") else found
     # The user's module can raise anything.
     except Exception as error:
         raise ConfigError(f"--data {module}:{name}: {short_cause(error)}") from error
+    if not (is_map_style(found) or hasattr(found, "__iter__")):
+        raise ConfigError(
+            f"--data {module}:{name} is no dataset but {type(found).__name__}: it has neither "
+            f"__getitem__ and __len__ nor __iter__",
+            on_every_rank=True,
+        )
+    return found

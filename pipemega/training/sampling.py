@@ -34,6 +34,7 @@ class Sampling:
             "number": not 0 <= self.temperature < math.inf,
             f"top_k is {self.top_k}: use at least 1": self.top_k is not None and self.top_k < 1,
             f"top_p is {self.top_p:g}: use a number above 0, up to 1": not 0 < self.top_p <= 1,
+            f"seed is {self.seed}: use a number between -2^63 and 2^63": abs(self.seed) >= 1 << 63,
         }
         for problem, exists in problems.items():
             if exists:
@@ -64,7 +65,8 @@ class Sampler:
         As in transformers: first the temperature, then `top_k`, then `top_p`.
         """
         sampling = self._sampling
-        logits = logits / sampling.temperature
+        # The largest one is 0, so that none overflows with a small temperature.
+        logits = (logits - logits.max()) / sampling.temperature
         if sampling.top_k is not None and sampling.top_k < logits.numel():
             least = logits.topk(sampling.top_k).values[-1]
             logits = logits.masked_fill(logits < least, -math.inf)

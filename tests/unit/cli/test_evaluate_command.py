@@ -113,6 +113,7 @@ def test_keys_of_the_config_can_be_changed(folder):
             ["{folder}/run", "--data", "no_such_module:data"],
             "--data no_such_module:data: No module named 'no_such_module'",
         ),
+        (["{folder}/run", "--data", "os:path"], "--data os:path is no dataset but module: it has"),
         (
             ["{folder}/run", "--set", "data.tokenizer=none.json"],
             "the tokenizer none.json does not exist",

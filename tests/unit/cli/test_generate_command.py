@@ -70,6 +70,8 @@ def test_several_prompts_get_a_text_each(folder):
     ("words", "message"),
     [
         (["--temperature", "-1"], "temperature is -1: use 0 for the most likely token"),
+        (["--seed", str(1 << 70)], "seed is 1180591620717411303424: use a number between"),
+        (["--prompt", "\udcff"], "--prompt '\\udcff' is not UTF-8 text"),
         (["--top-p", "2"], "top_p is 2: use a number above 0, up to 1"),
         (
             ["--stop", "<|end|>"],
@@ -87,6 +89,11 @@ def test_wrong_arguments_are_one_clear_message(folder, capsys, words, message):
     assert main(["generate", str(folder / "run"), "--prompt", "w1", *words]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert message.format(folder=folder) in line
+
+
+def test_a_very_small_temperature_takes_the_most_likely_token(folder):
+    words = (folder / "run", "--prompt", "w1", "--max-tokens", 4)
+    assert generated(*words, "--temperature", 1e-40)[0]["text"] == generated(*words)[0]["text"]
 
 
 def test_a_model_without_tokens_generates_nothing(tmp_path, capsys, monkeypatch):

@@ -27,7 +27,8 @@ def test_the_sampled_tokens_are_those_of_transformers(temperature, top_k, top_p)
     for process in processors:
         scores = process(None, scores)
     ours = Sampler(Sampling(temperature, top_k, top_p)).restricted(logits())
-    torch.testing.assert_close(ours, scores[0])
+    # Ours are shifted, which changes no probability.
+    torch.testing.assert_close(ours.softmax(0), scores[0].softmax(0))
     assert ours.isfinite().sum() < 50 or (top_k is None and top_p == 1.0)
 
 
