@@ -11,7 +11,9 @@ from torch.nn import functional as F
 
 import pipemega
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec
+from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
+from pipemega.pipeline.module import BuildOptions, build_stages
 
 
 class Model(nn.Module):
@@ -221,3 +223,26 @@ def test_a_loss_that_cannot_be_called_or_trained_is_refused(loss_fn: Any, words:
         pipemega.initialize(PipelineModule([nn.Linear(2, 2)], loss_fn=loss_fn), config_of())
     assert words in str(caught.value)
     assert caught.value.on_every_rank
+
+
+def test_tied_layers_of_each_stage_of_a_rank_share_one_parameter_and_its_gradient():
+    net = PipelineModule([TiedLayerSpec("k", nn.Linear, 4, 4, bias=False) for _ in range(4)])
+    options = BuildOptions(Axis("tensor"), torch.device("cpu"), 1)
+    stages = build_stages(net, [0, 2, 4], [0, 1], options)
+    first, second, third, fourth = (
+        layer.get_parameter("weight")
+        for stage in stages.values()
+        for layer in stage.layers.values()
+    )
+    assert first is second
+    assert third is fourth
+    assert third is not first
+    assert third.data_ptr() == first.data_ptr()
+    x = torch.ones(1, 4)
+    for layer in stages[1].layers.values():
+        x = layer(x)
+    x.sum().backward()
+    weight = first.detach().clone().requires_grad_()
+    (torch.ones(1, 4) @ weight.T @ weight.T).sum().backward()
+    assert third.grad is not None
+    torch.testing.assert_close(third.grad, weight.grad)
