@@ -54,7 +54,7 @@ def experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor
     else:
         x = experts.act_fn(apply(x, "up_proj"))
     x = apply(x, "down_proj")
-    if experts.has_post_expert_norm:
+    if getattr(experts, "has_post_expert_norm", False):  # transformers 5.9 has none
         x = experts.post_expert_norm(x)
     x = x * weights.reshape(-1)[order].unsqueeze(-1).to(x.dtype)
     back = torch.empty_like(order)

@@ -13,7 +13,7 @@ from pipemega.hf_check.float64 import KeepFloat64
 
 VOCAB, LENGTH, NUM_MICROBATCHES = 37, 8, 4
 
-_SIZES: dict[str, Any] = {
+SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
     "num_hidden_layers": 4,
@@ -26,7 +26,7 @@ _SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 _MOE: dict[str, Any] = {"num_experts_per_tok": 2, "head_dim": 8}
-_MLA: dict[str, Any] = _MOE | {
+MLA: dict[str, Any] = _MOE | {
     "num_key_value_heads": 4,
     "n_routed_experts": 4,
     "n_group": 2,
@@ -49,7 +49,7 @@ _T5 = {
 
 
 def _sized(name: str, **changes: Any) -> Callable[[], Any]:
-    return lambda: getattr(transformers, name)(**(_SIZES | changes))
+    return lambda: getattr(transformers, name)(**(SIZES | changes))
 
 
 CONFIGS: dict[str, Callable[[], Any]] = {
@@ -67,8 +67,8 @@ CONFIGS: dict[str, Callable[[], Any]] = {
     "gpt-neox": _sized("GPTNeoXConfig", **_HIDDEN_DROPOUT),
     "phi3": _sized("Phi3Config"),
     "glm4": _sized("Glm4Config", head_dim=8),
-    "deepseek-v2": _sized("DeepseekV2Config", **_MLA),
-    "deepseek-v3": _sized("DeepseekV3Config", **_MLA),
+    "deepseek-v2": _sized("DeepseekV2Config", **MLA),
+    "deepseek-v3": _sized("DeepseekV3Config", **MLA),
     "gpt-oss": _sized("GptOssConfig", num_local_experts=4, sliding_window=4, **_MOE),
     "gpt2": _sized("GPT2Config", **_GPT2_DROPOUT),
     "gptj": _sized(
@@ -113,9 +113,9 @@ PACKED = [
 
 def config_of(family: str, attention: str = "eager", **changes: Any) -> Any:
     """Return the tiny config of a family; with eager attention if it has no other."""
-    if family in ("gemma2", "gpt-oss", "gptj", "bloom"):
-        attention = "eager"
     config = CONFIGS[family]()
+    if family == "gemma2" or not model_class_of(config, None)._supports_sdpa:
+        attention = "eager"
     for key, value in changes.items():
         setattr(config, key, value)
     config._attn_implementation = attention
