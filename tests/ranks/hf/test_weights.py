@@ -20,7 +20,7 @@ ZERO_1 = {"zero_optimization": {"stage": 1}}
 CASES = [
     ("llama-tied", (2, 2, 1), {}),
     ("mixtral", (1, 2, 2), ZERO_1),
-    ("gpt2", (2, 2, 1), {"pipeline": {"schedule": "zb-v"}}),
+    pytest.param("gpt2", (2, 2, 1), {"pipeline": {"schedule": "zb-v"}}, marks=pytest.mark.sweep),
 ]
 
 
