@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipemega.parameters import keep_fp32_in
+from pipemega.parameters import is_kept_fp32, keep_fp32_in
 
 
 def keep_in_fp32(module: nn.Module, model: Any, path: str) -> None:
@@ -36,3 +36,14 @@ def stays_fp32(model: Any, name: str, dtype: torch.dtype) -> bool:
     if dtype in (torch.float16, torch.bfloat16):
         patterns |= set(model._keep_in_fp32_modules_strict or ())
     return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)
+
+
+def cast_parameter(module: nn.Module) -> tuple[nn.Module, str] | None:
+    """Return (owner, name) of a parameter that has the dtype of the run; None if all are fp32."""
+    cast = (
+        (owner, name)
+        for owner in module.modules()
+        for name, parameter in owner._parameters.items()
+        if parameter is not None and not is_kept_fp32(parameter, torch.float16)
+    )
+    return next(cast, None)

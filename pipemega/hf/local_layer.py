@@ -12,7 +12,7 @@ from pipemega.hf.description import ModelDescription
 from pipemega.hf.expert_products import enable_deferral
 from pipemega.hf.families import family_of, is_compared, styles_of
 from pipemega.hf.first_values import set_first_values
-from pipemega.hf.fp32_parameters import keep_in_fp32
+from pipemega.hf.fp32_parameters import cast_parameter, keep_in_fp32
 from pipemega.hf.layer_arguments import LayerArguments
 from pipemega.hf.layer_messages import pack, unpack
 from pipemega.hf.parameter_memory import allocate
@@ -21,7 +21,6 @@ from pipemega.hf.refusals import check_tensor_ranks
 from pipemega.hf.sharding_styles import Sharding, shard_layer
 from pipemega.hf.weight_source import WeightSource
 from pipemega.monitor import get_logger
-from pipemega.parameters import is_kept_fp32
 
 
 class _LocalLayer:
@@ -92,7 +91,7 @@ def build_layer(
         _index=index,
         _axis=axis,
         _regions=regions,
-        _of_dtype=_cast_parameter(layer),
+        _of_dtype=cast_parameter(layer),
         _sliced_arguments=family.sliced_arguments if axis.size > 1 else (),
     )
     kind = type(layer)
@@ -111,17 +110,6 @@ def _model_with_layer(description: ModelDescription, index: int) -> nn.Module:
     model = description.shell(set(), None)
     set_module(model, description.places[index][1], copy.deepcopy(description.layers[index]))
     return model
-
-
-def _cast_parameter(layer: nn.Module) -> tuple[nn.Module, str] | None:
-    """Return (module, name) of a parameter that has the dtype of the run; None if all are fp32."""
-    cast = (
-        (module, name)
-        for module in layer.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None and not is_kept_fp32(parameter, torch.float16)
-    )
-    return next(cast, None)
 
 
 def _heads_of_rank(tensor: Tensor, batch: int, axis: Axis) -> Tensor:

@@ -70,8 +70,14 @@ def zeros_like_output(
         dtype: of the outputs in floating point; None: that of the module.
     """
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    if not tensors:
+        raise TypeError(f"{type(module).__name__} gets no tensors")
     device = tensors[0].device
-    args, kwargs = on_meta((args, kwargs))
+    # In half precision the module still has the dtype in which the model was described.
+    own = next((p.dtype for p in module.parameters() if p.is_floating_point()), None)
+    args, kwargs = pytree.tree_map_only(
+        Tensor, lambda t: t.to(own) if t.is_floating_point() else t, on_meta((args, kwargs))
+    )
     with torch.device("meta"):
         output = module(*args, **kwargs)
 

@@ -10,11 +10,11 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import DataError
 from pipemega.hf.description import LayerReached, ModelDescription
 from pipemega.hf.first_values import set_first_values
-from pipemega.hf.fp32_parameters import keep_in_fp32
+from pipemega.hf.fp32_parameters import cast_parameter, keep_in_fp32
 from pipemega.hf.layer_arguments import LayerArguments
 from pipemega.hf.layer_messages import pack, split_hidden, unpack
 from pipemega.hf.parameter_memory import allocate
-from pipemega.hf.placeholders import set_module
+from pipemega.hf.placeholders import ModuleStub, set_module
 from pipemega.hf.sharded_vocabulary import ShardedHead, TableStub, shard_embedding
 from pipemega.hf.vocabulary_names import VocabularyNames
 from pipemega.hf.weight_source import WeightSource
@@ -58,6 +58,8 @@ class Segment(nn.Module):
         self._axis = axis if description.sequence_parallel else Axis("tensor")
         self.hf = self._local_part(axis)
         keep_in_fp32(self.hf, description.model, "")
+        self._of_dtype = cast_parameter(self.hf)
+        self._stubs = tuple(m for m in self.hf.modules() if isinstance(m, ModuleStub))
         device = torch.get_default_device()
         allocate(self.hf, device)
         if device.type == "meta":
@@ -123,6 +125,11 @@ class Segment(nn.Module):
 
     def _run(self, inputs: dict[str, Any]) -> Any:
         if not any(x.is_meta for x in inputs.values()):
+            if self._of_dtype is not None:
+                # The forward casts to the dtype of what other segments return.
+                module, name = self._of_dtype
+                for stub in self._stubs:
+                    vars(stub)["dtype"] = module.get_parameter(name).dtype
             return self._description.run(self.hf, inputs)
         dtype = torch.get_default_dtype() if self._received is None else self._received.dtype
         return self._arguments.run_on_meta(self.hf, inputs, dtype)
@@ -141,8 +148,8 @@ class Segment(nn.Module):
     def _refuse_packed(self, positions: Tensor) -> None:
         if bool((positions[..., 1:] < positions[..., :-1]).any()):
             raise DataError(
-                f"the position_ids restart within a sample (packed documents), but the attention "
-                f"of {self._description.class_name} does not follow them, so it would see other "
+                f"the position_ids restart within a sample (packed documents), but the layers of "
+                f"{self._description.class_name} do not follow them, so they would see other "
                 f"documents: train with one document in each sample (data.packing, or "
                 f"data.reset_position_ids and data.reset_attention_mask, false)"
             )

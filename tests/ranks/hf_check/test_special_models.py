@@ -11,6 +11,7 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.hf_check.model_check import check_model
 from pipemega.hf_check.split_run import SplitSettings
+from pipemega.parameters import is_kept_fp32
 
 WIDTH = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -142,3 +143,18 @@ def test_a_model_that_fails_without_its_layers_is_refused_by_name():
     config = CTRLConfig(vocab_size=61, n_embd=32, dff=48, n_layer=2, n_head=4)
     with pytest.raises(ConfigError, match=r"CTRLLMHeadModel cannot be split into a pip.*: its"):
         from_pretrained(config, task="causal-lm", pretrained=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_blip2_in_half_precision_casts_what_its_q_former_returns(dtype):
+    net = from_pretrained(CONFIGS["blip2"](), pretrained=False)
+    tokens = torch.tensor([[60, 60, 60, 5, 6]])
+    x = {"pixel_values": torch.randn(1, 3, 16, 16, dtype=dtype), "input_ids": tokens}
+    for spec in net.specs:
+        layer = spec.build(Axis("tensor"), "cpu")
+        for parameter in layer.parameters():
+            if not is_kept_fp32(parameter, dtype):
+                parameter.data = parameter.data.to(dtype)
+        x = layer(x)
+    assert x.dtype == dtype
+    assert x.isfinite().all()
