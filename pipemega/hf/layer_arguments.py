@@ -4,6 +4,7 @@ Masks, rotary tables, positions: computed by a run of the model with placeholder
 stubs for embeddings and head, once for each shape and each set of side inputs.
 """
 
+import re
 from collections import OrderedDict
 from contextlib import suppress
 from functools import cached_property
@@ -53,12 +54,13 @@ class LayerArguments:
 
     @cached_property
     def follow_positions(self) -> bool:
-        """Return whether the masks follow position_ids that restart, as in packed documents.
+        """Return whether the layers follow position_ids that restart, as in packed documents.
 
-        Flash attention gets the positions instead of a mask.
+        Every layer must get a mask that follows them, and mix positions by this mask only. Flash
+        attention gets the positions instead of a mask.
         """
         d = self._description
-        if "position_ids" not in d.accepted:
+        if "position_ids" not in d.accepted or any(_mixes_positions(x) for x in d.layers):
             return False
         positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]], device="cpu")
         hidden = torch.zeros(1, 8, 1, device="cpu")
@@ -163,6 +165,20 @@ def _same_hidden(d: ModelDescription, index: int, args: Any, kwargs: Any) -> Any
     """Stand in for a layer: return its input."""
     x, *_ = split_hidden(args, kwargs)
     return d.as_layer_output(index, x.detach().requires_grad_())
+
+
+# Recurrences, and the choice of tokens in sparse attention.
+_MIXERS = re.compile(
+    r"Indexer|Compressor|Mamba|Mixer$|Recurrent|DeltaNet|LightningAttention|DogeAttention"
+)
+
+
+def _mixes_positions(layer: nn.Module) -> bool:
+    """Return whether a layer mixes positions otherwise than by attention with a mask."""
+    return any(
+        isinstance(module, nn.Conv1d) or _MIXERS.search(type(module).__name__)
+        for module in layer.modules()
+    )
 
 
 def _hides_first_document(mask: Tensor) -> bool:

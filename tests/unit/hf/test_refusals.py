@@ -151,6 +151,15 @@ def test_state_between_layers_is_refused():
         pipemega.from_pretrained(config, pretrained=False)
 
 
+def test_embeddings_that_are_computed_without_a_tensor_are_named():
+    config = transformers.RoFormerConfig(
+        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24,
+        vocab_size=37, is_decoder=True,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="RoFormerSinusoidalPositionalEmbedding gets no tensors"):
+        pipemega.from_pretrained(config, task="causal-lm", pretrained=False)
+
+
 def test_tasks_are_chosen_by_name_or_by_the_architecture():
     bert = tiny_models.config_of("bert")
     assert model_class_of(bert, None).__name__ == "BertForMaskedLM"
@@ -186,6 +195,35 @@ PACKED = torch.tensor([[0, 1, 0, 1]])
 def test_inputs_that_would_be_ignored_are_refused(family, inputs, message):
     with pytest.raises(DataError, match=message):
         first_segment(family)(inputs)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("RecurrentGemmaConfig", {"num_hidden_layers": 3, "head_dim": 8}),
+        ("Lfm2Config", {"layer_types": ["full_attention", "conv"]}),
+        ("DogeConfig", {}),
+        ("DeepseekV32Config", tiny_models.MLA | {"index_head_dim": 16, "index_n_heads": 2}),
+    ],
+)
+def test_layers_that_see_other_positions_without_the_mask_take_no_packed_documents(name, changes):
+    if not hasattr(transformers, name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    config = getattr(transformers, name)(**(tiny_models.SIZES | {"num_hidden_layers": 2} | changes))
+    config.architectures = [name.replace("Config", "ForCausalLM")]
+    net = pipemega.from_pretrained(config, pretrained=False)
+    assert not net.follows_positions
+    inputs = {"input_ids": TOKENS, "position_ids": PACKED}
+    with pytest.raises(DataError, match="restart within a sample"):
+        net.specs[0].build(Axis("tensor"), "cpu")(inputs)
+
+
+def test_audio_in_half_precision_reaches_a_model_that_was_described_in_fp32():
+    net = from_config("whisper")
+    segment = net.specs[0].build(Axis("tensor"), "cpu").bfloat16()
+    inputs, _ = tiny_models.batch_of(net.hf_config)
+    message = segment({**inputs, "input_features": inputs["input_features"].bfloat16()})
+    assert message[0].dtype == torch.bfloat16
 
 
 def test_positions_of_packed_documents_are_followed_by_most_families():
