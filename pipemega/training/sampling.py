@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pipemega.errors import ConfigError
+from pipemega.errors import ConfigError, PipelineError
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,15 @@ class Sampler:
 
         Shape:
             logits [vocabulary], on the CPU
+
+        Raises:
+            PipelineError: a logit is nan.
         """
+        if bool(logits.isnan().any()):
+            raise PipelineError(
+                "the model returns nan as a logit, so it cannot generate: its weights are damaged, "
+                "or its training has diverged: take an earlier checkpoint (--tag)"
+            )
         if self._sampling.temperature == 0.0:
             return int(logits.argmax())
         probabilities = self.restricted(logits).softmax(0)

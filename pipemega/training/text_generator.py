@@ -160,6 +160,9 @@ def _end_tokens(net: HFPipelineModule) -> tuple[int, ...]:
     file = None if net.folder is None else net.folder / "generation_config.json"
     found = None
     if file is not None and file.is_file():
-        found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}", on_every_rank=True) from error
     found = getattr(net.hf_config, "eos_token_id", None) if found is None else found
     return () if found is None else (found,) if isinstance(found, int) else tuple(found)

@@ -1,12 +1,14 @@
 """The choice of the next token equals that of transformers."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pipemega.errors import ConfigError
+from pipemega.errors import ConfigError, PipelineError
 from pipemega.training.sampling import Sampler, Sampling
+from pipemega.training.text_generator import _end_tokens
 
 
 def logits() -> torch.Tensor:
@@ -58,3 +60,18 @@ def test_equal_seeds_give_equal_tokens_and_other_seeds_others():
 def test_values_out_of_range_are_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         Sampling(**changes)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_nan_are_refused(temperature):
+    damaged = logits()
+    damaged[3] = float("nan")
+    with pytest.raises(PipelineError, match=r"returns nan as a logit.* take an earlier checkpoint"):
+        Sampler(Sampling(temperature))(damaged)
+
+
+def test_a_damaged_generation_config_is_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text("{bad")
+    net = SimpleNamespace(folder=tmp_path)
+    with pytest.raises(ConfigError, match=r"generation_config.json cannot be read: Expecting"):
+        _end_tokens(net)
