@@ -13,6 +13,7 @@ soft caps of a family are not written again here.
 import copy
 import inspect
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import torch
@@ -56,6 +57,8 @@ class ModelDescription:
         loose_parameters: of modules that contain layers.
         segment_modules: names of the owners, and of the loose parameters, of each segment.
         tied: name of a tied tensor -> name under which HF saves it.
+        layers_read_tokens: what layers get depends on the token ids (DeepSeek-V4's hash routing),
+            so the ids go to every stage.
 
     Raises:
         ConfigError: the layers were not found, or exchange more than hidden states.
@@ -70,10 +73,12 @@ class ModelDescription:
         try:
             with parameters_on_meta():
                 self.model: Any = build(self.config, dtype=torch.get_default_dtype())
-        except (ImportError, ValueError) as error:
+        except Exception as error:
+            # Each family checks its sizes with errors of its own.
             raise ConfigError(
                 f"transformers cannot build the model of family {self.config.model_type!r} "
-                f"(attn_implementation {self.config._attn_implementation!r}): {error}",
+                f"(attn_implementation {self.config._attn_implementation!r}): "
+                f"{type(error).__name__}: {error}",
                 on_every_rank=True,
             ) from error
         self.config = self.model.config
@@ -101,6 +106,7 @@ class ModelDescription:
             set_module(self.model, path, nn.ModuleList())
         self.loose_parameters = _loose_parameters(self)
         self.owners = _parameter_owners(self)
+        self.layers_read_tokens = False
         self.outputs_per_layer = [0] * len(self.stacks)  # 0: a tensor, else the length of a tuple
         try:
             self.segment_modules = _find_segments(self)
@@ -269,26 +275,33 @@ def _find_stacks(model: Any, known: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _check_hidden(
-    d: ModelDescription, index: int, x: Tensor, shape: torch.Size, others: list[Any]
+    d: ModelDescription, index: int, shape: torch.Size, given: tuple[Tensor, list[Any]], hint: str
 ) -> None:
-    """Refuse a layer that gets hidden states of another shape than the first one, or a cache."""
+    """Refuse a layer that gets hidden states of another shape than the first one, or a cache.
+
+    Args:
+        given: hidden states, and the other arguments of the layer.
+        hint: added to the message.
+    """
+    x, others = given
     if x.shape != shape or any(type(leaf).__name__.endswith("Cache") for leaf in others):
         raise ConfigError(
             f"{d.class_name} cannot be split into a pipeline: layer {index} "
-            f"({d.places[index][1]}) gets {list(x.shape)} as hidden states, or a cache",
+            f"({d.places[index][1]}) gets {list(x.shape)} as hidden states, or a cache{hint}",
             on_every_rank=True,
         )
 
 
 def _find_segments(description: ModelDescription) -> list[set[str]]:
-    """Run the model around its layers, twice, and return the modules of each segment.
+    """Run the model around its layers and return the modules of each segment.
 
-    The runs differ in the outputs of the layers. What a layer gets must not depend on them: except
-    for hidden states and an encoder's output, it would have to be sent from stage to stage.
+    Two runs differ in the outputs of the layers. What a layer gets must not depend on them: except
+    for hidden states and an encoder's output, it would have to be sent from stage to stage. A third
+    run has other tokens, to set `layers_read_tokens`.
     """
     d = description
     called: list[set[str]] = [set() for _ in range(len(d.stacks) + 1)]
-    segment = 0
+    segment, failure = 0, ""
     given: list[list[Tensor]] = []
     shapes: dict[int, torch.Size] = {}
     generator = torch.Generator()
@@ -297,30 +310,26 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
         called[segment].add(d.owners[number])
 
     def on_layer(index: int, args: Any, kwargs: Any) -> Any:
-        nonlocal segment
+        nonlocal segment, failure
         stack = d.places[index][0]
         if index == d.first_of_stack[stack]:
-            d.outputs_per_layer[stack] = _count_outputs(d.layers[index], args, kwargs)
+            d.outputs_per_layer[stack], failure = _count_outputs(d.layers[index], args, kwargs)
             segment = stack + 1
         x, *others = split_hidden(args, kwargs)
         leaves = pytree.tree_leaves(others)
-        _check_hidden(d, index, x, shapes.setdefault(stack, x.shape), leaves)
+        _check_hidden(d, index, shapes.setdefault(stack, x.shape), (x, leaves), failure)
         given.append([t for t in leaves if isinstance(t, Tensor)])
         y = torch.randn(x.shape, generator=generator, dtype=x.dtype, device="cpu")
         return d.as_layer_output(index, y.requires_grad_())
 
     shell = allocate(d.shell(set(), on_layer, on_stub), "cpu")
-    ids = torch.zeros(1, 4, dtype=torch.long, device="cpu")
-    side = {"decoder_input_ids": ids} if "decoder_input_ids" in d.accepted else {}
-    with torch.device("cpu"):
-        side |= d.special.probe(d.config)
     runs = []
-    for seed in range(2):
+    for seed, inputs in enumerate(_probe_inputs(d)):
         given, segment = [], 0
-        generator.manual_seed(seed)
+        generator.manual_seed(seed % 2)
         try:
             with torch.enable_grad(), torch.device("cpu"):
-                d.run(shell, d.stand_in_inputs(torch.zeros(1, 4, 1), side))
+                d.run(shell, d.stand_in_inputs(torch.zeros(1, 4, 1), inputs))
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise ConfigError(
                 f"{d.class_name} cannot be split into a pipeline: its forward does not run without "
@@ -328,7 +337,12 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
                 on_every_rank=True,
             ) from error
         runs.append(given)
-    _refuse_other_state(d, *runs)
+    _refuse_other_state(d, *runs[:2])
+    d.layers_read_tokens = any(
+        not t.requires_grad and not torch.equal(t, u)
+        for run in runs[2:]
+        for t, u in zip(chain(*runs[0]), chain(*run), strict=True)
+    )
     # Modules that do not run, such as the second name of a tied table.
     called[-1] |= set(d.owners).difference(*called)
     for name, number in d.special.segments.items():
@@ -339,15 +353,26 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
     return called
 
 
-def _count_outputs(layer: nn.Module, args: Any, kwargs: Any) -> int:
-    """Return the length of the tuple that a layer returns; 0 for a tensor."""
+def _probe_inputs(d: ModelDescription) -> list[dict[str, Tensor]]:
+    """Return the inputs of the runs, besides those that `stand_in_inputs` adds."""
+    ids = torch.zeros(1, 4, dtype=torch.long, device="cpu")
+    side = {"decoder_input_ids": ids} if "decoder_input_ids" in d.accepted else {}
+    with torch.device("cpu"):
+        side |= d.special.probe(d.config)
+    if len(d.stacks) > 1 or d.main_input in (*side, *FLOAT_INPUT_SHAPES):
+        return [side, side]
+    others = torch.arange(2, 6, device="cpu") % d.config.get_text_config().vocab_size
+    return [side, side, {**side, d.main_input: ids + others}]
+
+
+def _count_outputs(layer: nn.Module, args: Any, kwargs: Any) -> tuple[int, str]:
+    """Return the length of the tuple that a layer returns, 0 for a tensor; and why it failed."""
     try:
         output = zeros_like_output(without_values(layer), args, kwargs)
-    except (NotImplementedError, RuntimeError):
-        # The layer reads values, which the meta device does not have; older families, which return
-        # tuples, do not.
-        return 0
-    return len(output) if isinstance(output, tuple) else 0
+    except (NotImplementedError, RuntimeError) as error:
+        # The layer reads values, which meta tensors lack; families that return tuples do not.
+        return 0, f". A layer alone fails, too: {type(error).__name__}: {error}"
+    return (len(output) if isinstance(output, tuple) else 0), ""
 
 
 def _refuse_other_state(

@@ -18,7 +18,8 @@ class Family:
         styles: module or parameter -> style.
         divided: module -> attributes with numbers of heads or channels, divided by the ranks.
         divided_config: module -> keys of the config that the module reads in forward, divided.
-        sliced_arguments: arguments of a layer with one entry per head, folded into the batch.
+        sliced_arguments: arguments of a layer that may have one entry per head: dims
+            [batch * heads, ...] or [batch, heads, ...].
         shared: parameters of the first layer of a stack that all its layers use.
         no_sequence_parallelism: why slices of the sequence cannot enter a layer.
     """
@@ -71,7 +72,12 @@ FAMILIES: dict[str, Family] = {
         divided={"self_attn": ("num_heads",)},
     ),
     # With groups of heads (40B, 180B).
-    "falcon": Family(_BLOOM, divided={"self_attention": ("num_heads", "num_kv_heads")}),
+    "falcon": Family(
+        _BLOOM,
+        divided={"self_attention": ("num_heads", "num_kv_heads")},
+        # With ALiBi, which is a part of the mask too.
+        sliced_arguments=("alibi", "attention_mask"),
+    ),
     # One key and one value for all heads, fused with the queries: attention is not sharded.
     "falcon-7b": Family(
         _BLOOM_MLP,
@@ -130,6 +136,16 @@ FAMILIES: dict[str, Family] = {
     ),
 }
 
+# Families whose layers have the modules of another one -> its name.
+_SAME_MODULES = {
+    "camembert": "bert",
+    "deit": "vit",
+    "electra": "bert",
+    "mt5": "t5",
+    "roberta": "bert",
+    "xlm-roberta": "bert",
+}
+FAMILIES |= {name: FAMILIES[same] for name, same in _SAME_MODULES.items()}
 
 # Families with a plan of transformers whose gradients have been compared.
 _COMPARED_PLANS = (

@@ -13,6 +13,7 @@ from pipemega.hf.key_mapping import tied_names
 from pipemega.hf.label_losses import TokenLoss, class_loss
 from pipemega.hf.layer_arguments import LayerArguments
 from pipemega.hf.local_layer import build_layer
+from pipemega.hf.refusals import refuse_other_class_loss
 from pipemega.hf.segments import Segment
 from pipemega.hf.vocabulary_names import VocabularyNames
 from pipemega.hf.weight_source import WeightSource
@@ -97,6 +98,7 @@ class HFPipelineModule(PipelineModule):
         if self.description.special.loss is not None:
             return self.description.special.loss
         if self._vocabulary.head is None:
+            refuse_other_class_loss(self.hf_config)
             return class_loss
         head = self.description.model.get_output_embeddings()
         return LayerSpec(TokenLoss, head.out_features, TENSOR_AXIS)

@@ -81,7 +81,8 @@ class LayerArguments:
         return [first[number] for number in sorted(first)]
 
     def _recorded_for(self, hidden: Tensor, side: Side) -> list[_Recorded]:
-        inputs = ((name, id(value)) for name, value in side.items())
+        # The version changes if a loader fills the same tensor again.
+        inputs = ((name, id(value), value._version) for name, value in side.items())
         key = (hidden.shape[:2], hidden.dtype, hidden.device, *inputs)
         if key not in self._recorded:
             # The side inputs are kept, so that no other tensors get their ids.

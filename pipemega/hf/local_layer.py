@@ -30,7 +30,9 @@ class _LocalLayer:
         hidden, carried, side = unpack(message)
         args, kwargs = self._arguments.of(self._index, self._like_embeddings(hidden), carried, side)
         for name in self._sliced_arguments:
-            kwargs = {**kwargs, name: _heads_of_rank(kwargs[name], hidden.shape[0], self._axis)}
+            if isinstance(kwargs.get(name), Tensor):
+                sliced = _heads_of_rank(kwargs[name], hidden.shape[0], self._axis)
+                kwargs = {**kwargs, name: sliced}
         with self._regions.during_forward(self.training):
             output = super().forward(hidden, *args, **kwargs)  # type: ignore[misc]
         return pack(output[0] if isinstance(output, tuple) else output, carried, side)
@@ -113,7 +115,13 @@ def _model_with_layer(description: ModelDescription, index: int) -> nn.Module:
 
 
 def _heads_of_rank(tensor: Tensor, batch: int, axis: Axis) -> Tensor:
-    """Return the entries of this rank's heads of [batch * heads, ...]."""
+    """Return the entries of this rank's heads of [batch * heads, ...] or [batch, heads, ...].
+
+    What is equal for all heads, [batch, 1, ...], is returned unchanged.
+    """
+    if tensor.dim() == 4:
+        heads = tensor.shape[1]
+        return tensor if heads == 1 else tensor.chunk(axis.size, dim=1)[axis.rank]
     heads = tensor.shape[0] // batch // axis.size
     by_rank = tensor.view(batch, axis.size, heads, *tensor.shape[1:])
     return by_rank[:, axis.rank].reshape(batch * heads, *tensor.shape[1:])

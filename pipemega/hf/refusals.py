@@ -60,6 +60,31 @@ def refuse_settings(config: Any) -> None:
                     f"of a pipeline cannot skip them; set {key} to 0",
                     on_every_rank=True,
                 )
+        if getattr(owner, "apply_spec_augment", False):
+            raise ConfigError(
+                "the config has apply_spec_augment = true: transformers masks audio with numpy's "
+                "random numbers, which differ on tensor ranks and after a resume; set it to false, "
+                "and mask in the data",
+                on_every_rank=True,
+            )
+
+
+def refuse_other_class_loss(config: Any) -> None:
+    """Refuse a classifier for which transformers has another loss than cross entropy.
+
+    Raises:
+        ConfigError: names the key and the way out.
+    """
+    problem = getattr(config, "problem_type", None)
+    if problem is None and config.num_labels == 1:
+        problem = "regression"
+    if problem not in (None, "single_label_classification"):
+        raise ConfigError(
+            f"the config has num_labels = {config.num_labels}, problem_type = {problem!r}: "
+            f"pipemega has the loss of single_label_classification; for another one give "
+            f"from_pretrained(..., loss_fn=f)",
+            on_every_rank=True,
+        )
 
 
 def check_tensor_ranks(config: Any, ranks: int, sequence_parallel: bool) -> None:
@@ -74,6 +99,12 @@ def check_tensor_ranks(config: Any, ranks: int, sequence_parallel: bool) -> None
             f"transformers has no plan for the family {config.model_type!r} to shard its layers "
             f"(base_model_tp_plan), and pipemega has none: use mesh.tensor = 1 with more pipeline "
             f"ranks",
+            on_every_rank=True,
+        )
+    if getattr(config, "slow_but_exact", False):
+        raise ConfigError(
+            "the config has slow_but_exact = true: it multiplies slices of whole weights, which "
+            "tensor ranks do not have; set it to false, which computes the same",
             on_every_rank=True,
         )
     attention = [name for name in styles if "att" in name.lower()]

@@ -104,7 +104,7 @@ class Segment(nn.Module):
             inputs = self._check_inputs(x if isinstance(x, dict) else {d.main_input: x})
             passed = d.special.float_inputs
             side = {k: v for k, v in inputs.items() if not v.is_floating_point() or k in passed}
-            if len(d.stacks) == 1:
+            if len(d.stacks) == 1 and not d.layers_read_tokens:
                 # Layers know its shape from the hidden states.
                 side.pop(d.main_input, None)
         else:

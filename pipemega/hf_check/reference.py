@@ -43,6 +43,9 @@ def random_model(config: Any, model_class: Any) -> Any:
         for name, buffer in model.named_buffers():
             if name in saved and buffer.is_floating_point():
                 buffer.add_(torch.rand(buffer.shape, generator=generator, dtype=torch.float64) / 8)
+            elif name in saved and buffer.dim() > 1 and not bool(buffer.any()):
+                # A table that is 0 until it is loaded: the experts of a token, in hash routing.
+                buffer.copy_(torch.randint(2, buffer.shape, generator=generator))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

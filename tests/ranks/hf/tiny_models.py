@@ -85,8 +85,16 @@ CONFIGS: dict[str, Callable[[], Any]] = {
         alibi=True,
         **_HIDDEN_DROPOUT,
     ),
+    # With biases that depend on the head.
+    "falcon-alibi": _sized(
+        "FalconConfig", alibi=True, multi_query=False, parallel_attn=False, bias=True,
+        num_kv_heads=4, **_HIDDEN_DROPOUT,
+    ),
     "opt": _sized("OPTConfig", ffn_dim=48, word_embed_proj_dim=32, dropout=0.0),
     "bert": _sized("BertConfig", architectures=["BertForMaskedLM"], **_BERT_DROPOUT),
+    "roberta": _sized("RobertaConfig", architectures=["RobertaForMaskedLM"], **_BERT_DROPOUT),
+    "electra": _sized("ElectraConfig", architectures=["ElectraForMaskedLM"], **_BERT_DROPOUT),
+    "mt5": lambda: transformers.MT5Config(**_T5, num_decoder_layers=3),
     "t5": lambda: transformers.T5Config(**_T5, num_decoder_layers=3, tie_word_embeddings=True),
     "t5-untied": lambda: transformers.T5Config(
         **_T5, num_decoder_layers=2, feed_forward_proj="gated-gelu", tie_word_embeddings=False

@@ -83,6 +83,11 @@ def test_versions_out_of_range_are_refused(monkeypatch):
         ("mixtral", {"output_router_logits": True}, "output_router_logits = true.*set"),
         ("opt", {"layerdrop": 0.1}, "layerdrop = 0.1: layers are skipped.*set layerdrop to 0"),
         ("whisper", {"decoder_layerdrop": 0.2}, "decoder_layerdrop = 0.2"),
+        ("whisper", {"apply_spec_augment": True}, "apply_spec_augment = true.*set it to false"),
+        ("vit", {"num_labels": 1}, "num_labels = 1, problem_type = 'regression'.*loss_fn=f"),
+        ("vit", {"problem_type": "multi_label_classification"}, "has the loss of single_label"),
+        ("llama", {"pad_token_id": 99}, "cannot build .* 'llama'.*AssertionError: Padding_idx"),
+        ("gptj", {"rotary_dim": 16}, "A layer alone fails, too: RuntimeError"),
     ],
 )
 def test_settings_that_a_pipeline_does_not_carry_are_refused(family, changes, message):
@@ -102,6 +107,7 @@ def test_settings_that_a_pipeline_does_not_carry_are_refused(family, changes, me
         ),
         ("gpt2", {}, 3, r"num_attention_heads \(4\) must be a multiple"),
         ("phi3", {}, 4, r"\(2\) must be a multiple of the tensor ranks \(mesh.tensor = 4\)"),
+        ("bloom", {"slow_but_exact": True}, 2, "slow_but_exact = true.*set it to false"),
         ("llama", {"intermediate_size": 50}, 4, r"the output of mlp.gate_proj \(50\) must be"),
     ],
 )
