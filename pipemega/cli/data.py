@@ -71,8 +71,8 @@ def _add_prepare(commands: Subparsers) -> None:
     parser.add_argument(
         "--eod-id",
         metavar="TOKEN",
-        help="id or text of the token that ends a document (default: <|endoftext|>, or the "
-        "tokenizer's end-of-sequence token)",
+        help="id or text of the token that ends a document (default: the end-of-sequence "
+        "token that the tokenizer's files name, otherwise <|endoftext|>)",
     )
     parser.add_argument(
         "--json-key",

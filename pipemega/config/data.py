@@ -76,8 +76,8 @@ class DataSection(Section):
     )
     eod_id: Whole | Name | None = own(
         None,
-        "Id (or text) of the token that ends a document; null: `<|endoftext|>` if the tokenizer "
-        "has it, otherwise its end-of-sequence token.",
+        "Id (or text) of the token that ends a document; null: the end-of-sequence token that the "
+        "tokenizer's files name, otherwise `<|endoftext|>`.",
     )
     vocab_size: int = own(8192, "Vocabulary size of the trained BPE.", ge=_SMALLEST_VOCABULARY)
     cache_path: Name | None = own(

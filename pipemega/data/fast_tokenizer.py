@@ -23,7 +23,7 @@ class FastTokenizer(Tokenizer):
     """A thin wrapper of a tokenizer of the `tokenizers` package.
 
     Args:
-        end_of_sequence: token that ends a document, if there is no "<|endoftext|>".
+        end_of_sequence: token that ends a document; None: "<|endoftext|>".
     """
 
     def __init__(self, inner: tokenizers.Tokenizer, end_of_sequence: str | None = None) -> None:
@@ -34,9 +34,11 @@ class FastTokenizer(Tokenizer):
         inner.no_truncation()
         inner.no_padding()
         self.vocab_size = max(inner.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.eod = inner.token_to_id(EOD)
-        if self.eod is None and end_of_sequence is not None:
+        self.eod = None
+        if end_of_sequence is not None:
             self.eod = inner.token_to_id(end_of_sequence)
+        if self.eod is None:
+            self.eod = inner.token_to_id(EOD)
 
     @classmethod
     def of_json(cls, text: str, path: Path) -> "FastTokenizer":

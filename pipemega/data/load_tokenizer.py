@@ -22,8 +22,8 @@ def load_tokenizer(name: str | Path, eod: int | str | None = None) -> Tokenizer:
         name: a tokenizer.json; GPT-2's vocab.json or merges.txt, with the other one beside it; a
             `.model` of SentencePiece; a folder with one of these, as transformers writes it; or
             "tiktoken:NAME".
-        eod: id or text of the token that ends a document; None: "<|endoftext|>" if it exists,
-            otherwise the end-of-sequence token that the files name.
+        eod: id or text of the token that ends a document; None: the end-of-sequence
+            token that the files name, otherwise "<|endoftext|>".
 
     Raises:
         DataError: no file exists, a file is damaged, or `eod` is not in the vocabulary.

@@ -44,7 +44,7 @@ class SentencePieceTokenizer(Tokenizer):
         self._model = model
         self.vocab_size = int(self._inner.get_piece_size())
         end = int(self._inner.eos_id())
-        self.eod = self.id_of(EOD) if self.id_of(EOD) is not None or end < 0 else end
+        self.eod = end if end >= 0 else self.id_of(EOD)
 
     @classmethod
     def of_json(cls, content: dict[str, Any], path: Path) -> "SentencePieceTokenizer":

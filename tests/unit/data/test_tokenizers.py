@@ -114,9 +114,11 @@ def test_each_kind_is_saved_and_loaded_beside_prepared_tokens(tmp_path, cl100k):
 
 def test_the_end_of_a_document_is_the_given_token_or_the_one_that_the_folder_names(tmp_path):
     folder = bpe_files(tmp_path, eos_token={"content": "es"})
+    # Instruction-tuned Qwen models have <|endoftext|> and stop at <|im_end|>.
+    assert load_tokenizer(folder).id_of(EOD) == 0
+    assert load_tokenizer(folder).eod == load_tokenizer(folder).id_of("es") is not None
     text = (folder / "tokenizer.json").read_text(encoding="utf-8").replace(EOD, "<end>")
     (folder / "tokenizer.json").write_text(text, encoding="utf-8")
-    assert load_tokenizer(folder).eod == load_tokenizer(folder).id_of("es") is not None
     assert load_tokenizer(folder, 7).eod == 7
     assert load_tokenizer(folder, "<end>").eod == 0
     (folder / "text.txt").write_text("to be", encoding="utf-8")
