@@ -9,7 +9,7 @@ WORKERS ?= 2
 # One thread per rank: several ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help setup train test faults fuzz gpu lint bench pictures docs clean
+.PHONY: help setup train test faults fuzz gpu hf lint bench pictures docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -33,6 +33,13 @@ faults: $(READY)  ## Inject faults into runs (about 15 minutes); writes the tabl
 
 gpu: $(READY)  ## On a machine with GPUs: check it, run the GPU tests and the benchmark; writes gpu_report.md
 	$(BIN)/python -m benchmarks.gpu_report.run
+
+# The oldest version that setup.py allows.
+OLDEST_HF := transformers==5.9.0
+hf: $(READY)  ## Compare all Hugging Face families, with the newest and the oldest transformers (about an hour)
+	$(BIN)/python -m pytest -n $(WORKERS) -m "sweep or not sweep" tests/unit/hf tests/ranks/hf
+	$(BIN)/python -m pip install --quiet --upgrade --target build/oldest_hf "$(OLDEST_HF)"
+	PYTHONPATH=$(CURDIR)/build/oldest_hf $(BIN)/python -m pytest -n $(WORKERS) -m "sweep or not sweep" tests/unit/hf tests/ranks/hf
 
 lint: $(READY)  ## Lint and types only
 	$(BIN)/ruff check .
