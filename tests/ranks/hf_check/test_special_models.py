@@ -49,11 +49,12 @@ def blip2(language_model):
 
 
 def sam():
+    # Six layers: eight stages on four ranks.
     from transformers import SamConfig
 
     return SamConfig(
         vision_config={
-            "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 4, "mlp_dim": 48,
+            "hidden_size": 32, "output_channels": 16, "num_hidden_layers": 6, "mlp_dim": 48,
             "num_attention_heads": 4, "image_size": 32, "patch_size": 8, "window_size": 3,
             "global_attn_indexes": [1], "num_pos_feats": 8,
         },
