@@ -57,6 +57,7 @@ SPECIAL_MODELS: dict[str, SpecialModel] = {
         constants={"use_cache": False},
     ),
     "SamModel": SpecialModel(
+        stacks=("vision_encoder.layers",),
         segments={
             "vision_encoder.pos_embed": 0,
             # Read outside of their own forward.

@@ -1,5 +1,7 @@
 """VocabularyNames: where a model has its table of embeddings and its head, and whether tied."""
 
+from typing import Any
+
 from torch import nn
 
 from pipemega.hf.description import ModelDescription
@@ -19,7 +21,7 @@ class VocabularyNames:
         self._owners = description.owners
         model = description.model
         self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
-        words = model.get_input_embeddings()
+        words = _input_embeddings(model)
         self.table = ""
         self.head: str | None = None
         if isinstance(words, nn.Embedding):
@@ -58,3 +60,11 @@ class VocabularyNames:
         if other is not None:
             path, _, last = other.rpartition(".")
             model.get_submodule(path)._parameters.pop(last)
+
+
+def _input_embeddings(model: Any) -> nn.Module | None:
+    try:
+        embeddings: nn.Module = model.get_input_embeddings()
+    except NotImplementedError:  # models without tokens, such as CLIP's image classifier
+        return None
+    return embeddings

@@ -9,6 +9,7 @@ import transformers
 
 import pipemega
 from pipemega.distributed.mesh import Axis
+from pipemega.errors import ConfigError
 from tests.ranks.hf import tiny_models
 
 
@@ -38,9 +39,25 @@ def test_token_ids_reach_every_layer_that_reads_them():
     }  # fmt: skip
     config = transformers.DeepseekV4Config(**sizes)
     config._attn_implementation = "eager"
+    if transformers.__version__ == "5.9.0":
+        with pytest.raises(ConfigError, match=r"layer 0 .* gets \[1, 4, 4, 32\] as hidden states"):
+            pipemega.from_pretrained(config, pretrained=False)
+        pytest.skip("in this version the layers of DeepSeek-V4 have several streams")
     net = pipemega.from_pretrained(config, pretrained=False)
     assert net.description.layers_read_tokens
     ids = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(0))
     x = net.specs[0].build(Axis("tensor"), "cpu")(ids)
     _, kwargs = net._arguments.of(0, *x)
     assert torch.equal(kwargs["input_ids"], ids)
+
+
+def test_an_image_classifier_whose_class_names_no_input_embeddings_is_split():
+    """CLIP's classifier raises in `get_input_embeddings`."""
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    vision = {**sizes, "num_hidden_layers": 3, "image_size": 16, "patch_size": 8}
+    config = transformers.CLIPConfig(
+        vision_config=vision, architectures=["CLIPForImageClassification"]
+    )
+    config.num_labels = 5
+    net = pipemega.from_pretrained(config, pretrained=False)
+    assert net.layer_names == ["Segment", *["CLIPEncoderLayer"] * 3, "Segment"]
