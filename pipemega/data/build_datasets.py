@@ -125,15 +125,7 @@ def build_datasets(
         prefixes = [prefix_of(prefix) for _, prefix in section.blend]
         weights = [weight for weight, _ in section.blend if weight is not None] or None
     tokenizer = find_tokenizer(prefixes, section.tokenizer, section.eod_id)
-    sample_format = SampleFormat(
-        seq_length=request.seq_length,
-        vocab_size=_vocab_size(request.vocab_size, tokenizer, prefixes[0]),
-        eod=None if tokenizer is None else tokenizer.eod,
-        eod_mask_loss=section.eod_mask_loss,
-        reset_position_ids=section.reset_position_ids,
-        reset_attention_mask=section.reset_attention_mask,
-        keep_partial=request.keep_partial,
-    )
+    sample_format = _sample_format(section, request, tokenizer, prefixes[0])
     files = [IndexedDataset(prefix) for prefix in prefixes]
     ranges = [split_ranges(section.split_weights, len(data)) for data in files]
     cache = Path(section.cache_path).expanduser() if section.cache_path else None
@@ -145,6 +137,20 @@ def build_datasets(
         vocab_size=sample_format.vocab_size,
         tokenizer=tokenizer,
         description=tuple("\n".join(lines).splitlines()),
+    )
+
+
+def _sample_format(
+    section: DataSection, request: DataRequest, tokenizer: Tokenizer | None, prefix: Path
+) -> SampleFormat:
+    return SampleFormat(
+        seq_length=request.seq_length,
+        vocab_size=_vocab_size(request.vocab_size, tokenizer, prefix),
+        eod=None if tokenizer is None else tokenizer.eod,
+        eod_mask_loss=section.eod_mask_loss,
+        reset_position_ids=section.reset_position_ids,
+        reset_attention_mask=section.reset_attention_mask,
+        keep_partial=request.keep_partial,
     )
 
 

@@ -79,8 +79,8 @@ def build_layer(
         check_tensor_ranks(d.config, axis.size, d.sequence_parallel)
         if index == 0 and axis.rank == 0 and not is_compared(d.config):
             get_logger().warning(
-                f"{d.class_name} is sharded by the plan of transformers, which nobody has compared "
-                f"with the unsplit model: run `pipemega hf check` before training"
+                f"{d.class_name} is sharded by the plan of transformers, and no gradients were "
+                f"compared with the unsplit model: run `pipemega hf check` before training"
             )
     regions = ActivationRegions(
         axis, d.sequence_parallel and axis.size > 1, bool(styles) and has_dropout(d.config)
