@@ -1,0 +1,1 @@
+"""Other engines' Python interfaces, over that of pipemega: scripts run without an edit."""

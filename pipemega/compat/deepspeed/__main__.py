@@ -1,0 +1,38 @@
+"""Run a script whose `import deepspeed` is `pipemega.compat.deepspeed`.
+
+python -m pipemega.compat.deepspeed script.py ...
+torchrun --nproc_per_node=4 -m pipemega.compat.deepspeed [-m] script ...
+"""
+
+import runpy
+import sys
+from pathlib import Path
+
+from pipemega.compat.deepspeed.virtual_modules import install_as_deepspeed
+from pipemega.fault_tolerance.run import run
+
+_USAGE = "usage: python -m pipemega.compat.deepspeed [-m] SCRIPT [arguments of the script]"
+
+
+def main() -> None:
+    """Run the script of the command line; an error on one rank ends all ranks."""
+    arguments = sys.argv[1:]
+    is_module = arguments[:1] == ["-m"]
+    if is_module:
+        arguments = arguments[1:]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_USAGE)
+        sys.exit(0 if arguments else 2)
+    install_as_deepspeed()
+    sys.argv = arguments
+    with run():
+        if is_module:
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+        else:
+            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

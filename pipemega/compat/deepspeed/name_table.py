@@ -1,0 +1,132 @@
+"""The table of DeepSpeed's modules and names: where each is, and what replaces missing ones.
+
+Module of DeepSpeed -> name -> "module" or "module:name" of ours. Modules below another one are its
+attributes.
+"""
+
+from collections.abc import Mapping
+
+_HERE = "pipemega.compat.deepspeed"
+_MODULE = f"{_HERE}.pipeline_module"
+_SPECS = f"{_HERE}.layer_specs"
+_TOPOLOGY = f"{_HERE}.process_topology"
+_GRID = f"{_HERE}.parallel_grid"
+_LOGGING = f"{_HERE}.logging_calls"
+_LAUNCH = f"{_HERE}.launch_calls"
+
+_SPEC_NAMES = {
+    "LayerSpec": f"{_SPECS}:PipeLayerSpec",
+    "TiedLayerSpec": f"{_SPECS}:PipeTiedLayerSpec",
+}
+_PIPE = {"PipelineModule": f"{_MODULE}:DeepSpeedPipelineModule", **_SPEC_NAMES}
+_TOPOLOGIES = {
+    "ProcessTopology": f"{_TOPOLOGY}:ProcessTopology",
+    "PipeDataParallelTopology": f"{_TOPOLOGY}:PipeDataParallelTopology",
+    "PipeModelDataParallelTopology": f"{_TOPOLOGY}:PipeModelDataParallelTopology",
+    "PipelineParallelGrid": f"{_GRID}:PipelineParallelGrid",
+}
+_CHECKPOINTING = {
+    name: f"{_HERE}.activation_checkpoints:{name}"
+    for name in (
+        "checkpoint", "non_reentrant_checkpoint", "configure", "is_configured", "reset",
+        "get_cuda_rng_tracker", "model_parallel_cuda_manual_seed",
+        "model_parallel_reconfigure_tp_seed", "set_num_layers",
+    )
+}  # fmt: skip
+_LOADERS = {"RepeatingLoader": f"{_HERE}.repeating_loader:RepeatingLoader"}
+_LOG = {
+    name: f"{_LOGGING}:{name}" for name in ("logger", "log_dist", "print_rank_0", "warning_once")
+}
+_ACCELERATOR = {"get_accelerator": f"{_HERE}.torch_accelerator:get_accelerator"}
+_RUNTIME_UTILS = {
+    name: f"{_HERE}.runtime_calls:{name}"
+    for name in (
+        "set_random_seed", "see_memory_usage", "partition_uniform", "partition_balanced",
+        "call_to_str", "ensure_directory_exists",
+    )
+}  # fmt: skip
+_INIT = {"init_distributed": f"{_LAUNCH}:init_distributed"}
+
+MODULES: Mapping[str, Mapping[str, str]] = {
+    "": {
+        "initialize": f"{_HERE}.initialize_engine:initialize",
+        "add_config_arguments": f"{_LAUNCH}:add_config_arguments",
+        "PipelineModule": _PIPE["PipelineModule"],
+        "PipelineEngine": f"{_HERE}.pipeline_engine:PipelineEngine",
+        "dist": "torch.distributed",
+        "__version__": f"{_LAUNCH}:DEEPSPEED_VERSION",
+        **_INIT,
+        **_LOG,
+        **_ACCELERATOR,
+    },
+    "accelerator": _ACCELERATOR,
+    "accelerator.real_accelerator": _ACCELERATOR,
+    "checkpointing": _CHECKPOINTING,
+    "comm": _INIT,
+    "comm.comm": _INIT,
+    "ops": {},
+    "ops.adam": {
+        "FusedAdam": f"{_HERE}.optimizer_classes:FusedAdam",
+        "DeepSpeedCPUAdam": f"{_HERE}.optimizer_classes:DeepSpeedCPUAdam",
+    },
+    "ops.lamb": {"FusedLamb": "pipemega.optimizer.lamb:Lamb"},
+    "ops.adagrad": {"DeepSpeedCPUAdagrad": "torch.optim:Adagrad"},
+    "pipe": _PIPE,
+    "runtime": {},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.dataloader": _LOADERS,
+    "runtime.lr_schedules": {
+        name: f"{_HERE}.schedule_classes:{name}"
+        for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+    },
+    "runtime.pipe": _PIPE,
+    "runtime.pipe.engine": {"PipelineEngine": f"{_HERE}.pipeline_engine:PipelineEngine"},
+    "runtime.pipe.module": _PIPE,
+    "runtime.pipe.topology": _TOPOLOGIES,
+    "runtime.utils": _RUNTIME_UTILS,
+    "utils": {**_LOADERS, **_LOG},
+    "utils.logging": _LOG,
+}
+
+# Other names of these modules are those of another module.
+DELEGATES: Mapping[str, str] = {"comm": "torch.distributed", "comm.comm": "torch.distributed"}
+
+# Path in DeepSpeed -> what to use instead; "a.b.*": of each other name in a.b.
+ADVICE: Mapping[str, str] = {
+    "DeepSpeedConfig": "pipemega.load_config reads the JSON file",
+    "OnDevice": "build the model under torch.device('meta')",
+    "DeepSpeedTransformerLayer": "use a layer of torch or transformers",
+    "DeepSpeedTransformerConfig": "use a layer of torch or transformers",
+    "autotuning": "`pipemega plan --compare all` compares schedules",
+    "checkpoint": "`pipemega checkpoint import-deepspeed` reads DeepSpeed's checkpoints",
+    "compression": "quantization and pruning during training do not exist",
+    "elasticity": "set train_batch_size and its factors for each number of ranks",
+    "inference": "`pipemega generate` generates text; serve the model with vLLM or transformers",
+    "init_inference": (
+        "`pipemega generate` generates text; serve the model with vLLM or transformers"
+    ),
+    "launcher": "start the ranks with torchrun",
+    "module_inject": "tensor parallelism is set by mesh.tensor in the config",
+    "moe": "mixture-of-experts layers do not exist",
+    "monitor": "set wandb, tensorboard or csv_monitor in the config",
+    "nebula": "checkpoints are those of torch.distributed.checkpoint",
+    "ops.adam.*": "there are FusedAdam and DeepSpeedCPUAdam; or use torch.optim",
+    "ops.lion": "torch has no Lion: pass an optimizer of your own to initialize(optimizer=...)",
+    "ops.op_builder": "there are no CUDA extensions of DeepSpeed",
+    "ops.sparse_attention": "attention is dense; use torch's flex_attention in your layer",
+    "ops.transformer": "use a layer of torch or transformers",
+    "profiling": "set flops_profiler in the config",
+    "runtime.config": "pipemega.load_config reads the JSON file",
+    "runtime.data_pipeline": "curriculum learning and data efficiency do not exist",
+    "runtime.fp16": "set fp16 in the config, and optimizer.type for the optimizer",
+    "runtime.bf16_optimizer": "set bf16 in the config; initialize() makes the master weights",
+    "runtime.pipe.p2p": "the engine sends and receives; a layer returns any tree of tensors",
+    "runtime.pipe.schedule": "set pipeline.schedule in the config, or give initialize(plan=...)",
+    "runtime.state_dict_factory": (
+        "`pipemega checkpoint import-deepspeed` reads DeepSpeed's checkpoints"
+    ),
+    "runtime.utils.PartitionedTensor": "the engine sends the tensors between stages",
+    "sequence": "set mesh.sequence_parallel in the config",
+    "tp_model_init": "tensor parallelism is set by mesh.tensor in the config",
+}
