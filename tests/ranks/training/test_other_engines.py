@@ -1,4 +1,4 @@
-"""docs/other_engines.md: the loops of Colossal-AI, DeepSpeed and Paddle, on one and two ranks."""
+"""docs/other_engines.md: the loops of Colossal-AI and Paddle, on one and two ranks."""
 
 import re
 from collections.abc import Callable
