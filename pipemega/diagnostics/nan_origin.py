@@ -94,6 +94,8 @@ class NonFiniteLocator:
         """Return the origin if the recorded step had unexpected inf or nan, otherwise ""."""
         # A loss scale that is too large explains inf and nan in gradients, but not in the loss.
         explained = self._scaled and math.isfinite(report.loss)
+        if self._plan is None:
+            return ""  # the caller has run forward and backward
         if not report.overflow or explained:
             self._in_a_row = 0
             return ""

@@ -1,8 +1,10 @@
 """The engine: one rank of a training run.
 
 initialize       builds an engine from a config and a model, with components
-engine           Engine: a StepEngine and the run that the config describes
-step_engine      StepEngine: train single steps, evaluate, save, load
+engine           Engine: steps, checkpoints, evaluation, and the run that the config describes
+checkpointed_engine  CheckpointedEngine: a StepEngine that is saved and loaded
+step_engine      StepEngine: train single steps
+loop_engine      LoopEngine: an Engine for a loop that runs forward and backward itself
 batch_reader     micro-batches for the first and the last stage
 step_runner      forwards, backwards, optimizer step; post-validation
 step_callbacks   observe steps: tracing, busy time

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipemega.config.group_keys import read_groups
 from pipemega.errors import ConfigError
 from pipemega.optimizer.build_step import OptimizerArguments
+from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer
 from pipemega.pipeline.deepspeed_arguments import refuse_arguments
 from pipemega.pipeline.module import PipelineModule
 
@@ -48,6 +49,10 @@ def optimizer_arguments(
         ConfigError: an argument is of the wrong type; the same on every rank.
     """
     problem = None
+    if isinstance(optimizer, GivenOptimizer):
+        return OptimizerArguments(
+            optimizer.attach, lr_scheduler, optimizer.groups, test_optimizer=optimizer.copied
+        )
     if isinstance(optimizer, Optimizer):
         problem = f"optimizer is the {type(optimizer).__name__} itself: {_maker_advice(optimizer)}"
     elif optimizer is not None and not callable(optimizer):
@@ -62,8 +67,10 @@ def optimizer_arguments(
         problem = f"lr_scheduler must be a function of the optimizer, not {lr_scheduler!r}"
     if problem is not None:
         raise ConfigError(problem, on_every_rank=True)
-    groups = None
-    if model_parameters is not None:
+    groups: Any = None
+    if isinstance(model_parameters, GivenGroups):
+        groups = model_parameters
+    elif model_parameters is not None:
         try:
             groups = read_groups(model_parameters, "model_parameters")
         except ValueError as error:

@@ -15,10 +15,10 @@ from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.batch_reader import StepData
 from pipemega.engine.build_loader import evaluation_loader
+from pipemega.engine.checkpointed_engine import CheckpointedEngine
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import OnOutput
 from pipemega.engine.schedule_tuner import ScheduleTuner
-from pipemega.engine.step_engine import StepEngine
 from pipemega.engine.training_run import TrainingRun
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.run_progress import RunProgress, register_progress
@@ -28,7 +28,7 @@ from pipemega.pipeline.plan.instructions import Plan
 _Outputs = TypeVar("_Outputs")
 
 
-class Engine(StepEngine):
+class Engine(CheckpointedEngine):
     """Trains a model; returned by `pipemega.initialize`.
 
     `train_batch` also does what the config asks of a run (docs/long_runs.md): it writes records,

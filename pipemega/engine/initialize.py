@@ -5,9 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Optimizer
 
 from pipemega.config import Batch, Config, load
@@ -28,6 +29,7 @@ from pipemega.engine.check_arguments import check_arguments, optimizer_arguments
 from pipemega.engine.components import build_components
 from pipemega.engine.cpu_allocator import keep_freed_memory
 from pipemega.engine.engine import Engine
+from pipemega.engine.loop_engine import LoopEngine
 from pipemega.engine.plan_choice import PlanChooser
 from pipemega.engine.resume import resume
 from pipemega.engine.running_statistics import running_statistics_warning
@@ -39,6 +41,7 @@ from pipemega.lora.peft_files import load_adapter, section_of
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
 from pipemega.optimizer.build_step import OptimizerArguments
+from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer
 from pipemega.optimizer.torch_schedule import SchedulerMaker
 from pipemega.optimizer.user_optimizer import OptimizerMaker
 from pipemega.pipeline.local_model import build_local_model, log_stages, make_replicas_equal
@@ -47,6 +50,8 @@ from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan_selection import plan_is_provisional
 from pipemega.pipeline.recompute import checkpoint_interval
 from pipemega.pipeline.stage_partition import stage_bounds
+
+AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 def build_mesh_of(config: Config) -> Mesh:
@@ -73,9 +78,9 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     mesh: Mesh | None = None,
     plan: Plan | None = None,
-    optimizer: OptimizerMaker | None = None,
+    optimizer: OptimizerMaker | GivenOptimizer | None = None,
     lr_scheduler: SchedulerMaker | None = None,
-    model_parameters: Sequence[Mapping[str, Any]] | None = None,
+    model_parameters: Sequence[Mapping[str, Any]] | GivenGroups | None = None,
     **unsupported: Any,
 ) -> tuple[Engine, Optimizer | None, BatchLoader | None, LRSchedule | None]:
     """Build this rank's stages of `model`, and the engine that trains them.  Collective.
@@ -112,10 +117,58 @@ def initialize(
             PipelineModule; the optimizer or the scheduler cannot train this model on this mesh.
         MeshError: the number of launched ranks does not fit the mesh.
     """
-    _refuse_worker_process()
     check_arguments(model, training_data, unsupported)
     arguments = optimizer_arguments(optimizer, lr_scheduler, model_parameters)
-    config = load(config, overrides)
+    data = training_data, collate_fn
+    engine = _initialize(Engine, model, load(config, overrides), data, mesh, plan, arguments)
+    return engine, engine.optimizer, engine.loader, engine.lr_scheduler
+
+
+def initialize_loop(
+    module: nn.Module,
+    config: Config,
+    *,
+    mesh: Mesh | None = None,
+    optimizer: OptimizerMaker | GivenOptimizer | None = None,
+    lr_scheduler: SchedulerMaker | None = None,
+    model_parameters: Sequence[Mapping[str, Any]] | GivenGroups | None = None,
+) -> LoopEngine:
+    """Build the engine of a loop that runs the forward and backward of `module`.  Collective.
+
+    The arguments are those of `initialize`. A parameter `x` has the logical name `layers.0.x`.
+
+    Raises:
+        ConfigError, MeshError: as `initialize`; or a key has no meaning in such a loop.
+    """
+    arguments = optimizer_arguments(optimizer, lr_scheduler, model_parameters)
+    mesh = mesh or build_mesh_of(config)
+    for axis in (mesh.pipeline, mesh.tensor):
+        if axis.size > 1:
+            raise ConfigError(
+                f"mesh.{axis.name} is {axis.size}, and {type(module).__name__} is no pipeline, so "
+                f"each rank needs all of it: set mesh.{axis.name} to 1, or write the model as a "
+                "PipelineModule of its layers",
+                on_every_rank=True,
+            )
+    net = PipelineModule([module])
+    return _initialize(LoopEngine, net, config, (None, None), mesh, None, arguments)
+
+
+def _initialize(
+    engine_class: type[AnyEngine],
+    model: PipelineModule,
+    config: Config,
+    data: tuple[Any, Callable[[list[Any]], Any] | None],
+    mesh: Mesh | None,
+    plan: Plan | None,
+    arguments: OptimizerArguments,
+) -> AnyEngine:
+    """Build an engine, and load the checkpoint that the config names.  Collective.
+
+    Args:
+        data: the training data, and its collate_fn.
+    """
+    _refuse_worker_process()
     mesh = mesh or build_mesh_of(config)
     with failure_reporter().propagate_errors("initialize"):
         config.check_sizes(mesh.data.size)
@@ -126,10 +179,9 @@ def initialize(
         batch = config.batch(mesh.data.size)
         _log_config(config, batch, mesh)
         loader = None
-        if training_data is not None:
-            epochs = config.training.epochs
-            loader = training_loader(config, mesh, training_data, collate_fn, epochs)
-        engine = _build_engine(model, config, mesh, batch, loader, plan, arguments)
+        if data[0] is not None:
+            loader = training_loader(config, mesh, *data, config.training.epochs)
+        engine = _build_engine(engine_class, model, config, mesh, batch, loader, plan, arguments)
         if mesh.world.size > 1:
             # If a rank could not build its part, all ranks stop here and not in the first step.
             dist.barrier(mesh.world.group)
@@ -137,7 +189,7 @@ def initialize(
     log = get_logger(mesh.rank)
     resume(engine, log)
     register_exit_hook(engine.close)
-    return engine, engine.optimizer, engine.loader, engine.lr_scheduler
+    return engine
 
 
 def _refuse_worker_process() -> None:
@@ -150,6 +202,7 @@ def _refuse_worker_process() -> None:
 
 
 def _build_engine(
+    engine_class: type[AnyEngine],
     model: PipelineModule,
     config: Config,
     mesh: Mesh,
@@ -157,7 +210,7 @@ def _build_engine(
     loader: BatchLoader | None,
     given_plan: Plan | None,
     arguments: OptimizerArguments,
-) -> Engine:
+) -> AnyEngine:
     log = get_logger(mesh.rank)
     if mesh.device.type == "cpu" and config.mesh.keep_cpu_memory:
         keep_freed_memory()
@@ -196,7 +249,7 @@ def _build_engine(
     components = build_components(
         config, mesh, model, local, plan, loader, arguments, plan_may_change=tuner is not None
     )
-    return Engine(config, mesh, plan, components, tuner)
+    return engine_class(config, mesh, plan, components, tuner)
 
 
 def _log_config(config: Config, batch: Batch, mesh: Mesh) -> None:

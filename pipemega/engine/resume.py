@@ -5,11 +5,11 @@ import logging
 from pipemega.checkpoint import any_checkpoint, newest
 from pipemega.config import Config
 from pipemega.distributed.mesh import from_first
-from pipemega.engine.step_engine import StepEngine
+from pipemega.engine.checkpointed_engine import CheckpointedEngine
 from pipemega.errors import CheckpointError
 
 
-def resume(engine: StepEngine, log: logging.Logger) -> None:
+def resume(engine: CheckpointedEngine, log: logging.Logger) -> None:
     """Load the checkpoint that the config asks for, if any; collective.
 
     With `training.resume: "auto"` this is the newest complete checkpoint in `checkpoint.save`, so
@@ -36,7 +36,7 @@ def resume(engine: StepEngine, log: logging.Logger) -> None:
         _load(engine, config.load, config.load_tag, options, log)
 
 
-def refuse_other_run(config: Config, engine: StepEngine) -> None:
+def refuse_other_run(config: Config, engine: CheckpointedEngine) -> None:
     """Refuse to replace the checkpoints of an earlier run, or to delete them as old; collective.
 
     Call it before the first step, if the run was not loaded from `checkpoint.save`.
@@ -57,7 +57,7 @@ def refuse_other_run(config: Config, engine: StepEngine) -> None:
         )
 
 
-def log_iterator_position(engine: StepEngine, log: logging.Logger) -> None:
+def log_iterator_position(engine: CheckpointedEngine, log: logging.Logger) -> None:
     """Log that the position of the caller's iterator is not restored."""
     step, samples = engine.global_steps, engine.consumed_samples
     log.info(
@@ -68,7 +68,11 @@ def log_iterator_position(engine: StepEngine, log: logging.Logger) -> None:
 
 
 def _load(
-    engine: StepEngine, folder: str, tag: str | None, options: dict[str, bool], log: logging.Logger
+    engine: CheckpointedEngine,
+    folder: str,
+    tag: str | None,
+    options: dict[str, bool],
+    log: logging.Logger,
 ) -> None:
     path, _ = engine.load_checkpoint(folder, tag, **options)
     log.info(f"resumed from {path} at step {engine.global_steps}")

@@ -2,15 +2,19 @@
 
 from pipemega.checkpoint import newest
 from pipemega.distributed.mesh import from_first
+from pipemega.engine.checkpointed_engine import CheckpointedEngine
 from pipemega.engine.run_logger import RunLogger
 from pipemega.engine.saved_steps import SavedSteps
-from pipemega.engine.step_engine import StepEngine
 from pipemega.errors import CheckpointError, NonFiniteError
 from pipemega.monitor import get_logger
 
 
 def roll_back(
-    engine: StepEngine, logger: RunLogger, saved: SavedSteps, error: NonFiniteError, before: int
+    engine: CheckpointedEngine,
+    logger: RunLogger,
+    saved: SavedSteps,
+    error: NonFiniteError,
+    before: int,
 ) -> None:
     """Load the newest checkpoint; continue with the data after the batch of `error`.
 

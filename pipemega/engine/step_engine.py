@@ -1,18 +1,18 @@
-"""Steps, evaluation and checkpoints of a model; each process holds the engine of its rank.
+"""Steps of a model; each process holds the engine of its rank.
 
 Every method is collective, unless its docstring says otherwise: all ranks call it, in one order.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from pipemega.checkpoint import Checkpointer, Counters, LoadOptions
+from pipemega.checkpoint import Checkpointer
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.diagnostics.nan_origin import NonFiniteLocator
@@ -24,13 +24,14 @@ from pipemega.engine.build_loader import share_of
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import Evaluator
 from pipemega.engine.schedule_tuner import ScheduleTuner
-from pipemega.engine.step_callbacks import MeasureBusyTime, StepCallback, TraceSteps
+from pipemega.engine.step_callbacks import MeasureBusyTime, StepCallback, TraceSteps, TrainStep
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.training_data import TrainingData
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor.step_phases import PIPELINE, StepPhases
 from pipemega.optimizer import LRSchedule, StepReport
+from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import Timeline
 from pipemega.profiling.trace import Trace
@@ -41,7 +42,7 @@ _MAX_REPORTS = 8
 
 
 class StepEngine:
-    """Trains single steps, evaluates, saves and loads; `Engine` adds what belongs to a run.
+    """Trains single steps; `CheckpointedEngine` saves them, `Engine` adds what belongs to a run.
 
     Attributes:
         config, mesh, batch: as given; `batch` is the solved batch equation.
@@ -217,35 +218,52 @@ class StepEngine:
     ) -> tuple[float, list[Any] | None]:
         """Train one step, as `Engine.train_batch`; return the loss, and the outputs if kept."""
         with self._failures.propagate_errors("train_batch"), self._locator.add_origin_to_errors():
-            runner = self._runner
-            if runner is None or self._model.loss_fn is None:
-                needed = "a loss: give PipelineModule(layers, loss_fn=...)"
-                if runner is None:
-                    needed = (
-                        "an optimizer: add the section 'optimizer', or give "
-                        "initialize(optimizer=...)"
-                    )
-                raise ConfigError(f"train_batch needs {needed}", on_every_rank=True)
+            runner = self._training_runner("train_batch")
+            if self._model.loss_fn is None:
+                raise ConfigError(
+                    "train_batch needs a loss: give PipelineModule(layers, loss_fn=...)",
+                    on_every_rank=True,
+                )
             self._phases.start(exact=self._tracing.tracer.is_due(self.global_steps + 1))
             data = self._read_batch(data_iter, batch)
-            step = runner.new_step(
-                self.global_steps + 1, self.plan, data, keep_outputs=keep_outputs
-            )
-            for callback in self._callbacks:
-                callback.before_step(step)
+            step = self._begin_step(runner, data, keep_outputs=keep_outputs)
             with preserve_rng(self.mesh.device), self._phases(PIPELINE):
                 results = runner.forward_backward(step)
             self._locator.record_step(step.plan, step.micro_batches())
-            with self.timers("optimizer"):
-                report = runner.optimizer_step(results)
-            self._report_final_steps()
-            step.phases = self._phases.stop()
-            for callback in reversed(self._callbacks):
-                callback.after_step(step)
-            self.plan = step.next_plan or self.plan
-            self.stop_requested = report.stop_votes > 0
-            self._count_step(data)
+            report = self._finish_step(runner, step, data, results)
             return report.loss, self._evaluator.kept(results)
+
+    def _training_runner(self, caller: str) -> StepRunner:
+        if self._runner is None:
+            raise ConfigError(
+                f"{caller} needs an optimizer: add the section 'optimizer', or give "
+                "initialize(optimizer=...)",
+                on_every_rank=True,
+            )
+        return self._runner
+
+    def _begin_step(
+        self, runner: StepRunner, data: StepData, *, keep_outputs: bool = False
+    ) -> TrainStep:
+        step = runner.new_step(self.global_steps + 1, self.plan, data, keep_outputs=keep_outputs)
+        for callback in self._callbacks:
+            callback.before_step(step)
+        return step
+
+    def _finish_step(
+        self, runner: StepRunner, step: TrainStep, data: StepData, results: Results
+    ) -> StepReport:
+        """Update the parameters after all backwards of `step`, and count it."""
+        with self.timers("optimizer"):
+            report = runner.optimizer_step(results)
+        self._report_final_steps()
+        step.phases = self._phases.stop()
+        for callback in reversed(self._callbacks):
+            callback.after_step(step)
+        self.plan = step.next_plan or self.plan
+        self.stop_requested = report.stop_votes > 0
+        self._count_step(data)
+        return report
 
     def _read_batch(self, data_iter: Iterator[Any] | None, batch: Any) -> StepData:
         self._data.check_source(data_iter is not None or batch is not None)
@@ -259,6 +277,10 @@ class StepEngine:
                 raise
         self._data.epoch = self._data.epoch if data.epoch is None else data.epoch
         return data
+
+    def step_started(self) -> float:
+        """Return the clock reading from which the seconds of the next step count."""
+        return time.perf_counter()
 
     def _count_step(self, data: StepData) -> None:
         self.global_steps += 1
@@ -323,75 +345,3 @@ class StepEngine:
         with self._failures.propagate_errors("check_replicas"):
             self._settle()
             check_replicas(self._model, self.mesh)
-
-    # Checkpoints and parameters
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | None = None,
-        client_state: Any = None,
-        save_latest: bool = True,
-    ) -> Path | str:
-        """Save a checkpoint, as `Engine.save_checkpoint`, even if this step is saved already."""
-        with self._failures.propagate_errors("save_checkpoint"):
-            self._settle()
-            counters = Counters(self.global_steps, self.consumed_samples, self._run_state())
-            return self._checkpoints.save(
-                save_dir, tag, client_state, counters, set_latest=save_latest
-            )
-
-    def _run_state(self) -> dict[str, Any]:
-        """Return the state of the run that is saved with a checkpoint, as JSON values."""
-        return {}
-
-    def finish_saving(self) -> None:
-        """Wait until background writes of `checkpoint.async` are complete.
-
-        Raises:
-            CheckpointError: a rank could not write; earlier checkpoints are unchanged.
-        """
-        with self._failures.propagate_errors("finish_saving"):
-            self._checkpoints.wait()
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | None = None,
-        *,
-        load_module_only: bool = False,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        strict: bool = True,
-    ) -> tuple[Path | str, Any]:
-        """Load a checkpoint; see `Engine.load_checkpoint`."""
-        options = LoadOptions(
-            module_only=load_module_only,
-            optimizer_states=load_optimizer_states,
-            lr_scheduler_states=load_lr_scheduler_states,
-            strict=strict,
-            verify=self.config.checkpoint.verify,
-            allow_changes=self.config.checkpoint.allow_changes,
-        )
-        with self._failures.propagate_errors("load_checkpoint"):
-            self._settle()
-            loaded = self._checkpoints.load(load_dir, tag, options)
-            if loaded.counters is not None:
-                self.global_steps = loaded.counters.global_steps
-                self.consumed_samples = loaded.counters.consumed_samples
-                self._start_at_epoch(0 if self.loader is None else self.loader.epoch)
-                self._restore_run_state(loaded.counters.run)
-        return loaded.path, loaded.client
-
-    def reload(self, folder: str | Path) -> None:
-        """Load the newest checkpoint of a folder; the data continue after the last batch read."""
-        position = None if self.loader is None else self.loader.state_dict()
-        epoch = self._data.epoch
-        self.load_checkpoint(folder)
-        if self.loader is not None and position is not None:
-            self.loader.load_state_dict(position)
-            self._data.epoch = epoch
-            self._end_epochs()
-
-    def _restore_run_state(self, state: dict[str, Any]) -> None:
-        """Restore what `_run_state` returned; {} if a run without state has saved."""

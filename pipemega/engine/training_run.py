@@ -12,6 +12,7 @@ from typing import Any
 
 from pipemega.distributed.mesh import gather_objects
 from pipemega.engine import intervals
+from pipemega.engine.checkpointed_engine import CheckpointedEngine
 from pipemega.engine.resume import log_iterator_position, refuse_other_run
 from pipemega.engine.rollback import roll_back
 from pipemega.engine.run_history import EpochSums, Evaluation, RunTimes
@@ -20,7 +21,6 @@ from pipemega.engine.run_logger import RunLogger
 from pipemega.engine.run_observer import RunObserver
 from pipemega.engine.saved_steps import SavedSteps
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
-from pipemega.engine.step_engine import StepEngine
 from pipemega.errors import NonFiniteError
 from pipemega.fault_tolerance.preemption import StopRequest
 from pipemega.monitor import EvalRecord, SampleRecord, ScalarRecord, get_logger
@@ -43,7 +43,7 @@ class TrainingRun(StepCallback):
         stopped: why the run has ended before its last step; empty if it has not.
     """
 
-    def __init__(self, engine: StepEngine) -> None:
+    def __init__(self, engine: CheckpointedEngine) -> None:
         self._engine, self._config = engine, engine.config
         self._log = get_logger(engine.mesh.rank)
         self._active = describes_run(self._config)
@@ -169,7 +169,7 @@ class TrainingRun(StepCallback):
 
     def _train_and_record(self, train: Callable[[], float]) -> float:
         engine = self._engine
-        samples, epoch, started = engine.consumed_samples, engine.epoch, perf_counter()
+        samples, epoch, started = engine.consumed_samples, engine.epoch, engine.step_started()
         with self.times("training"):
             loss = train()
         seconds, samples = perf_counter() - started, engine.consumed_samples - samples

@@ -28,11 +28,17 @@ from pipemega.optimizer import (
     parameter_groups,
 )
 from pipemega.optimizer.cut_test import check_cuts
+from pipemega.optimizer.given_optimizer import GivenGroups
 from pipemega.optimizer.gradients import DataReduction
 from pipemega.optimizer.mixed_precision import DynamicLossScale, LossScale, Precision
 from pipemega.optimizer.param_groups import SharedState, check_specs
 from pipemega.optimizer.torch_schedule import SchedulerMaker, TorchSchedule
-from pipemega.optimizer.user_optimizer import OptimizerMaker, build_user_optimizer
+from pipemega.optimizer.user_optimizer import (
+    Groups,
+    OptimizerMaker,
+    build_user_optimizer,
+    check_group_counts,
+)
 from pipemega.pipeline.local_model import LocalModel
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -46,11 +52,13 @@ class OptimizerArguments:
         optimizer: parameter groups -> torch optimizer; in place of the section `optimizer`.
         lr_scheduler: optimizer -> torch scheduler; in place of the section `scheduler`.
         groups: of parameters; in place of `optimizer.groups`.
+        test_optimizer: builds the optimizers of `check_cuts`; None: `optimizer` does.
     """
 
     optimizer: OptimizerMaker | None = None
     lr_scheduler: SchedulerMaker | None = None
-    groups: tuple[GroupSpec, ...] | None = None
+    groups: tuple[GroupSpec, ...] | GivenGroups | None = None
+    test_optimizer: OptimizerMaker | None = None
 
     def trains(self, config: Config) -> bool:
         """Return whether the run has an optimizer."""
@@ -148,20 +156,12 @@ def _build_optimizer(
     arguments: OptimizerArguments,
 ) -> Optimizer:
     """Build the optimizer of the user, or of the config."""
-    section, specs = config.optimizer, arguments.groups
-    if specs is None:
-        specs = () if section is None else read_groups(section.groups, "optimizer.groups")
-    if specs and mesh.device.type != "meta":  # the planner has no other ranks
-        names = [name for rank in gather_objects(list(masters.named), mesh.world) for name in rank]
-        check_specs(specs, list(dict.fromkeys(names)))
-    groups = parameter_groups(
-        masters.named.items(),
-        specs,
-        decay_norms_and_biases=config.training.weight_decay_norms_and_biases,
-    )
+    section = config.optimizer
+    groups, specs = _groups(config, mesh, masters, arguments)
     if arguments.optimizer is not None:
         if not config.zero_allow_untested_optimizer:
-            check_cuts(arguments.optimizer, groups, mesh, masters.shard_axis)
+            make = arguments.test_optimizer or arguments.optimizer
+            check_cuts(make, groups, mesh, masters.shard_axis)
         if section is not None:
             get_logger(mesh.rank).info(
                 f"optimizer.type '{section.type}' is not used: initialize() got an optimizer"
@@ -179,6 +179,31 @@ def _build_optimizer(
         tensor=mesh.tensor,
         shard_axis=masters.shard_axis,
     )
+
+
+def _groups(
+    config: Config, mesh: Mesh, masters: MasterParams, arguments: OptimizerArguments
+) -> tuple[Groups, tuple[GroupSpec, ...]]:
+    """Return the groups of the masters, and the specs from which they are made, if any."""
+    section, specs = config.optimizer, arguments.groups
+    keep_decay = config.training.weight_decay_norms_and_biases
+    if isinstance(specs, GivenGroups):
+        if not keep_decay:
+            raise ConfigError(
+                "training.weight_decay_norms_and_biases is false, and initialize() got parameters "
+                "or an optimizer with its own groups: give norms and biases a group with "
+                "weight_decay 0, and remove the key",
+                on_every_rank=True,
+            )
+        check_group_counts(len(specs), mesh.world)
+        return specs.of(masters.named), ()
+    if specs is None:
+        specs = () if section is None else read_groups(section.groups, "optimizer.groups")
+    if specs and mesh.device.type != "meta":  # the planner has no other ranks
+        names = [name for rank in gather_objects(list(masters.named), mesh.world) for name in rank]
+        check_specs(specs, list(dict.fromkeys(names)))
+    named = masters.named.items()
+    return parameter_groups(named, specs, decay_norms_and_biases=keep_decay), specs
 
 
 def _build_schedule(

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipemega.config.scheduler import By
 from pipemega.errors import CheckpointError, ConfigError
@@ -14,7 +14,9 @@ from pipemega.optimizer.param_groups import options_of
 from pipemega.optimizer.plain_values import decode_text, encode_text
 
 SchedulerMaker = Callable[[Optimizer], Any]
-"""Optimizer -> torch scheduler."""
+"""Optimizer -> torch scheduler, or another object with its methods."""
+
+_METHODS = ("step", "state_dict", "load_state_dict")
 
 
 class TorchSchedule(LRSchedule):
@@ -41,7 +43,7 @@ class TorchSchedule(LRSchedule):
         except Exception as error:
             raise ConfigError(f"lr_scheduler raised {type(error).__name__}: {error}") from error
         _check(scheduler, optimizer)
-        self.scheduler: LRScheduler = scheduler
+        self.scheduler: Any = scheduler
         try:
             self.state_dict()
         except ValueError as error:
@@ -108,12 +110,13 @@ def _check(scheduler: Any, optimizer: Optimizer) -> None:
             "step(), and train_batch() calls it without one: change engine.optimizer's learning "
             "rate in a callback after each evaluation, or use another scheduler"
         )
-    elif not isinstance(scheduler, LRScheduler):
+    elif not all(callable(getattr(scheduler, name, None)) for name in _METHODS):
         problem = (
-            f"lr_scheduler must return a scheduler of torch.optim.lr_scheduler, and it returns "
-            f"{scheduler!r}: write lr_scheduler=lambda optimizer: CosineAnnealingLR(optimizer, 100)"
+            f"lr_scheduler must return a scheduler of torch.optim.lr_scheduler, or an object with "
+            f"its methods {', '.join(_METHODS)}, and it returns {scheduler!r}: write "
+            f"lr_scheduler=lambda optimizer: CosineAnnealingLR(optimizer, 100)"
         )
-    elif scheduler.optimizer is not optimizer:
+    elif getattr(scheduler, "optimizer", optimizer) is not optimizer:
         problem = (
             f"lr_scheduler returns a {name} over another optimizer "
             f"({type(scheduler.optimizer).__name__}) than the engine's "

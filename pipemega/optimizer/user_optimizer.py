@@ -43,7 +43,17 @@ def build_user_optimizer(
         return optimizer
 
     optimizer = on_all_ranks(world, build)
-    counts = gather_objects(len(optimizer.param_groups), world)
+    check_group_counts(len(optimizer.param_groups), world)
+    return optimizer
+
+
+def check_group_counts(count: int, world: Axis) -> None:
+    """Check that all ranks have as many parameter groups as this one; collective.
+
+    Raises:
+        ConfigError: they have not; on every rank.
+    """
+    counts = gather_objects(count, world)
     other = next((rank for rank, count in enumerate(counts) if count != counts[0]), None)
     if other is not None:
         raise ConfigError(
@@ -52,7 +62,6 @@ def build_user_optimizer(
             "same groups on every rank",
             on_every_rank=True,
         )
-    return optimizer
 
 
 def call(make: OptimizerMaker, groups: Groups, named: Mapping[str, Tensor]) -> Optimizer:
@@ -109,7 +118,8 @@ def _check_parameters(optimizer: Optimizer, named: Mapping[str, Tensor]) -> None
 
 def _needs_closure(optimizer: Optimizer) -> bool:
     """Return whether `step` has a parameter without a default."""
-    parameters = inspect.signature(optimizer.step).parameters.values()
+    # Of the class: a scheduler replaces the method of the object by a function with `self`.
+    _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return any(p.kind in positional and p.default is p.empty for p in parameters)
 

@@ -124,7 +124,8 @@ def test_an_option_that_the_optimizer_does_not_have_is_refused() -> None:
         (lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer),
          "lr_scheduler returns a ReduceLROnPlateau, which needs a metric in each call of step()"),
         (lambda optimizer: None, "lr_scheduler must return a scheduler of torch.optim.lr_scheduler,"
-         " and it returns None: write lr_scheduler=lambda optimizer: CosineAnnealingLR("),
+         " or an object with its methods step, state_dict, load_state_dict, and it returns None: "
+         "write lr_scheduler=lambda optimizer: CosineAnnealingLR("),
         (lambda optimizer: lr_scheduler.StepLR(SGD, 2), "lr_scheduler returns a StepLR over "
          "another optimizer (SGD) than the engine's (Lion), so it would change no learning rate"),
         (lambda optimizer: lr_scheduler.StepLR(optimizer), "lr_scheduler raised TypeError: "),

@@ -1,0 +1,81 @@
+"""Checkpoints of an engine."""
+
+from pathlib import Path
+from typing import Any
+
+from pipemega.checkpoint import Counters, LoadOptions
+from pipemega.engine.step_engine import StepEngine
+
+
+class CheckpointedEngine(StepEngine):
+    """Saves the state of an engine between two steps, and loads it."""
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+    ) -> Path | str:
+        """Save a checkpoint, as `Engine.save_checkpoint`, even if this step is saved already."""
+        with self._failures.propagate_errors("save_checkpoint"):
+            self._settle()
+            counters = Counters(self.global_steps, self.consumed_samples, self._run_state())
+            return self._checkpoints.save(
+                save_dir, tag, client_state, counters, set_latest=save_latest
+            )
+
+    def _run_state(self) -> dict[str, Any]:
+        """Return the state of the run that is saved with a checkpoint, as JSON values."""
+        return {}
+
+    def finish_saving(self) -> None:
+        """Wait until background writes of `checkpoint.async` are complete.
+
+        Raises:
+            CheckpointError: a rank could not write; earlier checkpoints are unchanged.
+        """
+        with self._failures.propagate_errors("finish_saving"):
+            self._checkpoints.wait()
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | None = None,
+        *,
+        load_module_only: bool = False,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        strict: bool = True,
+    ) -> tuple[Path | str, Any]:
+        """Load a checkpoint; see `Engine.load_checkpoint`."""
+        options = LoadOptions(
+            module_only=load_module_only,
+            optimizer_states=load_optimizer_states,
+            lr_scheduler_states=load_lr_scheduler_states,
+            strict=strict,
+            verify=self.config.checkpoint.verify,
+            allow_changes=self.config.checkpoint.allow_changes,
+        )
+        with self._failures.propagate_errors("load_checkpoint"):
+            self._settle()
+            loaded = self._checkpoints.load(load_dir, tag, options)
+            if loaded.counters is not None:
+                self.global_steps = loaded.counters.global_steps
+                self.consumed_samples = loaded.counters.consumed_samples
+                self._start_at_epoch(0 if self.loader is None else self.loader.epoch)
+                self._restore_run_state(loaded.counters.run)
+        return loaded.path, loaded.client
+
+    def reload(self, folder: str | Path) -> None:
+        """Load the newest checkpoint of a folder; the data continue after the last batch read."""
+        position = None if self.loader is None else self.loader.state_dict()
+        epoch = self._data.epoch
+        self.load_checkpoint(folder)
+        if self.loader is not None and position is not None:
+            self.loader.load_state_dict(position)
+            self._data.epoch = epoch
+            self._end_epochs()
+
+    def _restore_run_state(self, state: dict[str, Any]) -> None:
+        """Restore what `_run_state` returned; {} if a run without state has saved."""

@@ -1,0 +1,203 @@
+"""The engine of a loop that runs forward and backward itself, on data ranks only.
+
+run_forward      the module, and whatever the caller computes from its outputs
+run_backward     gradients of loss * loss scale / gradient_accumulation_steps are summed
+end_micro_batch  after the last micro-batch of a step: reduce, clip, update, as in train_batch
+"""
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from pipemega.config import Config
+from pipemega.distributed.mesh import Mesh
+from pipemega.engine.batch_reader import StepData
+from pipemega.engine.components import Components
+from pipemega.engine.engine import Engine
+from pipemega.engine.schedule_tuner import ScheduleTuner
+from pipemega.errors import ConfigError, StopTraining
+from pipemega.optimizer.build_step import precision_of
+from pipemega.pipeline.execution_state import Results
+from pipemega.pipeline.plan.instructions import Plan
+
+
+class LoopEngine(Engine):
+    """Trains one module; the caller computes the losses.
+
+    Random numbers are those of torch's generators, which the engine neither seeds nor restores.
+
+    Attributes:
+        micro_steps: micro-batches that were ended so far.
+        at_boundary: whether the current micro-batch is the last of its step; None: every
+            `gradient_accumulation_steps`-th is. Set by the caller.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        plan: Plan,
+        components: Components,
+        tuner: ScheduleTuner | None = None,
+    ) -> None:
+        _check_keys(config)
+        super().__init__(config, mesh, plan, components, tuner)
+        # It observes the instructions of a plan.
+        self._callbacks.remove(self._tracing)
+        self.micro_steps = 0
+        self.at_boundary: bool | None = None
+        self._results = Results()
+        self._microbatch = 0  # of the step
+        self._started: float | None = None  # the first forward of the step
+
+    @property
+    def layer(self) -> nn.Module:
+        """The module that is trained."""
+        (stage,) = self._model.stages.values()
+        return stage.layers["0"]
+
+    @property
+    def ends_step(self) -> bool:
+        """Whether the current micro-batch is the last of its step."""
+        if self.at_boundary is not None:
+            return self.at_boundary
+        return (self.micro_steps + 1) % self.batch.num_microbatches == 0
+
+    def run_forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module; its error ends the other ranks too.
+
+        With `fp16.auto_cast`, floating-point tensors in `args` are cast to fp16. Not collective.
+        """
+        if self._started is None and torch.is_grad_enabled():
+            self._started = time.perf_counter()
+        with self._failures.propagate_errors("forward"), self.timers("forward"):
+            if self.config.fp16.enabled:
+                args = precision_of(self.config).cast_inputs(args)
+            return self.layer(*args, **kwargs)
+
+    def run_backward(
+        self, loss: Tensor, *, retain_graph: bool = False, mean: bool = True
+    ) -> Tensor:
+        """Add the gradients of a loss; not collective.
+
+        Args:
+            loss: scalar, the mean over the micro-batch. Several losses of one micro-batch add up.
+            retain_graph: keep the graph, for another backward through it.
+            mean: average over the micro-batches of the step; False: add them up.
+
+        Returns:
+            the part of the loss of the step, detached.
+
+        Raises:
+            ConfigError: there is no optimizer.
+            PipemegaError: the loss is no scalar, or has no gradient.
+        """
+        with self._failures.propagate_errors("backward"), self.timers("backward"):
+            scaled = self.scale(loss, mean=mean)
+            torch.autograd.backward(scaled, retain_graph=retain_graph)
+            return loss.detach() / self._divisor(mean)
+
+    def scale(self, loss: Tensor, *, mean: bool = True) -> Tensor:
+        """Return the loss that the caller's `backward()` starts from; see `run_backward`."""
+        self._training_runner("backward")
+        step = self._step
+        assert step is not None
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise ConfigError(
+                f"backward(loss) takes a scalar tensor, the mean loss of the micro-batch, and got "
+                f"{shape}: reduce it, for example with .mean()"
+            )
+        if not loss.requires_grad:
+            raise ConfigError(
+                "backward(loss): the loss has no gradient: it was computed under no_grad, detached "
+                "or rounded, or the model has no trainable parameter"
+            )
+        divisor, losses, number = self._divisor(mean), self._results.losses, self._microbatch
+        # Relative to the mean over the micro-batches, which the step reports.
+        part = loss.detach().double().reshape(()) * (self.batch.num_microbatches / divisor)
+        losses[number] = losses[number] + part if number in losses else part
+        self._results.weights[number] = torch.ones((), device=loss.device)
+        # In fp16 the scale itself may be inf.
+        whole = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        return whole * (step.loss_scale.scale / divisor)
+
+    def _divisor(self, mean: bool) -> int:
+        return self.batch.num_microbatches if mean else 1
+
+    def discard_gradients(self) -> None:
+        """Set the gradients of the micro-batches of this step so far to zero; not collective."""
+        if self._step is not None:
+            self._step.gradients.zero()
+        self._results = Results()
+
+    def end_micro_batch(self) -> bool:
+        """End a micro-batch; if it is the last of its step, update the parameters.
+
+        Collective then: all data ranks call it equally often.
+
+        Returns:
+            whether this was the last micro-batch of a step.
+
+        Raises:
+            ConfigError: there was no backward since the last call; or there is no optimizer.
+            StopTraining, NonFiniteError, LossScaleError, PipelineError: as `train_batch`.
+        """
+        with self._failures.propagate_errors("step"):
+            self._training_runner("step")
+            if self._microbatch not in self._results.losses:
+                raise ConfigError(
+                    "step() is called without gradients: call engine.backward(loss) before each "
+                    "engine.step(). loss.backward() alone does not apply the loss scale and the "
+                    "division by gradient_accumulation_steps; engine.scale(loss).backward() does"
+                )
+            ends = self.ends_step
+            self._microbatch += 1
+            if ends:
+                self.run.train_step(self._update, has_next=False)
+        self.micro_steps += 1
+        if ends and self.run.stopped:
+            raise StopTraining(self.run.stopped)
+        return ends
+
+    def step_started(self) -> float:
+        started, self._started = self._started, None
+        return super().step_started() if started is None else started
+
+    def _update(self) -> float:
+        results, self._results, self._microbatch = self._results, Results(), 0
+        count, runner = len(results.losses), self._training_runner("step")
+        assert self._step is not None
+        self._phases.start(exact=False)
+        samples = count * self.batch.micro_batch_size * self.mesh.data.size
+        data = StepData([None] * count, [], samples)
+        step = self._begin_step(runner, data)
+        self._step.stop_requested = step.should_stop
+        report = self._finish_step(runner, step, data, results)
+        # The caller may read the parameters at any time.
+        self._settle()
+        return report.loss
+
+
+def _check_keys(config: Config) -> None:
+    """Refuse keys that need the data or the instructions of the engine.
+
+    Raises:
+        ConfigError: names the key; on every rank.
+    """
+    trace, training = config.monitor.trace, config.training
+    reasons = {
+        "training.epochs": training.epochs is not None
+        and "the loop reads the data, so the engine cannot count passes over them",
+        "monitor.trace": (trace.steps or trace.every)
+        and "the loop runs forward and backward, so there are no instructions to trace",
+        "lora": config.lora is not None and "add the adapters to the module, for example with peft",
+    }
+    for key, reason in reasons.items():
+        if reason:
+            raise ConfigError(
+                f"{key} is set, and the model is no pipeline: {reason}; remove the key",
+                on_every_rank=True,
+            )
