@@ -21,7 +21,10 @@ _DATA_KEYS = ("seed", "data")
 # Keys of these sections that change neither.
 _HARMLESS_KEYS = (
     "model.recompute",
+    "model.recompute_method",
+    "model.recompute_num_layers",
     "model.make_vocab_size_divisible_by",
+    "model.pad_vocab_size_to",
     "lora.path",
     "data.cache_path",
     "data.num_workers",

@@ -1,6 +1,10 @@
 """`activation_checkpointing`: recompute activations in the backward pass."""
 
+from collections.abc import Iterator
+from typing import Any
+
 from pipemega.config.key_kinds import Section, honoured, ignored, refused
+from pipemega.config.model import GPTSection
 from pipemega.config.value_types import Count
 
 
@@ -27,3 +31,38 @@ class ActivationCheckpointingSection(Section):
         False, "Synchronize at each segment.", "recomputation does not synchronize with the device"
     )
     profile: bool = ignored(False, "DeepSpeed: time each segment.", "use wall_clock_breakdown")
+
+
+def errors_of_recompute(config: Any) -> Iterator[str]:
+    """Yield why the keys of a `Config` that choose the layers to recompute exclude each other."""
+    interval, segments = _checkpoints_of_all_layers(config)
+    if interval and segments:
+        yield (
+            f"pipeline.activation_checkpoint_interval ({interval}) and "
+            f"activation_checkpointing.number_checkpoints ({segments}) are two ways to set the "
+            "same thing: keep one"
+        )
+    method = config.model.recompute_method if isinstance(config.model, GPTSection) else None
+    if method is not None and (interval or segments):
+        yield (
+            f"model.recompute_method {method!r} chooses the blocks to recompute, and activation "
+            "checkpointing (pipeline.activation_checkpoint_interval or "
+            "activation_checkpointing.number_checkpoints) recomputes all layers: keep one"
+        )
+
+
+def warnings_of_recompute(config: Any) -> Iterator[str]:
+    """Yield a warning if a `Config` chooses the blocks of the GPT, and all layers."""
+    full = isinstance(config.model, GPTSection) and config.model.recompute == "full"
+    if full and any(_checkpoints_of_all_layers(config)):
+        yield (
+            "model.recompute 'full' recomputes each block, and activation checkpointing recomputes "
+            "all layers: one of the two is enough"
+        )
+
+
+def _checkpoints_of_all_layers(config: Any) -> tuple[int, int | None]:
+    return (
+        config.pipeline.activation_checkpoint_interval,
+        config.activation_checkpointing.number_checkpoints,
+    )

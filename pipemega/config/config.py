@@ -8,7 +8,11 @@ from typing import Any, ClassVar, Literal
 from pydantic import SerializeAsAny
 from pydantic_core import to_jsonable_python
 
-from pipemega.config.activation_checkpointing import ActivationCheckpointingSection
+from pipemega.config.activation_checkpointing import (
+    ActivationCheckpointingSection,
+    errors_of_recompute,
+    warnings_of_recompute,
+)
 from pipemega.config.batch_equation import MICRO, STEPS, TRAIN, Batch, BatchKeys, solve
 from pipemega.config.checkpoint import CheckpointSection
 from pipemega.config.data import DataSection, errors_of_padding
@@ -261,19 +265,6 @@ def _stages(config: Config) -> Iterator[str]:
         yield from bounds_errors(config.pipeline.partition, ranks * config.pipeline.stages_per_rank)
 
 
-def _one_way_to_recompute(config: Config) -> Iterator[str]:
-    interval, segments = (
-        config.pipeline.activation_checkpoint_interval,
-        config.activation_checkpointing.number_checkpoints,
-    )
-    if interval and segments:
-        yield (
-            f"pipeline.activation_checkpoint_interval ({interval}) and "
-            f"activation_checkpointing.number_checkpoints ({segments}) are two ways to set the "
-            "same thing: keep one"
-        )
-
-
 def _schedule_length(config: Config) -> Iterable[str]:
     training, section = config.training, config.scheduler
     # With epochs the number of steps depends on the data, which initialize() has.
@@ -304,7 +295,7 @@ def _sizes(config: Config) -> Iterable[str]:
 
 _SHARDED_KEYS = (
     "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size",
-    "model.hidden_size", "model.swiglu", "model.seq_length",
+    "model.hidden_size", "model.swiglu", "model.seq_length", "model.pad_vocab_size_to",
 )  # fmt: skip
 _RULES = (
     Rule(("fp16.enabled", "bf16.enabled"), _one_precision),
@@ -320,8 +311,9 @@ _RULES = (
         _stages,
     ),
     Rule(
-        ("pipeline.activation_checkpoint_interval", "activation_checkpointing.number_checkpoints"),
-        _one_way_to_recompute,
+        ("pipeline.activation_checkpoint_interval", "activation_checkpointing.number_checkpoints",
+         "model.recompute_method"),
+        errors_of_recompute,
     ),
     Rule(("scheduler", "training.train_steps", "training.epochs"), _schedule_length),
     Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), _checkpoint_folder),
@@ -344,13 +336,7 @@ def _warnings(config: Config) -> Iterator[str]:
             elif found["status"] == "block" and value:
                 yield f"{dotted((*path, name))} is disabled, and ignored: it is not supported"
         yield from part.remarks()
-    interval = config.pipeline.activation_checkpoint_interval
-    full = isinstance(config.model, GPTSection) and config.model.recompute == "full"
-    if full and (interval or config.activation_checkpointing.number_checkpoints):
-        yield (
-            "model.recompute 'full' recomputes each block, and activation checkpointing recomputes "
-            "them again: one of the two is enough"
-        )
+    yield from warnings_of_recompute(config)
 
 
 def _notes(config: Config) -> Iterator[str]:

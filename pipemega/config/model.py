@@ -34,11 +34,19 @@ class GPTSection(ModelSection):
     num_query_groups: Count | None = own(None, "Key and value heads; null: num_attention_heads.")
     kv_channels: Count | None = own(None, "Head size; null: hidden_size / num_attention_heads.")
     seq_length: Count = own(..., "Tokens per sample.")
+    max_position_embeddings: Count | None = own(
+        None,
+        "Positions of the model, at least seq_length: rows of the learned position embeddings, and "
+        "the longest sequence of rope_scaling; null: seq_length.",
+    )
     vocab_size: Count | Auto = own("auto", 'Vocabulary size; `"auto"`: that of the tokenizer.')
     make_vocab_size_divisible_by: Count = own(
         128,
         "Pad the vocabulary to a multiple of this * `mesh.tensor`; the padding is masked and not "
         "saved.",
+    )
+    pad_vocab_size_to: Count | None = own(
+        None, "Pad the vocabulary to this size instead; a multiple of `mesh.tensor`."
     )
     position_embedding_type: Literal["learned_absolute", "rope"] = own(
         "learned_absolute", "Learned position embeddings, or rotary position embeddings (RoPE)."
@@ -50,7 +58,14 @@ class GPTSection(ModelSection):
     )
     normalization: Literal["LayerNorm", "RMSNorm"] = own("LayerNorm", "Normalization layer.")
     norm_epsilon: Positive = own(1e-5, "Epsilon of the normalization layers.")
+    embedding_norm: bool = own(
+        False, "Normalize the token embeddings, as in BLOOM (Megatron's --embed-layernorm)."
+    )
+    qk_layernorm: bool = own(
+        False, "Normalize queries and keys over the channels of each head, before RoPE."
+    )
     swiglu: bool = own(False, "Use SwiGLU instead of GELU.")
+    squared_relu: bool = own(False, "Use the square of ReLU instead of GELU.")
     add_bias_linear: bool = own(True, "Add biases to the linear layers.")
     add_qkv_bias: bool = own(False, "Add QKV biases even if add_bias_linear is false.")
     untie_embeddings_and_output_weights: bool = own(False, "Give the output head its own weight.")
@@ -60,6 +75,13 @@ class GPTSection(ModelSection):
     recompute: Literal["none", "selective", "full"] = own(
         "none", "Activations to recompute: none, of attention (selective), of whole blocks (full)."
     )
+    recompute_method: Literal["uniform", "block"] | None = own(
+        None,
+        'With recompute `"full"`: `"uniform"` stores the input of every recompute_num_layers '
+        'blocks; `"block"` recomputes only the first recompute_num_layers blocks of each stage, '
+        "one by one; null recomputes all blocks, one by one.",
+    )
+    recompute_num_layers: Count = own(1, "Number of blocks for recompute_method.")
     label_smoothing: Fraction = own(
         0.0, "Share of the target probability that is spread over the vocabulary."
     )
@@ -72,6 +94,11 @@ class GPTSection(ModelSection):
         if not self.swiglu:
             return 4 * self.hidden_size
         return -(-8 * self.hidden_size // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
+
+    @property
+    def num_positions(self) -> int:
+        """`max_position_embeddings`, or its default if it is null."""
+        return self.max_position_embeddings or self.seq_length
 
     @property
     def query_groups(self) -> int:
@@ -102,6 +129,8 @@ class GPTSection(ModelSection):
             sharded["seq_length"] = self.seq_length
         if self.query_groups != self.num_attention_heads:
             sharded["num_query_groups"] = self.query_groups
+        if self.pad_vocab_size_to is not None:
+            sharded["pad_vocab_size_to"] = self.pad_vocab_size_to
         for name, size in sharded.items():
             if size % mesh.tensor:
                 yield (
@@ -109,11 +138,22 @@ class GPTSection(ModelSection):
                     f"over which it is sharded; the nearest {near_multiples(size, mesh.tensor)}"
                 )
 
+    def padding_errors(self, vocab_size: int) -> Iterator[str]:
+        """Yield why a vocabulary of this size cannot be padded to `pad_vocab_size_to`."""
+        size = self.pad_vocab_size_to
+        if size is not None and size < vocab_size:
+            yield (
+                f"model.pad_vocab_size_to ({size}) must be at least the size of the vocabulary "
+                f"({vocab_size}), which it includes"
+            )
+
     def computed_values(self) -> Iterator[tuple[str, str, str]]:
         if self.ffn_hidden_size is None:
             factor = "8/3, up to a multiple of 64" if self.swiglu else "4"
             why = f"hidden_size {self.hidden_size} x {factor}"
             yield "model.ffn_hidden_size", str(self.feed_forward_size), why
+        if self.max_position_embeddings is None:
+            yield "model.max_position_embeddings", str(self.num_positions), "seq_length"
         if self.num_query_groups is None:
             yield "model.num_query_groups", str(self.query_groups), "num_attention_heads"
         if self.kv_channels is None:
@@ -136,6 +176,41 @@ class GPTSection(ModelSection):
             yield (
                 f"model.num_attention_heads ({heads}) must be a multiple of "
                 f"model.num_query_groups ({groups}): all groups have the same number of heads"
+            )
+
+    @rule("max_position_embeddings", "seq_length")
+    def _samples_fit_the_positions(self) -> Iterator[str]:
+        if self.num_positions < self.seq_length:
+            yield (
+                f"model.max_position_embeddings ({self.num_positions}) must be at least "
+                f"model.seq_length ({self.seq_length}): the tokens of a sample need positions"
+            )
+
+    @rule("pad_vocab_size_to", "vocab_size")
+    def _vocabulary_fits_its_padding(self) -> Iterator[str]:
+        if isinstance(self.vocab_size, int):
+            yield from self.padding_errors(self.vocab_size)
+
+    @rule("squared_relu", "swiglu")
+    def _one_activation(self) -> Iterator[str]:
+        if self.squared_relu and self.swiglu:
+            yield (
+                "model.squared_relu and model.swiglu are two activation functions of the "
+                "feed-forward layers: set one of them to false"
+            )
+
+    @rule("recompute", "recompute_method", "recompute_num_layers")
+    def _method_fits_recompute(self) -> Iterator[str]:
+        method, number = self.recompute_method, self.recompute_num_layers
+        if method is not None and self.recompute != "full":
+            yield (
+                f"model.recompute_method {method!r} recomputes whole blocks, and model.recompute "
+                f"is {self.recompute!r}: set it to 'full', or remove recompute_method"
+            )
+        if method is None and number != 1:
+            yield (
+                f"model.recompute_num_layers ({number}) has no effect without "
+                "model.recompute_method: set it to 'uniform' or 'block'"
             )
 
     @rule("rope_scaling", "position_embedding_type")

@@ -35,7 +35,9 @@ class RopeScalingSection(Section):
         'the original length; `"yarn"`; `"llama3"`; `"default"`: no scaling.',
     )
     factor: Positive | None = own(
-        None, "Longest sequence / original length; >= 1. yarn: null for seq_length / original."
+        None,
+        "Longest sequence / original length; >= 1. yarn: null for max_position_embeddings / "
+        "original.",
     )
     original_max_position_embeddings: Count | None = own(
         None,

@@ -1,8 +1,9 @@
-"""Our own GPT as a model of transformers: GPT2, Llama or Qwen2, where its options allow.
+"""Our own GPT as a model of transformers: GPT2, Llama, Qwen2 or Qwen3, where its options allow.
 
-GPT2     learned positions, LayerNorm, GELU, biases everywhere, no groups of heads
+GPT2     learned positions, LayerNorm, GELU or squared ReLU, biases everywhere, no groups of heads
 Llama    RoPE, RMSNorm, SwiGLU; biases everywhere or nowhere
 Qwen2    as Llama, with biases of queries, keys and values only
+Qwen3    as Llama, without biases, with norms of queries and keys
 """
 
 from collections.abc import Callable
@@ -11,8 +12,10 @@ from typing import Any
 from pipemega.config.model import GPTSection
 from pipemega.errors import CheckpointError
 from pipemega.hf.export import CheckpointTensor, ModelToExport
+from pipemega.models.gpt_config import FIRST_BLOCK
 
-_POSITIONS, _FIRST_BLOCK = 1, 2
+_POSITIONS = 1
+_NO_EMBEDDING_NORM = "no norm of the token embeddings (model.embedding_norm is true)"
 
 Tensors = dict[str, CheckpointTensor]
 
@@ -27,7 +30,8 @@ def gpt_to_export(section: GPTSection, vocab_size: int) -> ModelToExport:
         CheckpointError: no model of transformers has these options; lists them.
     """
     if section.position_embedding_type == "rope":
-        _refuse("Llama", _differences_from_llama(section))
+        family = "Qwen3" if section.qk_layernorm else "Llama"
+        _refuse(family, _differences_from_llama(section))
         return _as_llama(section, vocab_size)
     _refuse("GPT2", _differences_from_gpt2(section))
     return _as_gpt2(section, vocab_size)
@@ -51,6 +55,8 @@ def _differences_from_gpt2(s: GPTSection) -> list[str]:
         == s.num_attention_heads,
         f"heads of hidden_size / num_attention_heads channels (model.kv_channels is "
         f"{s.head_size})": s.head_size * s.num_attention_heads == s.hidden_size,
+        "no norms of queries and keys (model.qk_layernorm is true)": not s.qk_layernorm,
+        _NO_EMBEDDING_NORM: not s.embedding_norm,
     }
     return [text for text, holds in checks.items() if not holds]
 
@@ -61,7 +67,11 @@ def _differences_from_llama(s: GPTSection) -> list[str]:
         "SwiGLU (model.swiglu is false)": s.swiglu,
         f"RoPE on all channels of a head (model.rotary_percent is "
         f"{s.rotary_percent})": s.rotary_percent == 1,
+        _NO_EMBEDDING_NORM: not s.embedding_norm,
     }
+    if s.qk_layernorm:
+        checks["no biases (model.add_bias_linear is true)"] = not s.add_bias_linear
+        checks["no biases (model.add_qkv_bias is true)"] = not s.add_qkv_bias
     return [text for text, holds in checks.items() if not holds]
 
 
@@ -70,12 +80,12 @@ def _as_gpt2(s: GPTSection, vocab_size: int) -> ModelToExport:
 
     config = transformers.GPT2Config(
         vocab_size=vocab_size,
-        n_positions=s.seq_length,
+        n_positions=s.num_positions,
         n_embd=s.hidden_size,
         n_layer=s.num_layers,
         n_head=s.num_attention_heads,
         n_inner=s.feed_forward_size,
-        activation_function="gelu",
+        activation_function="relu2" if s.squared_relu else "gelu",
         resid_pdrop=s.hidden_dropout,
         embd_pdrop=s.hidden_dropout,
         attn_pdrop=s.attention_dropout,
@@ -87,7 +97,7 @@ def _as_gpt2(s: GPTSection, vocab_size: int) -> ModelToExport:
     )
 
     def block(number: int) -> Tensors:
-        at, to = _FIRST_BLOCK + number, f"transformer.h.{number}"
+        at, to = FIRST_BLOCK + number, f"transformer.h.{number}"
         return {
             **_norm(at, "attention_norm", f"{to}.ln_1", True),
             **_linear(at, "attention.qkv", f"{to}.attn.c_attn", True, transposed=True),
@@ -129,8 +139,11 @@ def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
         "pad_token_id": None,
     }
     all_biases, qkv_bias = s.add_bias_linear, s.add_bias_linear or s.add_qkv_bias
-    if qkv_bias and not all_biases:
-        config: Any = transformers.Qwen2Config(**sizes)
+    if s.qk_layernorm:
+        config: Any = transformers.Qwen3Config(**sizes)
+        class_name = "Qwen3ForCausalLM"
+    elif qkv_bias and not all_biases:
+        config = transformers.Qwen2Config(**sizes)
         class_name = "Qwen2ForCausalLM"
     else:
         config = transformers.LlamaConfig(**sizes, attention_bias=qkv_bias, mlp_bias=all_biases)
@@ -139,13 +152,16 @@ def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
     ffn = s.feed_forward_size
 
     def block(number: int) -> Tensors:
-        at, to = _FIRST_BLOCK + number, f"model.layers.{number}"
+        at, to = FIRST_BLOCK + number, f"model.layers.{number}"
         found = {
             **_norm(at, "attention_norm", f"{to}.input_layernorm", False),
             **_linear(at, "attention.output", f"{to}.self_attn.o_proj", all_biases),
             **_norm(at, "mlp_norm", f"{to}.post_attention_layernorm", False),
             **_linear(at, "mlp.down", f"{to}.mlp.down_proj", all_biases),
         }
+        if s.qk_layernorm:
+            found |= _norm(at, "attention.query_norm", f"{to}.self_attn.q_norm", False)
+            found |= _norm(at, "attention.key_norm", f"{to}.self_attn.k_norm", False)
         start = 0
         for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
             rows = (start, start + size)
@@ -167,8 +183,8 @@ def _max_positions(s: GPTSection) -> int:
     """Return `max_position_embeddings`: with "dynamic" scaling the length before it."""
     scaling = s.rope_scaling
     if scaling is not None and scaling.rope_type == "dynamic":
-        return scaling.original_max_position_embeddings or s.seq_length
-    return s.seq_length
+        return scaling.original_max_position_embeddings or s.num_positions
+    return s.num_positions
 
 
 def _rope_parameters(s: GPTSection) -> dict[str, Any]:
@@ -178,7 +194,7 @@ def _rope_parameters(s: GPTSection) -> dict[str, Any]:
     if keys["rope_type"] == "dynamic":
         del keys["original_max_position_embeddings"]
     if keys["rope_type"] == "yarn":
-        keys.setdefault("factor", s.seq_length / keys["original_max_position_embeddings"])
+        keys.setdefault("factor", s.num_positions / keys["original_max_position_embeddings"])
     return {"rope_theta": s.rotary_base, **keys}
 
 
@@ -188,7 +204,7 @@ def _blocks(s: GPTSection, block: Callable[[int], Tensors]) -> Tensors:
 
 def _after_blocks(s: GPTSection, norm: str, bias: bool) -> Tensors:
     """Return the final norm, and the head if it has its own weight."""
-    at = _FIRST_BLOCK + s.num_layers
+    at = FIRST_BLOCK + s.num_layers
     found = _norm(at, "norm", norm, bias)
     if s.untie_embeddings_and_output_weights:
         found["lm_head.weight"] = _parameter(at + 1, "weight")

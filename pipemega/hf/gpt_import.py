@@ -1,4 +1,4 @@
-"""The built-in GPT with the weights of a Llama, Qwen2, Mistral or GPT2 folder.
+"""The built-in GPT with the weights of a Llama, Qwen2, Qwen3, Mistral or GPT2 folder.
 
 The folder is read by slices, as for models of type "hf". The names are those of `gpt_export`, read
 in the other direction.
@@ -43,14 +43,16 @@ def gpt_section(folder: str | Path, seq_length: int | None = None) -> dict[str, 
     """
     _, config = read_config(folder)
     kind = config.model_type
-    if kind not in ("gpt2", "llama", "mistral", "qwen2"):
-        _refuse(folder, f"its family is {kind!r}, and only llama, mistral, qwen2 and gpt2 fit")
+    if kind not in ("gpt2", "llama", "mistral", "qwen2", "qwen3"):
+        known = "llama, mistral, qwen2, qwen3 and gpt2"
+        _refuse(folder, f"its family is {kind!r}, and only {known} fit")
     section = _of_gpt2(folder, config) if kind == "gpt2" else _of_llama(folder, config)
     limit = section["seq_length"]
-    if seq_length is not None and kind != "gpt2":
+    if seq_length is not None:
+        if kind == "gpt2" and seq_length > limit:
+            _refuse(folder, f"it has {limit} learned positions, and seq_length is {seq_length}")
         section["seq_length"] = seq_length
-    elif seq_length not in (None, limit):
-        _refuse(folder, f"it has {limit} learned positions, and seq_length is {seq_length}")
+        section["max_position_embeddings"] = max(seq_length, limit)
     sizes = {"vocab_size": config.vocab_size, "hidden_dropout": 0.0, "attention_dropout": 0.0}
     return {"type": "gpt", **sizes, **section}
 
@@ -139,11 +141,11 @@ def _load(name: str, shard: Shard, into: Tensor, transposed: bool, source: Weigh
 
 
 def _of_gpt2(folder: str | Path, c: Any) -> dict[str, Any]:
-    if c.activation_function != "gelu":
+    if c.activation_function not in ("gelu", "relu2"):
         _refuse(
             folder,
             f"its activation_function is {c.activation_function!r}, and the built-in GPT has the "
-            f"exact GELU ('gelu')",
+            f"exact GELU ('gelu') and the square of ReLU ('relu2')",
         )
     if not c.scale_attn_weights or c.scale_attn_by_inverse_layer_idx or c.add_cross_attention:
         _refuse(folder, "it scales attention in another way, or has cross-attention")
@@ -153,6 +155,7 @@ def _of_gpt2(folder: str | Path, c: Any) -> dict[str, Any]:
         "num_attention_heads": c.n_head,
         "ffn_hidden_size": c.n_inner or 4 * c.n_embd,
         "seq_length": c.n_positions,
+        "squared_relu": c.activation_function == "relu2",
         "norm_epsilon": c.layer_norm_epsilon,
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
     }
@@ -184,6 +187,7 @@ def _of_llama(folder: str | Path, c: Any) -> dict[str, Any]:
         "swiglu": True,
         "add_bias_linear": bool(getattr(c, "mlp_bias", False)),
         "add_qkv_bias": c.model_type == "qwen2",
+        "qk_layernorm": c.model_type == "qwen3",
         "untie_embeddings_and_output_weights": not c.tie_word_embeddings,
     }
 

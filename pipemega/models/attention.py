@@ -5,10 +5,12 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from pipemega.distributed.mesh import Axis
+from pipemega.kernels import Kernels
 from pipemega.models.causal_attention import causal_attention
 from pipemega.models.document_mask import document_mask
 from pipemega.models.gpt_config import GPTConfig
 from pipemega.models.gpt_linear import column_parallel, row_parallel
+from pipemega.models.gpt_norm import head_norm
 from pipemega.models.kv_cache import KeyValueCache
 from pipemega.models.rotary import Rotary
 from pipemega.pipeline.recompute import recompute
@@ -28,7 +30,7 @@ class Attention(nn.Module):
         the tokens of its document, None for one document
     """
 
-    def __init__(self, config: GPTConfig, axis: Axis) -> None:
+    def __init__(self, config: GPTConfig, kernels: Kernels, axis: Axis) -> None:
         super().__init__()
         c = config
         self._axis, self._head = axis, c.kv_channels
@@ -40,6 +42,8 @@ class Attention(nn.Module):
         qkv_bias = c.add_bias_linear or c.add_qkv_bias
         self.qkv = column_parallel(c, (queries, keys, keys), axis, qkv_bias)
         self.output = row_parallel(c, queries, axis)
+        self.query_norm = head_norm(c, kernels, axis) if c.qk_layernorm else None
+        self.key_norm = head_norm(c, kernels, axis) if c.qk_layernorm else None
         self._rotary: Rotary | None = None
         if c.position_embedding_type == "rope":
             dim = int(c.kv_channels * c.rotary_percent)
@@ -61,9 +65,12 @@ class Attention(nn.Module):
         """Return the attention output [batch, sequence, heads / T * head]."""
         d, h, g = self._head, self._heads, self._groups
         q, k, v = (
-            rearrange(part, "b s (h d) -> b h s d", d=d)
+            rearrange(part, "b s (h d) -> b s h d", d=d)
             for part in torch.split(qkv, [h * d, g * d, g * d], dim=-1)
         )
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, heads or groups, sequence, head]
         if self._rotary is not None:
             q, k = self._rotary(q, k, positions)
         if self.cache is not None:

@@ -24,9 +24,10 @@ from torch.nn import functional as F
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import DataError
 from pipemega.kernels import Kernels
-from pipemega.models.block import Block, Hidden, gpt_norm
+from pipemega.models.block import Block, Hidden
 from pipemega.models.document_mask import documents_of
 from pipemega.models.gpt_config import GPTConfig
+from pipemega.models.gpt_norm import hidden_norm
 from pipemega.parameters import Shard, attach_shard, normal
 from pipemega.pipeline.microbatch_loss import WeightedLoss
 from pipemega.pipeline.module import PipelineModule
@@ -65,10 +66,10 @@ def gpt(
             return LayerSpec(layer, c.vocab_size, c.hidden_size, **vocabulary)
         return TiedLayerSpec("words", layer, c.vocab_size, c.hidden_size, **vocabulary)
 
-    return PipelineModule(
+    net = PipelineModule(
         [
             vocabulary_layer(TokenEmbedding),
-            LayerSpec(Positions, c, TENSOR_AXIS),
+            LayerSpec(Positions, c, kernels, TENSOR_AXIS),
             *(LayerSpec(Block, c, kernels, TENSOR_AXIS) for _ in range(c.num_layers)),
             LayerSpec(FinalNorm, c, kernels, TENSOR_AXIS),
             vocabulary_layer(VocabParallelHead),
@@ -76,6 +77,8 @@ def gpt(
         loss_fn=LayerSpec(GPTLoss, c, TENSOR_AXIS),
         boundary=boundary,
     )
+    net.checkpoints = c.checkpoints
+    return net
 
 
 class TokenEmbedding(VocabParallelEmbedding):
@@ -115,25 +118,28 @@ def _refuse_foreign_inputs(inputs: dict[str, Tensor]) -> None:
 
 
 class Positions(nn.Module):
-    """Adds learned position embeddings, if configured; then dropout.
+    """Normalizes the token embeddings and adds learned positions, if configured; then dropout.
 
     Shape:
         hidden [batch, sequence (/ T), hidden]  ->  the same
     """
 
-    def __init__(self, config: GPTConfig, axis: Axis) -> None:
+    def __init__(self, config: GPTConfig, kernels: Kernels, axis: Axis) -> None:
         super().__init__()
         c = config
         self._axis, self._sequence_parallel = axis, c.sequence_parallel
+        self.norm = hidden_norm(c, kernels) if c.embedding_norm else None
         self.dropout = Dropout(c.hidden_dropout, axis=axis, sequence_parallel=c.sequence_parallel)
         self.weight: nn.Parameter | None = None
         if c.position_embedding_type == "learned_absolute":
-            shape, init_method = (c.seq_length, c.hidden_size), normal(c.init_method_std)
+            shape, init_method = (c.num_positions, c.hidden_size), normal(c.init_method_std)
             shard = Shard(shape, partial_gradient=c.sequence_parallel, init_method=init_method)
             self.weight = attach_shard(nn.Parameter(torch.empty(shape)), shard)
 
     def forward(self, inputs: Hidden) -> Hidden:
         hidden, *per_token = inputs if isinstance(inputs, tuple) else (inputs,)
+        if self.norm is not None:
+            hidden = self.norm(hidden)
         hidden = self.dropout(self._added(hidden, *per_token))
         return (hidden, *per_token) if per_token else hidden
 
@@ -155,8 +161,8 @@ class Positions(nn.Module):
 def _check_length(length: int, limit: int) -> None:
     if length > limit:
         raise DataError(
-            f"a sample has {length} tokens, and the model has positions for model.seq_length = "
-            f"{limit}: shorten the samples, or increase model.seq_length"
+            f"a sample has {length} tokens, and the model has positions for "
+            f"model.max_position_embeddings = {limit}: shorten the samples, or increase it"
         )
 
 
@@ -165,7 +171,7 @@ class FinalNorm(nn.Module):
 
     def __init__(self, config: GPTConfig, kernels: Kernels, axis: Axis) -> None:
         super().__init__()
-        self.norm = gpt_norm(config, kernels)
+        self.norm = hidden_norm(config, kernels)
 
     def forward(self, inputs: Hidden) -> Tensor:
         hidden = inputs[0] if isinstance(inputs, tuple) else inputs

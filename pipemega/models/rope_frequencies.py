@@ -34,7 +34,7 @@ class RopeScaling:
 
     Args:
         section: its keys.
-        max_length: the longest sequence, `model.seq_length`.
+        max_length: the longest sequence, `model.max_position_embeddings`.
     """
 
     section: RopeScalingSection

@@ -21,7 +21,7 @@ from pipemega.parameters import attach_shard, initialize_parameters, shard_of
 from pipemega.pipeline.deepspeed_arguments import refuse_arguments
 from pipemega.pipeline.from_module import ModuleLayers, trace_layers
 from pipemega.pipeline.microbatch_loss import Loss, check_loss
-from pipemega.pipeline.recompute import recompute
+from pipemega.pipeline.recompute import ActivationCheckpoints, recompute
 from pipemega.pipeline.spec import Layer, LayerSpec, as_specs
 from pipemega.pipeline.stage_input import InputGuard
 from pipemega.pipeline.tied_layers import TiedParameter, find_tied_parameters
@@ -93,6 +93,9 @@ class PipelineModule:
         net = cls(origin.specs, loss_fn)
         net.origin = origin
         return net
+
+    # The layers that the model recomputes, unless the config sets activation checkpoints.
+    checkpoints: ActivationCheckpoints | None = None
 
     # The layers of the module that was given to `from_module`.
     origin: ModuleLayers | None = None
@@ -211,7 +214,7 @@ class BuildOptions:
         device: device of the parameters.
         seed: seed of the initial parameters.
         seed_layers: seed the constructors with seed + position, as DeepSpeed does.
-        checkpoint_interval: layers per activation checkpoint; 0 disables checkpointing.
+        checkpoint_interval: layers per activation checkpoint; 0: those of the model, if any.
     """
 
     tensor: Axis
@@ -249,6 +252,10 @@ class Stage(nn.Module):
             for position, name in tied.places
         }
         self._layer_hooks: list[Callable[[int], None]] = []
+        checkpoints, interval = net.checkpoints, options.checkpoint_interval
+        if interval:
+            checkpoints = ActivationCheckpoints(start, stop, interval)
+        self._segments = checkpoints.segments(start, stop) if checkpoints is not None else []
         layers = {str(p): _build(spec, p, options) for p, spec in enumerate(self._specs, start)}
         self.layers = nn.ModuleDict(layers)
 
@@ -270,14 +277,16 @@ class Stage(nn.Module):
         Raises:
             PipelineError: a layer failed; names the layer, with its exception as the cause.
         """
-        step = self._options.checkpoint_interval
-        if step == 0 or not torch.is_grad_enabled():
-            # The first stage gets the data of the caller.
-            run = self._run if self.number > 0 else self._run_guarded
-            return run(x, self.start, self.stop, rng_key)
-        for start in range(self.start, self.stop, step):
-            stop = min(start + step, self.stop)
-            x = recompute(self._run_guarded, x, start, stop, rng_key, restore_rng=rng_key is None)
+        segments = self._segments if torch.is_grad_enabled() else []
+        for start, stop, recomputed in segments or [(self.start, self.stop, False)]:
+            run = self._run
+            # The first stage gets the data of the caller, which it must not change.
+            if recomputed or (self.number == 0 and start == self.start):
+                run = self._run_guarded
+            if recomputed:
+                x = recompute(run, x, start, stop, rng_key, restore_rng=rng_key is None)
+            else:
+                x = run(x, start, stop, rng_key)
         return x
 
     def _run_guarded(self, x: Any, start: int, stop: int, rng_key: RngKey | None) -> Any:

@@ -4,6 +4,7 @@ Source: Chen et al. 2016, arXiv:1604.06174.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +14,40 @@ from pipemega.config import Config
 from pipemega.errors import PipelineError
 from pipemega.pipeline.messages import tensors_of
 from pipemega.pipeline.stage_input import versions_of
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoints:
+    """The layers of a model that are recomputed, and how they share activation checkpoints.
+
+    Layers 2 to 7 may be recomputed; the stages are layers 0 to 4 and 5 to 9:
+
+        size 2               0  1  (2  3)(4)    |   (5  6)(7)  8  9
+        size 1, most 2       0  1  (2)(3) 4     |   (5)(6) 7   8  9
+
+    Args:
+        start, stop: positions of the first layer that may be recomputed, and after the last.
+        size: number of consecutive layers for which only the input of the first is stored.
+        most: largest number of checkpoints per stage; None: no limit.
+    """
+
+    start: int
+    stop: int
+    size: int = 1
+    most: int | None = None
+
+    def segments(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
+        """Return (start, stop, whether it is recomputed) of the runs of layers of a stage."""
+        first, last = max(start, self.start), min(stop, self.stop)
+        if self.most is not None:
+            last = min(last, first + self.size * self.most)
+        if first >= last:
+            return [(start, stop, False)]
+        groups = [
+            (group, min(group + self.size, last), True) for group in range(first, last, self.size)
+        ]
+        runs = [(start, first, False), *groups, (last, stop, False)]
+        return [run for run in runs if run[0] < run[1]]
 
 
 def recompute(function: Callable[..., Any], *args: Any, restore_rng: bool = True) -> Any:

@@ -283,7 +283,15 @@ def _faster_changes(report: Report) -> Iterator[list[list[str]]]:
         yield [["activation_checkpointing.number_checkpoints=null"]]
     elif isinstance(config.model, GPTSection) and report.request.model is None:
         lighter = {"full": ("selective", "none"), "selective": ("none",), "none": ()}
-        yield [[f"model.recompute={name}"] for name in lighter[config.model.recompute]]
+        reset = _all_blocks(config.model)
+        yield [[f"model.recompute={name}", *reset] for name in lighter[config.model.recompute]]
+
+
+def _all_blocks(model: GPTSection) -> list[str]:
+    """Return the overrides that remove the choice of blocks to recompute."""
+    if model.recompute_method is None:
+        return []
+    return ["model.recompute_method=null", "model.recompute_num_layers=1"]
 
 
 def _without_schedule_keys(config: Config) -> list[str]:
@@ -320,8 +328,8 @@ def _changes(report: Report) -> Iterator[tuple[list[str], int | None]]:
     if request.model is None and isinstance(config.model, GPTSection):
         if config.model.recompute == "none":
             yield ["model.recompute=selective"], world
-        if config.model.recompute != "full":
-            yield ["model.recompute=full"], world
+        if config.model.recompute != "full" or config.model.recompute_method is not None:
+            yield ["model.recompute=full", *_all_blocks(config.model)], world
     elif not config.pipeline.activation_checkpoint_interval:
         yield ["pipeline.activation_checkpoint_interval=1"], world
     if config.optimizer is not None:

@@ -139,6 +139,8 @@ def summary(report: Report) -> dict[str, str]:
     recompute = "none"
     if isinstance(model, GPTSection) and request.model is None:
         recompute = model.recompute
+        if model.recompute_method is not None:
+            recompute += f", {model.recompute_method} {model.recompute_num_layers}"
     interval = request.config.pipeline.activation_checkpoint_interval
     if interval:
         recompute = f"every {interval} layers"

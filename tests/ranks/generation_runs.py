@@ -20,9 +20,22 @@ LLAMA = {
 }
 
 
+STYLES: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "megatron": {
+        "position_embedding_type": "rope",
+        "embedding_norm": True,
+        "qk_layernorm": True,
+        "squared_relu": True,
+        "pad_vocab_size_to": 60,
+    },
+}
+
+
 def trained_engine(style: str, **changes: Any) -> Engine:
-    """Return the engine of a GPT of the style "gpt2" or "llama" after one step."""
-    model = {"init_method_std": 0.3, **(LLAMA if style == "llama" else {})}
+    """Return the engine of a GPT of this style after one step."""
+    model = {"init_method_std": 0.3, **STYLES[style]}
     engine = training_runs.build(training_runs.settings(model=model, **changes))
     engine.train_batch(training_runs.data(engine, 0))
     return engine

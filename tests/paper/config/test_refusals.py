@@ -56,6 +56,25 @@ def test_a_value_of_the_wrong_type_is_refused_with_the_right_type(change, messag
             {"position_embedding_type": "rope", "hidden_size": 12},
             "3 channels of each head would be rotated",
         ),
+        (
+            {"max_position_embeddings": 16, "seq_length": 32},
+            "model.max_position_embeddings (16) must be at least model.seq_length (32)",
+        ),
+        (
+            {"pad_vocab_size_to": 99, "vocab_size": 100},
+            "model.pad_vocab_size_to (99) must be at least the size of the vocabulary (100)",
+        ),
+        ({"squared_relu": True, "swiglu": True}, "model.squared_relu and model.swiglu are two"),
+        (
+            {"recompute_method": "block"},
+            "model.recompute_method 'block' recomputes whole blocks, and model.recompute is "
+            "'none': set it to 'full'",
+        ),
+        (
+            {"recompute": "full", "recompute_num_layers": 4},
+            "model.recompute_num_layers (4) has no effect without model.recompute_method",
+        ),
+        ({"recompute_num_layers": 0}, "model.recompute_num_layers must be an integer >= 1, not 0"),
         ({"num_layers": None}, "model.num_layers must be an integer >= 1, not null"),
         ({"num_layers": "auto"}, 'model.num_layers must be an integer >= 1, not "auto"'),
     ],
@@ -85,6 +104,11 @@ def test_keys_that_are_missing_are_all_named():
         (
             {"model": MODEL | {"num_query_groups": 2}, "mesh": {"tensor": 4}},
             "model.num_query_groups (2) must be a multiple of mesh.tensor (4)",
+        ),
+        (
+            {"mesh": {"tensor": 4}, "model": MODEL | {"pad_vocab_size_to": 102}},
+            "model.pad_vocab_size_to (102) must be a multiple of mesh.tensor (4), over which it "
+            "is sharded; the nearest that fit are 100 and 104",
         ),
         (
             {"model": MODEL | {"ffn_hidden_size": 30}, "mesh": {"tensor": 4}},

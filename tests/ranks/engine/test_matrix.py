@@ -79,6 +79,50 @@ CHOICES: dict[str, Choice] = {
         },
         "float64",
     ),
+    "recompute uniform": (
+        {
+            "model": {
+                "num_layers": 5,
+                "recompute": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 2,
+            }
+        },
+        "float64",
+    ),
+    "recompute block": (
+        {"model": {"num_layers": 5, "recompute": "full", "recompute_method": "block"}},
+        "float64",
+    ),
+    "norms of embeddings": ({"model": {"embedding_norm": True}}, "float64"),
+    "Megatron's GPT options, sequence parallel": (
+        {
+            "model": {
+                "embedding_norm": True,
+                "qk_layernorm": True,
+                "squared_relu": True,
+                "max_position_embeddings": 13,
+                "pad_vocab_size_to": 60,
+            },
+            "mesh": {"sequence_parallel": True},
+        },
+        "float64",
+    ),
+    "norms of queries and keys": (
+        {
+            "model": {
+                "qk_layernorm": True,
+                "position_embedding_type": "rope",
+                "normalization": "RMSNorm",
+                "num_query_groups": 2,
+                "recompute": "selective",
+            }
+        },
+        "float64",
+    ),
+    "squared ReLU": ({"model": {"squared_relu": True}}, "float64"),
+    "more positions": ({"model": {"max_position_embeddings": 13}}, "float64"),
+    "padded vocabulary": ({"model": {"pad_vocab_size_to": 60}}, "float64"),
     "label smoothing": ({"model": {"label_smoothing": 0.1}}, "float64"),
     "exchanged shapes": ({"pipeline": {"shapes": "exchanged"}}, "float64"),
     "declared shapes": ({"pipeline": {"shapes": "declared"}}, "float64"),
@@ -122,6 +166,7 @@ CHOICES |= {
     for name in (
         "plain", "clipped", "untied", "sequence parallel", "llama style", "LAMB", "SGD",
         "prescaled", "bf16", "fp16", "LoRA", "LoRA, sequence parallel", "LoRA, head trained",
+        "norms of queries and keys",
     )
 }  # fmt: skip
 CHOICES["offloaded, ZeRO"] = with_zero("plain", offload_optimizer={"device": "cpu"})
@@ -138,7 +183,7 @@ def config_of(mesh: tuple[int, int, int], schedule: str, choice: str) -> dict[st
     data, tensor, pipeline = mesh
     config = settings(**changes)
     # Six layers: four stages, on two ranks or on four.
-    config["model"]["num_layers"] = 2
+    config["model"]["num_layers"] = changes.get("model", {}).get("num_layers", 2)
     config["mesh"] = {"tensor": tensor, "pipeline": pipeline, "data": data} | config.get("mesh", {})
     config["pipeline"] = {"schedule": schedule} | config.get("pipeline", {})
     # Each stage needs a matching layer.
@@ -229,6 +274,14 @@ def test_every_mesh_trains_like_one_process_and_all_schedules_give_the_same_bits
 WITH_TENSOR_RANKS = (
     "clipped", "untied", "sequence parallel", "recompute full", "llama style", "label smoothing",
     "LAMB", "bf16", "fp16", "LoRA, sequence parallel", "LoRA, head trained",
+    "Megatron's GPT options, sequence parallel", "norms of queries and keys",
+)  # fmt: skip
+
+
+# Other settings combine these.
+ONLY_SWEPT = (
+    "LoRA", "LoRA, recompute full", "norms of embeddings", "squared ReLU", "more positions",
+    "padded vocabulary",
 )  # fmt: skip
 
 
@@ -237,7 +290,7 @@ def _some() -> Iterator[tuple[str, tuple[int, int, int]]]:
     for choice in CHOICES:
         if choice == "plain" or choice.endswith("ZeRO") or choice.startswith("partial step, "):
             continue
-        if choice in ("LoRA", "LoRA, recompute full"):
+        if choice in ONLY_SWEPT:
             continue
         yield choice, (1, 2 if choice in WITH_TENSOR_RANKS else 1, 2)
         if choice in (

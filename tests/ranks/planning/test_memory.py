@@ -49,6 +49,14 @@ def config(
 CASES = {
     "1f1b, dropout": config("1f1b", {"pipeline": 2}, {"hidden_dropout": 0.1}),
     "1f1b, full recompute": config("1f1b", {"pipeline": 2}, {"recompute": "full"}),
+    "1f1b, block recompute": config(
+        "1f1b", {"pipeline": 2}, {"recompute": "full", "recompute_method": "block"}
+    ),
+    "1f1b, uniform recompute": config(
+        "1f1b",
+        {"pipeline": 2},
+        {"recompute": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    ),
     "1f1b, selective, bf16": config("1f1b", {"pipeline": 2}, {"recompute": "selective"}, "bf16"),
     "gpipe, Llama": config("gpipe", {"pipeline": 2}, LLAMA),
     "one rank": config("1f1b", {}, {}),
@@ -72,6 +80,7 @@ SLOW = (
     "1f1b, tensor and sequence 2",
     "interleaved, tensor 2",
     "zb-h1 on 4 ranks",
+    "1f1b, uniform recompute",
     "1f1b, selective, bf16",
     "ZeRO",
     "zb-h1, full recompute",

@@ -12,6 +12,7 @@ from tests.ranks.pool import RankPool
         ("llama", {"pipeline": 2, "tensor": 2}),
         pytest.param("gpt2", {"pipeline": 2, "data": 2}, marks=pytest.mark.sweep),
         pytest.param("gpt2", {"tensor": 2, "sequence_parallel": True}, marks=pytest.mark.sweep),
+        pytest.param("megatron", {"tensor": 2, "pipeline": 2}, marks=pytest.mark.sweep),
         pytest.param("llama", {"pipeline": 4}, marks=pytest.mark.sweep),
     ],
 )

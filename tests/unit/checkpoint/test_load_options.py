@@ -212,13 +212,15 @@ def test_the_changes_of_a_config_are_listed_sorted_with_both_values():
         training={"train_steps": 20},
         wandb={"enabled": True},
         checkpoint={"save": "runs/other", "load": "runs/mine"},
-        model={"recompute": "full"},
+        model={"recompute": "full", "recompute_method": "block", "pad_vocab_size_to": 512},
     )
     text = check_config_changes(found, (), "runs/mine/global_step5")
     assert text == (
         "the config differs from that of runs/mine/global_step5; the new values take effect:\n"
         "  mesh.tensor: 1 -> 2\n"
+        "  model.pad_vocab_size_to: None -> 512\n"
         "  model.recompute: 'none' -> 'full'\n"
+        "  model.recompute_method: None -> 'block'\n"
         "  pipeline.schedule: '1f1b' -> 'gpipe'\n"
         "  training.train_steps: 10 -> 20\n"
         "  wandb.enabled: False -> True"

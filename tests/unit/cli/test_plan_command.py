@@ -240,6 +240,19 @@ def test_faster_changes_that_use_free_memory_are_advised(
     assert "% faster, " in text
 
 
+def test_advice_about_recomputation_removes_the_choice_of_blocks(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--set", "model.recompute=full", "--set", "model.recompute_method=block"]
+    peak = json.loads(plan(capsys, config_file, *words, "--format", "json")[1])["outcome"]
+    limit = f"{peak['peak_bytes'] - 1}B"
+    code, out, _ = plan(capsys, config_file, *words, "--device-memory", limit)
+    assert code == 1
+    assert "recompute full, block 1" in " ".join(out.split())
+    reset = "--set model.recompute_method=null --set model.recompute_num_layers=1"
+    assert f"--set model.recompute=full {reset}" in " ".join(out.split())
+
+
 def test_no_change_is_advised_that_does_not_fit_or_that_costs_do_not_cover(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -236,6 +236,11 @@ def test_a_model_that_transformers_does_not_have_is_refused(tmp_path):
         (LLAMA | {"untie_embeddings_and_output_weights": False}, "LlamaForCausalLM"),
         (LLAMA | {"add_bias_linear": True}, "LlamaForCausalLM"),
         (LLAMA | {"add_qkv_bias": True}, "Qwen2ForCausalLM"),
+        (LLAMA | {"qk_layernorm": True, "max_position_embeddings": 12}, "Qwen3ForCausalLM"),
+        (
+            GPT2 | {"squared_relu": True, "max_position_embeddings": 12, "pad_vocab_size_to": 77},
+            "GPT2LMHeadModel",
+        ),
     ],
 )
 def test_our_gpt_is_exported_with_equal_logits(section, class_name, tmp_path):
@@ -259,6 +264,7 @@ def test_our_gpt_is_exported_with_equal_logits(section, class_name, tmp_path):
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert type(model).__name__ == class_name
     assert model.dtype == torch.float64
+    assert model.config.max_position_embeddings == section.get("max_position_embeddings", 8)
     inputs = {"input_ids": labels}
     if class_name != "GPT2LMHeadModel":
         # transformers computes the frequencies in fp32 whatever the dtype of the model is.
@@ -281,6 +287,14 @@ def test_our_gpt_is_exported_with_equal_logits(section, class_name, tmp_path):
             r"GPT2 .* every head \(model.num_query_groups is 2, model",
         ),
         (GPT2 | {"kv_channels": 8}, r"GPT2 .* \(model.kv_channels is 8\)"),
+        (GPT2 | {"qk_layernorm": True}, r"GPT2 .* no norms of queries and keys"),
+        (GPT2 | {"embedding_norm": True}, r"GPT2 .* no norm of the token embeddings"),
+        (
+            LLAMA | {"qk_layernorm": True, "add_qkv_bias": True},
+            r"Qwen3 .* no biases \(model.add_qk",
+        ),
+        (LLAMA | {"qk_layernorm": True, "add_bias_linear": True}, r"Qwen3 .* \(model.add_bias_lin"),
+        (LLAMA | {"embedding_norm": True}, r"Llama .* \(model.embedding_norm is true\)"),
         (LLAMA | {"normalization": "LayerNorm"}, r"Llama .* RMSNorm"),
         (LLAMA | {"swiglu": False}, r"Llama .* SwiGLU \(model.swiglu is false\)"),
         (LLAMA | {"rotary_percent": 0.5}, r"Llama .* \(model.rotary_percent is 0.5\)"),

@@ -40,7 +40,9 @@ def config_of(section):
         ("llama", {}),
         ("llama-tied", {"attention_bias": True, "mlp_bias": True}),
         ("qwen2", {}),
+        ("qwen3", {}),
         ("gpt2", {"activation_function": "gelu"}),
+        ("gpt2", {"activation_function": "relu2"}),
     ],
 )
 def test_the_built_in_gpt_has_the_logits_of_transformers(family, changes, tmp_path):
@@ -73,6 +75,7 @@ def test_the_built_in_gpt_has_the_logits_of_transformers(family, changes, tmp_pa
         ("mistral", {}, r"sliding_window \(4\)"),
         ("llama", {"hidden_act": "gelu"}, r"hidden_act is 'gelu'"),
         ("llama", {"attention_bias": True}, r"biases in attention or in the MLP"),
+        ("qwen3", {"attention_bias": True}, r"biases in attention or in the MLP"),
         ("bloom", {}, r"its family is 'bloom', and only llama"),
     ],
 )
@@ -82,9 +85,21 @@ def test_a_folder_of_another_model_is_refused_with_the_option(family, changes, m
         gpt_section(tmp_path)
 
 
-def test_another_number_of_learned_positions_is_refused(tmp_path):
+def test_more_tokens_than_learned_positions_are_refused(tmp_path):
     config = tiny_models.config_of("gpt2", activation_function="gelu")
     config.save_pretrained(tmp_path)
-    expected = rf"it has {config.n_positions} learned positions, and seq_length is 8"
+    length = config.n_positions
+    expected = rf"it has {length} learned positions, and seq_length is {length + 1}"
     with pytest.raises(ConfigError, match=expected):
-        gpt_section(tmp_path, seq_length=8)
+        gpt_section(tmp_path, seq_length=length + 1)
+
+
+def test_shorter_samples_keep_all_positions(tmp_path):
+    model = save("gpt2", tmp_path, activation_function="gelu")
+    section = gpt_section(tmp_path, seq_length=8)
+    assert section["max_position_embeddings"] == model.config.n_positions > 8
+    config = pipemega.load_config(config_of(section))
+    engine, *_ = pipemega.initialize(gpt_from_pretrained(tmp_path, config), config)
+    found = engine.parameter_state()["layers.1.weight"]
+    engine.close()
+    torch.testing.assert_close(found, model.transformer.wpe.weight.float())

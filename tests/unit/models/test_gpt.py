@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.pipeline_cpu.model import Sizes, build_layers, initial_state, loss_fn
 from benchmarks.pipeline_cpu.ours import _gpt_config, _their_name
 from pipemega.config import load
-from pipemega.distributed.mesh import Mesh
+from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import ConfigError, DataError
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.local_model import LocalModel, build_local_model
@@ -112,6 +112,95 @@ def _llama_loss(w: dict[str, Tensor], data: Tensor) -> Tensor:
     # The padding rows are after the 100 tokens of the vocabulary.
     logits = _rms(x, w["layers.4.norm.weight"]) @ w["layers.5.weight"][:100].T
     return F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten())
+
+
+def test_megatrons_options_have_the_gradients_of_the_explicit_formulas() -> None:
+    """Norms of embeddings, queries and keys; squared ReLU; more positions than tokens."""
+    config = replace(
+        LLAMA, num_layers=1, num_query_groups=4, normalization="LayerNorm", swiglu=False,
+        position_embedding_type="learned_absolute", max_position_embeddings=11,
+        embedding_norm=True, qk_layernorm=True, squared_relu=True,
+    )  # fmt: skip
+    model = build(config)
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.parameters.items():
+        # Norms start at 1 and 0, where a wrong order could not be seen.
+        if "norm" in name:
+            parameter.data.add_(torch.randn(parameter.shape, generator=generator) / 4)
+    copies = {n: p.detach().clone().requires_grad_() for n, p in model.parameters.items()}
+    assert copies["layers.1.weight"].shape == (11, 16)
+    assert copies["layers.2.attention.key_norm.bias"].shape == (4,)
+    data = tokens(config.vocab_size)
+    loss = loss_of(model, data[:, :-1], data[:, 1:])
+    expected = _megatron_loss(copies, data)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+    loss.backward()
+    expected.backward()
+    for name, parameter in model.parameters.items():
+        torch.testing.assert_close(parameter.grad, copies[name].grad, rtol=1e-10, atol=1e-14)
+
+
+def _megatron_loss(w: dict[str, Tensor], data: Tensor) -> Tensor:
+    def norm(x: Tensor, name: str) -> Tensor:
+        centered = x - x.mean(-1, keepdim=True)
+        scaled = centered / (centered.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return scaled * w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    p = "layers.2."
+    x = norm(w["layers.0.weight"][data[:, :-1]], "layers.1.norm") + w["layers.1.weight"][:8]
+    q, k, v = (norm(x, p + "attention_norm") @ w[p + "attention.qkv.weight"].T).chunk(3, -1)
+    heads = []
+    for head in range(4):
+        channels = slice(4 * head, 4 * head + 4)
+        qh = norm(q[..., channels], p + "attention.query_norm")
+        kh = norm(k[..., channels], p + "attention.key_norm")
+        scores = (qh @ kh.transpose(1, 2) / 2.0).masked_fill(
+            torch.ones(8, 8).triu(1).bool(), -math.inf
+        )
+        heads.append(scores.softmax(-1) @ v[..., channels])
+    x = x + torch.cat(heads, -1) @ w[p + "attention.output.weight"].T
+    up = norm(x, p + "mlp_norm") @ w[p + "mlp.up.weight"].T
+    x = x + (up * up * (up > 0)) @ w[p + "mlp.down.weight"].T
+    logits = norm(x, "layers.3.norm") @ w["layers.4.weight"][:100].T
+    return F.cross_entropy(logits.flatten(0, 1), data[:, 1:].flatten())
+
+
+def test_norms_of_queries_and_keys_come_before_the_rotation() -> None:
+    """A norm after the rotation would not commute with it: its weights differ by channel."""
+    model = build(replace(LLAMA, qk_layernorm=True, num_layers=1))
+    attention = model.stages[0].layers["2"].attention
+    attention.query_norm.weight.data.copy_(torch.tensor([1.0, 2.0, 3.0, 4.0]))
+    x = torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(1))
+    q, k, v = attention.qkv(x).split([16, 8, 8], -1)
+    heads = []
+    for head in range(4):
+        group = slice(4 * (head // 2), 4 * (head // 2) + 4)
+        qh = _rotate(_rms(q[..., 4 * head : 4 * head + 4], attention.query_norm.weight))
+        kh = _rotate(_rms(k[..., group], attention.key_norm.weight))
+        scores = (qh @ kh.transpose(1, 2) / 2).masked_fill(
+            torch.ones(8, 8).triu(1).bool(), -math.inf
+        )
+        heads.append(scores.softmax(-1) @ v[..., group])
+    expected = torch.cat(heads, -1) @ attention.output.weight.T
+    torch.testing.assert_close(attention(x), expected, rtol=1e-10, atol=1e-14)
+
+
+def test_the_vocabulary_is_padded_to_the_size_of_the_key() -> None:
+    keys = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 8}
+    config = load(
+        {
+            "train_batch_size": 1,
+            "mesh": {"tensor": 2},
+            "model": {**keys, "vocab_size": "auto", "pad_vocab_size_to": 130},
+        }
+    )
+    found = GPTConfig.of(config, 100)
+    axis = Axis("tensor", (0, 1), 1)
+    with torch.device("meta"):
+        for spec in (gpt(found).specs[0], gpt(found).specs[-1]):
+            assert spec.build(axis).weight.shape == (65, 8)
+    with pytest.raises(ConfigError, match=r"pad_vocab_size_to \(130\) must be .* \(131\)"):
+        GPTConfig.of(config, 131)
 
 
 def _rms(x: Tensor, weight: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from pipemega.errors import ConfigError
 from pipemega.training import generate
 from tests.ranks import generation_runs, training_runs
 
-STYLES = ["gpt2", "llama"]
+STYLES = ["gpt2", "llama", "megatron"]
 
 
 @pytest.fixture(autouse=True)
