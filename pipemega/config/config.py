@@ -15,7 +15,7 @@ from pipemega.config.activation_checkpointing import (
 )
 from pipemega.config.batch_equation import MICRO, STEPS, TRAIN, Batch, BatchKeys, solve
 from pipemega.config.checkpoint import CheckpointSection
-from pipemega.config.data import DataSection, errors_of_padding
+from pipemega.config.data import DataSection, errors_of_padding, warnings_of_evaluation
 from pipemega.config.gradients import GradientKeys
 from pipemega.config.key_kinds import (
     Rule,
@@ -337,6 +337,7 @@ def _warnings(config: Config) -> Iterator[str]:
                 yield f"{dotted((*path, name))} is disabled, and ignored: it is not supported"
         yield from part.remarks()
     yield from warnings_of_recompute(config)
+    yield from warnings_of_evaluation(config)
 
 
 def _notes(config: Config) -> Iterator[str]:

@@ -1,15 +1,23 @@
 """`data`: the training data."""
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
-from pydantic import field_validator
+from pydantic import ValidationInfo, field_validator
 
+from pipemega.config.data_paths import DataPaths, TokenFiles, parse_data_paths
 from pipemega.config.key_kinds import Section, own, rule
 from pipemega.config.value_types import Count, Name, Whole
 
 # 256 bytes and the end-of-document token.
 _SMALLEST_VOCABULARY = 257
+
+_SPLIT = "969,30,1"
+_SPLITS = ("train", "valid", "test")
+
+# Keys that name token files.
+PATH_KEYS = ("data_path", *(f"{name}_data_path" for name in _SPLITS))
 
 # Keys that only records to fine-tune on have.
 RECORD_KEYS = (
@@ -26,7 +34,20 @@ class DataSection(Section):
         None, "Text files, folders, globs (tokenized once), or `python-stdlib`: Python's sources."
     )
     data_path: Name | tuple[Name | float, ...] | None = own(
-        None, "Megatron token files: a prefix, a list of prefixes, or weight, prefix, weight, ..."
+        None,
+        "Megatron token files: a prefix, a list of prefixes, or a list of weight, prefix, weight, "
+        "...; text such as `0.3 A 0.7 B` too.",
+    )
+    train_data_path: Name | tuple[Name | float, ...] | None = own(
+        None,
+        "Instead of `data_path` and `split`: the token files of the training set, in the same "
+        "forms, or as `NAME: WEIGHT START:END PREFIX, ...`.",
+    )
+    valid_data_path: Name | tuple[Name | float, ...] | None = own(
+        None, "Token files of the validation set; only with `train_data_path`."
+    )
+    test_data_path: Name | tuple[Name | float, ...] | None = own(
+        None, "Token files of the test set; only with `train_data_path`."
     )
     format: Literal["chat", "instruction", "text"] | None = own(
         None,
@@ -67,17 +88,31 @@ class DataSection(Section):
         "this; null: to `model.seq_length`.",
     )
     mock: bool = own(False, "Use random tokens, to try a mesh or a model without data.")
-    split: str = own("969,30,1", "Shares of the training, validation and test sets.")
+    split: str = own(
+        _SPLIT, "Shares of the training, validation and test sets; missing shares are 0."
+    )
+    dataloader_type: Literal["single", "cyclic"] | None = own(
+        None,
+        "Order of map-style data. `single`: the order of the dataset; `cyclic`: Megatron's random "
+        "sampler, with a permutation per epoch; null: shuffled in each epoch, except the token "
+        "files of this section, whose samples are shuffled already.",
+    )
+    data_sharding: bool = own(
+        True,
+        "With `cyclic`: each data rank permutes its own part of the data; false: all permute the "
+        "whole data (Megatron's `--no-data-sharding`).",
+    )
     tokenizer: Name | None = own(
         None,
-        "A `tokenizer.json`, GPT-2's `vocab.json` (`merges.txt` beside it), a SentencePiece "
+        "A `tokenizer.json`, GPT-2's `vocab.json` (`merges.txt` beside it; for other names "
+        "`VOCAB.json,MERGES.txt`), a SentencePiece "
         "`.model`, a folder of a Hugging Face tokenizer, or `tiktoken:NAME`; null: that of the "
         "Hugging Face model, else a BPE that is trained on `corpus`.",
     )
     eod_id: Whole | Name | None = own(
         None,
-        "Id (or text) of the token that ends a document; null: the end-of-sequence token that the "
-        "tokenizer's files name, otherwise `<|endoftext|>`.",
+        "Id (or text) of the token that ends a document; an id needs no tokenizer. null: the "
+        "end-of-sequence token that the tokenizer's files name, otherwise `<|endoftext|>`.",
     )
     vocab_size: int = own(8192, "Vocabulary size of the trained BPE.", ge=_SMALLEST_VOCABULARY)
     cache_path: Name | None = own(
@@ -124,63 +159,90 @@ class DataSection(Section):
     @property
     def split_weights(self) -> tuple[float, float, float]:
         """`split` as three shares that add up to 1."""
-        numbers = [float(part) for part in self.split.split(",")]
+        numbers = _shares(self.split)
         first, second, third = (number / sum(numbers) for number in numbers)
         return first, second, third
 
+    def token_files(self, split: str) -> tuple[TokenFiles, ...]:
+        """Return the token files of a split, "train", "valid" or "test"; empty: it has none."""
+        key = "data_path" if self.data_path else f"{split}_data_path"
+        given: DataPaths | None = getattr(self, key)
+        return parse_data_paths(f"data.{key}", given) if given else ()
+
     @property
-    def blend(self) -> tuple[tuple[float | None, str], ...]:
-        """`data_path` as (weight, prefix) pairs; weight is None if `data_path` has no weights."""
-        given = self.data_path
-        if given is None or isinstance(given, str):
-            return ((None, given),) if given else ()
-        if isinstance(given[0], str):
-            return tuple((None, str(prefix)) for prefix in given)
-        pairs = zip(given[::2], given[1::2], strict=True)
-        return tuple((float(weight), str(prefix)) for weight, prefix in pairs)
+    def keyed_token_files(self) -> tuple[tuple[str, str], ...]:
+        """(key, prefix) of all token files, each once."""
+        keys = [key for key in PATH_KEYS if getattr(self, key)]
+        found = [
+            (f"data.{key}", part.prefix)
+            for key in keys
+            for part in parse_data_paths(f"data.{key}", getattr(self, key))
+        ]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def splits(self) -> tuple[str, ...]:
+        """The splits that have data; all if the section does not tell."""
+        if self.train_data_path:
+            return tuple(name for name in _SPLITS if self.token_files(name))
+        shares = zip(_SPLITS, self.split_weights, strict=True)
+        return tuple(name for name, share in shares if share or self.mock)
 
     @field_validator("split")
     @classmethod
     def _three_shares(cls, split: str) -> str:
         try:
-            shares = [float(part) for part in split.split(",")]
+            shares = _shares(split)
         except ValueError:
             shares = []
         # nan and inf fail this comparison.
         if len(shares) != 3 or not all(0 <= s < float("inf") for s in shares) or not sum(shares):
             raise ValueError(
-                f"data.split must be three shares such as '969,30,1' (training, validation, test), "
-                f"not {split!r}"
+                f"data.split must be three shares such as '969,30,1' (training, validation, test; "
+                f"missing ones are 0), not {split!r}"
             )
         return split
 
-    @field_validator("data_path")
+    @field_validator("data_path", "train_data_path", "valid_data_path", "test_data_path")
     @classmethod
-    def _prefixes_or_pairs(cls, given: Any) -> Any:
-        if not isinstance(given, tuple):
-            return given
-        prefixes = [isinstance(part, str) for part in given]
-        pairs = len(given) % 2 == 0 and prefixes == [False, True] * (len(given) // 2)
-        if not given or not (all(prefixes) or pairs):
+    def _prefixes_or_pairs(cls, given: Any, info: ValidationInfo) -> Any:
+        key = f"data.{info.field_name}"
+        files = () if given is None else parse_data_paths(key, given)
+        if key == "data.data_path" and any(part.documents for part in files):
             raise ValueError(
-                "data.data_path must be a prefix, a list of prefixes, or a list of weight, prefix, "
-                f"weight, prefix, ..., not {list(given)}"
-            )
-        weights = [part for part in given if not isinstance(part, str)]
-        if any(weight < 0 for weight in weights) or (weights and not sum(weights)):
-            raise ValueError(
-                f"the weights in data.data_path {weights} must be >= 0, and one of them > 0"
+                "data.data_path is divided by data.split: give START:END in data.train_data_path "
+                "and data.valid_data_path"
             )
         return given
 
-    @rule("corpus", "data_path", "mock", "path")
+    @rule("corpus", "data_path", "train_data_path", "mock", "path")
     def _one_source(self) -> Iterator[str]:
-        sources: Mapping[str, Any] = {
-            "corpus": self.corpus, "data_path": self.data_path, "mock": self.mock, "path": self.path
-        }  # fmt: skip
-        given = [f"data.{name}" for name, value in sources.items() if value]
+        sources = ("corpus", "data_path", "train_data_path", "mock", "path")
+        given = [f"data.{name}" for name in sources if getattr(self, name)]
         if len(given) > 1:
             yield f"{' and '.join(given)} are set: keep one"
+
+    @rule(*PATH_KEYS, "split")
+    def _splits_have_one_source(self) -> Iterator[str]:
+        others = [f"data.{key}" for key in PATH_KEYS[2:] if getattr(self, key)]
+        if others and not self.train_data_path:
+            yield (
+                f"{' and '.join(others)} without data.train_data_path: set it too, or give all "
+                "files in data.data_path, and data.split"
+            )
+        if self.train_data_path and self.split != _SPLIT:
+            yield (
+                f"data.split ({self.split!r}) divides the files of data.data_path, and "
+                "data.train_data_path has its own: remove one of the two"
+            )
+
+    @rule("data_sharding", "dataloader_type")
+    def _sharding_is_of_the_cyclic_order(self) -> Iterator[str]:
+        if not self.data_sharding and self.dataloader_type != "cyclic":
+            yield (
+                "data.data_sharding false changes the order of data.dataloader_type 'cyclic' only: "
+                "set data.dataloader_type to 'cyclic', or remove data.data_sharding"
+            )
 
     @rule("reset_attention_mask", "reset_position_ids")
     def _documents_are_separated_by_positions(self) -> Iterator[str]:
@@ -221,6 +283,12 @@ class DataSection(Section):
             )
 
 
+def _shares(split: str) -> list[float]:
+    """Return the numbers of `data.split`, with zeros for missing ones."""
+    numbers = [float(part) for part in re.split(r"[,/]", split)]
+    return numbers + [0.0] * (3 - len(numbers))
+
+
 def errors_of_padding(config: Any) -> Iterator[str]:
     """Yield errors of samples with different lengths on the mesh of a `Config`."""
     multiple, mesh, shapes = config.data.pad_to_multiple_of, config.mesh, config.pipeline.shapes
@@ -237,3 +305,11 @@ def errors_of_padding(config: Any) -> Iterator[str]:
             f"data.pad_to_multiple_of ({multiple}) must be a multiple of mesh.tensor "
             f"({mesh.tensor}), which shards the sequence"
         )
+
+
+def warnings_of_evaluation(config: Any) -> Iterator[str]:
+    """Yield the warning of a `Config` that evaluates, and has no validation data."""
+    data, training = config.data, config.training
+    if training.evaluates(training.epochs) and "valid" not in data.splits:
+        why = "data.valid_data_path is not set" if data.train_data_path else "data.split has none"
+        yield f"the run has no validation data, and does not evaluate: {why}"

@@ -1,14 +1,16 @@
 """Build the datasets of a run from the config section `data`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pipemega.config.data import DataSection
+from pipemega.config.data_paths import TokenFiles
 from pipemega.data.bigram import BigramLoss, bigram_loss
 from pipemega.data.blending import SURPLUS, BlendedDataset, normalized, sizes_of_parts
-from pipemega.data.data_files import corpus_prefix, find_tokenizer
+from pipemega.data.data_files import corpus_prefix, find_tokenizer, token_prefixes
 from pipemega.data.file_cache import Say, user_cache_folder, writable_folder
 from pipemega.data.finetuning.build_finetuning import Reporting, build_finetuning
 from pipemega.data.finetuning.finetuning_dataset import FineTuningDataset
@@ -108,7 +110,7 @@ def build_datasets(
     """
     if section.format is not None:
         return _build_finetuning(section, request, Reporting(say, progress))
-    if not (section.corpus or section.data_path or section.mock):
+    if not (section.corpus or section.keyed_token_files or section.mock):
         raise ConfigError(
             "the config names no data: set data.corpus (text; 'python-stdlib' needs no download), "
             "data.data_path (token files), data.format and data.path (records to fine-tune on) or "
@@ -119,17 +121,15 @@ def build_datasets(
     lines: list[str] = []
     if section.corpus:
         prefix, line = _prepare_corpus(section, say, progress, deadline_seconds)
-        prefixes, weights = [prefix], None
+        prefixes = [prefix]
         lines.append(line)
     else:
-        prefixes = [prefix_of(prefix) for _, prefix in section.blend]
-        weights = [weight for weight, _ in section.blend if weight is not None] or None
+        prefixes = token_prefixes(section)
     tokenizer = find_tokenizer(prefixes, section.tokenizer, section.eod_id)
     sample_format = _sample_format(section, request, tokenizer, prefixes[0])
-    files = [IndexedDataset(prefix) for prefix in prefixes]
-    ranges = [split_ranges(section.split_weights, len(data)) for data in files]
+    files = {prefix: IndexedDataset(prefix) for prefix in prefixes}
     cache = Path(section.cache_path).expanduser() if section.cache_path else None
-    builder = _SplitBuilder(files, weights, ranges, sample_format, request.seed, cache, say)
+    builder = _SplitBuilder(section, files, sample_format, request.seed, cache, say)
     splits = {name: builder.build(name, number) for name, number in request.samples.items()}
     lines += [dataset.describe() for dataset in splits.values() if dataset is not None]
     return Datasets(
@@ -146,12 +146,24 @@ def _sample_format(
     return SampleFormat(
         seq_length=request.seq_length,
         vocab_size=_vocab_size(request.vocab_size, tokenizer, prefix),
-        eod=None if tokenizer is None else tokenizer.eod,
+        eod=_end_of_document(section, tokenizer, prefix),
         eod_mask_loss=section.eod_mask_loss,
         reset_position_ids=section.reset_position_ids,
         reset_attention_mask=section.reset_attention_mask,
         keep_partial=request.keep_partial,
     )
+
+
+def _end_of_document(section: DataSection, tokenizer: Tokenizer | None, prefix: Path) -> int | None:
+    """Return the id that ends a document: the tokenizer's, or `data.eod_id`; None: unknown."""
+    if tokenizer is not None:
+        return tokenizer.eod
+    if isinstance(section.eod_id, str):
+        raise DataError(
+            f"data.eod_id is the text {section.eod_id!r}, but {prefix} has no tokenizer next to "
+            "it: set data.eod_id to the id, or data.tokenizer"
+        )
+    return section.eod_id
 
 
 def _build_mock(section: DataSection, request: DataRequest) -> Datasets:
@@ -237,52 +249,72 @@ def _vocab_size(
 
 @dataclass(frozen=True)
 class _SplitBuilder:
-    """Builds the dataset of each split over the same files.
+    """Builds the dataset of each split.
 
     Attributes:
-        files: the token files to read.
-        weights: of the files in a blend, if given.
-        ranges: of each file, the sequences of each split.
+        files: all token files, by prefix.
     """
 
-    files: Sequence[IndexedDataset]
-    weights: Sequence[float] | None
-    ranges: Sequence[Mapping[str, range]]
+    section: DataSection
+    files: Mapping[Path, IndexedDataset]
     format: SampleFormat
     seed: int
     cache: Path | None
     say: Say | None
 
     def build(self, name: str, num_samples: int | None) -> GPTDataset | BlendedDataset | None:
-        """Return the dataset of a split; None if it needs no samples."""
+        """Return the dataset of a split; None if it needs no samples, or has no data.
+
+        Raises:
+            ConfigError: there is no training data, or the number of samples of a blend.
+        """
         if num_samples == 0:
             return None
-        weights = self.weights
-        if len(self.files) == 1 and weights is None:
-            return self._part(0, name, num_samples)
-        sizes: list[int | None] = [None] * len(self.files)
+        section = self.section
+        if name not in section.splits:
+            if name == "train":
+                raise ConfigError(f"data.split is {section.split!r}, which leaves no training data")
+            return None
+        parts = section.token_files(name)
+        if section.corpus:
+            parts = tuple(TokenFiles(None, str(prefix)) for prefix in self.files)
+        weights = [part.weight for part in parts if part.weight is not None] or None
+        # Megatron ignores the weight of the only files of a split that has its own.
+        if len(parts) == 1 and (weights is None or section.train_data_path):
+            return self._part(parts[0], name, num_samples)
+        sizes: list[int | None] = [None] * len(parts)
         total = num_samples
         if weights is not None:
             if num_samples is None:
                 raise ConfigError(
-                    f"data.data_path has weights, so the number of {name} samples must be given"
+                    f"data.{self._key(name)} has weights, so the number of {name} samples must be "
+                    "given"
                 )
             # Normalised twice, as in Megatron, to get the same last bits.
             weights = normalized(weights).tolist()
             sizes = [*sizes_of_parts(weights, num_samples, SURPLUS)]
             total = sum(sizes_of_parts(weights, num_samples))
-        parts = [self._part(i, name, size) for i, size in enumerate(sizes)]
+        datasets = [self._part(*each) for each in zip(parts, repeat(name), sizes)]
         folder = (
-            writable_folder(index_folder(self.files[0].prefix), user_cache_folder() / "blends")
+            writable_folder(index_folder(datasets[0].data.prefix), user_cache_folder() / "blends")
             if self.cache is None
             else self.cache
         )
-        return BlendedDataset(parts, weights, total, cache=folder, say=self.say)
+        return BlendedDataset(datasets, weights, total, cache=folder, say=self.say)
 
-    def _part(self, place: int, name: str, num_samples: int | None) -> GPTDataset:
+    def _key(self, name: str) -> str:
+        return f"{name}_data_path" if self.section.train_data_path else "data_path"
+
+    def _part(self, part: TokenFiles, name: str, num_samples: int | None) -> GPTDataset:
+        data = self.files[prefix_of(part.prefix)]
+        split = Split(name, split_ranges(self.section.split_weights, len(data))[name])
+        if self.section.train_data_path:
+            start, end = part.documents or (0.0, 1.0)
+            sequences = range(round(start * len(data)), round(end * len(data)))
+            split = Split(name, sequences, f"data.{self._key(name)}")
         return GPTDataset(
-            self.files[place],
-            Split(name, self.ranges[place][name]),
+            data,
+            split,
             sample_format=self.format,
             num_samples=num_samples,
             seed=self.seed,

@@ -12,7 +12,7 @@ from pipemega.data.corpus import Corpus, find_corpus
 from pipemega.data.file_cache import digest_of, user_cache_folder
 from pipemega.data.finetuning.record_files import find_records
 from pipemega.data.indexed import IndexedDataset, files_of, prefix_of
-from pipemega.data.load_tokenizer import load_tokenizer
+from pipemega.data.load_tokenizer import load_tokenizer, tokenizer_paths
 from pipemega.data.prepare import read_manifest, tokenizer_of
 from pipemega.data.tokenizer import Tokenizer
 from pipemega.errors import DataError, PipemegaError
@@ -38,8 +38,8 @@ class DataInput(NamedTuple):
 
 def data_inputs(section: DataSection) -> Iterator[DataInput]:
     """Yield every file, folder and prefix that `section` names."""
-    for _, prefix in section.blend:
-        yield _token_files(prefix)
+    for key, prefix in section.keyed_token_files:
+        yield _token_files(key, prefix)
     corpora = (section.corpus,) if isinstance(section.corpus, str) else section.corpus or ()
     for name in corpora:
         try:
@@ -86,22 +86,29 @@ def check_data_inputs(section: DataSection) -> None:
         raise DataError("\n  ".join([f"{len(errors)} inputs of the data are missing:", *errors]))
 
 
-def _token_files(name: str) -> DataInput:
+def _token_files(key: str, name: str) -> DataInput:
     files = files_of(prefix_of(name))
     missing = [str(path) for path in files if not path.is_file()]
     if missing:
         are = "do not exist" if len(missing) > 1 else "does not exist"
         error = (
-            f"data.data_path {name!r}: {' and '.join(missing)} {are}; a data path is the common "
+            f"{key} {name!r}: {' and '.join(missing)} {are}; a data path is the common "
             "prefix of both files, which 'pipemega data prepare' writes"
         )
-        return DataInput("data.data_path", name, error=error)
+        if " " in name:
+            error += "; give several prefixes as a list"
+        return DataInput(key, name, error=error)
     try:
         tokens = IndexedDataset(name).num_tokens
     except DataError as error:
-        return DataInput("data.data_path", name, error=f"data.data_path {name!r}: {error}")
+        return DataInput(key, name, error=f"{key} {name!r}: {error}")
     size = sum(path.stat().st_size for path in files)
-    return DataInput("data.data_path", name, size, tokens)
+    return DataInput(key, name, size, tokens)
+
+
+def token_prefixes(section: DataSection) -> list[Path]:
+    """Return the prefixes of all token files of `section`, each once."""
+    return list(dict.fromkeys(prefix_of(prefix) for _, prefix in section.keyed_token_files))
 
 
 def corpus_prefix(section: DataSection) -> tuple[Corpus, Path]:
@@ -161,7 +168,7 @@ def run_tokenizer(config: Config) -> tuple[str, Tokenizer] | None:
         ConfigError, DataError: it cannot be read; the corpus does not exist.
     """
     section, named = config.data, config.data.tokenizer
-    prefixes = [prefix_of(prefix) for _, prefix in section.blend]
+    prefixes = token_prefixes(section)
     if section.corpus and named is None:
         prefixes = [corpus_prefix(section)[1]]
     if prefixes:
@@ -195,7 +202,7 @@ def known_vocabulary(section: DataSection) -> Vocabulary | None:
         return Vocabulary(section.vocab_size, "data.vocab_size of the mock data")
     if section.tokenizer is not None and _exists(section.tokenizer):
         return _vocabulary_of(section.tokenizer)
-    prefixes = [prefix_of(prefix) for _, prefix in section.blend]
+    prefixes = token_prefixes(section)
     if prefixes:
         tokenizer = None if section.tokenizer else find_tokenizer(prefixes, None)
         return None if tokenizer is None else _vocabulary_of(tokenizer_of(prefixes[0]))
@@ -216,7 +223,8 @@ def known_vocabulary(section: DataSection) -> Vocabulary | None:
 
 
 def _exists(tokenizer: str) -> bool:
-    return tokenizer.startswith(tiktoken_tokenizer.PREFIX) or Path(tokenizer).expanduser().exists()
+    is_named = tokenizer.startswith(tiktoken_tokenizer.PREFIX)
+    return is_named or all(path.exists() for path in tokenizer_paths(tokenizer))
 
 
 def _vocabulary_of(path: str | Path) -> Vocabulary:

@@ -71,8 +71,13 @@ class SampleFormat:
             if getattr(self, key) and self.eod is None:
                 raise DataError(
                     f"data.{key} needs the end-of-document id, but no tokenizer defines one: set "
-                    "data.tokenizer"
+                    "data.tokenizer, or data.eod_id to the id"
                 )
+        if self.eod is not None and self.eod >= self.vocab_size:
+            raise DataError(
+                f"data.eod_id is {self.eod}, which is outside of the vocabulary of "
+                f"{self.vocab_size} tokens"
+            )
 
 
 class GPTDataset(Dataset[Sample]):
@@ -112,7 +117,7 @@ class GPTDataset(Dataset[Sample]):
         say: Say | None = None,
     ) -> None:
         self.data = data
-        self.name, self.sequences = split
+        self.name, self.sequences, self._key = split
         self.format = sample_format
         self.num_samples = num_samples
         self.tokens_per_epoch = int(
@@ -164,7 +169,7 @@ class GPTDataset(Dataset[Sample]):
     def _refuse_too_little(self) -> None:
         if not len(self.sequences):
             raise DataError(
-                f"data.split leaves no document of {self.data.prefix} for {self.name}: it has "
+                f"{self._key} leaves no document of {self.data.prefix} for {self.name}: it has "
                 f"{len(self.data)} sequences; give {self.name} a larger share"
             )
         if self.data.dtype.kind == "f":
@@ -176,7 +181,7 @@ class GPTDataset(Dataset[Sample]):
         if self.tokens_per_epoch < 2 or (self.num_samples is None and not enough):
             raise DataError(
                 f"{self.name} has {self.tokens_per_epoch} tokens in {self.data.prefix}, but one "
-                f"sample needs {needed}: give it a larger share of data.split"
+                f"sample needs {needed}: give it a larger part with {self._key}"
             )
 
     def _describe(self, seed: int) -> dict[str, object]:

@@ -19,7 +19,8 @@ def load_tokenizer(name: str | Path, eod: int | str | None = None) -> Tokenizer:
     """Load a tokenizer from files of this machine.
 
     Args:
-        name: a tokenizer.json; GPT-2's vocab.json or merges.txt, with the other one beside it; a
+        name: a tokenizer.json; GPT-2's vocab.json or merges.txt, with the other one beside it
+            (gpt2-vocab.json and gpt2-merges.txt too), or both, separated by a comma; a
             `.model` of SentencePiece; a folder with one of these, as transformers writes it; or
             "tiktoken:NAME".
         eod: id or text of the token that ends a document; None: the end-of-sequence
@@ -38,14 +39,16 @@ def load_tokenizer(name: str | Path, eod: int | str | None = None) -> Tokenizer:
 def _load(name: str) -> Tokenizer:
     if name.startswith(tiktoken_tokenizer.PREFIX):
         return TiktokenTokenizer.named(name.removeprefix(tiktoken_tokenizer.PREFIX))
-    path = tokenizer_file(Path(name).expanduser())
-    if path.name in ("vocab.json", "merges.txt"):
-        vocabulary, merges = path.with_name("vocab.json"), path.with_name("merges.txt")
-        missing = next((file for file in (vocabulary, merges) if not file.is_file()), None)
-        if missing is not None:
-            raise DataError(
-                f"{missing} does not exist: a BPE needs vocab.json and merges.txt in one folder"
-            )
+    files = tokenizer_paths(name)
+    path = tokenizer_file(files[0]) if len(files) == 1 else files[0]
+    vocabulary, merges = files if len(files) == 2 else _vocabulary_and_merges(path)
+    missing = [file for file in (vocabulary, merges) if file and not file.is_file()]
+    if missing and (len(files) == 2 or _is_half_of_a_bpe(path)):
+        raise DataError(
+            f"{missing[0]} does not exist: a BPE needs vocab.json and merges.txt in one folder, or "
+            "both names, as VOCAB.json,MERGES.txt"
+        )
+    if vocabulary and merges and not missing:
         return FastTokenizer.of_merges(vocabulary, merges)
     try:
         content = path.read_bytes()
@@ -66,6 +69,35 @@ def _load(name: str) -> Tokenizer:
     except (KeyError, ValueError, TypeError, AttributeError) as error:
         raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     return FastTokenizer.of_json(text, path)
+
+
+def tokenizer_paths(name: str) -> tuple[Path, ...]:
+    """Return the file or folder of `load_tokenizer`'s name, or the two files of a BPE."""
+    path = Path(name).expanduser()
+    names = name.split(",")
+    if len(names) != 2 or path.exists():
+        return (path,)
+    return Path(names[0].strip()).expanduser(), Path(names[1].strip()).expanduser()
+
+
+def _vocabulary_and_merges(path: Path) -> tuple[Path, Path] | tuple[None, None]:
+    """Return the two files of a BPE, one of which is `path`, by their names."""
+    if path.suffix == ".json" and "vocab" in path.name:
+        return path, path.with_name(path.stem.replace("vocab", "merges") + ".txt")
+    if path.suffix == ".txt" and "merges" in path.name:
+        return path.with_name(path.stem.replace("merges", "vocab") + ".json"), path
+    return None, None
+
+
+def _is_half_of_a_bpe(path: Path) -> bool:
+    """Return whether a file with the name of a vocabulary or merges is one, not a tokenizer."""
+    if path.suffix == ".txt":
+        return True
+    try:
+        ids = json.loads(path.read_bytes()).values()
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return False
+    return all(isinstance(token_id, int) for token_id in ids)
 
 
 def _own_content(text: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ All pipeline and tensor ranks of one data rank build equal loaders and get equal
 
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -23,11 +23,11 @@ from pipemega.data.collate import Collate, MicroBatch
 from pipemega.data.iterable_source import IterableSource
 from pipemega.data.map_source import MapSource
 from pipemega.data.prefetch import Prefetcher
-from pipemega.data.sample_order import Share
+from pipemega.data.sample_order import Cyclic, Share
 from pipemega.data.sample_reader import SampleReader
 from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position
 from pipemega.data.torch_loader import TorchLoaderSource
-from pipemega.errors import DataError
+from pipemega.errors import ConfigError, DataError
 from pipemega.host_memory import HostMemory
 from pipemega.random import preserve_all_rng
 
@@ -100,7 +100,12 @@ class BatchLoader:
         shuffle = options.shuffle
         if shuffle is None:
             shuffle = self.is_map_style and not getattr(dataset, "already_shuffled", False)
-        self._set_order(options.seed, shuffle)
+        if options.cyclic and not self.is_map_style:
+            raise ConfigError(
+                f"data.dataloader_type is 'cyclic', which needs a dataset with len() and [i], and "
+                f"{self.name} has its own order: remove the key"
+            )
+        self._set_order(options.seed, shuffle, options.cyclic)
         self._was_read = False
         self._peeked: Delivery | None = None
         self._prefetcher: Prefetcher[Delivery] | None = None
@@ -156,7 +161,7 @@ class BatchLoader:
         self.close()
         self._options = replace(self._options, by_epoch=True)
         self._source = _source_of(self.dataset, self._reader, self.share, self._options)
-        self._set_order(self._seed, self._shuffle)
+        self._set_order(self._seed, self._shuffle, self._cyclic)
 
     @property
     def fingerprint(self) -> str:
@@ -230,7 +235,7 @@ class BatchLoader:
 
     def state_dict(self) -> dict[str, object]:
         """Return the position of the next sample; equal on all ranks and for all batch sizes."""
-        return {
+        state = {
             "consumed_samples": self._position.consumed,
             "epoch": self._position.epoch,
             "epoch_start": self._position.epoch_start,
@@ -238,6 +243,7 @@ class BatchLoader:
             "shuffle": self._shuffle,
             "fingerprint": self.fingerprint,
         }
+        return state | ({"cyclic": asdict(self._cyclic)} if self._cyclic else {})
 
     def load_state_dict(self, state: Mapping[str, Any], *, same_data: bool = True) -> None:
         """Continue at the position of `state`; batch sizes and mesh may differ.
@@ -249,7 +255,7 @@ class BatchLoader:
         Raises:
             DataError: the state is incomplete, or the dataset differs.
         """
-        missing = [key for key in self.state_dict() if key not in state]
+        missing = [key for key in self.state_dict() if key not in {*state, "cyclic"}]
         if missing:
             raise DataError(f"the saved data position lacks {', '.join(missing)}")
         if same_data and state["fingerprint"] != self.fingerprint:
@@ -260,7 +266,13 @@ class BatchLoader:
                 "epochs changed); restore the old settings, or load with same_data=False to "
                 "continue with the new data"
             )
-        self._set_order(int(state["seed"]), bool(state["shuffle"]))
+        saved = state.get("cyclic")
+        cyclic = Cyclic(**saved) if saved else None
+        if same_data:
+            self._refuse_other_order(cyclic)
+        else:
+            cyclic = self._cyclic
+        self._set_order(int(state["seed"]), bool(state["shuffle"]), cyclic)
         self._start_at(
             Position(int(state["consumed_samples"]), int(state["epoch"]), int(state["epoch_start"]))
         )
@@ -273,9 +285,19 @@ class BatchLoader:
             prefetcher.close()
         self._source.close()
 
-    def _set_order(self, seed: int, shuffle: bool) -> None:
-        self._seed, self._shuffle = seed, shuffle
-        self._source.set_order(seed, shuffle)
+    def _set_order(self, seed: int, shuffle: bool, cyclic: Cyclic | None) -> None:
+        self._seed, self._shuffle, self._cyclic = seed, shuffle, cyclic
+        self._source.set_order(seed, shuffle, cyclic)
+
+    def _refuse_other_order(self, saved: Cyclic | None) -> None:
+        """Raise a DataError if the order of a checkpoint cannot be continued."""
+        for key, now, then in _settings_of_order(self._cyclic, saved):
+            if now != then:
+                raise DataError(
+                    f"{key} is {now!r}, and was {then!r} in the checkpoint, so the samples would "
+                    "have another order: restore it, or load with same_data=False to continue with "
+                    "the new order"
+                )
 
     def _start_at(self, position: Position) -> None:
         self.close()
@@ -311,6 +333,17 @@ class BatchLoader:
             lambda: source.current,
             options.timeout_seconds,
         )
+
+
+def _settings_of_order(
+    now: Cyclic | None, saved: Cyclic | None
+) -> Iterator[tuple[str, object, object]]:
+    """Yield (name, value now, value in the checkpoint) of what determines the order."""
+    if now is None or saved is None:
+        yield "data.dataloader_type", now and "cyclic", saved and "cyclic"
+        return
+    yield "data.data_sharding", now.data_sharding, saved.data_sharding
+    yield "the number of samples", now.dataset_size, saved.dataset_size
 
 
 def _restore_rng(items: Generator[Delivery, None, None]) -> Generator[Delivery, None, None]:

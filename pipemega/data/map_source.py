@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from functools import partial
 
 from pipemega.data.collate import MicroBatch
-from pipemega.data.sample_order import EpochOrder, SampleKey
+from pipemega.data.sample_order import Cyclic, CyclicOrder, EpochOrder, SampleKey
 from pipemega.data.sources import DataSource, Delivery, Position
 from pipemega.data.worker_processes import WorkerProcesses
 from pipemega.data.workers import Workers
@@ -29,24 +29,24 @@ class MapSource(DataSource):
     _order: EpochOrder
     _processes: WorkerProcesses | None = None
 
-    def set_order(self, seed: int, shuffle: bool) -> None:
-        super().set_order(seed, shuffle)
+    def set_order(self, seed: int, shuffle: bool, cyclic: Cyclic | None) -> None:
+        super().set_order(seed, shuffle, cyclic)
         if len(self.data) < 1:
             raise DataError(f"{self.name} has no samples")
+        self._order = CyclicOrder(cyclic) if cyclic else EpochOrder(len(self.data), seed, shuffle)
         if self.steps_per_epoch == 0:
-            raise self.too_short(0, len(self.data))
-        self._order = EpochOrder(len(self.data), seed, shuffle)
+            raise self.too_short(0, self._epoch_size)
 
     @property
     def steps_per_epoch(self) -> int | None:
         if not self._options.by_epoch:
             return None
-        whole, rest = divmod(len(self.data), self._share.train_batch_size)
+        whole, rest = divmod(self._epoch_size, self._share.train_batch_size)
         return whole + (rest > 0 and not self._options.drop_last)
 
     def position_of(self, consumed: int) -> Position:
-        epoch = consumed // len(self.data)
-        return Position(consumed, epoch, epoch * len(self.data))
+        epoch = consumed // self._epoch_size
+        return Position(consumed, epoch, epoch * self._epoch_size)
 
     def deliveries(self, start: Position) -> Generator[Delivery, None, None]:
         plans = self._plans(start)
@@ -57,6 +57,11 @@ class MapSource(DataSource):
             yield from self._read_in_threads(plans)
         else:
             yield from self._read_in_processes(plans)
+
+    @property
+    def _epoch_size(self) -> int:
+        """Number of samples of an epoch."""
+        return self._order.num_samples
 
     @property
     def current(self) -> str:
@@ -122,7 +127,7 @@ class MapSource(DataSource):
         Raises:
             DataError: the data ends within the step.
         """
-        options, size, batch = self._options, len(self.data), self._share.train_batch_size
+        options, size, batch = self._options, self._epoch_size, self._share.train_batch_size
         if not options.repeat and start.epoch > 0:
             return None
         if options.repeat and not options.by_epoch:
@@ -143,10 +148,10 @@ class MapSource(DataSource):
 
     def _stream(self, position: Position) -> int:
         """Return the index in the stream of all epochs; drops are not in `consumed`."""
-        return position.epoch * len(self.data) + position.consumed - position.epoch_start
+        return position.epoch * self._epoch_size + position.consumed - position.epoch_start
 
     def _moved(self, position: Position, count: int) -> Position:
         """Return the position `count` samples later."""
         consumed = position.consumed + count
-        epoch, offset = divmod(self._stream(position) + count, len(self.data))
+        epoch, offset = divmod(self._stream(position) + count, self._epoch_size)
         return Position(consumed, epoch, consumed - offset)

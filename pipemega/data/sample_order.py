@@ -23,8 +23,9 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from pipemega.errors import ConfigError
+from pipemega.errors import ConfigError, DataError
 
 Indices = npt.NDArray[np.int64]
 
@@ -130,8 +131,69 @@ class EpochOrder:
         if not self.shuffle:
             return np.arange(offset, offset + count, dtype=np.int64)
         if self._kept is None or self._kept[0] != epoch:
-            # RandomState, because numpy promises never to change its streams: a run that is
-            # resumed with another numpy must continue with the same permutation.
-            random = np.random.RandomState([self.seed % 2**32, epoch])
-            self._kept = epoch, random.permutation(self.num_samples).astype(np.int64)
+            self._kept = epoch, self._permutation(epoch)
         return self._kept[1][offset : offset + count]
+
+    def _permutation(self, epoch: int) -> Indices:
+        """Return the indices of an epoch in the order of the stream. [num_samples]"""
+        # RandomState, because numpy promises never to change its streams: a run that is
+        # resumed with another numpy must continue with the same permutation.
+        random = np.random.RandomState([self.seed % 2**32, epoch])
+        return random.permutation(self.num_samples).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Cyclic:
+    """Settings of Megatron's random sampler (`--dataloader-type cyclic`), in a checkpoint too.
+
+    Attributes:
+        dataset_size: number of samples of the dataset.
+        micro_batch_size, data_size: of the run that started the order. The order of an epoch
+            depends on them, so a run that continues it on another mesh keeps them.
+        data_sharding: each data rank permutes its own part of the dataset.
+    """
+
+    dataset_size: int
+    micro_batch_size: int
+    data_size: int
+    data_sharding: bool = True
+
+
+class CyclicOrder(EpochOrder):
+    """The order of Megatron's random sampler.
+
+    The permutation of epoch e is that of torch's generator with seed e, so it does not depend on
+    the seed of the run. With `data_sharding` data rank r reads the r-th of data_size equal parts,
+    all with one permutation; otherwise it reads the places r, r + data_size, ... of a permutation
+    of the whole. Samples that do not fill a micro-batch of all data ranks are dropped.
+
+    Raises:
+        DataError: an epoch has no micro-batch for each data rank.
+
+    Source: Megatron-LM, training/datasets/data_samplers.py, MegatronPretrainingRandomSampler.
+    """
+
+    def __init__(self, settings: Cyclic) -> None:
+        unit = settings.micro_batch_size * settings.data_size
+        self._settings, self._num_slices = settings, settings.dataset_size // unit
+        if not self._num_slices:
+            raise DataError(
+                f"the data has {settings.dataset_size} samples, and an epoch of "
+                "data.dataloader_type 'cyclic' needs a micro-batch for each data rank: "
+                f"{settings.micro_batch_size} * {settings.data_size} = {unit}"
+            )
+        super().__init__(self._num_slices * unit, 0, shuffle=True)
+
+    def _permutation(self, epoch: int) -> Indices:
+        micro, size = self._settings.micro_batch_size, self._settings.data_size
+        generator = torch.Generator().manual_seed(epoch)
+        if self._settings.data_sharding:
+            part = self._num_slices * micro
+            own = torch.randperm(part, generator=generator).view(-1, 1, micro)
+            found = own + part * torch.arange(size).view(1, -1, 1)  # [slices, rank, micro]
+        else:
+            whole = self._settings.dataset_size // micro * micro
+            places = torch.randperm(whole, generator=generator)[: self.num_samples]
+            found = places.view(-1, micro, size).transpose(1, 2)  # [slices, rank, micro]
+        indices: Indices = found.reshape(-1).numpy()
+        return indices

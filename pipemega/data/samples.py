@@ -42,10 +42,17 @@ def split_ranges(shares: Sequence[float], num_sequences: int) -> dict[str, range
 
 
 class Split(NamedTuple):
-    """One split of a data set: its name, and its part of the sequences."""
+    """One split of a data set.
+
+    Args:
+        name: "train", "valid" or "test".
+        sequences: its part of the sequences.
+        key: the config key that determines the part.
+    """
 
     name: str
     sequences: range
+    key: str = "data.split"
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Any, NamedTuple, TypeVar
 
 from pipemega.data.collate import MicroBatch
-from pipemega.data.sample_order import Share
+from pipemega.data.sample_order import Cyclic, Share
 from pipemega.data.sample_reader import SampleReader
 from pipemega.errors import DataError
 from pipemega.host_memory import HostMemory
@@ -53,6 +53,7 @@ class LoaderOptions:
     Attributes:
         seed: seed of the permutation of each epoch, and of the random numbers of each sample.
         shuffle: None: shuffle map-style datasets that are not shuffled already.
+        cyclic: order of Megatron's random sampler, for a map-style dataset.
         repeat: start another epoch at the end; otherwise iteration ends at the last whole step.
         drop_last: drop the last samples of an epoch if they do not fill a step. False: with
             `by_epoch` they are a partial step, without `repeat` they are an error.
@@ -69,6 +70,7 @@ class LoaderOptions:
 
     seed: int = 1234
     shuffle: bool | None = None
+    cyclic: Cyclic | None = None
     repeat: bool = True
     drop_last: bool = True
     by_epoch: bool = False
@@ -123,8 +125,12 @@ class DataSource(ABC):
         """Text that names what is being read."""
         return self._reader.current
 
-    def set_order(self, seed: int, shuffle: bool) -> None:
-        """Order the samples, and seed the random numbers of each sample, from `seed`."""
+    def set_order(self, seed: int, shuffle: bool, cyclic: Cyclic | None) -> None:
+        """Order the samples, and seed the random numbers of each sample, from `seed`.
+
+        Args:
+            cyclic: Megatron's order, instead of `shuffle`.
+        """
         self._reader.seed = seed
 
     def position_of(self, consumed: int) -> Position:

@@ -5,7 +5,7 @@ from typing import Any
 
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader, is_map_style
-from pipemega.data.sample_order import Share
+from pipemega.data.sample_order import Cyclic, Share
 from pipemega.data.sources import LoaderOptions
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import ConfigError
@@ -34,8 +34,16 @@ def training_loader(
     Raises:
         ConfigError, DataError: as `BatchLoader`, or `refuse_epochs`.
     """
+    share, order = share_of(config, mesh), config.data.dataloader_type
+    cyclic = None
+    if order == "cyclic":
+        size = len(data) if is_map_style(data) else 0
+        sharding = config.data.data_sharding
+        cyclic = Cyclic(size, share.micro_batch_size, share.data_size, sharding)
     options = LoaderOptions(
         seed=config.seed,
+        shuffle=False if order == "single" else None,
+        cyclic=cyclic,
         drop_last=config.dataloader_drop_last,
         by_epoch=epochs is not None,
         prefetch=config.data.prefetch,
@@ -43,7 +51,7 @@ def training_loader(
         timeout_seconds=mesh.data_timeout_seconds,
         memory=HostMemory(mesh.device),
     )
-    loader = BatchLoader(data, share_of(config, mesh), options, collate_fn=collate_fn)
+    loader = BatchLoader(data, share, options, collate_fn=collate_fn)
     refuse_epochs(loader, epochs)
     if loader.is_map_style and not loader.reads_ahead:
         get_logger(mesh.rank).info(

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pipemega.config import Config
 from pipemega.config.batch_equation import MICRO, STEPS, TRAIN
+from pipemega.config.data import PATH_KEYS
 from pipemega.config.key_kinds import Rule
 from pipemega.config.pipeline import PlanFile
 from pipemega.data.data_files import data_inputs, known_vocabulary
@@ -21,9 +22,9 @@ from pipemega.pipeline.plan_selection import training_plan
 from pipemega.planning.units import show_bytes
 
 _FILE_KEYS = (
-    "data.data_path", "data.corpus", "data.path", "data.valid_path", "data.chat_template",
-    "data.tokenizer", "data.cache_path",
-    "checkpoint.load", "checkpoint.save", "wandb.dir", "monitor.trace.folder",
+    *(f"data.{key}" for key in PATH_KEYS),
+    "data.corpus", "data.path", "data.valid_path", "data.chat_template", "data.tokenizer",
+    "data.cache_path", "checkpoint.load", "checkpoint.save", "wandb.dir", "monitor.trace.folder",
 )  # fmt: skip
 _SIZES = (TRAIN, MICRO, STEPS, "mesh", "pipeline.stages")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from pipemega.config import Config, load
-from pipemega.config.data import RECORD_KEYS, DataSection
+from pipemega.config.data import PATH_KEYS, RECORD_KEYS, DataSection
 from pipemega.data.build_datasets import DataRequest, build_datasets
 from pipemega.data.data_files import check_data_inputs
 from pipemega.data.indexed import files_of, prefix_of
@@ -24,7 +24,7 @@ FormatName = Literal["corpus", "chat", "instruction", "text"]
 FORMATS = get_args(FormatName)
 
 # Keys that name the source of the data, or a part of it.
-_SOURCES = ("corpus", "data_path", "mock", "path", "valid_path", "split")
+_SOURCES = ("corpus", *PATH_KEYS, "mock", "path", "valid_path", "split")
 _NAMED = re.compile(r"([\w.-]+)=(.+)", re.DOTALL)
 _OBJECT = re.compile(r"([A-Za-z_][\w.]*):([A-Za-z_]\w*)")
 
@@ -151,10 +151,12 @@ class EvaluationSets:
                 f"alone, so the data must be a dataset of yours: --data MODULE:NAME",
                 on_every_rank=True,
             )
-        is_weighted = any(weight is not None for weight, _ in section.blend)
+        files = section.token_files(split)
+        is_weighted = len(files) > 1 and files[0].weight is not None
         if is_weighted and self._num_samples is None:
+            key = "data_path" if section.data_path else f"{split}_data_path"
             raise ConfigError(
-                "data.data_path has weights, so its validation set has no end: give --samples, or "
+                f"data.{key} has weights, so its validation set has no end: give --samples, or "
                 "name its files with --data",
                 on_every_rank=True,
             )
@@ -167,7 +169,14 @@ class EvaluationSets:
             keep_partial=True,
         )
         datasets = build_datasets(section, request, say=self._say, progress=self._progress)
-        return EvaluationSet(name, getattr(datasets, split))
+        found = getattr(datasets, split)
+        if found is None:
+            raise ConfigError(
+                f"the data of the run has no {split} set (data.split, data.{split}_data_path): name "
+                "files with --data",
+                on_every_rank=True,
+            )
+        return EvaluationSet(name, found)
 
 
 class _FirstSamples:

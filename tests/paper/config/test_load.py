@@ -345,11 +345,72 @@ def test_model_sizes_that_are_null_are_computed():
 
 def test_the_blend_and_the_split_are_read_into_numbers():
     data = load(FULL).data
-    assert data.blend == ((0.3, "a"), (1.0, "b"))
+    assert data.token_files("train") == ((0.3, "a", None), (1.0, "b", None))
     assert data.split_weights == (0.8, 0.1, 0.1)
-    assert load(BASE | {"data": {"data_path": ["a", "b"]}}).data.blend == ((None, "a"), (None, "b"))
-    assert load(BASE | {"data": {"data_path": "a"}}).data.blend == ((None, "a"),)
-    assert load(BASE).data.blend == ()
+    assert load(BASE).data.token_files("train") == ()
+
+
+WEIGHTED, PLAIN = ((0.3, "a", None), (0.7, "b", None)), ((None, "a", None), (None, "b", None))
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ("a", ((None, "a", None),)),
+        ("my data/a", ((None, "my data/a", None),)),
+        ("0.3 a 0.7 b", WEIGHTED),
+        (" 0.3  a\n 0.7 b ", WEIGHTED),
+        ([0.3, "a", 0.7, "b"], WEIGHTED),
+        (["0.3", "a", "0.7", "b"], WEIGHTED),
+        (["0.3", "a", 0.7, " b"], WEIGHTED),
+        (["0.3 a 0.7 b"], WEIGHTED),
+        ("1 a", ((1.0, "a", None),)),
+        (["a", "b"], PLAIN),
+        (["1", "2", "3"], ((None, "1", None), (None, "2", None), (None, "3", None))),
+        (["1", "2"], ((1.0, "2", None),)),
+    ],
+)
+def test_megatrons_forms_of_a_data_path_are_read(given, expected):
+    assert load(BASE | {"data": {"data_path": given}}).data.token_files("valid") == expected
+    paths = {"train_data_path": given, "valid_data_path": "c"}
+    data = load(BASE | {"data": paths}).data
+    assert (data.token_files("train"), data.token_files("test")) == (expected, ())
+    assert data.keyed_token_files[-1] == ("data.valid_data_path", "c")
+    assert load(json.loads(load(BASE | {"data": paths}).to_json())).data == data
+
+
+def test_words_that_are_prefixes_of_existing_files_are_several_prefixes(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.idx").touch()
+    given = f"{tmp_path}/a {tmp_path}/b.bin"
+    files = load(BASE | {"data": {"data_path": given}}).data.token_files("train")
+    assert [part.prefix for part in files] == given.split()
+
+
+def test_a_part_of_the_documents_is_given_in_bigsciences_form():
+    data = load(BASE | {"data": {
+        "train_data_path": "TRAIN: 0.3 0:0.6 data/a, 1 0.5:1 data/b", "valid_data_path": "1 .6:1 a",
+    }}).data  # fmt: skip
+    assert data.token_files("train") == ((0.3, "data/a", (0, 0.6)), (1, "data/b", (0.5, 1)))
+    assert data.token_files("valid") == ((1, "a", (0.6, 1)),)
+
+
+def test_missing_shares_of_a_split_are_zero():
+    for split, weights in {"99,1": (0.99, 0.01, 0), "1": (1, 0, 0), "8/2": (0.8, 0.2, 0)}.items():
+        data = load(BASE | {"data": {"split": split}}).data
+        assert data.split_weights == weights
+        assert data.splits == ("train", "valid")[: 2 if weights[1] else 1]
+
+
+def test_a_run_without_validation_data_warns_that_it_does_not_evaluate():
+    training = {"eval_interval": 5}
+    for data, why in (
+        ({"data_path": "a", "split": "100,0,0"}, "data.split has none"),
+        ({"train_data_path": "a"}, "data.valid_data_path is not set"),
+    ):
+        expected = f"the run has no validation data, and does not evaluate: {why}"
+        assert expected in load(BASE | {"data": data, "training": training}).warnings
+        assert not any("validation" in text for text in load(BASE | {"data": data}).warnings)
 
 
 def test_every_optimizer_and_schedule_is_found_in_any_case_of_letters():

@@ -187,7 +187,7 @@ def test_an_invalid_partition_is_refused(partition, message):
 
 
 @pytest.mark.parametrize(
-    "split", ["1,2", "1,2,3,4", "a,b,c", "0,0,0", "-1,1,1", "nan,1,1", "inf,1,1", ""]
+    "split", ["1,2,,", "1,2,3,4", "a,b,c", "0,0,0", "-1,1,1", "nan,1,1", "inf,1,1", ""]
 )
 def test_a_split_that_is_not_three_shares_is_refused(split):
     assert "data.split must be three shares" in refusal_of({"data": {"split": split}})
@@ -199,13 +199,55 @@ def test_a_split_that_is_not_three_shares_is_refused(split):
         ([1, "a", 2], "must be a prefix, a list of prefixes, or a list of weight, prefix"),
         (["a", 1], "must be a prefix, a list of prefixes, or a list of weight, prefix"),
         ([], "must be a prefix, a list of prefixes, or a list of weight, prefix"),
-        ([-1, "a"], "must be >= 0, and one of them > 0"),
-        ([0, "a", 0, "b"], "must be >= 0, and one of them > 0"),
+        ([-1, "a"], "the weights in data.data_path [-1.0] must be positive numbers"),
+        ([1, "a", 0, "b"], "[1.0, 0.0] must be positive numbers; remove a prefix that should not"),
+        ("0.3 a nan b", "[0.3, nan] must be positive numbers"),
+        (["0.3", "a", "b", "c"], "or such words in one text), not ['0.3', 'a', 'b', 'c']"),
+        (["a", ""], "data.data_path"),
         ([True, "a"], "data.data_path must be"),
+        ("train: 0.3 0:1 a", "data.data_path is divided by data.split: give START:END in"),
     ],
 )
 def test_an_invalid_blend_is_refused(given, message):
     assert message in refusal_of({"data": {"data_path": given}})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (
+            {"valid_data_path": "b"},
+            "data.valid_data_path without data.train_data_path: set it too, or give all files in",
+        ),
+        (
+            {"train_data_path": "a", "split": "9,1,0"},
+            "data.split ('9,1,0') divides the files of data.data_path, and data.train_data_path",
+        ),
+        (
+            {"train_data_path": "a", "data_path": "b"},
+            "data.data_path and data.train_data_path are set: keep one",
+        ),
+        (
+            {"train_data_path": "T: 0.3 0.9:0.5 a"},
+            "data.train_data_path: '0.3 0.9:0.5 a' must be WEIGHT START:END PREFIX with 0 <= START",
+        ),
+        (
+            {"train_data_path": "T: 0.3 0:0.9 a, 0.5 b"},
+            "data.train_data_path: '0.5 b' must be WEIGHT START:END PREFIX",
+        ),
+        (
+            {"train_data_path": "a", "valid_data_path": ["A: 1 0:1 a", "B: 1 0:1 b"]},
+            "data.valid_data_path has 2 groups of token files, and a split is one group: keep one",
+        ),
+        ({"dataloader_type": "external"}, 'data.dataloader_type must be "single" or "cyclic"'),
+        (
+            {"data_sharding": False},
+            "data.data_sharding false changes the order of data.dataloader_type 'cyclic' only",
+        ),
+    ],
+)
+def test_token_files_and_orders_that_contradict_each_other_are_refused(data, message):
+    assert message in refusal_of({"data": data})
 
 
 @pytest.mark.parametrize(

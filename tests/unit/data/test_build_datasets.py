@@ -5,20 +5,24 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+import torch
 
 from pipemega.config import load
 from pipemega.data import bigram as bigram_module
 from pipemega.data.bigram import bigram_loss
 from pipemega.data.blending import BlendedDataset
 from pipemega.data.build_datasets import DataRequest, build_datasets
+from pipemega.data.data_files import known_vocabulary
 from pipemega.data.fast_tokenizer import FastTokenizer
 from pipemega.data.gpt_dataset import GPTDataset
-from pipemega.data.indexed import IndexedWriter
+from pipemega.data.indexed import IndexedDataset, IndexedWriter
+from pipemega.data.load_tokenizer import load_tokenizer
 from pipemega.data.loader import BatchLoader
 from pipemega.data.mock import MockDataset
 from pipemega.data.prepare import PrepareOptions, prepare, tokenizer_of
 from pipemega.data.sample_order import Share
 from pipemega.errors import ConfigError, DataError
+from tests.unit.data.tokenizer_files import bpe_files, sentencepiece_model
 
 BATCH = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
 TEXTS = [f"def function_{i}(x):\n    return x + {i * i}\n" * 3 for i in range(40)]
@@ -124,9 +128,53 @@ def test_a_file_name_is_accepted_instead_of_the_prefix(prefixes, tmp_path):
     assert [str(part.data.prefix) for part in named.train.datasets] == list(prefixes)
 
 
-def test_a_weight_of_zero_is_refused(prefixes, tmp_path):
-    with pytest.raises(DataError, match=r"weight 0.0 of dataset 1 in data.data_path must be posit"):
-        build(section(tmp_path, data_path=[1, prefixes[0], 0, prefixes[1]]))
+def test_megatrons_text_gives_the_blend_of_the_list(prefixes, tmp_path):
+    a, b = prefixes
+    expected = build(section(tmp_path, data_path=[0.75, a, 0.25, b]))
+    for given in (f"0.75 {a} 0.25 {b}", ["0.75", a, "0.25", b]):
+        assert build(section(tmp_path, data_path=given)).fingerprint == expected.fingerprint
+    for given in (f"{a} {b}", [a, b]):
+        assert len(build(section(tmp_path, data_path=given), train=None).train.datasets) == 2
+
+
+def test_each_split_may_have_its_own_files(prefixes, tmp_path):
+    a, b = prefixes
+    keys = {
+        "train_data_path": f"0.75 {a} 0.25 {b}",
+        "valid_data_path": ["1", b],
+        "split": "969,30,1",
+    }
+    datasets = build(section(tmp_path, **keys), test=3)
+    whole = IndexedDataset(b)
+    assert [part.sequences for part in datasets.train.datasets] == [range(40), range(len(whole))]
+    # The only files of a split are no blend, as in Megatron.
+    assert datasets.valid.sequences == range(len(whole))
+    assert (datasets.valid.name, datasets.test) == ("valid", None)
+    assert datasets.tokenizer.vocab_size == 300
+    # Weights have no end; files without weights are read once.
+    assert len(build(section(tmp_path, **keys), valid=None).valid) > 0
+    with pytest.raises(ConfigError, match=r"data.train_data_path has weights, so the number of tr"):
+        build(section(tmp_path, **keys), train=None)
+
+
+def test_a_split_may_have_parts_of_files(prefixes, tmp_path):
+    a, b = prefixes
+    keys = {"train_data_path": f"T: 1 0:0.9 {a}, 3 0.5:1 {b}", "valid_data_path": f"1 0.9:1 {a}"}
+    datasets = build(section(tmp_path, **keys, split="969,30,1"), train=40)
+    half = len(IndexedDataset(b))
+    parts = [part.sequences for part in datasets.train.datasets]
+    assert parts == [range(36), range(round(half / 2), half)]
+    assert datasets.valid.sequences == range(36, 40)
+    assert datasets.train.weights.tolist() == [0.25, 0.75]
+    keys["valid_data_path"] = f"1 0:0.001 {a}"
+    with pytest.raises(DataError, match=r"data.valid_data_path leaves no document of .*for valid"):
+        build(section(tmp_path, **keys, split="969,30,1"))
+
+
+def test_a_split_without_a_share_has_no_dataset(prefixes, tmp_path):
+    assert build(section(tmp_path, data_path=prefixes[0], split="1")).valid is None
+    with pytest.raises(ConfigError, match=r"data.split is '0,1', which leaves no training data"):
+        build(section(tmp_path, data_path=prefixes[0], split="0,1"))
 
 
 def test_a_config_without_data_is_refused(tmp_path):
@@ -156,6 +204,57 @@ def test_token_files_without_a_tokenizer_need_a_vocabulary_size(tmp_path):
     with pytest.raises(DataError, match=r"data.eod_mask_loss needs .* set data.tokenizer"):
         build(section(tmp_path, data_path=str(tmp_path / "foreign"), eod_mask_loss=True),
               vocab_size=90)  # fmt: skip
+
+
+def test_the_end_of_documents_is_known_by_its_id_without_a_tokenizer(tmp_path):
+    with IndexedWriter(tmp_path / "foreign", "int32") as writer:
+        for length in range(5, 25):
+            writer.add_document(np.arange(1, length) % 9)
+    keys = {"data_path": str(tmp_path / "foreign"), "eod_mask_loss": True}
+    datasets = build(section(tmp_path, **keys, reset_position_ids=True, eod_id=0), vocab_size=9)
+    (tokens, positions), labels = datasets.train[0]
+    ends = tokens == 0
+    assert ends.any()
+    assert torch.equal(labels == -100, ends)
+    after = torch.cat([torch.tensor([False]), ends[:-1]])
+    assert (positions[after] == 0).all()
+    with pytest.raises(
+        DataError, match=r"data.eod_id is 9, which is outside of the vocabulary of 9"
+    ):
+        build(section(tmp_path, **keys, eod_id=9), vocab_size=9)
+    with pytest.raises(
+        DataError, match=r"is the text '<eod>', but .*foreign has no tokenizer .* id,"
+    ):
+        build(section(tmp_path, **keys, eod_id="<eod>"), vocab_size=9)
+
+
+@pytest.mark.parametrize("kind", ["vocab.json", "gpt2-vocab.json", "both", "tokenizer.model"])
+def test_token_files_of_megatron_are_read_with_the_named_tokenizer(tmp_path, kind):
+    """Such files have no manifest and no tokenizer beside them."""
+    folder = tmp_path / "tokenizer"
+    if kind == "tokenizer.model":
+        name = str(sentencepiece_model(folder))
+    else:
+        bpe_files(folder)
+        vocabulary, merges = {"both": ("words.json", "pairs.bpe")}.get(
+            kind, (kind, kind.replace("vocab.json", "merges.txt"))
+        )
+        (folder / "vocab.json").rename(folder / vocabulary)
+        (folder / "merges.txt").rename(folder / merges)
+        name = (
+            f"{folder / vocabulary},{folder / merges}"
+            if kind == "both"
+            else f"{folder / vocabulary}"
+        )
+    tokenizer = load_tokenizer(name)
+    with IndexedWriter(tmp_path / "foreign", "int32") as writer:
+        for text in TEXTS:
+            writer.add_document(np.array([*tokenizer.encode(text), tokenizer.eod]))
+    keys = {"data_path": str(tmp_path / "foreign"), "tokenizer": name, "eod_mask_loss": True}
+    datasets = build(section(tmp_path, **keys))
+    assert (datasets.vocab_size, datasets.tokenizer.eod) == (tokenizer.vocab_size, tokenizer.eod)
+    assert datasets.train.format.eod == tokenizer.eod
+    assert known_vocabulary(section(tmp_path, **keys)).size == tokenizer.vocab_size
 
 
 def test_data_of_another_tokenizer_is_refused(prefixes, folder, tmp_path):

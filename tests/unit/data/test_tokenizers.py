@@ -52,6 +52,26 @@ def test_gpt2_files_give_the_ids_of_transformers(tmp_path):
         assert ours.decode(ours.encode(TEXT)) == TEXT
 
 
+def test_a_vocabulary_and_its_merges_may_have_other_names(tmp_path):
+    folder = bpe_files(tmp_path)
+    expected = load_tokenizer(folder / "vocab.json").digest()
+    (folder / "vocab.json").rename(folder / "gpt2-vocab.json")
+    with pytest.raises(
+        DataError, match=r"gpt2-merges.txt does not exist: .* VOCAB.json,MERGES.txt"
+    ):
+        load_tokenizer(folder / "gpt2-vocab.json")
+    both = f"{folder}/gpt2-vocab.json, {folder}/merges.txt"
+    assert load_tokenizer(both).digest() == expected
+    (folder / "merges.txt").rename(folder / "gpt2-merges.txt")
+    with pytest.raises(DataError, match=r"/merges.txt does not exist"):
+        load_tokenizer(both)
+    for name in ("gpt2-vocab.json", "gpt2-merges.txt"):
+        assert load_tokenizer(folder / name).digest() == expected
+    own = load_tokenizer(folder / "tokenizer.json").digest()
+    (folder / "tokenizer.json").rename(folder / "my-vocab.json")
+    assert load_tokenizer(folder / "my-vocab.json").digest() == own
+
+
 def test_sentencepiece_gives_the_ids_of_its_own_package(tmp_path):
     path = sentencepiece_model(tmp_path)
     import sentencepiece
