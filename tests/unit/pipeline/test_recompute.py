@@ -8,7 +8,10 @@ import torch
 from torch import Tensor
 
 from pipemega.config import load
+from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
+from pipemega.models import GPTConfig, gpt
+from pipemega.pipeline.module import BuildOptions, build_stages
 from pipemega.pipeline.recompute import ActivationCheckpoints
 from tests.ranks.training_runs import build, data, settings
 
@@ -67,11 +70,19 @@ def test_the_chosen_blocks_run_again_in_backward_with_the_same_dropout(
 
 
 def test_the_first_blocks_of_each_stage_are_recomputed() -> None:
-    # One rank with the two stages of "interleaved" would need a pipeline; "zb-v" too.
-    net = build(settings(model={"num_layers": 4, **BLOCK}))
-    stage = net._model.stages[0]
-    assert stage._segments == [(0, 2, False), (2, 3, True), (3, 8, False)]
-    net.close()
+    net = gpt(GPTConfig.of(load(settings(model={"num_layers": 4, **BLOCK})), 50))
+    options = BuildOptions(Axis("tensor"), torch.device("cpu"), seed=1)
+    stages = build_stages(net, [0, 4, 8], [0, 1], options)
+    x: Any = torch.arange(8).unsqueeze(0)
+    again = []
+    for stage in stages.values():
+        runs: Counter[int] = Counter()
+        stage.register_layer_hook(lambda position, runs=runs: runs.update([position]))
+        y = stage(x)
+        y.sum().backward()
+        again += [position for position, count in runs.items() if count == 2]
+        x = y.detach().requires_grad_()
+    assert again == [2, 4]
 
 
 def test_activation_checkpoints_of_all_layers_replace_those_of_the_model() -> None:
