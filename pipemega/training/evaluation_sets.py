@@ -172,8 +172,8 @@ class EvaluationSets:
         found = getattr(datasets, split)
         if found is None:
             raise ConfigError(
-                f"the data of the run has no {split} set (data.split, data.{split}_data_path): name "
-                "files with --data",
+                f"the data of the run has no {split} set (data.split, data.{split}_data_path): "
+                "name files with --data",
                 on_every_rank=True,
             )
         return EvaluationSet(name, found)

@@ -119,7 +119,7 @@ def test_keys_of_the_config_can_be_changed(folder):
             "the tokenizer none.json does not exist",
         ),
         (
-            ["{folder}/run", "--set", "data.split=1"],
+            ["{folder}/run", "--set", "data.split=1,0"],
             "the data of the run has no valid set (data.split, data.valid_data_path): name files",
         ),
         (["{folder}/run", "--set", "mesh.pipeline=2"], "1 ranks were started, and one copy"),
