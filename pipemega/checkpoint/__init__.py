@@ -6,6 +6,7 @@ save_load.py       write, verify and open a checkpoint; async_save.py: in the ba
 differences.py     what differs between the checkpoint and the run, and what is refused
 open_path.py       open a checkpoint by its path in one process
 layout.py          the folder of checkpoints; manifest.py: state.json; dcp_storage.py: tensor files
+deepspeed/         weights of checkpoints that DeepSpeed wrote
 collective_io.py   the same error on all ranks
 """
 

@@ -11,6 +11,8 @@ from typing import Any
 from pipemega.checkpoint import differences, layout, save_load, tensors
 from pipemega.checkpoint.async_save import BackgroundTask, Staging
 from pipemega.checkpoint.collective_io import CollectiveIO
+from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
+from pipemega.checkpoint.deepspeed.weights_loading import load_deepspeed
 from pipemega.checkpoint.differences import ConfigChange
 from pipemega.checkpoint.free_space import estimated_bytes, warn_at_start
 from pipemega.checkpoint.layout import Retention
@@ -21,7 +23,7 @@ from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
-from pipemega.errors import DataError
+from pipemega.errors import CheckpointError, DataError
 from pipemega.host_memory import HostMemory
 from pipemega.optimizer import OptimizerStep
 from pipemega.pipeline.local_model import LocalModel
@@ -202,7 +204,8 @@ class Checkpointer:
     def load(self, folder: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Loaded:
         """Restore the run that saved a checkpoint, or the parts of it that `options` select.
 
-        All checks come first; after them the tensors of the run are overwritten.
+        All checks come first; after them the tensors of the run are overwritten. Of a checkpoint
+        that DeepSpeed wrote, only the weights are loaded.
 
         Raises:
             CheckpointError: it is missing, incomplete, damaged, of another model, or of a run
@@ -213,6 +216,12 @@ class Checkpointer:
         self._background.wait()
         storage = storage_at(folder)
         ranks = CollectiveIO(self._mesh.world, storage)
+        foreign = ranks.run_on_rank0(
+            lambda: None if is_remote(folder) else find_deepspeed(Path(folder), tag)
+        )
+        if foreign is not None:
+            weights = load_deepspeed(foreign, self._model, self._step, self._mesh, options, ranks)
+            return Loaded(foreign, dict(weights.client), None)
         reader = save_load.open_checkpoint(storage, tag, ranks, verify=options.verify)
         state = reader.found.state
         same_mesh = state["mesh"] == str(self._mesh.topology)
@@ -224,10 +233,10 @@ class Checkpointer:
             return changes, rank_state, reader.client_state()
 
         changes, rank_state, client = ranks.run_on_all(check_config_and_read_states)
-        shards = self._shards_to_load(reader, options, ranks)
+        shards, renamed = self._shards_to_load(reader, options, ranks)
         if not options.module_only:
             self._load_loader(state["loader"], options, changes)
-        ranks.run_on_all(lambda: reader.tensors.read(shards))
+        ranks.run_on_all(lambda: reader.tensors.read(shards, renamed))
         self._restore(state, shards, rank_state, options)
         if self._mesh.rank == 0:
             seconds = time.perf_counter() - started
@@ -245,6 +254,12 @@ class Checkpointer:
         if options.module_only:
             return []
         state = reader.found.state
+        if "weights_only" in state:
+            raise CheckpointError(
+                f"{reader.full_path} contains only weights ({state['weights_only']}): set "
+                f"checkpoint.load_module_only true (load_module_only=True), and the run starts at "
+                f"step 0 with them"
+            )
         changes = differences.config_changes(state["config"], self._config)
         allowed = (*options.allow_changes, *(() if options.strict else ("model", "lora")))
         text = differences.check_config_changes(changes, allowed, reader.full_path)
@@ -256,10 +271,19 @@ class Checkpointer:
 
     def _shards_to_load(
         self, reader: CheckpointReader, options: LoadOptions, ranks: CollectiveIO
-    ) -> dict[str, TensorShard]:
-        """Compare the tensors with the stored ones; return those to read into."""
-        stored, step = reader.tensors.tensors, self._step
+    ) -> tuple[dict[str, TensorShard], dict[str, str]]:
+        """Compare the tensors with the stored ones.
+
+        Returns:
+            those to read into; and key -> stored key, where it is another one.
+        """
+        step = self._step
         shards = tensors.model_tensors(self._model, step, self._mesh)
+        stored = reader.tensors.tensors
+        renamed: dict[str, str] = {}
+        if "weights_only" in reader.found.state:
+            in_run = set().union(*ranks.all_gather(set(shards)))
+            stored, renamed = tensors.match_imported(stored, in_run, self._model)
         is_replica = self._mesh.data.rank > 0 or self._mesh.tensor.rank > 0
         found = differences.tensor_differences(stored, shards, is_replica, ranks)
         if options.strict:
@@ -270,7 +294,7 @@ class Checkpointer:
         fits = {k: v for k, v in stored.items() if tensors.parameter_key(k) not in different}
         if step is not None and options.loads_optimizer:
             shards |= tensors.empty_optimizer_tensors(fits, self._model, step, self._mesh)
-        return {key: shard for key, shard in shards.items() if key in fits}
+        return {key: shard for key, shard in shards.items() if key in fits}, renamed
 
     def _restore(
         self,

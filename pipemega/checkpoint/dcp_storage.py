@@ -98,12 +98,23 @@ class ShardReader:
         self.read({name: TensorShard(full, shard)})
         return full
 
-    def read(self, shards: Mapping[str, TensorShard]) -> None:
+    def read(
+        self, shards: Mapping[str, TensorShard], renamed: Mapping[str, str] | None = None
+    ) -> None:
         """Fill the local tensors of `shards` in place, with one stored chunk in memory at a time.
+
+        Args:
+            renamed: key of a shard -> key of its tensor, where it is another one.
 
         Raises:
             CheckpointError: a chunk cannot be read.
         """
+        renamed = renamed or {}
+        self._read({key: shard for key, shard in shards.items() if key not in renamed})
+        for key in renamed.keys() & shards.keys():
+            self._read({renamed[key]: shards[key]})
+
+    def _read(self, shards: Mapping[str, TensorShard]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.state_dict, planner.metadata = dict(shards), self._metadata
         wanted = sorted(planner.create_local_plan().items, key=self._position)

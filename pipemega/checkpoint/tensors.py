@@ -6,7 +6,7 @@ optimizer/<kind>/<logical name>       exp_avg, exp_avg_sq, step, momentum_buffer
 optimizer/value:<kind>/<logical name> state that is no tensor, as bytes
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -72,6 +72,38 @@ def model_tensors(
         shard.write_range = (0, shard.numel if _writes_buffers(mesh) else 0)
         shards[f"buffers/{name}"] = shard
     return shards
+
+
+def match_imported(
+    stored: TensorIndex, in_run: Iterable[str], model: LocalModel
+) -> tuple[TensorIndex, dict[str, str]]:
+    """Match imported weights: other programs store tied layers once, or in all their places.
+
+    They may also not say which tensors are buffers.
+
+    Returns:
+        the index as if the run had saved it; and key of the run -> stored key, where they differ.
+
+    Args:
+        in_run: the keys of all ranks.
+    """
+    first_of = {position: tied.places[0][0] for tied in model.ties for position, _ in tied.places}
+    copies = {f"layers.{position}.{name}" for one in model.ties for position, name in one.places}
+    matched: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    renamed: dict[str, str] = {}
+    for key in sorted(in_run):
+        group, _, name = key.partition("/")
+        _, position, inner = name.split(".", 2)
+        first = f"layers.{first_of.get(int(position), position)}.{inner}"
+        found = (f"{g}/{n}" for n in (name, first) for g in (group, "parameters", "buffers"))
+        source = next((candidate for candidate in found if candidate in stored), None)
+        if source is not None:
+            matched[key] = stored[source]
+            if source != key:
+                renamed[key] = source
+    used = {*matched, *renamed.values()}
+    others = {k: v for k, v in stored.items() if k not in used and k.split("/")[1] not in copies}
+    return {**matched, **others}, renamed
 
 
 def empty_optimizer_tensors(

@@ -20,7 +20,7 @@ COMMANDS: Mapping[str, str] = {
     "data": "prepare text for training and inspect token files",
     "evaluate": "compute the loss and perplexity of a trained model on data sets",
     "generate": "generate text with a trained model",
-    "checkpoint": "list, inspect and verify checkpoints",
+    "checkpoint": "list, inspect, verify and import checkpoints",
     "hf": "check Hugging Face models, export checkpoints to their format",
     "doctor": "check a cluster before the first run; start it with torchrun or srun",
 }
@@ -44,6 +44,7 @@ examples:
   python -m pipemega evaluate runs/mine --data wiki.txt
   python -m pipemega generate runs/mine --prompt "Once upon a time"
   python -m pipemega checkpoint verify runs/mine
+  python -m pipemega checkpoint import-deepspeed ds_run imported
   python -m pipemega hf check models/llama-7b --tensor 2
   python -m pipemega hf export runs/mine exported
   torchrun --nproc_per_node=4 -m pipemega doctor --config configs/quickstart.json

@@ -1,4 +1,4 @@
-"""`python -m pipemega checkpoint`: list, verify and show the checkpoints of a folder."""
+"""`python -m pipemega checkpoint`: list, verify, show and import checkpoints."""
 
 import argparse
 import json
@@ -14,6 +14,7 @@ from pipemega.checkpoint.layout import StoredCheckpoint
 from pipemega.checkpoint.manifest import Progress
 from pipemega.checkpoint.open_path import locate, open_path
 from pipemega.checkpoint.save_load import damaged_files
+from pipemega.cli.import_deepspeed import add_import
 from pipemega.cli.run_options import Subparsers
 from pipemega.errors import CheckpointError
 from pipemega.storage.filesystem import Storage
@@ -22,8 +23,8 @@ _DAMAGED = 1
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the commands `ls`, `verify` and `show`."""
-    parser = subparsers.add_parser("checkpoint", help="list, verify and show checkpoints")
+    """Add the commands `ls`, `verify`, `show` and `import-deepspeed`."""
+    parser = subparsers.add_parser("checkpoint", help="list, verify, show and import checkpoints")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text, function in (
         ("ls", "list the checkpoints in a folder", _ls),
@@ -38,6 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
             default = "all" if name == "verify" else "the newest"
             command.add_argument("--tag", help=f"the checkpoint in the folder; default: {default}")
         command.set_defaults(func=function)
+    add_import(commands)
 
 
 def _ls(arguments: argparse.Namespace) -> int:

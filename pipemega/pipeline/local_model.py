@@ -16,7 +16,7 @@ from pipemega.distributed.tied_comm import broadcast_tied
 from pipemega.parameters import shard_of
 from pipemega.pipeline.microbatch_loss import Loss
 from pipemega.pipeline.module import BuildOptions, PipelineModule, Stage, build_stages
-from pipemega.pipeline.tied_layers import check_tied_layers
+from pipemega.pipeline.tied_layers import TiedParameter, check_tied_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,6 +31,7 @@ class LocalModel:
             storage of the parameter.
         tied: logical name -> axis of the pipeline ranks that hold a copy, the owner first; only
             for parameters that this rank and other ranks hold.
+        ties: all tied parameters of the whole model.
         loss_fn: None if the model has no loss.
         metadata: `PipelineModule.checkpoint_metadata`.
     """
@@ -41,6 +42,7 @@ class LocalModel:
     copies: dict[str, list[nn.Parameter]]
     tied: dict[str, Axis]
     loss_fn: Loss | None
+    ties: tuple[TiedParameter, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -86,6 +88,7 @@ def build_local_model(
         copies=copies,
         tied=_tied_axes(net, mesh, bounds, rank_of_stage),
         loss_fn=net.build_loss(mesh.tensor),
+        ties=net.tied_parameters,
         metadata=net.checkpoint_metadata(),
     )
 

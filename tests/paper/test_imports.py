@@ -82,7 +82,7 @@ NO_TORCH = (
 # the connections of a cluster are torch's; a trained model runs.
 NEEDS_TORCH = (
     "cli/plan.py", "cli/checkpoint.py", "cli/doctor.py", "cli/evaluate.py", "cli/generate.py",
-    "cli/hf.py", "cli/hf_check.py", "cli/trained_model_options.py",
+    "cli/import_deepspeed.py", "cli/hf.py", "cli/hf_check.py", "cli/trained_model_options.py",
 )  # fmt: skip
 
 # Libraries that may be missing, and are therefore imported where they are used.

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import pipemega
+from pipemega.checkpoint.deepspeed import ImportOptions, import_deepspeed
 from pipemega.cli import COMMANDS, main
 from pipemega.config import load
 from pipemega.pipeline.plan.costs import CostModel
@@ -22,6 +23,7 @@ from pipemega.pipeline.plan.simulate import simulate
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
 from pipemega.planning.estimate import Request, estimate
 from tests.paper.test_imports import LAYERS
+from tests.unit.checkpoint.deepspeed_files import write_pipeline
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
@@ -74,6 +76,12 @@ def context_of_checkpoints(folder: Path) -> dict[str, Any]:
     engine, *_ = pipemega.initialize(net, config, training_data=dataset)
     for _ in range(100):
         engine.train_batch()
+    shapes = [((8, 6), (8,)), ((4, 8), (4,))]
+    layers = {
+        p: {"weight": torch.ones(w), "bias": torch.ones(b)} for p, (w, b) in enumerate(shapes)
+    }
+    write_pipeline(folder / "ds_run", layers)
+    import_deepspeed(str(folder / "ds_run"), str(folder / "imported"), ImportOptions())
     return {"engine": engine}
 
 

@@ -1,0 +1,28 @@
+"""Weights of checkpoints that DeepSpeed wrote.
+
+deepspeed_folder.py   which checkpoint of a folder, and which files it has
+torch_files.py        reads a file with `weights_only`; objects of other classes are left out
+stored_tensor.py      a tensor as pieces of the tensors in files
+shard_rules.py        how tensor-parallel shards form a tensor
+zero_masters.py       fp32 master weights in the optimizer files of ZeRO
+deepspeed_weights.py  all weights of a checkpoint, by DeepSpeed's names
+import_names.py       DeepSpeed's names -> logical names
+weights_loading.py    loads the weights into the model of a run
+deepspeed_import.py   writes the weights as a checkpoint of pipemega
+"""
+
+from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
+from pipemega.checkpoint.deepspeed.deepspeed_import import ImportOptions, import_deepspeed
+from pipemega.checkpoint.deepspeed.deepspeed_weights import DeepSpeedWeights, ReadOptions
+from pipemega.checkpoint.deepspeed.import_names import NameRules
+from pipemega.checkpoint.deepspeed.weights_loading import load_deepspeed
+
+__all__ = [
+    "DeepSpeedWeights",
+    "ImportOptions",
+    "NameRules",
+    "ReadOptions",
+    "find_deepspeed",
+    "import_deepspeed",
+    "load_deepspeed",
+]

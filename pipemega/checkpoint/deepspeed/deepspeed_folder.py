@@ -1,0 +1,151 @@
+"""The files of a checkpoint that DeepSpeed wrote.
+
+    FOLDER/latest                                          a text file: the tag
+    FOLDER/<tag>/layer_XX-model_YY-model_states.pt         weights of layer XX; tensor rank YY
+    FOLDER/<tag>/mp_rank_MM_model_states.pt                weights of a model without a pipeline;
+                                                           with one only the state of the run
+    FOLDER/<tag>/[bf16_]zero_pp_rank_D_mp_rank_MM_optim_states.pt   ZeRO: part D of the optimizer
+    FOLDER/<tag>/zero/<name>/fp32.pt                       universal checkpoint
+
+MM numbers the pipeline and tensor ranks; the tensor rank changes fastest. Without a tensor axis
+`-model_YY` is missing.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pipemega.errors import CheckpointError
+
+_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
+_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
+_STAGE_3 = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
+_UNIVERSAL = "zero"
+_POINTERS = ("latest", "latest_universal")
+
+
+@dataclass(frozen=True)
+class DeepSpeedFolder:
+    """The files of one checkpoint.
+
+    Args:
+        path: of the checkpoint.
+        layers: position of the layer -> file of each tensor rank.
+        models: file of each model-parallel rank, in order.
+        optimizers: model-parallel rank -> file of each data rank.
+        universal: name of a parameter -> its file.
+    """
+
+    path: Path
+    layers: dict[int, list[Path]] = field(default_factory=dict)
+    models: list[Path] = field(default_factory=list)
+    optimizers: dict[int, list[Path]] = field(default_factory=dict)
+    universal: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def tag(self) -> str:
+        return self.path.name
+
+
+def find_deepspeed(folder: str | Path, tag: str | None = None) -> Path | None:
+    """Return the path of a checkpoint of DeepSpeed; None if the folder has none.
+
+    Args:
+        folder: a folder of checkpoints, or one checkpoint.
+        tag: the checkpoint in the folder; None: the one that `latest` names.
+    """
+    folder = Path(folder)
+    if tag is not None:
+        return folder / tag if _has_files(folder / tag) else None
+    for pointer in _POINTERS:
+        if (folder / pointer).is_file():
+            named = folder / (folder / pointer).read_text(errors="replace").strip()
+            if _has_files(named):
+                return named
+    return folder if _has_files(folder) else None
+
+
+def list_files(path: Path) -> DeepSpeedFolder:
+    """Return the files of the checkpoint `path`.
+
+    Raises:
+        CheckpointError: a file is missing, or the checkpoint is of a kind whose weights cannot be
+            read: ZeRO stage 3, mixture of experts.
+    """
+    names = sorted(p.name for p in path.iterdir())
+    _refuse_others(path, names)
+    layers, models, optimizers = _numbered(_LAYER, names), {}, _numbered(_OPTIMIZER, names)
+    for name in names:
+        if found := _MODEL.fullmatch(name):
+            models[int(found[1])] = path / name
+    _check_numbers(path, "mp_rank_{:02d}_model_states.pt", models)
+    by_layer: dict[int, list[Path]] = {}
+    tensor_size = 1 + max((shard for _, shard in layers), default=0)
+    for position in sorted({position for position, _ in layers}):
+        shards = {s: path / name for (p, s), name in layers.items() if p == position}
+        pattern = f"layer_{position:02d}-model_{{:02d}}-model_states.pt"
+        _check_numbers(path, pattern, shards, tensor_size)
+        by_layer[position] = [shards[shard] for shard in sorted(shards)]
+    by_rank: dict[int, list[Path]] = {}
+    data_size = 1 + max((data for data, _ in optimizers), default=0)
+    for rank in sorted({rank for _, rank in optimizers}):
+        parts = {d: path / name for (d, r), name in optimizers.items() if r == rank}
+        pattern = f"zero_pp_rank_{{}}_mp_rank_{rank:02d}_optim_states.pt"
+        _check_numbers(path, pattern, parts, data_size)
+        by_rank[rank] = [parts[data] for data in sorted(parts)]
+    universal = {
+        file.parent.relative_to(path / _UNIVERSAL).as_posix(): file
+        for file in sorted((path / _UNIVERSAL).glob("**/fp32.pt"))
+    }
+    ordered = [models[rank] for rank in sorted(models)]
+    return DeepSpeedFolder(path, by_layer, ordered, by_rank, universal)
+
+
+def _numbered(pattern: re.Pattern[str], names: Iterable[str]) -> dict[tuple[int, int], str]:
+    """Return (first number, second number or 0) -> name."""
+    found = (pattern.fullmatch(name) for name in names)
+    return {(int(m[1]), int(m[2] or 0)): m[0] for m in found if m is not None}
+
+
+def _has_files(path: Path) -> bool:
+    if not path.is_dir():
+        return False
+    if (path / _UNIVERSAL).is_dir():
+        return True
+    patterns = (_LAYER, _MODEL, _STAGE_3)
+    return any(pattern.fullmatch(p.name) for p in path.iterdir() for pattern in patterns)
+
+
+def _refuse_others(path: Path, names: list[str]) -> None:
+    expert = next((name for name in names if "_expert_" in name), None)
+    if expert is not None:
+        raise CheckpointError(
+            f"{path} is a checkpoint of a mixture of experts ({expert}), and pipemega has no "
+            f"expert layers: its weights cannot be imported"
+        )
+    stage_3 = next((name for name in names if _STAGE_3.fullmatch(name)), None)
+    if stage_3 is not None and not (path / _UNIVERSAL).is_dir():
+        raise CheckpointError(
+            f"{path} was saved with ZeRO stage 3 ({stage_3}), whose files have parts of flattened "
+            f"parameters: convert it with DeepSpeed's ds_to_universal.py, and import the result"
+        )
+
+
+def _check_numbers(
+    path: Path, pattern: str, found: dict[int, Path], size: int | None = None
+) -> None:
+    """Refuse a gap in the numbers 0, 1, 2 ...
+
+    Args:
+        size: how many there must be; None: as many as the largest number says.
+    """
+    size = 1 + max(found, default=-1) if size is None else size
+    missing = [pattern.format(number) for number in range(size) if number not in found]
+    if missing:
+        raise CheckpointError(
+            f"{path} is incomplete: {missing[0]} is missing"
+            + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
+            + ": copy all files of the checkpoint"
+        )

@@ -1,0 +1,259 @@
+"""DeepSpeedWeights: all weights of a checkpoint of DeepSpeed, by DeepSpeed's names.
+
+pipeline     "<position of the layer>.<name in the layer>"
+others       the name in the state_dict of the module
+universal    the same; in a pipeline "tied_modules.<key>.<name>" for tied layers
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipemega.checkpoint.deepspeed.deepspeed_folder import DeepSpeedFolder, list_files
+from pipemega.checkpoint.deepspeed.shard_rules import Rule, ShardRules
+from pipemega.checkpoint.deepspeed.stored_tensor import StoredTensor
+from pipemega.checkpoint.deepspeed.torch_files import LeftOut, TorchFile, read_torch_file
+from pipemega.checkpoint.deepspeed.zero_masters import read_masters, replace_by_masters
+from pipemega.errors import CheckpointError
+
+# Buffers of torch's modules, for versions of DeepSpeed that do not store `buffer_names`.
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+# Keys of a model file that DeepSpeed writes; the others are the user's client_state.
+_OWN_KEYS = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes",
+    "shared_params", "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd",
+    "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples",
+    "dp_world_size", "mp_world_size", "ds_config", "ds_version", "universal_checkpoint_info",
+    "checkpoint_parallel_dimensions", "csr_tensor_module_names",
+}  # fmt: skip
+_VOCABULARY = ("word_embeddings", "lm_head", "final_linear", "output_layer")
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """How a checkpoint is read.
+
+    Args:
+        masters: take fp32 master weights where the files have them.
+        shards: regular expression of DeepSpeed's names -> how their shards form the parameter.
+        vocabulary: rows of the embedding and the output head, without padding; None: as
+            `universal_checkpoint_info` says, else all.
+    """
+
+    masters: bool = True
+    shards: Mapping[str, Rule] = field(default_factory=dict)
+    vocabulary: int | None = None
+
+
+@dataclass(frozen=True)
+class DeepSpeedWeights:
+    """The weights of a checkpoint; their values are read from the files when they are used.
+
+    Args:
+        path: of the checkpoint.
+        kind: "pipeline", "module" or "universal".
+        tensors: by DeepSpeed's names.
+        buffers: the names of those that are no parameters.
+        state: plain values of the run: `global_steps`, `global_samples`, `ds_version`.
+        client: the user's client_state.
+        left_out: file -> the classes of the user's objects that were not loaded.
+        has_masters: whether parameters are fp32 master weights.
+        is_flat: the tensors are flattened, and the files do not say their shapes.
+    """
+
+    path: Path
+    kind: str
+    tensors: Mapping[str, StoredTensor]
+    buffers: frozenset[str]
+    state: Mapping[str, Any]
+    client: Mapping[str, Any]
+    left_out: Mapping[str, tuple[str, ...]]
+    has_masters: bool
+    is_flat: bool
+
+    @property
+    def global_steps(self) -> int:
+        return int(self.state.get("global_steps") or 0)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors.values())
+
+
+def read_deepspeed(path: Path, options: ReadOptions | None = None) -> DeepSpeedWeights:
+    """Read the index of a checkpoint that DeepSpeed wrote.
+
+    Raises:
+        CheckpointError: a file is missing or damaged, a value is no tensor, or the tensor-parallel
+            shards cannot be joined.
+    """
+    return _Reader(list_files(path), options or ReadOptions()).read()
+
+
+class _Reader:
+    def __init__(self, files: DeepSpeedFolder, options: ReadOptions) -> None:
+        self._files, self._options = files, options
+        self._left_out: dict[str, tuple[str, ...]] = {}
+        self._has_masters = self._is_flat = False
+        self._models = [_dict_of(self._read(path)) for path in files.models]
+        self._first = self._models[0] if self._models else {}
+        universal = self._first.get("universal_checkpoint_info")
+        self._universal: Mapping[str, Any] = universal if isinstance(universal, dict) else {}
+
+    def read(self) -> DeepSpeedWeights:
+        files = self._files
+        if files.universal:
+            kind, tensors = "universal", self._universal_weights()
+        elif files.layers:
+            kind, tensors = "pipeline", self._pipeline_weights()
+        else:
+            kind, tensors = "module", self._module_weights()
+        if not tensors:
+            raise CheckpointError(f"{files.path} contains no weights")
+        state = ("global_steps", "global_samples", "ds_version")
+        return DeepSpeedWeights(
+            path=files.path,
+            kind=kind,
+            tensors={name: self._without_padding(name, t) for name, t in tensors.items()},
+            buffers=frozenset(self._buffers(tensors)),
+            state={key: self._first[key] for key in state if key in self._first},
+            client=self._client(),
+            left_out=self._left_out,
+            has_masters=self._has_masters,
+            is_flat=self._is_flat,
+        )
+
+    def _read(self, path: Path) -> TorchFile:
+        return self._noted(read_torch_file(path))
+
+    def _noted(self, file: TorchFile) -> TorchFile:
+        users = tuple(n for n in file.left_out if not n.startswith("deepspeed."))
+        if users:
+            self._left_out[file.path.name] = users
+        return file
+
+    def _universal_weights(self) -> dict[str, StoredTensor]:
+        self._has_masters = True
+        weights = {}
+        for name, path in self._files.universal.items():
+            value = self._read(path).value
+            if isinstance(value, dict):
+                value = value.get("param")
+            else:
+                # Converted from ZeRO stage 3.
+                self._is_flat = True
+            weights[name] = _stored(name, value, path)
+        return weights
+
+    def _pipeline_weights(self) -> dict[str, StoredTensor]:
+        shards: list[dict[str, StoredTensor]] = []
+        for position, paths in self._files.layers.items():
+            for rank, path in enumerate(paths):
+                if rank == len(shards):
+                    shards.append({})
+                shards[rank] |= {
+                    f"{position}.{name}": _stored(name, value, path)
+                    for name, value in _flat(_dict_of(self._read(path)))
+                }
+        self._take_masters(shards)
+        return self._joined(shards)
+
+    def _module_weights(self) -> dict[str, StoredTensor]:
+        shards = []
+        for path, content in zip(self._files.models, self._models, strict=True):
+            module = content.get("module")
+            if not isinstance(module, dict):
+                raise CheckpointError(
+                    f"{path} has no weights ('module'): a pipeline of DeepSpeed stores them in "
+                    f"layer_XX-model_YY-model_states.pt files, which are missing; copy them too"
+                )
+            shards.append({name: _stored(name, value, path) for name, value in _flat(module)})
+        self._take_masters(shards)
+        return self._joined(shards)
+
+    def _take_masters(self, shards: list[dict[str, StoredTensor]]) -> None:
+        """Replace the weights by masters; the tensor rank is the last digit of the rank."""
+        for rank, paths in self._files.optimizers.items() if self._options.masters else ():
+            masters, read = read_masters(paths)
+            for file in read:
+                self._noted(file)
+            if masters:
+                replace_by_masters(shards[rank % len(shards)], masters, paths[0])
+                self._has_masters = True
+
+    def _joined(self, shards: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+        rules = ShardRules(self._options.shards, self._universal)
+        first = shards[0]
+        for rank, other in enumerate(shards[1:], 1):
+            if different := sorted(first.keys() ^ other.keys()):
+                raise CheckpointError(
+                    f"{self._files.path}: the tensor ranks 0 and {rank} do not have the same "
+                    f"parameters; only one has {different[0]}"
+                )
+        return {name: rules.join(name, [s[name] for s in shards], first) for name in first}
+
+    def _without_padding(self, name: str, tensor: StoredTensor) -> StoredTensor:
+        rows = self._options.vocabulary or self._universal.get("original_vocab_size")
+        # In a universal checkpoint the padding is removed already.
+        parts = name.split(".")
+        is_vocabulary = len(parts) > 1 and parts[-2] in _VOCABULARY and len(tensor.shape) == 2
+        if not isinstance(rows, int) or not is_vocabulary or tensor.shape[0] <= rows:
+            return tensor
+        return tensor.first_rows(rows)
+
+    def _buffers(self, tensors: Mapping[str, StoredTensor]) -> Iterable[str]:
+        stored = {
+            name for model in self._models for name in model.get("buffer_names") or ()
+            if isinstance(name, str)
+        }  # fmt: skip
+        # A tied layer has its key in the names of buffers, and its position in those of files.
+        tied = {name.split(".", 2)[2] for name in stored if name.startswith("tied_modules.")}
+        for name, tensor in tensors.items():
+            of_torch = name.rpartition(".")[2] in _BUFFERS or not tensor.dtype.is_floating_point
+            if name in stored or name.partition(".")[2] in tied or of_torch:
+                yield name
+
+    def _client(self) -> dict[str, Any]:
+        return {
+            key: value
+            for key, value in self._first.items()
+            if key not in _OWN_KEYS and isinstance(key, str) and _is_plain(value)
+        }
+
+
+def _dict_of(file: TorchFile) -> dict[str, Any]:
+    if not isinstance(file.value, dict):
+        raise CheckpointError(
+            f"{file.path} contains a {type(file.value).__name__}, not a dict as DeepSpeed writes it"
+        )
+    return file.value
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, Any]]:
+    """Return the values of nested dicts: Megatron's state_dict is one."""
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        elif not key.endswith("_extra_state"):
+            yield f"{prefix}{key}", value
+
+
+def _stored(name: str, value: Any, path: Path) -> StoredTensor:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_quantized:
+        kind = value.class_name if isinstance(value, LeftOut) else type(value).__name__
+        raise CheckpointError(
+            f"'{name}' in {path} is a {kind}, and only dense tensors can be imported"
+        )
+    return StoredTensor.whole(value)
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(_is_plain(k) and _is_plain(v) for k, v in value.items())
+    if isinstance(value, list | tuple | set):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str | bytes | Tensor)

@@ -1,0 +1,176 @@
+"""How the tensor-parallel shards of a parameter form the whole parameter.
+
+The files do not say it, so the names must. The rules, in the order in which they are tried:
+
+1. the patterns that the user gives
+2. the names of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, below
+3. `universal_checkpoint_info`, which Megatron-DeepSpeed stores for DeepSpeed's own converter
+
+Sources: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (which linears are column- or
+row-parallel); DeepSpeed's docs of universal checkpoints (the keys of `universal_checkpoint_info`).
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from pipemega.checkpoint.deepspeed.stored_tensor import Piece, StoredTensor
+from pipemega.errors import CheckpointError
+
+Rule = Literal["rows", "columns", "halves", "replicated", "mean"]
+RULES: Mapping[Rule, str] = {
+    "rows": "the shards are consecutive rows (a column-parallel linear, a vocabulary)",
+    "columns": "the shards are consecutive columns (the weight of a row-parallel linear)",
+    "halves": "as rows, and each shard has a part of both halves (gate and up of SwiGLU)",
+    "replicated": "each shard is the whole parameter",
+    "mean": "each shard is the whole parameter, and they have drifted apart: take the mean",
+}
+
+# Names of modules.
+_ROWS = {
+    "query_key_value", "query", "key", "value", "key_value", "dense_h_to_4h", "word_embeddings",
+    "lm_head", "final_linear", "output_layer", "linear_qkv", "linear_fc1", "linear1", "w1",
+    "w3",
+}  # fmt: skip
+_COLUMNS = {"dense", "dense_4h_to_h", "linear_proj", "linear_fc2", "linear2", "w2"}
+_REPLICATED = re.compile(r"norm|(^|\.)ln_|position_embeddings|tokentype|rotary|inv_freq")
+# SwiGLU: the two halves of this module's output are the two inputs of a product.
+_GATED = {"dense_h_to_4h": "dense_4h_to_h", "linear_fc1": "linear_fc2"}
+# Key of universal_checkpoint_info -> the rule of the names that match one of its patterns.
+_UNIVERSAL: tuple[tuple[str, Rule], ...] = (
+    ("tp_replicated_parameter_patterns", "replicated"),
+    ("parameter_to_average_patterns", "mean"),
+    ("parameter_with_row_parallelism_patterns", "columns"),
+    ("parameter_with_2_sub_params_cat_dim_0", "halves"),
+)
+
+
+@dataclass(frozen=True)
+class ShardRules:
+    """Forms parameters from their shards.
+
+    Args:
+        given: regular expression of DeepSpeed's names -> rule.
+        universal: `universal_checkpoint_info` of the checkpoint, or {}.
+    """
+
+    given: Mapping[str, Rule] = field(default_factory=dict)
+    universal: Mapping[str, Any] = field(default_factory=dict)
+
+    def join(
+        self, name: str, shards: Sequence[StoredTensor], layer: Mapping[str, StoredTensor]
+    ) -> StoredTensor:
+        """Return the parameter.
+
+        Args:
+            name: of the parameter, in DeepSpeed's words: "3.mlp.dense_h_to_4h.weight".
+            shards: one of each tensor rank.
+            layer: the first shard of the parameters with the same prefix; by name.
+
+        Raises:
+            CheckpointError: no rule is known, or the shards do not fit the rule.
+        """
+        if len(shards) == 1:
+            return shards[0]
+        rule = self._rule(name, shards, layer)
+        if rule in ("replicated", "mean"):
+            return _replicated(name, shards, rule)
+        dim = 1 if rule == "columns" else 0
+        if shards[0].shape[:dim] + shards[0].shape[dim + 1 :] == shards[0].shape:
+            raise CheckpointError(
+                f"{name} {list(shards[0].shape)} has no dim {dim}, and its shards are joined by "
+                f"the rule {rule!r}: name another one with --shards"
+            )
+        return _joined(name, shards, dim, parts=2 if rule == "halves" else 1)
+
+    def _rule(
+        self, name: str, shards: Sequence[StoredTensor], layer: Mapping[str, StoredTensor]
+    ) -> Rule:
+        for pattern, rule in self.given.items():
+            if re.fullmatch(pattern, name):
+                return rule
+        known = _rule_of_name(name, layer)
+        if known is not None:
+            return known
+        for key, universal in _UNIVERSAL:
+            if self._matches(key, name):
+                return universal
+        if self.universal and not self._has_parts(name):
+            # As in DeepSpeed's converter.
+            return "rows"
+        if len(shards[0].shape) < 2 and all(shards[0].equals(other) for other in shards[1:]):
+            inner = name.partition(".")[2]
+            if inner in ("weight", "bias"):
+                # A layer that is a norm.
+                return "replicated"
+        shape = list(shards[0].shape)
+        rules = "; ".join(f"{rule}: {meaning}" for rule, meaning in RULES.items())
+        raise CheckpointError(
+            f"{name} has {len(shards)} shards of shape {shape}, and its name does not say how "
+            f"they form the parameter: say it with --shards 'PATTERN=RULE' ({rules})"
+        )
+
+    def _has_parts(self, name: str) -> bool:
+        """Return whether the parameter is several that are sharded one by one, in some order."""
+        kinds = [*(self.universal.get("parameter_with_sub_params") or ())]
+        patterns = [p for kind in kinds if isinstance(kind, dict) for p in kind.get("patterns", ())]
+        return bool(kinds) and (not patterns or any(re.match(str(p), name) for p in patterns))
+
+    def _matches(self, key: str, name: str) -> bool:
+        """Return whether a pattern matches; the patterns of tied modules have no position."""
+        inner = name.partition(".")[2]
+        patterns = [re.compile(str(pattern)) for pattern in self.universal.get(key, ())]
+        return any(p.match(n) for p in patterns for n in (name, f"tied_modules.embed.{inner}"))
+
+
+def _rule_of_name(name: str, layer: Mapping[str, StoredTensor]) -> Rule | None:
+    *path, last = name.split(".")
+    module = path[-1] if path else ""
+    if _REPLICATED.search(name):
+        return "replicated"
+    if module in _COLUMNS:
+        return "columns" if last == "weight" else "replicated"
+    if module not in _ROWS:
+        return None
+    if module in _GATED:
+        down = layer.get(".".join([*path[:-1], _GATED[module], "weight"]))
+        up = layer.get(".".join([*path, "weight"]))
+        if down is not None and up is not None and up.shape[0] == 2 * down.shape[1]:
+            return "halves"
+    return "rows"
+
+
+def _replicated(name: str, shards: Sequence[StoredTensor], rule: Rule) -> StoredTensor:
+    first = shards[0]
+    if rule == "mean":
+        total = torch.stack([shard.full().float() for shard in shards]).mean(0)
+        return StoredTensor.whole(total.to(first.dtype))
+    for rank, other in enumerate(shards[1:], 1):
+        if not first.equals(other):
+            raise CheckpointError(
+                f"{name} {list(first.shape)} is replicated on the tensor ranks, and its values on "
+                f"ranks 0 and {rank} differ: take their mean with --shards '{re.escape(name)}=mean'"
+                f", or name another rule"
+            )
+    return first
+
+
+def _joined(name: str, shards: Sequence[StoredTensor], dim: int, parts: int) -> StoredTensor:
+    """Concatenate along `dim`; with two parts, first those of all shards, then the second ones."""
+    pieces: list[Piece] = []
+    total = sum(shard.shape[dim] for shard in shards)
+    start = 0
+    others = {(*shard.shape[:dim], *shard.shape[dim + 1 :]) for shard in shards}
+    if len(others) > 1:
+        shapes = " and ".join(str(list(shard.shape)) for shard in shards)
+        raise CheckpointError(f"the shards of {name} cannot be joined along dim {dim}: {shapes}")
+    for shard in shards:
+        length = shard.shape[dim] // parts
+        segments = [(p * length, length, p * (total // parts) + start) for p in range(parts)]
+        pieces += shard.placed(dim, segments)
+        start += length
+    shape = (*shards[0].shape[:dim], total, *shards[0].shape[dim + 1 :])
+    return StoredTensor(shape, shards[0].dtype, tuple(pieces))

@@ -1,0 +1,147 @@
+"""Loads the weights of a DeepSpeed checkpoint into a model; each rank reads only its shards."""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from pipemega.checkpoint import differences, tensors
+from pipemega.checkpoint.collective_io import CollectiveIO
+from pipemega.checkpoint.deepspeed.deepspeed_weights import DeepSpeedWeights, read_deepspeed
+from pipemega.checkpoint.deepspeed.stored_tensor import StoredTensor
+from pipemega.checkpoint.differences import TensorDifference
+from pipemega.checkpoint.load_options import LoadOptions
+from pipemega.distributed.mesh import Mesh
+from pipemega.optimizer import OptimizerStep
+from pipemega.pipeline.local_model import LocalModel
+from pipemega.pipeline.tied_layers import TiedParameter
+
+_MOST_LISTED = 5
+
+_log = logging.getLogger(__name__)
+
+
+def load_deepspeed(
+    path: Path,
+    model: LocalModel,
+    step: OptimizerStep | None,
+    mesh: Mesh,
+    options: LoadOptions,
+    ranks: CollectiveIO,
+) -> DeepSpeedWeights:
+    """Load the weights of the checkpoint `path`; rank 0 logs what is not loaded.  Collective.
+
+    The optimizer state, the LR schedule, the step and the position in the data are not loaded.
+
+    Args:
+        options: of these only `strict` matters.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged, or has another model; on every rank.
+    """
+    weights = ranks.run_on_all(lambda: read_deepspeed(path))
+    shards = tensors.model_tensors(model, step, mesh)
+    in_run: dict[str, tuple[int, ...]] = {}
+    for of_rank in ranks.all_gather({name: tuple(s.size()) for name, s in shards.items()}):
+        in_run |= of_rank
+    stored = _by_run_name(in_run, weights, model.ties)
+    is_replica = mesh.data.rank > 0 or mesh.tensor.rank > 0
+    index = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
+    found = differences.tensor_differences(index, shards, is_replica, ranks)
+    if options.strict:
+        # A universal checkpoint contains only what the optimizer updates.
+        without = [d for d in found if weights.kind == "universal" and _is_missing_buffer(d)]
+        differences.refuse_differences(str(path), [d for d in found if d not in without])
+        if without and ranks.is_rank0:
+            differences.log_differences(str(path), without)
+    elif ranks.is_rank0:
+        differences.log_differences(str(path), found)
+    different = {difference.name for difference in found}
+    fits = {name: s for name, s in shards.items() if name in stored and name not in different}
+
+    def read() -> None:
+        for name, shard in fits.items():
+            stored[name].copy_into(shard)
+
+    ranks.run_on_all(read)
+    module_only = LoadOptions(module_only=True)
+    tensors.restore(fits, {}, {}, model, step, module_only)
+    if ranks.is_rank0:
+        _log_loaded(weights, options)
+    return weights
+
+
+def _is_missing_buffer(difference: TensorDifference) -> bool:
+    return difference.stored is None and difference.name.startswith("buffers/")
+
+
+def describe_left_out(weights: DeepSpeedWeights) -> str | None:
+    """Return which objects of the files were not loaded; None: all were."""
+    classes = sorted({name for names in weights.left_out.values() for name in names})
+    if not classes:
+        return None
+    more = f" and {len(classes) - _MOST_LISTED} more" if len(classes) > _MOST_LISTED else ""
+    return (
+        f"objects of these classes were left out, because loading them would run their code: "
+        f"{', '.join(classes[:_MOST_LISTED])}{more}"
+    )
+
+
+def _log_loaded(weights: DeepSpeedWeights, options: LoadOptions) -> None:
+    kind = "fp32 master weights" if weights.has_masters else "weights"
+    _log.info("loaded the %s of %s: %.1f MB", kind, weights.path, weights.nbytes / 1e6)
+    if not options.module_only:
+        _log.warning(
+            "%s was saved by DeepSpeed: the optimizer state, the loss scale, the LR schedule, the "
+            "step (%d) and the position in the data are not loaded",
+            weights.path,
+            weights.global_steps,
+        )
+    if (left_out := describe_left_out(weights)) is not None:
+        _log.warning("%s: %s", weights.path, left_out)
+
+
+def _by_run_name(
+    in_run: Mapping[str, tuple[int, ...]],
+    weights: DeepSpeedWeights,
+    ties: Sequence[TiedParameter],
+) -> dict[str, StoredTensor]:
+    """Return the tensors by the names of the run; those that the run has not as parameters/...
+
+    Args:
+        in_run: "parameters/layers.3.weight" -> shape; of all ranks.
+    """
+    tied_of = {position: tied for tied in ties for position, _ in tied.places}
+    first_of = {
+        f"{position}.{name}": "{}.{}".format(*tied.places[0])
+        for tied in ties
+        for position, name in tied.places
+    }
+    found: dict[str, StoredTensor] = {}
+    used: set[str] = set()
+    for name, shape in in_run.items():
+        for source in _source_names(name.partition("/")[2], tied_of):
+            if source in weights.tensors:
+                tensor = weights.tensors[source]
+                fits = weights.is_flat and tensor.numel == torch.Size(shape).numel()
+                found[name] = tensor.reshaped(shape) if fits else tensor
+                used.add(source)
+                break
+    for source in weights.tensors.keys() - used:
+        # The copies of a tied parameter are in the files of all its layers.
+        if first_of.get(source) not in used:
+            found[f"parameters/{source}"] = weights.tensors[source]
+    return found
+
+
+def _source_names(logical: str, tied_of: Mapping[int, TiedParameter]) -> Iterator[str]:
+    """Yield the names that DeepSpeed may have for a logical name."""
+    _, position, inner = logical.split(".", 2)
+    yield f"{position}.{inner}"
+    tied = tied_of.get(int(position))
+    if tied is not None:
+        # Tied layers are one module in DeepSpeed, which is stored once.
+        yield f"{tied.places[0][0]}.{inner}"
+        yield f"tied_modules.{tied.key}.{inner}"
+    yield inner
