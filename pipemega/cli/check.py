@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: the file does not exist or is not JSON.
     """
-    draft = examine(arguments.config, arguments.overrides)
+    draft = examine(arguments.config, arguments.overrides, arguments.world)
     if draft.config is not None:
         draft.builder.apply(run_rules(arguments.world), draft.config)
     if draft.errors:

@@ -4,7 +4,10 @@ config                       the whole file, the rules between its sections
 load_config                  `load`: reads a file and reports all its errors
 source                       reads JSON with comments; remembers the line of each key
 build_sections               plain values -> sections, with all errors
-key_kinds                    how a key is declared: own, honoured, ignored, refused, block
+unknown_keys                 the error of an unknown key
+run_sizes                    rules about the size of the run: batch, ZeRO stage
+config_warnings              warnings and notes about a valid config
+key_kinds                    how a key is declared: own, honoured, ignored, replaced, refused, block
 value_types                  types of values, and their text in messages and pages
 batch_equation               train_batch_size = micro-batch size * micro-batches * data ranks
 unsupported                  table of the DeepSpeed keys that have no counterpart here

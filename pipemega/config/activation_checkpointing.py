@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pipemega.config.key_kinds import Section, honoured, ignored, refused
+from pipemega.config.key_kinds import Section, honoured, ignored
 from pipemega.config.model import GPTSection
 from pipemega.config.value_types import Count
 
@@ -14,15 +14,15 @@ class ActivationCheckpointingSection(Section):
     number_checkpoints: Count | None = honoured(
         None, "Number of segments; each stores its input and is recomputed in backward; null: off."
     )
-    partition_activations: bool = refused(
+    partition_activations: bool = ignored(
         False,
-        "DeepSpeed: split the stored activations over the tensor ranks.",
-        "not implemented; set mesh.sequence_parallel to true, which splits them too",
+        "DeepSpeed: split the stored activations over the tensor ranks; refused if there are any.",
+        "mesh.tensor is 1, so there is nothing to split",
     )
-    cpu_checkpointing: bool = refused(
+    cpu_checkpointing: bool = ignored(
         False,
-        "DeepSpeed: move the stored activations to host memory.",
-        "not implemented; use model.recompute or pipeline.activation_checkpoint_interval",
+        "DeepSpeed: move the stored activations to host memory; refused if there are any.",
+        "this config stores no activations of segments: it recomputes nothing",
     )
     contiguous_memory_optimization: bool = ignored(
         False, "Store activations in one buffer.", "torch's allocator manages this memory"
@@ -48,6 +48,24 @@ def errors_of_recompute(config: Any) -> Iterator[str]:
             f"model.recompute_method {method!r} chooses the blocks to recompute, and activation "
             "checkpointing (pipeline.activation_checkpoint_interval or "
             "activation_checkpointing.number_checkpoints) recomputes all layers: keep one"
+        )
+
+
+def errors_of_stored_activations(config: Any) -> Iterator[str]:
+    """Yield the errors if a `Config` treats stored activations in a way that is not supported."""
+    stored = config.activation_checkpointing
+    if stored.partition_activations and config.mesh.tensor > 1:
+        yield (
+            "activation_checkpointing.partition_activations is not supported with mesh.tensor "
+            f"{config.mesh.tensor}: set mesh.sequence_parallel to true, which splits activations "
+            "too"
+        )
+    recompute = isinstance(config.model, GPTSection) and config.model.recompute != "none"
+    if stored.cpu_checkpointing and (recompute or any(_checkpoints_of_all_layers(config))):
+        yield (
+            "activation_checkpointing.cpu_checkpointing is not supported: activations stay on the "
+            "device; remove the key, and recompute more if they do not fit "
+            "(pipeline.activation_checkpoint_interval 1, or model.recompute 'full')"
         )
 
 

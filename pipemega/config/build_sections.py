@@ -9,11 +9,12 @@ from typing import Any, TypeVar, get_args
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
-from pipemega.config.key_kinds import Rule, Section, key_info, section_type
+from pipemega.config.key_kinds import InvalidType, Rule, Section, key_info, section_type
 from pipemega.config.model_registry import JsonSection
 from pipemega.config.name_suggestions import did_you_mean, nearest, suggestion
 from pipemega.config.source import Invalid, KeyPath, dotted, show
-from pipemega.config.value_types import literal_values, type_text
+from pipemega.config.unknown_keys import unknown_key
+from pipemega.config.value_types import as_integer, literal_values, type_text
 
 S = TypeVar("S", bound=Section)
 
@@ -26,11 +27,14 @@ class Builder:
 
     Attributes:
         errors: in the order in which they were found.
+        autos: the keys that are "auto" and have their default therefore.
     """
 
     def __init__(self, found: Iterable[Invalid] = ()) -> None:
         self.errors = list(found)
+        self.autos: list[KeyPath] = []
         self._bad: set[KeyPath] = {error.path for error in self.errors}
+        self._root: type[Section] | None = None
 
     def build(self, kind: type[S], raw: Any, path: KeyPath = ()) -> S | None:
         """Build a section of type `kind`, and before it the sections that it contains.
@@ -39,8 +43,15 @@ class Builder:
             the section; if it has errors, an incomplete one with its valid keys, for the rules of
             other sections; None if its form is not known.
         """
+        self._root = self._root or kind
         try:
             raw = kind.prepare(raw)
+        except InvalidType as error:
+            self._report(Invalid((*path, "type"), str(error)))
+            if error.instead is not None:
+                # For the errors in its other keys.
+                self.build(kind, error.instead, path)
+            return None
         except ValueError as error:
             self._report(Invalid(path, str(error)))
             return None
@@ -51,10 +62,12 @@ class Builder:
         values: dict[str, Any] = {}
         for key, value in raw.items():
             if key not in kind.model_fields:
-                unknown, meant = _unknown(kind, key, path)
+                unknown, meant = unknown_key(self._root, kind, key, raw, path)
                 self._report(unknown)
                 self._bad.update(meant)
-            elif not _is_auto(kind.model_fields[key], value):
+            elif _is_auto(kind.model_fields[key], value):
+                self.autos.append((*path, key))
+            else:
                 values |= self._value(kind, key, raw, path)
         section = self._validated(kind, values, path)
         self.apply(kind.rules(), section, path)
@@ -87,7 +100,8 @@ class Builder:
         """Replace old names of keys by the present ones."""
         for old, new in kind.old_names.items():
             if old in raw and new in raw:
-                message = f"{old} is the old name of {new}, and both are set: keep one"
+                names = dotted((*path, old)), dotted((*path, new))
+                message = f"{names[0]} is another name of {names[1]}, and both are set: keep one"
                 self._report(Invalid((*path, old), message))
         return {kind.old_names.get(key, key): value for key, value in raw.items()}
 
@@ -95,7 +109,8 @@ class Builder:
         self, kind: type[Section], key: str, raw: Mapping[str, Any], path: KeyPath
     ) -> dict[str, Any]:
         """Return {key: checked value}, built if it is a section; {} if it is not valid."""
-        field, value, here = kind.model_fields[key], raw[key], (*path, key)
+        field, here = kind.model_fields[key], (*path, key)
+        value = as_integer(field.annotation, raw[key])
         if here in self._bad and not isinstance(value, Mapping):
             return {}
         if errors := list(_status_errors(field, value, here)):
@@ -130,21 +145,6 @@ def _messages(check: Callable[[Any], Iterable[str]], section: Section) -> Iterat
         yield str(error)
 
 
-def _unknown(kind: type[Section], key: str, path: KeyPath) -> tuple[Invalid, list[KeyPath]]:
-    """Return the error, and the keys that the user probably means."""
-    known = (*kind.model_fields, *kind.old_names)
-    # The user may have written a nested key one level too high: `schedule` is in `pipeline`.
-    below = [
-        f"{name}.{key}"
-        for name, field in kind.model_fields.items()
-        if (part := section_type(field.annotation)) is not None and key in part.model_fields
-    ]
-    names = [kind.old_names.get(name, name) for name in nearest(key, known)] + below
-    hint = suggestion(names) if names else did_you_mean(key, kind.model_fields)
-    error = Invalid((*path, key), f"unknown key '{dotted((*path, key))}'{hint}")
-    return error, [(*path, *name.split(".")) for name in names]
-
-
 def _is_auto(field: FieldInfo, value: Any) -> bool:
     """Return whether `value` is "auto" and means the default, as for any DeepSpeed key."""
     takes_it = key_info(field).get("own") or "auto" in literal_values(field.annotation)
@@ -164,6 +164,12 @@ def _status_errors(field: FieldInfo, value: Any, path: KeyPath) -> Iterator[Inva
         yield from _block_errors(found, value, path)
     elif found["status"] == "refused" and not _among(value, found["accepts"]):
         yield Invalid(path, f"{dotted(path)} cannot be {show(value)}: {found['why']}")
+    elif found["status"] == "replaced" and isinstance(value, bool):
+        yield Invalid(
+            path,
+            f"{dotted(path)} is the old form of {found['instead']}, and the two contradict each "
+            "other: keep one",
+        )
     for refused, why in found.get("reasons", {}).items():
         if _among(value, [refused]):
             yield Invalid(path, f"{dotted(path)} cannot be {show(value)}: {why}")
@@ -185,23 +191,25 @@ def _block_errors(found: Mapping[str, Any], value: Any, path: KeyPath) -> Iterat
         if found["keys"] is not None and key not in found["keys"]:
             hint = did_you_mean(key, found["keys"])
             yield Invalid((*path, key), f"unknown key '{dotted((*path, key))}'{hint}")
-    if (key := _switched_on(value, found["on"])) is not None:
-        where = (*path, *key)
-        yield Invalid(where, f"{dotted(where)} is enabled, but not supported: {found['why']}")
+    if enabling := [(*path, *key) for key in _switched_on(value, found["on"])]:
+        names = ", ".join(map(dotted, enabling))
+        are = "are" if len(enabling) > 1 else "is"
+        text = f"{names} {are} enabled, but not supported: {found['why']}"
+        yield Invalid(enabling[0], text, tuple(enabling[1:]))
 
 
-def _switched_on(value: Mapping[str, Any], on: str) -> KeyPath | None:
-    """Return the path of the key that enables an unsupported block, None if it is disabled."""
+def _switched_on(value: Mapping[str, Any], on: str) -> Iterator[KeyPath]:
+    """Yield the paths of the keys that enable an unsupported block."""
     if on == "any":
-        return () if value else None
+        yield from [()] if value else []
+        return
     for key in ["enabled"] if on == "nested" else on.split():
         if not _among(value.get(key), (None, "auto", False, 0)):
-            return (key,)
+            yield (key,)
     if on == "nested":
         for name, below in value.items():
-            if isinstance(below, Mapping) and (path := _switched_on(below, on)) is not None:
-                return (name, *path)
-    return None
+            if isinstance(below, Mapping):
+                yield from ((name, *path) for path in _switched_on(below, on))
 
 
 def _explained(

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import create_model
 
-from pipemega.config.key_kinds import Section, honoured, ignored, own, refused, rule, section
+from pipemega.config.key_kinds import Section, honoured, ignored, own, rule, section
 from pipemega.config.value_types import Count, Name, Whole
 
 
@@ -80,8 +80,10 @@ class CheckpointSection(_Async):
         "every checkpoint loads on every mesh without conversion",
         agrees=[True],
     )
-    use_node_local_storage: bool = refused(
-        False, "Save to each node's disk.", "a checkpoint is one folder that all ranks can access"
+    use_node_local_storage: bool = ignored(
+        False,
+        "DeepSpeed: save to each node's disk.",
+        "a checkpoint is one folder that the ranks of all nodes can access",
     )
     parallel_write: ParallelWriteSection = section(ParallelWriteSection, "DeepSpeed's; see there.")
     writer: Mapping[str, Any] | None = ignored(

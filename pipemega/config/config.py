@@ -11,12 +11,13 @@ from pydantic_core import to_jsonable_python
 from pipemega.config.activation_checkpointing import (
     ActivationCheckpointingSection,
     errors_of_recompute,
-    warnings_of_recompute,
+    errors_of_stored_activations,
 )
-from pipemega.config.batch_equation import MICRO, STEPS, TRAIN, Batch, BatchKeys, solve
+from pipemega.config.batch_equation import Batch, BatchKeys, solve
 from pipemega.config.checkpoint import CheckpointSection
-from pipemega.config.data import DataSection, errors_of_padding, warnings_of_evaluation
-from pipemega.config.gradients import GradientKeys
+from pipemega.config.config_warnings import notes_of, warnings_of
+from pipemega.config.data import DataSection, errors_of_padding
+from pipemega.config.gradients import GradientKeys, with_communication_dtype
 from pipemega.config.key_kinds import (
     Rule,
     Section,
@@ -25,7 +26,6 @@ from pipemega.config.key_kinds import (
     key_info,
     own,
     section,
-    sections,
 )
 from pipemega.config.lora import LoraSection
 from pipemega.config.mesh import MeshSection
@@ -43,12 +43,11 @@ from pipemega.config.optimizer import OptimizerSection
 from pipemega.config.pipeline import PipelineSection, bounds_errors
 from pipemega.config.precision import Bf16Section, DataTypesSection, Fp16Section
 from pipemega.config.scheduler import SchedulerSection
-from pipemega.config.source import all_problems, dotted
+from pipemega.config.source import KeyPath
 from pipemega.config.training import TrainingSection
 from pipemega.config.unsupported import UnsupportedKeys
 from pipemega.config.value_types import Count, Name, Whole
 from pipemega.config.zero import ParameterBytes, ZeroOnMesh, ZeroSection
-from pipemega.errors import ConfigError
 
 # The types of `model` that pipemega has itself.
 MODEL_TYPES = (GPTSection, HFSection)
@@ -74,6 +73,9 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
         (),
         "Python modules to import before the config is read, such as those that register model "
         "types; they are searched in the current folder and in that of the config too.",
+    )
+    user: Mapping[str, Any] = own(
+        {}, "Keys of your own, of any form; `config.user` returns them, and checkpoints keep them."
     )
     model: SerializeAsAny[ModelSection | None] = own(
         None, "The model, by its `type`; null: you pass your own model."
@@ -106,7 +108,9 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:
-        return _mesh_from_stages(raw) if isinstance(raw, Mapping) else raw
+        if not isinstance(raw, Mapping):
+            return raw
+        return _mesh_from_stages(with_communication_dtype(raw))
 
     @classmethod
     def section_at(cls, key: str, raw: Mapping[str, Any]) -> SectionClass | None:
@@ -129,36 +133,19 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
         has_1f1b_bubble = self.pipeline.schedule in ("gpipe", "1f1b")
         return Batch(*solution, data_size, tensor, pipeline, has_1f1b_bubble)
 
-    def check_zero(self, data_size: int) -> None:
-        """Check the ZeRO stage; the error text needs the number of data ranks.
+    def zero_refusal(self, data_size: int | None) -> str | None:
+        """Return why the ZeRO stage is refused, with the alternative; None if it is supported.
 
-        Raises:
-            ConfigError: the stage is not supported; the message gives the alternative.
+        Args:
+            data_size: number of data ranks; None: not known.
         """
-        refusal = self._zero_on(data_size).refusal
-        if refusal is not None:
-            raise ConfigError(refusal)
-
-    def check_sizes(self, data_size: int) -> None:
-        """Check the batch equation and the ZeRO stage for `data_size` data ranks.
-
-        Raises:
-            ConfigError: with the errors of both.
-        """
-        problems = []
-        for check in (self.batch, self.check_zero):
-            try:
-                check(data_size)
-            except ConfigError as error:
-                problems.append(str(error))
-        if problems:
-            raise all_problems(problems)
+        return self._zero_on(data_size).refusal
 
     def zero_notes(self, data_size: int) -> tuple[str, ...]:
         """Return what ZeRO saves on `data_size` data ranks, as lines for the log."""
         return tuple(self._zero_on(data_size).notes)
 
-    def _zero_on(self, data_size: int) -> ZeroOnMesh:
+    def _zero_on(self, data_size: int | None) -> ZeroOnMesh:
         narrow = self.compute_dtype is not None
         gradient = {"fp32": 4, None: 4}.get(self.data_types.grad_accum_dtype, 2)
         each = ParameterBytes(2 if narrow else 4, gradient, self.optimizer_state_bytes + 4 * narrow)
@@ -191,12 +178,17 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Keys that are ignored or probably a mistake, as lines for the log."""
-        return tuple(_warnings(self))
+        return tuple(warnings_of(self))
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Defaults that differ between training systems, as lines for the log."""
-        return tuple(_notes(self))
+        return tuple(notes_of(self))
+
+    @cached_property
+    def auto_keys(self) -> tuple[KeyPath, ...]:
+        """The keys that are "auto" in the file, and have their default therefore."""
+        return ()
 
     @cached_property
     def name(self) -> str:
@@ -288,11 +280,6 @@ def _checkpoint_folder(config: Config) -> Iterator[str]:
             )
 
 
-def _sizes(config: Config) -> Iterable[str]:
-    config.batch(config.smallest_data_size)
-    return ()
-
-
 _SHARDED_KEYS = (
     "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size",
     "model.hidden_size", "model.swiglu", "model.seq_length", "model.pad_vocab_size_to",
@@ -315,54 +302,18 @@ _RULES = (
          "model.recompute_method"),
         errors_of_recompute,
     ),
+    Rule(
+        ("activation_checkpointing", "mesh.tensor", "pipeline.activation_checkpoint_interval",
+         "model.recompute"),
+        errors_of_stored_activations,
+    ),
     Rule(("scheduler", "training.train_steps", "training.epochs"), _schedule_length),
     Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), _checkpoint_folder),
-    Rule((TRAIN, MICRO, STEPS, "mesh.data"), _sizes),
     Rule(
         ("data.reset_position_ids", "data.reset_attention_mask", "model.type"), errors_of_positions
     ),
     Rule(("data.pad_to_multiple_of", "pipeline.shapes", "mesh"), errors_of_padding),
 )  # fmt: skip
-
-
-def _warnings(config: Config) -> Iterator[str]:
-    for path, part in sections(config):
-        written = [name for name in type(part).model_fields if name in part.model_fields_set]
-        for name in written:
-            found = key_info(type(part).model_fields[name])
-            value = getattr(part, name)
-            if found["status"] == "ignored" and value not in found["accepts"]:
-                yield f"{dotted((*path, name))} is ignored: {found['why']}"
-            elif found["status"] == "block" and value:
-                yield f"{dotted((*path, name))} is disabled, and ignored: it is not supported"
-        yield from part.remarks()
-    yield from warnings_of_recompute(config)
-    yield from warnings_of_evaluation(config)
-
-
-def _notes(config: Config) -> Iterator[str]:
-    if "gradient_clipping" not in config.model_fields_set:
-        yield (
-            f"gradient_clipping is not set; its default is {config.gradient_clipping:g}, as in "
-            "DeepSpeed since June 2026 (0 before); 0 disables clipping"
-        )
-    tokenizer = None if config.data.mock else config.data.tokenizer
-    if config.model and tokenizer and tokenizer == config.model.default_tokenizer():
-        yield f"data.tokenizer is {tokenizer}: the tokenizer of the model"
-    section = config.optimizer
-    decay = getattr(section and section.params, "weight_decay", None)
-    # Groups that set the decay show that the user has decided.
-    decided = section is not None and any("weight_decay" in group for group in section.groups)
-    if (
-        decay
-        and not decided
-        and "weight_decay_norms_and_biases" not in config.training.model_fields_set
-    ):
-        yield (
-            f"optimizer.params.weight_decay {decay:g} also decays norms and biases, as torch and "
-            "DeepSpeed do by default; Megatron-LM does not: for its behavior set "
-            "training.weight_decay_norms_and_biases to false"
-        )
 
 
 def _resolved(part: Section) -> dict[str, Any]:

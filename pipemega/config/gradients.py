@@ -1,8 +1,9 @@
 """Top-level keys of the gradients: clipping, and the reduction over the data ranks."""
 
-from typing import Literal
+from collections.abc import Mapping
+from typing import Any, Literal
 
-from pipemega.config.key_kinds import Section, honoured, ignored, refused
+from pipemega.config.key_kinds import Section, honoured, ignored, refused, replaced
 from pipemega.config.precision import Dtype
 from pipemega.config.value_types import NotNegative, Positive
 
@@ -23,6 +24,10 @@ class GradientKeys(Section):
     communication_data_type: Dtype | None = honoured(
         None, "Dtype of gradients in the reduction; null: the dtype in which they are accumulated."
     )
+    fp32_allreduce: bool = replaced(
+        'GPT-NeoX: true is `communication_data_type` "fp32"; false has no effect.',
+        "communication_data_type",
+    )
     seq_parallel_communication_data_type: Dtype | None = ignored(
         "fp32",
         "DeepSpeed: dtype of the reductions over sequence-parallel ranks.",
@@ -37,3 +42,12 @@ class GradientKeys(Section):
     disable_allgather: bool = ignored(
         False, "Broadcast parameters, do not all-gather them.", "parameters are always all-gathered"
     )
+
+
+def with_communication_dtype(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Replace `fp32_allreduce` by `communication_data_type`, unless this key contradicts it."""
+    given, dtype = raw.get("fp32_allreduce"), raw.get("communication_data_type")
+    if not isinstance(given, bool) or (given and dtype not in (None, "auto", "fp32")):
+        return raw
+    rest = {key: value for key, value in raw.items() if key != "fp32_allreduce"}
+    return {**rest, "communication_data_type": "fp32"} if given else rest

@@ -8,6 +8,7 @@ from pipemega.config import optimizer, scheduler
 from pipemega.config.config import Config
 from pipemega.config.key_kinds import OF_USERS, Section
 from pipemega.config.model_registry import DEFAULT_TYPE, model_types
+from pipemega.config.unsupported import STAGE_3_NAMES
 
 
 def schema() -> dict[str, Any]:
@@ -16,8 +17,9 @@ def schema() -> dict[str, Any]:
     for kind in (found, *found.get("$defs", {}).values()):
         _adapt_object(kind)
     _add_model_types(found["$defs"])
-    found["properties"]["bfloat16"] = {"$ref": "#/$defs/Bf16Section"}
     definitions = found["$defs"]
+    for part, names in ((found, Config.old_names), (definitions["ZeroSection"], STAGE_3_NAMES)):
+        part["properties"] |= {old: part["properties"][new] for old, new in names.items()}
     _add_params_by_type(definitions, "OptimizerSection", optimizer.PARAMS)
     definitions["OptimizerSection"]["required"] = ["type"]
     _add_params_by_type(definitions, "SchedulerSection", scheduler.PARAMS)
@@ -48,7 +50,7 @@ def _add_model_types(definitions: dict[str, Any]) -> None:
 
 def _adapt_object(kind: dict[str, Any]) -> None:
     """Allow comment keys in one object, and adapt its properties."""
-    kind["patternProperties"] = {"^_comment": {}}
+    kind["patternProperties"] = {"^_": {}}
     kind["properties"] = {k: _adapt_property(v) for k, v in kind["properties"].items()}
 
 
@@ -57,7 +59,7 @@ def _adapt_property(value: dict[str, Any]) -> dict[str, Any]:
     found = value.pop("pipemega", OF_USERS)
     if why := found.get("why"):
         value["description"] = f"{value.get('description', '')} {found['status']}: {why}"
-    if found.get("status") in ("ignored", "refused", "block"):
+    if found.get("status") in ("ignored", "refused", "replaced", "block"):
         value["deprecated"] = True
     if found.get("own") or "auto" in json.dumps(value.get("anyOf", "")):
         return value

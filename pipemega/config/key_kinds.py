@@ -5,6 +5,7 @@
     ignored     accepted and has no effect; a warning gives the reason
     refused     only values that disable the feature are accepted; any other is an error with the
                 reason and the alternative
+    replaced    another form of a key, which the section's `prepare` replaces
     block       the section of an unsupported feature: ignored if disabled, refused if enabled
 
 The checks, the JSON Schema and the reference pages are all made from these declarations.
@@ -30,6 +31,19 @@ class Rule(NamedTuple):
 
     keys: tuple[str, ...]
     check: Callable[[Any], Iterable[str]]
+
+
+class InvalidType(ValueError):
+    """The key `type` of a section is unknown or refused.
+
+    Args:
+        instead: the object with the type that is meant, to find the errors in its other keys; None
+            if that is not known.
+    """
+
+    def __init__(self, message: str, instead: Mapping[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.instead = instead
 
 
 F = TypeVar("F", bound=Callable[[Any], Iterable[str]])
@@ -138,6 +152,11 @@ def refused(
     else:
         extra |= {"status": "honoured", "reasons": dict(why)}
     return _field(default, text, extra, constraints)
+
+
+def replaced(text: str, instead: str) -> Any:
+    """Declare another form of the key `instead`; `prepare` replaces it unless both are set."""
+    return _field(False, text, {"status": "replaced", "instead": instead}, {})
 
 
 def block(text: str, why: str, keys: str | None = None, on: str = "enabled") -> Any:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from pipemega.config.build_sections import Builder
 from pipemega.config.config import Config
+from pipemega.config.run_sizes import size_rules
 from pipemega.config.source import Invalid, Source, override, read
 
 
@@ -54,9 +55,14 @@ class Draft(NamedTuple):
 
 
 def examine(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
+    source: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    overrides: Sequence[str] = (),
+    world: int | None = None,
 ) -> Draft:
     """Load a config as `load` does, and return it with its errors.
+
+    Args:
+        world: number of ranks of the run; None: that of the launcher, if there is one.
 
     Raises:
         ConfigError: the file does not exist or is not JSON, or an override is not KEY=VALUE.
@@ -67,6 +73,9 @@ def examine(
     if len(builder.errors) > len(found.errors):
         return Draft(None, found, builder)  # the types of the modules are unknown
     config = builder.build(Config, found.tree)
+    if config is not None:
+        config.__dict__["auto_keys"] = tuple(builder.autos)
+        builder.apply(size_rules(builder.autos, world), config)
     if config is not None and not builder.errors:
         config = _with_tokenizer_of_model(config)
     if config is not None:

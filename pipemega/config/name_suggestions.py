@@ -2,6 +2,10 @@
 
 from collections.abc import Iterable
 
+# In characters.
+_LONGEST_LIST = 160
+_MOST_SIMILAR = 5
+
 
 def edit_distance(a: str, b: str, limit: int | None = None) -> int:
     """Return the edit distance: insert, delete or replace a character, or swap two neighbours.
@@ -44,8 +48,17 @@ def suggestion(names: Iterable[str]) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of an error about an unknown name: the nearest known names, or all of them."""
+    """Return the end of an error about an unknown name: the nearest known names, or all of them.
+
+    Of many names, only those that share a part with the word are listed.
+    """
     names = list(dict.fromkeys(known))
     if near := nearest(word, names):
         return suggestion(near)
-    return f"; known: {', '.join(names)}" if names else "; no names are known here"
+    if not names:
+        return "; no names are known here"
+    if len(all_names := ", ".join(names)) <= _LONGEST_LIST:
+        return f"; known: {all_names}"
+    parts = set(word.lower().split("_"))
+    similar = [name for name in names if parts & set(name.lower().split("_"))][:_MOST_SIMILAR]
+    return f"; similar: {', '.join(similar)}" if similar else ""

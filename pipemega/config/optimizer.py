@@ -5,12 +5,13 @@ with torch's default where a key is null.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import SerializeAsAny
 
 from pipemega.config.group_keys import option_errors, read_groups
 from pipemega.config.key_kinds import (
+    InvalidType,
     Section,
     SectionClass,
     honoured,
@@ -19,7 +20,7 @@ from pipemega.config.key_kinds import (
     refused,
     rule,
 )
-from pipemega.config.name_suggestions import did_you_mean
+from pipemega.config.name_suggestions import did_you_mean, nearest
 from pipemega.config.value_types import Fraction, NotNegative, Positive, Whole
 
 Betas = tuple[Fraction, Fraction]
@@ -190,18 +191,34 @@ PARAMS: Mapping[str, type[OptimizerParams]] = {
     "Rprop": RpropParams,
 }
 
+
+class Refused(NamedTuple):
+    """Why an optimizer of DeepSpeed or torch is refused, and the one to use instead."""
+
+    why: str
+    instead: str
+
+
 _ONE_BIT = "it needs a compressed all-reduce, which is not supported; use Adam, AdamW or Lamb"
 _MU = "it belongs to the mup package, which is not supported; use Adam, AdamW or SGD"
-REFUSED: Mapping[str, str] = {
-    "OneBitAdam": _ONE_BIT,
-    "OneBitLamb": _ONE_BIT,
-    "ZeroOneAdam": _ONE_BIT,
-    "MuAdam": _MU,
-    "MuAdamW": _MU,
-    "MuSGD": _MU,
-    "Lion": "it is not in torch.optim; use AdamW, or give the class to initialize(optimizer=...)",
-    "LBFGS": "it evaluates the model several times per step, which a pipeline cannot do; use AdamW",
-    "SparseAdam": "it needs sparse gradients, and gradients are dense here; use Adam",
+REFUSED: Mapping[str, Refused] = {
+    "OneBitAdam": Refused(_ONE_BIT, "Adam"),
+    "OneBitLamb": Refused(_ONE_BIT, "Lamb"),
+    "ZeroOneAdam": Refused(_ONE_BIT, "Adam"),
+    "MuAdam": Refused(_MU, "Adam"),
+    "MuAdamW": Refused(_MU, "AdamW"),
+    "MuSGD": Refused(_MU, "SGD"),
+    "Lion": Refused(
+        "it is not in torch.optim; use AdamW, or give the class to initialize(optimizer=...)",
+        "AdamW",
+    ),
+    "LBFGS": Refused(
+        "it evaluates the model several times per step, which a pipeline cannot do; use AdamW",
+        "AdamW",
+    ),
+    "SparseAdam": Refused(
+        "it needs sparse gradients, and gradients are dense here; use Adam", "Adam"
+    ),
 }
 
 
@@ -226,9 +243,11 @@ class OptimizerSection(Section):
     @property
     def state_bytes(self) -> int:
         """Bytes of state per parameter: 4 for each fp32 number that the optimizer keeps."""
-        momentum = 4 if getattr(self.params, "momentum", None) else 0
+        # A section with errors can lack both keys.
+        params, kind = getattr(self, "params", None), getattr(self, "type", "")
+        momentum = 4 if getattr(params, "momentum", None) else 0
         fixed = {"SGD": 0, "RMSprop": 4, "Adagrad": 4, "Muon": 0, "Adafactor": 0}
-        return fixed.get(self.type, 8) + momentum
+        return fixed.get(kind, 8) + momentum
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:
@@ -258,24 +277,44 @@ class OptimizerSection(Section):
 
 
 def normalize_type(
-    raw: Any, name: str, known: Iterable[str], refused_types: Mapping[str, str] | None = None
+    raw: Any,
+    name: str,
+    known: Mapping[str, SectionClass],
+    refused_types: Mapping[str, Refused] | None = None,
 ) -> Any:
     """Return `raw` with the canonical spelling of `type`, and with `params`.
 
     Raises:
-        ValueError: the type is unknown or refused.
+        InvalidType: the type is unknown or refused.
     """
     if not isinstance(raw, Mapping):
         return raw
+    open_params = raw.get("params", "auto") in ("auto", None)
+    raw = {**raw, "params": {} if open_params else raw["params"]}
     if not isinstance(given := raw.get("type"), str):
         problem = "is missing" if given is None else f"must be text, not {given!r}"
-        raise ValueError(f"{name} {problem}; known here: {', '.join(known)}")
+        raise InvalidType(f"{name} {problem}; known here: {', '.join(known)}")
     refused_types = refused_types or {}
     spelling = {word.lower(): word for word in (*known, *refused_types)}
     word = spelling.get(given.lower())
     if word is None:
-        raise ValueError(f"{name} {given!r} is not known{did_you_mean(given, known)}")
+        near = nearest(given, known)
+        meant = {**raw, "type": near[0]} if near else None
+        raise InvalidType(f"{name} {given!r} is not known{did_you_mean(given, known)}", meant)
     if word in refused_types:
-        raise ValueError(f"{name} cannot be {given!r}: {refused_types[word]}")
-    open_params = raw.get("params", "auto") in ("auto", None)
-    return {**raw, "type": word, "params": {} if open_params else raw["params"]}
+        why, instead = refused_types[word]
+        others, rest = _without_unknown(raw["params"], known[instead])
+        section = name.removesuffix(".type")
+        keys = ", ".join(f"{section}.params.{key}" for key in others)
+        removal = f"; then remove {keys}" if keys else ""
+        meant = {**raw, "type": instead, "params": rest}
+        raise InvalidType(f"{name} cannot be {given!r}: {why}{removal}", meant)
+    return {**raw, "type": word}
+
+
+def _without_unknown(params: Any, kind: SectionClass) -> tuple[list[str], Any]:
+    """Return the keys that `kind` does not have, and the others with their values."""
+    if not isinstance(params, Mapping):
+        return [], params
+    others = [key for key in params if key not in kind.model_fields]
+    return others, {key: value for key, value in params.items() if key not in others}

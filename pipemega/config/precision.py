@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from pipemega.config.key_kinds import Section, honoured, ignored, refused, rule
-from pipemega.config.value_types import Count, NotNegative, Positive, Whole
+from pipemega.config.value_types import Auto, Count, NotNegative, Positive, Whole
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 _MASTERS = (
@@ -70,6 +70,12 @@ class DataTypesSection(Section):
     )
     param_dtype: Dtype | None = refused(
         None, "DeepSpeed: dtype of the parameters.", "it follows from fp16.enabled and bf16.enabled"
+    )
+    keep_in_fp32_modules: tuple[str, ...] | Auto | None = ignored(
+        None,
+        "DeepSpeed: buffers of these modules stay in fp32.",
+        "buffers keep the dtype that the model gives them",
+        agrees=["auto"],
     )
     buffer_dtype: Dtype | None = refused(
         None, "DeepSpeed: dtype of the buffers.", "buffers keep the dtype that the model gives them"

@@ -38,7 +38,7 @@ def deepspeed_page() -> str:
         ]
         if rows:
             parts.append(f"## {title}\n\n{_table('key | support | default | meaning', rows)}\n")
-    rows = [f"| {name} | {_sentence(why)} |" for name, why in optimizer.REFUSED.items()]
+    rows = [f"| {name} | {_sentence(why)} |" for name, (why, _) in optimizer.REFUSED.items()]
     table = _table("`optimizer.type` | reason and alternative", rows)
     return "\n".join((*parts, f"## Refused optimizers\n\n{table}\n"))
 

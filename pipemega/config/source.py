@@ -1,7 +1,7 @@
 """Read a config file: JSON values, and the line of each key for error messages.
 
 A file is JSON with //, /* */ and # comments and trailing commas, as DeepSpeed reads it. Keys that
-start with `_comment` are dropped at any depth.
+start with `_`, such as `_comment`, are dropped at any depth.
 """
 
 import json
@@ -209,7 +209,7 @@ def _copy(value: Any, path: KeyPath, errors: list[Invalid]) -> Any:
     """Deep-copy `value` into dicts, tuples and plain values, without comment keys."""
     if isinstance(value, Mapping):
         for key in getattr(value, "duplicates", ()):
-            if not key.startswith("_comment"):
+            if not key.startswith("_"):
                 where = (*path, key)
                 errors.append(Invalid(where, f"key '{dotted(where)}' occurs twice"))
         copied = {}
@@ -217,7 +217,7 @@ def _copy(value: Any, path: KeyPath, errors: list[Invalid]) -> Any:
             if not isinstance(key, str):
                 message = f"{dotted(path)} has the key {key!r}: keys must be text"
                 errors.append(Invalid(path, message))
-            elif not key.startswith("_comment"):
+            elif not key.startswith("_"):
                 copied[str(key)] = _copy(below, (*path, key), errors)
         return copied
     if isinstance(value, list | tuple):

@@ -14,7 +14,7 @@ from pipemega.config.key_kinds import Section, block, ignored, refused
 from pipemega.config.value_types import NotNegative, Whole
 
 _REMOVE = "remove the block or disable it"
-_STAGE_3 = "this key belongs to ZeRO stage 3, which pipeline parallelism does not support"
+STAGE_3 = "this key belongs to ZeRO stage 3, which is not supported"
 
 
 _BLOCKS = {
@@ -100,7 +100,7 @@ _BLOCKS = {
         "Alternating training and fast generation (RLHF).",
         _REMOVE,
         "enabled max_out_tokens inference_tp_size release_inference_cache pin_parameters "
-        "tp_gather_partition_size",
+        "tp_gather_partition_size enable_cuda_graph",
     ),
     "nebula": block(
         "Checkpoints by Azure's Nebula.",
@@ -111,14 +111,19 @@ _BLOCKS = {
     "compile": block(
         "Compilation of the model.",
         _REMOVE,
-        "enabled deepcompile backend kwargs free_activation offload_activation "
-        "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters",
+        "enabled deepcompile backend kwargs autoep_non_moe free_activation "
+        "free_activation_threshold offload_activation offload_activation_pin_memory "
+        "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters "
+        "sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
+        "keep_int_input_tensors keep_all_input_tensors passes",
         on="enabled deepcompile",
     ),
     "tensor_parallel": block(
         "DeepSpeed's automatic tensor parallelism.",
         "set mesh.tensor to that size instead",
-        "autotp_size preset_model tp_overlap_comm partition_config tp",
+        "autotp_size preset_model tp_overlap_comm partition_config tp dtype tensor_parallel "
+        "vocab_parallel_lm_head vocab_parallel_ce_backend injection_policy_tuple "
+        "keep_module_on_host replace_with_kernel_inject",
         on="autotp_size",
     ),
     "expert_parallel": block(
@@ -133,6 +138,23 @@ _OTHERS = {
     ),
     "graph_harvesting": (
         bool, refused(False, "Capture of the step as a CUDA graph.", "set it to false"),
+    ),
+    "disable_python_gc": (
+        bool, ignored(False, "Collect garbage between steps only.", "Python's collector stays on"),
+    ),
+    "use_data_before_expert_parallelism": (
+        bool, ignored(False, "Order of the data and expert ranks.", "there are no expert ranks"),
+    ),
+    "weight_quantization": (
+        Mapping[str, Any] | None,
+        ignored(None, "Quantized weights of DeepSpeed's inference.", "training does not read it"),
+    ),
+    "datastates_ckpt": (
+        Mapping[str, Any] | None,
+        ignored(
+            None, "Checkpoints by DataStates.",
+            "torch.distributed.checkpoint writes; checkpoint.async writes in the background",
+        ),
     ),
     "log_level": (
         str | None,
@@ -150,6 +172,12 @@ _OTHERS = {
     ),
 }  # fmt: skip
 
+_ZENFLOW = block(
+    "ZenFlow: asynchronous updates of offloaded optimizer state.",
+    "offload_optimizer.device 'cpu' updates in the step; remove the block",
+    on="any",
+)
+
 # Name, default and meaning of the ZeRO keys that switch what is always done here.
 _ZERO_ALWAYS = (
     ("contiguous_gradients", True, "Store gradients in one buffer."),
@@ -159,26 +187,47 @@ _ZERO_ALWAYS = (
     ("load_from_fp32_weights", True, "Load fp32 master weights from the checkpoint."),
     ("elastic_checkpoint", False, "Write checkpoints that load on any number of ranks."),
     ("ignore_unused_parameters", True, "Do not fail if a parameter gets no gradient."),
+    ("compute_grad_norm", True, "Compute the norm of the gradients."),
 )
-# Name, type, default and meaning of the keys of ZeRO stage 3; first ignored, then refused ones.
-_STAGE_3_IGNORED = (
+# Name, type, default and meaning of the keys of ZeRO stage 3; DeepSpeed reads them only there.
+_STAGE_3_KEYS = (
     ("sub_group_size", NotNegative, 1e9, "Parameters per optimizer step."),
     ("stage3_prefetch_bucket_size", NotNegative, 5e7, "Number of parameters to prefetch."),
     ("stage3_param_persistence_threshold", NotNegative, 1e5, "Do not shard smaller parameters."),
-    ("stage3_model_persistence_threshold", NotNegative | None, None,
-     "Largest number of parameters that are not sharded."),
+    (
+        "stage3_model_persistence_threshold",
+        NotNegative | None,
+        None,
+        "Largest number of parameters that are not sharded.",
+    ),
     ("stage3_max_live_parameters", NotNegative, 1e9, "Most parameters to gather at once."),
-    ("stage3_max_reuse_distance", NotNegative, 1e9,
-     "Keep a parameter gathered if it is reused within this distance."),
+    (
+        "stage3_max_reuse_distance",
+        NotNegative,
+        1e9,
+        "Keep a parameter gathered if it is reused within this distance.",
+    ),
     ("stage3_gather_16bit_weights_on_model_save", bool, False, "Gather weights to save them."),
-    ("stage3_gather_fp16_weights_on_model_save", bool, False,
-     "Gather weights to save them (old name)."),
-    ("stage3_module_granularity_threshold", NotNegative, 0,
-     "Gather modules below this granularity as a whole."),
+    (
+        "stage3_gather_fp16_weights_on_model_save",
+        bool,
+        False,
+        "Gather weights to save them (old name).",
+    ),
+    (
+        "stage3_module_granularity_threshold",
+        NotNegative,
+        0,
+        "Gather modules below this granularity as a whole.",
+    ),
     ("stage3_use_all_reduce_for_fetch_params", bool, False, "Gather parameters by all-reduce."),
+    ("stage3_allgather_sequential", bool, False, "Gather parameters one after another."),
     ("memory_efficient_linear", bool, True, "Memory-efficient linear layer."),
-)  # fmt: skip
-_STAGE_3_REFUSED = (
+    ("leaf_module", Mapping[str, Any] | None, None, "Modules to gather as a whole."),
+    ("log_trace_cache_warnings", bool, False, "Warn about the cache of the module order."),
+    ("override_module_apply", bool, True, "Gather parameters in `Module.apply`."),
+    ("pipeline_loading_checkpoint", bool, False, "Load weights layer by layer."),
+    ("save_muon_momentum_buffer_in_memory", bool, False, "Keep Muon's momentum in memory."),
     ("zero_hpz_partition_size", Whole, 1, "ZeRO++: secondary partition inside a node."),
     ("zero_quantized_weights", bool, False, "ZeRO++: 8-bit weights."),
     ("zero_quantized_nontrainable_weights", bool, False, "ZeRO++: 8-bit frozen weights."),
@@ -186,6 +235,13 @@ _STAGE_3_REFUSED = (
     ("mics_shard_size", int, -1, "MiCS: ranks that share the weights."),
     ("mics_hierarchical_params_gather", bool, False, "MiCS: hierarchical gather."),
 )
+
+STAGE_3_NAMES = {
+    name.removeprefix("stage3_"): name
+    for name, *_ in _STAGE_3_KEYS
+    if name.startswith("stage3_") and name != "stage3_gather_fp16_weights_on_model_save"
+}
+"""DeepSpeed's second name of a key -> the name that its documentation uses."""
 
 if TYPE_CHECKING:
     UnsupportedKeys = Section
@@ -198,13 +254,21 @@ else:
     )
     UnsupportedZeroKeys = _new(
         "UnsupportedZeroKeys",
+        zenflow=(_block, _ZENFLOW),
+        enable_sanity_checks=(
+            bool,
+            ignored(False, "Check gradients in each step.", "see training.on_nonfinite"),
+        ),
+        parameter_alignment=(
+            bool,
+            ignored(False, "Align parameters in their buffer.", "parameters are aligned"),
+        ),
         **{
             name: (bool, ignored(default, text, "this is always done", agrees=[True]))
             for name, default, text in _ZERO_ALWAYS
         },
         **{
-            name: (kind, declare(default, text, _STAGE_3))
-            for declare, keys in ((ignored, _STAGE_3_IGNORED), (refused, _STAGE_3_REFUSED))
-            for name, kind, default, text in keys
+            name: (kind, ignored(default, text, STAGE_3, agrees=[default]))
+            for name, kind, default, text in _STAGE_3_KEYS
         },
     )

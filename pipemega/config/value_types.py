@@ -3,7 +3,7 @@
 import json
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union
@@ -26,6 +26,25 @@ def literal_values(annotation: Any) -> list[Any]:
     if typing.get_origin(annotation) is Literal:
         return list(typing.get_args(annotation))
     return [word for part in typing.get_args(annotation) for word in literal_values(part)]
+
+
+def as_integer(annotation: Any, value: Any) -> Any:
+    """Return a number such as 1e5 as an int if the type accepts integers, but no other numbers."""
+    if isinstance(value, float) and value.is_integer():
+        kinds = set(_plain_types(annotation))
+        return int(value) if int in kinds and float not in kinds else value
+    return value
+
+
+def _plain_types(annotation: Any) -> Iterator[Any]:
+    """Yield the types that are the annotation, or members of its union."""
+    if typing.get_origin(annotation) is Annotated:
+        yield from _plain_types(typing.get_args(annotation)[0])
+    elif typing.get_origin(annotation) in (Union, types.UnionType):
+        for part in typing.get_args(annotation):
+            yield from _plain_types(part)
+    else:
+        yield annotation
 
 
 def type_text(annotation: Any, constraints: Iterable[Any] = ()) -> str:

@@ -113,7 +113,7 @@ class Examination:
             try:
                 mesh = config.mesh
                 topology = Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data)
-                config.check_sizes(topology.data)
+                config.batch(topology.data)
                 connection_checks.rank_of_stages(config, topology)
             except PipemegaError as problem:
                 topology, error = None, str(problem)

@@ -64,7 +64,7 @@ def build_mesh_of(config: Config) -> Mesh:
     topology = Topology.fit(
         launched_world_size(), config.mesh.pipeline, config.mesh.tensor, config.mesh.data
     )
-    config.check_sizes(topology.data)
+    config.batch(topology.data)
     device = pick_device(config.mesh.device)
     return build_mesh(topology, device, timedelta(seconds=config.mesh.timeout_seconds))
 
@@ -171,12 +171,11 @@ def _initialize(
     _refuse_worker_process()
     mesh = mesh or build_mesh_of(config)
     with failure_reporter().propagate_errors("initialize"):
-        config.check_sizes(mesh.data.size)
+        batch = config.batch(mesh.data.size)
         if config.lora is not None:
             lora = on_all_ranks(mesh.world, partial(section_of, config.lora))
             config = config.model_copy(update={"lora": lora})
             model = add_lora(model, lora)
-        batch = config.batch(mesh.data.size)
         _log_config(config, batch, mesh)
         loader = None
         if data[0] is not None:

@@ -148,7 +148,6 @@ def estimate(request: Request) -> Report:
     """
     config, topology = request.config, request.topology
     batch = config.batch(topology.data)
-    config.check_zero(topology.data)
     model = _meta_model(request, topology, batch)
     try:
         prediction = _predict_section(request, model, config.pipeline, batch.num_microbatches)

@@ -100,10 +100,6 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
         config.batch(topology_of(config, world).data)
         return ()
 
-    def zero(config: Config) -> tuple[str, ...]:
-        config.check_zero(topology_of(config, world).data)
-        return ()
-
     def plan(config: Config) -> tuple[str, ...]:
         first_plan_of(config, topology_of(config, world))
         return ()
@@ -114,7 +110,6 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
         *(Rule((key,), partial(_file_errors, key)) for key in _FILE_KEYS),
         Rule(("mesh.data", "mesh.tensor", "mesh.pipeline"), ranks),
         Rule(_SIZES, batch),
-        Rule(("zero_optimization.stage", "mesh"), zero),
         Rule(("pipeline.schedule", "pipeline", "model", "imports", *_SIZES), plan),
         Rule(("model.vocab_size", "data"), _vocabulary_fits),
     )

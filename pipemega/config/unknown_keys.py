@@ -1,0 +1,107 @@
+"""The error of an unknown key: the key that is probably meant, or where keys of your own belong."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pipemega.config.key_kinds import Section, key_info, section_type
+from pipemega.config.name_suggestions import did_you_mean, edit_distance, nearest, suggestion
+from pipemega.config.source import Invalid, KeyPath, dotted
+
+# Names of other systems, without `_`, `-` and upper case -> our key.
+_OTHER_NAMES = {
+    "maxgradnorm": "gradient_clipping",
+    "clipgrad": "gradient_clipping",
+    "gradclip": "gradient_clipping",
+    "gradientclip": "gradient_clipping",
+    "learningrate": "optimizer.params.lr",
+    "batchsize": "train_batch_size",
+    "globalbatchsize": "train_batch_size",
+    "microbatchsize": "train_micro_batch_size_per_gpu",
+    "trainmicrobatchsize": "train_micro_batch_size_per_gpu",
+    "perdevicetrainbatchsize": "train_micro_batch_size_per_gpu",
+    "nummicrobatches": "gradient_accumulation_steps",
+    "microbatches": "gradient_accumulation_steps",
+    "numstages": "pipeline.stages",
+    "pipelineparallelsize": "mesh.pipeline",
+    "pipeparallelsize": "mesh.pipeline",
+    "pipelinemodelparallelsize": "mesh.pipeline",
+    "ppsize": "mesh.pipeline",
+    "pp": "mesh.pipeline",
+    "modelparallelsize": "mesh.tensor",
+    "tensorparallelsize": "mesh.tensor",
+    "tensormodelparallelsize": "mesh.tensor",
+    "tpsize": "mesh.tensor",
+    "tp": "mesh.tensor",
+    "mpsize": "mesh.tensor",
+    "sequenceparallelsize": "mesh.sequence_parallel",
+    "dataparallelsize": "mesh.data",
+    "dpsize": "mesh.data",
+    "partitionmethod": "pipeline.partition",
+    "zero": "zero_optimization",
+    "zerostage": "zero_optimization.stage",
+    "optlevel": "fp16.enabled",
+    "epochs": "training.epochs",
+    "numtrainepochs": "training.epochs",
+    "numepochs": "training.epochs",
+    "trainiters": "training.train_steps",
+    "maxsteps": "training.train_steps",
+    "trainsteps": "training.train_steps",
+    "lrscheduler": "scheduler",
+    "mixedprecision": "bf16.enabled",
+    "gradientcheckpointing": "pipeline.activation_checkpoint_interval",
+}
+_MOST_PLACES = 3
+
+
+def unknown_key(
+    root: type[Section], kind: type[Section], key: str, raw: Mapping[str, Any], path: KeyPath
+) -> tuple[Invalid, list[KeyPath]]:
+    """Return the error of the unknown `key` of the object at `path`, and the keys that are meant.
+
+    Args:
+        root: section of the whole config.
+        kind: section of the object.
+        raw: the object.
+    """
+    names = _meant(root, kind, key, raw, path)
+    hint = suggestion(names) if names else did_you_mean(key, kind.model_fields)
+    if not names and not path:
+        hint += "; a key of your own belongs in the section 'user', docs/config.md lists the others"
+    error = Invalid((*path, key), f"unknown key '{dotted((*path, key))}'{hint}")
+    # A name without a dot is one of this object.
+    return error, [tuple(name.split(".")) if "." in name else (*path, name) for name in names]
+
+
+def _meant(
+    root: type[Section], kind: type[Section], key: str, raw: Mapping[str, Any], path: KeyPath
+) -> list[str]:
+    """Return the names of the keys that are probably meant: of this object, or dotted paths."""
+    other = _OTHER_NAMES.get(re.sub(r"[_\-]", "", key.lower()))
+    near = nearest(key, (*kind.model_fields, *kind.old_names))
+    is_typo = any(edit_distance(key, name, limit=2) <= 2 for name in near)
+    if other is not None and not is_typo:
+        return [other]
+    below = [
+        dotted((*path, name, key))
+        for name, part in _sections_below(kind, raw)
+        if key in part.model_fields
+    ]
+    if near or below:
+        return [kind.old_names.get(name, name) for name in near] + below
+    elsewhere = (
+        f"{name}.{key}" for name, part in _sections_below(root, {}) if key in part.model_fields
+    )
+    return list(elsewhere)[:_MOST_PLACES]
+
+
+def _sections_below(
+    kind: type[Section], raw: Mapping[str, Any]
+) -> Iterator[tuple[str, type[Section]]]:
+    """Yield (name, class) of the sections in a section; that of `params` follows from `type`."""
+    for name, field in kind.model_fields.items():
+        part = section_type(field.annotation)
+        if part is not None and name in raw and key_info(field)["status"] == "honoured":
+            part = kind.section_at(name, raw)
+        if part is not None:
+            yield name, part
