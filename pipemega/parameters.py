@@ -5,6 +5,7 @@ copies of it. Parallel layers attach a `Shard` to their parameters; a parameter 
 is replicated on all tensor ranks.
 """
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 
@@ -57,6 +58,23 @@ class Shard:
             segments.append((start, stop - start, offset))
             offset += stop - start
         return tuple(segments)
+
+    def padding(self, local_shape: tuple[int, ...], start: int, stop: int) -> int:
+        """Return how many of the elements [start, stop) of the flattened local tensor are padding.
+
+        Args:
+            local_shape: shape of the local tensor.
+        """
+        if self.dim is None:
+            return 0
+        inner = math.prod(local_shape[self.dim + 1 :])
+        block = local_shape[self.dim] * inner
+        filled = sum(last - first for first, last in self.ranges) * inner
+
+        def before(end: int) -> int:
+            return end // block * (block - filled) + max(0, end % block - filled)
+
+        return before(stop) - before(start) if block else 0
 
     def copy_from_full(self, full: Tensor, local: Tensor) -> None:
         """Copy this shard of the logical tensor `full` into `local`; set padding to 0."""

@@ -31,6 +31,12 @@ class MonitorSection(Section):
     peak_tflops: Positive | None = own(
         None, "Peak TFLOP/s of one device, for MFU; null: looked up by the device's name."
     )
+    log_params_norm: bool = own(
+        False, "Record the norm of all parameters after each step (`params_norm`)."
+    )
+    log_num_zeros_in_grad: bool = own(
+        False, "Record how many elements of the gradients are 0 in each step (`num_zeros`)."
+    )
     trace: TraceSection = section(TraceSection, "Measured timelines of single steps.", own=True)
 
 

@@ -250,6 +250,8 @@ class RunLogger:
                     loss_scale=report.loss_scale if self._config.fp16.enabled else None,
                     skipped_steps=report.skipped_steps,
                     nan_steps=self.history.nan_steps,
+                    num_zeros=report.num_zeros,
+                    params_norm=report.params_norm,
                     extra=extra,
                 )
             )

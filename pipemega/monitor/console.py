@@ -25,6 +25,8 @@ _LESS_IMPORTANT = (
     "epoch",
     "skipped 0",
     "nan 0",
+    "num zeros",
+    "params norm",
     "loss scale",
     "TFLOP/s",
     "memory GiB",
@@ -149,9 +151,9 @@ def step_line(
 ) -> str:
     """Return the line of one step: parts "key value" joined by " | ", always in this order.
 
-    step, [epoch], consumed samples, loss, lr, grad norm, [loss scale], tokens/s (samples/s if the
-    tokens of a sample are unknown), [TFLOP/s], [MFU], skipped, nan, [memory GiB], [ETA]; the parts
-    in brackets only if known.
+    step, [epoch], consumed samples, loss, lr, grad norm, [loss scale], [num zeros], [params norm],
+    tokens/s (samples/s if the tokens of a sample are unknown), [TFLOP/s], [MFU], skipped, nan,
+    [memory GiB], [ETA]; the parts in brackets only if known.
     """
     epoch = None if record.epoch is None else f"{record.epoch}{_of(total_epochs)}"
     return _line(
@@ -162,6 +164,8 @@ def step_line(
         ("lr", f"{record.lr:.4e}"),
         ("grad norm", _decimal(record.grad_norm)),
         ("loss scale", _known(record.loss_scale, ".10g")),
+        ("num zeros", _known(record.num_zeros, "d")),
+        ("params norm", _decimal(record.params_norm)),
         _rate(record),
         ("TFLOP/s", _known(record.tflops_per_device, ".4g")),
         ("MFU %", None if record.mfu is None else percent(record.mfu).rstrip("%")),

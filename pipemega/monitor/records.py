@@ -39,6 +39,8 @@ class StepRecord:
         tflops_per_device: model FLOPs per second and device / 1e12; recompute does not count.
         mfu: tflops_per_device over the device's peak, 0 to 1.
         skipped_steps: steps of the run so far that changed no parameter (fp16 overflow).
+        num_zeros: elements of the gradients that are 0; None: not counted.
+        params_norm: norm of all logical parameters after the step; None: not computed.
         nan_steps: steps of the run so far with a loss or a gradient norm that is not finite.
         peak_gib: peak memory, the maximum over ranks.
         extra: more numbers by name; a name without "/" gets the group "train".
@@ -60,6 +62,8 @@ class StepRecord:
     skipped_steps: int = 0
     nan_steps: int = 0
     peak_gib: float | None = None
+    num_zeros: int | None = None
+    params_norm: float | None = None
     extra: Mapping[str, float] = field(default_factory=lambda: _NO_EXTRAS)
 
     kind: ClassVar[str] = "train"

@@ -34,19 +34,25 @@ class AsyncSums:
 
     def __init__(self, name: str, finish: Callable[[], Tensor]) -> None:
         self._name, self._finish = name, finish
+        self._sums: list[float] | None = None
         self._stats: GlobalStats | None = None
 
     def wait(self) -> GlobalStats:
+        """Return the sums of a step's numbers over all ranks, as `sums`."""
+        if self._stats is None:
+            self._stats = GlobalStats.of(self.sums())
+        return self._stats
+
+    def sums(self) -> list[float]:
         """Return the sums over all ranks; block until every rank has contributed.
 
         Raises:
             PipelineError: the all-reduce failed or timed out.
         """
-        if self._stats is None:
+        if self._sums is None:
             with named_collective(f"{self._name}: the all-reduce over all ranks"):
-                sums = self._finish()
-            self._stats = GlobalStats.of(sums.tolist())
-        return self._stats
+                self._sums = self._finish().tolist()
+        return self._sums
 
 
 class HostSums:

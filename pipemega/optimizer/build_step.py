@@ -145,6 +145,10 @@ def optimizer_step(
         num_layers=local.bounds[-1],
         clip=config.gradient_clipping,
         skip_nonfinite=skips_nonfinite(config),
+        statistics=masters.statistics(
+            params_norm=config.monitor.log_params_norm,
+            num_zeros=config.monitor.log_num_zeros_in_grad,
+        ),
     )
 
 

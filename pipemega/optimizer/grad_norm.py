@@ -116,10 +116,10 @@ def _runs(
             start, stop = layout.owned(slot)
             if start == stop:
                 continue
-            counted = data.rank == 0 or bool(layout.buckets)
             shard = shard_of(slot.parameter)
-            counted &= tensor.rank == 0 or shard.dim is not None
-            counted &= slot.name not in tied or tied[slot.name].rank == 0
+            counted = is_counted(
+                slot.name, slot.parameter, tensor, data, tied, sliced=bool(layout.buckets)
+            )
             kind = (shard.dim is not None, shard.partial_gradient)
             run = _Run(dtype, start, stop, counted, _layer_of(slot.name), kind)
             last = runs[-1] if runs else None
@@ -127,6 +127,29 @@ def _runs(
                 run = run._replace(start=runs.pop().start)
             runs.append(run)
     return runs
+
+
+def is_counted(
+    name: str,
+    parameter: Tensor,
+    tensor: Axis,
+    data: Axis,
+    tied: Mapping[str, Axis],
+    *,
+    sliced: bool,
+) -> bool:
+    """Return whether this rank counts its part of a parameter, so that each element counts once.
+
+    Args:
+        name: logical name.
+        tied: logical name -> the ranks that hold a tied parameter.
+        sliced: the part is a slice that no other data rank has (ZeRO).
+    """
+    return (
+        (data.rank == 0 or sliced)
+        and (tensor.rank == 0 or shard_of(parameter).dim is not None)
+        and (name not in tied or tied[name].rank == 0)
+    )
 
 
 def _layer_of(name: str) -> int:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.host_memory import HostMemory
 from pipemega.optimizer.grad_layout import DataBucket, GradLayout, GradSlot, Named, whole_layout
-from pipemega.optimizer.grad_norm import GradientNorms
+from pipemega.optimizer.grad_norm import GradientNorms, is_counted
 from pipemega.optimizer.gradients import (
     DataReduction,
     GradientBuffer,
@@ -31,6 +31,7 @@ from pipemega.optimizer.gradients import (
 )
 from pipemega.optimizer.mixed_precision import Precision
 from pipemega.optimizer.offload import Offload
+from pipemega.optimizer.step_statistics import CountedGradient, StepStatistics
 from pipemega.parameters import attach_shard, shard_of
 
 
@@ -167,6 +168,35 @@ class MasterParams(ABC):
         return GradientNorms(
             self.gradients, mesh.tensor, mesh.data, self._model.tied, num_layers, mesh.device
         )
+
+    def statistics(self, *, params_norm: bool, num_zeros: bool) -> StepStatistics | None:
+        """Return what computes this rank's part of the numbers for the log; None: nothing to do."""
+        if not (params_norm or num_zeros):
+            return None
+        frozen = [(name, p) for name, p in self._model.named if not p.requires_grad]
+        params = [tensor for name, tensor in self.named.items() if self._counts(name)]
+        params += [p for name, p in frozen if self._counts(name, sliced=False)]
+        return StepStatistics(
+            params if params_norm else None,
+            [self._counted_gradient(s) for s in self.layout.slots if self._counts(s.name)]
+            if num_zeros
+            else None,
+            self.mesh.device,
+        )
+
+    def _counts(self, name: str, *, sliced: bool | None = None) -> bool:
+        """Return whether this rank counts what it holds of a logical parameter."""
+        if name not in self._parameters:
+            return False  # the gradient of a copy, which was added to that of the first
+        mesh, tied = self.mesh, self._model.tied
+        sliced = self.spans is not None if sliced is None else sliced
+        return is_counted(name, self._parameters[name], mesh.tensor, mesh.data, tied, sliced=sliced)
+
+    def _counted_gradient(self, slot: GradSlot) -> CountedGradient:
+        parameter, (start, stop) = slot.parameter, self.layout.span(slot)
+        gradient = self.gradients.view(parameter).reshape(-1)[start:stop]
+        padding = shard_of(parameter).padding(tuple(parameter.shape), start, stop)
+        return CountedGradient(gradient, padding)
 
     def assign_grads(self, factor: float) -> None:
         """Multiply the gradients by `factor` and set the `grad` of each master.

@@ -122,7 +122,12 @@ class PostValidatedStep(OptimizerStep):
             decision = decide(attempt, sums.wait(), self._clip)
         self._count(right=decision.same_update(assumed))
         self._execute(decision)
-        return self._record(replace(decision.report, rollbacks=self.rollbacks))
+        report = self._with_statistics(decision.report)
+        return self._record(replace(report, rollbacks=self.rollbacks))
+
+    def _sum_statistics(self, local: Tensor) -> list[float]:
+        # By Gloo, as all sums of this class.
+        return self._sums.start("the numbers for the log", local).sums()
 
     def _save_backup(self) -> None:
         before = self._backup.bytes
@@ -175,7 +180,8 @@ class PostValidatedStep(OptimizerStep):
                 self.schedule.restore(step.schedule)
             self._execute(decision)
             self.masters.wait()
-        self._record(replace(decision.report, rollbacks=self.rollbacks))
+        report = self._with_statistics(decision.report)
+        self._record(replace(report, rollbacks=self.rollbacks))
         return right
 
     def _decide(self, step: _UnvalidatedStep) -> Decision:

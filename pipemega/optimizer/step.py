@@ -32,6 +32,7 @@ from pipemega.optimizer.mixed_precision import LossScale
 from pipemega.optimizer.param_groups import SharedState
 from pipemega.optimizer.state_by_name import pack, unpack
 from pipemega.optimizer.step_outcome import Attempt, Decision, GlobalStats, StepReport, decide
+from pipemega.optimizer.step_statistics import StepStatistics
 from pipemega.pipeline.recorder import step_clock
 
 _log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class OptimizerStep:
         num_layers: of the whole model: larger than any position in a logical name.
         clip: largest norm of the gradients; 0 for no clipping.
         skip_nonfinite: skip and count steps with inf or nan in a gradient; otherwise raise.
+        statistics: numbers for the log, which need one more all-reduce per step; None: none.
     """
 
     def __init__(
@@ -75,6 +77,7 @@ class OptimizerStep:
         num_layers: int = 1,
         clip: float = 0.0,
         skip_nonfinite: bool = False,
+        statistics: StepStatistics | None = None,
     ) -> None:
         self.optimizer, self.masters, self.schedule = optimizer, masters, schedule
         self._shared_state = shared_state
@@ -96,6 +99,7 @@ class OptimizerStep:
         self._mesh, self._num_layers = masters.mesh, num_layers
         self._gradient_norms = masters.gradient_norms(num_layers)
         self._clip, self._skip_nonfinite = clip, skip_nonfinite
+        self._statistics = statistics
         self._updating = False
 
     def refuse_other_steps(self) -> None:
@@ -142,7 +146,7 @@ class OptimizerStep:
             synchronize()
             decision = decide(attempt, GlobalStats.of(stats.tolist()), self._clip)
         self._execute(decision)
-        return self._record(decision.report)
+        return self._record(self._with_statistics(decision.report))
 
     @property
     def last(self) -> StepReport | None:
@@ -174,6 +178,8 @@ class OptimizerStep:
         """Begin a step: reduce the gradients, and collect what its decision depends on."""
         with self.phases("gradient reduction"):
             factor = self.masters.reduce()
+        if self._statistics is not None:
+            self._statistics.count_zeros()
         self.steps += 1
         return Attempt(
             factor,
@@ -269,6 +275,19 @@ class OptimizerStep:
             self._copied.wait()
             self._copied = None
         self.masters.wait_for_offload()
+
+    def _with_statistics(self, report: StepReport) -> StepReport:
+        """Add the numbers for the log to the report of a final step; collective over the world."""
+        if self._statistics is None:
+            return report
+        with self.phases("gradient norm"):
+            return self._statistics.add_to(report, self._sum_statistics(self._statistics.local()))
+
+    def _sum_statistics(self, local: Tensor) -> list[float]:
+        if self._mesh.world.size > 1:
+            all_reduce(local, self._mesh.world)
+        synchronize()
+        return local.tolist()
 
     def _record(self, report: StepReport) -> StepReport:
         self._last = report

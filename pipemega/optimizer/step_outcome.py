@@ -24,6 +24,10 @@ class StepReport:
         rollbacks: number of steps so far, including this one, that ran before their norm was known
             and had to be undone and repeated (`post_validate`).
         stop_votes: number of ranks on which `OptimizerStep.stop_requested` returned True.
+        params_norm: of all logical parameters, after the step; None: not computed
+            (`monitor.log_params_norm`).
+        num_zeros: elements of the gradients of all logical parameters that are 0, after the
+            reduction; None: not counted (`monitor.log_num_zeros_in_grad`).
         origin: where the first inf or nan arose; set by `Engine.take_reports` only.
     """
 
@@ -37,6 +41,8 @@ class StepReport:
     skipped_steps: int = 0
     rollbacks: int = 0
     stop_votes: float = 0.0
+    params_norm: float | None = None
+    num_zeros: int | None = None
     origin: str = ""
 
     def in_words(self, step: int) -> str:

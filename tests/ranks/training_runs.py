@@ -109,6 +109,7 @@ def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
 
     engine.optimizer.register_step_pre_hook(keep)
     result: dict[str, Any] = {"loss": [], "norm": [], "scale": [], "skipped": []}
+    result |= {"params_norm": [], "num_zeros": []}
     for step in range(steps):
         given = data(engine, step) if engine.loader is None else None
         result["loss"].append(engine.train_batch(given))
@@ -116,6 +117,9 @@ def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
         result["norm"].append(engine.last_step.grad_norm)
         result["scale"].append(engine.last_step.loss_scale)
         result["skipped"].append(engine.last_step.skipped)
+        engine.settle()  # a post-validated step has its numbers for the log only then
+        result["params_norm"].append(engine.last_step.params_norm)
+        result["num_zeros"].append(engine.last_step.num_zeros)
     result["gradients"] = [gather_full_tensors(g, engine._model, engine.mesh) for g in gradients]
     result["parameters"] = engine.parameter_state()
     result["eval"] = engine.eval_batch(data(engine, 99))

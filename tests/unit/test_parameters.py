@@ -56,6 +56,21 @@ def test_padding_is_not_copied_to_the_full_tensor():
     assert full.tolist() == [[0, 0], [0, 0], [7, 7]]
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_padding_is_counted_in_any_part_of_the_flattened_tensor(dim):
+    local = torch.ones(4, 3, 5)
+    shape = [9, 9, 9]
+    shard = Shard(tuple(shape), dim, ((0, 1), (5, 6)))
+    mask = torch.ones(4, 3, 5)
+    mask.narrow(dim, 2, local.shape[dim] - 2).zero_()
+    flat = mask.reshape(-1)
+    for start in range(0, 61, 3):
+        for stop in range(start, 61):
+            assert shard.padding((4, 3, 5), start, stop) == int((flat[start:stop] == 0).sum())
+    assert Shard((4, 3, 5)).padding((4, 3, 5), 0, 60) == 0
+    assert Shard((9, 3, 5), 0, ()).padding((0, 3, 5), 0, 0) == 0
+
+
 def test_a_shard_of_only_padding_is_zero_and_copies_nothing_to_the_full_tensor():
     shard = Shard((3, 2), dim=0)
     local, full = torch.ones(4, 2), torch.ones(3, 2)

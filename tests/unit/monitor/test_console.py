@@ -57,6 +57,13 @@ def test_the_line_of_a_step_has_its_values_in_a_fixed_order():
     )
 
 
+def test_numbers_that_are_computed_on_request_follow_the_gradient_norm():
+    line = step_line(step_record(num_zeros=12345678, params_norm=321.12341))
+    assert " | grad norm 1.2500 | num zeros 12345678 | params norm 321.1234 | tokens/s " in line
+    scalars = step_record(num_zeros=3, params_norm=2.5).scalars()
+    assert (scalars["train/num_zeros"], scalars["train/params_norm"]) == (3, 2.5)
+
+
 FULL = step_record(
     20,
     loss=6.12345,
