@@ -3,7 +3,7 @@
 import os
 import socket
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, Literal, TypeVar
 
@@ -292,6 +292,18 @@ def _fresh_store(timeout: timedelta) -> dict[str, Any]:
     incarnation = agree_on_incarnation(store, rank, world_size, timeout.total_seconds())
     prefixed = dist.PrefixStore(f"run {incarnation}", store)  # type: ignore[attr-defined]
     return {"store": prefixed, "rank": rank, "world_size": world_size}
+
+
+def with_timeout(mesh: Mesh, timeout: timedelta) -> Mesh:
+    """Return the mesh with another timeout; its process groups get it too.
+
+    The group of all ranks gets it from `set_world_timeout`, after the start.
+    """
+    for axis in (mesh.pipeline, mesh.data, mesh.tensor):
+        if axis.group is not None:
+            dist.distributed_c10d._set_pg_timeout(timeout, axis.group)
+            _lengthen_nccl_timeout(axis.group, timeout)
+    return replace(mesh, timeout=timeout)
 
 
 def set_world_timeout(mesh: Mesh) -> None:

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
-from pipemega.distributed.mesh import Mesh, gather_objects
+from pipemega.distributed.mesh import Mesh, gather_objects, on_all_ranks
 from pipemega.engine.batch_reader import StepData
 from pipemega.engine.build_loader import evaluation_loader
 from pipemega.engine.checkpointed_engine import CheckpointedEngine
@@ -22,6 +23,7 @@ from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.engine.training_run import TrainingRun
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.run_progress import RunProgress, register_progress
+from pipemega.optimizer.torch_schedule import SchedulerMaker, TorchSchedule
 from pipemega.pipeline.gather_tensors import gather_full_tensors
 from pipemega.pipeline.plan.instructions import Plan
 
@@ -229,6 +231,32 @@ class Engine(CheckpointedEngine):
             self._settle()
             data = StepData(self._reader.to_device(inputs), [], len(inputs))
             return self._evaluator.outputs(data)
+
+    def reset_shapes(self) -> None:
+        """Let the next micro-batches have other shapes than the ones before; on every rank.
+
+        For `pipeline.shapes: "cached"`, in which a change of the shapes is an error otherwise.
+        """
+        self._settle()
+        self._executor.forget_shapes()
+
+    def set_lr_scheduler(self, lr_scheduler: SchedulerMaker) -> None:
+        """Replace the learning-rate schedule, as `initialize(lr_scheduler=...)`.
+
+        Raises:
+            ConfigError: there is no optimizer, or it returns no scheduler over `optimizer`.
+        """
+        with self._failures.propagate_errors("set_lr_scheduler"):
+            self._settle()
+            if self._step is None:
+                raise ConfigError(
+                    "set_lr_scheduler() needs an optimizer: add the section 'optimizer'",
+                    on_every_rank=True,
+                )
+            by = "step" if self.config.scheduler is None else self.config.scheduler.by
+            make = partial(TorchSchedule, self._step.optimizer, lr_scheduler, by)
+            self._step.schedule = on_all_ranks(self.mesh.world, make)
+            self.lr_scheduler = self._step.schedule
 
     def get_global_grad_norm(self) -> float | None:
         """Gradient norm of the last step before clipping; None before the first. Not collective."""

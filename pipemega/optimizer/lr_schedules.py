@@ -115,7 +115,11 @@ class FormulaSchedule(LRSchedule):
         self._apply()
 
     def _advance(self) -> None:
-        self._step += 1
+        self.set_step(self._step + 1)
+
+    def set_step(self, step: int) -> None:
+        """Set the rates after `step` steps, or epochs with `by: "epoch"`."""
+        self._step = step
         self._apply()
 
     def snapshot(self) -> dict[str, Any]:

@@ -105,6 +105,11 @@ class Executor:
         """The results of the forwards that have run so far."""
         return self._run.results
 
+    def forget_shapes(self) -> None:
+        """Let the next messages have other shapes than the ones before; on every rank."""
+        if self._transport is not None:
+            self._transport.forget_headers()
+
     def run(self, plan: Plan, batch: MicroBatches, recorder: Recorder = NULL_RECORDER) -> Results:
         """Run this rank's program of the lowered `plan` once; gradients add up in the parameters.
 

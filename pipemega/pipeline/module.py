@@ -124,6 +124,10 @@ class PipelineModule:
         """Return the other names of tensor `name` in the original model, which ties them."""
         return ()
 
+    def recomputes(self, start: int, stop: int) -> bool:
+        """Return whether activation checkpointing applies to the layers start to stop - 1."""
+        return True
+
     def is_output_head(self, position: int, inner: str) -> bool:
         """Return whether module `inner` of a layer is the output head of the original model."""
         return False
@@ -255,7 +259,8 @@ class Stage(nn.Module):
         checkpoints, interval = net.checkpoints, options.checkpoint_interval
         if interval:
             checkpoints = ActivationCheckpoints(start, stop, interval)
-        self._segments = checkpoints.segments(start, stop) if checkpoints is not None else []
+        segments = checkpoints.segments(start, stop) if checkpoints is not None else []
+        self._segments = [(a, b, cut and net.recomputes(a, b)) for a, b, cut in segments]
         layers = {str(p): _build(spec, p, options) for p, spec in enumerate(self._specs, start)}
         self.layers = nn.ModuleDict(layers)
 

@@ -99,6 +99,11 @@ class Transport:
         """Send a header with every message, for evaluation."""
         self._exchange_all = enabled
 
+    def forget_headers(self) -> None:
+        """Send and expect a header with the next message of each channel; on every rank."""
+        self._sent_headers.clear()
+        self._received_headers.clear()
+
     def send(self, channel: Channel, microbatch: int, message: Any) -> None:
         """Start sending `message` (a tree of tensors and constants) without waiting.
 

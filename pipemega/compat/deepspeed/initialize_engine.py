@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pipemega.compat.deepspeed.data_parallel_engine import initialize_data_parallel
+from pipemega.compat.deepspeed.initialize_pipeline import initialize_pipeline
 from pipemega.compat.deepspeed.launch_calls import init_distributed
+from pipemega.compat.deepspeed.pipeline_module import DeepSpeedPipelineModule
 from pipemega.errors import ConfigError
 
 
@@ -57,7 +59,12 @@ def initialize(
             on_every_rank=True,
         )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    return initialize_data_parallel(
+    build = (
+        initialize_pipeline
+        if isinstance(model, DeepSpeedPipelineModule)
+        else initialize_data_parallel
+    )
+    return build(
         model=model,
         config=merged_config(args, config, config_params),
         optimizer=optimizer,

@@ -12,6 +12,7 @@ _SPECS = f"{_HERE}.layer_specs"
 _TOPOLOGY = f"{_HERE}.process_topology"
 _GRID = f"{_HERE}.parallel_grid"
 _LOGGING = f"{_HERE}.logging_calls"
+_SCHEDULES = f"{_HERE}.schedule_classes"
 _LAUNCH = f"{_HERE}.launch_calls"
 
 _SPEC_NAMES = {
@@ -77,8 +78,11 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.dataloader": _LOADERS,
     "runtime.lr_schedules": {
-        name: f"{_HERE}.schedule_classes:{name}"
-        for name in ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
+        "WarmupLR": f"{_SCHEDULES}:warmup_lr",
+        "WarmupDecayLR": f"{_SCHEDULES}:warmup_decay_lr",
+        "WarmupCosineLR": f"{_SCHEDULES}:warmup_cosine_lr",
+        "OneCycle": f"{_SCHEDULES}:one_cycle",
+        "LRRangeTest": f"{_SCHEDULES}:lr_range_test",
     },
     "runtime.pipe": _PIPE,
     "runtime.pipe.engine": {"PipelineEngine": f"{_HERE}.pipeline_engine:PipelineEngine"},

@@ -1,0 +1,217 @@
+"""Builds the engine of a DeepSpeed PipelineModule: the config, the optimizer, pipemega's engine."""
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from pipemega.compat.deepspeed.pipeline_engine import PipelineEngine
+from pipemega.compat.deepspeed.pipeline_module import DeepSpeedNetwork, DeepSpeedPipelineModule
+from pipemega.config import Config, load
+from pipemega.config.source import read
+from pipemega.distributed.mesh import from_first, launched_rank, on_all_ranks, with_timeout
+from pipemega.engine.initialize import initialize as build_engine
+from pipemega.errors import ConfigError
+from pipemega.fault_tolerance.error_propagation import failure_reporter
+from pipemega.monitor import get_logger
+from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer
+from pipemega.optimizer.param_groups import listed
+from pipemega.optimizer.torch_schedule import SchedulerMaker
+from pipemega.pipeline.module import BuildOptions, build_stages
+
+
+def initialize_pipeline(
+    *,
+    model: DeepSpeedPipelineModule,
+    config: Any,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    mpu: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> tuple[PipelineEngine, Optimizer | None, Any, Any]:
+    """Build the engine of a PipelineModule; the arguments are those of `initialize`.  Collective.
+
+    Raises:
+        ConfigError: an argument or the config is not supported, or contradicts the module; the
+            same on every rank.
+    """
+    mesh = model.mpu().mesh
+    with failure_reporter().propagate_errors("initialize"):
+        if mpu is not None and mpu is not model.mpu():
+            raise ConfigError(
+                "initialize(mpu=...) is not the mpu() of the PipelineModule, whose topology sets "
+                "the ranks of each axis: remove it, and give PipelineModule(topology=...)",
+                on_every_rank=True,
+            )
+        seed = from_first(mesh.world, torch.initial_seed) % 2**31
+        changes = [f"seed={seed}"]
+        if optimizer is not None:
+            # The groups of the optimizer decide about weight decay.
+            changes.append("training.weight_decay_norms_and_biases=true")
+        checked = on_all_ranks(mesh.world, partial(pipeline_config, config, model, changes))
+        mesh = with_timeout(mesh, timedelta(seconds=checked.mesh.timeout_seconds))
+        net = model.network()
+        parameters = list(model.parameters() if model_parameters is None else model_parameters)
+        model_parameters = None if model_parameters is None else parameters
+        if callable(optimizer) and not isinstance(optimizer, Optimizer):
+            make = optimizer
+            optimizer = on_all_ranks(mesh.world, lambda: _made(make, parameters))
+        given, groups = _optimizer_arguments(optimizer, model_parameters, net, model)
+    engine, *_ = build_engine(
+        net,
+        checked,
+        mesh=mesh,
+        optimizer=given,
+        lr_scheduler=_scheduler_maker(lr_scheduler),
+        model_parameters=groups,
+    )
+    facade = PipelineEngine(engine, model, training_data, collate_fn)
+    return facade, facade.optimizer, facade.training_dataloader, facade.lr_scheduler
+
+
+def pipeline_config(
+    config: Any, model: DeepSpeedPipelineModule, changes: Sequence[str] = ()
+) -> Config:
+    """Return the config with what the module determines: the mesh and the bounds of the stages.
+
+    Args:
+        changes: further keys, as KEY=VALUE; a seed is used if the config has none.
+
+    Raises:
+        ConfigError: a key contradicts the module, or asks for several stages per rank.
+    """
+    tree = read(config.to_dict() if isinstance(config, Config) else config).tree
+    tree = tree if isinstance(tree, Mapping) else {}
+    place = model.mpu().mesh.topology
+    for axis in ("pipeline", "data", "tensor"):
+        given, here = _key(tree, "mesh", axis), place.size(axis)
+        if given not in (None, "auto", here):
+            raise ConfigError(
+                f"mesh.{axis} is {given} in the config, and the topology of the PipelineModule has "
+                f"{here}: remove the key, or change num_stages or topology",
+                on_every_rank=True,
+            )
+    kept = [change for change in changes if "seed" not in tree or not change.startswith("seed=")]
+    checked = load(config, [*_overrides(tree, model), *kept])
+    chunks = checked.pipeline.stages_per_rank
+    if chunks not in (None, 1):
+        raise ConfigError(
+            f"pipeline.schedule {checked.pipeline.schedule!r} has {chunks} stages per rank, and a "
+            "PipelineModule of DeepSpeed builds the layers of one stage: use a schedule with one, "
+            "such as '1f1b' or 'zb-h1', or pipemega.PipelineModule",
+            on_every_rank=True,
+        )
+    return checked
+
+
+def _overrides(tree: Mapping[str, Any], model: DeepSpeedPipelineModule) -> Iterator[str]:
+    """Yield the keys that the module determines, and defaults of DeepSpeed, as KEY=VALUE."""
+    place = model.mpu().mesh.topology
+    yield f"mesh.pipeline={place.pipeline}"
+    yield f"mesh.data={place.data}"
+    yield f"mesh.tensor={place.tensor}"
+    yield f"pipeline.partition={json.dumps(model.parts)}"
+    yield "pipeline.seed_layers=false"
+    # DeepSpeed's order of precedence: the JSON file, if it sets the interval.
+    if not _key(tree, "pipeline", "activation_checkpoint_interval"):
+        interval = model.activation_checkpoint_interval
+        yield f"pipeline.activation_checkpoint_interval={interval}"
+    if model.dynamic_shape and _key(tree, "pipeline", "shapes") is None:
+        yield 'pipeline.shapes="exchanged"'
+    if _key(tree, "data", "compare_every") is None:
+        # In DeepSpeed only the first stage uses the inputs, so random ones may differ elsewhere.
+        yield "data.compare_every=0"
+
+
+def _key(tree: Mapping[str, Any], section: str, name: str) -> Any:
+    found = tree.get(section)
+    return found.get(name) if isinstance(found, Mapping) else None
+
+
+def _made(make: Callable[[Any], Any], parameters: Any) -> Optimizer:
+    """Call the function of the user that makes the optimizer."""
+    try:
+        made = make(parameters)
+    except Exception as error:
+        raise ConfigError(f"optimizer raised {type(error).__name__}: {error}") from error
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            f"initialize(optimizer=...) must be or return a torch optimizer, and it returned a "
+            f"{type(made).__name__}"
+        )
+    return made
+
+
+def _local_parameters(
+    net: DeepSpeedNetwork, model: DeepSpeedPipelineModule
+) -> dict[str, nn.Parameter]:
+    """Return logical name -> parameter of this rank."""
+    mesh = model.mpu().mesh
+    options = BuildOptions(mesh.tensor, mesh.device, seed=0)
+    (stage,) = build_stages(net, model.parts, [model.stage_id], options).values()
+    return stage.logical_names()
+
+
+def _names(net: DeepSpeedNetwork, local: Mapping[str, nn.Parameter]) -> dict[int, str]:
+    """Return id -> logical name of the parameters that exist on this rank.
+
+    An optimizer may hold parameters of other stages too, if the user has built the whole model.
+    """
+    built = {
+        id(parameter): f"layers.{position}.{name}"
+        for position, spec in enumerate(net.specs)
+        if spec.already_built
+        for name, parameter in net.meta_layers[position].named_parameters()
+    }
+    return built | {id(parameter): name for name, parameter in local.items()}
+
+
+def _optimizer_arguments(
+    optimizer: Any, model_parameters: Any, net: DeepSpeedNetwork, model: DeepSpeedPipelineModule
+) -> tuple[GivenOptimizer | None, GivenGroups | None]:
+    """Return the arguments optimizer and model_parameters of pipemega's initialize."""
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"initialize(optimizer=...) is a {type(optimizer).__name__}: give a torch optimizer "
+            "over model.parameters(), or a function that makes one",
+            on_every_rank=True,
+        )
+    local = _local_parameters(net, model)
+    names, world = _names(net, local), model.mpu().mesh.world
+    if optimizer is not None:
+        given = on_all_ranks(world, lambda: GivenOptimizer(optimizer, names))
+        _freeze_others(local, given.groups.names)
+        return given, None
+    if model_parameters is None:
+        return None, None
+    groups = on_all_ranks(world, lambda: GivenGroups(model_parameters, names))
+    _freeze_others(local, groups.names)
+    has_groups = any(isinstance(entry, Mapping) for entry in model_parameters)
+    return None, groups if has_groups else None
+
+
+def _freeze_others(local: Mapping[str, nn.Parameter], kept: Collection[str]) -> None:
+    """Freeze the parameters of this rank that are in no group: they are not trained."""
+    others = [n for n, p in local.items() if p.requires_grad and n not in kept]
+    for name in others:
+        local[name].requires_grad_(False)
+    if others:
+        get_logger(launched_rank()).info(
+            f"{len(others)} parameters of this rank are in no parameter group, and are not "
+            f"trained: {listed(others)}"
+        )
+
+
+def _scheduler_maker(lr_scheduler: Any) -> SchedulerMaker | None:
+    """Return a function of the optimizer for a scheduler or a function."""
+    is_function = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
+    if lr_scheduler is None or is_function:
+        return lr_scheduler  # type: ignore[no-any-return]
+    return lambda _: lr_scheduler

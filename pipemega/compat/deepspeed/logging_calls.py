@@ -1,0 +1,30 @@
+"""`deepspeed.utils.logging`: the logger of pipemega, under DeepSpeed's names."""
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from pipemega.distributed.mesh import launched_rank
+from pipemega.monitor import get_logger
+
+logger = get_logger(launched_rank())
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Log on these ranks; None or -1 in them: on all."""
+    rank = launched_rank()
+    if not ranks or -1 in ranks or rank in ranks:
+        get_logger(rank).log(level, f"[Rank {rank}] {message}")
+
+
+def print_rank_0(message: Any, debug: bool = False, force: bool = False) -> None:
+    """Print on rank 0, if `debug` or `force` is set."""
+    if launched_rank() == 0 and (debug or force):
+        print(message)
+
+
+@cache
+def warning_once(message: str) -> None:
+    """Log a warning once."""
+    get_logger(launched_rank()).warning(message)

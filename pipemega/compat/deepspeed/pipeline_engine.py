@@ -1,0 +1,266 @@
+"""The engine of `deepspeed.initialize` for a PipelineModule, over pipemega's Engine."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from pipemega.checkpoint import any_checkpoint
+from pipemega.compat.deepspeed.client_state import decoded, encoded
+from pipemega.compat.deepspeed.engine_settings import EngineSettings
+from pipemega.compat.deepspeed.parallel_grid import PipelineParallelGrid
+from pipemega.compat.deepspeed.pipeline_data import BatchFn, ScriptBatches, training_loader_of
+from pipemega.compat.deepspeed.pipeline_evaluation import PipelineEvaluation
+from pipemega.compat.deepspeed.pipeline_module import DeepSpeedPipelineModule
+from pipemega.compat.deepspeed.repeating_loader import RepeatingLoader
+from pipemega.distributed.mesh import from_first
+from pipemega.engine.engine import Engine
+from pipemega.errors import ConfigError
+from pipemega.optimizer.torch_schedule import TorchSchedule
+
+
+class PipelineEngine(EngineSettings):
+    """Trains a PipelineModule with DeepSpeed's calls.
+
+    Names that DeepSpeed's engine does not have are those of `pipemega.Engine`.
+
+    Args:
+        engine: trains the layers of `module`.
+        module: of the user.
+        training_data: a dataset; None: the caller passes iterators.
+        collate_fn: list of samples -> micro-batch.
+
+    Attributes:
+        micro_batch_size: samples of a micro-batch.
+        micro_batches: of a step of one data rank; `eval_batch` reads as many.
+        grid, mpu: the place of this rank.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        module: DeepSpeedPipelineModule,
+        training_data: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
+        self.pipemega_engine, self.module = engine, module
+        self.pipemega_config, self.mesh = engine.config, engine.mesh
+        self.optimizer = engine.optimizer
+        self.grid: PipelineParallelGrid = module.mpu()
+        self.mpu = self.grid
+        self.num_stages, self.stage_id = self.grid.pipe_parallel_size, self.grid.stage_id
+        self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
+        self.micro_batch_size = self.train_micro_batch_size_per_gpu()
+        self.micro_batches = self.gradient_accumulation_steps()
+        self.batch_fn: BatchFn | None = None
+        self.training_dataloader: Any = None
+        self.data_iterator: Iterator[Any] | None = None
+        self._evaluation = PipelineEvaluation(engine, module)
+        self._dtype = _loss_dtype(module)
+        if training_data is not None:
+            loader = training_loader_of(training_data, engine.config, self.mesh, collate_fn)
+            self.set_dataloader(RepeatingLoader(loader))
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "pipemega_engine":
+            raise AttributeError(name)
+        return getattr(self.pipemega_engine, name)
+
+    @property
+    def global_steps(self) -> int:
+        return self.pipemega_engine.global_steps
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler of the user or of the config; None: the learning rate is constant."""
+        schedule = self.pipemega_engine.lr_scheduler
+        return schedule.scheduler if isinstance(schedule, TorchSchedule) else schedule
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self.pipemega_engine.set_lr_scheduler(lambda _: scheduler)
+
+    def is_first_stage(self) -> bool:
+        return self.stage_id == 0
+
+    def is_last_stage(self) -> bool:
+        return self.stage_id == self.num_stages - 1
+
+    def get_pipeline_parallel_rank(self) -> int:
+        return self.stage_id
+
+    # Data
+
+    def set_dataloader(self, loader: Any) -> None:
+        """Read the micro-batches of the next steps from `loader`."""
+        if self.is_first_stage() or self.is_last_stage():
+            self.training_dataloader, self.data_iterator = loader, iter(loader)
+
+    def set_dataiterator(self, iterator: Iterator[Any]) -> None:
+        """Read the micro-batches of the next steps from `iterator`."""
+        if self.is_first_stage() or self.is_last_stage():
+            self.training_dataloader, self.data_iterator = None, iterator
+
+    def set_batch_fn(self, fn: BatchFn) -> None:
+        """Make (inputs, labels) of what the data yield with `fn`."""
+        self.batch_fn = fn
+
+    def reset_activation_shape(self) -> None:
+        """Forget the shapes of the tensors between stages: later micro-batches may have others."""
+        self.pipemega_engine.reset_shapes()
+
+    # Steps
+
+    def train_batch(self, data_iter: Iterator[Any] | None = None) -> Tensor:
+        """Train one step; return the loss, averaged over the whole batch: a tensor of one element.
+
+        Args:
+            data_iter: yields micro-batches (inputs, labels), on the ranks of the first and the last
+                stage; None: the data of `initialize` or `set_dataloader`.
+
+        Raises:
+            StopIteration: no data is left.
+            RuntimeError: gradients are disabled.
+        """
+        if not torch.is_grad_enabled():
+            raise RuntimeError("train_batch() needs gradients: call eval_batch() under no_grad")
+        if data_iter is not None:
+            self.set_dataiterator(data_iter)
+        loss = self.pipemega_engine.train_batch(self._micro_batches())
+        return torch.tensor(loss, dtype=self._dtype, device=self.device)
+
+    def _micro_batches(self) -> ScriptBatches | None:
+        receives = self.mesh.tensor.rank > 0 and self.batch_fn is not None
+        if self.data_iterator is None and not receives:
+            return None
+        return ScriptBatches(self.data_iterator, self.batch_fn)
+
+    def eval_batch(
+        self,
+        data_iter: Iterator[Any] | None,
+        return_logits: bool = False,
+        compute_loss: bool = True,
+        reduce_output: str | None = "avg",
+        bcast_loss: bool = True,
+        num_micro_batches: int | None = None,
+    ) -> Any:
+        """Run some micro-batches without gradients, on the ranks of all stages.
+
+        Args:
+            data_iter: as for `train_batch`; the training data keep their position.
+            return_logits: return (loss, outputs): the outputs of the last layer for the last
+                micro-batch, on the ranks of the last stage; None on others.
+            compute_loss: False: the outputs of the last layer take the place of the loss.
+            reduce_output: "avg": over the micro-batches and the data ranks. None: a list with one
+                loss per micro-batch, on the ranks of the last stage; None on others.
+            bcast_loss: has no effect: every rank gets an averaged loss.
+            num_micro_batches: None: `micro_batches`.
+
+        Raises:
+            ConfigError: another `reduce_output`.
+        """
+        source = self.data_iterator
+        self.data_iterator = data_iter
+        try:
+            micro_batches = self._micro_batches()
+        finally:
+            self.data_iterator = source
+        count = self.micro_batches if num_micro_batches is None else num_micro_batches
+        loss, outputs = self._evaluation(micro_batches, count, compute_loss, reduce_output)
+        if isinstance(loss, float):
+            loss = torch.tensor(loss, dtype=self._dtype, device=self.device)
+        return (loss, outputs) if return_logits else loss
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Refuse the calls of a loop without a pipeline.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "engine(x), forward, backward and step do not exist for a PipelineModule: "
+            "train_batch(data_iter) does them for all micro-batches of a step, and "
+            "eval_batch(data_iter) runs without gradients",
+            on_every_rank=True,
+        )
+
+    forward = backward = step = __call__
+
+    def train(self, mode: bool = True) -> None:
+        self.module.train(mode)
+
+    def eval(self) -> None:
+        self.module.eval()
+
+    # Checkpoints
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Any = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the run in pipemega's format, which loads on any mesh; return True.  Collective.
+
+        Args:
+            client_state: state of the caller, the same on every rank: tensors, numbers, text,
+                containers of them, argparse namespaces and numpy arrays.
+            exclude_frozen_parameters: has no effect: all parameters are saved.
+        """
+        self.pipemega_engine.save_checkpoint(
+            save_dir, None if tag is None else str(tag), encoded(client_state or {}), save_latest
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[Any, Any]:
+        """Load a checkpoint of `save_checkpoint`; return its path and client state.  Collective.
+
+        Returns:
+            (None, None), with a warning, if `load_dir` has no checkpoint and no `tag` is given.
+
+        Raises:
+            ConfigError: custom_load_fn.
+            CheckpointError: as `pipemega.Engine.load_checkpoint`.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...) is not supported: load_module_strict=False "
+                "loads the parameters that match",
+                on_every_rank=True,
+            )
+        if tag is None and from_first(self.mesh.world, lambda: _is_empty(load_dir)):
+            if self.global_rank == 0:
+                self.logger.warning(f"{load_dir} has no checkpoint: nothing is loaded")
+            return None, None
+        path, client = self.pipemega_engine.load_checkpoint(
+            load_dir,
+            None if tag is None else str(tag),
+            load_module_only=load_module_only,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            strict=load_module_strict,
+        )
+        return str(path), decoded(client) or {}
+
+
+def _is_empty(folder: str | Path) -> bool:
+    return any_checkpoint(folder) is None
+
+
+def _loss_dtype(module: DeepSpeedPipelineModule) -> torch.dtype:
+    """Return fp64 for a model in fp64, else fp32."""
+    doubles = any(p.dtype == torch.float64 for p in module.parameters())
+    return torch.float64 if doubles else torch.float32
