@@ -42,6 +42,7 @@ from pipemega.config.monitors import (
 from pipemega.config.optimizer import OptimizerSection
 from pipemega.config.pipeline import PipelineSection, bounds_errors
 from pipemega.config.precision import Bf16Section, DataTypesSection, Fp16Section
+from pipemega.config.profilers import FlopsProfilerSection
 from pipemega.config.scheduler import SchedulerSection
 from pipemega.config.source import KeyPath
 from pipemega.config.training import TrainingSection
@@ -104,6 +105,9 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     tensorboard: TensorboardSection = section(TensorboardSection, "TensorBoard.")
     wandb: WandbSection = section(WandbSection, "Weights & Biases.")
     csv_monitor: CsvSection = section(CsvSection, "CSV files.")
+    flops_profiler: FlopsProfilerSection = section(
+        FlopsProfilerSection, "Table of the costs of modules."
+    )
     timers: TimersSection = section(TimersSection, "DeepSpeed's timers.")
 
     @classmethod

@@ -8,6 +8,7 @@ from pydantic_core import to_jsonable_python
 from pipemega.config.activation_checkpointing import warnings_of_recompute
 from pipemega.config.data import warnings_of_evaluation
 from pipemega.config.key_kinds import key_info, sections
+from pipemega.config.profilers import warnings_of_profiling
 from pipemega.config.source import dotted, show
 
 # Sections and keys that the Trainer of transformers fills if they are "auto".
@@ -28,6 +29,7 @@ def warnings_of(config: Any) -> Iterator[str]:
                 yield f"{dotted((*path, name))} is disabled, and ignored: it is not supported"
         yield from part.remarks()
     yield from warnings_of_recompute(config)
+    yield from warnings_of_profiling(config)
     yield from warnings_of_evaluation(config)
 
 

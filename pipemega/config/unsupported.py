@@ -30,12 +30,6 @@ _BLOCKS = {
         "use bf16.enabled or fp16.enabled",
         "enabled dtype lower_precision_safe_modules",
     ),
-    "flops_profiler": block(
-        "FLOPs per module.",
-        "each log line has TFLOP/s and MFU, and wall_clock_breakdown times the parts of a step; "
-        f"{_REMOVE}",
-        "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
-    ),
     "comms_logger": block(
         "A log of all collectives.",
         f"wall_clock_breakdown times the reductions; {_REMOVE}",

@@ -190,6 +190,9 @@ class _Probe(Recorder):
         microbatch = self._microbatch(rng_key)
         self._note(_Phase.FORWARD, microbatch, position, text, state_is_finite=not state)
 
+    def failed(self, position: int) -> None:
+        pass
+
     def _microbatch(self, rng_key: RngKey) -> int:
         return rng_key.microbatch // self._mesh.data.size
 

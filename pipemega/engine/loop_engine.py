@@ -20,7 +20,9 @@ from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline.execution_state import Results
+from pipemega.pipeline.module import Stage
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.profiling.module_profiler import ProfiledLayer
 
 
 class LoopEngine(Engine):
@@ -58,6 +60,9 @@ class LoopEngine(Engine):
         (stage,) = self._model.stages.values()
         return stage.layers["0"]
 
+    def _profiled_layers(self) -> tuple[dict[int, ProfiledLayer], list[Stage]]:
+        return {0: ProfiledLayer(self.layer, "", type(self.layer).__name__, 0)}, []
+
     @property
     def ends_step(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
@@ -75,7 +80,10 @@ class LoopEngine(Engine):
         with self._failures.propagate_errors("forward"), self.timers("forward"):
             if self.config.fp16.enabled:
                 args = precision_of(self.config).cast_inputs(args)
-            return self.layer(*args, **kwargs)
+            if self._profiler is None or not torch.is_grad_enabled():
+                return self.layer(*args, **kwargs)
+            with self._profiler.forward(self.global_steps + 1):
+                return self.layer(*args, **kwargs)
 
     def run_backward(
         self, loss: Tensor, *, retain_graph: bool = False, mean: bool = True

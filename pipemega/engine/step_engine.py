@@ -23,6 +23,7 @@ from pipemega.engine.batch_reader import BatchReader, StepData
 from pipemega.engine.build_loader import share_of
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import Evaluator
+from pipemega.engine.flops_profiler import FlopsProfiler
 from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.engine.step_callbacks import MeasureBusyTime, StepCallback, TraceSteps, TrainStep
 from pipemega.engine.step_runner import StepRunner
@@ -32,8 +33,10 @@ from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor.step_phases import PIPELINE, StepPhases
 from pipemega.optimizer import LRSchedule, StepReport
 from pipemega.pipeline.execution_state import Results
+from pipemega.pipeline.module import Stage
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import Timeline
+from pipemega.profiling.module_profiler import ProfiledLayer
 from pipemega.profiling.trace import Trace
 from pipemega.random import preserve_rng
 
@@ -108,6 +111,17 @@ class StepEngine:
         self._callbacks: list[StepCallback] = [self._tracing, self._busy_time]
         if tuner is not None:
             self._callbacks.insert(0, tuner)
+        self._profiler: FlopsProfiler | None = None
+        if config.flops_profiler.enabled:
+            self._profiler = FlopsProfiler(
+                config.flops_profiler,
+                mesh,
+                self.batch,
+                *self._profiled_layers(),
+                self.timers,
+                self.num_parameters,
+            )
+            self._callbacks.append(self._profiler)
 
     # Reports of steps
 
@@ -212,6 +226,18 @@ class StepEngine:
             self._start_at_epoch(loader.epoch)
 
     # Training
+
+    def _profiled_layers(self) -> tuple[dict[int, ProfiledLayer], list[Stage]]:
+        """Return the layers by position, and the stages that report them to an observer."""
+        stages = list(self._model.stages.values())
+        layers = {
+            position: ProfiledLayer(
+                stage.layers[str(position)], f"layers.{position}", stage.name_of(position), 1
+            )
+            for stage in stages
+            for position in range(stage.start, stage.stop)
+        }
+        return layers, stages
 
     def _train_batch(
         self, data_iter: Iterator[Any] | None, batch: Any, keep_outputs: bool

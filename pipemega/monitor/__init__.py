@@ -16,6 +16,7 @@ from pipemega.monitor.console import (
     epoch_line,
     eval_line,
     parse_line,
+    print_table,
     step_line,
     timeline_line,
 )
@@ -77,6 +78,7 @@ __all__ = [
     "gpt_flops_per_token",
     "parse_line",
     "peak_tflops",
+    "print_table",
     "step_line",
     "tflops_per_device",
     "timeline_line",

@@ -46,6 +46,12 @@ _LESS_IMPORTANT = (
 PART = re.compile(r"(?P<key>[A-Za-z][\w/%. -]*) (?P<value>[^\s|]+)")
 
 
+def print_table(text: str) -> None:
+    """Print lines to standard output, above a progress bar if one is shown."""
+    tqdm.write(text, file=sys.stdout)
+    sys.stdout.flush()
+
+
 class Console(Sink):
     """Writes lines to standard output, and a progress bar to standard error if it is a terminal.
 

@@ -200,6 +200,9 @@ class LayerObserver(Protocol):
 
     def leave(self, position: int, y: Any, rng_key: "RngKey | None") -> None: ...
 
+    # Called instead of `leave` if the layer raises an error.
+    def failed(self, position: int) -> None: ...
+
 
 class RngKey(NamedTuple):
     """Seeds the dropout of one forward, together with the position of the layer."""
@@ -310,11 +313,12 @@ class Stage(nn.Module):
                 self.observer.enter(position, x, rng_key)
             try:
                 x = layer(x) if spec.forward_fn is None else spec.forward_fn(layer, x)
-            except PipelineError:
-                raise
             except Exception as error:
+                if self.observer is not None:
+                    self.observer.failed(position)
                 # torch.utils.checkpoint stops a recomputation early by an internal exception.
-                if type(error).__module__.startswith("torch.utils.checkpoint"):
+                stops_early = type(error).__module__.startswith("torch.utils.checkpoint")
+                if stops_early or isinstance(error, PipelineError):
                     raise
                 raise PipelineError(
                     f"layers.{position} ({spec.name}) failed: {type(error).__name__}: {error}"

@@ -65,11 +65,7 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if storage._cdata not in self._seen:
                     self._track(storage, counted=True)
         self.kernels += not func.is_view
-        packet = func._overloadpacket
-        formula = _FORMULAS.get(packet) or flop_registry.get(packet)
-        if formula is not None:
-            flops = formula(*args, **kwargs, out_val=result)
-            self.flops += flops / 2 if _is_causal(func, args, kwargs) else flops
+        self.flops += operation_flops(func, args, kwargs, result)
         return result
 
     def _track(self, storage: torch.UntypedStorage, counted: bool) -> None:
@@ -83,6 +79,16 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen[key] = weakref.ref(storage, forget)
         self.now += size
         self.peak = max(self.peak, self.now)
+
+
+def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
+    """Return the FLOPs of an operation that a TorchDispatchMode sees; see `TensorMeter`."""
+    packet = func._overloadpacket
+    formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+    if formula is None:
+        return 0.0
+    flops: float = formula(*args, **kwargs, out_val=result)
+    return flops / 2 if _is_causal(func, args, kwargs) else flops
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -445,7 +445,10 @@ def test_costs_select_the_schedule_auto():
         ({"amp": {"enabled": True}}, "amp.enabled is enabled, but not supported"),
         ({"amp": True}, "amp cannot be true"),
         ({"torch_autocast": {"enabled": True}}, "use bf16.enabled or fp16.enabled"),
-        ({"flops_profiler": {"enabled": True}}, "each log line has TFLOP/s and MFU"),
+        (
+            {"flops_profiler": {"enabled": True, "module_depth": -2}},
+            "flops_profiler.module_depth must be an integer >= -1, not -2",
+        ),
         ({"comms_logger": {"enabled": "yes"}}, "comms_logger.enabled is enabled"),
         ({"comet": {"enabled": True}}, "use wandb, tensorboard or csv_monitor"),
         ({"elasticity": {"enabled": True}}, "set train_batch_size and its factors"),
@@ -519,6 +522,14 @@ def test_a_disabled_feature_or_a_default_behaviour_gives_no_warning(change):
             {"scheduler": {"type": "constant", "params": {"min_lr": 0.1}}},
             "scheduler.params.min_lr is ignored: a constant rate does not decay",
         ),
+        (
+            {
+                "flops_profiler": {"enabled": True, "profile_step": 7},
+                "training": {"train_steps": 6},
+            },
+            "flops_profiler.profile_step (7) is after the last step (training.train_steps 6)",
+        ),
+        ({"flops_profiler": {"enabled": False, "profile_step": 1, "output_file": None}}, ""),
         (
             {
                 "model": MODEL | {"recompute": "full"},

@@ -1,0 +1,46 @@
+"""`flops_profiler`: DeepSpeed's table of the costs of modules."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from pipemega.config.key_kinds import Section, honoured
+from pipemega.config.value_types import NotNegative, Whole
+
+
+class FlopsProfilerSection(Section):
+    """A table of parameters, FLOPs and forward times of the modules, printed once."""
+
+    enabled: bool = honoured(False, "Profile the modules in one training step.")
+    profile_step: Whole = honoured(
+        1, "Number of this step; the first step is 1, and so is 0. Its times may include warm-up."
+    )
+    module_depth: Annotated[int, Field(ge=-1)] = honoured(
+        -1, "Deepest level of modules in the table; the whole model is level 0; -1: all levels."
+    )
+    top_modules: Whole = honoured(1, "Number of classes of modules to list for each level.")
+    detailed: bool = honoured(True, "Also list every module.")
+    recompute_fwd_factor: NotNegative = honoured(
+        0.0, "Share of the forward that activation checkpointing repeats in backward."
+    )
+    output_file: str | None = honoured(
+        None, "File for the table, instead of standard output; written by rank 0."
+    )
+
+    @classmethod
+    def prepare(cls, raw: Any) -> Any:
+        # Older configs could contain the section as true, false or null.
+        if raw is None or isinstance(raw, bool):
+            return {"enabled": bool(raw)}
+        return raw
+
+
+def warnings_of_profiling(config: Any) -> Iterator[str]:
+    """Yield a warning if a `Config` profiles a step that the run does not have."""
+    section, steps = config.flops_profiler, config.training.train_steps
+    if section.enabled and steps is not None and section.profile_step > steps:
+        yield (
+            f"flops_profiler.profile_step ({section.profile_step}) is after the last step "
+            f"(training.train_steps {steps}): no step will be profiled"
+        )

@@ -1,0 +1,235 @@
+"""Counts the FLOPs of the forward of each module, and measures its time, in running steps.
+
+The first forward of a layer is counted, operation by operation; the later ones are timed, because
+counting takes time. Recomputation in backward is neither counted nor timed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pipemega.monitor.step_clock import Interval, StepClock
+from pipemega.parameters import shard_of
+from pipemega.pipeline.module import RngKey
+from pipemega.profiling.tensor_meter import operation_flops
+
+
+@dataclass(frozen=True)
+class ProfiledLayer:
+    """A layer, which runs once per micro-batch.
+
+    Args:
+        name: of the layer; empty for a whole model.
+        kind: its class, or the name of its function.
+        level: 0 for a whole model, 1 for its children.
+    """
+
+    module: nn.Module
+    name: str
+    kind: str
+    level: int
+
+
+@dataclass(frozen=True)
+class ModuleCost:
+    """Costs of one module, on one rank, for one micro-batch.
+
+    Args:
+        name, kind, level: as in `ProfiledLayer`.
+        parameters: number of elements of the unsharded module.
+        flops: of the forward, by torch's formulas for matrix products, convolutions and attention.
+        seconds: of the forward.
+    """
+
+    name: str
+    kind: str
+    level: int
+    parameters: int
+    flops: float
+    seconds: float
+
+
+@dataclass
+class _Record:
+    """Measurements of a module within one layer."""
+
+    flops: float = 0.0
+    counted: list[Interval] = field(default_factory=list)
+    timed: list[Interval] = field(default_factory=list)
+
+
+class ModuleProfiler:
+    """Profiles layers and their modules between `start` and `stop`; a `LayerObserver`.
+
+    Args:
+        layers: by position.
+        clock: of the work on the device.
+        deepest: deepest level of modules; -1: all of them.
+    """
+
+    def __init__(
+        self, layers: Mapping[int, ProfiledLayer], clock: StepClock, deepest: int = -1
+    ) -> None:
+        self._layers, self._clock, self._deepest = layers, clock, deepest
+        self._handles: list[Any] = []
+        self._records: dict[int, dict[nn.Module, _Record]] = {}
+        self._runs: dict[int, int] = {}
+        self._untimed: dict[int, int] = {}  # the first runs of a layer
+        self._position = -1  # of the layer that runs now
+        # What runs now, from the layer inwards, and the instants of the starts.
+        self._stack: list[tuple[_Record, Any]] = []
+        self._meter: _FlopMeter | None = None
+
+    def start(self) -> None:
+        """Measure all forwards from now on."""
+        self._records = {position: {} for position in self._layers}
+        self._runs = dict.fromkeys(self._layers, 0)
+        self._untimed = dict.fromkeys(self._layers, 1)
+        inner = dict.fromkeys(
+            module for layer in self._layers.values() for _, module, _ in self._inner_modules(layer)
+        )
+        self._handles = []
+        for module in inner:
+            enter, leave = partial(self._enter, module), partial(self._leave, module)
+            self._handles += [
+                module.register_forward_pre_hook(lambda *_, enter=enter: enter()),
+                module.register_forward_hook(lambda *_, leave=leave: leave(), always_call=True),
+            ]
+
+    def _inner_modules(self, layer: ProfiledLayer) -> Iterator[tuple[str, nn.Module, int]]:
+        """Yield (name, module, level) of the modules in a layer."""
+        for name, module in layer.module.named_modules():
+            level = layer.level + name.count(".") + 1
+            if name and (self._deepest < 0 or level <= self._deepest):
+                yield name, module, level
+
+    def restart_times(self) -> bool:
+        """Discard the times so far; return whether all layers were counted before."""
+        for position, records in self._records.items():
+            self._untimed[position] = max(1, self._runs[position])
+            for record in records.values():
+                record.counted.clear()
+                record.timed.clear()
+        return all(self._runs.values())
+
+    def stop(self) -> list[ModuleCost]:
+        """Stop measuring; return the costs of each layer, followed by those of its modules.
+
+        Waits for the device.
+        """
+        for handle in self._handles:
+            handle.remove()
+        return [
+            cost
+            for position, layer in self._layers.items()
+            for cost in self._costs(position, layer)
+        ]
+
+    # The layers
+
+    def enter(self, position: int, x: Any, rng_key: RngKey | None) -> None:
+        """Handle the start of a layer."""
+        if torch.is_grad_enabled() and not _is_in_backward():
+            self._position = position
+            self._runs[position] += 1
+            if self._runs[position] == 1:
+                self._meter = _FlopMeter(self._count)
+                self._meter.__enter__()  # type: ignore[no-untyped-call]
+            self._push(self._layers[position].module)
+
+    def leave(self, position: int, y: Any, rng_key: RngKey | None) -> None:
+        """Handle the end of a layer."""
+        if self._stack:
+            self._pop()
+        self._stop_counting()
+
+    def failed(self, position: int) -> None:
+        """Handle an error in a layer."""
+        self._stack.clear()
+        self._stop_counting()
+
+    def _stop_counting(self) -> None:
+        if self._meter is not None:
+            self._meter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._meter = None
+
+    # Modules, and the layer as the first of them
+
+    def _enter(self, module: nn.Module) -> None:
+        if self._stack:
+            self._push(module)
+
+    def _leave(self, module: nn.Module) -> None:
+        if self._stack and self._stack[-1][0] is self._records[self._position].get(module):
+            self._pop()
+
+    def _push(self, module: nn.Module) -> None:
+        record = self._records[self._position].setdefault(module, _Record())
+        self._stack.append((record, self._clock.now()))
+
+    def _pop(self) -> None:
+        record, started = self._stack.pop()
+        intervals = record.timed if self._meter is None else record.counted
+        intervals.append((started, self._clock.now()))
+
+    def _count(self, flops: float) -> None:
+        for record, _ in self._stack:
+            record.flops += flops
+
+    # Results
+
+    def _costs(self, position: int, layer: ProfiledLayer) -> Iterator[ModuleCost]:
+        modules = [("", layer.module, layer.level), *self._inner_modules(layer)]
+        for name, module, level in modules:
+            flops, seconds = self._sums(position, module)
+            elements = sum(torch.Size(shard_of(p).shape).numel() for p in module.parameters())
+            yield ModuleCost(
+                ".".join(part for part in (layer.name, name) if part),
+                type(module).__name__ if name else layer.kind,
+                level,
+                elements,
+                flops,
+                seconds,
+            )
+
+    def _sums(self, position: int, module: nn.Module) -> tuple[float, float]:
+        """Return the FLOPs and seconds per micro-batch."""
+        record = self._records[position].get(module)
+        if record is not None:
+            later = self._runs[position] - self._untimed[position]
+            return record.flops, self._seconds(record, later)
+        # A container such as nn.ModuleList does not run itself.
+        pairs = [self._sums(position, child) for child in module.children()]
+        return sum(flops for flops, _ in pairs), sum(seconds for _, seconds in pairs)
+
+    def _seconds(self, record: _Record, later: int) -> float:
+        intervals = record.timed if later > 0 else record.counted
+        return sum(self._clock.durations(intervals)) * 1e-9 / max(1, later)
+
+
+class _FlopMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context that calls `count` with the FLOPs of each operation."""
+
+    def __init__(self, count: Callable[[float], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._count = count
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        flops = operation_flops(func, args, kwargs, result)
+        if flops:
+            self._count(flops)
+        return result
+
+
+def _is_in_backward() -> bool:
+    """Return whether autograd runs a backward, whose forwards are recomputations."""
+    return torch._C._current_graph_task_id() != -1
