@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipemega.errors import ConfigError
@@ -109,6 +109,23 @@ class GivenOptimizer:
         # Adds what torch needs and is missing here.
         twin.__setstate__({**kept, "state": defaultdict(dict), "param_groups": groups})
         return twin
+
+
+def freeze_others(
+    named: Iterable[tuple[str, nn.Parameter]], groups: GivenGroups, names: Mapping[int, str]
+) -> list[str]:
+    """Freeze the parameters of the model that are in no group; return their names.
+
+    The engine trains each parameter that requires a gradient.
+
+    Args:
+        named: (name, parameter) of the model.
+        names: id of each parameter -> its logical name.
+    """
+    others = [(n, p) for n, p in named if p.requires_grad and names[id(p)] not in groups.names]
+    for _, parameter in others:
+        parameter.requires_grad_(False)
+    return [name for name, _ in others]
 
 
 def _name_of(parameter: Any, names: Mapping[int, str], group: int) -> str:

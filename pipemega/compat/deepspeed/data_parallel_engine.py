@@ -1,20 +1,318 @@
-"""Training of a model that is no pipeline, over data ranks."""
+"""`engine(x)`, `engine.backward(loss)`, `engine.step()`: training of a module over data ranks."""
 
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.distributed import DistributedSampler
+
+from pipemega.compat.deepspeed.engine_names import EngineNames, missing_name
+from pipemega.compat.deepspeed.schedule_adapter import schedule_maker
+from pipemega.config import Config, load
+from pipemega.engine.initialize import build_mesh_of, initialize_loop
+from pipemega.engine.loop_engine import LoopEngine
 from pipemega.errors import ConfigError
+from pipemega.monitor import get_logger
+from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer, freeze_others
+
+_PIPELINE = "the script calls forward, backward and step; a PipelineModule has train_batch()"
+_ADVICE: Mapping[str, str] = {
+    "train_batch": _PIPELINE,
+    "eval_batch": _PIPELINE,
+    "set_dataloader": _PIPELINE,
+    "set_batch_fn": _PIPELINE,
+}
+
+
+class DataParallelEngine(EngineNames, nn.Module):
+    """Trains a module whose forward and backward the script runs.
+
+        loss = loss_fn(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+
+    Every micro-batch ends with `step()`; every `gradient_accumulation_steps`-th call reduces the
+    gradients over the data ranks and updates the parameters, with the optimizer step that
+    pipelines have. Attributes that the engine does not have are those of the module.
+
+    Args:
+        core: the engine that does the work.
+        collate_fn: of `deepspeed_io`.
+
+    Attributes:
+        module: as given to `initialize`.
+    """
+
+    core: LoopEngine
+
+    def __init__(
+        self, core: LoopEngine, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> None:
+        super().__init__()
+        self.core, self.module = core, core.layer
+        self.collate_fn = collate_fn
+        self._without_sync = False
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name != "module" and hasattr(self.module, name):
+                return getattr(self.module, name)
+        raise AttributeError(missing_name(name, _ADVICE))
+
+    # A micro-batch
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Call the module; with `fp16.auto_cast`, floating-point `inputs` are cast to fp16."""
+        return self.core.run_forward(*inputs, **kwargs)
+
+    def backward(
+        self,
+        loss: Tensor,
+        retain_graph: bool = False,
+        scale_wrt_gas: bool = True,
+        *,
+        allreduce_gradients: bool = True,
+        release_loss: bool = False,
+    ) -> Tensor:
+        """Add the gradients of the mean loss of a micro-batch; not collective.
+
+        Args:
+            loss: scalar. Several losses of one micro-batch add up.
+            retain_graph: for another backward through the same graph.
+            scale_wrt_gas: divide by `gradient_accumulation_steps`.
+            allreduce_gradients: False is refused: `step` reduces.
+            release_loss: has no effect.
+
+        Returns:
+            the loss, divided as its gradients are.
+        """
+        if not allreduce_gradients:
+            raise ConfigError(
+                "backward(allreduce_gradients=False): step() reduces the gradients once per step; "
+                "remove the argument, and the reduction of the script"
+            )
+        return self.core.run_backward(loss, retain_graph=retain_graph, mean=scale_wrt_gas)
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """Return the loss from which the script runs `backward()` itself."""
+        return self.core.scale(loss)
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch; after the last of a step, update the parameters.
+
+        Collective then: all ranks must run equally many steps.
+
+        Raises:
+            ConfigError: there was no backward; or as the message says.
+            StopTraining, NonFiniteError, LossScaleError, PipelineError: as `Engine.train_batch`.
+        """
+        if lr_kwargs:
+            raise ConfigError("step(lr_kwargs=...): a scheduler's step() gets no arguments")
+        if self._without_sync:
+            raise ConfigError("step() is called within no_sync(): call it after the block")
+        self.core.end_micro_batch()
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Return whether the next `step()` updates the parameters."""
+        return self.core.ends_step
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Let each next `step()` update the parameters, or not."""
+        self.core.at_boundary = is_boundary
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Return a block without reductions; they happen in `step` only, so it changes nothing."""
+        if self._without_sync:
+            raise ConfigError("no_sync() is called within no_sync()")
+        self._without_sync = True
+        try:
+            yield
+        finally:
+            self._without_sync = False
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Discard the gradients of this step so far; `step` does it after each update."""
+        self.core.discard_gradients()
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-batches so far."""
+        return self.core.micro_steps
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The process group of all ranks."""
+        return self.core.mesh.world.group
+
+    # Data
+
+    def deepspeed_io(
+        self,
+        dataset: Any,
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = True,
+        data_sampler: Any = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int | None = None,
+    ) -> DataLoader[Any]:
+        """Return a loader of the micro-batches of this rank; it repeats nothing.
+
+        The order is that of torch's DistributedSampler: for another order in each epoch call
+        `loader.sampler.set_epoch(epoch)`.
+
+        Args:
+            batch_size: None: the micro-batch size.
+            route: "train" shuffles; "eval" and "predict" do not.
+            num_local_io_workers: None: `data.num_workers`.
+        """
+        mesh, config = self.core.mesh, self.core.config
+        is_iterable = isinstance(dataset, IterableDataset)
+        if data_sampler is None and not is_iterable:
+            data_sampler = DistributedSampler(
+                dataset, mesh.data.size, mesh.data.rank, shuffle=route == "train"
+            )
+        workers = config.data.num_workers if num_local_io_workers is None else num_local_io_workers
+        return DataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            sampler=data_sampler,
+            collate_fn=collate_fn or self.collate_fn,
+            num_workers=workers,
+            pin_memory=pin_memory and mesh.device.type == "cuda",
+            drop_last=config.dataloader_drop_last,
+        )
+
+    # The module
+
+    def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
+        """Return the state_dict of the module, with parameters in the dtype of the forward."""
+        state = self.module.state_dict()
+        frozen = {name for name, p in self.module.named_parameters() if not p.requires_grad}
+        return {k: v for k, v in state.items() if not (exclude_frozen_parameters and k in frozen)}
+
+    def save_16bit_model(
+        self,
+        save_dir: str,
+        save_filename: str = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Write `module_state_dict` to a file with torch.save, on rank 0."""
+        if self.core.mesh.rank == 0:
+            folder = Path(save_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(self.module_state_dict(exclude_frozen_parameters), folder / save_filename)
+        return True
+
+    save_fp16_model = save_16bit_model
+
+    def compile(self, backend: Any = "inductor", compile_kwargs: Any = None, **others: Any) -> None:
+        """Compile the module, as `torch.nn.Module.compile`."""
+        if others:
+            raise ConfigError(f"compile() has no argument {next(iter(others))!r} here: remove it")
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
 
 
 def initialize_data_parallel(
-    model: Any, config: Any, **arguments: Any
-) -> tuple[Any, Any, Any, Any]:
-    """Refuse a model that is no pipeline.
+    model: nn.Module,
+    config: Any,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Any = None,
+    lr_scheduler: Any = None,
+    mpu: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+) -> tuple[DataParallelEngine, Optimizer | None, DataLoader[Any] | None, Any]:
+    """Build the engine of a module that is no pipeline; see `initialize`.  Collective.
 
     Raises:
-        ConfigError: always; on every rank.
+        ConfigError: an argument or the config is not supported; says what to use.
     """
-    raise ConfigError(
-        f"initialize() got the module {type(model).__name__}: write "
-        "PipelineModule([layer, ...], num_stages=...) with its layers",
-        on_every_rank=True,
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"initialize() takes an nn.Module or a PipelineModule as model, not a "
+            f"{type(model).__name__}",
+            on_every_rank=True,
+        )
+    _refuse_model_parallel(mpu)
+    settings = load(config)
+    mesh = build_mesh_of(settings)
+    names = {id(p): f"layers.0.{name}" for name, p in model.named_parameters()}
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    given, groups = _given(settings, optimizer, model_parameters, trainable, names)
+    if groups is not None:
+        frozen = freeze_others(model.named_parameters(), groups, names)
+        if frozen:
+            get_logger(mesh.rank).info(
+                f"{len(frozen)} parameters are in no group of the optimizer, so they are not "
+                f"trained: {frozen[0]} .."
+            )
+    batch = settings.batch(mesh.data.size)
+    core = initialize_loop(
+        model,
+        settings,
+        mesh=mesh,
+        optimizer=given,
+        lr_scheduler=schedule_maker(lr_scheduler, lambda: batch.train_batch_size),
+        model_parameters=groups if given is None else None,
     )
+    engine = DataParallelEngine(core, collate_fn)
+    engine.config = config
+    if training_data is not None:
+        engine.training_dataloader = engine.deepspeed_io(training_data)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+def _refuse_model_parallel(mpu: Any) -> None:
+    """Refuse ranks that hold parts of the model that the script has cut itself."""
+    for name in ("model", "tensor_model", "pipeline_model", "pipe", "slice"):
+        size = getattr(mpu, f"get_{name}_parallel_world_size", lambda: 1)()
+        if size > 1:
+            raise ConfigError(
+                f"initialize(mpu=...) has a {name} parallel size of {size}, and the model is an "
+                "nn.Module, whose parameters the engine takes to be whole on each rank: write the "
+                "model as a PipelineModule, with pipemega.tensor_parallel's layers or a model of "
+                "`pipemega.hf`, and set mesh.tensor and mesh.pipeline",
+                on_every_rank=True,
+            )
+
+
+def _given(
+    config: Config,
+    optimizer: Any,
+    parameters: Any,
+    trainable: list[nn.Parameter],
+    names: Mapping[int, str],
+) -> tuple[GivenOptimizer | None, GivenGroups | None]:
+    """Return the optimizer of the caller, and the groups of parameters; None for what is not.
+
+    Args:
+        optimizer: one over parameters of the model, or a function of `parameters`.
+        parameters: of the model, or groups of them; None: `trainable`.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    if parameters is not None:
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        if not callable(optimizer):
+            raise ConfigError(
+                f"initialize(optimizer=...) takes a torch.optim.Optimizer, or a function of the "
+                f"parameters that returns one, not a {type(optimizer).__name__}",
+                on_every_rank=True,
+            )
+        optimizer = optimizer(trainable if parameters is None else parameters)
+    if optimizer is not None:
+        made = GivenOptimizer(optimizer, names)
+        return made, made.groups
+    if parameters is None or config.optimizer is None:
+        return None, None
+    return None, GivenGroups(parameters, names)

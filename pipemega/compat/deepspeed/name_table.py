@@ -46,6 +46,14 @@ _RUNTIME_UTILS = {
         "call_to_str", "ensure_directory_exists",
     )
 }  # fmt: skip
+_ENGINE = {"DeepSpeedEngine": f"{_HERE}.engine_names:EngineNames"}
+_ZERO = {
+    name: f"{_HERE}.zero_calls:{name}"
+    for name in (
+        "Init", "GatheredParameters", "register_external_parameter",
+        "unregister_external_parameter",
+    )
+}  # fmt: skip
 _INIT = {"init_distributed": f"{_LAUNCH}:init_distributed"}
 
 MODULES: Mapping[str, Mapping[str, str]] = {
@@ -56,6 +64,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "PipelineEngine": f"{_HERE}.pipeline_engine:PipelineEngine",
         "dist": "torch.distributed",
         "__version__": f"{_LAUNCH}:DEEPSPEED_VERSION",
+        **_ENGINE,
         **_INIT,
         **_LOG,
         **_ACCELERATOR,
@@ -77,6 +86,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.dataloader": _LOADERS,
+    "runtime.engine": _ENGINE,
     "runtime.lr_schedules": {
         "WarmupLR": f"{_SCHEDULES}:warmup_lr",
         "WarmupDecayLR": f"{_SCHEDULES}:warmup_decay_lr",
@@ -89,8 +99,10 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "runtime.pipe.module": _PIPE,
     "runtime.pipe.topology": _TOPOLOGIES,
     "runtime.utils": _RUNTIME_UTILS,
+    "runtime.zero": _ZERO,
     "utils": {**_LOADERS, **_LOG},
     "utils.logging": _LOG,
+    "zero": _ZERO,
 }
 
 # Other names of these modules are those of another module.
@@ -131,6 +143,8 @@ ADVICE: Mapping[str, str] = {
         "`pipemega checkpoint import-deepspeed` reads DeepSpeed's checkpoints"
     ),
     "runtime.utils.PartitionedTensor": "the engine sends the tensors between stages",
+    "runtime.zero.*": "of ZeRO there is stage 1, set by zero_optimization in the config",
+    "zero.*": "of ZeRO there is stage 1, set by zero_optimization in the config",
     "sequence": "set mesh.sequence_parallel in the config",
     "tp_model_init": "tensor parallelism is set by mesh.tensor in the config",
 }
