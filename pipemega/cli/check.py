@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from pipemega.cli.run_options import Subparsers, add_command, add_config
 from pipemega.config import Config, examine
+from pipemega.config.batch_sizes import BatchSizes
 from pipemega.planning.resolved import resolved_values
 from pipemega.planning.run_checks import run_files, run_rules, topology_of
 from pipemega.printing import coloured, print_report
@@ -62,8 +63,12 @@ def _page(config: Config, world: int | None) -> Iterator[str]:
     yield f"mesh       {mesh}"
     yield f"batch      {equation}"
     yield f"precision  {_precision(config)}"
-    if config.training.train_steps is not None:
-        yield f"length     {_length(config, config.training.train_steps, batch.train_batch_size)}"
+    sizes = config.batch_sizes(topology.data)
+    if sizes.changes:
+        yield f"ramp-up    {_ramp_up(sizes)}"
+    steps = sizes.run_length(config.training).steps
+    if steps is not None:
+        yield f"length     {_length(config, steps, sizes.samples_of(steps))}"
     elif config.training.epochs is not None:
         yield f"length     {config.training.epochs:,} epochs; the data determine the steps"
     resolved = list(resolved_values(config, topology))
@@ -87,8 +92,18 @@ def _precision(config: Config) -> str:
     return f"{name}, fp32 master weights" if name else "fp32"
 
 
-def _length(config: Config, steps: int, batch_size: int) -> str:
-    samples = steps * batch_size
+def _ramp_up(sizes: BatchSizes) -> str:
+    begin, last = sizes.phases[-1]
+    # The first full step begins after the last smaller one.
+    steps = sizes.steps_within(begin)
+    steps += sizes.samples_of(steps) < begin
+    return (
+        f"{sizes.sizes[0]:,} to {last:,} samples in {len(sizes.sizes)} sizes; full from step "
+        f"{steps + 1:,} on, after {sizes.samples_of(steps):,} samples"
+    )
+
+
+def _length(config: Config, steps: int, samples: int) -> str:
     text = f"{steps:,} steps, {samples:,} samples"
     tokens = config.model.sample_tokens() if config.model else None
     return text if tokens is None else f"{text}, {samples * tokens:,} tokens"

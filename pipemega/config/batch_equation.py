@@ -65,6 +65,11 @@ class Batch:
         return self.data_size * self.tensor_size * self.pipeline_size
 
     @property
+    def samples_per_slice(self) -> int:
+        """Samples of one micro-batch on all data ranks together."""
+        return self.micro_batch_size * self.data_size
+
+    @property
     def equation(self) -> str:
         """The batch equation and the mesh equation as one line of text."""
         return (

@@ -112,3 +112,18 @@ class CheckpointSection(_Async):
                 f"checkpoint.interval is {self.interval}, and there is no folder to save in: "
                 "set checkpoint.save"
             )
+
+
+def errors_of_folder(config: Any) -> Iterator[str]:
+    """Yield why a config needs `checkpoint.save`, if it is not set."""
+    training = config.training
+    needs_folder = {
+        "training.resume is 'auto'": training.resume == "auto",
+        "training.on_nonfinite.policy is 'rollback'": training.on_nonfinite.policy == "rollback",
+    }
+    for setting, is_set in needs_folder.items():
+        if is_set and config.checkpoint.save is None:
+            yield (
+                f"{setting}, which loads checkpoints of this run, but checkpoint.save is not set: "
+                "set it"
+            )

@@ -14,7 +14,8 @@ from pipemega.config.activation_checkpointing import (
     errors_of_stored_activations,
 )
 from pipemega.config.batch_equation import Batch, BatchKeys, solve
-from pipemega.config.checkpoint import CheckpointSection
+from pipemega.config.batch_sizes import BatchSizes, rampup_errors
+from pipemega.config.checkpoint import CheckpointSection, errors_of_folder
 from pipemega.config.config_warnings import notes_of, warnings_of
 from pipemega.config.data import DataSection, errors_of_padding
 from pipemega.config.gradients import GradientKeys, with_communication_dtype
@@ -43,8 +44,8 @@ from pipemega.config.optimizer import OptimizerSection
 from pipemega.config.pipeline import PipelineSection, bounds_errors
 from pipemega.config.precision import Bf16Section, DataTypesSection, Fp16Section
 from pipemega.config.profilers import FlopsProfilerSection
-from pipemega.config.scheduler import SchedulerSection
-from pipemega.config.source import KeyPath
+from pipemega.config.scheduler import SchedulerSection, count_samples, errors_of_length
+from pipemega.config.source import KeyPath, all_problems
 from pipemega.config.training import TrainingSection
 from pipemega.config.unsupported import UnsupportedKeys
 from pipemega.config.value_types import Count, Name, Whole
@@ -114,7 +115,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     def prepare(cls, raw: Any) -> Any:
         if not isinstance(raw, Mapping):
             return raw
-        return _mesh_from_stages(with_communication_dtype(raw))
+        return count_samples(_mesh_from_stages(with_communication_dtype(raw)))
 
     @classmethod
     def section_at(cls, key: str, raw: Mapping[str, Any]) -> SectionClass | None:
@@ -136,6 +137,17 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
         )
         has_1f1b_bubble = self.pipeline.schedule in ("gpipe", "1f1b")
         return Batch(*solution, data_size, tensor, pipeline, has_1f1b_bubble)
+
+    def batch_sizes(self, data_size: int) -> BatchSizes:
+        """Return the size of each step on `data_size` data ranks.
+
+        Raises:
+            ConfigError: as `batch`, or training.rampup_batch_size does not fit.
+        """
+        batch, rampup = self.batch(data_size), self.training.rampup_batch_size
+        if problems := list(rampup_errors(rampup, batch)):
+            raise all_problems(problems)
+        return BatchSizes.of(rampup, batch.train_batch_size)
 
     def zero_refusal(self, data_size: int | None) -> str | None:
         """Return why the ZeRO stage is refused, with the alternative; None if it is supported.
@@ -261,29 +273,6 @@ def _stages(config: Config) -> Iterator[str]:
         yield from bounds_errors(config.pipeline.partition, ranks * config.pipeline.stages_per_rank)
 
 
-def _schedule_length(config: Config) -> Iterable[str]:
-    training, section = config.training, config.scheduler
-    # With epochs the number of steps depends on the data, which initialize() has.
-    steps_unknown = training.train_steps is None and training.epochs is not None
-    if section is not None and not (section.by == "step" and steps_unknown):
-        section.check(training.train_steps, training.epochs)
-    return ()
-
-
-def _checkpoint_folder(config: Config) -> Iterator[str]:
-    training = config.training
-    needs_folder = {
-        "training.resume is 'auto'": training.resume == "auto",
-        "training.on_nonfinite.policy is 'rollback'": training.on_nonfinite.policy == "rollback",
-    }
-    for setting, is_set in needs_folder.items():
-        if is_set and config.checkpoint.save is None:
-            yield (
-                f"{setting}, which loads checkpoints of this run, but checkpoint.save is not set: "
-                "set it"
-            )
-
-
 _SHARDED_KEYS = (
     "model.num_attention_heads", "model.num_query_groups", "model.ffn_hidden_size",
     "model.hidden_size", "model.swiglu", "model.seq_length", "model.pad_vocab_size_to",
@@ -311,8 +300,8 @@ _RULES = (
          "model.recompute"),
         errors_of_stored_activations,
     ),
-    Rule(("scheduler", "training.train_steps", "training.epochs"), _schedule_length),
-    Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), _checkpoint_folder),
+    Rule(("scheduler", "training"), errors_of_length),
+    Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), errors_of_folder),
     Rule(
         ("data.reset_position_ids", "data.reset_attention_mask", "model.type"), errors_of_positions
     ),

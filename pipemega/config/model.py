@@ -233,7 +233,11 @@ class GPTSection(ModelSection):
             )
 
 
-def near_multiples(size: int, of: int) -> str:
-    """Return "that fits is 4" or "that fit are 12 and 16": multiples of `of` next to `size`."""
-    below, above = size // of * of, -(-size // of) * of
+def near_multiples(size: int, of: int, base: int = 0) -> str:
+    """Return "that fits is 4" or "that fit are 12 and 16": multiples of `of` next to `size`.
+
+    Args:
+        base: added to both.
+    """
+    below, above = base + size // of * of, base - (-size // of) * of
     return f"that fit are {below} and {above}" if below else f"that fits is {above}"

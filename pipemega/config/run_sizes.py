@@ -4,6 +4,7 @@ import os
 from collections.abc import Collection, Iterable, Iterator
 
 from pipemega.config.batch_equation import MICRO, STEPS, TRAIN
+from pipemega.config.batch_sizes import RAMPUP
 from pipemega.config.config import Config
 from pipemega.config.key_kinds import Rule
 from pipemega.config.source import KeyPath
@@ -27,6 +28,10 @@ def size_rules(autos: Collection[KeyPath], world: int | None = None) -> tuple[Ru
         config.batch(config.smallest_data_size)
         return ()
 
+    def growing_batch(config: Config) -> Iterable[str]:
+        config.batch_sizes(config.smallest_data_size)
+        return ()
+
     def stage(config: Config) -> Iterator[str]:
         refusal = config.zero_refusal(_data_size(config, world))
         if refusal is not None:
@@ -34,6 +39,7 @@ def size_rules(autos: Collection[KeyPath], world: int | None = None) -> tuple[Ru
 
     return (
         Rule((*_SIZES, "mesh.data"), batch),
+        Rule((RAMPUP, *_SIZES, "mesh.data"), growing_batch),
         Rule(("zero_optimization.stage", "mesh"), stage),
     )
 

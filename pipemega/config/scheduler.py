@@ -1,10 +1,11 @@
 """The config section `scheduler`: the learning rate over the steps, or over the epochs.
 
-DeepSpeed's five types with its keys and defaults, and Megatron's five, in steps instead of samples.
+DeepSpeed's five types with its keys and defaults, and Megatron's five, whose lengths are in steps,
+epochs or samples.
 """
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal, NamedTuple
 
 from pydantic import SerializeAsAny
 
@@ -13,16 +14,25 @@ from pipemega.config.optimizer import normalize_type
 from pipemega.config.value_types import Count, NotNegative, Share, Whole
 
 Warmup = Literal["log", "linear"]
-By = Literal["step", "epoch"]
+By = Literal["step", "epoch", "sample"]
 _TOTAL = "Length of the whole run; null: that of the section `training`."
 _SET_ONE = {
     "step": "so is training.train_steps, its default: set one of them",
     "epoch": "so is training.epochs, its default: set one of them",
+    "sample": "so is training.train_samples, its default: set one of them",
 }
 
 
 class SchedulerParams(Section):
     """Keys of every schedule; lengths are in steps, or with `scheduler.by: "epoch"` in epochs."""
+
+    def lengths_in_samples(self) -> list[str]:
+        """Return the keys of lengths in samples that are set."""
+        return []
+
+    def lengths_in_steps(self) -> list[str]:
+        """Return the keys of lengths in steps that are set and have a counterpart in samples."""
+        return []
 
     def arguments(self, total: int | None) -> dict[str, Any]:
         """Return the arguments of the formula in optimizer/lr_formulas.py, without null ones.
@@ -133,19 +143,32 @@ class ConstantParams(SchedulerParams):
     max_lr: NotNegative | None = own(None, "Rate after the warm-up; null: that of the optimizer.")
     warmup_init_lr: NotNegative = own(0.0, "Rate before the first step of the warm-up.")
     warmup_steps: Whole = own(0, "Length of the warm-up.")
-    warmup_fraction: Share | None = own(None, "Length of the warm-up as a share of `decay_steps`.")
+    warmup_samples: Whole | None = own(None, "Length of the warm-up in samples.")
+    warmup_fraction: Share | None = own(
+        None, "Length of the warm-up as a share of `decay_steps` or `decay_samples`."
+    )
     decay_steps: Count | None = own(None, "Length of the schedule; null: that of the run.")
+    decay_samples: Count | None = own(None, "Length of the schedule in samples.")
     min_lr: NotNegative = ignored(
         0.0, "Smallest rate.", "a constant rate does not decay", agrees=[0, 0.0]
     )
 
-    @rule("warmup_fraction", "warmup_steps")
+    @rule("warmup_fraction", "warmup_steps", "warmup_samples")
     def _one_length_of_warmup(self) -> Iterator[str]:
-        if self.warmup_fraction is not None and self.warmup_steps:
-            yield (
-                "scheduler.params.warmup_steps and scheduler.params.warmup_fraction are both "
-                "given: keep one"
-            )
+        keys = ("warmup_steps", "warmup_samples", "warmup_fraction")
+        given = [f"scheduler.params.{k}" for k in keys if getattr(self, k) not in (None, 0)]
+        if self.warmup_fraction is not None and len(given) > 1:
+            yield f"{' and '.join(given)} are both given: keep one"
+
+    def lengths_in_samples(self) -> list[str]:
+        return [k for k in _IN_STEPS if getattr(self, k, None) is not None]
+
+    def lengths_in_steps(self) -> list[str]:
+        return [k for k in _IN_STEPS.values() if getattr(self, k, None)]
+
+    @property
+    def _decay(self) -> int | None:
+        return self.decay_samples or self.decay_steps
 
     def arguments(self, total: int | None) -> dict[str, Any]:
         named = {
@@ -153,12 +176,12 @@ class ConstantParams(SchedulerParams):
             "min_lr": self.min_lr,
             "init_lr": self.warmup_init_lr,
             "warmup_steps": self._warmup(total),
-            "decay_steps": self.decay_steps or total,
+            "decay_steps": self._decay or total,
         }
         return {name: value for name, value in named.items() if value is not None}
 
     def check(self, total: int | None, advice: str) -> None:
-        if self.warmup_fraction is not None and not (self.decay_steps or total):
+        if self.warmup_fraction is not None and not (self._decay or total):
             raise ValueError(
                 "scheduler.params.warmup_fraction is a share of scheduler.params.decay_steps, "
                 f"which is missing, and {advice}"
@@ -166,8 +189,8 @@ class ConstantParams(SchedulerParams):
 
     def _warmup(self, total: int | None) -> int:
         if self.warmup_fraction is None:
-            return self.warmup_steps
-        return round(self.warmup_fraction * (self.decay_steps or total or 0))
+            return self.warmup_samples or self.warmup_steps
+        return round(self.warmup_fraction * (self._decay or total or 0))
 
 
 class DecayParams(ConstantParams):
@@ -177,7 +200,7 @@ class DecayParams(ConstantParams):
 
     def check(self, total: int | None, advice: str) -> None:
         super().check(total, advice)
-        end, warmup = self.decay_steps or total, self._warmup(total)
+        end, warmup = self._decay or total, self._warmup(total)
         if end is None:
             raise ValueError(f"scheduler.params.decay_steps is missing, and {advice}")
         if end <= warmup:
@@ -190,24 +213,46 @@ class DecayParams(ConstantParams):
 class WsdParams(DecayParams):
     """Constant after the warm-up; decays in the last `wsd_decay_steps`."""
 
-    wsd_decay_steps: Count = own(..., "Length of the decay at the end.")
+    wsd_decay_steps: Count | None = own(None, "Length of the decay at the end; required.")
+    wsd_decay_samples: Count | None = own(
+        None, "Length of the decay at the end in samples, in place of `wsd_decay_steps`."
+    )
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = own(
         "exponential", "Shape of the decay."
     )
 
+    @rule("wsd_decay_steps", "wsd_decay_samples")
+    def _has_a_tail(self) -> Iterator[str]:
+        if self._tail is None:
+            yield (
+                "scheduler.params.wsd_decay_steps is missing: WSD needs the length of its decay "
+                "(or wsd_decay_samples)"
+            )
+
+    @property
+    def _tail(self) -> int | None:
+        return self.wsd_decay_samples or self.wsd_decay_steps
+
     def arguments(self, total: int | None) -> dict[str, Any]:
-        tail = {"wsd_decay_steps": self.wsd_decay_steps, "wsd_decay_style": self.wsd_decay_style}
+        tail = {"wsd_decay_steps": self._tail, "wsd_decay_style": self.wsd_decay_style}
         return super().arguments(total) | tail
 
     def check(self, total: int | None, advice: str) -> None:
         super().check(total, advice)
-        falling = (self.decay_steps or total or 0) - self._warmup(total)
-        if self.wsd_decay_steps > falling:
+        falling = (self._decay or total or 0) - self._warmup(total)
+        if self._tail is not None and self._tail > falling:
             raise ValueError(
-                f"scheduler.params.wsd_decay_steps ({self.wsd_decay_steps}) must be at most "
+                f"scheduler.params.wsd_decay_steps ({self._tail}) must be at most "
                 f"decay_steps minus the warm-up ({falling}): the rate decays in the last steps"
             )
 
+
+_IN_STEPS = {
+    "warmup_samples": "warmup_steps",
+    "decay_samples": "decay_steps",
+    "wsd_decay_samples": "wsd_decay_steps",
+}
+"""Key of a length in samples -> the key in steps."""
 
 PARAMS: Mapping[str, type[SchedulerParams]] = {
     "WarmupLR": WarmupLRParams,
@@ -221,6 +266,7 @@ PARAMS: Mapping[str, type[SchedulerParams]] = {
     "inverse-square-root": DecayParams,
     "WSD": WsdParams,
 }
+MEGATRON = tuple(name for name, params in PARAMS.items() if issubclass(params, ConstantParams))
 
 
 class SchedulerSection(Section):
@@ -238,7 +284,8 @@ class SchedulerSection(Section):
     by: By = own(
         "step",
         "What advances the schedule, and the unit of its lengths: each step that is not skipped, "
-        "or each epoch.",
+        'each epoch, or each sample of the steps that are not skipped. `"sample"` is the default '
+        "if a length of `params` is in samples, or only `training.train_samples` gives a length.",
     )
 
     @classmethod
@@ -247,19 +294,82 @@ class SchedulerSection(Section):
         given = {k: v for k, v in raw.items() if v is not None} if isinstance(raw, dict) else {}
         if given.keys() == {"by"}:
             return given
+        params = given.get("params")
+        named = {k for k, v in params.items() if v is not None} if isinstance(params, dict) else ()
+        if "by" not in given and not _IN_STEPS.keys().isdisjoint(named):
+            raw = {**raw, "by": "sample"}
         return normalize_type(raw, "scheduler.type", PARAMS)
 
     @classmethod
     def section_at(cls, key: str, raw: Mapping[str, Any]) -> SectionClass | None:
         return PARAMS[raw["type"]] if key == "params" else super().section_at(key, raw)
 
-    def arguments(self, train_steps: int | None, epochs: int | None) -> dict[str, Any]:
-        """Return the arguments of the formula, as `SchedulerParams.arguments`."""
-        total = train_steps if self.by == "step" else epochs
-        return {} if self.params is None else self.params.arguments(total)
+    @rule("by", "params")
+    def _lengths_have_the_unit(self) -> Iterator[str]:
+        params, by_sample = self.params, self.by == "sample"
+        if by_sample and not isinstance(params, ConstantParams):
+            yield (
+                f"scheduler.by is 'sample', and {self.type or 'the schedule of initialize()'} does "
+                f"not count samples: set it to 'step', or use {', '.join(MEGATRON)}"
+            )
+        elif params is not None:
+            wrong = params.lengths_in_steps() if by_sample else params.lengths_in_samples()
+            names = {**_IN_STEPS, **{value: key for key, value in _IN_STEPS.items()}}
+            for key in wrong:
+                yield (
+                    f"scheduler.by is {self.by!r}, and scheduler.params.{key} is a length in "
+                    f"{key.split('_')[-1]}: give {names[key]}, or change scheduler.by; all lengths "
+                    "of a schedule have one unit"
+                )
 
-    def check(self, train_steps: int | None, epochs: int | None, advice: str | None = None) -> None:
+    def arguments(self, length: "RunLength") -> dict[str, Any]:
+        """Return the arguments of the formula, as `SchedulerParams.arguments`."""
+        return {} if self.params is None else self.params.arguments(length.in_unit(self.by))
+
+    def check(self, length: "RunLength", advice: str | None = None) -> None:
         """Raise ValueError if the parameters do not fit the length of the run."""
         if self.params is not None:
-            total = train_steps if self.by == "step" else epochs
-            self.params.check(total, advice or _SET_ONE[self.by])
+            self.params.check(length.in_unit(self.by), advice or _SET_ONE[self.by])
+
+
+class RunLength(NamedTuple):
+    """The length of a run in each unit; None: not known."""
+
+    steps: int | None = None
+    epochs: int | None = None
+    samples: int | None = None
+
+    def in_unit(self, by: By) -> int | None:
+        """Return the length in the unit of `scheduler.by`."""
+        return {"step": self.steps, "epoch": self.epochs, "sample": self.samples}[by]
+
+
+def count_samples(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Set `scheduler.by` of a raw config to "sample" if only its train_samples gives a length.
+
+    As in Megatron-LM, for Megatron's types only.
+    """
+    training, scheduler = raw.get("training"), raw.get("scheduler")
+    if not isinstance(training, Mapping) or not isinstance(scheduler, Mapping):
+        return raw
+    params, kind = scheduler.get("params") or {}, scheduler.get("type")
+    if not isinstance(params, Mapping) or not isinstance(kind, str):
+        return raw
+    is_megatrons = kind.lower() in {name.lower() for name in MEGATRON}
+    in_steps = any(params.get(key) for key in _IN_STEPS.values())
+    if training.get("train_samples") is None or scheduler.get("by") or in_steps or not is_megatrons:
+        return raw
+    return {**raw, "scheduler": {**scheduler, "by": "sample"}}
+
+
+def errors_of_length(config: Any) -> Iterable[str]:
+    """Raise ValueError if the schedule of a config does not fit the length of its run."""
+    training, section = config.training, config.scheduler
+    if section is None:
+        return ()
+    length = RunLength(training.train_steps, training.epochs, training.train_samples)
+    # The steps or samples of other lengths depend on the data or the mesh, which initialize() has.
+    is_known_later = section.by != "epoch" and training.has_length
+    if length.in_unit(section.by) is not None or not is_known_later:
+        section.check(length)
+    return ()

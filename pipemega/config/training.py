@@ -7,6 +7,8 @@ from typing import Literal
 from pipemega.config.key_kinds import Section, own, rule, section
 from pipemega.config.value_types import Count, Name, NotNegative, Positive, Whole
 
+Rampup = tuple[Count, Count, Count]
+
 _FOLDER_NAME = re.compile(r"\w[\w.\-]*")
 
 _EVAL_STEPS = 10
@@ -58,12 +60,24 @@ class TrainingSection(Section):
     )
     train_steps: Count | None = own(
         None,
-        "Optimizer steps of the whole run; `pretrain_gpt.py` needs this key or `training.epochs`.",
+        "Optimizer steps of the whole run; `pretrain_gpt.py` needs this key, `training.epochs` or "
+        "`training.train_samples`.",
+    )
+    train_samples: Count | None = own(
+        None,
+        "Instead of `train_steps`: samples of the whole run. As in Megatron-LM, the run ends before"
+        " the step that would exceed it, and a schedule of Megatron's types counts samples.",
     )
     epochs: Count | None = own(
         None,
         "Instead of `train_steps`: passes over the training data of the whole run. The last step "
         "of an epoch may then be partial; `dataloader_drop_last` drops it.",
+    )
+    rampup_batch_size: Rampup | None = own(
+        None,
+        "`[start, increment, samples]`, as in Megatron-LM: the first steps have `start` samples; "
+        "`increment` is added at equal distances until `samples` samples are consumed, up to "
+        "train_batch_size. Only the number of micro-batches changes.",
     )
     eval_interval: Whole | None = own(
         None,
@@ -97,10 +111,33 @@ class TrainingSection(Section):
     exit_after_minutes: Positive | None = own(
         None, "Save a checkpoint and exit with code 0 after this many minutes; null: never."
     )
+    exit_interval: Count | None = own(
+        None,
+        "Save a checkpoint and exit with code 0 after each step that is a multiple of this; null: "
+        "never.",
+    )
+    kill_switch_path: Name | None = own(
+        None,
+        "Save a checkpoint and exit with code 0 after the step in which this file appears; if it "
+        "exists at the start, train nothing. Only rank 0 looks for it. null: no file.",
+    )
     on_nonfinite: NonFiniteSection = section(NonFiniteSection, "Reaction to inf or nan.", own=True)
     loss_spikes: LossSpikesSection = section(LossSpikesSection, "Warn if the loss jumps.", own=True)
     stragglers: StragglersSection = section(StragglersSection, "Log slow ranks.", own=True)
     check_replicas_every: Whole = own(0, "Steps between checks that replicas are equal; 0: never.")
+
+    @property
+    def has_length(self) -> bool:
+        """Whether a key sets the length of the run."""
+        return any(self._lengths.values())
+
+    @property
+    def _lengths(self) -> dict[str, int | None]:
+        return {
+            "train_steps": self.train_steps,
+            "epochs": self.epochs,
+            "train_samples": self.train_samples,
+        }
 
     def eval_batches(self, epochs: int | None) -> int | None:
         """Return the global batches per evaluation of a run of `epochs`; None: all."""
@@ -110,12 +147,19 @@ class TrainingSection(Section):
         """Return whether evaluations are due in a run of `epochs`."""
         return epochs is not None if self.eval_interval is None else self.eval_interval > 0
 
-    @rule("train_steps", "epochs")
+    @rule("train_steps", "epochs", "train_samples")
     def _one_length(self) -> Iterator[str]:
-        if self.train_steps is not None and self.epochs is not None:
+        given = [f"training.{k} ({n})" for k, n in self._lengths.items() if n is not None]
+        if len(given) > 1:
+            both = "both" if len(given) == 2 else "all"
+            yield f"{' and '.join(given)} {both} set the length of the run: keep one"
+
+    @rule("kill_switch_path")
+    def _kill_switch_is_local(self) -> Iterator[str]:
+        if self.kill_switch_path is not None and "://" in self.kill_switch_path:
             yield (
-                f"training.train_steps ({self.train_steps}) and training.epochs ({self.epochs}) "
-                "both set the length of the run: keep one"
+                f"training.kill_switch_path {self.kill_switch_path!r} is a URL: give a path on a "
+                "file system of rank 0"
             )
 
     @rule("run_name")

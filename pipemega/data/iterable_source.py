@@ -1,7 +1,7 @@
 """Iterable datasets: generators, torch's IterableDataset."""
 
 import itertools
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 
 from pipemega.data.collate import Pytree
@@ -37,9 +37,10 @@ class IterableSource(DataSource):
         if self._options.by_epoch:
             yield from self._by_epoch(start)
             return
-        share, stream, consumed = self._share, self._stream(start), start.consumed
-        unit, size = share.samples_per_slice, share.micro_batch_size
+        stream, consumed = self._stream(start), start.consumed
+        unit, size = self._share.samples_per_slice, self._share.micro_batch_size
         while True:
+            share = self._share.at(consumed)
             mine: list[Pytree] = []
             positions: list[Position] = []
             for offset, (sample, position) in enumerate(islice(stream, share.train_batch_size)):
@@ -59,15 +60,20 @@ class IterableSource(DataSource):
 
     def _by_epoch(self, start: Position) -> Generator[Delivery, None, None]:
         """Yield the micro-batches of steps of which none has samples of two epochs."""
-        options, step = self._options, self._share.train_batch_size
+        options, share = self._options, self._share
         epoch, epoch_start = start.epoch, start.epoch_start
         skip = start.consumed - epoch_start
         while options.repeat or epoch == 0:
             number = itertools.count()
             samples = (s for s, _ in zip(self._reader.each(self.data, epoch), number, strict=False))
             at = Position(epoch_start + skip, epoch, epoch_start)
-            rest = self._only_own(islice(samples, skip, None))
-            for group, is_last in groups(rest, step, drop_last=options.drop_last):
+            first = at.consumed
+
+            def step_size(passed: int, first: int = first) -> int:
+                return share.at(first + passed).train_batch_size
+
+            rest = self._only_own(islice(samples, skip, None), step_size)
+            for group, is_last in groups(rest, step_size, drop_last=options.drop_last):
                 after = Position(at.consumed + len(group), epoch, epoch_start)
                 if is_last:
                     after = Position(after.consumed, epoch + 1, after.consumed)
@@ -76,24 +82,31 @@ class IterableSource(DataSource):
             yielded = next(number)
             if yielded == 0:
                 raise DataError(f"{self.name} yielded no sample in epoch {epoch}")
-            if options.drop_last and yielded < step:
+            if options.drop_last and yielded < share.train_batch_size:
                 raise self.too_short(epoch, yielded)
             if self.is_one_pass:
                 return
             epoch, epoch_start, skip = epoch + 1, at.consumed, 0
 
-    def _only_own(self, samples: Iterator[Pytree]) -> Iterator[Pytree]:
+    def _only_own(
+        self, samples: Iterator[Pytree], step_size: Callable[[int], int]
+    ) -> Iterator[Pytree]:
         """Yield None for the samples that this rank does not use, so that their memory is freed.
 
         The first one of a step completes micro-batches without samples.
         """
+        step_start = 0
         for number, sample in enumerate(samples):
-            offset = number % self._share.train_batch_size
-            yield sample if offset == 0 or self._share.owns(offset) else None
+            if number == step_start:
+                step_start += step_size(number)
+                yield sample
+            else:
+                # Steps begin between two slices.
+                yield sample if self._share.owns(number) else None
 
     def _step(self, samples: list[Pytree], start: Position, after: Position) -> Iterator[Delivery]:
         """Yield the micro-batches of this rank of a step, which may be partial."""
-        share, unit = self._share, self._share.samples_per_slice
+        share, unit = self._share.at(start.consumed), self._share.samples_per_slice
         for j, size in enumerate(share.sizes(len(samples))):
             at, _ = share.bounds(j * unit)
             # Without samples it is full: its messages then have the shapes of the others.

@@ -118,8 +118,8 @@ class BatchLoader:
 
     @property
     def num_microbatches(self) -> int:
-        """Number of micro-batches of one step on this rank."""
-        return self.share.num_microbatches
+        """Number of micro-batches of the next step on this rank."""
+        return self.share.at(self.consumed_samples).num_microbatches
 
     @property
     def consumed_samples(self) -> int:
@@ -147,8 +147,10 @@ class BatchLoader:
 
     @property
     def steps_per_epoch(self) -> int | None:
-        """Number of steps of an epoch; None without `by_epoch`, or if it is not known."""
-        return self._source.steps_per_epoch if self.by_epoch else None
+        """Number of steps of each epoch; None without `by_epoch`, or if it is not known."""
+        if not self.by_epoch or self.share.ramp is not None:
+            return None
+        return self._source.steps_per_epoch
 
     def end_steps_with_epochs(self) -> None:
         """Set `LoaderOptions.by_epoch`, and continue at the same position.
@@ -207,9 +209,9 @@ class BatchLoader:
 
     def read_step(self) -> LoadedStep:
         """Read one step, as `next_step`, with the sizes of its micro-batches."""
-        before = self.consumed_samples
+        before, count = self.consumed_samples, self.num_microbatches
         step = [self._next()]
-        for _ in range(self.num_microbatches - 1):
+        for _ in range(count - 1):
             try:
                 step.append(self._next())
             except StopIteration:
@@ -229,9 +231,10 @@ class BatchLoader:
         found = self._source.next_step(self._position)
         if found is None:
             raise StopIteration
+        share = self.share.at(self.consumed_samples)
         number = found[1].consumed - self.consumed_samples
         self._start_at(found[1])
-        return LoadedStep(None, self.share.sizes(number), number, self.epoch)
+        return LoadedStep(None, share.sizes(number), number, self.epoch)
 
     def state_dict(self) -> dict[str, object]:
         """Return the position of the next sample; equal on all ranks and for all batch sizes."""

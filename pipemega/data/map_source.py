@@ -105,9 +105,10 @@ class MapSource(DataSource):
 
     def _plans(self, start: Position) -> Plans:
         """Yield the samples of each micro-batch of this rank, and what else is known of it."""
-        share, unit = self._share, self._share.samples_per_slice
+        unit = self._share.samples_per_slice
         while (step := self.next_step(start)) is not None:
             begin, after = step
+            share = self._share.at(begin.consumed)
             first, count = self._stream(begin), after.consumed - begin.consumed
             for j, size in enumerate(share.sizes(count)):
                 at, _ = share.bounds(first + j * unit)
@@ -127,7 +128,8 @@ class MapSource(DataSource):
         Raises:
             DataError: the data ends within the step.
         """
-        options, size, batch = self._options, self._epoch_size, self._share.train_batch_size
+        options, size = self._options, self._epoch_size
+        batch = self._share.at(start.consumed).train_batch_size
         if not options.repeat and start.epoch > 0:
             return None
         if options.repeat and not options.by_epoch:

@@ -16,15 +16,19 @@ positions up to its last sample. A step of 5 samples:
 
                                   micro-batch 0     0 1       2 3
                                   micro-batch 1     4         (none)
+
+If the batch size grows (`training.rampup_batch_size`), later steps read more micro-batches of the
+same stream.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from pipemega.config.batch_sizes import BatchSizes
 from pipemega.errors import ConfigError, DataError
 
 Indices = npt.NDArray[np.int64]
@@ -41,6 +45,9 @@ class SampleKey(NamedTuple):
 class Share:
     """Sizes of a step, and the data rank whose share of each step is read.
 
+    Args:
+        ramp: the train_batch_size of each step; None: it is constant.
+
     Raises:
         ConfigError: the sizes do not divide.
     """
@@ -49,6 +56,7 @@ class Share:
     micro_batch_size: int
     data_rank: int = 0
     data_size: int = 1
+    ramp: BatchSizes | None = None
 
     def __post_init__(self) -> None:
         unit = self.samples_per_slice
@@ -70,6 +78,12 @@ class Share:
                 f"size * mesh.data ({self.micro_batch_size} * {self.data_size} = {unit}); the "
                 f"nearest that fit are {nearest}"
             )
+
+    def at(self, consumed: int) -> "Share":
+        """Return the share of the step that begins after `consumed` samples of the run."""
+        if self.ramp is None:
+            return self
+        return replace(self, train_batch_size=self.ramp.at(consumed), ramp=None)
 
     @property
     def samples_per_slice(self) -> int:

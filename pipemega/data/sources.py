@@ -1,7 +1,7 @@
 """What a `BatchLoader` reads from: the common part of datasets, iterables and DataLoaders."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple, TypeVar
@@ -163,18 +163,23 @@ class DataSource(ABC):
         )
 
 
-def groups(items: Iterable[T], size: int, *, drop_last: bool) -> Iterator[tuple[list[T], bool]]:
-    """Yield the items in lists of `size`, and whether each list is the last one.
+def groups(
+    items: Iterable[T], size: Callable[[int], int], *, drop_last: bool
+) -> Iterator[tuple[list[T], bool]]:
+    """Yield the items in lists, and whether each list is the last one.
 
     One item is read ahead; with `drop_last` a whole list.
 
     Args:
+        size: number of items in the lists before -> length of the next one.
         drop_last: drop the last list if it is shorter.
     """
-    iterator = iter(items)
-    ahead = size if drop_last else 1
-    group = list(islice(iterator, size))
-    while len(group) == size or (group and not drop_last):
+    iterator, passed, length = iter(items), 0, size(0)
+    group = list(islice(iterator, length))
+    while len(group) == length or (group and not drop_last):
+        passed += length
+        length = size(passed)
+        ahead = length if drop_last else 1
         start = list(islice(iterator, ahead))
         yield group, len(start) < ahead
-        group = [*start, *islice(iterator, size - len(start))]
+        group = [*start, *islice(iterator, length - len(start))]

@@ -111,9 +111,13 @@ class TorchLoaderSource(DataSource):
         options, share = self._options, self._share
         at, skip = start, (start.consumed - start.epoch_start) // share.samples_per_slice
         while options.repeat or at.epoch == 0:
-            batches, count = self._epoch(at.epoch), share.num_microbatches
+            batches, first = self._epoch(at.epoch), at.consumed
             had = sum(1 for _ in islice(batches, skip))
-            for group, is_last in groups(batches, count, drop_last=options.drop_last):
+
+            def step_size(passed: int, first: int = first) -> int:
+                return share.at(first + passed * share.samples_per_slice).num_microbatches
+
+            for group, is_last in groups(batches, step_size, drop_last=options.drop_last):
                 had += len(group)
                 for delivery in self._step(group, is_last, at):
                     at = delivery.position
@@ -131,7 +135,8 @@ class TorchLoaderSource(DataSource):
         self, batches: list[MicroBatch], is_last: bool, start: Position
     ) -> Iterator[Delivery]:
         """Yield the micro-batches of a step, which may be partial."""
-        share, (consumed, epoch, epoch_start) = self._share, astuple(start)
+        consumed, epoch, epoch_start = astuple(start)
+        share = self._share.at(consumed)
         for j in range(share.num_microbatches):
             # Without samples a micro-batch repeats the first one of the step.
             batch, size = batches[0], 0

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipemega.config.batch_sizes import BatchSizes
 from pipemega.data.loader import BatchLoader, LoadedStep
 from pipemega.data.sample_order import Share
 from pipemega.distributed.mesh import Mesh, gather_objects
@@ -55,15 +56,22 @@ class BatchReader:
     Args:
         mesh: its ranks agree on the number of micro-batches that are left.
         rank_of_stage: the pipeline rank of each stage.
-        share: of a training step: the number of samples and micro-batches.
+        share: of a training step: the number of samples and micro-batches after a ramp-up.
+        sizes: the number of samples of each training step.
         compare_every: how often to compare what the ranks have read; config key
             data.compare_every.
     """
 
     def __init__(
-        self, mesh: Mesh, rank_of_stage: Sequence[int], share: Share, compare_every: int
+        self,
+        mesh: Mesh,
+        rank_of_stage: Sequence[int],
+        share: Share,
+        sizes: BatchSizes,
+        compare_every: int,
     ) -> None:
         self._mesh, self._share = mesh, share
+        self._ramp = replace(share, ramp=sizes)
         self._memory = HostMemory(mesh.device)
         self._training_data = DataComparison(mesh, compare_every, "train_batch")
         self._evaluation_data = DataComparison(mesh, compare_every, "eval_batch")
@@ -72,16 +80,24 @@ class BatchReader:
         self._reads = self._reads_inputs or self._reads_labels
 
     def next_step(
-        self, loader: BatchLoader | None, data_iter: Iterator[Any] | None, batch: Any
+        self,
+        loader: BatchLoader | None,
+        data_iter: Iterator[Any] | None,
+        batch: Any,
+        position: int,
     ) -> StepData:
         """Return the next training step: `batch`, or from `data_iter`, or from `loader`.
+
+        Args:
+            position: samples before the step, on which its size depends.
 
         Raises:
             StopIteration, DataError: as `next_evaluation`.
             ConfigError: none of them exists, `data_iter` is not an iterator, or `batch` has another
                 number of samples.
         """
-        count, samples = self._share.num_microbatches, self._share.train_batch_size
+        share = self._ramp.at(position)
+        count, samples = share.num_microbatches, share.train_batch_size
         if batch is not None:
             needed = samples // self._share.data_size
             return self._from_batch(
@@ -90,7 +106,7 @@ class BatchReader:
         if data_iter is not None:
             _refuse_restarting(data_iter)
         elif loader is not None:
-            return self._from_loader(loader, self._training_data)
+            return self._from_loader(loader, count, self._training_data)
         elif self._reads:
             raise ConfigError(
                 "train_batch() has no data: give initialize() training_data, or call "
@@ -116,7 +132,8 @@ class BatchReader:
         Raises:
             StopIteration: the data has ended; on every rank.
         """
-        return self._from_loader(loader, self._evaluation_data).with_samples()
+        count = self._share.num_microbatches
+        return self._from_loader(loader, count, self._evaluation_data).with_samples()
 
     def evaluation_batch(self, batch: Any) -> StepData:
         """Return the micro-batches of a batch, of any number of samples; collective.
@@ -164,7 +181,7 @@ class BatchReader:
             if needed is not None and found not in (None, needed):
                 problem = (
                     f"batch has {found} samples along dim 0, and needs train_batch_size / "
-                    f"mesh.data ({self._share.train_batch_size} / {self._share.data_size} = "
+                    f"mesh.data ({needed * self._share.data_size} / {self._share.data_size} = "
                     f"{needed}), the samples of one data rank: give it {needed}, or set "
                     f"train_batch_size to {(found or 0) * self._share.data_size}; for a smaller "
                     "last batch drop it, or give initialize() the data and set training.epochs"
@@ -193,21 +210,20 @@ class BatchReader:
 
     # Loaders
 
-    def _from_loader(self, loader: BatchLoader, comparison: DataComparison) -> StepData:
-        count = loader.num_microbatches
+    def _from_loader(self, loader: BatchLoader, count: int, comparison: DataComparison) -> StepData:
         if not loader.is_map_style and not loader.by_epoch:
             return self._from_iterator(loader, count, comparison)
         if loader.is_map_style:
             # Every rank knows the length of the data: no agreement needed.
             step = loader.read_step() if self._reads else loader.skip_step()
         else:
-            step = self._agreed_step(loader)
+            step = self._agreed_step(loader, count)
         if loader.is_compared:
             comparison.check(step.micro_batches, count, must_differ=loader.must_differ)
         inputs, labels = self._split(step.micro_batches, count)
         return StepData(inputs, labels, step.num_samples, self._shares(step.sizes), step.epoch)
 
-    def _agreed_step(self, loader: BatchLoader) -> LoadedStep:
+    def _agreed_step(self, loader: BatchLoader, count: int) -> LoadedStep:
         """Read a step of data whose length is not known; the ranks that do not read it learn its
         size and whether the epoch has ended. Collective.
 
@@ -216,7 +232,7 @@ class BatchReader:
             DataError: the data or an epoch of it ends on some data ranks only; on every rank.
         """
         step: LoadedStep | None = None
-        data, count = self._mesh.data, self._share.num_microbatches
+        data = self._mesh.data
         had, epoch, samples = count, (_UNKNOWN, _UNKNOWN), [_UNKNOWN] * data.size
         if self._reads:
             try:

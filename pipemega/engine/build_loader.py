@@ -1,6 +1,7 @@
 """Loaders of one data rank: of the training data, and of validation data."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from pipemega.config import Config
@@ -14,7 +15,7 @@ from pipemega.monitor import get_logger
 
 
 def share_of(config: Config, mesh: Mesh) -> Share:
-    """Return the sizes of a training step, and the share of this data rank."""
+    """Return the sizes of a training step after a ramp-up, and the share of this data rank."""
     batch = config.batch(mesh.data.size)
     return Share(batch.train_batch_size, batch.micro_batch_size, mesh.data.rank, mesh.data.size)
 
@@ -34,7 +35,8 @@ def training_loader(
     Raises:
         ConfigError, DataError: as `BatchLoader`, or `refuse_epochs`.
     """
-    share, order = share_of(config, mesh), config.data.dataloader_type
+    sizes, order = config.batch_sizes(mesh.data.size), config.data.dataloader_type
+    share = replace(share_of(config, mesh), ramp=sizes if sizes.changes else None)
     cyclic = None
     if order == "cyclic":
         size = len(data) if is_map_style(data) else 0

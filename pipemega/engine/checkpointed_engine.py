@@ -63,19 +63,14 @@ class CheckpointedEngine(StepEngine):
             if loaded.counters is not None:
                 self.global_steps = loaded.counters.global_steps
                 self.consumed_samples = loaded.counters.consumed_samples
-                self._start_at_epoch(0 if self.loader is None else self.loader.epoch)
+                self.epoch = self._data.start()
                 self._restore_run_state(loaded.counters.run)
         return loaded.path, loaded.client
 
     def reload(self, folder: str | Path) -> None:
         """Load the newest checkpoint of a folder; the data continue after the last batch read."""
-        position = None if self.loader is None else self.loader.state_dict()
-        epoch = self._data.epoch
-        self.load_checkpoint(folder)
-        if self.loader is not None and position is not None:
-            self.loader.load_state_dict(position)
-            self._data.epoch = epoch
-            self._end_epochs()
+        self._data.reload(lambda: self.load_checkpoint(folder))
+        self._end_epochs()
 
     def _restore_run_state(self, state: dict[str, Any]) -> None:
         """Restore what `_run_state` returned; {} if a run without state has saved."""

@@ -75,7 +75,7 @@ def build_components(
         model,
         precision,
         kernels,
-        total_steps=TrainingData(config, mesh, loader).total_steps,
+        length=TrainingData(config, mesh, loader).length,
         arguments=arguments,
     )
     timers = MultiTimer(enabled=config.wall_clock_breakdown, clock=step_clock(mesh.device))

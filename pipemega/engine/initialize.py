@@ -34,6 +34,7 @@ from pipemega.engine.plan_choice import PlanChooser
 from pipemega.engine.resume import resume
 from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.schedule_tuner import ScheduleTuner, begin_tuning
+from pipemega.engine.step_plans import StepPlans
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.lora.adapted_model import add_lora
@@ -64,7 +65,7 @@ def build_mesh_of(config: Config) -> Mesh:
     topology = Topology.fit(
         launched_world_size(), config.mesh.pipeline, config.mesh.tensor, config.mesh.data
     )
-    config.batch(topology.data)
+    config.batch_sizes(topology.data)
     device = pick_device(config.mesh.device)
     return build_mesh(topology, device, timedelta(seconds=config.mesh.timeout_seconds))
 
@@ -213,12 +214,22 @@ def _build_engine(
     log = get_logger(mesh.rank)
     if mesh.device.type == "cpu" and config.mesh.keep_cpu_memory:
         keep_freed_memory()
+    sizes = config.batch_sizes(mesh.data.size)
+    if sizes.changes and given_plan is not None:
+        raise ConfigError(
+            f"training.rampup_batch_size changes the number of micro-batches, and the plan "
+            f"{given_plan.name!r} given to initialize() is for {given_plan.num_microbatches}: name "
+            "a schedule in pipeline.schedule",
+            on_every_rank=True,
+        )
     chooser = PlanChooser(config, mesh, model, batch.num_microbatches, loader)
     tuner: ScheduleTuner | None = None
     if plan_is_provisional(config.pipeline, mesh.pipeline.size, given_plan):
         plan, tuner = begin_tuning(chooser, mesh, _cost_key(config, mesh, model), log)
     else:
         plan = from_first(mesh.world, lambda: chooser.configured_plan(given_plan))
+    plans = StepPlans(mesh, plan, chooser if sizes.changes else None)
+    plans.check([size // batch.samples_per_slice for size in sizes.sizes[:-1]])
     build_options = BuildOptions(
         tensor=mesh.tensor,
         device=mesh.device,
@@ -248,7 +259,7 @@ def _build_engine(
     components = build_components(
         config, mesh, model, local, plan, loader, arguments, plan_may_change=tuner is not None
     )
-    return engine_class(config, mesh, plan, components, tuner)
+    return engine_class(config, mesh, plan, components, tuner, plans)
 
 
 def _log_config(config: Config, batch: Batch, mesh: Mesh) -> None:

@@ -1,4 +1,4 @@
-"""When a run evaluates and saves: intervals in steps or epochs."""
+"""When a run evaluates, saves and exits: intervals in steps or epochs."""
 
 from typing import Literal
 
@@ -61,11 +61,14 @@ def save_is_due(engine: StepEngine, *, ended_epoch: bool, completed: bool) -> bo
     return completed or _is_due(engine, settings.interval, settings.by, ended_epoch)
 
 
+def is_multiple(step: int, interval: int | None) -> bool:
+    """Return whether `step` is a multiple of `interval`; 0 and None: never."""
+    return interval is not None and interval > 0 and step % interval == 0
+
+
 def _is_due(
     engine: StepEngine, interval: int, by: Literal["step", "epoch"], ended_epoch: bool
 ) -> bool:
-    if interval == 0:
-        return False
     if by == "epoch":
-        return ended_epoch and engine.epoch % interval == 0
-    return engine.global_steps % interval == 0
+        return ended_epoch and is_multiple(engine.epoch, interval)
+    return is_multiple(engine.global_steps, interval)

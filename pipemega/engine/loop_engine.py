@@ -199,6 +199,8 @@ def _check_keys(config: Config) -> None:
     reasons = {
         "training.epochs": training.epochs is not None
         and "the loop reads the data, so the engine cannot count passes over them",
+        "training.rampup_batch_size": training.rampup_batch_size is not None
+        and "the loop decides how many micro-batches a step has",
         "monitor.trace": (trace.steps or trace.every)
         and "the loop runs forward and backward, so there are no instructions to trace",
         "lora": config.lora is not None and "add the adapters to the module, for example with peft",

@@ -20,7 +20,7 @@ from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import simulate
-from pipemega.pipeline.plan_selection import best_plan, training_plan, validated
+from pipemega.pipeline.plan_selection import best_plan, plan_of_size, training_plan, validated
 from pipemega.planning.layer_times import LayerTimes
 from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.model_source import Sample
@@ -113,6 +113,18 @@ class PlanChooser:
         choice = self._choose(self._model, rates)
         predicted = choice.timeline.makespan if rates.known else None
         return self._validated(choice.plan), predicted
+
+    def smaller_plan(self, full: Plan, num_microbatches: int) -> Plan:
+        """Return the plan of a step with fewer micro-batches, lowered, on the stages of `full`.
+
+        Raises:
+            ConfigError, ScheduleError: there is none.
+        """
+        plan = plan_of_size(self._config.pipeline, full, num_microbatches)
+        if self._config.pipeline.weight_queue_limit is not None:
+            assert self._model is not None, "configured_plan has counted the bytes"
+            plan = self._model.limit_weight_queue(lower(plan))
+        return self._validated(lower(plan))
 
     def _validated(self, plan: Plan) -> Plan:
         """Return the lowered `plan`, proven for the transport of this run."""

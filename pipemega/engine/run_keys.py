@@ -12,6 +12,8 @@ def describes_run(config: Config) -> bool:
         or config.wall_clock_breakdown
         or config.memory_breakdown
         or training.exit_after_minutes is not None
+        or training.exit_interval is not None
+        or training.kill_switch_path is not None
         or training.on_nonfinite.policy is not None
         or training.check_replicas_every > 0
         or not training.model_fields_set.isdisjoint({"loss_spikes", "stragglers"})

@@ -204,8 +204,17 @@ class RunLogger:
             tflops_per_device=tflops,
             mfu=tflops / self._peak_tflops if tflops and self._peak_tflops else None,
             peak_gib=max(memory.values(), default=None),
-            extra={**self._breakdown(), **self._compare_ranks(), **_shown(memory)},
+            extra={
+                **self._size(samples),
+                **self._breakdown(),
+                **self._compare_ranks(),
+                **_shown(memory),
+            },
         )
+
+    def _size(self, samples: int) -> dict[str, float]:
+        """Return the samples of a step, if `training.rampup_batch_size` changes their number."""
+        return {} if self._config.training.rampup_batch_size is None else {"batch_size": samples}
 
     def _tokens_per_second(self, samples: int, seconds: float) -> float | None:
         if not self.tokens_per_sample:

@@ -76,6 +76,8 @@ class ScheduleTuner(StepCallback):
         self._memory_trace: Trace | None = None
 
     def before_step(self, step: TrainStep) -> None:
+        if not self._measures(step):
+            return
         at = self._steps % (WARM_UP + TIMED)
         if not self._done and at >= WARM_UP - 1:
             step.trace_memory = at < WARM_UP
@@ -86,6 +88,8 @@ class ScheduleTuner(StepCallback):
         Raises:
             ScheduleError: no plan fits into the memory limit.
         """
+        if not self._measures(step):
+            return
         self._steps += 1
         if step.trace is not None and step.trace_memory is not None:
             if step.trace_memory:
@@ -101,6 +105,10 @@ class ScheduleTuner(StepCallback):
             return
         self._plan = step.next_plan = plan
         self._changes += 1
+
+    def _measures(self, step: TrainStep) -> bool:
+        """Return whether the step has the plan that is measured, and not one of a ramp-up."""
+        return step.plan.num_microbatches == self._plan.num_microbatches
 
     def _next_plan(self) -> Plan | None:
         """Return the plan for the following steps, on rank 0; None: keep the current one."""

@@ -26,6 +26,7 @@ from pipemega.engine.evaluation import Evaluator
 from pipemega.engine.flops_profiler import FlopsProfiler
 from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.engine.step_callbacks import MeasureBusyTime, StepCallback, TraceSteps, TrainStep
+from pipemega.engine.step_plans import StepPlans
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.training_data import TrainingData
 from pipemega.errors import ConfigError
@@ -71,6 +72,7 @@ class StepEngine:
         plan: Plan,
         components: Components,
         tuner: ScheduleTuner | None = None,
+        plans: StepPlans | None = None,
     ) -> None:
         model, executor = components.model, components.executor
         self.config, self.mesh, self.plan = config, mesh, plan
@@ -102,7 +104,8 @@ class StepEngine:
         self._checkpoints = Checkpointer(config, mesh, model, step, self.loader, self.total_steps)
         self._failures = failure_reporter()
         stages, share = plan.rank_of_stage, share_of(config, mesh)
-        self._reader = BatchReader(mesh, stages, share, config.data.compare_every)
+        self._plans = plans or StepPlans(mesh, plan)
+        self._reader = BatchReader(mesh, stages, share, self._data.sizes, config.data.compare_every)
         self._evaluator = Evaluator(mesh, executor, self._reader, stages)
         self._tracing = TraceSteps(config.monitor.trace, mesh, executor, self._phases)
         self._busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
@@ -191,7 +194,7 @@ class StepEngine:
         """Whether all steps or epochs of the run are done. Not collective."""
         if self.epochs is not None:
             return self.epoch >= self.epochs
-        return self.total_steps is not None and self.global_steps >= self.total_steps
+        return self._data.is_complete(self.global_steps, self.consumed_samples)
 
     @property
     def eval_batches(self) -> int | None:
@@ -223,7 +226,7 @@ class StepEngine:
         with self._failures.propagate_errors("set_training_data"):
             loader = self._data.set(data, collate_fn)
             self._checkpoints.set_loader(loader)
-            self._start_at_epoch(loader.epoch)
+            self.epoch = self._data.start()
 
     # Training
 
@@ -271,6 +274,7 @@ class StepEngine:
     def _begin_step(
         self, runner: StepRunner, data: StepData, *, keep_outputs: bool = False
     ) -> TrainStep:
+        self.plan = self._plans.of(self.plan, len(data.inputs))
         step = runner.new_step(self.global_steps + 1, self.plan, data, keep_outputs=keep_outputs)
         for callback in self._callbacks:
             callback.before_step(step)
@@ -281,7 +285,7 @@ class StepEngine:
     ) -> StepReport:
         """Update the parameters after all backwards of `step`, and count it."""
         with self.timers("optimizer"):
-            report = runner.optimizer_step(results)
+            report = runner.optimizer_step(results, data.num_samples)
         self._report_final_steps()
         step.phases = self._phases.stop()
         for callback in reversed(self._callbacks):
@@ -292,16 +296,18 @@ class StepEngine:
         return report
 
     def _read_batch(self, data_iter: Iterator[Any] | None, batch: Any) -> StepData:
-        self._data.check_source(data_iter is not None or batch is not None)
+        given = data_iter is not None or batch is not None
+        self._data.check_source(given)
         self._data.check_schedule(self.lr_scheduler)
         with self.timers("data"), self._phases("data"), self._busy_time.reading():
             try:
-                data = self._reader.next_step(self.loader, data_iter, batch)
+                position = self._data.position(self.consumed_samples, given=given)
+                data = self._reader.next_step(self.loader, data_iter, batch, position)
             except StopIteration:
                 # After the end of the data no step follows that would settle the last one.
                 self._settle()
                 raise
-        self._data.epoch = self._data.epoch if data.epoch is None else data.epoch
+        self._data.count(data, given=given)
         return data
 
     def step_started(self) -> float:
@@ -323,9 +329,6 @@ class StepEngine:
             if self._step is not None:
                 self._step.end_epoch()
         self.epoch = self._data.epoch
-
-    def _start_at_epoch(self, epoch: int) -> None:
-        self.epoch = self._data.epoch = epoch
 
     def _uncount_step(self) -> None:
         self.global_steps -= 1

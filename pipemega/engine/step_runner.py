@@ -85,8 +85,9 @@ class StepRunner:
             return self._speculative.run(step.plan, step.micro_batches, step.recorder)
         return self._executor.run(step.plan, step.micro_batches(), step.recorder)
 
-    def optimizer_step(self, results: Results) -> StepReport:
-        """Reduce the gradients and update the parameters."""
+    def optimizer_step(self, results: Results, num_samples: int) -> StepReport:
+        """Reduce the gradients and update the parameters, after a step of `num_samples`."""
+        self._step.samples = num_samples
         return self._step(*sum_losses(results, self._mesh))
 
     def settle(self) -> bool:

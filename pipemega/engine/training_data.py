@@ -4,8 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from pipemega.config import Config
+from pipemega.config.scheduler import RunLength
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
+from pipemega.engine.batch_reader import StepData
 from pipemega.engine.build_loader import refuse_epochs, training_loader
 from pipemega.errors import ConfigError
 from pipemega.optimizer import LRSchedule
@@ -22,20 +24,67 @@ class TrainingData:
         epochs: passes over the data in the whole run; None: the run has a number of steps.
         epoch: completed passes after the last batch that was read. Without `epochs` they are
             counted for map-style data only.
+        sizes: the number of samples of each step.
+        loaded_samples: read from the loader in the whole run, also in steps that a rollback has
+            discarded; the same on all ranks.
     """
 
     def __init__(self, config: Config, mesh: Mesh, loader: BatchLoader | None) -> None:
         self._config, self._mesh = config, mesh
         self.loader, self.epochs, self.epoch = loader, config.training.epochs, 0
+        self.sizes, self.loaded_samples = config.batch_sizes(mesh.data.size), 0
 
     @property
     def total_steps(self) -> int | None:
         """Steps of the whole run; None: not known."""
-        steps = self._config.training.train_steps
-        if steps is not None or self.epochs is None or self.loader is None:
-            return steps
-        per_epoch = self.loader.steps_per_epoch
-        return None if per_epoch is None else self.epochs * per_epoch
+        return self.length.steps
+
+    @property
+    def length(self) -> RunLength:
+        """The length of the run in all units, as far as it is known."""
+        length = self.sizes.run_length(self._config.training)._replace(epochs=self.epochs)
+        per_epoch = self.loader.steps_per_epoch if self.loader is not None else None
+        if length.steps is None and self.epochs is not None and per_epoch is not None:
+            return length._replace(steps=self.epochs * per_epoch)
+        return length
+
+    def is_complete(self, steps: int, samples: int) -> bool:
+        """Return whether a run of steps or samples ends after these steps and samples."""
+        end = self._config.training.train_samples
+        if end is not None:
+            return samples + self.sizes.at(self.position(samples)) > end
+        return self.total_steps is not None and steps >= self.total_steps
+
+    def position(self, consumed: int, *, given: bool = False) -> int:
+        """Return the samples before the next step, on which its size depends.
+
+        Args:
+            consumed: samples of the steps of the run.
+            given: the caller passes the data of the step.
+        """
+        return consumed if given or self.loader is None else self.loaded_samples
+
+    def start(self) -> int:
+        """Continue at the position of the loader; return its epoch."""
+        self.epoch = self.loaded_samples = 0
+        if self.loader is not None:
+            self.epoch, self.loaded_samples = self.loader.epoch, self.loader.consumed_samples
+        return self.epoch
+
+    def count(self, data: StepData, *, given: bool) -> None:
+        """Count the data of a step."""
+        self.epoch = self.epoch if data.epoch is None else data.epoch
+        if not given:
+            self.loaded_samples += data.num_samples
+
+    def reload(self, load: Callable[[], object]) -> None:
+        """Call `load`, which loads a checkpoint; the data continue after the last batch read."""
+        loader, before = self.loader, (self.epoch, self.loaded_samples)
+        position = None if loader is None else loader.state_dict()
+        load()
+        if loader is not None and position is not None:
+            loader.load_state_dict(position)
+            self.epoch, self.loaded_samples = before
 
     def check_schedule(self, schedule: LRSchedule | None) -> None:
         """Refuse a schedule that no epoch would advance.

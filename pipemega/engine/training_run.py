@@ -48,7 +48,8 @@ class TrainingRun(StepCallback):
         self._log = get_logger(engine.mesh.rank)
         self._active = describes_run(self._config)
         self._handles_signals = self._config.checkpoint.save is not None
-        self._stop = StopRequest(engine.mesh.world, self._config.training.exit_after_minutes)
+        world, keys = engine.mesh.world, self._config.training
+        self._stop = StopRequest(world, keys.exit_after_minutes, keys.kill_switch_path)
         self._observer: RunObserver | None = None
         # Of the last loaded checkpoint, for an observer that takes over later.
         self._observer_state: dict[str, Any] = {}
@@ -83,7 +84,8 @@ class TrainingRun(StepCallback):
 
     def make_missed_evaluation(self) -> None:
         """Evaluate if that is due before the next step; the run may end there."""
-        done = any(evaluation.step == self._engine.global_steps for evaluation in self.evaluations)
+        step = self._engine.global_steps
+        done = self.stopped or any(evaluation.step == step for evaluation in self.evaluations)
         if done or not intervals.evaluation_was_missed(self._engine, self._epoch.steps):
             return
         self._wanted_saves = []
@@ -115,11 +117,12 @@ class TrainingRun(StepCallback):
         folder = self._config.checkpoint.save
         if folder is not None and folder not in self._saved:
             refuse_other_run(self._config, self._engine)
-        self._first_step, self._has_ended, self.stopped = self._engine.global_steps, False, ""
+        self._first_step, self._has_ended = self._engine.global_steps, False
         self.times.start()
         self.logger.open()
         if self._handles_signals:
             self._stop.__enter__()
+        self.stopped = self._stop.reason_at_start()
         if self._observer is not None and not self._observer_has_loaded:
             self._observer_has_loaded = True
             self._observer.after_load()
@@ -146,8 +149,12 @@ class TrainingRun(StepCallback):
             return loss
         if self._first_step is None:
             self.begin()
-        self._warn_of_iterator(data_iter)
+            if self.stopped:
+                return math.nan
         engine = self._engine
+        if self._warn_of_iterators and (data_iter is not None or engine.loader is None):
+            log_iterator_position(engine, self._log)
+        self._warn_of_iterators = False
         while True:
             before, epoch = engine.global_steps, engine.epoch
             # The caller's own loop may continue after the last step of the run.
@@ -163,7 +170,7 @@ class TrainingRun(StepCallback):
                 self._end_epoch()
                 self._after_step(ended_epoch=True)
             # A rank of a middle stage gets no batch.
-            has_next = all(self._of_ranks(has_next))
+            has_next = all(gather_objects(has_next, engine.mesh.world))
             if not has_next or engine.is_complete or self.stopped:
                 return math.nan
 
@@ -201,8 +208,7 @@ class TrainingRun(StepCallback):
             self._save_wanted()
             self.end_early(self._stop.reasons())
             return
-        every = settings.check_replicas_every
-        if every and engine.global_steps % every == 0:
+        if intervals.is_multiple(engine.global_steps, settings.check_replicas_every):
             engine.check_replicas()
         is_due = intervals.evaluation_is_due(engine, **due)
         if is_due and self._observer is not None:
@@ -216,24 +222,18 @@ class TrainingRun(StepCallback):
             self.save()
         if completed:
             self.finish_steps()
+        elif intervals.is_multiple(engine.global_steps, settings.exit_interval):
+            self.end_early(f"training.exit_interval is {settings.exit_interval}")
 
     def _stops_now(self) -> bool:
         """Return whether a rank requests the end of the run; collective."""
-        return self._observer is not None and any(self._of_ranks(self._stop.requested()))
-
-    def _of_ranks(self, value: bool) -> list[bool]:
-        return gather_objects(value, self._engine.mesh.world)
+        world, requested = self._engine.mesh.world, self._stop.requested()
+        return self._observer is not None and any(gather_objects(requested, world))
 
     def finish_steps(self) -> None:
         """Make the last step final and write all records up to it."""
         self._engine.settle()
         self.logger.write_final_steps()
-
-    def _warn_of_iterator(self, data_iter: object) -> None:
-        """Log, once after a resume, that the position of the caller's data is not restored."""
-        if self._warn_of_iterators and (data_iter is not None or self._engine.loader is None):
-            log_iterator_position(self._engine, self._log)
-        self._warn_of_iterators = False
 
     # Evaluation
 

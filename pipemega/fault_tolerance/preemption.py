@@ -1,4 +1,4 @@
-"""Preemption: a signal or a time limit ends the run after the current step.
+"""Preemption: a signal, a time limit or a file ends the run after the current step.
 
     first SIGTERM, SIGUSR1 or SIGINT    the run ends after the step that is in progress
     second signal                       the process exits at once, with 128 + the signal's number
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from pipemega.distributed.mesh import Axis, gather_objects
+from pipemega.distributed.mesh import Axis, from_first, gather_objects
 from pipemega.errors import Stopped
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 
@@ -36,11 +36,12 @@ _STARTED = time.monotonic()
 
 
 class StopRequest:
-    """Records signals within a `with` block, and the time limit.
+    """Records signals within a `with` block, and knows the time limit and the kill-switch file.
 
     Args:
         world: all ranks.
         minutes: time limit of the process, by the clock of rank 0; None for no limit.
+        kill_switch: a file that ends the run as soon as rank 0 finds it; None for no file.
         clock: monotonic, in seconds.
         started: start of the process on that clock.
     """
@@ -49,11 +50,13 @@ class StopRequest:
         self,
         world: Axis,
         minutes: float | None = None,
+        kill_switch: str | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
         started: float = _STARTED,
     ) -> None:
         self._world, self._minutes, self._clock, self._started = world, minutes, clock, started
+        self._kill_switch = kill_switch
         self._asked: str | None = None  # by the program
         self._received: str | None = None  # the name of a signal
         self._received_at = -math.inf
@@ -84,6 +87,7 @@ class StopRequest:
 
     def requested(self) -> bool:
         """Return whether this rank requests the end of the run. Not collective."""
+        self._asked = self._asked or self._kill_switch_reason() or None
         return self._received is not None or self._asked is not None or self._time_is_over()
 
     def reasons(self) -> str:
@@ -96,6 +100,19 @@ class StopRequest:
             if reason:
                 ranks_by_reason.setdefault(reason, []).append(rank)
         return ", ".join(self._with_ranks(*item) for item in ranks_by_reason.items())
+
+    def reason_at_start(self) -> str:
+        """Return why the run ends before its first step, else ""; collective."""
+        if self._kill_switch is None:
+            return ""
+        return from_first(self._world, self._kill_switch_reason)
+
+    def _kill_switch_reason(self) -> str:
+        """Return why the run ends if rank 0 finds the kill-switch file, else ""."""
+        path = self._kill_switch
+        if path is None or self._world.rank > 0 or not os.path.exists(path):
+            return ""
+        return f"training.kill_switch_path: found {path}"
 
     def _with_ranks(self, reason: str, ranks: list[int]) -> str:
         if self._world.size == 1 or " " in reason:

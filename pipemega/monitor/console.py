@@ -157,15 +157,16 @@ def step_line(
 ) -> str:
     """Return the line of one step: parts "key value" joined by " | ", always in this order.
 
-    step, [epoch], consumed samples, loss, lr, grad norm, [loss scale], [num zeros], [params norm],
-    tokens/s (samples/s if the tokens of a sample are unknown), [TFLOP/s], [MFU], skipped, nan,
-    [memory GiB], [ETA]; the parts in brackets only if known.
+    step, [epoch], consumed samples, [batch size], loss, lr, grad norm, [loss scale], [num zeros],
+    [params norm], tokens/s (samples/s if the tokens of a sample are unknown), [TFLOP/s], [MFU],
+    skipped, nan, [memory GiB], [ETA]; the parts in brackets only if known.
     """
     epoch = None if record.epoch is None else f"{record.epoch}{_of(total_epochs)}"
     return _line(
         ("step", f"{record.step}{_of(total_steps)}"),
         ("epoch", epoch),
         ("consumed samples", f"{record.consumed_samples}"),
+        ("batch size", _known(record.extra.get("batch_size"), "g")),
         ("loss", _decimal(record.loss)),
         ("lr", f"{record.lr:.4e}"),
         ("grad norm", _decimal(record.grad_norm)),

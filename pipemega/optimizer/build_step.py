@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from pipemega.config import Config
 from pipemega.config.group_keys import GroupSpec, option_errors, read_groups
-from pipemega.config.scheduler import By
+from pipemega.config.scheduler import By, RunLength
 from pipemega.distributed.mesh import Mesh, gather_objects, on_all_ranks
 from pipemega.errors import ConfigError
 from pipemega.host_memory import HostMemory
@@ -108,7 +108,7 @@ def optimizer_step(
     precision: Precision,
     kernels: Kernels,
     *,
-    total_steps: int | None,
+    length: RunLength,
     arguments: OptimizerArguments | None = None,
     offload: bool = True,
 ) -> OptimizerStep | None:
@@ -116,8 +116,7 @@ def optimizer_step(
 
     Args:
         arguments: of the user, in place of parts of the config.
-        total_steps: length of the run, the default of the lengths of an LR schedule by step; None
-            if it is not known.
+        length: of the run, the default of the lengths of an LR schedule.
         offload: apply `zero_optimization.offload_optimizer`, unless the model is on the CPU.
 
     Raises:
@@ -140,7 +139,7 @@ def optimizer_step(
         optimizer,
         masters,
         loss_scale=_loss_scale(config),
-        schedule=_build_schedule(config, optimizer, arguments, total_steps, mesh),
+        schedule=_build_schedule(config, optimizer, arguments, length, mesh),
         shared_state=shared,
         num_layers=local.bounds[-1],
         clip=config.gradient_clipping,
@@ -214,7 +213,7 @@ def _build_schedule(
     config: Config,
     optimizer: Optimizer,
     arguments: OptimizerArguments,
-    total_steps: int | None,
+    length: RunLength,
     mesh: Mesh,
 ) -> LRSchedule | None:
     """Build the schedule of the user, or of the config; None: the rate is constant."""
@@ -234,7 +233,7 @@ def _build_schedule(
             "scheduler.type is missing, and initialize() got no lr_scheduler: set one of them",
             on_every_rank=True,
         )
-    return build_schedule(optimizer, section, total_steps, config.training.epochs)
+    return build_schedule(optimizer, section, length)
 
 
 def _host_memory(config: Config, mesh: Mesh) -> HostMemory | None:

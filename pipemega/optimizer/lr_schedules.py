@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from pipemega.config.scheduler import By, SchedulerSection
+from pipemega.config.scheduler import By, RunLength, SchedulerSection
 from pipemega.errors import CheckpointError, ConfigError
 from pipemega.optimizer.lr_formulas import (
     LRRangeTest,
@@ -49,19 +49,23 @@ class LRSchedule(ABC):
             "learning rate twice per step: remove it"
         )
 
-    def end_step(self) -> None:
-        """Advance after an optimizer step that was not skipped, unless epochs advance it."""
-        if self.by == "step":
-            self._advance()
+    def end_step(self, samples: int = 0) -> None:
+        """Advance after an optimizer step that was not skipped, unless epochs advance it.
+
+        Args:
+            samples: of the step, on all data ranks.
+        """
+        if self.by != "epoch":
+            self._advance(samples if self.by == "sample" else 1)
 
     def end_epoch(self) -> None:
         """Advance after a pass over the training data, if epochs advance the schedule."""
         if self.by == "epoch":
-            self._advance()
+            self._advance(1)
 
     @abstractmethod
-    def _advance(self) -> None:
-        """Set the rates of the next step or epoch."""
+    def _advance(self, count: int) -> None:
+        """Set the rates after `count` more steps, epochs or samples."""
 
     def get_last_lr(self) -> list[float]:
         """Return the rate of the next optimizer step, for each group."""
@@ -89,7 +93,7 @@ class LRSchedule(ABC):
 
 
 class FormulaSchedule(LRSchedule):
-    """A schedule of the config: the rate is a function of the number of steps or epochs.
+    """A schedule of the config: the rate is a function of the number of steps, epochs or samples.
 
     The rates are set when it is constructed, too.
 
@@ -97,7 +101,7 @@ class FormulaSchedule(LRSchedule):
         optimizer, by: as for `LRSchedule`.
         rates: one function for each group.
         betas: Adam's betas, if the schedule changes them too.
-        step: number of steps already taken; of epochs with `by: "epoch"`.
+        step: number of steps already taken; of epochs or samples with another `by`.
     """
 
     def __init__(
@@ -114,11 +118,11 @@ class FormulaSchedule(LRSchedule):
         self._rates, self._betas, self._step = rates, betas, step
         self._apply()
 
-    def _advance(self) -> None:
-        self.set_step(self._step + 1)
+    def _advance(self, count: int) -> None:
+        self.set_step(self._step + count)
 
     def set_step(self, step: int) -> None:
-        """Set the rates after `step` steps, or epochs with `by: "epoch"`."""
+        """Set the rates after `step` steps, or epochs or samples with another `by`."""
         self._step = step
         self._apply()
 
@@ -168,6 +172,8 @@ _LENGTH_UNKNOWN = (
     'initialize() did not get it. Set the key, or scheduler.by "epoch" and training.epochs'
 )
 
+_UNKNOWN_LENGTH = RunLength()
+
 # Epochs whose rates are compared with 0: DeepSpeed's warm-ups begin with two equal rates.
 _MOST_IDLE_EPOCHS = 3
 
@@ -178,15 +184,14 @@ _DEFAULT_TO_LR = {"base_lr", "warmup_max_lr", "max_lr"}
 def build_schedule(
     optimizer: Optimizer,
     section: SchedulerSection,
-    total_steps: int | None = None,
-    total_epochs: int | None = None,
+    length: RunLength = _UNKNOWN_LENGTH,
 ) -> LRSchedule:
     """Build the schedule that the config names, and apply it to `optimizer`.
 
     Args:
         section: with a type; `config.scheduler` has validated it.
-        total_steps, total_epochs: the length of the run, if known: the default of
-            `total_num_steps` and `decay_steps`, in the unit of `scheduler.by`.
+        length: of the run, if known: the default of `total_num_steps` and `decay_steps`, in the
+            unit of `scheduler.by`.
 
     Raises:
         ConfigError: the parameters do not fit this length, or it is needed and not known; a group
@@ -197,10 +202,10 @@ def build_schedule(
     formula = formulas.get(name or "") or partial(Megatron, style=name)  # type: ignore[arg-type]
     keys = inspect.signature(formula).parameters.keys() - {"style"}
     try:
-        section.check(total_steps, total_epochs, _LENGTH_UNKNOWN)
+        section.check(length, _LENGTH_UNKNOWN)
     except ValueError as error:
         raise ConfigError(str(error), on_every_rank=True) from error
-    given = section.arguments(total_steps, total_epochs)
+    given = section.arguments(length)
     arguments = {key: value for key, value in given.items() if key in keys}
     lr = float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
     rate = formula(**dict.fromkeys(_DEFAULT_TO_LR & keys, lr) | arguments)

@@ -91,6 +91,8 @@ class OptimizerStep:
 
         The answers are part of the all-reduce that the step needs anyway.
         """
+        self.samples = 0
+        """Samples of the step, on all data ranks: set it before the call."""
         self.phases = StepPhases(exact_clock=step_clock(masters.mesh.device))
         """Phases of the whole training step; the engine adds those before the optimizer step."""
         self._copied: CopyEvent | None = None
@@ -253,7 +255,7 @@ class OptimizerStep:
             finally:
                 self._updating = False
             if self.schedule is not None:
-                self.schedule.end_step()
+                self.schedule.end_step(self.samples)
             self.masters.release_grads()
         with self.phases("parameter gather"):
             self.masters.copy_to_model()

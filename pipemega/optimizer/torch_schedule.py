@@ -55,7 +55,7 @@ class TorchSchedule(LRSchedule):
     def _name(self) -> str:
         return type(self.scheduler).__name__
 
-    def _advance(self) -> None:
+    def _advance(self, count: int) -> None:
         self.scheduler.step()
 
     def snapshot(self) -> dict[str, Any]:

@@ -116,6 +116,40 @@ def measurement_plan(pp_size: int, num_microbatches: int, chunks: int) -> Plan:
     return _with_split_backward(build_plan(name, pp_size, num_microbatches, chunks))
 
 
+def plan_of_size(section: PipelineSection, full: Plan, num_microbatches: int) -> Plan:
+    """Return the plan of a smaller step of `training.rampup_batch_size`, compute steps only.
+
+    Args:
+        full: of a step of train_batch_size; the plan has its stages.
+
+    Raises:
+        ConfigError: the plan is read from a file, for one number of micro-batches.
+        ScheduleError: the schedule does not support this number.
+    """
+    ranks, stages = full.num_ranks, full.num_stages
+    try:
+        if isinstance(section.schedule, PlanFile):
+            raise ConfigError(
+                f"the plan in pipeline.schedule.file {section.schedule.file!r} is for "
+                f"{full.num_microbatches}: name a schedule"
+            )
+        if section.schedule == "auto" and isinstance(section.costs, CostsSection):
+            placements = _placements(section, section.costs, ranks, stages)
+            same = [p for p in placements if p.rank_of_stage == full.rank_of_stage]
+            return best_plan(same, num_microbatches, section.memory_limit).plan
+        plan = first_plan(section, ranks, num_microbatches, stages)
+        if plan.rank_of_stage == full.rank_of_stage:
+            return plan
+        # Schedule `auto` has chosen other stages for the full steps.
+        equal = (1.0,) * stages
+        placement = Placement(full.rank_of_stage, CostModel(equal, equal, equal))
+        return best_plan([placement], num_microbatches, "auto").plan
+    except (ConfigError, ScheduleError) as error:
+        raise type(error)(
+            f"training.rampup_batch_size has steps of {num_microbatches} micro-batches, but {error}"
+        ) from error
+
+
 def best_plan(
     placements: Sequence[Placement], num_microbatches: int, memory_limit: float | str
 ) -> AutoPlan:

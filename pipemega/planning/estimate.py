@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from pipemega.config import Batch, Config
 from pipemega.config.pipeline import PipelineSection
+from pipemega.config.scheduler import RunLength
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, PipelineError, ScheduleError
 from pipemega.lora.adapted_model import add_lora
@@ -132,11 +133,20 @@ class Report:
 
     @property
     def run_seconds(self) -> float | None:
-        """Predicted seconds of all training.train_steps; None if these or the rates are unknown."""
-        steps = self.request.config.training.train_steps
-        if steps is None or not self.request.rates.known:
+        """Predicted seconds of all steps; None if their number or the rates are unknown.
+
+        The steps of a ramp-up count by their samples.
+        """
+        samples = self.run_length.samples
+        if samples is None or not self.request.rates.known:
             return None
-        return steps * self.prediction.timeline.makespan
+        return samples // self.batch.train_batch_size * self.prediction.timeline.makespan
+
+    @property
+    def run_length(self) -> RunLength:
+        """The length of the run, as far as the config determines it."""
+        sizes = self.request.config.batch_sizes(self.topology.data)
+        return sizes.run_length(self.request.config.training)
 
 
 def estimate(request: Request) -> Report:

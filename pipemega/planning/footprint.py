@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipemega.config import Config
+from pipemega.config.scheduler import RunLength
 from pipemega.distributed.mesh import Mesh
 from pipemega.kernels import Kernels
 from pipemega.optimizer import OptimizerStep
@@ -77,7 +78,7 @@ def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: Devic
         local,
         precision,
         Kernels.detect("meta"),
-        total_steps=None,
+        length=RunLength(),
         offload=device == "cuda",
     )
     if step is None:

@@ -198,16 +198,17 @@ def step_summary(report: Report) -> dict[str, str]:
 
 def _finish(report: Report) -> dict[str, str]:
     """Return the line about the whole run; none if its number of steps is not known."""
-    steps = report.request.config.training.train_steps
-    if steps is None:
+    steps, _, samples = report.run_length
+    if steps is None or samples is None:
         return {}
     length = f"{steps:,} steps"
-    if report.tokens:
-        length = f"{show_count(steps * report.tokens)} tokens in {length}"
+    tokens = report.tokens and samples * (report.tokens // report.batch.train_batch_size)
+    if tokens:
+        length = f"{show_count(tokens)} tokens in {length}"
     seconds = report.run_seconds
     if seconds is None:
         return {"run": f"{length}; give --tflops or --costs to see the days"}
-    rate = f" at {report.tokens * steps / seconds:,.0f} tokens/s" if report.tokens else ""
+    rate = f" at {tokens / seconds:,.0f} tokens/s" if tokens else ""
     return {
         "run": f"{length}: {show_duration(seconds)}{rate}, without the optimizer step, the "
         "reduction of gradients, evaluation and checkpoints"

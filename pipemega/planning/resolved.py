@@ -34,7 +34,7 @@ def resolved_values(config: Config, topology: Topology) -> Iterator[Resolved]:
     yield from _batch(config, topology)
     yield from _model(config)
     yield from _pipeline(config, topology)
-    yield from _training(config)
+    yield from _training(config, topology)
 
 
 def _batch(config: Config, topology: Topology) -> Iterator[Resolved]:
@@ -100,9 +100,10 @@ def _pipeline(config: Config, topology: Topology) -> Iterator[Resolved]:
         yield Resolved("pipeline.partition", stages, f"equal in {why}; 'pipemega plan' shows them")
 
 
-def _training(config: Config) -> Iterator[Resolved]:
+def _training(config: Config, topology: Topology) -> Iterator[Resolved]:
     if config.scheduler is not None and config.scheduler.type is not None:
-        lengths = config.scheduler.arguments(config.training.train_steps, config.training.epochs)
+        length = config.batch_sizes(topology.data).run_length(config.training)
+        lengths = config.scheduler.arguments(length)
         shown = ", ".join(
             f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
             for name, value in lengths.items()

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from pipemega.config import Config
 from pipemega.config.batch_equation import MICRO, STEPS, TRAIN
+from pipemega.config.batch_sizes import RAMPUP
 from pipemega.config.data import PATH_KEYS
 from pipemega.config.key_kinds import Rule
 from pipemega.config.pipeline import PlanFile
@@ -18,7 +19,8 @@ from pipemega.data.data_files import data_inputs, known_vocabulary
 from pipemega.distributed.topology import Topology
 from pipemega.pipeline.plan.channels import MessageOrder
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan_selection import training_plan
+from pipemega.pipeline.plan.lowering import lower
+from pipemega.pipeline.plan_selection import plan_of_size, training_plan, validated
 from pipemega.planning.units import show_bytes
 
 _FILE_KEYS = (
@@ -97,11 +99,18 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
         return ()
 
     def batch(config: Config) -> tuple[str, ...]:
-        config.batch(topology_of(config, world).data)
+        config.batch_sizes(topology_of(config, world).data)
         return ()
 
     def plan(config: Config) -> tuple[str, ...]:
-        first_plan_of(config, topology_of(config, world))
+        topology = topology_of(config, world)
+        full, sizes = first_plan_of(config, topology), config.batch_sizes(topology.data)
+        if full is not None:
+            unit = config.batch(topology.data).samples_per_slice
+            order = planned_order(config)
+            for size in sizes.sizes[:-1]:
+                smaller = plan_of_size(config.pipeline, full, size // unit)
+                validated(lower(smaller), config.pipeline, order)
         return ()
 
     # A rule runs only if those before it found no error in its keys.
@@ -110,7 +119,7 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
         *(Rule((key,), partial(_file_errors, key)) for key in _FILE_KEYS),
         Rule(("mesh.data", "mesh.tensor", "mesh.pipeline"), ranks),
         Rule(_SIZES, batch),
-        Rule(("pipeline.schedule", "pipeline", "model", "imports", *_SIZES), plan),
+        Rule(("pipeline.schedule", "pipeline", "model", "imports", RAMPUP, *_SIZES), plan),
         Rule(("model.vocab_size", "data"), _vocabulary_fits),
     )
 

@@ -42,9 +42,10 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
             f"sample: give it a key seq_length, or train it with your own data and "
             f"pipemega.Trainer"
         )
-    if training.train_steps is None and training.epochs is None:
+    if not training.has_length:
         raise ConfigError(
-            "training.train_steps (or training.epochs) is missing: pretraining needs it"
+            "training.train_steps (or training.train_samples, or training.epochs) is missing: "
+            "pretraining needs it"
         )
     check_data_inputs(config.data)
     log = get_logger(mesh.rank)
@@ -56,7 +57,7 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     request = DataRequest(
         seq_length=length,
         seed=config.seed,
-        train_samples=_samples(training.train_steps, batch),
+        train_samples=training.train_samples or _train_samples(config, mesh),
         valid_samples=_samples(eval_batches, batch),
         vocab_size=vocabulary if isinstance(vocabulary, int) else "auto",
     )
@@ -72,6 +73,12 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
         # The dataset has one order; the loader shuffles it in each epoch.
         datasets.train.already_shuffled = False
     return datasets
+
+
+def _train_samples(config: Config, mesh: Mesh) -> int | None:
+    """Return the samples of `training.train_steps`; None, one pass over the data, without it."""
+    steps = config.training.train_steps
+    return None if steps is None else config.batch_sizes(mesh.data.size).samples_of(steps)
 
 
 def _samples(steps: int | None, batch: Batch) -> int | None:

@@ -32,7 +32,7 @@ class Trainer:
         engine: from `pipemega.initialize`.
         valid: a validation dataset or DataLoader, or several by name; None: no evaluation.
         train: training data, if `initialize` got none.
-        epochs: passes over the training data; None: `training.epochs` or `training.train_steps`.
+        epochs: passes over the training data; None: that of the config.
         metrics: of each evaluation, by name: `pipemega.training.Metric`, or of torchmetrics.
         callbacks: called in this order at each point.
         tokens_per_sample, flops_per_token: for tokens/s, TFLOP/s and MFU; 0: do not record them.
@@ -149,8 +149,8 @@ class Trainer:
         engine = self.engine
         if engine.total_steps is None and engine.epochs is None:
             raise ConfigError(
-                "the run has no length: set training.train_steps (or training.epochs), or give "
-                "Trainer(epochs=...)",
+                "the run has no length: set training.train_steps (or training.train_samples, or "
+                "training.epochs), or give Trainer(epochs=...)",
                 on_every_rank=True,
             )
         self.stopped = ""

@@ -39,6 +39,13 @@ TWO_STAGES_PER_RANK = (
 # Changes to the plain config, and the default dtype of the run.
 Choice = tuple[dict[str, Any], str]
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+RAMP_UP = {
+    "training": {"rampup_batch_size": [8, 8, 16]},
+    "scheduler": {
+        "type": "cosine",
+        "params": {"warmup_init_lr": 0.004, "warmup_samples": 8, "decay_samples": 60},
+    },
+}
 CHOICES: dict[str, Choice] = {
     "plain": ({}, "float64"),
     "clipped": ({"gradient_clipping": 0.05}, "float64"),
@@ -143,6 +150,13 @@ CHOICES: dict[str, Choice] = {
         },
         "float64",
     ),
+    # Steps of 8, 16 and 24 samples; the learning rate counts samples.
+    "ramp-up": (RAMP_UP, "float64"),
+    "ramp-up, post-validation": (
+        RAMP_UP | {"pipeline": {"optimizer_sync": "post_validate", "optimizer_sync_after": 0}},
+        "float64",
+    ),
+    "ramp-up, declared shapes": (RAMP_UP | {"pipeline": {"shapes": "declared"}}, "float64"),
     "prescaled": (
         {"prescale_gradients": True, "gradient_allreduce_op": "mean"},
         "float64",
@@ -162,11 +176,11 @@ def with_zero(choice: str, **keys: Any) -> Choice:
 
 
 CHOICES |= {
-    f"{name}, ZeRO": with_zero(name, overlap_comm=name in ("plain", "bf16", "LAMB"))
+    f"{name}, ZeRO": with_zero(name, overlap_comm=name in ("plain", "bf16", "LAMB", "ramp-up"))
     for name in (
         "plain", "clipped", "untied", "sequence parallel", "llama style", "LAMB", "SGD",
-        "prescaled", "bf16", "fp16", "LoRA", "LoRA, sequence parallel", "LoRA, head trained",
-        "norms of queries and keys",
+        "prescaled", "ramp-up", "bf16", "fp16", "LoRA", "LoRA, sequence parallel",
+        "LoRA, head trained", "norms of queries and keys",
     )
 }  # fmt: skip
 CHOICES["offloaded, ZeRO"] = with_zero("plain", offload_optimizer={"device": "cpu"})
@@ -294,7 +308,8 @@ def _some() -> Iterator[tuple[str, tuple[int, int, int]]]:
             continue
         yield choice, (1, 2 if choice in WITH_TENSOR_RANKS else 1, 2)
         if choice in (
-            "mean of micro-batches", "prescaled", "fp32", "bf16", "fp16", "clipped", "partial step"
+            "mean of micro-batches", "prescaled", "fp32", "bf16", "fp16", "clipped",
+            "partial step", "ramp-up",
         ):  # fmt: skip
             yield choice, (2, 1, 2)
         if choice in ("sequence parallel", "LAMB", "llama style"):
@@ -320,7 +335,7 @@ def test_every_setting_trains_like_one_process(
     ("mesh", "schedules", "choices"),
     [
         ((2, 1, 2), ("zb-h1",), ("plain", "plain, ZeRO", "bf16, ZeRO", "clipped, ZeRO")),
-        ((2, 1, 2), ("zb-v", "interleaved"), ("plain, ZeRO",)),
+        ((2, 1, 2), ("zb-v", "interleaved"), ("plain, ZeRO", "ramp-up, ZeRO")),
         ((2, 1, 2), ("1f1b",), ("untied, ZeRO", "LAMB, ZeRO", "offloaded, ZeRO")),
         ((2, 2, 1), ("1f1b",), ("plain, ZeRO", "sequence parallel, ZeRO", "LAMB, ZeRO")),
         ((3, 1, 1), ("1f1b",), ("plain, ZeRO", "prescaled, ZeRO")),
@@ -352,6 +367,8 @@ def test_zero_trains_like_one_process_on_every_kind_of_mesh(
 def test_every_setting_on_every_mesh_trains_like_one_process(
     pool: RankPool, oracle: Oracle, choice: str, mesh: tuple[int, int, int]
 ) -> None:
+    if choice.startswith("ramp-up") and mesh[0] == 3:
+        pytest.skip("8 samples are no whole micro-batches of 2 samples for 3 data ranks")
     schedules = SCHEDULES + SPLIT * (mesh[2] > 1)
     schedules += TWO_STAGES_PER_RANK * (mesh[2] == 2 and not choice.startswith("cut"))
     results = run_all(pool, mesh, [(schedule, choice) for schedule in schedules])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from pipemega.config import load, optimizer, scheduler
+from pipemega.config.scheduler import RunLength
 from pipemega.optimizer.lr_schedules import build_schedule
 from tests.paper.config.config_tree import BASE, REQUIRED
 
@@ -41,5 +42,5 @@ def test_every_lr_schedule_is_built_from_its_section(name):
     sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     if "cycle_momentum" in type(section.params).model_fields:
         sgd = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
-    built = build_schedule(sgd, section, total_steps=100)
+    built = build_schedule(sgd, section, RunLength(steps=100))
     assert len(built.get_last_lr()) == 1

@@ -245,7 +245,7 @@ def test_without_epochs_a_smaller_batch_is_refused_with_both_ways_out():
 
 @given(st.integers(0, 12), st.integers(1, 5), st.booleans())
 def test_groups_names_the_last_one(count, size, drop_last):
-    found = list(groups(range(count), size, drop_last=drop_last))
+    found = list(groups(range(count), lambda _: size, drop_last=drop_last))
     expected = [[*range(start, min(start + size, count))] for start in range(0, count, size)]
     if drop_last and expected and len(expected[-1]) < size:
         expected.pop()
@@ -261,6 +261,6 @@ def test_groups_reads_one_item_ahead():
             read.append(number)
             yield number
 
-    found = groups(items(), 2, drop_last=False)
+    found = groups(items(), lambda _: 2, drop_last=False)
     assert next(found) == ([0, 1], False)
     assert read == [0, 1, 2]

@@ -245,6 +245,63 @@ def test_run_ends_a_stopped_loop_with_exit_code_0_and_all_records_written() -> N
     assert event["text"] == "stopped after step 1: training.exit_after_minutes is 1e-06"
 
 
+def test_exit_interval_saves_and_ends_a_loop_and_a_trainer_at_each_multiple() -> None:
+    """Evaluations and saves that are due at the same step come first; the end is no early exit."""
+    training = {"exit_interval": 3, "resume": "auto"}
+    settings = config("run", training=training, checkpoint={"interval": 0})
+    engine = build(settings)
+    with pytest.raises(StopTraining) as stop:
+        train(engine, 8)
+    assert (stop.value.reason, stop.value.code) == ("training.exit_interval is 3", 0)
+    engine.close()
+    trainer = Trainer(build(settings))
+    trainer.fit()
+    assert (trainer.engine.global_steps, trainer.stopped) == (6, "training.exit_interval is 3")
+    last = Trainer(build(settings))
+    last.fit()
+    assert (last.engine.global_steps, last.stopped) == (8, "")
+    assert {p.name for p in Path("run").glob("global_step*")} == {
+        "global_step3", "global_step6", "global_step8",
+    }  # fmt: skip
+
+
+def test_exit_interval_at_the_last_step_is_the_end_of_the_run() -> None:
+    trainer = Trainer(build(config("run", training={"exit_interval": 4})))
+    trainer.fit()
+    assert trainer.stopped == "training.exit_interval is 4"
+    settings = config("run", training={"exit_interval": 4, "resume": "auto"})
+    trainer = Trainer(build(settings))
+    trainer.fit()
+    assert (trainer.stopped, trainer.engine.global_steps) == ("", 8)
+
+
+def test_the_kill_switch_file_ends_the_run_after_a_step_and_later_runs_before_the_first() -> None:
+    training = {"kill_switch_path": "stop", "resume": "auto"}
+    settings = config("run", training=training, checkpoint={"interval": 0})
+    engine = build(settings)
+    engine.train_batch()
+    Path("stop").touch()
+    with pytest.raises(StopTraining) as stop:
+        train(engine, 8)
+    assert (stop.value.reason, engine.global_steps) == (
+        "training.kill_switch_path: found stop", 2,
+    )  # fmt: skip
+    assert Path("run/global_step2").is_dir()
+    engine.close()
+    engine = build(settings)
+    with pytest.raises(StopTraining) as at_start:
+        train(engine, 8)
+    assert (at_start.value.reason, engine.global_steps) == (stop.value.reason, 2)
+    engine.close()
+    trainer = Trainer(build(settings))
+    trainer.fit()
+    assert (trainer.stopped, trainer.engine.global_steps) == (stop.value.reason, 2)
+    Path("stop").unlink()
+    trainer = Trainer(build(settings))
+    trainer.fit()
+    assert (trainer.stopped, trainer.engine.global_steps) == ("", 8)
+
+
 def test_run_saves_the_last_step_of_a_loop_at_its_end(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "pipemega")
     with run():

@@ -2,6 +2,7 @@
 
 import os
 import signal
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -98,3 +99,20 @@ def test_only_rank_0_checks_the_time_limit() -> None:
     assert first.requested()
     assert not other.requested()
     assert first.reasons() == "training.exit_after_minutes is 2"
+
+
+def test_the_kill_switch_file_is_a_stop_request_also_if_it_is_deleted_later(tmp_path: Path) -> None:
+    file = tmp_path / "stop"
+    stop = StopRequest(ALONE, kill_switch=str(file))
+    assert not stop.requested()
+    assert stop.reason_at_start() == ""
+    file.touch()
+    assert stop.reason_at_start() == f"training.kill_switch_path: found {file}"
+    assert stop.requested()
+    file.unlink()
+    assert stop.reasons() == f"training.kill_switch_path: found {file}"
+
+
+def test_only_rank_0_looks_for_the_kill_switch_file(tmp_path: Path) -> None:
+    other = Axis("world", rank=1, ranks=(0, 1))
+    assert not StopRequest(other, kill_switch=str(tmp_path)).requested()

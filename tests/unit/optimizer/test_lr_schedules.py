@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pipemega.config import load
-from pipemega.config.scheduler import DecayParams, SchedulerSection
+from pipemega.config.scheduler import DecayParams, RunLength, SchedulerSection
 from pipemega.errors import CheckpointError, ConfigError
 from pipemega.optimizer import build_schedule
 from pipemega.optimizer.lr_formulas import Megatron
@@ -25,7 +25,7 @@ def build(optimizer, name, params, train_steps=None):
     if train_steps is not None:
         config["training"] = {"train_steps": train_steps}
     section = load(config).scheduler
-    return build_schedule(optimizer, section, train_steps)
+    return build_schedule(optimizer, section, RunLength(steps=train_steps))
 
 
 def curve(name, params, steps, **more):
@@ -138,7 +138,7 @@ def test_an_epoch_with_rate_0_causes_a_warning(caplog, name, params, which):
             "training": {"epochs": 9},
         }
     ).scheduler
-    build_schedule(adam(), section, None, 9)
+    build_schedule(adam(), section, RunLength(epochs=9))
     assert (which in caplog.text) if which else not caplog.text
 
 
@@ -160,7 +160,7 @@ def test_the_length_of_the_run_is_the_default_of_the_decay():
 
 def test_a_schedule_by_epoch_advances_at_the_end_of_each_epoch():
     section = SchedulerSection(type="linear", params=DecayParams(), by="epoch")
-    schedule = build_schedule(adam(), section, total_steps=100, total_epochs=4)
+    schedule = build_schedule(adam(), section, RunLength(steps=100, epochs=4))
     seen = []
     for _ in range(5):
         schedule.end_step()
@@ -178,7 +178,7 @@ def test_a_schedule_by_epoch_advances_at_the_end_of_each_epoch():
 def test_a_length_that_is_not_known_is_refused_if_the_schedule_needs_it():
     section = SchedulerSection(type="cosine", params=DecayParams())
     with pytest.raises(ConfigError) as caught:
-        build_schedule(adam(), section, total_epochs=3)
+        build_schedule(adam(), section, RunLength(epochs=3))
     assert str(caught.value) == (
         "scheduler.params.decay_steps is missing, and its default, the length of the run, is not "
         "known: training_data has no length, or initialize() did not get it. Set the key, or "

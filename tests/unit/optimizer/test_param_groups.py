@@ -10,7 +10,7 @@ from torch import nn
 import pipemega
 from pipemega.config import load
 from pipemega.config.group_keys import GroupSpec
-from pipemega.config.scheduler import DecayParams, SchedulerSection
+from pipemega.config.scheduler import DecayParams, RunLength, SchedulerSection
 from pipemega.errors import ConfigError
 from pipemega.optimizer import build_schedule, parameter_groups
 from pipemega.optimizer.param_groups import check_specs
@@ -145,7 +145,7 @@ def test_a_schedule_keeps_the_ratio_of_the_rates_of_the_groups() -> None:
         lr=0.2,
     )
     section = SchedulerSection(type="linear", params=DecayParams(max_lr=1.0, min_lr=0.2))
-    schedule = build_schedule(optimizer, section, total_steps=4)
+    schedule = build_schedule(optimizer, section, RunLength(steps=4))
     rates = []
     for _ in range(4):
         rates.append(schedule.get_last_lr())
@@ -154,4 +154,4 @@ def test_a_schedule_keeps_the_ratio_of_the_rates_of_the_groups() -> None:
     assert [second for _, second in rates] == pytest.approx([0.25, 0.2, 0.15, 0.1])
     optimizer = torch.optim.SGD([{"params": [NAMED["layers.0.bias"]], "lr": 0.05}], lr=0.0)
     with pytest.raises(ConfigError, match=r"has the learning rate 0.05, and the optimizer's is 0"):
-        build_schedule(optimizer, section, total_steps=4)
+        build_schedule(optimizer, section, RunLength(steps=4))
