@@ -187,6 +187,8 @@ def test_a_wrong_call_is_refused(call: Any, message: str) -> None:
         ({"training": {"epochs": 2}}, "training.epochs is set, and the model is no pipeline: the "
          "loop reads the data"),
         ({"monitor": {"trace": {"every": 2}}}, "monitor.trace is set, and the model is no pipel"),
+        ({"train_batch_size": 4, "training": {"rampup_batch_size": [2, 2, 8]}},
+         "training.rampup_batch_size is set, and the model is no pipeline"),
         ({"lora": {"r": 2}}, "lora is set, and the model is no pip"),
     ],
 )  # fmt: skip
