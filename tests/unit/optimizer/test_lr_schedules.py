@@ -201,7 +201,7 @@ def test_last_batch_iteration_starts_in_the_middle():
         ("cosine", {"decay_step": 3}, "did you mean 'decay_steps'?"),
         ("OneCycle", {}, "scheduler.params.cycle_min_lr is missing"),
         ("WarmupDecayLR", {}, "scheduler.params.total_num_steps is missing"),
-        ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps must be an integer >= 1, not 0"),
+        ("WarmupLR", {"warmup_num_steps": -1}, "warmup_num_steps must be an integer >= 0, not -1"),
         ("WarmupLR", {"warmup_type": "exp"}, 'must be "log" or "linear", not "exp"'),
         ("linear", {"decay_steps": 3, "warmup_steps": 3},
          "decay_steps (3) must be above the length of the warm-up (3)"),
