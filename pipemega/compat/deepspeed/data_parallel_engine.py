@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from pipemega.compat.deepspeed.engine_names import EngineNames, missing_name
-from pipemega.compat.deepspeed.schedule_adapter import schedule_maker
+from pipemega.compat.deepspeed.engine_checkpoints import EngineCheckpoints
+from pipemega.compat.deepspeed.engine_settings import EngineSettings
+from pipemega.compat.deepspeed.schedule_adapter import given_schedule, schedule_maker
 from pipemega.config import Config, load
 from pipemega.engine.initialize import build_mesh_of, initialize_loop
 from pipemega.engine.loop_engine import LoopEngine
 from pipemega.errors import ConfigError
+from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger
 from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer, freeze_others
 
@@ -26,10 +28,17 @@ _ADVICE: Mapping[str, str] = {
     "eval_batch": _PIPELINE,
     "set_dataloader": _PIPELINE,
     "set_batch_fn": _PIPELINE,
+    "allreduce_gradients": "step() reduces the gradients",
+    "set_train_micro_batch_size": "set train_micro_batch_size_per_gpu in the config",
+    "offload_states": "set zero_optimization.offload_optimizer in the config",
+    "reload_states": "set zero_optimization.offload_optimizer in the config",
+    "curriculum_scheduler": "curriculum learning does not exist",
+    "random_ltd_scheduler": "random layer token drop does not exist",
+    "progressive_layer_drop": "progressive layer drop does not exist",
 }
 
 
-class DataParallelEngine(EngineNames, nn.Module):
+class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
     """Trains a module whose forward and backward the script runs.
 
         loss = loss_fn(engine(x), y)
@@ -41,20 +50,26 @@ class DataParallelEngine(EngineNames, nn.Module):
     pipelines have. Attributes that the engine does not have are those of the module.
 
     Args:
-        core: the engine that does the work.
+        engine: does the work.
         collate_fn: of `deepspeed_io`.
 
     Attributes:
         module: as given to `initialize`.
+        optimizer: torch's optimizer, over the master weights if they exist; that of the script, if
+            it has one. The engine calls its `step()`.
+        training_dataloader: of the training data of `initialize`; None without.
     """
 
-    core: LoopEngine
+    pipemega_engine: LoopEngine
 
     def __init__(
-        self, core: LoopEngine, collate_fn: Callable[[list[Any]], Any] | None = None
+        self, engine: LoopEngine, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> None:
-        super().__init__()
-        self.core, self.module = core, core.layer
+        nn.Module.__init__(self)
+        self.pipemega_engine, self.module = engine, engine.layer
+        self.pipemega_config, self.mesh = engine.config, engine.mesh
+        self.optimizer = engine.optimizer
+        self.training_dataloader: DataLoader[Any] | None = None
         self.collate_fn = collate_fn
         self._without_sync = False
 
@@ -64,13 +79,14 @@ class DataParallelEngine(EngineNames, nn.Module):
         except AttributeError:
             if name != "module" and hasattr(self.module, name):
                 return getattr(self.module, name)
-        raise AttributeError(missing_name(name, _ADVICE))
+        advice = _ADVICE.get(name, "docs/from_deepspeed.md lists the names that exist")
+        raise AttributeError(f"the engine has no {name!r}: {advice}")
 
     # A micro-batch
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; with `fp16.auto_cast`, floating-point `inputs` are cast to fp16."""
-        return self.core.run_forward(*inputs, **kwargs)
+        return self.pipemega_engine.run_forward(*inputs, **kwargs)
 
     def backward(
         self,
@@ -98,11 +114,13 @@ class DataParallelEngine(EngineNames, nn.Module):
                 "backward(allreduce_gradients=False): step() reduces the gradients once per step; "
                 "remove the argument, and the reduction of the script"
             )
-        return self.core.run_backward(loss, retain_graph=retain_graph, mean=scale_wrt_gas)
+        return self.pipemega_engine.run_backward(
+            loss, retain_graph=retain_graph, mean=scale_wrt_gas
+        )
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss from which the script runs `backward()` itself."""
-        return self.core.scale(loss)
+        return self.pipemega_engine.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; after the last of a step, update the parameters.
@@ -117,15 +135,15 @@ class DataParallelEngine(EngineNames, nn.Module):
             raise ConfigError("step(lr_kwargs=...): a scheduler's step() gets no arguments")
         if self._without_sync:
             raise ConfigError("step() is called within no_sync(): call it after the block")
-        self.core.end_micro_batch()
+        self.pipemega_engine.end_micro_batch()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the parameters."""
-        return self.core.ends_step
+        return self.pipemega_engine.ends_step
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Let each next `step()` update the parameters, or not."""
-        self.core.at_boundary = is_boundary
+        self.pipemega_engine.at_boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -140,17 +158,30 @@ class DataParallelEngine(EngineNames, nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of this step so far; `step` does it after each update."""
-        self.core.discard_gradients()
+        self.pipemega_engine.discard_gradients()
+
+    @property
+    def global_steps(self) -> int:
+        return self.pipemega_engine.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        return self.pipemega_engine.consumed_samples
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler of the script or of the config; the engine calls its `step()`."""
+        return given_schedule(self.pipemega_engine.lr_scheduler)
 
     @property
     def micro_steps(self) -> int:
         """Micro-batches so far."""
-        return self.core.micro_steps
+        return self.pipemega_engine.micro_steps
 
     @property
     def data_parallel_group(self) -> Any:
         """The process group of all ranks."""
-        return self.core.mesh.world.group
+        return self.mesh.world.group
 
     # Data
 
@@ -174,7 +205,7 @@ class DataParallelEngine(EngineNames, nn.Module):
             route: "train" shuffles; "eval" and "predict" do not.
             num_local_io_workers: None: `data.num_workers`.
         """
-        mesh, config = self.core.mesh, self.core.config
+        mesh, config = self.mesh, self.pipemega_config
         is_iterable = isinstance(dataset, IterableDataset)
         if data_sampler is None and not is_iterable:
             data_sampler = DistributedSampler(
@@ -206,7 +237,7 @@ class DataParallelEngine(EngineNames, nn.Module):
         exclude_frozen_parameters: bool = False,
     ) -> bool:
         """Write `module_state_dict` to a file with torch.save, on rank 0."""
-        if self.core.mesh.rank == 0:
+        if self.mesh.rank == 0:
             folder = Path(save_dir)
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(self.module_state_dict(exclude_frozen_parameters), folder / save_filename)
@@ -243,11 +274,14 @@ def initialize_data_parallel(
             on_every_rank=True,
         )
     _refuse_model_parallel(mpu)
-    settings = load(config)
+    # The groups of an optimizer decide about weight decay.
+    own_groups = ["training.weight_decay_norms_and_biases=true"] if optimizer is not None else []
+    settings = load(config, own_groups)
     mesh = build_mesh_of(settings)
     names = {id(p): f"layers.0.{name}" for name, p in model.named_parameters()}
     trainable = [p for p in model.parameters() if p.requires_grad]
-    given, groups = _given(settings, optimizer, model_parameters, trainable, names)
+    with failure_reporter().propagate_errors("initialize"):
+        given, groups = _given(settings, optimizer, model_parameters, trainable, names)
     if groups is not None:
         frozen = freeze_others(model.named_parameters(), groups, names)
         if frozen:
@@ -255,17 +289,15 @@ def initialize_data_parallel(
                 f"{len(frozen)} parameters are in no group of the optimizer, so they are not "
                 f"trained: {frozen[0]} .."
             )
-    batch = settings.batch(mesh.data.size)
-    core = initialize_loop(
+    inner = initialize_loop(
         model,
         settings,
         mesh=mesh,
         optimizer=given,
-        lr_scheduler=schedule_maker(lr_scheduler, lambda: batch.train_batch_size),
+        lr_scheduler=schedule_maker(lr_scheduler, settings.batch(mesh.data.size).train_batch_size),
         model_parameters=groups if given is None else None,
     )
-    engine = DataParallelEngine(core, collate_fn)
-    engine.config = config
+    engine = DataParallelEngine(inner, collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

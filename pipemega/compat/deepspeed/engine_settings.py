@@ -1,5 +1,6 @@
 """What a DeepSpeed engine says about its config and its optimizer."""
 
+import os
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -8,12 +9,14 @@ from torch.optim import Optimizer
 
 from pipemega.config import Batch, Config
 from pipemega.distributed.mesh import Mesh
+from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
 
 
 class EngineSettings(ABC):
     """The getters of a DeepSpeed engine; `pipemega_config` and `mesh` have their values."""
 
+    pipemega_engine: Engine
     pipemega_config: Config
     mesh: Mesh
     optimizer: Optimizer | None
@@ -47,7 +50,19 @@ class EngineSettings(ABC):
 
     @property
     def local_rank(self) -> int:
-        return self.mesh.device.index or 0
+        return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def mp_world_size(self) -> int:
+        return self.mesh.tensor.size
+
+    def get_data_parallel_rank(self) -> int:
+        return self.mesh.data.rank
+
+    def get_model_parallel_rank(self) -> int:
+        return self.mesh.tensor.rank
+
+    get_tensor_parallel_rank = get_model_parallel_rank
 
     # Batch
 
@@ -61,6 +76,11 @@ class EngineSettings(ABC):
     def gradient_accumulation_steps(self) -> int:
         """Return the micro-batches of a step of one data rank."""
         return self._batch.num_microbatches
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """Return (train batch size, micro-batch size, gradient accumulation steps)."""
+        batch = self._batch
+        return batch.train_batch_size, batch.micro_batch_size, batch.num_microbatches
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Refuse another batch size during the run.
@@ -102,6 +122,13 @@ class EngineSettings(ABC):
     def bfloat16_enabled(self) -> bool:
         return self.pipemega_config.bf16.enabled
 
+    def loss_scale(self) -> float:
+        """Return `fp16.loss_scale`; 0 for a dynamic scale, whose value is `cur_scale`."""
+        return self.pipemega_config.fp16.loss_scale
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.fp16_enabled() and self.loss_scale() == 0
+
     def gradient_clipping(self) -> float:
         return self.pipemega_config.gradient_clipping
 
@@ -119,9 +146,33 @@ class EngineSettings(ABC):
 
     def get_mom(self) -> list[Any]:
         """Return the betas or the momentum of each parameter group."""
-        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        return [group.get("type", 0.0) for group in self._groups()]
 
     def _groups(self) -> list[dict[str, Any]]:
-        if self.optimizer is None:
-            raise ConfigError("the engine has no optimizer", on_every_rank=True)
-        return self.optimizer.param_groups
+        return [] if self.optimizer is None else self.optimizer.param_groups
+
+    @property
+    def cur_scale(self) -> float:
+        """The loss scale of the last step; 1 before the first, and without fp16."""
+        report = self.pipemega_engine.last_step
+        return 1.0 if report is None else report.loss_scale
+
+    @property
+    def skipped_steps(self) -> int:
+        return self.pipemega_engine.skipped_steps
+
+    def get_global_grad_norm(self) -> float | None:
+        """Return the gradient norm of the last step before clipping; None before the first."""
+        return self.pipemega_engine.get_global_grad_norm()
+
+    def was_step_applied(self) -> bool:
+        """Return whether the last step has changed the parameters."""
+        report = self.pipemega_engine.last_step
+        return report is not None and not report.skipped
+
+    def destroy(self) -> None:
+        """End the run; see `pipemega.Engine.close`.  Collective."""
+        self.pipemega_engine.close()

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from pipemega.compat.deepspeed.pipeline_engine import PipelineEngine
 from pipemega.compat.deepspeed.pipeline_module import DeepSpeedNetwork, DeepSpeedPipelineModule
+from pipemega.compat.deepspeed.schedule_adapter import schedule_maker
 from pipemega.config import Config, load
 from pipemega.config.source import read
 from pipemega.distributed.mesh import from_first, launched_rank, on_all_ranks, with_timeout
@@ -21,7 +22,6 @@ from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger
 from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer
 from pipemega.optimizer.param_groups import listed
-from pipemega.optimizer.torch_schedule import SchedulerMaker
 from pipemega.pipeline.module import BuildOptions, build_stages
 
 
@@ -69,7 +69,7 @@ def initialize_pipeline(
         checked,
         mesh=mesh,
         optimizer=given,
-        lr_scheduler=_scheduler_maker(lr_scheduler),
+        lr_scheduler=schedule_maker(lr_scheduler, checked.batch(mesh.data.size).train_batch_size),
         model_parameters=groups,
     )
     facade = PipelineEngine(engine, model, training_data, collate_fn)
@@ -207,11 +207,3 @@ def _freeze_others(local: Mapping[str, nn.Parameter], kept: Collection[str]) -> 
             f"{len(others)} parameters of this rank are in no parameter group, and are not "
             f"trained: {listed(others)}"
         )
-
-
-def _scheduler_maker(lr_scheduler: Any) -> SchedulerMaker | None:
-    """Return a function of the optimizer for a scheduler or a function."""
-    is_function = callable(lr_scheduler) and not hasattr(lr_scheduler, "step")
-    if lr_scheduler is None or is_function:
-        return lr_scheduler  # type: ignore[no-any-return]
-    return lambda _: lr_scheduler

@@ -46,7 +46,7 @@ _RUNTIME_UTILS = {
         "call_to_str", "ensure_directory_exists",
     )
 }  # fmt: skip
-_ENGINE = {"DeepSpeedEngine": f"{_HERE}.engine_names:EngineNames"}
+_ENGINE = {"DeepSpeedEngine": f"{_HERE}.engine_settings:EngineSettings"}
 _ZERO = {
     name: f"{_HERE}.zero_calls:{name}"
     for name in (

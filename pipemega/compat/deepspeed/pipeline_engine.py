@@ -1,27 +1,24 @@
 """The engine of `deepspeed.initialize` for a PipelineModule, over pipemega's Engine."""
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from pipemega.checkpoint import any_checkpoint
-from pipemega.compat.deepspeed.client_state import decoded, encoded
+from pipemega.compat.deepspeed.engine_checkpoints import EngineCheckpoints
 from pipemega.compat.deepspeed.engine_settings import EngineSettings
 from pipemega.compat.deepspeed.parallel_grid import PipelineParallelGrid
 from pipemega.compat.deepspeed.pipeline_data import BatchFn, ScriptBatches, training_loader_of
 from pipemega.compat.deepspeed.pipeline_evaluation import PipelineEvaluation
 from pipemega.compat.deepspeed.pipeline_module import DeepSpeedPipelineModule
 from pipemega.compat.deepspeed.repeating_loader import RepeatingLoader
-from pipemega.distributed.mesh import from_first
+from pipemega.compat.deepspeed.schedule_adapter import given_schedule
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
-from pipemega.optimizer.torch_schedule import TorchSchedule
 
 
-class PipelineEngine(EngineSettings):
+class PipelineEngine(EngineSettings, EngineCheckpoints):
     """Trains a PipelineModule with DeepSpeed's calls.
 
     Names that DeepSpeed's engine does not have are those of `pipemega.Engine`.
@@ -75,8 +72,7 @@ class PipelineEngine(EngineSettings):
     @property
     def lr_scheduler(self) -> Any:
         """The scheduler of the user or of the config; None: the learning rate is constant."""
-        schedule = self.pipemega_engine.lr_scheduler
-        return schedule.scheduler if isinstance(schedule, TorchSchedule) else schedule
+        return given_schedule(self.pipemega_engine.lr_scheduler)
 
     @lr_scheduler.setter
     def lr_scheduler(self, scheduler: Any) -> None:
@@ -193,71 +189,6 @@ class PipelineEngine(EngineSettings):
 
     def eval(self) -> None:
         self.module.eval()
-
-    # Checkpoints
-
-    def save_checkpoint(
-        self,
-        save_dir: str | Path,
-        tag: str | int | None = None,
-        client_state: Any = None,
-        save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
-    ) -> bool:
-        """Save the run in pipemega's format, which loads on any mesh; return True.  Collective.
-
-        Args:
-            client_state: state of the caller, the same on every rank: tensors, numbers, text,
-                containers of them, argparse namespaces and numpy arrays.
-            exclude_frozen_parameters: has no effect: all parameters are saved.
-        """
-        self.pipemega_engine.save_checkpoint(
-            save_dir, None if tag is None else str(tag), encoded(client_state or {}), save_latest
-        )
-        return True
-
-    def load_checkpoint(
-        self,
-        load_dir: str | Path,
-        tag: str | int | None = None,
-        load_module_strict: bool = True,
-        load_optimizer_states: bool = True,
-        load_lr_scheduler_states: bool = True,
-        load_module_only: bool = False,
-        custom_load_fn: Any = None,
-    ) -> tuple[Any, Any]:
-        """Load a checkpoint of `save_checkpoint`; return its path and client state.  Collective.
-
-        Returns:
-            (None, None), with a warning, if `load_dir` has no checkpoint and no `tag` is given.
-
-        Raises:
-            ConfigError: custom_load_fn.
-            CheckpointError: as `pipemega.Engine.load_checkpoint`.
-        """
-        if custom_load_fn is not None:
-            raise ConfigError(
-                "load_checkpoint(custom_load_fn=...) is not supported: load_module_strict=False "
-                "loads the parameters that match",
-                on_every_rank=True,
-            )
-        if tag is None and from_first(self.mesh.world, lambda: _is_empty(load_dir)):
-            if self.global_rank == 0:
-                self.logger.warning(f"{load_dir} has no checkpoint: nothing is loaded")
-            return None, None
-        path, client = self.pipemega_engine.load_checkpoint(
-            load_dir,
-            None if tag is None else str(tag),
-            load_module_only=load_module_only,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            strict=load_module_strict,
-        )
-        return str(path), decoded(client) or {}
-
-
-def _is_empty(folder: str | Path) -> bool:
-    return any_checkpoint(folder) is None
 
 
 def _loss_dtype(module: DeepSpeedPipelineModule) -> torch.dtype:

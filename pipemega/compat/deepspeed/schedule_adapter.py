@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pipemega.optimizer.lr_schedules import LRSchedule
 from pipemega.optimizer.torch_schedule import SchedulerMaker, TorchSchedule
@@ -29,13 +30,12 @@ class _IncrementedSchedule:
         self.scheduler.step(self._increment)
 
 
-def schedule_maker(scheduler: Any, train_batch_size: Callable[[], int]) -> SchedulerMaker | None:
+def schedule_maker(scheduler: Any, train_batch_size: int) -> SchedulerMaker | None:
     """Return what `pipemega.initialize` takes for the `lr_scheduler` of `deepspeed.initialize`.
 
     Args:
         scheduler: a scheduler over the caller's optimizer, or a function of the optimizer.
-        train_batch_size: returns the samples of a step, which are passed to a `step` that needs
-            an argument.
+        train_batch_size: passed to a `step` that needs an argument.
     """
     if scheduler is None:
         return None
@@ -44,8 +44,8 @@ def schedule_maker(scheduler: Any, train_batch_size: Callable[[], int]) -> Sched
         is_scheduler = hasattr(scheduler, "step")
         made = scheduler if is_scheduler or not callable(scheduler) else scheduler(optimizer)
         step = getattr(made, "step", None)
-        if callable(step) and _needs_argument(step) and not hasattr(made, "is_better"):
-            return _IncrementedSchedule(made, train_batch_size())
+        if callable(step) and _needs_argument(step) and not isinstance(made, ReduceLROnPlateau):
+            return _IncrementedSchedule(made, train_batch_size)
         return made
 
     return make

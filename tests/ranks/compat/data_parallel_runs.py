@@ -76,7 +76,7 @@ def trained(rank_seeds: bool, world_size: int, keys: dict[str, Any], given: bool
         for m in range(MICRO_BATCHES):
             engine.backward(loss_of(engine, tokens(step, m, rank)))
             engine.step()
-        losses.append(engine.core.last_step.loss)
+        losses.append(engine.pipemega_engine.last_step.loss)
     return losses, state_of(engine)
 
 
