@@ -16,6 +16,7 @@ from pipemega.config.activation_checkpointing import (
 from pipemega.config.batch_equation import Batch, BatchKeys, solve
 from pipemega.config.batch_sizes import BatchSizes, rampup_errors
 from pipemega.config.checkpoint import CheckpointSection, errors_of_folder
+from pipemega.config.comms_logger import CommsLoggerSection
 from pipemega.config.config_warnings import notes_of, warnings_of
 from pipemega.config.data import DataSection, errors_of_padding
 from pipemega.config.gradients import GradientKeys, with_communication_dtype
@@ -110,6 +111,9 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
         FlopsProfilerSection, "Table of the costs of modules."
     )
     timers: TimersSection = section(TimersSection, "DeepSpeed's timers.")
+    comms_logger: CommsLoggerSection = section(
+        CommsLoggerSection, "A table of the collectives and messages of one step."
+    )
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:

@@ -30,11 +30,6 @@ _BLOCKS = {
         "use bf16.enabled or fp16.enabled",
         "enabled dtype lower_precision_safe_modules",
     ),
-    "comms_logger": block(
-        "A log of all collectives.",
-        f"wall_clock_breakdown times the reductions; {_REMOVE}",
-        "enabled verbose prof_all debug prof_ops",
-    ),
     "comet": block(
         "Logging to Comet.",
         "use wandb, tensorboard or csv_monitor",

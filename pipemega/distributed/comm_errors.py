@@ -26,6 +26,7 @@ _OURS = "pipemega."
 # caller to report is another one.
 _NOT_CALLERS = (
     "pipemega.distributed.comm_errors",
+    "pipemega.distributed.comm_recorder",
     "pipemega.distributed.device_collectives",
     "pipemega.distributed.mesh",
     "pipemega.fault_tolerance.error_propagation",

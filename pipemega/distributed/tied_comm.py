@@ -6,12 +6,14 @@ a rank is in, which differs between ranks with a copy and ranks without one.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
 
@@ -66,7 +68,9 @@ def _exchange(
     ]
     what = "the exchange of a tied parameter"
     with named_collective(what, holders.ranks):
-        works = dist.batch_isend_irecv(operations)
+        nbytes = sum(tensor.nbytes for tensor in (*send, *received))
+        start = partial(dist.batch_isend_irecv, operations)
+        works = recorded("send_recv", nbytes, holders.group, start)
     for work in works:
         wait(work, what, holders.ranks)
     return received

@@ -21,6 +21,7 @@ from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.batch_reader import BatchReader, StepData
 from pipemega.engine.build_loader import share_of
+from pipemega.engine.comms_logger import CommsLogger
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import Evaluator
 from pipemega.engine.flops_profiler import FlopsProfiler
@@ -112,6 +113,8 @@ class StepEngine:
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]
         self._locator = NonFiniteLocator(mesh, executor, gradients, num_layers, config.fp16.enabled)
         self._callbacks: list[StepCallback] = [self._tracing, self._busy_time]
+        if config.comms_logger.enabled:
+            self._callbacks.append(CommsLogger(config.comms_logger, mesh))
         if tuner is not None:
             self._callbacks.insert(0, tuner)
         self._profiler: FlopsProfiler | None = None

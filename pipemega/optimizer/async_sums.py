@@ -13,11 +13,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.comm_recorder import recorded
 from pipemega.host_memory import HostCopy, HostMemory
 from pipemega.optimizer.step_outcome import GlobalStats
 
@@ -81,7 +83,8 @@ class HostSums:
         # In order: after a sum that waits in the thread, no other may start before it.
         if self._jobs is None and copy.is_complete:
             sums = copy.wait()
-            work = dist.all_reduce(sums, group=group, async_op=True)
+            start = partial(dist.all_reduce, sums, group=group, async_op=True)
+            work = recorded("all_reduce", sums.nbytes, group, start)
             return AsyncSums(name, lambda: _completed(work, sums))
         result: Future[Tensor] = Future()
         self._queue().put(lambda: _all_reduce_into(result, copy, group))
@@ -105,7 +108,8 @@ def _completed(work: dist.Work | None, sums: Tensor) -> Tensor:
 def _all_reduce_into(result: Future[Tensor], copy: HostCopy, group: dist.ProcessGroup) -> None:
     try:
         sums = copy.wait()
-        dist.all_reduce(sums, group=group)
+        run = partial(dist.all_reduce, sums, group=group)
+        recorded("all_reduce", sums.nbytes, group, run)
         result.set_result(sums)
     # AsyncSums.wait raises it in the main thread.
     except BaseException as error:

@@ -10,6 +10,7 @@ collectives match by their number.
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from pipemega.distributed.backends import sends_by_gloo
 from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
 from pipemega.optimizer.grad_layout import DataBucket
@@ -109,10 +111,12 @@ class ReduceScatter:
         group = self._data.group
         if self._is_summed_by_owner(sent):
             received = torch.empty_like(sent)
-            work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+            start = partial(dist.all_to_all_single, received, sent, group=group, async_op=True)
+            work = recorded("all_to_all", sent.nbytes, group, start)
             return work, received.view(self._data.size, share)
         received = sent.narrow(0, self._data.rank * share, share)
-        return _reduce_scatter(received, sent, group=group, async_op=True), received
+        start = partial(_reduce_scatter, received, sent, group=group, async_op=True)
+        return recorded("reduce_scatter", sent.nbytes, group, start), received
 
     def _complete(self, entry: _InFlight) -> None:
         if entry.work is not None:
@@ -152,7 +156,8 @@ class AllGather:
             share = flat.numel() // self._data.size
             own = flat.narrow(0, self._data.rank * share, share)
             with named_collective(self._names[number], self._data.ranks):
-                work = _all_gather(flat, own, group=self._data.group, async_op=True)
+                start = partial(_all_gather, flat, own, group=self._data.group, async_op=True)
+                work = recorded("all_gather", flat.nbytes, self._data.group, start)
             assert work is not None
             self._works[number] = work
             if not self._overlap:

@@ -17,6 +17,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.comm_errors import comm_error
+from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import mark, synchronize
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
@@ -244,7 +246,8 @@ class Transport:
         peer, group, tag = self._route(channel, channel.target)
         works = []
         for tensor in tensors:
-            work = dist.isend(tensor, peer, group=group, tag=tag)
+            start = partial(dist.isend, tensor, peer, group=group, tag=tag)
+            work = recorded("send", tensor.nbytes, group, start, ranks=2)
             assert work is not None
             works.append(work)
         self._sends.append(_Send(channel, microbatch, tensors, versions_of(tensors), works))
@@ -253,7 +256,8 @@ class Transport:
 
     def _irecv(self, channel: Channel, tensor: Tensor) -> dist.Work:
         peer, group, tag = self._route(channel, channel.source)
-        work = dist.irecv(tensor, peer, group=group, tag=tag)
+        start = partial(dist.irecv, tensor, peer, group=group, tag=tag)
+        work = recorded("recv", tensor.nbytes, group, start, ranks=2)
         assert work is not None
         return work
 

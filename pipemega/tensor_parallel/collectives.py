@@ -30,6 +30,7 @@ from torch import Tensor
 
 from pipemega.distributed.backends import sends_by_gloo
 from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
@@ -53,7 +54,8 @@ def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
     """Sum `x` over the axis in place; `x` must be contiguous and not used elsewhere."""
     if axis.size == 1 or x.is_meta:
         return lambda: x
-    work = dist.all_reduce(x, group=axis.group, async_op=True)
+    start = partial(dist.all_reduce, x, group=axis.group, async_op=True)
+    work = recorded("all_reduce", x.nbytes, axis.group, start)
     return _after(work, lambda: x, "all-reduce", axis)
 
 
@@ -76,7 +78,8 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
 
     if x.is_meta:
         return concatenated
-    work = _all_gather(gathered, x.view(-1), group=axis.group, async_op=True)
+    start = partial(_all_gather, gathered, x.view(-1), group=axis.group, async_op=True)
+    work = recorded("all_gather", gathered.nbytes, axis.group, start)
     return _after(work, concatenated, "all-gather", axis)
 
 
@@ -103,12 +106,16 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
         # The reduce-scatter of gloo is an all-reduce. An all-to-all with a local sum transfers half
         # as much; the order of the sum is the rank order.
         received = torch.empty_like(parts)
-        work = dist.all_to_all_single(received, parts, group=axis.group, async_op=True)
+        start = partial(dist.all_to_all_single, received, parts, group=axis.group, async_op=True)
+        work = recorded("all_to_all", parts.nbytes, axis.group, start)
         return _after(work, lambda: received.sum(0), "reduce-scatter", axis)
     reduced = torch.empty_like(parts[0])
     if x.is_meta:
         return lambda: reduced
-    work = _reduce_scatter(reduced.view(-1), parts.view(-1), group=axis.group, async_op=True)
+    start = partial(
+        _reduce_scatter, reduced.view(-1), parts.view(-1), group=axis.group, async_op=True
+    )
+    work = recorded("reduce_scatter", parts.nbytes, axis.group, start)
     return _after(work, lambda: reduced, "reduce-scatter", axis)
 
 
@@ -131,7 +138,8 @@ def _start_gathers(gathered: Tensor, x: Tensor, axis: Axis) -> dist.Work:
     options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
     options.asyncOp = True
     with named_collective(f"the all-gathers of a layer sharded over {axis.name}", axis.ranks):
-        return axis.group.all_gather_single_coalesced([*gathered], [*x], options)
+        start = partial(axis.group.all_gather_single_coalesced, [*gathered], [*x], options)
+        return recorded("all_gather", gathered.nbytes, axis.group, start)
 
 
 def _start_reduces(reduced: Tensor, x: Tensor, axis: Axis) -> dist.Work:
@@ -140,7 +148,8 @@ def _start_reduces(reduced: Tensor, x: Tensor, axis: Axis) -> dist.Work:
     options = dist.distributed_c10d.ReduceScatterOptions()
     options.asyncOp = True
     with named_collective(f"the reduce-scatters of a layer sharded over {axis.name}", axis.ranks):
-        return axis.group.reduce_scatter_single_coalesced([*reduced], [*x], options)
+        start = partial(axis.group.reduce_scatter_single_coalesced, [*reduced], [*x], options)
+        return recorded("reduce_scatter", x.nbytes, axis.group, start)
 
 
 def _after(work: dist.Work, result: Pending, name: str, axis: Axis) -> Pending:

@@ -449,7 +449,11 @@ def test_costs_select_the_schedule_auto():
             {"flops_profiler": {"enabled": True, "module_depth": -2}},
             "flops_profiler.module_depth must be an integer >= -1, not -2",
         ),
-        ({"comms_logger": {"enabled": "yes"}}, "comms_logger.enabled is enabled"),
+        ({"comms_logger": {"prof_ops": ["sends"]}}, "comms_logger.prof_ops has 'sends', which is"),
+        (
+            {"comms_logger": {"enabled": True, "prof_all": False}},
+            "comms_logger.prof_ops is empty: name the operations",
+        ),
         ({"comet": {"enabled": True}}, "use wandb, tensorboard or csv_monitor"),
         ({"elasticity": {"enabled": True}}, "set train_batch_size and its factors"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile is enabled"),

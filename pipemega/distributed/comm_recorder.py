@@ -1,0 +1,182 @@
+"""Records the collectives and messages of this process: operation, group, bytes, seconds.
+
+Every call of torch.distributed that moves tensors of a step goes through `recorded`. Without an
+active recorder it only makes the call.
+
+    started            wait()       complete
+       |---- other work ----|-- waited --|
+       |------------ in flight ----------|
+"""
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# torch's names of the group of all ranks.
+_DEFAULT_GROUP = ("", "undefined", "default_pg")
+
+
+class Clock(Protocol):
+    """Of the work of the device: a `monitor.StepClock`."""
+
+    def now(self) -> Any: ...
+
+    def durations(self, intervals: Sequence[tuple[Any, Any]]) -> list[int]: ...
+
+
+class Operation(NamedTuple):
+    """A kind of communication.
+
+    Args:
+        name: such as "all_reduce".
+        group: the mesh axis, or "world".
+        ranks: of the group; 2 for a message.
+        nbytes: of the whole tensor: the gathered one, the one that is scattered.
+    """
+
+    name: str
+    group: str
+    ranks: int
+    nbytes: int
+
+
+class Totals(NamedTuple):
+    """What one rank recorded of an `Operation`.
+
+    Args:
+        calls: how many were started.
+        completed: for how many the seconds are known: those that the rank waited for.
+        seconds: in flight; the sum.
+        waited: seconds of the waits; the sum.
+    """
+
+    calls: int
+    completed: int
+    seconds: float
+    waited: float
+
+    def plus(self, other: "Totals") -> "Totals":
+        return Totals(
+            self.calls + other.calls,
+            self.completed + other.completed,
+            self.seconds + other.seconds,
+            self.waited + other.waited,
+        )
+
+
+NOTHING = Totals(0, 0, 0.0, 0.0)
+
+
+@dataclass
+class _Call:
+    operation: Operation
+    started: Any
+    wait_started: Any = None
+    ended: Any = None
+
+
+@dataclass
+class CommRecorder:
+    """The calls of this process while the recorder is active.
+
+    Args:
+        clock: of the device.
+        operations: names of those to record; None: all.
+    """
+
+    clock: Clock
+    operations: Collection[str] | None = None
+    _calls: list[_Call] = field(default_factory=list)
+
+    def wants(self, name: str) -> bool:
+        return self.operations is None or name in self.operations
+
+    def begin(self, operation: Operation) -> _Call:
+        call = _Call(operation, self.clock.now())
+        self._calls.append(call)
+        return call
+
+    def wait_begins(self, call: _Call) -> None:
+        call.wait_started = self.clock.now()
+
+    def ends(self, call: _Call) -> None:
+        call.ended = self.clock.now()
+
+    def totals(self) -> dict[Operation, Totals]:
+        """Return the sums per operation; waits until the device has completed the calls."""
+        complete = [call for call in self._calls if call.ended is not None]
+        seconds = self.clock.durations([(call.started, call.ended) for call in complete])
+        waited = self.clock.durations([(call.wait_started, call.ended) for call in complete])
+        found = dict.fromkeys((call.operation for call in self._calls), NOTHING)
+        for call in self._calls:
+            found[call.operation] = found[call.operation].plus(Totals(1, 0, 0.0, 0.0))
+        for call, total, wait in zip(complete, seconds, waited, strict=True):
+            one = Totals(0, 1, total / 1e9, wait / 1e9)
+            found[call.operation] = found[call.operation].plus(one)
+        return found
+
+
+_active: CommRecorder | None = None
+
+
+def record_with(recorder: CommRecorder | None) -> None:
+    """Record all calls of this process with `recorder` from now on; None: record none."""
+    global _active
+    _active = recorder
+
+
+def recorded(
+    name: str, nbytes: int, group: dist.ProcessGroup | None, call: Callable[[], T], ranks: int = 0
+) -> T:
+    """Call `call`, which starts or runs a communication, and record it.
+
+    Args:
+        name, nbytes: see `Operation`.
+        group: the process group; None: all ranks.
+        call: returns a `dist.Work`, or a list of them, if the communication is asynchronous; the
+            result is waited for in the same way as without recording.
+        ranks: that take part; 0: all ranks of the group.
+    """
+    recorder = _active
+    if recorder is None or not recorder.wants(name):
+        return call()
+    size = ranks or dist.get_world_size(group)
+    begun = recorder.begin(Operation(name, _name_of(group), size, nbytes))
+    result = call()
+    if isinstance(result, dist.Work):
+        return _RecordedWork(result, recorder, begun)  # type: ignore[return-value]
+    if isinstance(result, list):
+        *others, last = result
+        return [*others, _RecordedWork(last, recorder, begun)]  # type: ignore[return-value]
+    if result is None:
+        # It was synchronous.
+        begun.wait_started = begun.started
+        recorder.ends(begun)
+    return result
+
+
+class _RecordedWork:
+    """A `dist.Work` whose first wait is recorded."""
+
+    def __init__(self, work: dist.Work, recorder: CommRecorder, call: _Call) -> None:
+        self._work, self._recorder, self._call = work, recorder, call
+
+    def wait(self, *timeout: Any) -> bool:
+        if self._call.ended is not None:
+            return self._work.wait(*timeout)
+        self._recorder.wait_begins(self._call)
+        result = self._work.wait(*timeout)
+        self._recorder.ends(self._call)
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+def _name_of(group: dist.ProcessGroup | None) -> str:
+    name = getattr(group, "group_desc", "")
+    return "world" if name in _DEFAULT_GROUP else str(name)

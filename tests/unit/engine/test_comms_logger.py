@@ -1,0 +1,70 @@
+"""Rows and table of `comms_logger`: sums over ranks, bandwidths, one process."""
+
+import pytest
+
+from pipemega.distributed.comm_recorder import CommRecorder, Operation, Totals
+from pipemega.engine.comms_logger import CommRow, _rows, table
+
+
+def row(operation: str, ranks: int, **changes: float) -> CommRow:
+    values = {"nbytes": 1e9, "calls": 4, "completed": 4, "seconds": 2.0, "waited": 1.0}
+    return CommRow(operation, "data", ranks, **(values | changes))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("operation", "factor"),
+    [
+        ("all_reduce", 1.5),
+        ("all_gather", 0.75),
+        ("reduce_scatter", 0.75),
+        ("all_to_all", 0.75),
+        ("broadcast", 1.0),
+    ],
+)
+def test_the_bus_bandwidth_is_that_of_nccl_tests(operation, factor):
+    one = row(operation, 4)
+    assert one.algorithm_bandwidth == 2e9
+    assert one.bus_bandwidth == 2e9 * factor
+
+
+def test_the_rows_are_sums_over_ranks_and_sizes_by_the_seconds_waited():
+    small, large = Operation("all_reduce", "data", 2, 100), Operation("all_reduce", "data", 2, 300)
+    send = Operation("send", "pipeline", 2, 50)
+    ranks = [
+        {small: Totals(1, 1, 0.5, 0.25), large: Totals(1, 1, 1.0, 1.0)},
+        {small: Totals(1, 1, 0.5, 0.25), send: Totals(3, 0, 0.0, 0.0)},
+    ]
+    added = _rows(ranks, by_size=False)
+    assert added == [
+        CommRow("all_reduce", "data", 2, 500 / 3, 3, 3, 2.0, 1.5),
+        CommRow("send", "pipeline", 2, 50.0, 3, 0, 0.0, 0.0),
+    ]
+    assert [one.nbytes for one in _rows(ranks, by_size=True)] == [300.0, 100.0, 50.0]
+    lines = table(added, 2, 2).splitlines()
+    assert lines[0].startswith("communication of step 2: 6 calls on 2 ranks, 0.00 MB")
+    cells = [line.split() for line in lines[2:]]
+    assert cells[0][:7] == ["all_reduce", "data", "2", "167", "3", "0.00", "666.667"]
+    assert cells[1] == ["send", "pipeline", "2", "50", "3", "0.00", "-", "-", "-", "-"]
+
+
+def test_without_communication_the_table_says_so():
+    assert table([], 2, 1) == "communication of step 2: none (1 rank(s))"
+
+
+def test_the_recorder_sums_what_was_waited_for():
+    class Ticks:
+        time = 0
+
+        def now(self) -> int:
+            self.time += 1
+            return self.time
+
+        def durations(self, intervals):
+            return [(end - start) * 10**9 for start, end in intervals]
+
+    recorder = CommRecorder(Ticks())
+    operation = Operation("all_gather", "tensor", 2, 8)
+    waited, _ = recorder.begin(operation), recorder.begin(operation)
+    recorder.wait_begins(waited)
+    recorder.ends(waited)
+    assert recorder.totals() == {operation: Totals(2, 1, 3.0, 1.0)}
