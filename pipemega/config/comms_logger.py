@@ -44,11 +44,6 @@ class CommsLoggerSection(Section):
         False, "Add the calling function to each name.", "the table names the mesh axis instead"
     )
 
-    @property
-    def operations(self) -> frozenset[str] | None:
-        """Our names of the operations to record; None: all."""
-        return None if self.prof_all else frozenset(OPERATIONS[name] for name in self.prof_ops)
-
     @rule("prof_ops")
     def _prof_ops_are_known(self) -> Iterator[str]:
         unknown = [name for name in self.prof_ops if name not in OPERATIONS]

@@ -28,7 +28,7 @@ class Clock(Protocol):
     def durations(self, intervals: Sequence[tuple[Any, Any]]) -> list[int]: ...
 
 
-class Operation(NamedTuple):
+class CommKind(NamedTuple):
     """A kind of communication.
 
     Args:
@@ -45,7 +45,7 @@ class Operation(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What one rank recorded of an `Operation`.
+    """What one rank recorded of an `CommKind`.
 
     Args:
         calls: how many were started.
@@ -73,7 +73,7 @@ NOTHING = Totals(0, 0, 0.0, 0.0)
 
 @dataclass
 class _Call:
-    operation: Operation
+    operation: CommKind
     started: Any
     wait_started: Any = None
     ended: Any = None
@@ -95,7 +95,7 @@ class CommRecorder:
     def wants(self, name: str) -> bool:
         return self.operations is None or name in self.operations
 
-    def begin(self, operation: Operation) -> _Call:
+    def begin(self, operation: CommKind) -> _Call:
         call = _Call(operation, self.clock.now())
         self._calls.append(call)
         return call
@@ -106,7 +106,7 @@ class CommRecorder:
     def ends(self, call: _Call) -> None:
         call.ended = self.clock.now()
 
-    def totals(self) -> dict[Operation, Totals]:
+    def totals(self) -> dict[CommKind, Totals]:
         """Return the sums per operation; waits until the device has completed the calls."""
         complete = [call for call in self._calls if call.ended is not None]
         seconds = self.clock.durations([(call.started, call.ended) for call in complete])
@@ -135,7 +135,7 @@ def recorded(
     """Call `call`, which starts or runs a communication, and record it.
 
     Args:
-        name, nbytes: see `Operation`.
+        name, nbytes: see `CommKind`.
         group: the process group; None: all ranks.
         call: returns a `dist.Work`, or a list of them, if the communication is asynchronous; the
             result is waited for in the same way as without recording.
@@ -145,7 +145,7 @@ def recorded(
     if recorder is None or not recorder.wants(name):
         return call()
     size = ranks or dist.get_world_size(group)
-    begun = recorder.begin(Operation(name, _name_of(group), size, nbytes))
+    begun = recorder.begin(CommKind(name, _name_of(group), size, nbytes))
     result = call()
     if isinstance(result, dist.Work):
         return _RecordedWork(result, recorder, begun)  # type: ignore[return-value]

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 
-from pipemega.config.comms_logger import CommsLoggerSection
+from pipemega.config.comms_logger import OPERATIONS, CommsLoggerSection
 from pipemega.distributed.comm_recorder import (
     NOTHING,
+    CommKind,
     CommRecorder,
-    Operation,
     Totals,
     record_with,
 )
@@ -85,7 +85,7 @@ class CommsLogger(StepCallback):
         self._steps += 1
         if self._steps == self._section.profile_step:
             clock = step_clock(self._mesh.device)
-            self._recorder = CommRecorder(clock, self._section.operations)
+            self._recorder = CommRecorder(clock, _recorded_operations(self._section))
             record_with(self._recorder)
 
     def after_step(self, step: TrainStep) -> None:
@@ -99,7 +99,14 @@ class CommsLogger(StepCallback):
             get_logger().info("%s", table(self.rows, step.number, self._mesh.world.size))
 
 
-def _rows(of_ranks: list[dict[Operation, Totals]], *, by_size: bool) -> list[CommRow]:
+def _recorded_operations(section: CommsLoggerSection) -> frozenset[str] | None:
+    """Return our names of the operations to record; None: all."""
+    if section.prof_all:
+        return None
+    return frozenset(OPERATIONS[name] for name in section.prof_ops)
+
+
+def _rows(of_ranks: list[dict[CommKind, Totals]], *, by_size: bool) -> list[CommRow]:
     """Add the totals of all ranks."""
     added: dict[tuple[str, str, int, int | None], tuple[int, Totals]] = {}
     for totals in of_ranks:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipemega.distributed.comm_recorder import CommRecorder, Operation, Totals
+from pipemega.distributed.comm_recorder import CommKind, CommRecorder, Totals
 from pipemega.engine.comms_logger import CommRow, _rows, table
 
 
@@ -28,8 +28,8 @@ def test_the_bus_bandwidth_is_that_of_nccl_tests(operation, factor):
 
 
 def test_the_rows_are_sums_over_ranks_and_sizes_by_the_seconds_waited():
-    small, large = Operation("all_reduce", "data", 2, 100), Operation("all_reduce", "data", 2, 300)
-    send = Operation("send", "pipeline", 2, 50)
+    small, large = CommKind("all_reduce", "data", 2, 100), CommKind("all_reduce", "data", 2, 300)
+    send = CommKind("send", "pipeline", 2, 50)
     ranks = [
         {small: Totals(1, 1, 0.5, 0.25), large: Totals(1, 1, 1.0, 1.0)},
         {small: Totals(1, 1, 0.5, 0.25), send: Totals(3, 0, 0.0, 0.0)},
@@ -63,7 +63,7 @@ def test_the_recorder_sums_what_was_waited_for():
             return [(end - start) * 10**9 for start, end in intervals]
 
     recorder = CommRecorder(Ticks())
-    operation = Operation("all_gather", "tensor", 2, 8)
+    operation = CommKind("all_gather", "tensor", 2, 8)
     waited, _ = recorder.begin(operation), recorder.begin(operation)
     recorder.wait_begins(waited)
     recorder.ends(waited)
