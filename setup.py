@@ -19,6 +19,7 @@ setup(
     package_data={
         "pipemega": ["py.typed"],
         "pipemega.config": ["*.md"],
+        "pipemega.compat.megatron": ["*.md"],
         "pipemega.pipeline.visualize": ["*.html", "*.css", "*.js"],
     },
     install_requires=[

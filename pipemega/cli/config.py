@@ -1,10 +1,12 @@
-"""`pipemega config`: print the JSON Schema and the reference pages of the config."""
+"""`pipemega config`: print the JSON Schema, the reference pages, and configs of other engines."""
 
 import argparse
 import json
 from collections.abc import Callable, Mapping
 
+from pipemega.cli.from_megatron import add_from_megatron
 from pipemega.cli.run_options import Subparsers
+from pipemega.compat.megatron.argument_page import argument_page
 from pipemega.config import examine
 from pipemega.config.json_schema import schema
 from pipemega.config.reference import deepspeed_page, reference_page
@@ -16,6 +18,7 @@ _PAGES: Mapping[str, tuple[str, Callable[[], str]]] = {
     ),
     "docs": ("the config reference, docs/config.md", reference_page),
     "deepspeed": ("the list of DeepSpeed keys, docs/deepspeed.md", deepspeed_page),
+    "megatron": ("the list of Megatron-LM arguments, docs/megatron.md", argument_page),
 }
 
 
@@ -23,7 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command `config`."""
     parser = subparsers.add_parser(
         "config",
-        description="Print the JSON Schema or a reference page of the config.",
+        description="Print the JSON Schema, a reference page, or the config of another engine.",
         epilog="example: pipemega config schema > pipemega.schema.json",
     )
     pages = parser.add_subparsers(title="pages", metavar="PAGE", required=True)
@@ -36,6 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
                 metavar="FILE",
                 help="a config whose `imports` register model types, which the schema then has",
             )
+    add_from_megatron(pages)
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -1,0 +1,236 @@
+"""Arguments of the model, the precision and the mesh that have no key, and why."""
+
+from pipemega.compat.megatron.absent import Absent
+
+R = Absent
+
+ABSENT_OF_MODEL: tuple[Absent, ...] = (
+    # Other models.
+    R(
+        "refused",
+        "there are no mixture-of-experts layers in the GPT; model.type 'hf' trains those of "
+        "transformers",
+        "num-experts",
+        ("0", "1"),
+    ),
+    R(
+        "none",
+        "it configures experts, see --num-experts",
+        "moe-* expert-* topk use-tutel disable-moe-* create-moe-param-group expert-interval "
+        "mlp-type enable-expert-tensor-parallelism num-experts-switch "
+        "overlap-moe-expert-parallel-comm *-shared-expert* use-upcycling "
+        "high-priority-a2a-comm-stream overlap-dispatch-backward-with-experts-wgrad "
+        "delay-wgrad-compute ep-overlap-* log-moe-* moe delay-offload-until-cuda-graph",
+    ),
+    R(
+        "refused",
+        "there is no multi-latent attention; use model.type 'hf' with a DeepSeek config",
+        "multi-latent-attention",
+    ),
+    R(
+        "none",
+        "it configures multi-latent attention, see --multi-latent-attention",
+        "q-lora-rank kv-lora-rank qk-head-dim qk-pos-emb-head-dim v-head-dim rotary-scaling-factor "
+        "mscale mscale-all-dim cache-mla-latents mla-*",
+    ),
+    R(
+        "refused",
+        "the GPT has only attention layers; model.type 'hf' has Mamba and hybrid models",
+        "is-hybrid-model hybrid-* experimental-attention-variant linear-attention-freq "
+        "heterogeneous-layers-config-*",
+    ),
+    R(
+        "none",
+        "it configures Mamba or another kind of attention, which the GPT does not have",
+        "mamba-* gdp-* disable-mamba-mem-eff-path linear-conv-* linear-key-* linear-value-* "
+        "linear-num-* dsa-* no-dsa-* disable-dsa-*",
+    ),
+    R(
+        "refused",
+        "there is no multi-token prediction",
+        "mtp-num-layers",
+        ("0",),
+    ),
+    R(
+        "none",
+        "it configures multi-token prediction, see --mtp-num-layers",
+        "mtp-*",
+    ),
+    R(
+        "refused",
+        "only the GPT is built in; models of other kinds come from model.type 'hf' or a "
+        "PipelineModule of your own",
+        "encoder-num-layers encoder-hidden-size retro-* bert-* ict-* biencoder-* img-h img-w "
+        "img-dim num-classes patch-dim vision-* dino-* swin-* mask-* num-channels titles-data-path "
+        "block-data-path embedding-path evidence-data-path query-in-block-prob use-one-sent-docs "
+        "retriever-* indexer-* classes-fraction data-per-class-fraction no-data-sharding "
+        "head-lr-mult iter-per-epoch short-seq-prob output-bert-embeddings "
+        "allow-transformer-engine-* adapter-* mrope-section enable-mhc-connections mhc-*",
+    ),
+    R(
+        "refused",
+        "the activation must be GELU, SwiGLU or squared ReLU",
+        "quick-geglu glu-linear-offset activation-func-clamp-value",
+        ("0", "0.0"),
+    ),
+    R(
+        "refused",
+        "attention is always full and causal, with the plain softmax",
+        "window-size window-attn-skip-freq softmax-type attention-output-gate qk-l2-norm qk-clip "
+        "multi-query-attention",
+        ("vanilla",),
+    ),
+    R(
+        "none",
+        "it configures --qk-clip",
+        "qk-clip-*",
+    ),
+    R(
+        "refused",
+        "the residual stream is that of GPT-2: norms before the blocks",
+        "apply-residual-connection-post-layernorm use-post-ln parallel-attn parallel-layernorm "
+        "no-parallel-layernorm use-sandwich-norm",
+    ),
+    R(
+        "refused",
+        "the rotary positions are those of GPT-NeoX, the same in each layer; YaRN has keys in "
+        "model.rope_scaling",
+        "rotary-interleaved no-rope-freq yarn-* no-yarn-* relative-attention-* rope-type",
+    ),
+    R(
+        "refused",
+        "the layers are those of the built-in GPT",
+        "spec",
+        ("local",),
+    ),
+    R(
+        "refused",
+        "there is no muP",
+        "use-mup mup mup-*",
+    ),
+    R(
+        "none",
+        "the GELU here is the exact one: --openai-gelu and the fused kernels approximate it",
+        "openai-gelu no-bias-gelu-fusion",
+    ),
+    R(
+        "differs",
+        "residuals have the dtype of the computation",
+        "fp32-residual-connection",
+    ),
+    R(
+        "none",
+        "the weight of the norm is 1 + w, which trains equally: norms are not decayed",
+        "apply-layernorm-1p",
+    ),
+    R(
+        "refused",
+        "all weights are initialized with --init-method-std",
+        "embedding-init-method-std init-method-xavier-uniform",
+    ),
+    R(
+        "none",
+        "the same numbers in another order of operations, or another kernel",
+        "apply-query-key-layer-scaling no-query-key-layer-scaling attention-softmax-in-fp32 "
+        "attention-backend transformer-impl use-mcore-models use-legacy-models "
+        "no-masked-softmax-fusion no-bias-dropout-fusion no-bias-swiglu-fusion no-rope-fusion "
+        "use-flash-attn* use-flashinfer-* no-persist-layer-norm no-gradient-accumulation-fusion "
+        "disable-mem-efficient-ln cross-entropy-loss-fusion cross-entropy-fusion-impl "
+        "fp16-lm-cross-entropy flash-* abort-on-unmet-fused-kernel-constraints bias-* "
+        "masked-softmax-fusion disable-jit-fuser use-fused-* fused-* use-te-activation-func "
+        "use-transformer-engine-op-fuser no-clone-scatter-* disable-clone-scatter-* "
+        "use-kitchen-attention kitchen-* disable-bf16-reduced-precision-matmul batch-invariant-* "
+        "use-grouped-gemm-* mlp-chunks-* symmetric-ar-type ds-fused-adam embedding-weights-in-fp32 "
+        "split-transformers scattered-embeddings memory-centric-tiled-linear tile-factor onnx-safe "
+        "no-async-tensor-* use-sdp* use-hpu-* accumulate-allreduce-grads-in-fp32 "
+        "no-contiguous-buffers-in-local-ddp use-contiguous-buffers-in-ddp ddp-impl DDP-impl "
+        "no-scatter-gather-tensors-in-pipeline profile-backward synchronize-each-layer "
+        "sync-tp-duplicated-parameters output-logit-dtype",
+    ),
+    # Precision.
+    R(
+        "refused",
+        "there is no fp8 or fp4: use --bf16",
+        "fp8-format fp8-e4m3 fp8-hybrid fp4-format te-precision-config-file",
+    ),
+    R(
+        "none",
+        "it configures fp8 or fp4",
+        "fp8-* no-fp8-* disable-fp8-* fp4-* first-last-layers-bf16 num-layers-at-*-in-bf16 "
+        "keep-fp8-* reuse-grad-buf-*",
+    ),
+    R(
+        "differs",
+        "master weights and optimizer state are fp32",
+        "use-precision-aware-optimizer main-grads-dtype main-params-dtype exp-avg-dtype "
+        "exp-avg-sq-dtype",
+    ),
+    # Parallelism.
+    R(
+        "refused",
+        "there is no context or sequence parallelism over a mesh axis of its own; "
+        "--sequence-parallel shards the sequence over the tensor ranks",
+        "context-parallel-size ds-sequence-parallel-size force-ds-sequence-parallel "
+        "hierarchical-context-parallel-sizes hybrid-context-parallel ds-sequence-parallel-fpdt "
+        "max-seqlen-per-dp-cp-rank",
+        ("1",),
+    ),
+    R(
+        "none",
+        "it configures context parallelism",
+        "cp-comm-type ds-sequence-parallel-fpdt-*",
+    ),
+    R(
+        "refused",
+        "there is no FSDP: ZeRO stage 1 (--use-distributed-optimizer) shards the optimizer, and "
+        "the pipeline shards the weights",
+        "use-megatron-fsdp use-torch-fsdp2",
+    ),
+    R(
+        "none",
+        "it configures FSDP",
+        "megatron-fsdp-* data-parallel-sharding-strategy outer-dp-* fsdp-* torch-fsdp2-* "
+        "init-model-with-meta-device create-all-gather-group enable-full-sharding-in-hsdp "
+        "suggested-communication-unit-size no-gradient-reduce-div-fusion",
+    ),
+    R(
+        "none",
+        "how ranks communicate: pipemega has one way, or torch decides",
+        "tp-comm-* no-tp-comm-* disable-tp-comm-* *-p2p-communication* no-overlap-p2p-* ddp-* "
+        "use-ring-exchange-p2p nccl-* use-nccl-ub use-sharp sharp-* use-tp-pp-dp-mapping "
+        "disable-gloo-process-groups high-priority-stream-groups no-align-* "
+        "disable-align-grad-reduce overlap-param-gather-with-optimizer-step "
+        "disable-symmetric-registration local-rank lazy-mpu-init "
+        "pipeline-model-parallel-comm-backend num-distributed-optimizer-instances "
+        "microbatch-group-size-per-virtual-pipeline-stage defer-embedding-wgrad-compute "
+        "wgrad-deferral-limit standalone-embedding-stage pipeline-model-parallel-split-rank "
+        "distributed-timeout-seconds-after-init fake-process-group gtp-* "
+        "tensor-parallel-num-weight-* zero-reduce-* zero-contigious-gradients "
+        "zero-allgather-bucket-size remote-device use-pin-memory no-use-layer-wise-* "
+        "flight-recorder-* no-flight-* disable-flight-* node-rank nnodes nproc-per-node "
+        "master-addr master-port rank world-size no-delay-grad-reduce delay-grad-reduce "
+        "delay-param-gather",
+    ),
+    R(
+        "none",
+        "memory: pipemega has its own ways, or does not need it",
+        "distribute-saved-activations distribute-checkpointed-activations "
+        "deepspeed-activation-checkpointing partition-activations contigious-checkpointing "
+        "checkpoint-in-cpu empty-unused-memory-level cpu-offloading* fine-grained-* "
+        "offload-modules min-offloaded-* delta-offload-* activation-offload-* no-initialization "
+        "use-cpu-initialization no-pin-cpu-* use-torch-optimizer-for-cpu-offload "
+        "overlap-cpu-optimizer-* optimizer-offload-fraction cpu-torch-adam ds-inference",
+    ),
+    R(
+        "differs",
+        "selective recomputation recomputes attention",
+        "recompute-modules",
+        ("core_attn",),
+    ),
+    R(
+        "none",
+        "there are no CUDA graphs; results do not depend on them",
+        "cuda-graph-* enable-cuda-graph external-cuda-graph optimizer-cuda-graph te-rng-tracker "
+        "inference-cuda-graph-*",
+    ),
+)

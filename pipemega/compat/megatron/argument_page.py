@@ -1,0 +1,48 @@
+"""The table of all arguments, docs/megatron.md: made from the tables that the conversion uses."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pipemega.compat.megatron.absent_arguments import ABSENT
+from pipemega.compat.megatron.arguments import SECTIONS, Argument
+
+_HEAD = Path(__file__).with_name("argument_page.md")
+_EFFECTS = {
+    "refused": ("Refused", "The config would train something else. `from-megatron` prints the "
+                "reason, and its exit code is 1."),
+    "differs": ("Not here, with a difference", "The training is the same but for the detail that "
+                "the reason names."),
+    "none": ("Not here, because no key is needed", "The results do not depend on these."),
+}  # fmt: skip
+
+
+def argument_page() -> str:
+    """Return the page as Markdown."""
+    lines = [_HEAD.read_text(encoding="utf-8").rstrip()]
+    for title, arguments in SECTIONS.items():
+        lines += ["", f"## {title}", "", "| argument | key | value |", "| --- | --- | --- |"]
+        lines += map(_row, arguments)
+    for effect, (title, text) in _EFFECTS.items():
+        lines += ["", f"## {title}", "", text, "", "| arguments | because |", "| --- | --- |"]
+        lines += _absent_rows(effect)
+    return "\n".join(lines) + "\n"
+
+
+def _row(argument: Argument) -> str:
+    names = ", ".join(f"`--{name}`" for name in (argument.name, *argument.aliases))
+    keys = ", ".join(f"`{key}`" for key in argument.keys.split()) or "-"
+    return f"| {names} | {keys} | {_escaped(argument.note)} |"
+
+
+def _absent_rows(effect: str) -> Iterator[str]:
+    for entry in ABSENT:
+        if entry.effect == effect:
+            names = ", ".join(f"`--{name}`" for name in entry.names.split())
+            why = entry.why
+            if entry.harmless:
+                why += f" (accepted: {', '.join(f'`{value}`' for value in entry.harmless)})"
+            yield f"| {names} | {_escaped(why)} |"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("|", "\\|")

@@ -1,0 +1,294 @@
+"""Parse the part of the bash language that launch scripts use.  Nothing is executed here.
+
+script     list of nodes, in the order of the text
+word       the text of a word as written, with its quotes and `$NAME`; shell_words expands it
+"""
+
+import re
+from dataclasses import dataclass, field
+
+from pipemega.compat.megatron.shell_tokens import Array, ScriptError, Token, tokens_of
+
+_FUNCTION = re.compile(r"[A-Za-z_][\w\-.:]*")
+_CLOSING = {"if": "fi", "for": "done", "select": "done", "while": "done", "until": "done",
+            "case": "esac", "{": "}"}  # fmt: skip
+_ENDS = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
+
+
+@dataclass
+class Simple:
+    """A simple command: assignments and words, with its redirections."""
+
+    line: int
+    words: list[Array | str] = field(default_factory=list)
+    redirects: list[Token] = field(default_factory=list)
+
+
+@dataclass
+class AndOr:
+    """Pipelines with the operator ("", "&&" or "||") before each of them."""
+
+    parts: list[tuple[str, "Pipeline"]]
+
+
+@dataclass
+class Pipeline:
+    negated: bool
+    commands: list["Node"]
+
+
+@dataclass
+class If:
+    """Pairs (condition, body); the condition of `else` is empty."""
+
+    branches: list[tuple[list[AndOr], list[AndOr]]]
+
+
+@dataclass
+class For:
+    """A loop over words; None: an arithmetic loop, whose three expressions are `header`."""
+
+    name: str
+    words: list[str] | None
+    header: str
+    body: list[AndOr]
+
+
+@dataclass
+class While:
+    until: bool
+    condition: list[AndOr]
+    body: list[AndOr]
+
+
+@dataclass
+class Case:
+    word: str
+    branches: list[tuple[list[str], list[AndOr]]]
+
+
+@dataclass
+class ShellFunction:
+    name: str
+    body: list[AndOr]
+
+
+@dataclass
+class Group:
+    body: list[AndOr]
+
+
+Node = Simple | If | For | While | Case | ShellFunction | Group
+
+
+def parse(text: str) -> list[AndOr]:
+    """Return the commands of a script.
+
+    Raises:
+        ScriptError: a quote, a bracket or a block is not closed; the message names the line.
+    """
+    parser = _Parser(list(tokens_of(text)))
+    body = parser.body(())
+    if (rest := parser.peek()) is not None:
+        raise ScriptError(f"line {rest.line}: {rest.text.strip() or 'end of line'!r} is unexpected")
+    return body
+
+
+class _Parser:
+    """Recursive descent over the tokens."""
+
+    def __init__(self, tokens: list[Token]) -> None:
+        self.tokens, self.at = tokens, 0
+        self.last: Simple | None = None
+
+    def peek(self) -> Token | None:
+        return self.tokens[self.at] if self.at < len(self.tokens) else None
+
+    def next(self) -> Token:
+        token = self.peek()
+        if token is None:
+            raise ScriptError(f"line {self.tokens[-1].line}: the script ends inside of a block")
+        self.at += 1
+        return token
+
+    def is_op(self, *operators: str) -> bool:
+        token = self.peek()
+        return token is not None and token.kind == "op" and token.text in operators
+
+    def is_word(self, *words: str) -> bool:
+        token = self.peek()
+        return token is not None and token.kind == "word" and token.text in words
+
+    def take(self, word: str) -> None:
+        token = self.next()
+        if token.text != word:
+            raise ScriptError(f"line {token.line}: {word!r} is missing before {token.text!r}")
+
+    def separators(self) -> None:
+        while (token := self.peek()) is not None:
+            if token.kind == "here":
+                if self.last is not None:
+                    self.last.redirects.append(token)
+            elif not (token.kind == "op" and token.text in ("\n", ";", "&")):
+                return
+            self.at += 1
+
+    def body(self, ends: tuple[str, ...]) -> list[AndOr]:
+        found = []
+        self.separators()
+        while (token := self.peek()) is not None:
+            if token.kind == "op" and token.text in (")", ";;", ";&", ";;&"):
+                break
+            if token.kind == "word" and (token.text in ends or token.text in _ENDS):
+                break
+            found.append(self.and_or())
+            self.separators()
+        return found
+
+    def and_or(self) -> AndOr:
+        parts = [("", self.pipeline())]
+        while self.is_op("&&", "||"):
+            operator = self.next().text
+            self.separators()
+            parts.append((operator, self.pipeline()))
+        return AndOr(parts)
+
+    def pipeline(self) -> Pipeline:
+        negated = False
+        while self.is_word("!", "time"):
+            negated ^= self.next().text == "!"
+        commands = [self.command()]
+        while self.is_op("|", "|&"):
+            self.next()
+            self.separators()
+            commands.append(self.command())
+        return Pipeline(negated, commands)
+
+    def command(self) -> Node:
+        if self.is_op("("):
+            self.next()
+            body = self.body(())
+            self.take(")")
+            return self.with_redirects(Group(body))
+        token = self.peek()
+        if token is not None and token.kind == "word":
+            if token.text in _CLOSING:
+                block = self.block(self.next().text)
+                return self.with_redirects(block)
+            if token.text == "function":
+                self.next()
+                return self.function(self.next().text)
+            following = self.tokens[self.at + 1 : self.at + 3]
+            brackets = [t.text for t in following if t.kind == "op"]
+            if brackets == ["(", ")"] and _FUNCTION.fullmatch(token.text):
+                return self.function(self.next().text)
+        return self.simple()
+
+    def with_redirects(self, node: Node) -> Node:
+        while (token := self.peek()) is not None and token.kind == "redirect":
+            self.at += 1
+        return node
+
+    def function(self, name: str) -> ShellFunction:
+        if self.is_op("("):
+            self.take("(")
+            self.take(")")
+        self.separators()
+        body = self.command()
+        return ShellFunction(name, body.body if isinstance(body, Group) else [])
+
+    def block(self, word: str) -> Node:
+        end = _CLOSING[word]
+        node: Node
+        if word == "if":
+            node = self.conditional()
+        elif word in ("for", "select"):
+            return self.loop()
+        elif word in ("while", "until"):
+            condition = self.body(("do",))
+            self.take("do")
+            node = While(word == "until", condition, self.body(()))
+        elif word == "case":
+            node = self.cases()
+        else:
+            node = Group(self.body(()))
+        self.take(end)
+        return node
+
+    def conditional(self) -> If:
+        condition = self.body(("then",))
+        self.take("then")
+        branches = [(condition, self.body(()))]
+        while self.is_word("elif"):
+            self.next()
+            condition = self.body(("then",))
+            self.take("then")
+            branches.append((condition, self.body(())))
+        if self.is_word("else"):
+            self.next()
+            branches.append(([], self.body(())))
+        return If(branches)
+
+    def loop(self) -> For:
+        name, header = self.next().text, ""
+        words: list[str] | None = ["$@"]
+        if name.startswith("(("):
+            name, words, header = "", None, name[2:-2]
+        self.separators_before("in", "do")
+        if self.is_word("in"):
+            self.next()
+            words = []
+            while (token := self.peek()) is not None and token.kind == "word":
+                words.append(self.next().text)
+        self.separators()
+        self.take("do")
+        body = self.body(())
+        self.take("done")
+        return For(name, words, header, body)
+
+    def separators_before(self, *words: str) -> None:
+        start = self.at
+        self.separators()
+        if not self.is_word(*words):
+            self.at = start
+
+    def cases(self) -> Case:
+        word, branches = self.next().text, []
+        self.separators()
+        self.take("in")
+        self.separators()
+        while not self.is_word("esac"):
+            patterns = []
+            if self.is_op("("):
+                self.next()
+            while not self.is_op(")"):
+                token = self.next()
+                if token.kind == "word":
+                    patterns.append(token.text)
+            self.next()
+            branches.append((patterns, self.body(("esac",))))
+            if self.is_op(";;", ";&", ";;&"):
+                self.next()
+            self.separators()
+        return Case(word, branches)
+
+    def simple(self) -> Simple:
+        first = self.peek()
+        found = Simple(first.line if first else 0)
+        while (token := self.peek()) is not None:
+            if token.kind == "word":
+                found.words.append(token.text)
+            elif token.kind == "array" and token.array is not None:
+                found.words.append(token.array)
+            elif token.kind == "redirect":
+                found.redirects.append(token)
+            else:
+                break
+            self.at += 1
+        if not found.words and not found.redirects:
+            token = self.next()
+            raise ScriptError(
+                f"line {token.line}: {token.text.strip() or 'a line'!r} is unexpected"
+            )
+        self.last = found
+        return found
