@@ -104,6 +104,11 @@ class TrainingSection(Section):
     generate_temperature: NotNegative = own(
         0.0, "Sampling temperature; 0: always take the most likely token."
     )
+    deterministic_mode: bool = own(
+        False,
+        "Use only operations whose result does not change from run to run (slower on a GPU); an "
+        "operation without such an implementation is an error.",
+    )
     progress: bool = own(True, "Show a progress bar if the output is a terminal.")
     resume: Literal["auto", False] = own(
         False, "auto: resume from checkpoint.save, else checkpoint.load, else start a new run."

@@ -28,6 +28,7 @@ from pipemega.engine.build_loader import training_loader
 from pipemega.engine.check_arguments import check_arguments, optimizer_arguments
 from pipemega.engine.components import build_components
 from pipemega.engine.cpu_allocator import keep_freed_memory
+from pipemega.engine.determinism import use_deterministic_algorithms
 from pipemega.engine.engine import Engine
 from pipemega.engine.loop_engine import LoopEngine
 from pipemega.engine.plan_choice import PlanChooser
@@ -67,6 +68,8 @@ def build_mesh_of(config: Config) -> Mesh:
     )
     config.batch_sizes(topology.data)
     device = pick_device(config.mesh.device)
+    # Before the ranks connect: NCCL reads its environment then.
+    use_deterministic_algorithms(config, device, get_logger(0))
     return build_mesh(topology, device, timedelta(seconds=config.mesh.timeout_seconds))
 
 
@@ -172,6 +175,7 @@ def _initialize(
     _refuse_worker_process()
     mesh = mesh or build_mesh_of(config)
     with failure_reporter().propagate_errors("initialize"):
+        use_deterministic_algorithms(config, mesh.device, get_logger(mesh.rank))
         batch = config.batch(mesh.data.size)
         if config.lora is not None:
             lora = on_all_ranks(mesh.world, partial(section_of, config.lora))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+import torch
 
 from pipemega.training.generate import generate
 from tests.ranks import small_models, training_runs
@@ -28,6 +29,15 @@ def train_gpt(device: str, mesh: dict[str, Any], **changes: Any) -> dict[str, An
     """Return losses, norms and the evaluation of a small GPT in fp32."""
     result = training_runs.train(config_of(device, mesh, **changes), "float32")
     return {key: result[key] for key in ("loss", "norm", "eval")}
+
+
+def train_gpt_twice(device: str, mesh: dict[str, Any], **changes: Any) -> list[dict[str, Any]]:
+    """Return the results of two runs with `training.deterministic_mode`."""
+    changes |= {"training": {"deterministic_mode": True}}
+    try:
+        return [train_gpt(device, mesh, **changes) for _ in range(2)]
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def train_tied(device: str, mesh: dict[str, Any]) -> dict[str, Any]:

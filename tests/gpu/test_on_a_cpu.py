@@ -14,6 +14,7 @@ FILES = [
     "test_post_validate",
     "test_copies_and_kernels",
     "test_host_copies",
+    "test_determinism",
 ]
 
 
