@@ -7,6 +7,7 @@ from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.launch_order import launch_order_advice
 from pipemega.distributed.mesh import Mesh
+from pipemega.engine.step_plans import StepPlans
 from pipemega.engine.training_data import TrainingData
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
@@ -36,6 +37,7 @@ class Components:
         loader: of the training data; None if the caller passes iterators.
         timers: of data, forward, backward, communication and optimizer.
         num_parameters: of the whole model.
+        plans: of steps with different numbers of micro-batches; None: all have the same.
     """
 
     model: LocalModel
@@ -44,6 +46,7 @@ class Components:
     loader: BatchLoader | None
     timers: MultiTimer
     num_parameters: int
+    plans: StepPlans | None = None
 
 
 def build_components(

@@ -20,7 +20,6 @@ from pipemega.engine.checkpointed_engine import CheckpointedEngine
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import OnOutput
 from pipemega.engine.schedule_tuner import ScheduleTuner
-from pipemega.engine.step_plans import StepPlans
 from pipemega.engine.training_run import TrainingRun
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.run_progress import RunProgress, register_progress
@@ -51,9 +50,8 @@ class Engine(CheckpointedEngine):
         plan: Plan,
         components: Components,
         tuner: ScheduleTuner | None = None,
-        plans: StepPlans | None = None,
     ) -> None:
-        super().__init__(config, mesh, plan, components, tuner, plans)
+        super().__init__(config, mesh, plan, components, tuner)
         self.client_state: Any = None
         self.run = TrainingRun(self)
         self._saved_in = config.checkpoint.save

@@ -2,6 +2,7 @@
 
 import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -263,7 +264,7 @@ def _build_engine(
     components = build_components(
         config, mesh, model, local, plan, loader, arguments, plan_may_change=tuner is not None
     )
-    return engine_class(config, mesh, plan, components, tuner, plans)
+    return engine_class(config, mesh, plan, replace(components, plans=plans), tuner)
 
 
 def _log_config(config: Config, batch: Batch, mesh: Mesh) -> None:

@@ -17,7 +17,6 @@ from pipemega.engine.batch_reader import StepData
 from pipemega.engine.components import Components
 from pipemega.engine.engine import Engine
 from pipemega.engine.schedule_tuner import ScheduleTuner
-from pipemega.engine.step_plans import StepPlans
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline.execution_state import Results
@@ -44,10 +43,9 @@ class LoopEngine(Engine):
         plan: Plan,
         components: Components,
         tuner: ScheduleTuner | None = None,
-        plans: StepPlans | None = None,
     ) -> None:
         _check_keys(config)
-        super().__init__(config, mesh, plan, components, tuner, plans)
+        super().__init__(config, mesh, plan, components, tuner)
         # It observes the instructions of a plan.
         self._callbacks.remove(self._tracing)
         self.micro_steps = 0

@@ -73,7 +73,6 @@ class StepEngine:
         plan: Plan,
         components: Components,
         tuner: ScheduleTuner | None = None,
-        plans: StepPlans | None = None,
     ) -> None:
         model, executor = components.model, components.executor
         self.config, self.mesh, self.plan = config, mesh, plan
@@ -105,7 +104,7 @@ class StepEngine:
         self._checkpoints = Checkpointer(config, mesh, model, step, self.loader, self.total_steps)
         self._failures = failure_reporter()
         stages, share = plan.rank_of_stage, share_of(config, mesh)
-        self._plans = plans or StepPlans(mesh, plan)
+        self._plans = components.plans or StepPlans(mesh, plan)
         self._reader = BatchReader(mesh, stages, share, self._data.sizes, config.data.compare_every)
         self._evaluator = Evaluator(mesh, executor, self._reader, stages)
         self._tracing = TraceSteps(config.monitor.trace, mesh, executor, self._phases)
