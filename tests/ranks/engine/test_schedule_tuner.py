@@ -52,6 +52,22 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     )
 
 
+@pytest.mark.sweep
+def test_auto_measures_only_full_steps_of_a_growing_batch(pool, tmp_path):
+    """Steps of 8, 8, 16 and then 24 samples."""
+    training = {"rampup_batch_size": [8, 8, 24]}
+    changes = {"mesh": {"pipeline": 2}, "training": training}
+    arguments = (str(tmp_path), 2 * ROUND + 4, changes)
+    plain = pool.run(2, run, {"schedule": "1f1b"}, *arguments)[0]
+    auto = pool.run(2, run, {"schedule": "auto", "chunks": 2}, *arguments)[0]
+    assert same(auto, plain)
+    counts = [json.loads(plan)["num_microbatches"] for plan in auto["plans"]]
+    # `engine.plan` before a step is that of the step before.
+    assert counts == [12, 4, 4, 8, *[12] * (2 * ROUND)]
+    assert len(set(auto["plans"][4 : 3 + ROUND])) == 1
+    assert auto["plans"][3 + ROUND] != auto["plans"][4]
+
+
 @pytest.mark.parametrize(
     ("mesh", "chunks"),
     [

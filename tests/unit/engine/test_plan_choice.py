@@ -1,5 +1,6 @@
 """The plans that `initialize` chooses, on one process without groups."""
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipemega import LayerSpec, PipelineModule
+from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.config import Config, load
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
@@ -152,3 +153,61 @@ def test_a_limit_of_the_queue_without_known_shapes_is_an_error_with_the_way_out(
         r"initialize\(\) a map-style training_data",
     ):
         chooser(settings, net).configured_plan(None)
+
+
+RAMP_UP = {"training": {"rampup_batch_size": [2, 2, 16]}}
+COSTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
+
+
+@pytest.mark.parametrize(
+    "pipeline",
+    [
+        {"schedule": "1f1b"},
+        {"schedule": "zb-v"},
+        {"schedule": "interleaved", "chunks": 3},
+        {"schedule": "zb-h1", "weight_queue_limit": 1},
+        {"schedule": "auto", "costs": COSTS},
+        {"schedule": "auto"},
+    ],
+    ids=str,
+)
+def test_the_plans_of_a_growing_batch_have_the_stages_of_the_full_step(
+    pipeline: dict[str, Any],
+) -> None:
+    settings = config(pipeline, **RAMP_UP)
+    chosen = chooser(settings)
+    if pipeline == {"schedule": "auto"}:
+        full, _ = chosen.first_plan(None)
+    else:
+        full = chosen.configured_plan(None)
+    assert full.num_microbatches == 8
+    for count in (1, 2, 3, 6):
+        plan = chosen.smaller_plan(full, count)
+        assert (plan.num_microbatches, plan.rank_of_stage) == (count, full.rank_of_stage)
+
+
+def test_a_plan_for_one_number_of_micro_batches_is_refused_with_a_growing_batch(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "plan.json"
+    file.write_text(build_plan("1f1b", 2, 8).to_json())
+    settings = config({"schedule": {"file": str(file)}}, **RAMP_UP)
+    chosen = chooser(settings)
+    full = chosen.configured_plan(None)
+    with pytest.raises(ConfigError) as error:
+        chosen.smaller_plan(full, 3)
+    assert str(error.value) == (
+        "training.rampup_batch_size has steps of 3 micro-batches, but the plan in "
+        f"pipeline.schedule.file {str(file)!r} is for 8: name a schedule"
+    )
+    settings = config({}, mesh={"pipeline": 1, "device": "cpu"}, **RAMP_UP)
+    with pytest.raises(ConfigError) as error:
+        initialize(
+            gpt(GPTConfig.of(settings, MODEL["vocab_size"])),
+            settings,
+            plan=build_plan("1f1b", 1, 8),
+        )
+    assert (
+        "training.rampup_batch_size changes the number of micro-batches, and the plan '1f1b' given"
+        in str(error.value)
+    )

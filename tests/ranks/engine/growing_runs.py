@@ -1,0 +1,159 @@
+"""Runs whose batch grows (`training.rampup_batch_size`), counted in samples or in epochs.
+
+`reference` is a plain loop of torch over the same samples.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from pipemega import LayerSpec
+from pipemega.data.sample_order import EpochOrder
+from pipemega.engine.engine import Engine
+from tests.ranks.engine.epoch_runs import (
+    SAMPLES,
+    SEED,
+    Config,
+    Pair,
+    data_of,
+    engine_on,
+    layers,
+    pairs,
+    state_of,
+)
+
+# Steps of 4, 8, 12 and 16 samples.
+START, INCREMENT, RAMP, FULL = 4, 4, 30, 16
+TRAIN_SAMPLES, EPOCHS = 110, 3
+LR, MIN_LR, WARMUP = 0.1, 0.01, 10
+
+
+def settings(config: Config, length: Config) -> Config:
+    training = {"rampup_batch_size": [START, INCREMENT, RAMP], **length}
+    scheduler = {
+        "type": "cosine",
+        "params": {
+            "min_lr": MIN_LR,
+            "warmup_samples": WARMUP,
+            "warmup_init_lr": 0.02,
+            "decay_samples": TRAIN_SAMPLES,
+        },
+    }
+    own = {"train_batch_size": FULL, "scheduler": scheduler}
+    return own | config | {"training": training | config.get("training", {})}
+
+
+def start_of(kind: str, config: Config, length: Config) -> Engine:
+    data = None if kind in ("iterator", "batch") else data_of(kind, config)
+    return engine_on(data, settings(config, length))
+
+
+def given_data(kind: str, engine: Engine) -> Config:
+    """Return what the caller passes to `train_batch`: the samples of the step, in their order."""
+    if kind not in ("iterator", "batch"):
+        return {}
+    first, data, mesh = engine.consumed_samples, pairs(), engine.mesh.data
+    order = EpochOrder(SAMPLES, SEED, True)
+
+    def stacked(start: int, count: int) -> Any:
+        chosen = [data[n] for n in order.indices(start, start + count)]
+        return tuple(torch.stack(part) for part in zip(*chosen, strict=True))
+
+    if kind == "batch":
+        return {"batch": stacked(first, size_at(first))}
+    starts = range(first + 2 * mesh.rank, first + 4 * FULL, 2 * mesh.size)
+    return {"data_iter": (stacked(start, 2) for start in starts)}
+
+
+def train(
+    kind: str, config: Config, length: Config, folder: str = "", save_at: int = 0
+) -> dict[str, Any]:
+    """Train until the run is complete, from the checkpoint in `folder` if there is one."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        engine = start_of(kind, config, length)
+        if folder and any(Path(folder).iterdir()):
+            engine.load_checkpoint(folder)
+        result: dict[str, Any] = {"steps": [], "total": engine.total_steps}
+        while not engine.is_complete:
+            loss = engine.train_batch(**given_data(kind, engine))
+            assert engine.last_step is not None
+            result["steps"].append((loss, engine.step_samples, engine.last_step.learning_rate))
+            assert engine.plan.num_microbatches * 2 * engine.mesh.data.size >= engine.step_samples
+            if engine.global_steps == save_at:
+                engine.save_checkpoint(folder)
+        result |= {"count": engine.global_steps, "samples": engine.consumed_samples}
+        result["parameters"] = state_of(engine)
+        if engine.loader is not None:
+            engine.loader.close()
+        return result
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def size_at(consumed: int) -> int:
+    """Megatron's rule."""
+    if consumed > RAMP:
+        return FULL
+    increments = (FULL - START) // INCREMENT
+    return START + int(consumed / (RAMP / increments)) * INCREMENT
+
+
+def rate_at(consumed: int) -> float:
+    """Megatron's cosine."""
+    if consumed <= WARMUP:
+        return 0.02 + (LR - 0.02) * consumed / WARMUP
+    ratio = (consumed - WARMUP) / (TRAIN_SAMPLES - WARMUP)
+    return MIN_LR + (LR - MIN_LR) * 0.5 * (math.cos(math.pi * ratio) + 1)
+
+
+def steps_of(kind: str, length: Config) -> list[list[int]]:
+    """Return the samples of each step."""
+    shuffled = kind in ("map-style", "iterator", "batch")
+    epochs = length.get("epochs")
+    order = EpochOrder(SAMPLES, SEED, shuffled)
+    steps: list[list[int]] = []
+    consumed = 0
+    while True:
+        size = size_at(consumed)
+        if epochs is None and consumed + size > TRAIN_SAMPLES:
+            return steps
+        if epochs is not None:
+            if consumed == epochs * SAMPLES:
+                return steps
+            size = min(size, SAMPLES - consumed % SAMPLES)
+        steps.append(order.indices(consumed, consumed + size).tolist())
+        consumed += size
+
+
+def reference(kind: str, length: Config) -> dict[str, Any]:
+    """Train the unsplit model with torch alone, from the initial parameters of an engine."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        state = engine_on(pairs(), {}).parameter_state()
+        parts = [nn.Linear(*p.args) if isinstance(p, LayerSpec) else nn.Tanh() for p in layers()]
+        net = nn.Sequential(*parts)
+        with torch.no_grad():
+            for name, parameter in net.named_parameters():
+                parameter.copy_(state[f"layers.{name}"])
+        optimizer = torch.optim.SGD(net.parameters(), LR, momentum=0.9)
+        data: list[Pair] = pairs()
+        steps: list[tuple[float, int, float]] = []
+        consumed = 0
+        for indices in steps_of(kind, length):
+            rate = optimizer.param_groups[0]["lr"] = rate_at(consumed)
+            optimizer.zero_grad()
+            chosen = [data[n] for n in indices]
+            x, y = (torch.stack(part) for part in zip(*chosen, strict=True))
+            loss = nn.functional.mse_loss(net(x), y)
+            loss.backward()
+            optimizer.step()
+            steps.append((loss.item(), len(indices), rate))
+            consumed += len(indices)
+        parameters = {f"layers.{n}": p.detach().numpy() for n, p in net.named_parameters()}
+        return {"steps": steps, "parameters": parameters, "samples": consumed}
+    finally:
+        torch.set_default_dtype(torch.float32)
