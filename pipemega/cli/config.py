@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Callable, Mapping
 
+from pipemega.cli.from_deepspeed import add_from_deepspeed
 from pipemega.cli.from_megatron import add_from_megatron
 from pipemega.cli.run_options import Subparsers
 from pipemega.compat.megatron.argument_page import argument_page
@@ -39,6 +40,7 @@ def add_parser(subparsers: Subparsers) -> None:
                 metavar="FILE",
                 help="a config whose `imports` register model types, which the schema then has",
             )
+    add_from_deepspeed(pages)
     add_from_megatron(pages)
 
 

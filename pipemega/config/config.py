@@ -211,6 +211,11 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
         return ()
 
     @cached_property
+    def adopted_keys(self) -> tuple[str, ...]:
+        """The keys of `user` that are at the top level of the file."""
+        return ()
+
+    @cached_property
     def name(self) -> str:
         """Name of the file that the config was loaded from, without its ending; else "run"."""
         return "run"
@@ -218,6 +223,10 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     def to_dict(self) -> dict[str, Any]:
         """Return the resolved config as JSON values: all supported keys, and all that were set."""
         return _resolved(self)
+
+    def given(self) -> dict[str, Any]:
+        """Return the keys that were set and have an effect, as JSON values."""
+        return _given(self)
 
     def to_json(self) -> str:
         """Return the resolved config as JSON text; `config.load` makes an equal config from it."""
@@ -323,6 +332,20 @@ def _resolved(part: Section) -> dict[str, Any]:
         if isinstance(value, Section):
             value = _resolved(value)
             if not value and not field.is_required():
+                continue
+        found[name] = to_jsonable_python(value)
+    return found
+
+
+def _given(part: Section) -> dict[str, Any]:
+    found = {}
+    for name, field in type(part).model_fields.items():
+        value = getattr(part, name)
+        if name not in part.model_fields_set or key_info(field)["status"] != "honoured":
+            continue
+        if isinstance(value, Section):
+            value = _given(value)
+            if not value:
                 continue
         found[name] = to_jsonable_python(value)
     return found

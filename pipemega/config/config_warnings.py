@@ -18,6 +18,8 @@ _FILLED = ("optimizer", "scheduler", "fp16.enabled", "bf16.enabled", "gradient_c
 def warnings_of(config: Any) -> Iterator[str]:
     """Yield the keys that are ignored or probably a mistake, as lines for the log."""
     yield from _auto_warnings(config)
+    for name in config.adopted_keys:
+        yield f"the key {name!r} is not one of pipemega or DeepSpeed: it is in config.user"
     for path, part in sections(config):
         written = [name for name in type(part).model_fields if name in part.model_fields_set]
         for name in written:

@@ -4,6 +4,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,16 +13,22 @@ from pipemega.config.build_sections import Builder
 from pipemega.config.config import Config
 from pipemega.config.run_sizes import size_rules
 from pipemega.config.source import Invalid, Source, override, read
+from pipemega.config.unknown_keys import probably_meant
 
 
 def load(
-    source: str | os.PathLike[str] | Mapping[str, Any] | Config, overrides: Sequence[str] = ()
+    source: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    overrides: Sequence[str] = (),
+    *,
+    adopt: bool = False,
 ) -> Config:
     """Load and check a config.
 
     Args:
         source: a path, a mapping, the text of a JSON object, or a Config.
         overrides: strings `a.b=value`; the value is JSON, or else text.
+        adopt: move keys at the top level that are unlike every known key to `user`, with a warning;
+            DeepSpeed ignores them, and scripts read them from its file.
 
     Raises:
         ConfigError: keys are unknown, missing, of the wrong type, refused, or contradict others;
@@ -29,7 +36,7 @@ def load(
     """
     if isinstance(source, Config) and not overrides:
         return source
-    draft = examine(source, overrides)
+    draft = examine(source, overrides, adopt=adopt)
     if draft.errors:
         raise draft.source.error(draft.errors)
     assert draft.config is not None, "a draft without a config has errors"
@@ -58,23 +65,28 @@ def examine(
     source: str | os.PathLike[str] | Mapping[str, Any] | Config,
     overrides: Sequence[str] = (),
     world: int | None = None,
+    *,
+    adopt: bool = False,
 ) -> Draft:
     """Load a config as `load` does, and return it with its errors.
 
     Args:
         world: number of ranks of the run; None: that of the launcher, if there is one.
+        adopt: as for `load`.
 
     Raises:
         ConfigError: the file does not exist or is not JSON, or an override is not KEY=VALUE.
     """
     given = source.to_dict() if isinstance(source, Config) else source
     found = override(read(given), overrides)
+    found, adopted = own_keys_in_user(found) if adopt else (found, ())
     builder = Builder((*found.errors, *_import(found.tree, _folders(source))))
     if len(builder.errors) > len(found.errors):
         return Draft(None, found, builder)  # the types of the modules are unknown
     config = builder.build(Config, found.tree)
     if config is not None:
         config.__dict__["auto_keys"] = tuple(builder.autos)
+        config.__dict__["adopted_keys"] = adopted
         builder.apply(size_rules(builder.autos, world), config)
     if config is not None and not builder.errors:
         config = _with_tokenizer_of_model(config)
@@ -82,6 +94,26 @@ def examine(
         # Not a key: it is no part of the config that is compared or saved.
         config.__dict__["name"] = _name(source)
     return Draft(config, found, builder)
+
+
+def own_keys_in_user(source: Source) -> tuple[Source, tuple[str, ...]]:
+    """Move keys at the top level that are unlike every known key to `user`; return their names."""
+    tree = source.tree
+    user = tree.get("user", {}) if isinstance(tree, Mapping) else None
+    if not isinstance(user, Mapping):
+        return source, ()
+    known = {*Config.model_fields, *Config.old_names}
+    names = tuple(
+        key
+        for key in tree
+        if key not in known and not probably_meant(Config, Config, key, tree, ())
+    )
+    if not names:
+        return source, ()
+    rest = {key: value for key, value in tree.items() if key not in names}
+    own = {key: tree[key] for key in names}
+    lines = {("user", *path) if path[0] in names else path: n for path, n in source.lines.items()}
+    return replace(source, tree={**rest, "user": {**own, **user}}, lines=lines), names
 
 
 def _with_tokenizer_of_model(config: Config) -> Config:

@@ -64,7 +64,7 @@ def unknown_key(
         kind: section of the object.
         raw: the object.
     """
-    names = _meant(root, kind, key, raw, path)
+    names = probably_meant(root, kind, key, raw, path)
     hint = suggestion(names) if names else did_you_mean(key, kind.model_fields)
     if not names and not path:
         hint += "; a key of your own belongs in the section 'user', docs/config.md lists the others"
@@ -73,7 +73,7 @@ def unknown_key(
     return error, [tuple(name.split(".")) if "." in name else (*path, name) for name in names]
 
 
-def _meant(
+def probably_meant(
     root: type[Section], kind: type[Section], key: str, raw: Mapping[str, Any], path: KeyPath
 ) -> list[str]:
     """Return the names of the keys that are probably meant: of this object, or dotted paths."""
