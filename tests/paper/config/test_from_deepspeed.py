@@ -55,7 +55,7 @@ def test_each_key_is_explained_in_the_order_of_the_file():
         ("ignored", "zero_optimization.max_live_parameters 2000000000.0"),
         ("honoured", "zero_optimization.reduce_scatter true"),
         ("ignored", 'zero_optimization.offload_param.device "cpu"'),
-        ("refused", "unknown key 'zero_optimization.overlap'; did you mean 'overlap_com"),
+        ("refused", "unknown key 'zero_optimization.overlap'; similar"),
         ("refused", "curriculum_learning.enabled is enabled, but not supported"),
         ("ignored", 'elasticity {"enabled"'),
     ]
