@@ -1,6 +1,6 @@
 """`comms_logger`: a table of the collectives and messages of one step."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from pipemega.config.key_kinds import Section, honoured, ignored, own, rule
 from pipemega.config.value_types import Count, Name
@@ -53,10 +53,10 @@ class CommsLoggerSection(Section):
                 f"are {', '.join(OPERATIONS)}"
             )
 
-    @rule("prof_all", "prof_ops")
-    def _something_is_recorded(self) -> Iterator[str]:
+    def remarks(self) -> Iterable[str]:
         if self.enabled and not self.prof_all and not self.prof_ops:
             yield (
-                "comms_logger.prof_all is false and comms_logger.prof_ops is empty: name the "
-                "operations to record, or set prof_all to true"
+                "comms_logger records nothing, because comms_logger.prof_all is false and "
+                "comms_logger.prof_ops is empty: name the operations to record, or set prof_all "
+                "to true"
             )

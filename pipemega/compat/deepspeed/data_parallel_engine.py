@@ -276,7 +276,7 @@ def initialize_data_parallel(
     _refuse_model_parallel(mpu)
     # The groups of an optimizer decide about weight decay.
     own_groups = ["training.weight_decay_norms_and_biases=true"] if optimizer is not None else []
-    settings = load(config, own_groups)
+    settings = load(config, own_groups, adopt=True)
     mesh = build_mesh_of(settings)
     names = {id(p): f"layers.0.{name}" for name, p in model.named_parameters()}
     trainable = [p for p in model.parameters() if p.requires_grad]

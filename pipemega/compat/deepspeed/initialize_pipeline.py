@@ -99,7 +99,7 @@ def pipeline_config(
                 on_every_rank=True,
             )
     kept = [change for change in changes if "seed" not in tree or not change.startswith("seed=")]
-    checked = load(config, [*_overrides(tree, model), *kept])
+    checked = load(config, [*_overrides(tree, model), *kept], adopt=True)
     chunks = checked.pipeline.stages_per_rank
     if chunks not in (None, 1):
         raise ConfigError(

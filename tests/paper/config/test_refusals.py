@@ -450,10 +450,6 @@ def test_costs_select_the_schedule_auto():
             "flops_profiler.module_depth must be an integer >= -1, not -2",
         ),
         ({"comms_logger": {"prof_ops": ["sends"]}}, "comms_logger.prof_ops has 'sends', which is"),
-        (
-            {"comms_logger": {"enabled": True, "prof_all": False}},
-            "comms_logger.prof_ops is empty: name the operations",
-        ),
         ({"comet": {"enabled": True}}, "use wandb, tensorboard or csv_monitor"),
         ({"elasticity": {"enabled": True}}, "set train_batch_size and its factors"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile is enabled"),
@@ -517,6 +513,10 @@ def test_a_disabled_feature_or_a_default_behaviour_gives_no_warning(change):
         ({"amp": {"enabled": False}}, "amp is disabled, and ignored"),
         ({"optimizer": {"type": "Adam", "legacy_fusion": True}}, "legacy_fusion is ignored"),
         ({"seq_parallel_communication_data_type": "bf16"}, "dtype of the gradients"),
+        (
+            {"comms_logger": {"enabled": True, "prof_all": False}},
+            "comms_logger.prof_ops is empty: name the operations",
+        ),
         ({"mesh": {"sequence_parallel": True}}, "does nothing while mesh.tensor is 1"),
         (
             {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}},
