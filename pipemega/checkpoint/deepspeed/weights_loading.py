@@ -45,7 +45,10 @@ def load_deepspeed(
     in_run: dict[str, tuple[int, ...]] = {}
     for of_rank in ranks.all_gather({name: tuple(s.size()) for name, s in shards.items()}):
         in_run |= of_rank
-    stored = _by_run_name(in_run, weights, model.ties)
+    shared: dict[str, str] = {}
+    for of_rank_names in ranks.all_gather(_shared_names(model)):
+        shared |= of_rank_names
+    stored = _by_run_name(in_run, weights, model.ties, shared)
     is_replica = mesh.data.rank > 0 or mesh.tensor.rank > 0
     index = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
     found = differences.tensor_differences(index, shards, is_replica, ranks)
@@ -106,11 +109,13 @@ def _by_run_name(
     in_run: Mapping[str, tuple[int, ...]],
     weights: DeepSpeedWeights,
     ties: Sequence[TiedParameter],
+    shared: Mapping[str, str],
 ) -> dict[str, StoredTensor]:
     """Return the tensors by the names of the run; those that the run has not as parameters/...
 
     Args:
         in_run: "parameters/layers.3.weight" -> shape; of all ranks.
+        shared: as from `_shared_names`, of all ranks.
     """
     tied_of = {position: tied for tied in ties for position, _ in tied.places}
     first_of = {
@@ -130,9 +135,26 @@ def _by_run_name(
                 break
     for source in weights.tensors.keys() - used:
         # The copies of a tied parameter are in the files of all its layers.
-        if first_of.get(source) not in used:
+        if first_of.get(source) not in used and shared.get(source) not in used:
             found[f"parameters/{source}"] = weights.tensors[source]
     return found
+
+
+def _shared_names(model: LocalModel) -> dict[str, str]:
+    """Return the names of parameters that a layer has under a second name, with the first name.
+
+    DeepSpeed stores them under both: with the position of the layer, or without in the file of a
+    module that is no pipeline.
+    """
+    names: dict[str, str] = {}
+    for stage in model.stages.values():
+        for position, layer in enumerate(stage.layers.values(), stage.start):
+            first = {id(p): name for name, p in layer.named_parameters()}
+            for name, p in layer.named_parameters(remove_duplicate=False):
+                if name != first[id(p)]:
+                    names |= {f"{position}.{name}": f"{position}.{first[id(p)]}"}
+                    names |= {name: first[id(p)]}
+    return names
 
 
 def _source_names(logical: str, tied_of: Mapping[int, TiedParameter]) -> Iterator[str]:

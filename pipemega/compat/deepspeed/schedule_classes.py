@@ -5,7 +5,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipemega.config.scheduler import SchedulerSection
+from pipemega.config import load
 from pipemega.optimizer.lr_schedules import FormulaSchedule, build_schedule
 
 # Arguments of DeepSpeed's classes that are no keys of the config.
@@ -26,7 +26,10 @@ class DeepSpeedLR(LRScheduler):
 
     def __init__(self, optimizer: Optimizer, type_name: str, params: dict[str, Any]) -> None:
         given = {k: v for k, v in params.items() if k not in _UNUSED and v is not None}
-        section = SchedulerSection.model_validate({"type": type_name, "params": given})
+        scheduler = {"type": type_name, "params": given}
+        # The batch size has no meaning here; a config needs one.
+        section = load({"train_batch_size": 1, "scheduler": scheduler}).scheduler
+        assert section is not None
         formula = build_schedule(optimizer, section)
         assert isinstance(formula, FormulaSchedule)
         self._formula = formula

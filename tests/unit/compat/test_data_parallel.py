@@ -226,6 +226,39 @@ def test_a_checkpoint_continues_the_run_bit_for_bit(tmp_path: Path) -> None:
         weights.load_checkpoint(str(tmp_path), tag="other")
 
 
+def test_a_checkpoint_of_deepspeed_gives_the_weights(tmp_path: Path) -> None:
+    """Its file has tied parameters under each of their names."""
+    torch.manual_seed(8)
+    saved = Net()
+    nn.init.normal_(saved.hidden.weight)
+    (tmp_path / "global_step3").mkdir()
+    file = {"module": saved.state_dict(), "global_steps": 3, "dp_world_size": 1, "epoch": 4}
+    torch.save(file, tmp_path / "global_step3/mp_rank_00_model_states.pt")
+    (tmp_path / "latest").write_text("global_step3")
+    engine, *_ = deepspeed.initialize(model=Net(), config=CONFIG)
+    path, client = engine.load_checkpoint(tmp_path)
+    assert path == str(tmp_path / "global_step3")
+    assert client == {"epoch": 4}
+    assert difference(engine.module, saved) == 0
+
+
+def test_deepspeeds_optimizer_and_scheduler_classes_are_taken() -> None:
+    model = Net()
+    optimizer = deepspeed.ops.adam.FusedAdam(model.parameters(), lr=0.1)
+    schedule = deepspeed.runtime.lr_schedules.WarmupLR(
+        optimizer, warmup_max_lr=0.5, warmup_num_steps=2, warmup_type="linear"
+    )
+    engine, *_, returned = deepspeed.initialize(
+        model=model, config=CONFIG, optimizer=optimizer, lr_scheduler=schedule
+    )
+    before = copy.deepcopy(model)
+    train(engine, 0, 3)
+    assert returned is schedule
+    # The first two steps of DeepSpeed's schedule have the rate 0.
+    assert engine.get_lr() == [0.5]
+    assert difference(before, model) > 0
+
+
 def test_the_weights_of_a_module_are_saved_as_torch_saves_them(tmp_path: Path) -> None:
     model = Net()
     model.hidden.requires_grad_(False)
