@@ -63,7 +63,8 @@ CHOICES: dict[str, Choice] = {
                 "normalization": "RMSNorm",
                 "swiglu": True,
                 "add_bias_linear": False,
-                "num_query_groups": 2,
+                "num_attention_heads": 8,
+                "num_query_groups": 4,
                 "untie_embeddings_and_output_weights": True,
             }
         },
@@ -121,7 +122,8 @@ CHOICES: dict[str, Choice] = {
                 "qk_layernorm": True,
                 "position_embedding_type": "rope",
                 "normalization": "RMSNorm",
-                "num_query_groups": 2,
+                "num_attention_heads": 8,
+                "num_query_groups": 4,
                 "recompute": "selective",
             }
         },

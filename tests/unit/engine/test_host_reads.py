@@ -41,6 +41,8 @@ LLAMA = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
     "label_smoothing": 0.1,
+    "embedding_norm": True,
+    "qk_layernorm": True,
 }
 
 
