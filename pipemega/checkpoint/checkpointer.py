@@ -282,8 +282,8 @@ class Checkpointer:
         stored = reader.tensors.tensors
         renamed: dict[str, str] = {}
         if "weights_only" in reader.found.state:
-            in_run = set().union(*ranks.all_gather(set(shards)))
-            stored, renamed = tensors.match_imported(stored, in_run, self._model)
+            names = tensors.names_in_run(shards, self._model, ranks)
+            stored, renamed = tensors.match_imported(stored, *names, self._model)
         is_replica = self._mesh.data.rank > 0 or self._mesh.tensor.rank > 0
         found = differences.tensor_differences(stored, shards, is_replica, ranks)
         if options.strict:

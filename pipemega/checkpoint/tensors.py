@@ -6,13 +6,14 @@ optimizer/<kind>/<logical name>       exp_avg, exp_avg_sq, step, momentum_buffer
 optimizer/value:<kind>/<logical name> state that is no tensor, as bytes
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from pipemega.checkpoint.collective_io import CollectiveIO
 from pipemega.checkpoint.dcp_storage import TensorIndex
 from pipemega.checkpoint.load_options import LoadOptions
 from pipemega.checkpoint.shards import Range, TensorShard, assign_writes
@@ -74,8 +75,24 @@ def model_tensors(
     return shards
 
 
+def names_in_run(
+    shards: Mapping[str, TensorShard], model: LocalModel, ranks: CollectiveIO
+) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    """Return the keys of all ranks with shapes, and further names of shared parameters; collective.
+
+    Other programs may store a shared parameter under each of its names.
+    """
+    in_run: dict[str, tuple[int, ...]] = {}
+    others = {f"layers.{position}.{name}" for one in model.ties for position, name in one.places}
+    mine = {key: tuple(shard.size()) for key, shard in shards.items()}
+    for keys, names in ranks.all_gather((mine, model.other_names)):
+        in_run |= keys
+        others |= names
+    return in_run, others
+
+
 def match_imported(
-    stored: TensorIndex, in_run: Iterable[str], model: LocalModel
+    stored: TensorIndex, in_run: Iterable[str], others: Collection[str], model: LocalModel
 ) -> tuple[TensorIndex, dict[str, str]]:
     """Match imported weights: other programs store tied layers once, or in all their places.
 
@@ -85,10 +102,9 @@ def match_imported(
         the index as if the run had saved it; and key of the run -> stored key, where they differ.
 
     Args:
-        in_run: the keys of all ranks.
+        in_run, others: see `names_in_run`.
     """
     first_of = {position: tied.places[0][0] for tied in model.ties for position, _ in tied.places}
-    copies = {f"layers.{position}.{name}" for one in model.ties for position, name in one.places}
     matched: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
     renamed: dict[str, str] = {}
     for key in sorted(in_run):
@@ -102,8 +118,8 @@ def match_imported(
             if source != key:
                 renamed[key] = source
     used = {*matched, *renamed.values()}
-    others = {k: v for k, v in stored.items() if k not in used and k.split("/")[1] not in copies}
-    return {**matched, **others}, renamed
+    left = {k: v for k, v in stored.items() if k not in used and k.split("/")[1] not in others}
+    return {**matched, **left}, renamed
 
 
 def empty_optimizer_tensors(

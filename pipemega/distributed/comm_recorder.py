@@ -74,6 +74,7 @@ NOTHING = Totals(0, 0, 0.0, 0.0)
 @dataclass
 class _Call:
     operation: CommKind
+    clock: Clock
     started: Any
     wait_started: Any = None
     ended: Any = None
@@ -84,39 +85,42 @@ class CommRecorder:
     """The calls of this process while the recorder is active.
 
     Args:
-        clock: of the device.
+        device, host: clocks of collectives on the device, and of those on the host.
         operations: names of those to record; None: all.
     """
 
-    clock: Clock
+    device: Clock
+    host: Clock
     operations: Collection[str] | None = None
     _calls: list[_Call] = field(default_factory=list)
 
     def wants(self, name: str) -> bool:
         return self.operations is None or name in self.operations
 
-    def begin(self, operation: CommKind) -> _Call:
-        call = _Call(operation, self.clock.now())
+    def begin(self, operation: CommKind, *, on_host: bool = False) -> _Call:
+        clock = self.host if on_host else self.device
+        call = _Call(operation, clock, clock.now())
         self._calls.append(call)
         return call
 
     def wait_begins(self, call: _Call) -> None:
-        call.wait_started = self.clock.now()
+        call.wait_started = call.clock.now()
 
     def ends(self, call: _Call) -> None:
-        call.ended = self.clock.now()
+        call.ended = call.clock.now()
 
     def totals(self) -> dict[CommKind, Totals]:
         """Return the sums per operation; waits until the device has completed the calls."""
-        complete = [call for call in self._calls if call.ended is not None]
-        seconds = self.clock.durations([(call.started, call.ended) for call in complete])
-        waited = self.clock.durations([(call.wait_started, call.ended) for call in complete])
         found = dict.fromkeys((call.operation for call in self._calls), NOTHING)
         for call in self._calls:
             found[call.operation] = found[call.operation].plus(Totals(1, 0, 0.0, 0.0))
-        for call, total, wait in zip(complete, seconds, waited, strict=True):
-            one = Totals(0, 1, total / 1e9, wait / 1e9)
-            found[call.operation] = found[call.operation].plus(one)
+        for clock in (self.device, self.host):
+            complete = [c for c in self._calls if c.clock is clock and c.ended is not None]
+            seconds = clock.durations([(call.started, call.ended) for call in complete])
+            waited = clock.durations([(call.wait_started, call.ended) for call in complete])
+            for call, total, wait in zip(complete, seconds, waited, strict=True):
+                one = Totals(0, 1, total / 1e9, wait / 1e9)
+                found[call.operation] = found[call.operation].plus(one)
         return found
 
 
@@ -130,7 +134,13 @@ def record_with(recorder: CommRecorder | None) -> None:
 
 
 def recorded(
-    name: str, nbytes: int, group: dist.ProcessGroup | None, call: Callable[[], T], ranks: int = 0
+    name: str,
+    nbytes: int,
+    group: dist.ProcessGroup | None,
+    call: Callable[[], T],
+    *,
+    ranks: int = 0,
+    on_host: bool = False,
 ) -> T:
     """Call `call`, which starts or runs a communication, and record it.
 
@@ -140,12 +150,13 @@ def recorded(
         call: returns a `dist.Work`, or a list of them, if the communication is asynchronous; the
             result is waited for in the same way as without recording.
         ranks: that take part; 0: all ranks of the group.
+        on_host: the tensors are on the host.
     """
     recorder = _active
     if recorder is None or not recorder.wants(name):
         return call()
     size = ranks or dist.get_world_size(group)
-    begun = recorder.begin(CommKind(name, _name_of(group), size, nbytes))
+    begun = recorder.begin(CommKind(name, _name_of(group), size, nbytes), on_host=on_host)
     result = call()
     if isinstance(result, dist.Work):
         return _RecordedWork(result, recorder, begun)  # type: ignore[return-value]

@@ -10,9 +10,11 @@ from pipemega.distributed.comm_recorder import (
     Totals,
     record_with,
 )
+from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.monitor import get_logger
+from pipemega.monitor.step_clock import HostClock
 from pipemega.pipeline.recorder import step_clock
 
 # Names, and the widths of the columns; the first two are left-aligned.
@@ -85,7 +87,7 @@ class CommsLogger(StepCallback):
         self._steps += 1
         if self._steps == self._section.profile_step:
             clock = step_clock(self._mesh.device)
-            self._recorder = CommRecorder(clock, _recorded_operations(self._section))
+            self._recorder = CommRecorder(clock, HostClock(), _recorded_operations(self._section))
             record_with(self._recorder)
 
     def after_step(self, step: TrainStep) -> None:
@@ -93,6 +95,8 @@ class CommsLogger(StepCallback):
         if recorder is None:
             return
         record_with(None)
+        # The clock of a device waits only for the last of its events.
+        synchronize()
         totals = gather_objects(recorder.totals(), self._mesh.world)
         self.rows = _rows(totals, by_size=self._section.verbose)
         if self._mesh.rank == 0:

@@ -84,7 +84,7 @@ class HostSums:
         if self._jobs is None and copy.is_complete:
             sums = copy.wait()
             start = partial(dist.all_reduce, sums, group=group, async_op=True)
-            work = recorded("all_reduce", sums.nbytes, group, start)
+            work = recorded("all_reduce", sums.nbytes, group, start, on_host=True)
             return AsyncSums(name, lambda: _completed(work, sums))
         result: Future[Tensor] = Future()
         self._queue().put(lambda: _all_reduce_into(result, copy, group))
@@ -109,7 +109,7 @@ def _all_reduce_into(result: Future[Tensor], copy: HostCopy, group: dist.Process
     try:
         sums = copy.wait()
         run = partial(dist.all_reduce, sums, group=group)
-        recorded("all_reduce", sums.nbytes, group, run)
+        recorded("all_reduce", sums.nbytes, group, run, on_host=True)
         result.set_result(sums)
     # AsyncSums.wait raises it in the main thread.
     except BaseException as error:

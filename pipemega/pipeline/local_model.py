@@ -55,6 +55,15 @@ class LocalModel:
         }
 
     @property
+    def other_names(self) -> set[str]:
+        """Further logical names of the parameters that modules of this rank share."""
+        names: set[str] = set()
+        for stage in self.stages.values():
+            first = {name for name, _ in stage.named_parameters()}
+            names |= {n for n, _ in stage.named_parameters(remove_duplicate=False)} - first
+        return names
+
+    @property
     def persistent_buffers(self) -> dict[str, Tensor]:
         """Logical name -> each buffer that a state_dict contains."""
         buffers: dict[str, Tensor] = {}

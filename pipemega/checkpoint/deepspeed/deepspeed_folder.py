@@ -59,11 +59,11 @@ def find_deepspeed(folder: str | Path, tag: str | None = None) -> Path | None:
     folder = Path(folder)
     if tag is not None:
         return folder / tag if _has_files(folder / tag) else None
-    for pointer in _POINTERS:
-        if (folder / pointer).is_file():
-            named = folder / (folder / pointer).read_text(errors="replace").strip()
-            if _has_files(named):
-                return named
+    pointer = next((folder / name for name in _POINTERS if (folder / name).is_file()), None)
+    if pointer is not None:
+        # If it names a checkpoint of pipemega, a run has continued in this folder.
+        named = folder / pointer.read_text(errors="replace").strip()
+        return named if _has_files(named) else None
     return folder if _has_files(folder) else None
 
 

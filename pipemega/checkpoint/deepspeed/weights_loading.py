@@ -1,7 +1,7 @@
 """Loads the weights of a DeepSpeed checkpoint into a model; each rank reads only its shards."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -42,13 +42,8 @@ def load_deepspeed(
     """
     weights = ranks.run_on_all(lambda: read_deepspeed(path))
     shards = tensors.model_tensors(model, step, mesh)
-    in_run: dict[str, tuple[int, ...]] = {}
-    for of_rank in ranks.all_gather({name: tuple(s.size()) for name, s in shards.items()}):
-        in_run |= of_rank
-    shared: dict[str, str] = {}
-    for of_rank_names in ranks.all_gather(_shared_names(model)):
-        shared |= of_rank_names
-    stored = _by_run_name(in_run, weights, model.ties, shared)
+    in_run, others = tensors.names_in_run(shards, model, ranks)
+    stored = _by_run_name(in_run, others, weights, model.ties)
     is_replica = mesh.data.rank > 0 or mesh.tensor.rank > 0
     index = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
     found = differences.tensor_differences(index, shards, is_replica, ranks)
@@ -107,22 +102,19 @@ def _log_loaded(weights: DeepSpeedWeights, options: LoadOptions) -> None:
 
 def _by_run_name(
     in_run: Mapping[str, tuple[int, ...]],
+    others: Collection[str],
     weights: DeepSpeedWeights,
     ties: Sequence[TiedParameter],
-    shared: Mapping[str, str],
 ) -> dict[str, StoredTensor]:
     """Return the tensors by the names of the run; those that the run has not as parameters/...
 
     Args:
         in_run: "parameters/layers.3.weight" -> shape; of all ranks.
-        shared: as from `_shared_names`, of all ranks.
+        others: further names of shared parameters.
     """
     tied_of = {position: tied for tied in ties for position, _ in tied.places}
-    first_of = {
-        f"{position}.{name}": "{}.{}".format(*tied.places[0])
-        for tied in ties
-        for position, name in tied.places
-    }
+    # DeepSpeed's files have a shared parameter under each of its names.
+    copies = {s for name in others for s in _source_names(name, {})}
     found: dict[str, StoredTensor] = {}
     used: set[str] = set()
     for name, shape in in_run.items():
@@ -134,27 +126,9 @@ def _by_run_name(
                 used.add(source)
                 break
     for source in weights.tensors.keys() - used:
-        # The copies of a tied parameter are in the files of all its layers.
-        if first_of.get(source) not in used and shared.get(source) not in used:
+        if source not in copies:
             found[f"parameters/{source}"] = weights.tensors[source]
     return found
-
-
-def _shared_names(model: LocalModel) -> dict[str, str]:
-    """Return the names of parameters that a layer has under a second name, with the first name.
-
-    DeepSpeed stores them under both: with the position of the layer, or without in the file of a
-    module that is no pipeline.
-    """
-    names: dict[str, str] = {}
-    for stage in model.stages.values():
-        for position, layer in enumerate(stage.layers.values(), stage.start):
-            first = {id(p): name for name, p in layer.named_parameters()}
-            for name, p in layer.named_parameters(remove_duplicate=False):
-                if name != first[id(p)]:
-                    names |= {f"{position}.{name}": f"{position}.{first[id(p)]}"}
-                    names |= {name: first[id(p)]}
-    return names
 
 
 def _source_names(logical: str, tied_of: Mapping[int, TiedParameter]) -> Iterator[str]:

@@ -62,9 +62,12 @@ def test_the_recorder_sums_what_was_waited_for():
         def durations(self, intervals):
             return [(end - start) * 10**9 for start, end in intervals]
 
-    recorder = CommRecorder(Ticks())
+    recorder = CommRecorder(Ticks(), Ticks())
     operation = CommKind("all_gather", "tensor", 2, 8)
     waited, _ = recorder.begin(operation), recorder.begin(operation)
     recorder.wait_begins(waited)
     recorder.ends(waited)
-    assert recorder.totals() == {operation: Totals(2, 1, 3.0, 1.0)}
+    on_host = recorder.begin(operation, on_host=True)
+    recorder.wait_begins(on_host)
+    recorder.ends(on_host)
+    assert recorder.totals() == {operation: Totals(3, 2, 3.0 + 2.0, 1.0 + 1.0)}
