@@ -60,6 +60,12 @@ def _load(name: str) -> Tokenizer:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not a tokenizer.json: {error}") from error
+    if text.lstrip().startswith("[") and '"token_bytes"' in text[:1000]:
+        raise DataError(
+            f"{path} is a vocabulary of Megatron-LM's TikTokenizer, which is not supported. Token "
+            "files need no tokenizer: remove data.tokenizer, set model.vocab_size (131072 unless "
+            "the job said otherwise) and data.eod_id (2, the id of '</s>')"
+        )
     own = _own_content(text)
     try:
         if own.get("type") == sentencepiece_tokenizer.KIND:

@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import importlib
+import json
 
 import pytest
 import tokenizers
@@ -70,6 +71,15 @@ def test_a_vocabulary_and_its_merges_may_have_other_names(tmp_path):
     own = load_tokenizer(folder / "tokenizer.json").digest()
     (folder / "tokenizer.json").rename(folder / "my-vocab.json")
     assert load_tokenizer(folder / "my-vocab.json").digest() == own
+
+
+def test_a_vocabulary_of_megatrons_tiktokenizer_is_refused_with_the_way_out(tmp_path):
+    path = tmp_path / "multi.vocab.json"
+    path.write_text(json.dumps([{"rank": 0, "token_bytes": "AA==", "token_str": "x"}]))
+    with pytest.raises(
+        DataError, match=r"TikTokenizer, .* set model.vocab_size .* data.eod_id \(2"
+    ):
+        load_tokenizer(path)
 
 
 def test_sentencepiece_gives_the_ids_of_its_own_package(tmp_path):
