@@ -99,7 +99,9 @@ def pipeline_config(
                 on_every_rank=True,
             )
     kept = [change for change in changes if "seed" not in tree or not change.startswith("seed=")]
-    checked = load(config, [*_overrides(tree, model), *kept], adopt=True)
+    overrides = [*_overrides(tree, model), *kept]
+    # The bounds of the module do not fit a schedule with several stages per rank.
+    checked = load(config, [*overrides, 'pipeline.partition="parameters"'], adopt=True)
     chunks = checked.pipeline.stages_per_rank
     if chunks not in (None, 1):
         raise ConfigError(
@@ -108,7 +110,8 @@ def pipeline_config(
             "such as '1f1b' or 'zb-h1', or pipemega.PipelineModule",
             on_every_rank=True,
         )
-    return checked
+    bounds = f"pipeline.partition={json.dumps(model.parts)}"
+    return load(config, [*overrides, bounds], adopt=True)
 
 
 def _overrides(tree: Mapping[str, Any], model: DeepSpeedPipelineModule) -> Iterator[str]:
@@ -117,7 +120,6 @@ def _overrides(tree: Mapping[str, Any], model: DeepSpeedPipelineModule) -> Itera
     yield f"mesh.pipeline={place.pipeline}"
     yield f"mesh.data={place.data}"
     yield f"mesh.tensor={place.tensor}"
-    yield f"pipeline.partition={json.dumps(model.parts)}"
     yield "pipeline.seed_layers=false"
     # DeepSpeed's order of precedence: the JSON file, if it sets the interval.
     if not _key(tree, "pipeline", "activation_checkpoint_interval"):

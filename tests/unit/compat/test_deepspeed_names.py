@@ -1,0 +1,99 @@
+"""The modules and names of DeepSpeed: each exists, or the error says what to use instead."""
+
+import importlib
+import sys
+
+import pytest
+
+import pipemega.compat.deepspeed as deepspeed
+from pipemega.compat.deepspeed.name_table import ADVICE, MODULES
+from pipemega.compat.deepspeed.virtual_modules import attribute, install_as_deepspeed
+
+# What scripts of 21 repositories use, as they write it.
+IMPORTS = """
+import pipemega.compat.deepspeed as deepspeed
+import pipemega.compat.deepspeed.comm as dist
+from pipemega.compat.deepspeed import PipelineModule, comm, get_accelerator, init_distributed
+from pipemega.compat.deepspeed.accelerator import get_accelerator
+from pipemega.compat.deepspeed.accelerator.real_accelerator import get_accelerator
+from pipemega.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from pipemega.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from pipemega.compat.deepspeed.runtime.activation_checkpointing import checkpointing
+from pipemega.compat.deepspeed.runtime.dataloader import RepeatingLoader
+from pipemega.compat.deepspeed.runtime.lr_schedules import WarmupCosineLR, WarmupDecayLR, WarmupLR
+from pipemega.compat.deepspeed.runtime.pipe.engine import PipelineEngine
+from pipemega.compat.deepspeed.runtime.pipe.module import LayerSpec, PipelineModule, TiedLayerSpec
+from pipemega.compat.deepspeed.runtime.pipe.topology import (
+    PipeDataParallelTopology, PipeModelDataParallelTopology, PipelineParallelGrid, ProcessTopology,
+)
+from pipemega.compat.deepspeed.runtime.utils import see_memory_usage, set_random_seed
+from pipemega.compat.deepspeed.utils import RepeatingLoader, log_dist, logger
+from pipemega.compat.deepspeed.utils.logging import logger
+
+names = [
+    deepspeed.add_config_arguments, deepspeed.initialize, deepspeed.init_distributed,
+    deepspeed.checkpointing.configure, deepspeed.checkpointing.checkpoint,
+    deepspeed.checkpointing.is_configured, deepspeed.checkpointing.get_cuda_rng_tracker,
+    deepspeed.checkpointing.model_parallel_cuda_manual_seed,
+    deepspeed.runtime.utils.set_random_seed, deepspeed.utils.RepeatingLoader,
+    deepspeed.PipelineEngine, deepspeed.comm.get_rank, dist.all_reduce, deepspeed.__version__,
+]
+assert deepspeed.pipe.PipelineModule is PipelineModule is deepspeed.PipelineModule
+"""
+
+
+def test_the_names_that_scripts_use_can_be_imported() -> None:
+    found: dict[str, object] = {}
+    exec(IMPORTS, found)
+    assert len(found["names"]) == 14  # type: ignore[arg-type]
+
+
+def test_a_script_that_imports_deepspeed_gets_the_same_modules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    install_as_deepspeed()
+    exec(IMPORTS.replace("pipemega.compat.deepspeed", "deepspeed"), {})
+    pipe = importlib.import_module("deepspeed.pipe")
+    assert pipe is sys.modules["pipemega.compat.deepspeed.pipe"]
+    with pytest.raises(ImportError, match="has no 'moe': mixture-of-experts layers do not exist"):
+        importlib.import_module("deepspeed.moe")
+
+
+@pytest.mark.parametrize(
+    ("path", "name"), [(path, name) for path, names in MODULES.items() for name in names]
+)
+def test_every_name_of_the_table_exists(path: str, name: str) -> None:
+    assert attribute(path, name) is not None
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [
+        ("from pipemega.compat.deepspeed.moe.layer import MoE", "mixture-of-experts layers do not"),
+        ("from pipemega.compat.deepspeed.runtime.pipe import schedule", "set pipeline.schedule in"),
+        ("import pipemega.compat.deepspeed.ops.sparse_attention", "attention is dense"),
+        (
+            "from pipemega.compat.deepspeed.ops.adam import OnebitAdam",
+            "there are FusedAdam and DeepSpeedCPUAdam",
+        ),
+        ("from pipemega.compat.deepspeed.pipe import PipelineModul", "did you mean"),
+    ],
+)
+def test_an_import_that_does_not_exist_says_what_to_use(statement: str, message: str) -> None:
+    with pytest.raises(ImportError, match=message):
+        exec(statement, {})
+
+
+def test_an_attribute_that_does_not_exist_says_what_to_use() -> None:
+    assert not hasattr(deepspeed, "init_inference")
+    with pytest.raises(AttributeError, match="`pipemega generate` generates text"):
+        deepspeed.init_inference  # noqa: B018
+    with pytest.raises(AttributeError, match=r"docs/from_deepspeed\.md"):
+        deepspeed.runtime.nothing_like_this  # noqa: B018
+
+
+def test_advice_is_for_names_that_do_not_exist() -> None:
+    known = {f"{path}.{name}".lstrip(".") for path, names in MODULES.items() for name in names}
+    assert not {*ADVICE} & (known | {*MODULES})
