@@ -57,8 +57,8 @@ LAYERS = [
 LEAF_MODULES = {
     "version", "errors", "printing", "random", "kernels", "host_memory", "parameters",
 }  # fmt: skip
-# Every package up to `config` runs without torch, and so do these.
-NO_TORCH_LAYERS = LAYERS[: LAYERS.index("config") + 1]
+# Every package up to `compat/megatron` runs without torch, and so do these.
+NO_TORCH_LAYERS = LAYERS[: LAYERS.index("compat/megatron") + 1]
 NO_TORCH = (
     "pipeline/visualize/",
     "pipeline/plan_selection.py",
@@ -72,7 +72,6 @@ NO_TORCH = (
     "distributed/exit_hooks.py",
     "monitor/",
     "data/data_files.py",
-    "compat/megatron/",
     "planning/run_checks.py",
     "planning/resolved.py",
     "doctor/launch.py",

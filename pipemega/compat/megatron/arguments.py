@@ -202,7 +202,7 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
         A("reset-attention-mask", "flag", "data.reset_attention_mask"),
         A("tokenizer-type", "text", "data.tokenizer"),
         A("vocab-file", "text", "data.tokenizer", "of `GPT2BPETokenizer`"),
-        A("merge-file", "text", "data.tokenizer", "beside the vocabulary file"),
+        A("merge-file", "text", "data.tokenizer", "`VOCAB.json,MERGES.txt`"),
         A("tokenizer-model", "text", "data.tokenizer", "", ("tokenizer-name-or-path",
           "tokenizer-file")),
         A("null-tokenizer-eod-id", "int", "data.eod_id"),

@@ -157,8 +157,8 @@ def _tokenizer(given: Given, masks: bool) -> dict[str, Any]:
         return {"tokenizer": model}
     merges = given.text("merge-file")
     if vocabulary is not None and merges is not None:
-        names = PurePosixPath(vocabulary), PurePosixPath(merges)
-        if names[0].parent != names[1].parent:
-            given.say("changed", "merge-file", "the merges must lie beside the vocabulary: copy "
-                      "both files into one folder, as vocab.json and merges.txt")  # fmt: skip
+        first, second = PurePosixPath(vocabulary), PurePosixPath(merges)
+        beside = first.parent == second.parent
+        if not (beside and (first.name, second.name) == ("vocab.json", "merges.txt")):
+            return {"tokenizer": f"{vocabulary},{merges}"}
     return {} if vocabulary is None else {"tokenizer": vocabulary}

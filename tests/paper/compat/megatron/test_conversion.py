@@ -35,7 +35,7 @@ def value_at(config: dict[str, Any], key: str) -> Any:
 
 # Keys that are not in the schema yet.
 PENDING = (
-    "rampup_batch_size", "exit_interval", "kill_switch_path", "deterministic_mode",
+    "rampup_batch_size", "exit_interval", "kill_switch_path",
     "override_opt_param_scheduler", "train_samples", "warmup_samples", "decay_samples",
     "wsd_decay_samples",
 )  # fmt: skip
@@ -265,6 +265,10 @@ DATA = {
     },
     "--data-path a --vocab-file t/vocab.json --merge-file t/merges.txt": {
         "data_path": "a", "split": "969,30,1", "tokenizer": "t/vocab.json",
+    },
+    "--data-path a --vocab-file t/gpt2-vocab.json --merge-file u/gpt2-merges.txt": {
+        "data_path": "a", "split": "969,30,1",
+        "tokenizer": "t/gpt2-vocab.json,u/gpt2-merges.txt",
     },
     "--data-path a --tokenizer-type SentencePieceTokenizer --tokenizer-model t.model": {
         "data_path": "a", "split": "969,30,1", "tokenizer": "t.model",

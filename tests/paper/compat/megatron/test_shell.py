@@ -1,4 +1,4 @@
-"""TrainingLaunch scripts are followed as bash does, without running anything."""
+"""Launch scripts are followed as bash does, without running anything."""
 
 import subprocess
 from pathlib import Path
@@ -34,7 +34,7 @@ SCRIPTS = {
     "nested expansion": 'A=B; B=3; show ${!A} "${C:-${B}4}"',
     "comments": "show a # b\nshow '#' x#y",
     "exported": "export A=1 B='x y'; declare -i N=3; show $A $B $N",
-    "redirections": "show a > /dev/null 2>&1\nshow b 2>/dev/null | show c",
+    "redirections": "show a > /dev/null 2>&1\nshow b 2>/dev/null | tee copy",
     "indirect groups": "{ A=1; show $A; }; (show 2)",
 }  # fmt: skip
 BASH = 'show() { for w in "$@"; do printf "%s|" "$w" >&9; done; echo >&9; }\n'
