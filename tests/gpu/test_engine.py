@@ -59,6 +59,32 @@ def test_the_loss_decreases_in_16_bit_precision(dtype: str, position: str) -> No
     assert all(p.dtype != torch.float32 for p in engine.module.parameters())
 
 
+def test_the_norms_of_queries_and_keys_train_in_bf16_with_grouped_heads() -> None:
+    model = {**WIDER, **NO_DROPOUT, "qk_layernorm": True, "embedding_norm": True}
+    model |= {"num_query_groups": 2, "position_embedding_type": "rope", "squared_relu": True}
+    engine = build(on(ONE_DEVICE, model=model, bf16={"enabled": True}))
+    losses = [engine.train_batch(data(engine, 0)) for _ in range(20)]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_the_flops_profile_has_the_flops_of_the_cpu_and_times_of_the_stream() -> None:
+    profiles = []
+    for device in (ONE_DEVICE, "cpu"):
+        section = {"enabled": True, "profile_step": 2}
+        engine = build(on(device, model={**WIDER, **NO_DROPOUT}, flops_profiler=section))
+        for step in range(2):
+            engine.train_batch(data(engine, step))
+        assert engine._profiler is not None
+        profile = engine._profiler.profile
+        assert profile is not None
+        profiles.append(profile)
+    ours, theirs = profiles
+    assert [cost.flops for _, cost in ours.modules] == [cost.flops for _, cost in theirs.modules]
+    (rank,) = ours.ranks
+    assert all(cost.seconds > 0 for cost in rank.modules)
+    assert 0 < rank.seconds["forward"] + rank.seconds["backward"] < rank.step
+
+
 def test_an_fp16_overflow_skips_the_step_and_halves_the_scale() -> None:
     fp16 = {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}
     engine = build(on(ONE_DEVICE, fp16=fp16))
