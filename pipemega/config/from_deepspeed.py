@@ -11,6 +11,7 @@ from pipemega.config.key_kinds import InvalidType, Section, key_info
 from pipemega.config.load_config import Draft, examine
 from pipemega.config.optimizer import PARAMS, REFUSED
 from pipemega.config.source import Invalid, KeyPath, dotted, override, read, show
+from pipemega.config.unsupported import STAGE_3_NAMES
 from pipemega.errors import ConfigError
 
 _STAGE = ("zero_optimization", "stage")
@@ -240,12 +241,19 @@ def _filled(path: KeyPath) -> str:
 
 
 def _notes(config: Config, lines: Sequence[Explained]) -> Iterator[str]:
-    told = [line.text for line in lines]
+    told = {dotted(path) for line in lines for path in _names_of(line.path)}
     for warning in config.warnings:
         key = warning.split(" ")[0]
-        if not any(text.startswith(f"{key} ") for text in told) and "auto" not in key:
+        if key not in told and key != '"auto"':
             yield warning
     yield from config.notes
+
+
+def _names_of(path: KeyPath) -> Iterator[KeyPath]:
+    """Yield the path as it is in the file, and with the name that warnings use."""
+    yield path
+    if path[:1] == _STAGE[:1]:
+        yield (*path[:-1], STAGE_3_NAMES.get(path[-1], path[-1]))
 
 
 def as_json(explanation: Explanation) -> str:
