@@ -21,7 +21,7 @@ from pipemega.optimizer.param_groups import options_of
 from pipemega.optimizer.user_optimizer import Groups
 
 # Set by torch and by schedulers on the object, for this object only.
-_OF_ONE_OBJECT = ("step", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OF_ONE_OBJECT = ("step", "zero_grad", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 class GivenGroups:

@@ -69,6 +69,9 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self.pipemega_engine, self.module = engine, engine.layer
         self.pipemega_config, self.mesh = engine.config, engine.mesh
         self.optimizer = engine.optimizer
+        if self.optimizer is not None:
+            # That of torch discards the gradients of the masters, and not those of the buffer.
+            vars(self.optimizer)["zero_grad"] = self.zero_grad
         self.training_dataloader: DataLoader[Any] | None = None
         self.collate_fn = collate_fn
         self._without_sync = False
@@ -157,7 +160,10 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
             self._without_sync = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Discard the gradients of this step so far; `step` does it after each update."""
+        """Discard the gradients of this step so far, as `optimizer.zero_grad()` does.
+
+        `step` does it after each update.
+        """
         self.pipemega_engine.discard_gradients()
 
     @property

@@ -102,6 +102,14 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "runtime.zero": _ZERO,
     "utils": {**_LOADERS, **_LOG},
     "utils.logging": _LOG,
+    "utils.zero_to_fp32": {
+        name: f"{_HERE}.fp32_weights:{name}"
+        for name in (
+            "get_fp32_state_dict_from_zero_checkpoint",
+            "load_state_dict_from_zero_checkpoint",
+            "convert_zero_checkpoint_to_fp32_state_dict",
+        )
+    },
     "zero": _ZERO,
 }
 

@@ -5,6 +5,7 @@ The oracle is the same loop in plain torch.
 
 import argparse
 import copy
+import importlib
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,6 +189,36 @@ def test_a_scheduler_whose_step_takes_samples_gets_those_of_the_step() -> None:
     assert engine.get_lr() == [1 / 16]
 
 
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
+def test_the_zero_grad_of_the_optimizer_discards_gradients(precision: dict[str, Any]) -> None:
+    model = nn.Linear(3, 2)
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    engine, optimizer, *_ = deepspeed.initialize(
+        model=model, config={**CONFIG, **precision, "optimizer": sgd}
+    )
+    before = copy.deepcopy(model)
+    inputs = torch.ones(4, 3, dtype=model.weight.dtype)
+    engine.backward(engine(inputs).float().sum())
+    engine.step()
+    optimizer.zero_grad()
+    engine.backward(engine(inputs).float().sum() * 0)
+    engine.step()
+    assert engine.global_steps == 1
+    assert difference(before, model) == 0
+
+
+def test_a_scheduler_that_the_script_steps_changes_the_rate() -> None:
+    model = Net()
+    own = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine, *_ = deepspeed.initialize(model=model, config=CONFIG, optimizer=own)
+    schedule = torch.optim.lr_scheduler.StepLR(own, 1, gamma=0.5)
+    for step in range(2):
+        train(engine, step, step + 1)
+        schedule.step()
+    assert engine.get_lr() == [0.25]
+    assert engine.pipemega_engine.last_step.learning_rate == 0.5
+
+
 def test_parameters_outside_of_the_groups_are_not_trained() -> None:
     model = Net()
     before = copy.deepcopy(model)
@@ -240,6 +271,32 @@ def test_a_checkpoint_of_deepspeed_gives_the_weights(tmp_path: Path) -> None:
     assert path == str(tmp_path / "global_step3")
     assert client == {"epoch": 4}
     assert difference(engine.module, saved) == 0
+
+
+def test_the_fp32_weights_of_a_checkpoint_are_read_in_one_process(tmp_path: Path) -> None:
+    zero_to_fp32 = importlib.import_module("pipemega.compat.deepspeed.utils.zero_to_fp32")
+    model = Net().float()
+    engine, *_ = deepspeed.initialize(
+        model=model, config={**CONFIG, "bf16": {"enabled": True}, "optimizer": ADAM}
+    )
+    engine.backward(engine(*batch(0)))
+    engine.step()
+    engine.backward(engine(*batch(1)))
+    engine.step()
+    engine.save_checkpoint(tmp_path / "ours")
+    theirs = tmp_path / "theirs/global_step1"
+    theirs.mkdir(parents=True)
+    torch.save({"module": model.state_dict()}, theirs / "mp_rank_00_model_states.pt")
+    masters = engine.pipemega_engine.parameter_state()
+    for folder in (tmp_path / "ours", theirs):
+        read = zero_to_fp32.load_state_dict_from_zero_checkpoint(Net().float(), folder)
+        assert torch.equal(read.head.weight.bfloat16(), model.head.weight)
+        assert {p.dtype for p in read.parameters()} == {torch.float32}
+        exact = torch.equal(read.hidden.weight, masters["layers.0.hidden.weight"])
+        assert exact == (folder != theirs)
+    zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict(theirs, tmp_path / "out")
+    state = torch.load(tmp_path / "out/pytorch_model.bin", weights_only=True)
+    assert state.keys() == Net().state_dict().keys()
 
 
 def test_deepspeeds_optimizer_and_scheduler_classes_are_taken() -> None:
