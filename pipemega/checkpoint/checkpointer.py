@@ -18,6 +18,7 @@ from pipemega.checkpoint.free_space import estimated_bytes, warn_at_start
 from pipemega.checkpoint.layout import Retention
 from pipemega.checkpoint.load_options import LoadOptions
 from pipemega.checkpoint.save_load import CheckpointReader, RunState
+from pipemega.checkpoint.schedule_values import refuse_other_values
 from pipemega.checkpoint.shards import TensorShard
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
@@ -261,6 +262,8 @@ class Checkpointer:
                 f"step 0 with them"
             )
         changes = differences.config_changes(state["config"], self._config)
+        if options.loads_schedule:
+            refuse_other_values(changes, self._config, reader.full_path)
         allowed = (*options.allow_changes, *(() if options.strict else ("model", "lora")))
         text = differences.check_config_changes(changes, allowed, reader.full_path)
         if text is not None and self._mesh.rank == 0:

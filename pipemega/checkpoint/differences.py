@@ -55,11 +55,11 @@ class ConfigChange:
 
     @property
     def changes_model(self) -> bool:
-        return _within(self.key, _MODEL_KEYS) and not _within(self.key, _HARMLESS_KEYS)
+        return is_within(self.key, _MODEL_KEYS) and not is_within(self.key, _HARMLESS_KEYS)
 
     @property
     def changes_data(self) -> bool:
-        return _within(self.key, _DATA_KEYS) and not _within(self.key, _HARMLESS_KEYS)
+        return is_within(self.key, _DATA_KEYS) and not is_within(self.key, _HARMLESS_KEYS)
 
 
 def config_changes(stored: Mapping[str, Any], config: Config) -> list[ConfigChange]:
@@ -72,7 +72,8 @@ def config_changes(stored: Mapping[str, Any], config: Config) -> list[ConfigChan
     return [
         ConfigChange(key, before.get(key, _NOT_SET), after.get(key, _NOT_SET))
         for key in sorted(before.keys() | after.keys())
-        if before.get(key, _NOT_SET) != after.get(key, _NOT_SET) and not _within(key, _SILENT_KEYS)
+        if before.get(key, _NOT_SET) != after.get(key, _NOT_SET)
+        and not is_within(key, _SILENT_KEYS)
     ]
 
 
@@ -92,7 +93,7 @@ def check_config_changes(
     refused = [
         change
         for change in changes
-        if (change.changes_model or change.changes_data) and not _within(change.key, allowed)
+        if (change.changes_model or change.changes_data) and not is_within(change.key, allowed)
     ]
     if refused:
         kinds = ["another model"] if any(change.changes_model for change in refused) else []
@@ -128,7 +129,8 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield f"{prefix}{key}", value
 
 
-def _within(key: str, sections: Iterable[str]) -> bool:
+def is_within(key: str, sections: Iterable[str]) -> bool:
+    """Return whether a key is one of these keys, or in one of these sections."""
     return any(key == section or key.startswith(f"{section}.") for section in sections)
 
 

@@ -64,6 +64,17 @@ class CheckpointSection(_Async):
     load_lr_scheduler_states: bool = own(
         True, "false: do not load the learning-rate schedule; it starts at step 0."
     )
+    override_opt_param_scheduler: bool | None = own(
+        None,
+        "true, null: in a resumed run the learning rate, its schedule and the weight decay are "
+        "those of this config. false: a checkpoint with other values is refused, as by Megatron-LM "
+        "without its argument of this name.",
+    )
+    use_checkpoint_opt_param_scheduler: bool = own(
+        False,
+        "As in Megatron-LM: in a run that `training.resume` or `load` continues, the learning rate,"
+        " its schedule and the weight decay are those of the checkpoint.",
+    )
     strict: bool = own(True, "false: load what fits from another model, and log the rest.")
     allow_changes: tuple[Name, ...] = own(
         (),
@@ -104,6 +115,15 @@ class CheckpointSection(_Async):
     def in_background(self) -> bool:
         """The key `async`."""
         return bool(getattr(self, "async"))
+
+    @rule("override_opt_param_scheduler", "use_checkpoint_opt_param_scheduler")
+    def _one_source_of_the_schedule(self) -> Iterator[str]:
+        if self.override_opt_param_scheduler and self.use_checkpoint_opt_param_scheduler:
+            yield (
+                "checkpoint.override_opt_param_scheduler and "
+                "checkpoint.use_checkpoint_opt_param_scheduler are both true: the first keeps "
+                "the values of this config, the second those of the checkpoint; keep one"
+            )
 
     @rule("interval", "save")
     def _interval_needs_a_folder(self) -> Iterator[str]:

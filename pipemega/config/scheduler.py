@@ -42,6 +42,10 @@ class SchedulerParams(Section):
         """
         return {name: value for name, value in self if value is not None}
 
+    def with_length(self, total: int | None, by: By) -> "SchedulerParams":
+        """Return parameters with the same curve in a run of another length."""
+        return self
+
     def check(self, total: int | None, advice: str) -> None:
         """Raise ValueError if these parameters do not fit the length of the run.
 
@@ -70,6 +74,9 @@ class _WithTotal(DeepSpeedParams):
 
     def arguments(self, total: int | None) -> dict[str, Any]:
         return {**super().arguments(total), "total_num_steps": self.total_num_steps or total}
+
+    def with_length(self, total: int | None, by: By) -> SchedulerParams:
+        return self.model_copy(update={"total_num_steps": self.total_num_steps or total})
 
     def check(self, total: int | None, advice: str) -> None:
         if self.total_num_steps is None and total is None:
@@ -186,6 +193,10 @@ class ConstantParams(SchedulerParams):
                 "scheduler.params.warmup_fraction is a share of scheduler.params.decay_steps, "
                 f"which is missing, and {advice}"
             )
+
+    def with_length(self, total: int | None, by: By) -> SchedulerParams:
+        key = "decay_samples" if by == "sample" else "decay_steps"
+        return self.model_copy(update={key: self._decay or total})
 
     def _warmup(self, total: int | None) -> int:
         if self.warmup_fraction is None:

@@ -33,7 +33,7 @@ from pipemega.engine.determinism import use_deterministic_algorithms
 from pipemega.engine.engine import Engine
 from pipemega.engine.loop_engine import LoopEngine
 from pipemega.engine.plan_choice import PlanChooser
-from pipemega.engine.resume import resume
+from pipemega.engine.resume import resume, with_saved_schedule
 from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.schedule_tuner import ScheduleTuner, begin_tuning
 from pipemega.engine.step_plans import StepPlans
@@ -178,6 +178,7 @@ def _initialize(
     with failure_reporter().propagate_errors("initialize"):
         use_deterministic_algorithms(config, mesh.device, get_logger(mesh.rank))
         batch = config.batch(mesh.data.size)
+        config = with_saved_schedule(config, mesh, get_logger(mesh.rank))
         if config.lora is not None:
             lora = on_all_ranks(mesh.world, partial(section_of, config.lora))
             config = config.model_copy(update={"lora": lora})

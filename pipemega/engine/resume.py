@@ -1,10 +1,13 @@
 """How a run starts: from its own checkpoint, from another run's checkpoint, or at step 0."""
 
 import logging
+from typing import Any
 
 from pipemega.checkpoint import any_checkpoint, newest
+from pipemega.checkpoint.open_path import open_path
+from pipemega.checkpoint.schedule_values import with_values_of
 from pipemega.config import Config
-from pipemega.distributed.mesh import from_first
+from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.engine.checkpointed_engine import CheckpointedEngine
 from pipemega.errors import CheckpointError
 
@@ -34,6 +37,38 @@ def resume(engine: CheckpointedEngine, log: logging.Logger) -> None:
             "strict": config.strict,
         }
         _load(engine, config.load, config.load_tag, options, log)
+
+
+def with_saved_schedule(config: Config, mesh: Mesh, log: logging.Logger) -> Config:
+    """Apply `checkpoint.use_checkpoint_opt_param_scheduler`; collective.
+
+    Raises:
+        CheckpointError: the checkpoint that the run continues is damaged.
+    """
+    if not config.checkpoint.use_checkpoint_opt_param_scheduler:
+        return config
+
+    def read() -> tuple[str, dict[str, Any]] | None:
+        source = _source(config)
+        reader = None if source is None else open_path(*source)
+        return None if reader is None else (reader.full_path, reader.found.state["config"])
+
+    found = from_first(mesh.world, read)
+    if found is None:
+        return config
+    log.info(f"learning rate, its schedule and weight decay are those of {found[0]}")
+    return with_values_of(config, found[1], mesh.data.size)
+
+
+def _source(config: Config) -> tuple[str, str | None] | None:
+    """Return the folder and the tag of the checkpoint that `resume` loads; not collective."""
+    settings = config.checkpoint
+    own = settings.save if config.training.resume == "auto" else None
+    if own is not None and (tag := newest(own)) is not None:
+        return own, tag
+    if settings.load is None or settings.load_module_only:
+        return None
+    return settings.load, settings.load_tag
 
 
 def refuse_other_run(config: Config, engine: CheckpointedEngine) -> None:

@@ -219,3 +219,89 @@ def test_invalid_parameters_of_a_schedule_are_refused_by_the_name_of_their_key(
 
 def test_the_case_of_the_name_of_a_schedule_is_ignored():
     assert curve("COSINE", {"decay_steps": 4}, 1) == curve("cosine", {"decay_steps": 4}, 1)
+
+
+# Schedules in samples
+
+
+def sample_section(name="cosine", params=None, **training):
+    config = {
+        "train_batch_size": 4,
+        "scheduler": {"type": name, "params": params or {}},
+        "training": training,
+    }
+    return load(config).scheduler
+
+
+def test_a_schedule_in_samples_advances_by_the_samples_of_each_step():
+    params = {"warmup_samples": 8, "decay_samples": 40, "min_lr": 0.01, "max_lr": 0.1}
+    section = sample_section("cosine", params)
+    assert section.by == "sample"
+    schedule, formula, consumed = build_schedule(adam(), section), megatron("cosine"), 0
+    for samples in (4, 4, 8, 12, 12, 16):
+        assert schedule.get_last_lr() == [formula(consumed)]
+        schedule.end_step(samples)
+        schedule.end_epoch()
+        consumed += samples
+    assert schedule.state_dict() == {"sample": consumed}
+
+
+def megatron(style, **more):
+    return Megatron(
+        style=style, max_lr=0.1, min_lr=0.01, init_lr=0.0, warmup_steps=8, decay_steps=40, **more
+    )
+
+
+def test_train_samples_alone_make_a_schedule_of_megatron_count_samples():
+    section = sample_section("Cosine", train_samples=42)
+    assert section.by == "sample"
+    length = RunLength(steps=10, samples=42)
+    assert section.arguments(length)["decay_steps"] == 42
+    assert sample_section("cosine", {"warmup_steps": 3}, train_samples=42).by == "step"
+    assert sample_section("WarmupDecayLR", train_samples=42).by == "step"
+    assert sample_section("cosine", train_steps=42).by == "step"
+
+
+def test_wsd_takes_the_length_of_its_tail_in_samples():
+    section = sample_section("WSD", {"wsd_decay_samples": 10, "max_lr": 0.1}, train_samples=50)
+    rate = build_schedule(adam(), section, RunLength(samples=50))._rates[0]
+    assert rate(40) == 0.1
+    assert rate(45) == pytest.approx(0.1 * (2 * 0.5**0.5 - 1))
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "message"),
+    [
+        (
+            {"type": "cosine", "params": {"warmup_samples": 3, "decay_steps": 9}},
+            "scheduler.by is 'sample', and scheduler.params.decay_steps is a length in steps: give "
+            "decay_samples, or change scheduler.by; all lengths of a schedule have one unit",
+        ),
+        (
+            {"type": "cosine", "by": "step", "params": {"decay_samples": 9}},
+            "scheduler.by is 'step', and scheduler.params.decay_samples is a length in samples: "
+            "give decay_steps",
+        ),
+        (
+            {"type": "WarmupLR", "by": "sample"},
+            "scheduler.by is 'sample', and WarmupLR does not count samples: set it to 'step', or "
+            "use constant, linear, cosine, inverse-square-root, WSD",
+        ),
+        (
+            {"by": "sample"},
+            "scheduler.by is 'sample', and the schedule of initialize() does not count samples",
+        ),
+        (
+            {"type": "linear", "by": "sample"},
+            "scheduler.params.decay_steps is missing, and so is training.train_samples, its "
+            "default: set one of them",
+        ),
+        (
+            {"type": "linear", "params": {"warmup_samples": 9, "warmup_fraction": 0.1}},
+            "scheduler.params.warmup_samples and scheduler.params.warmup_fraction are both given",
+        ),
+    ],
+)
+def test_lengths_of_two_units_are_refused(scheduler, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        load({"train_batch_size": 4, "scheduler": scheduler})
