@@ -20,14 +20,17 @@ import torch
 from pipemega.checkpoint.deepspeed.stored_tensor import Piece, StoredTensor
 from pipemega.errors import CheckpointError
 
-Rule = Literal["rows", "columns", "halves", "replicated", "mean"]
+Rule = Literal["rows", "columns", "halves", "thirds", "replicated", "mean"]
 RULES: Mapping[Rule, str] = {
     "rows": "the shards are consecutive rows (a column-parallel linear, a vocabulary)",
     "columns": "the shards are consecutive columns (the weight of a row-parallel linear)",
     "halves": "as rows, and each shard has a part of both halves (gate and up of SwiGLU)",
+    "thirds": "as halves, with three parts: queries, keys and values, if they are not by heads",
     "replicated": "each shard is the whole parameter",
     "mean": "each shard is the whole parameter, and they have drifted apart: take the mean",
 }
+
+_PARTS: Mapping[Rule, int] = {"halves": 2, "thirds": 3}
 
 # Names of modules.
 _ROWS = {
@@ -84,7 +87,7 @@ class ShardRules:
                 f"{name} {list(shards[0].shape)} has no dim {dim}, and its shards are joined by "
                 f"the rule {rule!r}: name another one with --shards"
             )
-        return _joined(name, shards, dim, parts=2 if rule == "halves" else 1)
+        return _joined(name, shards, dim, _PARTS.get(rule, 1))
 
     def _rule(
         self, name: str, shards: Sequence[StoredTensor], layer: Mapping[str, StoredTensor]

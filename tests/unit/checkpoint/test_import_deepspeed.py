@@ -346,6 +346,17 @@ def test_shards_whose_names_say_nothing_are_refused_until_a_rule_is_given(tmp_pa
     assert torch.equal(found["parameters/layers.1.own.weight"], full)
 
 
+def test_queries_keys_and_values_that_are_not_by_heads_are_joined_as_thirds(tmp_path):
+    full = random(12, 4)
+    parts = [part.chunk(2) for part in full.chunk(3)]
+    name = "self_attention.query_key_value.weight"
+    shards = [{name: torch.cat([part[rank] for part in parts])} for rank in range(2)]
+    write_pipeline(tmp_path / "ds", {1: shards})
+    options = ReadOptions(shards={r".*query_key_value.*": "thirds"})
+    found = imported(tmp_path / "ds", tmp_path / "out", read=options)
+    assert torch.equal(found[f"parameters/layers.1.{name}"], full)
+
+
 def test_the_patterns_of_universal_checkpoint_info_join_shards(tmp_path):
     full, replicated = random(4, 6), random(4, 6)
     info = {
@@ -482,7 +493,9 @@ def test_the_command_prints_the_names_and_what_was_left_out(tmp_path, capsys):
     assert main(again) == 0
     assert "  1.weight -> layers.2.kernel" in capsys.readouterr().out
     assert main([*arguments, "--shards", "1.weight=cols"]) == 2
-    assert "the rules are rows, columns, halves, replicated, mean" in capsys.readouterr().err
+    assert (
+        "the rules are rows, columns, halves, thirds, replicated, mean" in capsys.readouterr().err
+    )
     assert main([*arguments, "--name", "weight"]) == 2
     assert "expected PATTERN=..., with a '='" in capsys.readouterr().err
 
