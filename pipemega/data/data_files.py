@@ -14,7 +14,7 @@ from pipemega.data.finetuning.record_files import find_records
 from pipemega.data.indexed import IndexedDataset, files_of, prefix_of
 from pipemega.data.load_tokenizer import load_tokenizer, tokenizer_paths
 from pipemega.data.prepare import read_manifest, tokenizer_of
-from pipemega.data.tokenizer import Tokenizer
+from pipemega.data.tokenizer import UNKNOWN_EOD, Tokenizer
 from pipemega.errors import DataError, PipemegaError
 
 
@@ -178,6 +178,27 @@ def run_tokenizer(config: Config) -> tuple[str, Tokenizer] | None:
     if named is None and config.model is not None:
         named = config.model.default_tokenizer()
     return None if named is None else (named, load_tokenizer(named, section.eod_id))
+
+
+def errors_of_eod(section: DataSection, vocab_size: int | None) -> Iterator[str]:
+    """Yield errors of the end-of-document id of token files.
+
+    Args:
+        vocab_size: of the model, if it is known.
+
+    Raises:
+        DataError: as `find_tokenizer`.
+    """
+    prefixes, eod, named = token_prefixes(section), section.eod_id, section.tokenizer
+    if not prefixes or not all(path.is_file() for prefix in prefixes for path in files_of(prefix)):
+        return
+    if isinstance(eod, int) and vocab_size is not None and eod >= vocab_size:
+        yield f"data.eod_id is {eod}, which is outside of the vocabulary of {vocab_size} tokens"
+    keys = [key for key in ("eod_mask_loss", "reset_position_ids") if getattr(section, key)]
+    if eod is None and keys and (named is None or _exists(named)):
+        found = find_tokenizer(prefixes, named)
+        if found is None or found.eod is None:
+            yield UNKNOWN_EOD.format(key=keys[0])
 
 
 class Vocabulary(NamedTuple):

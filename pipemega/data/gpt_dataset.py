@@ -27,6 +27,7 @@ from pipemega.data.samples import (
     index_folder,
     plan_epochs,
 )
+from pipemega.data.tokenizer import UNKNOWN_EOD
 from pipemega.errors import DataError
 
 IGNORE = -100
@@ -69,10 +70,7 @@ class SampleFormat:
             raise DataError(f"model.seq_length is {self.seq_length}, but must be at least 1")
         for key in ("eod_mask_loss", "reset_position_ids"):
             if getattr(self, key) and self.eod is None:
-                raise DataError(
-                    f"data.{key} needs the end-of-document id, but no tokenizer defines one: set "
-                    "data.tokenizer, or data.eod_id to the id"
-                )
+                raise DataError(UNKNOWN_EOD.format(key=key))
         if self.eod is not None and self.eod >= self.vocab_size:
             raise DataError(
                 f"data.eod_id is {self.eod}, which is outside of the vocabulary of "

@@ -11,6 +11,12 @@ from pipemega.errors import DataError
 
 EOD = "<|endoftext|>"
 
+# Of a key that needs it.
+UNKNOWN_EOD = (
+    "data.{key} needs the end-of-document id, but no tokenizer defines one: set data.tokenizer, or "
+    "data.eod_id to the id"
+)
+
 
 class Tokenizer(ABC):
     """Text to token ids and back.

@@ -14,8 +14,9 @@ from pipemega.config.batch_equation import MICRO, STEPS, TRAIN
 from pipemega.config.batch_sizes import RAMPUP
 from pipemega.config.data import PATH_KEYS
 from pipemega.config.key_kinds import Rule
+from pipemega.config.model import GPTSection
 from pipemega.config.pipeline import PlanFile
-from pipemega.data.data_files import data_inputs, known_vocabulary
+from pipemega.data.data_files import data_inputs, errors_of_eod, known_vocabulary
 from pipemega.distributed.topology import Topology
 from pipemega.pipeline.plan.channels import MessageOrder
 from pipemega.pipeline.plan.instructions import Plan
@@ -121,6 +122,7 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
         Rule(_SIZES, batch),
         Rule(("pipeline.schedule", "pipeline", "model", "imports", RAMPUP, *_SIZES), plan),
         Rule(("model.vocab_size", "data"), _vocabulary_fits),
+        Rule(("data.eod_id", "data", "model.vocab_size"), _eod_is_known),
     )
 
 
@@ -133,6 +135,12 @@ def _vocabulary_fits(config: Config) -> Iterator[str]:
             f"model.vocab_size is {size}, but the {found.origin} has {found.size} tokens: make it "
             f"at least {found.size}, or 'auto'"
         )
+
+
+def _eod_is_known(config: Config) -> Iterator[str]:
+    # The vocabulary of a Hugging Face model is not read here.
+    size = config.model.vocabulary() if isinstance(config.model, GPTSection) else None
+    yield from errors_of_eod(config.data, size if isinstance(size, int) else None)
 
 
 def _file_errors(key: str, config: Config) -> Iterator[str]:

@@ -12,7 +12,7 @@ from pipemega.data import bigram as bigram_module
 from pipemega.data.bigram import bigram_loss
 from pipemega.data.blending import BlendedDataset
 from pipemega.data.build_datasets import DataRequest, build_datasets
-from pipemega.data.data_files import known_vocabulary
+from pipemega.data.data_files import errors_of_eod, known_vocabulary
 from pipemega.data.fast_tokenizer import FastTokenizer
 from pipemega.data.gpt_dataset import GPTDataset
 from pipemega.data.indexed import IndexedDataset, IndexedWriter
@@ -226,6 +226,26 @@ def test_the_end_of_documents_is_known_by_its_id_without_a_tokenizer(tmp_path):
         DataError, match=r"is the text '<eod>', but .*foreign has no tokenizer .* id,"
     ):
         build(section(tmp_path, **keys, eod_id="<eod>"), vocab_size=9)
+
+
+def test_a_check_finds_an_unknown_or_impossible_end_of_documents(prefixes, tmp_path):
+    """These are errors before the run starts."""
+    with IndexedWriter(tmp_path / "foreign", "int32") as writer:
+        writer.add_document(np.arange(9))
+    foreign = {"data_path": str(tmp_path / "foreign"), "reset_position_ids": True}
+
+    def errors(**keys):
+        return list(errors_of_eod(section(tmp_path, **keys), 9))
+
+    (error,) = errors(**foreign)
+    assert "data.reset_position_ids needs the end-of-document id" in error
+    assert "set data.tokenizer, or data.eod_id to the id" in error
+    (error,) = errors(**foreign, eod_id=9)
+    assert error == "data.eod_id is 9, which is outside of the vocabulary of 9 tokens"
+    assert errors(**foreign, eod_id=8) == []
+    # The tokenizer beside the files tells it; missing files are reported by another check.
+    assert errors(data_path=prefixes[0], eod_mask_loss=True) == []
+    assert errors(data_path="none", eod_mask_loss=True) == []
 
 
 @pytest.mark.parametrize("kind", ["vocab.json", "gpt2-vocab.json", "both", "tokenizer.model"])
