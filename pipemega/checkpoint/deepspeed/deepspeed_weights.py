@@ -173,6 +173,12 @@ class _Reader:
                 )
             shards.append({name: _stored(name, value, path) for name, value in _flat(module)})
         self._take_masters(shards)
+        for shard, content in zip(shards, self._models, strict=True):
+            # Further names of parameters, of which only the first have masters.
+            shared = content.get("shared_params")
+            for name, first in shared.items() if isinstance(shared, dict) else ():
+                if {name, first} <= shard.keys():
+                    shard[name] = shard[first]
         return self._joined(shards)
 
     def _take_masters(self, shards: list[dict[str, StoredTensor]]) -> None:

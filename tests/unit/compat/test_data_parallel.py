@@ -286,7 +286,10 @@ def test_the_fp32_weights_of_a_checkpoint_are_read_in_one_process(tmp_path: Path
     engine.save_checkpoint(tmp_path / "ours")
     theirs = tmp_path / "theirs/global_step1"
     theirs.mkdir(parents=True)
-    torch.save({"module": model.state_dict()}, theirs / "mp_rank_00_model_states.pt")
+    # Only the first name of a shared parameter has a master in DeepSpeed's files.
+    state = {**model.state_dict(), "head.weight": torch.zeros(9, 4)}
+    file = {"module": state, "shared_params": {"head.weight": "embedding.weight"}}
+    torch.save(file, theirs / "mp_rank_00_model_states.pt")
     masters = engine.pipemega_engine.parameter_state()
     for folder in (tmp_path / "ours", theirs):
         read = zero_to_fp32.load_state_dict_from_zero_checkpoint(Net().float(), folder)
