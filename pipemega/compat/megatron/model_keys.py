@@ -267,7 +267,7 @@ def _uneven(given: Given, layers: int, ranks: int, chunks: int) -> list[int] | N
 
 def _expanded(layout: str) -> str:
     """Write out the repetitions of a layout: "Et*2|(tt|)*2L" becomes "Ett|tt|tt|L"."""
-    text = layout.replace(",", "").replace(" ", "")
+    text = re.sub(r"[, \\]", "", layout)
     pattern = re.compile(r"(?:\(([^()]*)\)|(\w|\|))\*(\d+)")
     while found := pattern.search(text):
         repeated = (found[1] or found[2]) * min(int(found[3]), 10_000)

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
+from pipemega.compat.megatron.shell_programs import filtered, output_of, printed
 from pipemega.compat.megatron.shell_syntax import (
     AndOr,
     Case,
@@ -25,7 +26,7 @@ from pipemega.compat.megatron.shell_syntax import (
 )
 from pipemega.compat.megatron.shell_tests import condition_result
 from pipemega.compat.megatron.shell_tokens import Array, ScriptError
-from pipemega.compat.megatron.shell_words import Scope, calculate, names_of_unknown, shown, unknown
+from pipemega.compat.megatron.shell_words import Scope, names_of_unknown, shown, unknown
 
 _DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
@@ -89,6 +90,8 @@ class ScriptRun:
 
     def _pipeline(self, pipeline: Pipeline) -> bool | None:
         result: bool | None = None
+        if self._edited_file(pipeline.commands):
+            return None
         for command in pipeline.commands:
             result = self._node(command)
         return (None if result is None else not result) if pipeline.negated else result
@@ -222,7 +225,7 @@ class ScriptRun:
         elif name == "cat" and simple.redirects:
             self._write(simple, "")
         elif name in ("echo", "printf"):
-            self._write(simple, _printed(words) + "\n")
+            self._write(simple, printed(words) + "\n")
         elif name == "read":
             for variable in rest:
                 self.scope.variables.setdefault(variable, unknown(f"${variable}"))
@@ -261,11 +264,9 @@ class ScriptRun:
 
     def _include(self, simple: Simple, words: list[str]) -> None:
         name = words[0] if words else ""
-        path = None if self._folder is None or names_of_unknown(name) else self._folder / name
-        if name in self.files:
-            self._text(self.files[name])
-        elif path is not None and path.is_file() and self._depth < _DEEPEST:
-            self._text(path.read_text(encoding="utf-8", errors="replace"))
+        content = self._content(name)
+        if content is not None:
+            self._text(content)
         else:
             self.notes.append(
                 f"line {simple.line}: {shown(name)} was not read (source): variables that it sets "
@@ -285,6 +286,28 @@ class ScriptRun:
                 old = self.files.get(name, "") if redirect.text == ">>" else ""
                 self.files[name] = old + text
 
+    def _edited_file(self, commands: list[Node]) -> bool:
+        """Keep the file that `sed s/A/B/ TEMPLATE | sed ... > FILE` writes, if it can be computed.
+
+        Scripts of Megatron-DeepSpeed write the DeepSpeed JSON so.
+        """
+        last = commands[-1]
+        targets = [r for r in last.redirects if r.text == ">"] if isinstance(last, Simple) else []
+        lists = [self._plain(node) for node in commands] if targets else []
+        if not targets or any(not words or words[0] not in ("sed", "cat") for words in lists):
+            return False
+        text = filtered([words or [] for words in lists], self._content)
+        if text is not None:
+            self.files[self.scope.text(targets[0].target)] = text
+        return text is not None
+
+    def _content(self, name: str) -> str | None:
+        """Return the content of a file that the script wrote, or that is beside the script."""
+        if name in self.files or self._folder is None or names_of_unknown(name):
+            return self.files.get(name)
+        path = self._folder / name
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
+
     def _here(self, text: str) -> str:
         # Quotes are ordinary characters in a here-document.
         return self.scope.text('"' + text.replace('"', '\\"') + '"')
@@ -300,7 +323,7 @@ class ScriptRun:
             commands = statements[0].parts[0][1].commands
             lists = [self._plain(node) for node in commands]
             if all(words is not None for words in lists):
-                result = _computed([words or [] for words in lists], self.files)
+                result = output_of([words or [] for words in lists], self.files)
         return unknown(f"$({command.strip()})") if result is None else result.rstrip("\n")
 
     def _plain(self, node: Node) -> list[str] | None:
@@ -310,57 +333,3 @@ class ScriptRun:
         fed = [r for r in node.redirects if r.text == "<<<"]
         extra = [self.scope.text(r.target) for r in fed]
         return [text for word in words for text in self.scope.fields(word)] + extra
-
-
-def _printed(words: list[str]) -> str:
-    """Return what echo or printf prints."""
-    rest = words[1:]
-    while words[0] == "echo" and rest and re.fullmatch(r"-[neE]+", rest[0]):
-        rest = rest[1:]
-    if words[0] == "printf" and rest:
-        parts = re.split(r"%[-\d.]*[sdif]", rest[0])
-        filled = [*rest[1:], *[""] * len(parts)]
-        return "".join(a + b for a, b in zip(parts, filled, strict=False)).replace("\\n", "\n")
-    return " ".join(rest)
-
-
-def _computed(commands: list[list[str]], files: Mapping[str, str]) -> str | None:
-    """Return the output of a pipeline of simple programs; None if it is unknown."""
-    words = commands[0] or [""]
-    if any(names_of_unknown(word) for one in commands for word in one):
-        return None
-    name, rest = words[0], words[1:]
-    text: str | None = None
-    if name in ("echo", "printf"):
-        text = _printed(words)
-    elif name == "expr":
-        value = calculate(" ".join(rest))
-        text = None if value is None else str(value)
-    elif name == "basename" and rest:
-        text = PurePosixPath(rest[0]).name
-        text = text.removesuffix(rest[1]) if len(rest) > 1 else text
-    elif name == "dirname" and rest:
-        text = str(PurePosixPath(rest[0]).parent)
-    elif name == "cat" and len(rest) == 1:
-        text = files.get(rest[0])
-    elif name == "bc" and rest:
-        text, commands = rest[-1], [[], ["bc", *rest[:-1]]]
-    for following in commands[1:]:
-        text = None if text is None or following[:1] != ["bc"] else _bc(text, "-l" in following)
-    return text
-
-
-def _bc(text: str, decimals: bool) -> str | None:
-    """Return what the calculator `bc` prints."""
-    scale = 20 if decimals else 0
-    for part in text.strip().split(";"):
-        if found := re.fullmatch(r"\s*scale\s*=\s*(\d+)\s*", part):
-            scale = int(found[1])
-            continue
-        value = calculate(part, integers=not scale)
-        if value is None:
-            return None
-        return (
-            str(int(value)) if not scale or value == int(value) else f"{value:.{min(scale, 12)}f}"
-        )
-    return None

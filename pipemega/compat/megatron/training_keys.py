@@ -92,7 +92,7 @@ def optimizer_section(given: Given) -> dict[str, Any]:
     decay = _weight_decay(given)
     rate = given.number("lr")
     if "lr" not in given:
-        given.say("unknown", "lr", "it is missing: Megatron has no default")
+        given.say("changed", "lr", "it is missing: optimizer.params.lr has pipemega's default")
     params: dict[str, Any] = {} if rate is None else {"lr": rate}
     if name == "sgd":
         momentum = given.number("sgd-momentum", 0.9)

@@ -83,6 +83,16 @@ def test_a_file_that_the_script_includes_is_read(tmp_path: Path) -> None:
     ]
 
 
+def test_a_file_that_sed_makes_from_a_template_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text('{"a": CONFIG_A, "b": CONFIG_B}\n')
+    script = "B=4\nsed 's/CONFIG_A/3/' t.json | sed \"s#CONFIG_B#$B#g\" > c.json"
+    run = ScriptRun(tmp_path)
+    run.script(script)
+    assert run.files["c.json"] == '{"a": 3, "b": 4}\n'
+    subprocess.run(["bash", "-c", script], cwd=tmp_path, check=True)
+    assert (tmp_path / "c.json").read_text() == run.files["c.json"]
+
+
 def test_nothing_is_executed(tmp_path: Path) -> None:
     file = tmp_path / "made"
     words_of(
