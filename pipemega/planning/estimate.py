@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipemega.config import Batch, Config
+from pipemega.config.batch_sizes import BatchSizes
 from pipemega.config.pipeline import PipelineSection
-from pipemega.config.scheduler import RunLength
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, PipelineError, ScheduleError
 from pipemega.lora.adapted_model import add_lora
@@ -137,16 +137,27 @@ class Report:
 
         The steps of a ramp-up count by their samples.
         """
-        samples = self.run_length.samples
-        if samples is None or not self.request.rates.known:
+        if self.run_steps is None or not self.request.rates.known:
             return None
-        return samples // self.batch.train_batch_size * self.prediction.timeline.makespan
+        full_steps = self._sizes.samples_of(self.run_steps) / self.batch.train_batch_size
+        return full_steps * self.prediction.timeline.makespan
 
     @property
-    def run_length(self) -> RunLength:
-        """The length of the run, as far as the config determines it."""
-        sizes = self.request.config.batch_sizes(self.topology.data)
-        return sizes.run_length(self.request.config.training)
+    def run_steps(self) -> int | None:
+        """Steps of the whole run; None if the config does not determine them."""
+        return self._sizes.run_length(self.request.config.training).steps
+
+    @property
+    def run_tokens(self) -> int | None:
+        """Tokens of these steps; None if the model takes none."""
+        if self.run_steps is None or self.tokens is None:
+            return None
+        per_sample = self.tokens // self.batch.train_batch_size
+        return self._sizes.samples_of(self.run_steps) * per_sample
+
+    @property
+    def _sizes(self) -> BatchSizes:
+        return self.request.config.batch_sizes(self.topology.data)
 
 
 def estimate(request: Request) -> Report:

@@ -44,7 +44,7 @@ def as_json(report: Report, advice: Advice) -> dict[str, Any]:
         "warnings": list(advice.warnings),
         "advice": [advice.recommendation, *suggestions] if advice.recommendation else suggestions,
         "faster": [alternative._asdict() for alternative in advice.alternatives],
-        "train_steps": report.run_length.steps,
+        "train_steps": report.run_steps,
         "run_seconds": report.run_seconds,
         "tflops": request.rates.tflops,
         "notes": list(report.notes),

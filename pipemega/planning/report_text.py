@@ -198,11 +198,10 @@ def step_summary(report: Report) -> dict[str, str]:
 
 def _finish(report: Report) -> dict[str, str]:
     """Return the line about the whole run; none if its number of steps is not known."""
-    steps, _, samples = report.run_length
-    if steps is None or samples is None:
+    steps, tokens = report.run_steps, report.run_tokens
+    if steps is None:
         return {}
     length = f"{steps:,} steps"
-    tokens = report.tokens and samples * (report.tokens // report.batch.train_batch_size)
     if tokens:
         length = f"{show_count(tokens)} tokens in {length}"
     seconds = report.run_seconds

@@ -54,6 +54,23 @@ def test_check_prints_the_epochs_of_a_run_whose_steps_depend_on_the_data(config_
     assert "length     3 epochs; the data determine the steps" in capsys.readouterr().out
 
 
+def test_check_prints_the_steps_of_a_run_in_samples_with_a_growing_batch(config_file, capsys):
+    words = ["--world", "8", "--set", "training.train_steps=null", "--set", "train_batch_size=16"]
+    words += ["--set", "training.train_samples=100", "--set", "data.mock=true"]
+    words += ["--set", "training.rampup_batch_size=[4,4,24]", "--set", "scheduler.type=cosine"]
+    assert main(["check", str(config_file), *words]) == 0
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "ramp-up 4 to 16 samples in 4 sizes; full from step 5 on, after 28 samples" in lines
+    assert "length 8 steps, 92 samples, 2,944 tokens" in lines
+    (schedule,) = [line for line in lines if line.startswith("scheduler")]
+    assert schedule.startswith("scheduler cosine by sample")
+    assert schedule.endswith("decay_steps 100")
+    file = "/does/not/exist"
+    words += ["--set", f'pipeline.schedule={{"file": "{file}"}}']
+    assert main(["check", str(config_file), *words]) == 1
+    assert file in capsys.readouterr().err
+
+
 def test_check_without_world_uses_the_smallest_number_of_ranks(config_file, capsys):
     assert main(["check", str(config_file)]) == 0
     out = capsys.readouterr().out

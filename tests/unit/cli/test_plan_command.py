@@ -450,3 +450,17 @@ def test_a_much_slower_schedule_is_not_recommended_to_save_memory(
     assert re.search("it takes 1.[5-9] times as long as &#x27;1f1b&#x27;: change other keys", text)
     assert '"mark":"much slower"' in text
     assert '"mark":"recommended"' not in text
+
+
+def test_the_steps_of_a_growing_batch_count_by_their_samples(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--costs", ".1,.1,.1", "--format", "json"]
+    full = json.loads(plan(capsys, config_file, *words)[1])["batch"]["train_batch_size"]
+    ramp = [full // 2, full // 2, full]
+    words += ["--set", f"training.rampup_batch_size={ramp}", "--set", "training.train_steps=null"]
+    words += ["--set", f"training.train_samples={4 * full + 1}"]
+    report = json.loads(plan(capsys, config_file, *words)[1])
+    # Two half steps, and three full ones.
+    assert report["train_steps"] == 5
+    assert report["run_seconds"] == pytest.approx(4 * report["outcome"]["makespan"])
