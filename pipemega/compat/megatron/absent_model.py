@@ -63,7 +63,7 @@ ABSENT_OF_MODEL: tuple[Absent, ...] = (
         "encoder-num-layers encoder-hidden-size retro-* bert-* ict-* biencoder-* img-h img-w "
         "img-dim num-classes patch-dim vision-* dino-* swin-* mask-* num-channels titles-data-path "
         "block-data-path embedding-path evidence-data-path query-in-block-prob use-one-sent-docs "
-        "retriever-* indexer-* classes-fraction data-per-class-fraction no-data-sharding "
+        "retriever-* indexer-* classes-fraction data-per-class-fraction "
         "head-lr-mult iter-per-epoch short-seq-prob output-bert-embeddings "
         "allow-transformer-engine-* adapter-* mrope-section enable-mhc-connections mhc-*",
     ),

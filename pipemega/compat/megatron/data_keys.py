@@ -32,6 +32,8 @@ def data_section(given: Given, folder: Path | None) -> dict[str, Any]:
                   "pipemega.initialize")  # fmt: skip
     elif loader == "cyclic":
         data["dataloader_type"] = loader
+        if given.flag("no-data-sharding"):
+            data["data_sharding"] = False
     data["num_workers"] = given.number("num-workers", 2)
     data["cache_path"] = given.text("data-cache-path")
     for name in ("eod-mask-loss", "reset-position-ids", "reset-attention-mask"):
@@ -129,11 +131,14 @@ def _weighted_splits(given: Given, folder: Path | None) -> dict[str, Any]:
             continue
         parts = text.split(":", 1)[1] if groups else text
         entries = [part.split() for part in parts.split(",") if part.strip()]
-        if any(len(entry) != 3 or entry[1] not in _WHOLE for entry in entries):
-            given.say("refused", name, "each entry must be `weight 0:1 prefix`: give data sets a "
-                      "split of their own, or use data.split")  # fmt: skip
+        if any(len(entry) != 3 or entry[1].count(":") != 1 for entry in entries):
+            given.say("refused", name, "each entry must be `weight start:end prefix`")
             continue
-        found[f"{split}_data_path"] = blend([w for entry in entries for w in (entry[0], entry[2])])
+        if all(entry[1] in _WHOLE for entry in entries):
+            words = [word for entry in entries for word in (entry[0], entry[2])]
+            found[f"{split}_data_path"] = blend(words)
+        else:
+            found[f"{split}_data_path"] = ", ".join(" ".join(entry) for entry in entries)
     return found
 
 

@@ -276,6 +276,13 @@ DATA = {
     '--train-weighted-split-paths "train: 0.3 0:1 a, 0.7 0:1 b"': {
         "train_data_path": [0.3, "a", 0.7, "b"],
     },
+    '--train-weighted-split-paths "train: 0.3 0:0.9 a, 0.7 0:1 b"': {
+        "train_data_path": "0.3 0:0.9 a, 0.7 0:1 b",
+    },
+    "--data-path a --dataloader-type cyclic --no-data-sharding": {
+        "data_path": "a", "split": "969,30,1", "dataloader_type": "cyclic", "data_sharding": False,
+    },
+    "--data-path a --no-data-sharding": {"data_path": "a", "split": "969,30,1"},
 }  # fmt: skip
 
 
@@ -322,8 +329,8 @@ REFUSED = {
     "--deepspeed_config ds.json": (
         "unknown: --deepspeed_config ds.json: the file was not found: its keys are not in this"
     ),
-    '--train-weighted-split-paths "a: 1 0:0.9 x"': (
-        "refused: --train-weighted-split-paths a: 1 0:0.9 x: each entry must be `weight 0:1 prefix`"
+    '--train-weighted-split-paths "a: 1 0.9 x"': (
+        "refused: --train-weighted-split-paths a: 1 0.9 x: each entry must be `weight start:end"
     ),
 }  # fmt: skip
 
