@@ -18,6 +18,9 @@ from pipemega.hf.parameter_memory import allocate
 class Placeholder(nn.Module):
     """Stands in place of `replaced`, whose attributes it shows; has no parameters."""
 
+    # The profile of modules omits it.
+    is_placeholder = True
+
     def __init__(self, index: int, replaced: nn.Module, on_call: Callable[..., Any] | None) -> None:
         super().__init__()
         # Not a submodule.

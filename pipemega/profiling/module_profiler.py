@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipemega.monitor.step_clock import Interval, StepClock
@@ -105,7 +105,8 @@ class ModuleProfiler:
         """Yield (name, module, level) of the modules in a layer."""
         for name, module in layer.module.named_modules():
             level = layer.level + name.count(".") + 1
-            if name and (self._deepest < 0 or level <= self._deepest):
+            omitted = not name or getattr(type(module), "is_placeholder", False)
+            if not omitted and (self._deepest < 0 or level <= self._deepest):
                 yield name, module, level
 
     def restart_times(self) -> bool:
@@ -225,7 +226,8 @@ class _FlopMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         flops = operation_flops(func, args, kwargs, result)
-        if flops:
+        # Placeholders of modules on other ranks compute shapes on the meta device.
+        if flops and not any(isinstance(x, Tensor) and x.is_meta for x in args):
             self._count(flops)
         return result
 
