@@ -28,3 +28,11 @@ def print_rank_0(message: Any, debug: bool = False, force: bool = False) -> None
 def warning_once(message: str) -> None:
     """Log a warning once."""
     get_logger(launched_rank()).warning(message)
+
+
+def log_summary(show_straggler: bool = False) -> None:
+    """Log on rank 0 where the table of `comms_logger` is; `show_straggler` has no effect."""
+    log_dist(
+        "comms_logger logs its table once, at the end of step comms_logger.profile_step: see above",
+        ranks=[0],
+    )

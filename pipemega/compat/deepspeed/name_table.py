@@ -55,6 +55,7 @@ _ZERO = {
     )
 }  # fmt: skip
 _INIT = {"init_distributed": f"{_LAUNCH}:init_distributed"}
+_COMM = {**_INIT, "log_summary": f"{_LOGGING}:log_summary"}
 
 MODULES: Mapping[str, Mapping[str, str]] = {
     "": {
@@ -72,8 +73,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "accelerator": _ACCELERATOR,
     "accelerator.real_accelerator": _ACCELERATOR,
     "checkpointing": _CHECKPOINTING,
-    "comm": _INIT,
-    "comm.comm": _INIT,
+    "comm": _COMM,
+    "comm.comm": _COMM,
     "ops": {},
     "ops.adam": {
         "FusedAdam": f"{_HERE}.optimizer_classes:FusedAdam",

@@ -97,3 +97,8 @@ def test_an_attribute_that_does_not_exist_says_what_to_use() -> None:
 def test_advice_is_for_names_that_do_not_exist() -> None:
     known = {f"{path}.{name}".lstrip(".") for path, names in MODULES.items() for name in names}
     assert not {*ADVICE} & (known | {*MODULES})
+
+
+def test_log_summary_says_where_the_table_of_comms_logger_is(caplog):
+    deepspeed.comm.log_summary(show_straggler=True)
+    assert "at the end of step comms_logger.profile_step" in caplog.text
