@@ -12,6 +12,7 @@ from tests.ranks.compat.deepspeed_scripts import (
     script_states,
     unsplit_states,
 )
+from tests.ranks.compat.megatron_layers import RANKS, tensor_parallel_states, unsplit_tensors
 from tests.ranks.pool import RankPool
 
 
@@ -54,3 +55,14 @@ def test_layers_that_load_their_weights_in_the_constructor_keep_them(
     for weight, linear in zip(weights, linears, strict=True):
         assert torch.equal(weight, linear.weight)
     assert losses[1] < losses[0]
+
+
+def test_parameters_that_megatron_marks_as_cut_are_shards_of_the_whole_ones(
+    pool: RankPool,
+) -> None:
+    expected_norms, expected = unsplit_tensors()
+    for norms, state in pool.run(RANKS, tensor_parallel_states):
+        assert norms == pytest.approx(expected_norms, abs=1e-10)
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-10)
