@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import pipemega.compat.deepspeed as deepspeed
+from pipemega.errors import ConfigError
 from tests.ranks.compat.deepspeed_scripts import (
     CLASSES,
     MICRO,
@@ -161,3 +162,48 @@ def refusals() -> list[str]:
         else:
             messages.append("no error")
     return messages
+
+
+class Recomputed(nn.Linear):
+    """Counts its forwards."""
+
+    forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        return super().forward(x)
+
+
+class Kept(Recomputed):
+    """A layer whose class is not checkpointable."""
+
+
+def counted_forwards() -> tuple[dict[str, int], bool]:
+    """Train a step with checkpointable_layers; return the forwards by class.
+
+    Also whether an error of a constructor names the layer.
+    """
+    deepspeed.init_distributed()
+    spec = deepspeed.pipe.LayerSpec
+    layers = [
+        spec(Recomputed, WIDTH, WIDTH),
+        spec(Kept, WIDTH, WIDTH),
+        spec(nn.Linear, WIDTH, CLASSES),
+    ]
+    net = deepspeed.pipe.PipelineModule(
+        layers,
+        num_stages=1,
+        loss_fn=nn.CrossEntropyLoss(),
+        activation_checkpoint_interval=1,
+        checkpointable_layers=["Recomputed"],
+    )
+    engine, *_ = deepspeed.initialize(
+        model=net, config=ds_config(), model_parameters=net.parameters()
+    )
+    engine.train_batch(iter(micro_batches(4)))
+    counts = {type(m).__name__: m.forwards for m in net.children() if isinstance(m, Recomputed)}
+    try:
+        deepspeed.pipe.PipelineModule([spec(nn.Linear, "x", 2)], num_stages=1)
+    except ConfigError as error:
+        return counts, "LayerSpec(Linear, 'x', 2) could not be built" in str(error)
+    return counts, False

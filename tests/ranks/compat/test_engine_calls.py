@@ -3,7 +3,12 @@
 import pytest
 
 from tests.ranks.compat.deepspeed_scripts import CLASSES, MICRO
-from tests.ranks.compat.engine_calls import engine_calls, other_shapes, refusals
+from tests.ranks.compat.engine_calls import (
+    counted_forwards,
+    engine_calls,
+    other_shapes,
+    refusals,
+)
 from tests.ranks.pool import RankPool
 
 
@@ -62,3 +67,11 @@ def test_what_does_not_exist_is_refused_at_the_call_on_every_rank(pool: RankPool
     ]
     for message, start in zip(first, expected, strict=True):
         assert message.startswith(start)
+
+
+def test_only_checkpointable_layers_are_recomputed_and_a_wrong_spec_is_named(
+    pool: RankPool,
+) -> None:
+    ((counts, is_named),) = pool.run(1, counted_forwards)
+    assert counts == {"Recomputed": 8, "Kept": 4}
+    assert is_named
