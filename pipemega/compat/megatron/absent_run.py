@@ -79,11 +79,6 @@ ABSENT_OF_RUN: tuple[Absent, ...] = (
     ),
     R(
         "none",
-        "a resumed run uses the schedule of its config and reports if it changed",
-        "use-checkpoint-opt-param-scheduler use-checkpoint-lr-scheduler",
-    ),
-    R(
-        "none",
         "checks and retries: see training.on_nonfinite, training.stragglers and "
         "training.check_replicas_every",
         "check-for-* rerun-mode error-injection-* result-rejected-* log-straggler straggler-* "

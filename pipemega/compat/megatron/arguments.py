@@ -165,6 +165,8 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
         A("lr-wsd-decay-samples", "int", "scheduler.params.wsd_decay_samples"),
         A("override-opt-param-scheduler", "flag", "checkpoint.override_opt_param_scheduler", "",
           ("override-lr-scheduler",)),
+        A("use-checkpoint-opt-param-scheduler", "flag",
+          "checkpoint.use_checkpoint_opt_param_scheduler", "", ("use-checkpoint-lr-scheduler",)),
     ),
     "Precision": (
         A("bf16", "flag", "bf16.enabled"),

@@ -271,6 +271,8 @@ def checkpoint_section(given: Given, training: dict[str, Any]) -> dict[str, Any]
         found["async"] = True
     if given.flag("override-opt-param-scheduler"):
         found["override_opt_param_scheduler"] = True
+    if given.flag("use-checkpoint-opt-param-scheduler"):
+        found["use_checkpoint_opt_param_scheduler"] = True
     if "load-tag" in given and "load" in found:
         found["load_tag"] = given.text("load-tag")
     return found
