@@ -436,3 +436,11 @@ def test_blocks_for_zero_stage_3_do_nothing_at_lower_stages() -> None:
     with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
         model.hidden.bias.data.fill_(1)
     assert model.hidden.bias.sum().item() == 4
+
+
+def test_a_key_of_the_script_in_the_config_is_accepted_and_a_typo_is_not() -> None:
+    keys = {**CONFIG, "optimizer": ADAM, "log_settings": {"dir": "logs"}}
+    engine, *_ = deepspeed.initialize(model=Net(), config=keys)
+    assert engine.train_batch_size() == 8
+    with pytest.raises(ConfigError, match="did you mean 'zero_optimization'"):
+        deepspeed.initialize(model=Net(), config={**keys, "zero_optimisation": {"stage": 1}})
