@@ -65,7 +65,10 @@ def test_a_growing_batch_trains_like_a_loop_of_torch(
         assert result["total"] == (len(expected["steps"]) if unit == "train_samples" else None)
 
 
-@pytest.mark.parametrize(("kind", "done"), [("map-style", 3), ("iterable", 5)])
+@pytest.mark.parametrize(
+    ("kind", "done"),
+    [("map-style", 3), pytest.param("iterable", 5, marks=pytest.mark.sweep)],
+)
 def test_a_growing_batch_resumes_on_another_mesh_and_with_the_same_bits_on_its_own(
     pool: RankPool, torch_loop: Any, tmp_path: Path, kind: str, done: int
 ) -> None:

@@ -297,7 +297,7 @@ WITH_TENSOR_RANKS = (
 # Other settings combine these.
 ONLY_SWEPT = (
     "LoRA", "LoRA, recompute full", "norms of embeddings", "squared ReLU", "more positions",
-    "padded vocabulary",
+    "padded vocabulary", "ramp-up, declared shapes",
 )  # fmt: skip
 
 
