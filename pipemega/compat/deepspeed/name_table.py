@@ -95,7 +95,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "OneCycle": f"{_SCHEDULES}:one_cycle",
         "LRRangeTest": f"{_SCHEDULES}:lr_range_test",
     },
-    "runtime.pipe": _PIPE,
+    "runtime.pipe": {**_PIPE, "ProcessTopology": _TOPOLOGIES["ProcessTopology"]},
     "runtime.pipe.engine": {"PipelineEngine": f"{_HERE}.pipeline_engine:PipelineEngine"},
     "runtime.pipe.module": _PIPE,
     "runtime.pipe.topology": _TOPOLOGIES,
@@ -155,5 +155,6 @@ ADVICE: Mapping[str, str] = {
     "runtime.zero.*": "of ZeRO there is stage 1, set by zero_optimization in the config",
     "zero.*": "of ZeRO there is stage 1, set by zero_optimization in the config",
     "sequence": "set mesh.sequence_parallel in the config",
+    "utils.groups": "engine.grid has the process groups of the axes",
     "tp_model_init": "tensor parallelism is set by mesh.tensor in the config",
 }
