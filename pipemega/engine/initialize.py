@@ -122,6 +122,7 @@ def initialize(
             PipelineModule; the optimizer or the scheduler cannot train this model on this mesh.
         MeshError: the number of launched ranks does not fit the mesh.
     """
+    _refuse_worker_process()
     check_arguments(model, training_data, unsupported)
     arguments = optimizer_arguments(optimizer, lr_scheduler, model_parameters)
     data = training_data, collate_fn
@@ -173,7 +174,6 @@ def _initialize(
     Args:
         data: the training data, and its collate_fn.
     """
-    _refuse_worker_process()
     mesh = mesh or build_mesh_of(config)
     with failure_reporter().propagate_errors("initialize"):
         use_deterministic_algorithms(config, mesh.device, get_logger(mesh.rank))
