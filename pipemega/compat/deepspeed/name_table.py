@@ -54,6 +54,7 @@ _ZERO = {
         "unregister_external_parameter",
     )
 }  # fmt: skip
+_EXPERTS = ("is_moe_param", "has_moe_layers")
 _INIT = {"init_distributed": f"{_LAUNCH}:init_distributed"}
 _COMM = {**_INIT, "log_summary": f"{_LOGGING}:log_summary"}
 
@@ -75,6 +76,12 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "checkpointing": _CHECKPOINTING,
     "comm": _COMM,
     "comm.comm": _COMM,
+    "moe": {},
+    "moe.layer": {"MoE": f"{_HERE}.expert_calls:MoE"},
+    "moe.utils": {
+        name: f"{_HERE}.expert_calls:{name}"
+        for name in (*_EXPERTS, "split_params_into_different_moe_groups_for_optimizer")
+    },
     "ops": {},
     "ops.adam": {
         "FusedAdam": f"{_HERE}.optimizer_classes:FusedAdam",
@@ -133,7 +140,7 @@ ADVICE: Mapping[str, str] = {
     ),
     "launcher": "start the ranks with torchrun",
     "module_inject": "tensor parallelism is set by mesh.tensor in the config",
-    "moe": "mixture-of-experts layers do not exist",
+    "moe.*": "mixture-of-experts layers do not exist",
     "monitor": "set wandb, tensorboard or csv_monitor in the config",
     "nebula": "checkpoints are those of torch.distributed.checkpoint",
     "ops.adam.*": "there are FusedAdam and DeepSpeedCPUAdam; or use torch.optim",

@@ -430,6 +430,20 @@ def test_a_call_that_does_not_exist_here_says_what_to_use() -> None:
         assert "call it after the block" in raises(engine.step)
 
 
+def test_the_names_for_experts_exist_for_models_without_experts() -> None:
+    model = Net()
+    split = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer
+    groups = split({"params": list(model.parameters()), "name": "all"})
+    assert [group["name"] for group in groups] == ["all"]
+    assert deepspeed.moe.utils.has_moe_layers(model) == (False, 0)
+    assert not deepspeed.moe.utils.is_moe_param(model.hidden.weight)
+    config = {**CONFIG, "optimizer": ADAM}
+    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups)
+    assert engine.optimizer.param_groups[0]["name"] == "all"
+    with pytest.raises(ConfigError, match="mixture-of-experts layers do not exist"):
+        deepspeed.moe.layer.MoE(hidden_size=4)
+
+
 def test_blocks_for_zero_stage_3_do_nothing_at_lower_stages() -> None:
     with deepspeed.zero.Init(enabled=False):
         model = Net()
