@@ -219,6 +219,50 @@ def test_a_scheduler_that_the_script_steps_changes_the_rate() -> None:
     assert engine.pipemega_engine.last_step.learning_rate == 0.5
 
 
+def test_two_models_that_train_against_each_other_train_as_in_plain_torch() -> None:
+    """As in a GAN: the loss of one gives the other gradients too, which are discarded."""
+
+    def models() -> tuple[nn.Module, nn.Module]:
+        torch.manual_seed(4)
+        return nn.Linear(3, 3).double(), nn.Linear(3, 1).double()
+
+    def train_both(maker: nn.Module, judge: nn.Module, update: Any) -> None:
+        for step in range(3):
+            noise = torch.full((4, 3), step + 1.0, dtype=torch.float64)
+            made = maker(noise)
+            judge.zero_grad()
+            update(1, judge(made.detach()).square().mean(), judge(noise).cos().mean())
+            maker.zero_grad()
+            update(0, judge(made).sin().mean())
+
+    plain = models()
+    optimizers = [torch.optim.Adam(model.parameters(), lr=0.05) for model in plain]
+
+    def update_plain(which: int, *losses: Tensor) -> None:
+        for loss in losses:
+            loss.backward()
+        optimizers[which].step()
+
+    train_both(*plain, update_plain)
+    ours = models()
+    config = {"train_batch_size": 4, "gradient_clipping": 0}
+    engines = [
+        deepspeed.initialize(
+            model=model, config=config, optimizer=torch.optim.Adam(model.parameters(), lr=0.05)
+        )[0]
+        for model in ours
+    ]
+
+    def update(which: int, *losses: Tensor) -> None:
+        for loss in losses:
+            engines[which].backward(loss)
+        engines[which].step()
+
+    train_both(*ours, update)
+    for one, other in zip(plain, ours, strict=True):
+        assert difference(one, other) < 1e-10
+
+
 def test_parameters_outside_of_the_groups_are_not_trained() -> None:
     model = Net()
     before = copy.deepcopy(model)
