@@ -1,10 +1,11 @@
-"""Formats what people read: percentages, colour, the width of the terminal."""
+"""Formats what people read: percentages, tables, colour, the width of the terminal."""
 
 import os
 import re
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from typing import Final, TextIO
 
 # The columns of a line before the last one, or its label: wrapped text starts to the right of it.
@@ -20,6 +21,18 @@ def percent(fraction: float, decimals: int = 1, *, signed: bool = False) -> str:
     # Adding 0.0 makes -0.0 positive. The format option "z" needs Python 3.11.
     number = round(100 * fraction, decimals) + 0.0
     return f"{number:{'+' if signed else ''}.{decimals}f}%"
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return the rows of a table as lines; the columns after the first `left` are right-aligned."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
 
 
 def line_width(stream: TextIO, otherwise: int) -> int:

@@ -17,6 +17,7 @@ from pipemega.checkpoint.save_load import damaged_files
 from pipemega.cli.import_deepspeed import add_import
 from pipemega.cli.run_options import Subparsers
 from pipemega.errors import CheckpointError
+from pipemega.printing import aligned
 from pipemega.storage.filesystem import Storage
 
 _DAMAGED = 1
@@ -48,10 +49,7 @@ def _ls(arguments: argparse.Namespace) -> int:
     latest = layout.read_latest(storage)
     rows = [_row(storage, one, one == latest) for one in tags]
     head = ("tag", "step", "size", "age", "mesh", "state")
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    for row in (head, *rows):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-        print("  ".join(cells).rstrip())
+    print(aligned([head, *rows], left=len(head)))
     return 0
 
 

@@ -30,6 +30,7 @@ from pipemega.cli.trained_model_options import add_model_options, launched, posi
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, launched_world_size
 from pipemega.engine.initialize import build_mesh_of
+from pipemega.printing import aligned
 from pipemega.training.evaluation_sets import FORMATS, EvaluationSet, EvaluationSets
 from pipemega.training.set_evaluation import SetResult, evaluate_set
 from pipemega.training.trained_model import ModelSource, find_model, open_model
@@ -131,10 +132,7 @@ def _print(source: ModelSource, results: Sequence[SetResult], *, as_json: bool) 
     print(f"{source.path}{step}")
     rows: list[tuple[str, ...]] = [("data", "loss", "perplexity", "tokens", "samples", "seconds")]
     rows += [_row(result) for result in results]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for name, *cells in rows:
-        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        print("  ".join((name.ljust(widths[0]), *numbers)))
+    print(aligned(rows))
 
 
 def _row(result: SetResult) -> tuple[str, ...]:

@@ -1,6 +1,7 @@
 """Records the communication of one step, and logs a table of it: DeepSpeed's `comms_logger`."""
 
 from dataclasses import dataclass
+from textwrap import indent
 
 from pipemega.config.comms_logger import OPERATIONS, CommsLoggerSection
 from pipemega.distributed.comm_recorder import (
@@ -16,8 +17,8 @@ from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.monitor import get_logger
 from pipemega.monitor.step_clock import HostClock
 from pipemega.pipeline.recorder import step_clock
+from pipemega.printing import aligned
 
-# Names, and the widths of the columns; the first two are left-aligned.
 _HEAD = (
     "operation", "group", "ranks", "bytes", "calls", "total MB", "ms", "waited ms", "algbw Gb/s",
     "busbw Gb/s",
@@ -130,21 +131,13 @@ def table(rows: list[CommRow], step: int, world_size: int) -> str:
     """Return the table as text."""
     if not rows:
         return f"communication of step {step}: none ({world_size} rank(s))"
-    cells = [list(_HEAD), *map(_cells, rows)]
-    widths = [max(len(line[column]) for line in cells) for column in range(len(_HEAD))]
-    lines = [
-        "  ".join(
-            cell.ljust(width) if column < 2 else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in cells
-    ]
+    lines = aligned([_HEAD, *map(_cells, rows)], left=2)
     calls, total = sum(row.calls for row in rows), sum(row.nbytes * row.calls for row in rows)
     head = (
         f"communication of step {step}: {calls} calls on {world_size} ranks, {total / 1e6:,.2f} MB "
         "(ms: a call from its start to the end of the wait for it; waited ms: the wait alone)"
     )
-    return "\n  ".join([head, *(line.rstrip() for line in lines)])
+    return f"{head}\n{indent(lines, '  ')}"
 
 
 def _cells(row: CommRow) -> list[str]:

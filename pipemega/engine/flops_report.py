@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipemega.config.profilers import FlopsProfilerSection
 from pipemega.monitor.timers import PARTS
 from pipemega.planning.units import show_count, show_time, three
-from pipemega.printing import percent
+from pipemega.printing import aligned, percent
 from pipemega.profiling.module_profiler import ModuleCost
 
 # Backward computes the gradients of both factors of each matrix product.
@@ -115,7 +115,7 @@ class FlopsProfile:
             [str(number), *(show_time(s) for s in (*map(rank.seconds_of, names), rank.step))]
             for number, rank in enumerate(self.ranks)
         ]
-        table = _table(["pipeline rank", *names, "step"], rows, left=0)
+        table = aligned([["pipeline rank", *names, "step"], *rows], left=0)
         return f"times of the step (data and tensor rank 0)\n{table}"
 
     def _rows(self) -> list[tuple[int | None, ModuleCost]]:
@@ -159,7 +159,7 @@ class FlopsProfile:
             "per device",
         ]
         text = "forward of one micro-batch by module; FLOP on all tensor ranks, time on one"
-        return f"{text}\n{_table(head, table, left=2)}"
+        return f"{text}\n{aligned([head, *table], left=2)}"
 
 
 def show_flops(number: float) -> str:
@@ -202,17 +202,5 @@ def _largest(rows: Sequence[tuple[int | None, ModuleCost]], count: int) -> str:
             table.append(["" if index else str(level), what, ", ".join(texts)])
     plural = "class" if count == 1 else f"{count} classes"
     title = f"largest {plural} of modules at each level"
-    return f"{title}\n{_table(['level', '', 'sum over the modules of the class'], table, left=3)}"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
-    """Return aligned columns; the first `left` ones are aligned to the left."""
-    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
-    lines = (
-        "  ".join(
-            cell.ljust(width) if column < left else cell.rjust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in (head, *rows)
-    )
-    return "\n".join(lines)
+    head = ["level", "", "sum over the modules of the class"]
+    return f"{title}\n{aligned([head, *table], left=3)}"

@@ -12,7 +12,7 @@ from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.simulate import Timeline, simulate
 from pipemega.pipeline.visualize import Intro, Panel, Table, render
 from pipemega.pipeline.visualize.text import draw_text
-from pipemega.printing import percent
+from pipemega.printing import aligned, percent
 from pipemega.profiling.cost_estimation import measured_costs
 from pipemega.profiling.trace import Trace
 
@@ -209,13 +209,4 @@ def _scaled(values: Sequence[float], factor: float = _MS) -> tuple[float, ...]:
 
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Format a table; all columns but the first are right-aligned."""
-    cells = [header, *rows]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    return "\n".join(
-        "  ".join(
-            word.ljust(width) if column == 0 else word.rjust(width)
-            for column, (word, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in cells
-    )
+    return aligned([header, *rows])

@@ -1,4 +1,4 @@
-"""Percentages, colour and lines that fit the terminal."""
+"""Percentages, tables, colour and lines that fit the terminal."""
 
 import io
 import re
@@ -10,7 +10,7 @@ from pipemega import printing
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.simulate import simulate
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts, Sizes
-from pipemega.printing import coloured, line_width, percent, wrapped
+from pipemega.printing import aligned, coloured, line_width, percent, wrapped
 from tests.paper.hand_made_plans import hand_made
 
 VARIABLES = ("NO_COLOR", "FORCE_COLOR", "CLICOLOR_FORCE", "CLICOLOR", "TERM", "COLUMNS")
@@ -26,6 +26,15 @@ def environment(monkeypatch):
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
+
+
+def test_a_table_has_its_first_columns_at_the_left_and_its_numbers_at_the_right():
+    rows = [("stage", "kind", "ms"), ("0", "F", "12.5"), ("10", "", "3")]
+    assert aligned(rows, left=2).splitlines() == [
+        "stage  kind    ms",
+        "0      F     12.5",
+        "10              3",
+    ]
 
 
 # Percentages
