@@ -60,6 +60,7 @@ def with_values_of(config: Config, stored: Mapping[str, Any], data_size: int) ->
 
     Args:
         stored: the config of the run that saved it.
+        data_size: number of its data ranks.
 
     Raises:
         ConfigError: the stored config is not valid any more.

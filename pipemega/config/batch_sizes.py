@@ -108,6 +108,17 @@ def _first_sample(increments: int, samples_each: float) -> int:
     return sample
 
 
+def samples_error(train_samples: int | None, sizes: BatchSizes) -> Iterator[str]:
+    """Yield why `training.train_samples` is too small for a step."""
+    first = sizes.at(0)
+    if train_samples is not None and train_samples < first:
+        source = f"first size of {RAMPUP}" if sizes.changes else TRAIN
+        yield (
+            f"training.train_samples ({train_samples}) is less than the samples of the first step, "
+            f"the {source} ({first}), so the run would train nothing: set it to {first} or more"
+        )
+
+
 def rampup_errors(rampup: tuple[int, int, int] | None, batch: Batch) -> Iterator[str]:
     """Yield why the sizes of `training.rampup_batch_size` do not fit the batch of the config."""
     if rampup is None:

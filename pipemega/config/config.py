@@ -14,7 +14,7 @@ from pipemega.config.activation_checkpointing import (
     errors_of_stored_activations,
 )
 from pipemega.config.batch_equation import Batch, BatchKeys, solve
-from pipemega.config.batch_sizes import BatchSizes, rampup_errors
+from pipemega.config.batch_sizes import BatchSizes, rampup_errors, samples_error
 from pipemega.config.checkpoint import CheckpointSection, errors_of_folder
 from pipemega.config.comms_logger import CommsLoggerSection
 from pipemega.config.config_warnings import notes_of, warnings_of
@@ -146,12 +146,16 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
         """Return the size of each step on `data_size` data ranks.
 
         Raises:
-            ConfigError: as `batch`, or training.rampup_batch_size does not fit.
+            ConfigError: as `batch`, training.rampup_batch_size does not fit, or
+                training.train_samples is less than a step.
         """
         batch, rampup = self.batch(data_size), self.training.rampup_batch_size
         if problems := list(rampup_errors(rampup, batch)):
             raise all_problems(problems)
-        return BatchSizes.of(rampup, batch.train_batch_size)
+        sizes = BatchSizes.of(rampup, batch.train_batch_size)
+        if problems := list(samples_error(self.training.train_samples, sizes)):
+            raise all_problems(problems)
+        return sizes
 
     def zero_refusal(self, data_size: int | None) -> str | None:
         """Return why the ZeRO stage is refused, with the alternative; None if it is supported.

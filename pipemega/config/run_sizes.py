@@ -39,7 +39,7 @@ def size_rules(autos: Collection[KeyPath], world: int | None = None) -> tuple[Ru
 
     return (
         Rule((*_SIZES, "mesh.data"), batch),
-        Rule((RAMPUP, *_SIZES, "mesh.data"), growing_batch),
+        Rule((RAMPUP, "training.train_samples", *_SIZES, "mesh.data"), growing_batch),
         Rule(("zero_optimization.stage", "mesh"), stage),
     )
 

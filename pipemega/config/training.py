@@ -134,10 +134,11 @@ class TrainingSection(Section):
     @property
     def has_length(self) -> bool:
         """Whether a key sets the length of the run."""
-        return any(self._lengths.values())
+        return any(self.lengths.values())
 
     @property
-    def _lengths(self) -> dict[str, int | None]:
+    def lengths(self) -> dict[str, int | None]:
+        """The keys that can set the length of the run; one of them is not None at most."""
         return {
             "train_steps": self.train_steps,
             "epochs": self.epochs,
@@ -154,7 +155,7 @@ class TrainingSection(Section):
 
     @rule("train_steps", "epochs", "train_samples")
     def _one_length(self) -> Iterator[str]:
-        given = [f"training.{k} ({n})" for k, n in self._lengths.items() if n is not None]
+        given = [f"training.{k} ({n})" for k, n in self.lengths.items() if n is not None]
         if len(given) > 1:
             both = "both" if len(given) == 2 else "all"
             yield f"{' and '.join(given)} {both} set the length of the run: keep one"

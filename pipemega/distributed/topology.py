@@ -91,3 +91,9 @@ class Topology:
 
     def __str__(self) -> str:
         return f"pipeline {self.pipeline} x data {self.data} x tensor {self.tensor}"
+
+    @classmethod
+    def from_text(cls, text: str) -> "Topology":
+        """Return the topology whose `str` is `text`."""
+        sizes = dict(part.split(" ") for part in text.split(" x "))
+        return cls(**{axis: int(sizes[axis]) for axis in AXES})

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pipemega.config.batch_sizes import BatchSizes
+from pipemega.config.batch_equation import TRAIN
+from pipemega.config.batch_sizes import RAMPUP, BatchSizes
 from pipemega.data.loader import BatchLoader, LoadedStep
 from pipemega.data.sample_order import Share
 from pipemega.distributed.mesh import Mesh, gather_objects
@@ -71,7 +72,7 @@ class BatchReader:
         compare_every: int,
     ) -> None:
         self._mesh, self._share = mesh, share
-        self._ramp = replace(share, ramp=sizes)
+        self._sizes, self._ramp = sizes, replace(share, ramp=sizes)
         self._memory = HostMemory(mesh.device)
         self._training_data = DataComparison(mesh, compare_every, "train_batch")
         self._evaluation_data = DataComparison(mesh, compare_every, "eval_batch")
@@ -100,9 +101,8 @@ class BatchReader:
         count, samples = share.num_microbatches, share.train_batch_size
         if batch is not None:
             needed = samples // self._share.data_size
-            return self._from_batch(
-                batch, self._count(batch, needed) or needed, count, self._training_data
-            )
+            found = self._count(batch, needed, grows=self._sizes.changes)
+            return self._from_batch(batch, found or needed, count, self._training_data)
         if data_iter is not None:
             _refuse_restarting(data_iter)
         elif loader is not None:
@@ -169,7 +169,7 @@ class BatchReader:
 
     # Whole batches
 
-    def _count(self, batch: Any, needed: int | None) -> int | None:
+    def _count(self, batch: Any, needed: int | None, *, grows: bool = False) -> int | None:
         """Return the samples of a batch of this rank; None: it has no tensor. Collective.
 
         Raises:
@@ -179,18 +179,27 @@ class BatchReader:
         try:
             found = count_samples(batch)
             if needed is not None and found not in (None, needed):
-                problem = (
-                    f"batch has {found} samples along dim 0, and needs train_batch_size / "
-                    f"mesh.data ({needed * self._share.data_size} / {self._share.data_size} = "
-                    f"{needed}), the samples of one data rank: give it {needed}, or set "
-                    f"train_batch_size to {(found or 0) * self._share.data_size}; for a smaller "
-                    "last batch drop it, or give initialize() the data and set training.epochs"
-                )
+                problem = self._other_size(found or 0, needed, grows=grows)
         except ConfigError as error:
             problem = str(error)
         if self._min_over_ranks(-1 if problem else self._share.num_microbatches)[0] < 0:
             raise self._batch_error(problem)
         return found
+
+    def _other_size(self, found: int, needed: int, *, grows: bool) -> str:
+        ranks = self._share.data_size
+        whole = "the samples of this step" if grows else TRAIN
+        other = (
+            f"{RAMPUP} determines the samples of a step from engine.consumed_samples"
+            if grows
+            else f"or set {TRAIN} to {found * ranks}; for a smaller last batch drop it, or give "
+            "initialize() the data and set training.epochs"
+        )
+        return (
+            f"batch has {found} samples along dim 0, and needs {whole} / mesh.data "
+            f"({needed * ranks} / {ranks} = {needed}), the samples of one data rank: give it "
+            f"{needed}{'; ' if grows else ', '}{other}"
+        )
 
     def _batch_error(self, problem: str) -> ConfigError:
         """Return the first problem of all ranks with their batches; collective."""

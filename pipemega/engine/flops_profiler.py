@@ -112,7 +112,7 @@ class FlopsProfiler(StepCallback):
             tuple(ranks),
             self._mesh.tensor.size,
             self._mesh.data.size,
-            self._batch.num_microbatches,
+            step.plan.num_microbatches,
             self._batch.micro_batch_size,
             self._num_parameters,
         )

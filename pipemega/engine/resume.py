@@ -8,6 +8,7 @@ from pipemega.checkpoint.open_path import open_path
 from pipemega.checkpoint.schedule_values import with_values_of
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, from_first
+from pipemega.distributed.topology import Topology
 from pipemega.engine.checkpointed_engine import CheckpointedEngine
 from pipemega.errors import CheckpointError
 
@@ -51,13 +52,14 @@ def with_saved_schedule(config: Config, mesh: Mesh, log: logging.Logger) -> Conf
     def read() -> tuple[str, dict[str, Any]] | None:
         source = _source(config)
         reader = None if source is None else open_path(*source)
-        return None if reader is None else (reader.full_path, reader.found.state["config"])
+        return None if reader is None else (reader.full_path, reader.found.state)
 
     found = from_first(mesh.world, read)
     if found is None:
         return config
-    log.info(f"learning rate, its schedule and weight decay are those of {found[0]}")
-    return with_values_of(config, found[1], mesh.data.size)
+    path, state = found
+    log.info(f"learning rate, its schedule and weight decay are those of {path}")
+    return with_values_of(config, state["config"], Topology.from_text(state["mesh"]).data)
 
 
 def _source(config: Config) -> tuple[str, str | None] | None:

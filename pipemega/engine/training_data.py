@@ -133,8 +133,7 @@ class TrainingData:
             raise ConfigError(
                 f"epochs must be an integer of at least 1, not {epochs!r}", on_every_rank=True
             )
-        training = self._config.training
-        for key, length in (("train_steps", training.train_steps), ("epochs", training.epochs)):
+        for key, length in self._config.training.lengths.items():
             if length is not None and (key, length) != ("epochs", epochs):
                 raise ConfigError(
                     f"epochs={epochs} is given, and training.{key} is {length}: both set the "

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipemega.config import load
-from pipemega.config.batch_sizes import BatchSizes
+from pipemega.config.batch_sizes import RAMPUP, BatchSizes
 from pipemega.errors import ConfigError
 
 
@@ -141,6 +141,19 @@ def test_the_length_of_a_run_is_known_in_steps_and_samples() -> None:
     assert length(train_samples=59) == (5, None, 59)
     assert length(train_steps=6) == (6, None, 60)
     assert length(epochs=3) == (None, 3, None)
+
+
+@pytest.mark.parametrize(
+    ("rampup", "source"),
+    [(None, "the train_batch_size (16)"), ([4, 4, 24], f"the first size of {RAMPUP} (4)")],
+)
+def test_a_run_in_samples_has_a_step(rampup: list[int] | None, source: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load(config(rampup, training={"train_samples": 3}))
+    assert (
+        f"training.train_samples (3) is less than the samples of the first step, {source}, so the "
+        "run would train nothing"
+    ) in str(error.value)
 
 
 def test_the_kill_switch_is_no_url() -> None:

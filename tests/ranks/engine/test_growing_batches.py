@@ -83,3 +83,19 @@ def test_a_growing_batch_resumes_on_another_mesh_and_with_the_same_bits_on_its_o
     config = {"mesh": {"pipeline": 2, "data": 2}}
     for result in pool.run(4, growing_runs.train, kind, config, BY_SAMPLES, folder):
         assert_like_torch(result, expected, done)
+
+
+def test_the_schedule_of_the_checkpoint_applies_on_another_number_of_data_ranks(
+    pool: RankPool, torch_loop: Any, tmp_path: Path
+) -> None:
+    """The batch equation of the run that saved it has no solution on the new mesh."""
+    first: dict[str, Any] = {"gradient_accumulation_steps": 8, "mesh": {"data": 1}}
+    pool.run(1, growing_runs.train, "map-style", first, BY_SAMPLES, str(tmp_path), 3)
+    second: dict[str, Any] = {
+        "mesh": {"data": 2},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.7, "momentum": 0.9}},
+        "scheduler": {"type": "constant"},
+        "checkpoint": {"load": str(tmp_path), "use_checkpoint_opt_param_scheduler": True},
+    }
+    for result in pool.run(2, growing_runs.train, "map-style", second, BY_SAMPLES):
+        assert_like_torch(result, torch_loop("map-style", "train_samples"), 3)

@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from pipemega.errors import ConfigError
 from pipemega.training import Trainer
-from tests.ranks.training.long_runs import FORWARD, build, config, results_of
+from tests.ranks.training.long_runs import FORWARD, WIDTH, build, config, results_of
 
 # Steps of 2, 2, 4, 6, 8, 8 ... samples.
 RAMP_UP = {"rampup_batch_size": [2, 2, 12], "train_steps": None, "train_samples": 38}
@@ -49,6 +51,28 @@ def test_the_console_line_has_the_batch_size(capsys: pytest.CaptureFixture[str])
         ["step 6/7", "consumed samples 30", "batch size 8"],
         ["step 7/7", "consumed samples 38", "batch size 8"],
     ]
+
+
+def test_a_whole_batch_of_another_size_is_refused_with_the_size_of_this_step() -> None:
+    engine = build(config(training=RAMP_UP))
+    batch = (torch.zeros(8, WIDTH), torch.zeros(8, 1)), torch.zeros(8, WIDTH)
+    with pytest.raises(ConfigError) as error:
+        engine.train_batch(batch=batch)
+    assert str(error.value) == (
+        "batch has 8 samples along dim 0, and needs the samples of this step / mesh.data (2 / 1 = "
+        "2), the samples of one data rank: give it 2; training.rampup_batch_size determines the "
+        "samples of a step from engine.consumed_samples"
+    )
+
+
+def test_the_flops_profile_is_that_of_the_batch_of_its_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    profiler = {"enabled": True, "profile_step": 3, "detailed": False}
+    engine = build(config(training=RAMP_UP, flops_profiler=profiler))
+    for _ in range(3):
+        engine.train_batch()
+    assert "; 2 micro-batches of 2 samples" in capsys.readouterr().out
 
 
 ROLLBACK = {"on_nonfinite": {"policy": "rollback"}}

@@ -74,6 +74,7 @@ def test_an_evaluation_has_10_batches_without_epochs_and_all_data_with_them() ->
     ("training", "epochs", "message"),
     [
         ({"train_steps": 5}, 2, r"epochs=2 is given, and training.train_steps is 5: both set"),
+        ({"train_samples": 9}, 2, r"epochs=2 is given, and training.train_samples is 9: both set"),
         ({"epochs": 3}, 2, r"epochs=2 is given, and training.epochs is 3: both set the length of"),
         ({}, 0, r"epochs must be an integer of at least 1, not 0"),
         ({}, True, r"epochs must be an integer of at least 1, not True"),
