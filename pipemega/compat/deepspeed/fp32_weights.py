@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
 from pipemega.checkpoint.deepspeed.deepspeed_weights import read_deepspeed
-from pipemega.checkpoint.deepspeed.stored_tensor import StoredTensor
 from pipemega.checkpoint.open_path import open_path
 from pipemega.errors import CheckpointError
 from pipemega.storage.filesystem import is_remote
@@ -45,7 +44,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
                 "engine.load_checkpoint(), or convert it with `pipemega checkpoint "
                 "import-deepspeed`"
             )
-        return {name: _fp32(_joined(tensor)) for name, tensor in weights.tensors.items()}
+        # Copies: `full` may be a view of the file.
+        return {name: _fp32(tensor.full().clone()) for name, tensor in weights.tensors.items()}
     reader = open_path(os.fspath(checkpoint_dir), tag)
     names = {key.partition("/")[2]: key for key in reader.tensors.tensors if key.startswith(_KINDS)}
     is_module = all(name.startswith(_MODULE) for name in names)
@@ -73,14 +73,6 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     folder.mkdir(parents=True, exist_ok=True)
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     torch.save(state, folder / "pytorch_model.bin")
-
-
-def _joined(stored: StoredTensor) -> Tensor:
-    whole = torch.empty(stored.shape, dtype=stored.dtype)
-    for offsets, values in stored.pieces:
-        place = tuple(slice(at, at + size) for at, size in zip(offsets, values.shape, strict=True))
-        whole[place] = values
-    return whole
 
 
 def _fp32(tensor: Tensor) -> Tensor:

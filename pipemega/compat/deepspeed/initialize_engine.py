@@ -59,11 +59,8 @@ def initialize(
             on_every_rank=True,
         )
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
-    build = (
-        initialize_pipeline
-        if isinstance(model, DeepSpeedPipelineModule)
-        else initialize_data_parallel
-    )
+    is_pipeline = isinstance(model, DeepSpeedPipelineModule)
+    build = initialize_pipeline if is_pipeline else initialize_data_parallel
     return build(
         model=model,
         config=merged_config(args, config, config_params),

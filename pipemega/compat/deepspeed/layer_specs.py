@@ -1,20 +1,19 @@
 """DeepSpeed's LayerSpec and TiedLayerSpec, and layers that a PipelineModule has built from them."""
 
-import random
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 
+from pipemega.compat.deepspeed.runtime_calls import set_random_seed
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, PipemegaError
 from pipemega.parameters import Shard, attach_shard, shard_of
 from pipemega.pipeline.module_source import copy_structure
-from pipemega.pipeline.spec import Forward, LayerSpec, as_specs
+from pipemega.pipeline.spec import LayerSpec, TiedLayerSpec, as_specs
 from pipemega.random import preserve_all_rng
 
 _ONE_RANK = Axis("tensor")
@@ -65,7 +64,7 @@ class PipeLayerSpec(LayerSpec):
         return structure
 
 
-class PipeTiedLayerSpec(PipeLayerSpec):
+class PipeTiedLayerSpec(PipeLayerSpec, TiedLayerSpec):
     """`deepspeed.pipe.TiedLayerSpec`: a layer that shares weights with others of the same key.
 
     Args:
@@ -73,28 +72,9 @@ class PipeTiedLayerSpec(PipeLayerSpec):
             property that returns a parameter.
     """
 
-    def __init__(
-        self,
-        key: str,
-        typename: Callable[..., nn.Module],
-        *module_args: Any,
-        forward_fn: Forward | None = None,
-        tied_weight_attr: str | Sequence[str] = ("weight",),
-        **module_kwargs: Any,
-    ) -> None:
-        super().__init__(typename, *module_args, **module_kwargs)
-        self.key, self.forward_fn = key, forward_fn
-        self.tied_weight_attr = (
-            [tied_weight_attr] if isinstance(tied_weight_attr, str) else list(tied_weight_attr)
-        )
-
     @cached_property
     def _tied_names(self) -> dict[str, tuple[str, str]]:
-        return {
-            name: (self.key, attr)
-            for attr in self.tied_weight_attr
-            for name in [self._name_of(attr)]
-        }
+        return {self._name_of(attr): (self.key, attr) for attr in self.tied_weight_attr}
 
     @property
     def ties(self) -> Mapping[str, tuple[str, str]]:
@@ -120,18 +100,12 @@ class PipeTiedLayerSpec(PipeLayerSpec):
         )
 
 
-class SeededLayerSpec(LayerSpec):
-    """A layer whose constructor runs with a seed of its own.
+class _WrappedSpec(LayerSpec):
+    """The layer of `spec`, which a subclass builds in another way."""
 
-    Args:
-        spec: of the layer.
-        seed_fn: is called with `seed` before; None: seed torch, numpy and `random`.
-    """
-
-    def __init__(self, spec: LayerSpec, seed: int, seed_fn: Callable[[int], Any] | None) -> None:
-        super().__init__(spec.typename, *spec.args, **spec.kwargs)
-        self._spec, self._seed = spec, seed
-        self._seed_fn = seed_fn if seed_fn is not None else set_random_seed
+    def __init__(self, spec: LayerSpec, typename: Callable[..., nn.Module]) -> None:
+        super().__init__(typename)
+        self._spec = spec
         self.forward_fn = spec.forward_fn
 
     @property
@@ -141,6 +115,20 @@ class SeededLayerSpec(LayerSpec):
     @property
     def name(self) -> str:
         return self._spec.name
+
+
+class SeededLayerSpec(_WrappedSpec):
+    """A layer whose constructor runs with a seed of its own.
+
+    Args:
+        spec: of the layer.
+        seed_fn: is called with `seed` before; None: seed torch, numpy and `random`.
+    """
+
+    def __init__(self, spec: LayerSpec, seed: int, seed_fn: Callable[[int], Any] | None) -> None:
+        super().__init__(spec, spec.typename)
+        self.args, self.kwargs, self._seed = spec.args, spec.kwargs, seed
+        self._seed_fn = seed_fn if seed_fn is not None else set_random_seed
 
     def build(self, tensor: Axis, device: torch.device | str | None = None) -> nn.Module:
         if device is not None and torch.device(device).type == "meta":
@@ -150,23 +138,14 @@ class SeededLayerSpec(LayerSpec):
             return self._spec.build(tensor, device)
 
 
-class BuiltLayerSpec(LayerSpec):
+class BuiltLayerSpec(_WrappedSpec):
     """A layer that the PipelineModule has built; it is used directly, not copied."""
 
     already_built = True
 
     def __init__(self, layer: nn.Module, spec: LayerSpec) -> None:
-        super().__init__(type(layer))
-        self.layer, self._spec = layer, spec
-        self.forward_fn = spec.forward_fn
-
-    @property
-    def ties(self) -> Mapping[str, tuple[str, str]]:
-        return self._spec.ties
-
-    @property
-    def name(self) -> str:
-        return self._spec.name
+        super().__init__(spec, type(layer))
+        self.layer = layer
 
     def build(self, tensor: Axis, device: torch.device | str | None = None) -> nn.Module:
         if device is not None and torch.device(device).type != "meta":
@@ -178,13 +157,6 @@ class BuiltLayerSpec(LayerSpec):
         for name, parameter in copied.named_parameters():
             attach_shard(parameter, shard_of(self.layer.get_parameter(name)))
         return BuiltLayerSpec(copied, self._spec)
-
-
-def set_random_seed(seed: int) -> None:
-    """Seed torch, numpy and `random`, as `deepspeed.runtime.utils.set_random_seed`."""
-    numpy.random.seed(seed % 2**32)
-    random.seed(seed)
-    torch.manual_seed(seed)
 
 
 def layers_as_specs(layers: Iterable[Any]) -> tuple[LayerSpec, ...]:

@@ -1,15 +1,23 @@
 """`deepspeed.runtime.utils`: what scripts use of it."""
 
 import os
+import random
 from collections.abc import Sequence
 from typing import Any
 
+import numpy
 import torch
 
-from pipemega.compat.deepspeed.layer_specs import set_random_seed as set_random_seed
 from pipemega.distributed.mesh import launched_rank
 from pipemega.monitor import get_logger
 from pipemega.pipeline.plan import partition
+
+
+def set_random_seed(seed: int) -> None:
+    """Seed torch, numpy and `random`."""
+    numpy.random.seed(seed % 2**32)
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:

@@ -1,13 +1,12 @@
 """`deepspeed.zero`: without ZeRO stage 3 parameters are whole on each rank."""
 
-from contextlib import AbstractContextManager
-from types import TracebackType
+from contextlib import nullcontext
 from typing import Any
 
 from pipemega.errors import ConfigError
 
 
-class Init(AbstractContextManager[None]):
+class Init(nullcontext[None]):
     """Refuses to cut the parameters of a model over the data ranks while it is built.
 
     Args:
@@ -25,32 +24,17 @@ class Init(AbstractContextManager[None]):
                 "of a rank, write it as a PipelineModule of LayerSpecs, of which each rank builds "
                 "only its layers; or use torch's fully_shard without this package"
             )
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Do nothing."""
+        super().__init__()
 
 
-class GatheredParameters(AbstractContextManager[None]):
+class GatheredParameters(nullcontext[None]):
     """Does nothing: parameters are whole on each rank.
 
     The arguments are those of DeepSpeed.
     """
 
     def __init__(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        """Do nothing."""
+        super().__init__()
 
 
 def register_external_parameter(module: Any, parameter: Any) -> None:
