@@ -11,7 +11,7 @@ from pipemega.compat.megatron.arguments import ARGUMENTS
 from pipemega.compat.megatron.data_keys import data_section
 from pipemega.compat.megatron.given import Given, Remark
 from pipemega.compat.megatron.model_keys import mesh_section, model_section, pipeline_section
-from pipemega.compat.megatron.shell_words import names_of_unknown
+from pipemega.compat.megatron.shell_words import names_of_unknown, within_unknown_folder
 from pipemega.compat.megatron.training_keys import (
     batch_keys,
     checkpoint_section,
@@ -133,6 +133,7 @@ def _deepspeed_json(
     values = given.values["deepspeed-config"]
     name = values[0] if values else ""
     text = files.get(name)
+    name = within_unknown_folder(name) or name
     for base in (folder, Path.cwd()):
         path = None if base is None or names_of_unknown(name) or not name else base / name
         if text is None and path is not None and path.is_file():

@@ -26,7 +26,13 @@ from pipemega.compat.megatron.shell_syntax import (
 )
 from pipemega.compat.megatron.shell_tests import condition_result
 from pipemega.compat.megatron.shell_tokens import Array, ScriptError
-from pipemega.compat.megatron.shell_words import Scope, names_of_unknown, shown, unknown
+from pipemega.compat.megatron.shell_words import (
+    Scope,
+    names_of_unknown,
+    shown,
+    unknown,
+    within_unknown_folder,
+)
 
 _DECLARATIONS = {"export", "declare", "local", "readonly", "typeset"}
 _ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[[^\]]*\])?(\+?)=(.*)", re.DOTALL)
@@ -303,9 +309,11 @@ class ScriptRun:
 
     def _content(self, name: str) -> str | None:
         """Return the content of a file that the script wrote, or that is beside the script."""
-        if name in self.files or self._folder is None or names_of_unknown(name):
+        # A folder that is not known is usually that of the script.
+        beside = within_unknown_folder(name) or name
+        if name in self.files or self._folder is None or names_of_unknown(beside):
             return self.files.get(name)
-        path = self._folder / name
+        path = self._folder / beside
         return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
     def _here(self, text: str) -> str:

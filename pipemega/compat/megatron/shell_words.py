@@ -51,6 +51,12 @@ def shown(text: str) -> str:
     return text
 
 
+def within_unknown_folder(path: str) -> str | None:
+    """Return NAME of `$(dirname "$0")/NAME` or `$FOLDER/NAME`; None if `path` has no such form."""
+    found = re.fullmatch(f"{_MARKER.pattern}/([^{_START}]+)", path)
+    return None if found is None else found[2]
+
+
 @dataclass
 class Scope:
     """The variables of a script, and the parameters of the script or of a function.

@@ -83,6 +83,17 @@ def test_a_file_that_the_script_includes_is_read(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    "folder",
+    ['"$(dirname "$0")"', '$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)', "$HERE", "."],
+)
+def test_a_file_in_the_folder_of_the_script_is_read(folder: str, tmp_path: Path) -> None:
+    (tmp_path / "vars.sh").write_text("A=7\n")
+    run = ScriptRun(tmp_path)
+    run.script(f"source {folder}/vars.sh\nshow $A")
+    assert (run.commands[0].words, run.notes) == (("show", "7"), [])
+
+
 def test_a_file_that_sed_makes_from_a_template_is_kept(tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text('{"a": CONFIG_A, "b": CONFIG_B}\n')
     script = "B=4\nsed 's/CONFIG_A/3/' t.json | sed \"s#CONFIG_B#$B#g\" > c.json"
