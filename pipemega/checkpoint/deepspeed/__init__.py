@@ -4,6 +4,7 @@ deepspeed_folder.py   which checkpoint of a folder, and which files it has
 torch_files.py        reads a file with `weights_only`; objects of other classes are left out
 stored_tensor.py      a tensor as pieces of the tensors in files
 shard_rules.py        how tensor-parallel shards form a tensor
+fused_attention.py    the order of the rows of a fused query_key_value weight
 zero_masters.py       fp32 master weights in the optimizer files of ZeRO
 deepspeed_weights.py  all weights of a checkpoint, by DeepSpeed's names
 import_names.py       DeepSpeed's names -> logical names

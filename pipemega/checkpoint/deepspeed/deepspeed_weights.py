@@ -192,7 +192,7 @@ class _Reader:
                 self._has_masters = True
 
     def _joined(self, shards: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
-        rules = ShardRules(self._options.shards, self._universal)
+        rules = ShardRules(self._options.shards, self._first)
         first = shards[0]
         for rank, other in enumerate(shards[1:], 1):
             if different := sorted(first.keys() ^ other.keys()):

@@ -1,10 +1,12 @@
 """How the tensor-parallel shards of a parameter form the whole parameter.
 
-The files do not say it, so the names must. The rules, in the order in which they are tried:
+The rules, in the order in which they are tried:
 
 1. the patterns that the user gives
-2. the names of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, below
-3. `universal_checkpoint_info`, which Megatron-DeepSpeed stores for DeepSpeed's own converter
+2. `parameter_with_sub_params` of `universal_checkpoint_info`
+3. for fused attention weights what the files say of their writer: fused_attention.py
+4. the names of Megatron-LM, Megatron-DeepSpeed and GPT-NeoX, below
+5. `universal_checkpoint_info`, which Megatron-DeepSpeed stores for DeepSpeed's own converter
 
 Sources: Shoeybi et al. 2019, arXiv:1909.08053, section 3 (which linears are column- or
 row-parallel); DeepSpeed's docs of universal checkpoints (the keys of `universal_checkpoint_info`).
@@ -17,31 +19,33 @@ from typing import Any, Literal
 
 import torch
 
+from pipemega.checkpoint.deepspeed.fused_attention import FUSED, VERSIONS, attention_rule
 from pipemega.checkpoint.deepspeed.stored_tensor import Piece, StoredTensor
 from pipemega.errors import CheckpointError
 
-Rule = Literal["rows", "columns", "halves", "thirds", "replicated", "mean"]
+Rule = Literal["rows", "columns", "halves", "thirds", "blocks", "replicated", "mean"]
 RULES: Mapping[Rule, str] = {
     "rows": "the shards are consecutive rows (a column-parallel linear, a vocabulary)",
     "columns": "the shards are consecutive columns (the weight of a row-parallel linear)",
     "halves": "as rows, and each shard has a part of both halves (gate and up of SwiGLU)",
     "thirds": "as halves, with three parts: queries, keys and values, if they are not by heads",
+    "blocks": "as thirds, with grouped queries: as many rows of queries as the weight has columns",
     "replicated": "each shard is the whole parameter",
     "mean": "each shard is the whole parameter, and they have drifted apart: take the mean",
 }
 
 _PARTS: Mapping[Rule, int] = {"halves": 2, "thirds": 3}
+_VECTORS = ("weight", "bias")
 
 # Names of modules.
 _ROWS = {
-    "query_key_value", "query", "key", "value", "key_value", "dense_h_to_4h", "word_embeddings",
-    "lm_head", "final_linear", "output_layer", "linear_qkv", "linear_fc1", "linear1", "w1",
-    "w3",
+    "query", "key", "value", "dense_h_to_4h", "word_embeddings", "lm_head", "final_linear",
+    "output_layer", "linear_qkv", "linear_fc1", "linear1", "w1", "w3",
 }  # fmt: skip
 _COLUMNS = {"dense", "dense_4h_to_h", "linear_proj", "linear_fc2", "linear2", "w2"}
 _REPLICATED = re.compile(r"norm|(^|\.)ln_|position_embeddings|tokentype|rotary|inv_freq")
 # SwiGLU: the two halves of this module's output are the two inputs of a product.
-_GATED = {"dense_h_to_4h": "dense_4h_to_h", "linear_fc1": "linear_fc2"}
+_GATED = {"dense_h_to_4h": "dense_4h_to_h", "linear_fc1": "linear_fc2", "linear1": "linear2"}
 # Key of universal_checkpoint_info -> the rule of the names that match one of its patterns.
 _UNIVERSAL: tuple[tuple[str, Rule], ...] = (
     ("tp_replicated_parameter_patterns", "replicated"),
@@ -57,11 +61,17 @@ class ShardRules:
 
     Args:
         given: regular expression of DeepSpeed's names -> rule.
-        universal: `universal_checkpoint_info` of the checkpoint, or {}.
+        state: the entries of mp_rank_00_model_states.pt; {} if there is no such file.
     """
 
     given: Mapping[str, Rule] = field(default_factory=dict)
-    universal: Mapping[str, Any] = field(default_factory=dict)
+    state: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def universal(self) -> Mapping[str, Any]:
+        """`universal_checkpoint_info` of the checkpoint, or {}."""
+        found = self.state.get("universal_checkpoint_info")
+        return found if isinstance(found, dict) else {}
 
     def join(
         self, name: str, shards: Sequence[StoredTensor], layer: Mapping[str, StoredTensor]
@@ -82,19 +92,47 @@ class ShardRules:
         if rule in ("replicated", "mean"):
             return _replicated(name, shards, rule)
         dim = 1 if rule == "columns" else 0
-        if shards[0].shape[:dim] + shards[0].shape[dim + 1 :] == shards[0].shape:
+        if len(shards[0].shape) <= dim:
             raise CheckpointError(
                 f"{name} {list(shards[0].shape)} has no dim {dim}, and its shards are joined by "
                 f"the rule {rule!r}: name another one with --shards"
             )
-        return _joined(name, shards, dim, _PARTS.get(rule, 1))
+        return _joined(name, shards, dim, self._parts(name, rule, shards, layer))
+
+    def _parts(
+        self,
+        name: str,
+        rule: Rule | tuple[int, ...],
+        shards: Sequence[StoredTensor],
+        layer: Mapping[str, StoredTensor],
+    ) -> tuple[int, ...]:
+        """Return the sizes, in each shard, of the parts that are sharded one by one; () for one."""
+        if isinstance(rule, tuple):
+            return rule
+        length = shards[0].shape[0]
+        if rule != "blocks":
+            return (length // _PARTS[rule],) * _PARTS[rule] if rule in _PARTS else ()
+        weight = layer.get(_weight_of(name), shards[0])
+        queries = weight.shape[-1] // len(shards)
+        rest = length - queries
+        if len(weight.shape) < 2 or rest <= 0 or rest % 2:
+            raise CheckpointError(
+                f"{name} has shards of {length} rows, and the rule 'blocks' needs more than "
+                f"{queries}, its columns / {len(shards)}: queries, and as many keys as values"
+            )
+        return (queries, rest // 2, rest // 2)
 
     def _rule(
         self, name: str, shards: Sequence[StoredTensor], layer: Mapping[str, StoredTensor]
-    ) -> Rule:
+    ) -> Rule | tuple[int, ...]:
+        """Return a rule, or the sizes of the parts of each shard."""
         for pattern, rule in self.given.items():
             if re.fullmatch(pattern, name):
                 return rule
+        if (parts := self._sub_parameters(name, shards)) is not None:
+            return parts
+        if (module := _module_of(name)) in FUSED:
+            return self._attention_rule(name, module, shards, layer)
         known = _rule_of_name(name, layer)
         if known is not None:
             return known
@@ -106,15 +144,53 @@ class ShardRules:
             return "rows"
         if len(shards[0].shape) < 2 and all(shards[0].equals(other) for other in shards[1:]):
             inner = name.partition(".")[2]
-            if inner in ("weight", "bias"):
+            if inner in _VECTORS:
                 # A layer that is a norm.
                 return "replicated"
-        shape = list(shards[0].shape)
         rules = "; ".join(f"{rule}: {meaning}" for rule, meaning in RULES.items())
         raise CheckpointError(
-            f"{name} has {len(shards)} shards of shape {shape}, and its name does not say how "
-            f"they form the parameter: say it with --shards 'PATTERN=RULE' ({rules})"
+            f"{name} has {len(shards)} shards of shape {list(shards[0].shape)}, and its name does "
+            f"not say how they form the parameter: say it with pipemega checkpoint "
+            f"import-deepspeed --shards 'PATTERN=RULE' ({rules})"
         )
+
+    def _attention_rule(
+        self,
+        name: str,
+        module: str,
+        shards: Sequence[StoredTensor],
+        layer: Mapping[str, StoredTensor],
+    ) -> Rule:
+        weight = layer.get(_weight_of(name), shards[0])
+        rule = attention_rule(module, weight.shape[0] * len(shards), weight.shape[-1], self.state)
+        if rule is not None and len(weight.shape) == 2:
+            return rule
+        rules = "; ".join(
+            f"{rule}: {meaning}: {VERSIONS[rule]}"
+            for rule, meaning in RULES.items()
+            if rule in VERSIONS
+        )
+        raise CheckpointError(
+            f"{name} has {len(shards)} shards of shape {list(shards[0].shape)}, and the files do "
+            f"not say in which order its rows are (mp_rank_00_model_states.pt has no 'args' with "
+            f"'checkpoint_version', or they do not fit the shape). Say it with pipemega checkpoint "
+            f"import-deepspeed --shards '.*{module}.*=RULE' ({rules})"
+        )
+
+    def _sub_parameters(self, name: str, shards: Sequence[StoredTensor]) -> tuple[int, ...] | None:
+        """Return the sizes, in each shard, of the rows that `parameter_with_sub_params` names."""
+        for entry in self.universal.get("parameter_with_sub_params") or ():
+            patterns = entry.get("patterns", ()) if isinstance(entry, dict) else ()
+            if not any(re.match(str(pattern), name) for pattern in patterns):
+                continue
+            shape, rows = entry.get("shape") or (0,), shards[0].shape[0] * len(shards)
+            sizes = shape[0] if entry.get("partition_dim") == 0 else 0
+            if isinstance(sizes, int):
+                # Older versions: the number of equal parts.
+                sizes = (rows // sizes,) * sizes if sizes > 0 else ()
+            if sum(sizes) == rows and not any(size % len(shards) for size in sizes):
+                return tuple(size // len(shards) for size in sizes)
+        return None
 
     def _has_parts(self, name: str) -> bool:
         """Return whether the parameter is several that are sharded one by one, in some order."""
@@ -129,9 +205,20 @@ class ShardRules:
         return any(p.match(n) for p in patterns for n in (name, f"tied_modules.embed.{inner}"))
 
 
+def _module_of(name: str) -> str:
+    return name.split(".")[-2] if "." in name else ""
+
+
+def _weight_of(name: str) -> str:
+    return f"{name.rpartition('.')[0]}.weight"
+
+
 def _rule_of_name(name: str, layer: Mapping[str, StoredTensor]) -> Rule | None:
     *path, last = name.split(".")
-    module = path[-1] if path else ""
+    module = _module_of(name)
+    if module == "dense" and (len(path) < 2 or "attention" not in path[-2]):
+        # Megatron's BERT has replicated linears of this name; other models any.
+        return None
     if _REPLICATED.search(name):
         return "replicated"
     if module in _COLUMNS:
@@ -161,19 +248,32 @@ def _replicated(name: str, shards: Sequence[StoredTensor], rule: Rule) -> Stored
     return first
 
 
-def _joined(name: str, shards: Sequence[StoredTensor], dim: int, parts: int) -> StoredTensor:
-    """Concatenate along `dim`; with two parts, first those of all shards, then the second ones."""
+def _joined(
+    name: str, shards: Sequence[StoredTensor], dim: int, parts: Sequence[int]
+) -> StoredTensor:
+    """Concatenate along `dim`; with parts, first those of all shards, then the second ones.
+
+    Args:
+        parts: sizes of the parts of each shard; () if the shards are no parts.
+    """
     pieces: list[Piece] = []
     total = sum(shard.shape[dim] for shard in shards)
     start = 0
     others = {(*shard.shape[:dim], *shard.shape[dim + 1 :]) for shard in shards}
-    if len(others) > 1:
+    uneven = parts and any(shard.shape[dim] != sum(parts) for shard in shards)
+    if len(others) > 1 or uneven:
         shapes = " and ".join(str(list(shard.shape)) for shard in shards)
-        raise CheckpointError(f"the shards of {name} cannot be joined along dim {dim}: {shapes}")
-    for shard in shards:
-        length = shard.shape[dim] // parts
-        segments = [(p * length, length, p * (total // parts) + start) for p in range(parts)]
-        pieces += shard.placed(dim, segments)
+        into = f" of parts {list(parts)}" if parts else ""
+        raise CheckpointError(
+            f"the shards of {name} cannot be joined along dim {dim}{into}: {shapes}"
+        )
+    for rank, shard in enumerate(shards):
+        segments, first = [], 0
+        for length in parts:
+            segments.append((first, length, first * len(shards) + rank * length))
+            first += length
+        length = shard.shape[dim]
+        pieces += shard.placed(dim, segments or [(0, length, start)])
         start += length
     shape = (*shards[0].shape[:dim], total, *shards[0].shape[dim + 1 :])
     return StoredTensor(shape, shards[0].dtype, tuple(pieces))

@@ -1,5 +1,6 @@
 """Weights of DeepSpeed's checkpoints load, are imported, or are refused with a reason."""
 
+import argparse
 import shutil
 from pathlib import Path
 from typing import Any
@@ -305,6 +306,17 @@ MEGATRON = {
 }
 
 
+_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+# What Megatron-DeepSpeed and GPT-NeoX store beside the weights.
+MEGATRON_2023 = {"checkpoint_version": 3.0, "args": argparse.Namespace(**_HEADS)}
+MEGATRON_2025 = {
+    "checkpoint_version": 3.0,
+    "args": argparse.Namespace(**_HEADS, ds_sequence_parallel_fpdt=False),
+}
+MEGATRON_2019 = {"checkpoint_version": 0, "args": argparse.Namespace(**_HEADS)}
+NEOX = {"args": {"hidden_size": 4, "make_vocab_size_divisible_by": 128}}
+
+
 def shards_of(name: str, size: int) -> tuple[Tensor, list[Tensor]]:
     *shape, dim = MEGATRON[name]
     full = random(*shape)
@@ -323,7 +335,7 @@ def test_tensor_parallel_shards_of_megatron_are_joined(tmp_path):
         full[name], shards = shards_of(name, 2)
         for rank, shard in enumerate(shards):
             files[int(name[0])][rank][name[2:]] = shard.clone()
-    path = write_pipeline(tmp_path / "ds", files)
+    path = write_pipeline(tmp_path / "ds", files, state=MEGATRON_2023)
     for rank in range(2):
         # Also with masters: each tensor rank has those of its shards.
         masters = {f"{p}.{n}": t for p, shards in files.items() for n, t in shards[rank].items()}
@@ -346,15 +358,105 @@ def test_shards_whose_names_say_nothing_are_refused_until_a_rule_is_given(tmp_pa
     assert torch.equal(found["parameters/layers.1.own.weight"], full)
 
 
-def test_queries_keys_and_values_that_are_not_by_heads_are_joined_as_thirds(tmp_path):
-    full = random(12, 4)
-    parts = [part.chunk(2) for part in full.chunk(3)]
-    name = "self_attention.query_key_value.weight"
-    shards = [{name: torch.cat([part[rank] for part in parts])} for rank in range(2)]
+FUSED = "self_attention.query_key_value"
+SUB_PARAMETERS = {"patterns": [r"\d+\.self_attention.*"], "partition_dim": 0}
+
+
+def fused_shards(sizes: tuple[int, ...]) -> tuple[dict[str, Tensor], list[dict[str, Tensor]]]:
+    """Return weight and bias, and 2 shards, each with a half of every part of `sizes` rows."""
+    full = {f"{FUSED}.weight": random(sum(sizes), 4), f"{FUSED}.bias": random(sum(sizes))}
+    parts = {name: [p.chunk(2) for p in tensor.split(sizes)] for name, tensor in full.items()}
+    shards = [{n: torch.cat([p[r] for p in found]) for n, found in parts.items()} for r in (0, 1)]
+    return full, shards
+
+
+@pytest.mark.parametrize(
+    ("sizes", "state", "shards"),
+    [
+        ((12,), MEGATRON_2023, {}),
+        ((8,), MEGATRON_2023, {}),
+        ((4, 4, 4), MEGATRON_2025, {}),
+        ((4, 4, 4), MEGATRON_2019, {}),
+        ((12,), NEOX, {}),
+        ((4, 2, 2), NEOX, {}),
+        ((4, 4, 4), {}, {r".*query_key_value.*": "thirds"}),
+        ((4, 2, 2), {}, {r".*query_key_value.*": "blocks"}),
+        *(
+            ((4, 2, 2), {"universal_checkpoint_info": {"parameter_with_sub_params": [info]}}, {})
+            for info in (
+                {**SUB_PARAMETERS, "shape": ((4, 2, 2), -1)},
+                {**SUB_PARAMETERS, "shape": [[4, 2, 2]]},
+            )
+        ),
+        (
+            (4, 4, 4),
+            {
+                "universal_checkpoint_info": {
+                    "parameter_with_sub_params": [{**SUB_PARAMETERS, "shape": (3, -1)}]
+                }
+            },
+            {},
+        ),
+    ],
+)
+def test_fused_attention_weights_are_joined_in_the_order_of_their_writer(
+    tmp_path, sizes, state, shards
+):
+    full, parts = fused_shards(sizes)
+    write_pipeline(tmp_path / "ds", {1: parts}, state=state)
+    found = imported(tmp_path / "ds", tmp_path / "out", read=ReadOptions(shards=shards))
+    for name, tensor in full.items():
+        assert torch.equal(found[f"parameters/layers.1.{name}"], tensor)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "state"),
+    [
+        ((12,), {}),
+        ((12,), {"checkpoint_version": 3.0}),
+        ((12,), {"args": argparse.Namespace(**_HEADS)}),
+        ((12,), {"args": argparse.Namespace(lr=1), "checkpoint_version": 3.0}),
+        # This version does not train grouped queries.
+        ((4, 2, 2), MEGATRON_2025),
+    ],
+)
+def test_fused_attention_weights_of_an_unknown_writer_are_refused_with_the_versions(
+    tmp_path, sizes, state
+):
+    write_pipeline(tmp_path / "ds", {1: fused_shards(sizes)[1]}, state=state)
+    message = refused(tmp_path / "ds", tmp_path / "out")
+    assert f"1.{FUSED}.weight has 2 shards of shape [{sum(sizes) // 2}, 4]" in message
+    assert "the files do not say in which order its rows are" in message
+    assert "--shards '.*query_key_value.*=RULE'" in message
+    assert "BigScience, Megatron-DeepSpeed until November 2024" in message
+    assert "Megatron-DeepSpeed since December 2024" in message
+    assert "GPT-NeoX with grouped queries" in message
+
+
+def test_blocks_that_do_not_fit_the_shape_are_refused_with_the_sizes(tmp_path):
+    write_pipeline(tmp_path / "ds", {1: fused_shards((4,))[1]})
+    options = ReadOptions(shards={".*query_key_value.*": "blocks"})
+    message = refused(tmp_path / "ds", tmp_path / "out", read=options)
+    assert "has shards of 2 rows, and the rule 'blocks' needs more than 2" in message
+
+
+def test_gated_linears_of_gpt_neox_are_joined_by_halves(tmp_path):
+    gate, up = random(4, 4), random(4, 4)
+    shards = [
+        {"mlp.linear1.weight": torch.cat([g, u]), "mlp.linear2.weight": random(4, 2)}
+        for g, u in zip(gate.chunk(2), up.chunk(2), strict=True)
+    ]
     write_pipeline(tmp_path / "ds", {1: shards})
-    options = ReadOptions(shards={r".*query_key_value.*": "thirds"})
-    found = imported(tmp_path / "ds", tmp_path / "out", read=options)
-    assert torch.equal(found[f"parameters/layers.1.{name}"], full)
+    found = imported(tmp_path / "ds", tmp_path / "out")
+    assert torch.equal(found["parameters/layers.1.mlp.linear1.weight"], torch.cat([gate, up]))
+
+
+def test_a_linear_named_dense_that_is_not_of_an_attention_needs_a_rule(tmp_path):
+    """That of the output head of Megatron's BERT is replicated."""
+    dense = random(4, 4)
+    write_pipeline(tmp_path / "ds", {1: [{"lm_head.dense.weight": dense}] * 2})
+    message = refused(tmp_path / "ds", tmp_path / "out")
+    assert "1.lm_head.dense.weight has 2 shards of shape [4, 4], and its name does not" in message
 
 
 def test_the_patterns_of_universal_checkpoint_info_join_shards(tmp_path):
@@ -494,7 +596,7 @@ def test_the_command_prints_the_names_and_what_was_left_out(tmp_path, capsys):
     assert "  1.weight -> layers.2.kernel" in capsys.readouterr().out
     assert main([*arguments, "--shards", "1.weight=cols"]) == 2
     assert (
-        "the rules are rows, columns, halves, thirds, replicated, mean" in capsys.readouterr().err
+        "the rules are rows, columns, halves, thirds, blocks, replicated" in capsys.readouterr().err
     )
     assert main([*arguments, "--name", "weight"]) == 2
     assert "expected PATTERN=..., with a '='" in capsys.readouterr().err
