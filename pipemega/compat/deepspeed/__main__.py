@@ -1,22 +1,32 @@
 """Run a script whose `import deepspeed` is `pipemega.compat.deepspeed`.
 
 python -m pipemega.compat.deepspeed script.py ...
-torchrun --nproc_per_node=4 -m pipemega.compat.deepspeed [-m] script ...
+torchrun --nproc_per_node=4 -m pipemega.compat.deepspeed [--set KEY=VALUE] [-m] script ...
+
+`--set` changes a key of the config that the script gives to `initialize`.
 """
 
 import runpy
 import sys
 from pathlib import Path
 
+from pipemega.compat.deepspeed.launch_calls import CONFIG_CHANGES
 from pipemega.compat.deepspeed.virtual_modules import install_as_deepspeed
 from pipemega.fault_tolerance.run import run
 
-_USAGE = "usage: python -m pipemega.compat.deepspeed [-m] SCRIPT [arguments of the script]"
+_USAGE = (
+    "usage: python -m pipemega.compat.deepspeed [--set KEY=VALUE ...] [-m] SCRIPT [arguments of "
+    "the script]"
+)
 
 
 def main() -> None:
     """Run the script of the command line; an error on one rank ends all ranks."""
     arguments = sys.argv[1:]
+    while arguments and arguments[0].partition("=")[0] == "--set":
+        values = arguments.pop(0).split("=", 1)[1:]
+        CONFIG_CHANGES.extend(values or arguments[:1])
+        arguments = arguments if values else arguments[1:]
     is_module = arguments[:1] == ["-m"]
     if is_module:
         arguments = arguments[1:]

@@ -13,6 +13,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from pipemega.compat.deepspeed.engine_checkpoints import EngineCheckpoints
 from pipemega.compat.deepspeed.engine_settings import EngineSettings
+from pipemega.compat.deepspeed.launch_calls import CONFIG_CHANGES
 from pipemega.compat.deepspeed.schedule_adapter import given_schedule, schedule_maker
 from pipemega.config import Config, load
 from pipemega.engine.initialize import build_mesh_of, initialize_loop
@@ -282,7 +283,7 @@ def initialize_data_parallel(
     _refuse_model_parallel(mpu)
     # The groups of an optimizer decide about weight decay.
     own_groups = ["training.weight_decay_norms_and_biases=true"] if optimizer is not None else []
-    settings = load(config, own_groups, adopt=True)
+    settings = load(config, [*CONFIG_CHANGES, *own_groups], adopt=True)
     mesh = build_mesh_of(settings)
     names = {id(p): f"layers.0.{name}" for name, p in model.named_parameters()}
     trainable = [p for p in model.parameters() if p.requires_grad]

@@ -10,11 +10,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pipemega.compat.deepspeed.launch_calls import CONFIG_CHANGES
 from pipemega.compat.deepspeed.pipeline_engine import PipelineEngine
 from pipemega.compat.deepspeed.pipeline_module import DeepSpeedNetwork, DeepSpeedPipelineModule
 from pipemega.compat.deepspeed.schedule_adapter import schedule_maker
 from pipemega.config import Config, load
-from pipemega.config.source import read
+from pipemega.config.source import override, read
 from pipemega.distributed.mesh import from_first, launched_rank, on_all_ranks, with_timeout
 from pipemega.engine.initialize import initialize as build_engine
 from pipemega.errors import ConfigError
@@ -87,7 +88,8 @@ def pipeline_config(
     Raises:
         ConfigError: a key contradicts the module, or asks for several stages per rank.
     """
-    tree = read(config.to_dict() if isinstance(config, Config) else config).tree
+    given = config.to_dict() if isinstance(config, Config) else config
+    tree = override(read(given), CONFIG_CHANGES).tree
     tree = tree if isinstance(tree, Mapping) else {}
     place = model.mpu().mesh.topology
     for axis in ("pipeline", "data", "tensor"):
@@ -99,7 +101,7 @@ def pipeline_config(
                 on_every_rank=True,
             )
     kept = [change for change in changes if "seed" not in tree or not change.startswith("seed=")]
-    overrides = [*_overrides(tree, model), *kept]
+    overrides = [*CONFIG_CHANGES, *_overrides(tree, model), *kept]
     # The bounds of the module do not fit a schedule with several stages per rank.
     checked = load(config, [*overrides, 'pipeline.partition="parameters"'], adopt=True)
     chunks = checked.pipeline.stages_per_rank

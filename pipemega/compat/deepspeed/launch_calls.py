@@ -14,6 +14,8 @@ from pipemega.monitor import get_logger
 
 # What scripts compare: the version whose interface this package has.
 DEEPSPEED_VERSION: Final = "0.19.8"
+# `--set` of `python -m pipemega.compat.deepspeed`: KEY=VALUE, for each config of the script.
+CONFIG_CHANGES: Final[list[str]] = []
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -59,8 +59,10 @@ def test_the_script_of_the_page_learns_on_two_stages_and_two_data_ranks(
     assert (folder / "checkpoints" / "global_step20").is_dir()
 
 
-def test_the_command_of_the_page_runs_the_script(folder: Path) -> None:
-    (line,) = re.findall(r"^torchrun .* (-m pipemega\.compat\.deepspeed .*)$", PAGE, re.M)
+def test_the_command_of_the_page_changes_the_stage_and_runs_the_script(folder: Path) -> None:
+    (line,) = re.findall(r"^torchrun .* (-m pipemega\.compat\.deepspeed --set .*)$", PAGE, re.M)
+    config = folder / "ds_config.json"
+    config.write_text(config.read_text().replace('"stage": 1', '"stage": 2'))
     command = [sys.executable, *line.split(), "--pipeline-parallel-size", "1", "--steps", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
