@@ -16,12 +16,14 @@ class ActivationCheckpointingSection(Section):
     )
     partition_activations: bool = ignored(
         False,
-        "DeepSpeed: split the stored activations over the tensor ranks; refused if there are any.",
+        "DeepSpeed: split the stored activations over the tensor ranks; refused if "
+        "mesh.tensor is above 1.",
         "mesh.tensor is 1, so there is nothing to split",
     )
     cpu_checkpointing: bool = ignored(
         False,
-        "DeepSpeed: move the stored activations to host memory; refused if there are any.",
+        "DeepSpeed: move the stored activations to host memory; refused if the "
+        "config recomputes activations.",
         "this config stores no activations of segments: it recomputes nothing",
     )
     contiguous_memory_optimization: bool = ignored(

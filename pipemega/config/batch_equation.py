@@ -30,8 +30,8 @@ class BatchKeys(Section):
     dataloader_drop_last: bool = honoured(
         False,
         "Drop the last samples of an epoch if they do not fill a step. false: with "
-        "`training.epochs` they are a partial step. Without, a generator, which is read only once, "
-        "must not have such samples, and other data repeats.",
+        "`training.epochs` they are a partial step. Without `training.epochs` the step is filled "
+        "from the next epoch; a generator is read only once, so such samples are an error.",
     )
     vocabulary_size: Count | None = ignored(
         None,

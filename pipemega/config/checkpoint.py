@@ -72,8 +72,8 @@ class CheckpointSection(_Async):
     )
     use_checkpoint_opt_param_scheduler: bool = own(
         False,
-        "As in Megatron-LM: in a run that `training.resume` or `load` continues, the learning rate,"
-        " its schedule and the weight decay are those of the checkpoint.",
+        "true: as in Megatron-LM, a run that resumes (`training.resume`, `load`) takes the "
+        "learning rate, its schedule and the weight decay from the checkpoint.",
     )
     strict: bool = own(True, "false: load what fits from another model, and log the rest.")
     allow_changes: tuple[Name, ...] = own(

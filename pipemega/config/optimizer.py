@@ -169,7 +169,7 @@ class MuonParams(OptimizerParams):
     ns_steps: Whole | None = torch_key("Iterations of Newton-Schulz", le=99)
     eps: NotNegative | None = torch_key("Added to the norm")
     adjust_lr_fn: Literal["original", "match_rms_adamw"] | None = torch_key(
-        "How the learning rate is adjusted to the matrix"
+        "How the learning rate depends on the shape of the matrix"
     )
 
 

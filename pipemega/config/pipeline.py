@@ -117,9 +117,10 @@ class PipelineSection(Section):
     chunks: Count | Auto = own(
         "auto",
         f'Stages per rank: any number for {_ANY_CHUNKS} (`"auto"`: 2); fixed for the other '
-        'schedules (`"auto"`: that number). With schedule `"auto"`, `"auto"` is the best of 1, 2, '
+        'schedules (`"auto"`: that number). With schedule `"auto"`, `"auto"` tries 1, 2, '
         "4 and each number up to 8 that gives all stages equally many layers, with both "
-        "placements; if `costs` are lists, their length / pipeline ranks.",
+        "placements, and takes the best; if `costs` are lists, it is the length of a list / "
+        "number of pipeline ranks.",
     )
     costs: CostsSection | Auto | None = own(
         None, 'Costs of F, I, W for schedule `"auto"`; null, `"auto"`: measured in the first steps.'

@@ -224,9 +224,11 @@ class DecayParams(ConstantParams):
 class WsdParams(DecayParams):
     """Constant after the warm-up; decays in the last `wsd_decay_steps`."""
 
-    wsd_decay_steps: Count | None = own(None, "Length of the decay at the end; required.")
+    wsd_decay_steps: Count | None = own(
+        None, "Length of the decay at the end; required, unless `wsd_decay_samples` is set."
+    )
     wsd_decay_samples: Count | None = own(
-        None, "Length of the decay at the end in samples, in place of `wsd_decay_steps`."
+        None, "Length of the decay at the end in samples, instead of `wsd_decay_steps`."
     )
     wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = own(
         "exponential", "Shape of the decay."

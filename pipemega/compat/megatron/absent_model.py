@@ -109,9 +109,14 @@ ABSENT_OF_MODEL: tuple[Absent, ...] = (
         "use-mup mup mup-*",
     ),
     R(
+        "differs",
+        "the GELU here is the exact one: --openai-gelu approximates it",
+        "openai-gelu",
+    ),
+    R(
         "none",
-        "the GELU here is the exact one: --openai-gelu and the fused kernels approximate it",
-        "openai-gelu no-bias-gelu-fusion",
+        "the GELU here is the exact one, as without Megatron's fused kernels",
+        "no-bias-gelu-fusion",
     ),
     R(
         "differs",

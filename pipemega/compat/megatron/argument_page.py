@@ -8,10 +8,11 @@ from pipemega.compat.megatron.arguments import SECTIONS, Argument
 
 _HEAD = Path(__file__).with_name("argument_page.md")
 _EFFECTS = {
-    "refused": ("Refused", "The config would train something else. `from-megatron` prints the "
-                "reason, and its exit code is 1."),
-    "differs": ("Not here, with a difference", "The training is the same but for the detail that "
-                "the reason names."),
+    "refused": ("Refused", "With these arguments Megatron-LM trains something that a config of "
+                "pipemega cannot describe. `from-megatron` prints the reason, and its exit code "
+                "is 1."),
+    "differs": ("Not here, with a difference", "The training is the same, except for the detail "
+                "that the reason names."),
     "none": ("Not here, because no key is needed", "The results do not depend on these."),
 }  # fmt: skip
 

@@ -212,7 +212,7 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
     "Checkpoints": (
         A("save", "text", "checkpoint.save"),
         A("load", "text", "checkpoint.load training.resume",
-          "equal to `--save`: `training.resume`; it reads pipemega's checkpoints"),
+          "`training.resume` if the folder is that of `--save`; only checkpoints of pipemega load"),
         A("pretrained-checkpoint", "text", "checkpoint.load checkpoint.load_module_only"),
         A("save-interval", "int", "checkpoint.interval", "if `--save` is given",
           ("persistent-save-interval",)),
@@ -238,7 +238,7 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
     ),
     "DeepSpeed": (
         A("deepspeed", "flag", "", "the keys of `--deepspeed_config` count"),
-        A("deepspeed-config", "text", "", "the JSON file is read; its keys go before arguments"),
+        A("deepspeed-config", "text", "", "the JSON file is read; its keys override arguments"),
     ),
 }  # fmt: skip
 
