@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pipemega.checkpoint.deepspeed.deepspeed_folder import DeepSpeedFolder, list_files
-from pipemega.checkpoint.deepspeed.shard_rules import Rule, ShardRules
+from pipemega.checkpoint.deepspeed.shard_rules import Rule, ShardRules, join_along
 from pipemega.checkpoint.deepspeed.stored_tensor import StoredTensor
 from pipemega.checkpoint.deepspeed.torch_files import LeftOut, TorchFile, read_torch_file
 from pipemega.checkpoint.deepspeed.zero_masters import read_masters, replace_by_masters
@@ -42,11 +42,17 @@ class ReadOptions:
         shards: regular expression of DeepSpeed's names -> how their shards form the parameter.
         vocabulary: rows of the embedding and the output head, without padding; None: as
             `universal_checkpoint_info` says, else all.
+        in_run: DeepSpeed's name -> whole shape, of the parameters of the run whose shards are
+            consecutive slices.
+        tensor_size: tensor ranks of the run. If the files have as many shards, each rank takes its
+            own for the parameters `in_run`: their order in the whole does not matter then.
     """
 
     masters: bool = True
     shards: Mapping[str, Rule] = field(default_factory=dict)
     vocabulary: int | None = None
+    in_run: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    tensor_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -200,14 +206,28 @@ class _Reader:
                     f"{self._files.path}: the tensor ranks 0 and {rank} do not have the same "
                     f"parameters; only one has {different[0]}"
                 )
-        return {name: rules.join(name, [s[name] for s in shards], first) for name in first}
+        parts = {name: [shard[name] for shard in shards] for name in first}
+        return {
+            name: self._as_in_run(name, found) or rules.join(name, found, first)
+            for name, found in parts.items()
+        }
+
+    def _as_in_run(self, name: str, shards: list[StoredTensor]) -> StoredTensor | None:
+        shape, part = self._options.in_run.get(name, ()), shards[0].shape
+        if not 1 < len(shards) == self._options.tensor_size or len(shape) != len(part):
+            return None
+        dims = [dim for dim, size in enumerate(shape) if size != part[dim]]
+        if len(dims) != 1 or shape[dims[0]] != part[dims[0]] * len(shards):
+            return None
+        return join_along(name, shards, dims[0])
 
     def _without_padding(self, name: str, tensor: StoredTensor) -> StoredTensor:
         rows = self._options.vocabulary or self._universal.get("original_vocab_size")
         # In a universal checkpoint the padding is removed already.
         parts = name.split(".")
         is_vocabulary = len(parts) > 1 and parts[-2] in _VOCABULARY and len(tensor.shape) == 2
-        if not isinstance(rows, int) or not is_vocabulary or tensor.shape[0] <= rows:
+        as_in_run = tensor.shape == self._options.in_run.get(name)
+        if not isinstance(rows, int) or not is_vocabulary or as_in_run or tensor.shape[0] <= rows:
             return tensor
         return tensor.first_rows(rows)
 

@@ -97,7 +97,7 @@ class ShardRules:
                 f"{name} {list(shards[0].shape)} has no dim {dim}, and its shards are joined by "
                 f"the rule {rule!r}: name another one with --shards"
             )
-        return _joined(name, shards, dim, self._parts(name, rule, shards, layer))
+        return join_along(name, shards, dim, self._parts(name, rule, shards, layer))
 
     def _parts(
         self,
@@ -248,8 +248,8 @@ def _replicated(name: str, shards: Sequence[StoredTensor], rule: Rule) -> Stored
     return first
 
 
-def _joined(
-    name: str, shards: Sequence[StoredTensor], dim: int, parts: Sequence[int]
+def join_along(
+    name: str, shards: Sequence[StoredTensor], dim: int, parts: Sequence[int] = ()
 ) -> StoredTensor:
     """Concatenate along `dim`; with parts, first those of all shards, then the second ones.
 
@@ -276,4 +276,4 @@ def _joined(
         pieces += shard.placed(dim, segments or [(0, length, start)])
         start += length
     shape = (*shards[0].shape[:dim], total, *shards[0].shape[dim + 1 :])
-    return StoredTensor(shape, shards[0].dtype, tuple(pieces))
+    return StoredTensor(shape, shards[0].dtype, tuple(pieces), len(parts) or 1)

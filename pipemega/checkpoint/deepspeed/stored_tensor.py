@@ -23,11 +23,17 @@ Segment = tuple[int, int, int]
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of `shape` whose values are in `pieces`, which fill it and do not overlap."""
+    """A tensor of `shape` whose values are in `pieces`, which fill it and do not overlap.
+
+    Args:
+        parts: how many parts a tensor-parallel shard consists of, such as 3 for queries, keys and
+            values.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     pieces: tuple[Piece, ...]
+    parts: int = 1
 
     @classmethod
     def whole(cls, tensor: Tensor) -> "StoredTensor":

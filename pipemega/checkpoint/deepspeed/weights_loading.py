@@ -1,18 +1,24 @@
 """Loads the weights of a DeepSpeed checkpoint into a model; each rank reads only its shards."""
 
 import logging
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 
 from pipemega.checkpoint import differences, tensors
 from pipemega.checkpoint.collective_io import CollectiveIO
-from pipemega.checkpoint.deepspeed.deepspeed_weights import DeepSpeedWeights, read_deepspeed
+from pipemega.checkpoint.deepspeed.deepspeed_weights import (
+    DeepSpeedWeights,
+    ReadOptions,
+    read_deepspeed,
+)
 from pipemega.checkpoint.deepspeed.stored_tensor import StoredTensor
 from pipemega.checkpoint.differences import TensorDifference
 from pipemega.checkpoint.load_options import LoadOptions
-from pipemega.distributed.mesh import Mesh
+from pipemega.checkpoint.shards import TensorShard
+from pipemega.distributed.mesh import Axis, Mesh
+from pipemega.errors import CheckpointError
 from pipemega.optimizer import OptimizerStep
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.tied_layers import TiedParameter
@@ -40,10 +46,21 @@ def load_deepspeed(
     Raises:
         CheckpointError: the checkpoint is damaged, or has another model; on every rank.
     """
-    weights = ranks.run_on_all(lambda: read_deepspeed(path))
     shards = tensors.model_tensors(model, step, mesh)
     in_run, others = tensors.names_in_run(shards, model, ranks)
-    stored = _by_run_name(in_run, others, weights, model.ties)
+    tied_of = {position: tied for tied in model.ties for position, _ in tied.places}
+    slices = _consecutive_slices(shards, mesh.tensor, ranks)
+    read_options = ReadOptions(
+        in_run={
+            source: in_run[name]
+            for name in slices
+            for source in _source_names(name.partition("/")[2], tied_of)
+        },
+        tensor_size=mesh.tensor.size,
+    )
+    weights = ranks.run_on_all(lambda: read_deepspeed(path, read_options))
+    stored = _by_run_name(in_run, others, weights, tied_of)
+    _refuse_other_parts(stored, slices, mesh.tensor.size, path)
     is_replica = mesh.data.rank > 0 or mesh.tensor.rank > 0
     index = {name: (tensor.shape, tensor.dtype) for name, tensor in stored.items()}
     found = differences.tensor_differences(index, shards, is_replica, ranks)
@@ -68,6 +85,35 @@ def load_deepspeed(
     if ranks.is_rank0:
         _log_loaded(weights, options)
     return weights
+
+
+def _consecutive_slices(
+    shards: Mapping[str, TensorShard], axis: Axis, ranks: CollectiveIO
+) -> list[str]:
+    """Return the keys of all ranks whose shards are equal consecutive slices; collective."""
+    mine = {
+        name: one.shard.ranges
+        == ((axis.rank * one.local_shape[dim], (axis.rank + 1) * one.local_shape[dim]),)
+        for name, one in shards.items()
+        if (dim := one.shard.dim) is not None
+    }
+    found = ranks.all_gather(mine)
+    others = {name for one in found for name, is_slice in one.items() if not is_slice}
+    return sorted({name for one in found for name in one} - others)
+
+
+def _refuse_other_parts(
+    stored: Mapping[str, StoredTensor], slices: Iterable[str], tensor_size: int, path: Path
+) -> None:
+    for name in slices if tensor_size > 1 else ():
+        parts = stored[name].parts if name in stored else 1
+        if parts > 1:
+            raise CheckpointError(
+                f"each tensor-parallel shard of {name} in {path} has a slice of {parts} parts "
+                f"(such as gate and up), and the layer of this run takes consecutive slices on "
+                f"{tensor_size} tensor ranks: load it on as many tensor ranks as DeepSpeed had, or "
+                f"on 1"
+            )
 
 
 def _is_missing_buffer(difference: TensorDifference) -> bool:
@@ -104,15 +150,15 @@ def _by_run_name(
     in_run: Mapping[str, tuple[int, ...]],
     others: Collection[str],
     weights: DeepSpeedWeights,
-    ties: Sequence[TiedParameter],
+    tied_of: Mapping[int, TiedParameter],
 ) -> dict[str, StoredTensor]:
     """Return the tensors by the names of the run; those that the run has not as parameters/...
 
     Args:
         in_run: "parameters/layers.3.weight" -> shape; of all ranks.
         others: further names of shared parameters.
+        tied_of: position -> the shared parameter of its layer.
     """
-    tied_of = {position: tied for tied in ties for position, _ in tied.places}
     # DeepSpeed's files have a shared parameter under each of its names.
     copies = {s for name in others for s in _source_names(name, {})}
     found: dict[str, StoredTensor] = {}

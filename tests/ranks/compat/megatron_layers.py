@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 import pipemega.compat.deepspeed as deepspeed
 from pipemega.compat.deepspeed.process_topology import PipeModelDataParallelTopology
+from pipemega.errors import CheckpointError
 from tests.ranks.compat.deepspeed_scripts import WIDTH, ds_config
 
 RANKS = 2
@@ -103,3 +104,20 @@ def unsplit_tensors() -> tuple[list[float], dict[str, Tensor]]:
         torch.set_default_dtype(torch.float32)
     names = [f"layers.0.{name}" for name in ("up", "down", "bias")]
     return norms, dict(zip(names, (p.detach() for p in parameters), strict=True))
+
+
+def loaded_from_deepspeed(folder: str) -> tuple[list[Tensor], str]:
+    """Load a checkpoint on two tensor ranks; return this rank's weights, and the error if any."""
+    torch.set_default_dtype(torch.float64)
+    deepspeed.init_distributed()
+    net = deepspeed.pipe.PipelineModule(
+        [deepspeed.pipe.LayerSpec(ParallelMLP), torch.tanh],
+        topology=PipeModelDataParallelTopology(num_pp=1, num_mp=RANKS, num_dp=1),
+        loss_fn=nn.functional.mse_loss,
+    )
+    engine, *_ = deepspeed.initialize(model=net, config=ds_config())
+    try:
+        engine.load_checkpoint(folder)
+    except CheckpointError as error:
+        return [], str(error)
+    return [parameter.detach() for parameter in net.parameters()], ""
