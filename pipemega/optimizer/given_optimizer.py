@@ -9,6 +9,7 @@ The object of the caller becomes the optimizer of the engine, as in DeepSpeed: a
 built over it, and code that changes the options of its groups, work as before.
 """
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipemega.errors import ConfigError
-from pipemega.optimizer.param_groups import options_of
-from pipemega.optimizer.user_optimizer import Groups
+from pipemega.optimizer.param_groups import listed, options_of
+from pipemega.optimizer.user_optimizer import Groups, made_by
 
 # Set by torch and by schedulers on the object, for this object only.
 _OF_ONE_OBJECT = ("step", "zero_grad", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -111,21 +112,40 @@ class GivenOptimizer:
         return twin
 
 
-def freeze_others(
-    named: Iterable[tuple[str, nn.Parameter]], groups: GivenGroups, names: Mapping[int, str]
-) -> list[str]:
-    """Freeze the parameters of the model that are in no group; return their names.
+def as_optimizer(given: Any, parameters: Any) -> Optimizer:
+    """Return the optimizer of the caller: `given`, or what this function makes of `parameters`.
 
-    The engine trains each parameter that requires a gradient.
+    Raises:
+        ConfigError: it is neither an optimizer nor a function that makes one.
+    """
+    if isinstance(given, Optimizer):
+        return given
+    if not callable(given):
+        raise ConfigError(
+            f"initialize(optimizer=...) takes a torch.optim.Optimizer, or a function of the "
+            f"parameters that returns one, not a {type(given).__name__}",
+            on_every_rank=True,
+        )
+    return made_by(given, parameters)
+
+
+def freeze_others(
+    named: Mapping[str, nn.Parameter], groups: GivenGroups, log: logging.Logger
+) -> None:
+    """Freeze the parameters that are in no group: the engine trains all that require a gradient.
 
     Args:
-        named: (name, parameter) of the model.
-        names: id of each parameter -> its logical name.
+        named: logical name -> parameter of this rank.
     """
-    others = [(n, p) for n, p in named if p.requires_grad and names[id(p)] not in groups.names]
-    for _, parameter in others:
-        parameter.requires_grad_(False)
-    return [name for name, _ in others]
+    kept = groups.names
+    others = [n for n, p in named.items() if p.requires_grad and n not in kept]
+    for name in others:
+        named[name].requires_grad_(False)
+    if others:
+        log.info(
+            f"{len(others)} parameters of this rank are in no parameter group, so they are not "
+            f"trained: {listed(others)}"
+        )
 
 
 def _name_of(parameter: Any, names: Mapping[int, str], group: int) -> str:

@@ -70,16 +70,8 @@ def call(make: OptimizerMaker, groups: Groups, named: Mapping[str, Tensor]) -> O
     Raises:
         ConfigError: the reason why the engine cannot use the result.
     """
-    try:
-        # Copies: an optimizer adds its defaults to the groups that it gets.
-        optimizer = make([{**group, "params": list(group["params"])} for group in groups])
-    except Exception as error:
-        raise ConfigError(f"optimizer raised {type(error).__name__}: {error}") from error
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer must return a torch.optim.Optimizer, and it returns {_shown(optimizer)}: "
-            "write optimizer=lambda params: AdamW(params, lr=1e-4)"
-        )
+    # Copies: an optimizer adds its defaults to the groups that it gets.
+    optimizer = made_by(make, [{**group, "params": list(group["params"])} for group in groups])
     name = type(optimizer).__name__
     if _needs_closure(optimizer):
         raise ConfigError(
@@ -91,6 +83,24 @@ def call(make: OptimizerMaker, groups: Groups, named: Mapping[str, Tensor]) -> O
         raise ConfigError(
             f"a parameter group of {name} has no option 'lr', which the engine reports in each "
             "step: add it to the groups, 1.0 if the optimizer has no learning rate"
+        )
+    return optimizer
+
+
+def made_by(make: Callable[[Any], Any], parameters: Any) -> Optimizer:
+    """Return the optimizer that the function of the caller makes of the parameters.
+
+    Raises:
+        ConfigError: it fails, or returns something else.
+    """
+    try:
+        optimizer = make(parameters)
+    except Exception as error:
+        raise ConfigError(f"optimizer raised {type(error).__name__}: {error}") from error
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer must return a torch.optim.Optimizer, and it returns {_shown(optimizer)}: "
+            "write optimizer=lambda params: AdamW(params, lr=1e-4)"
         )
     return optimizer
 

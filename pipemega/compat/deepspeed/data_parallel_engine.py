@@ -21,7 +21,12 @@ from pipemega.engine.loop_engine import LoopEngine
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger
-from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer, freeze_others
+from pipemega.optimizer.given_optimizer import (
+    GivenGroups,
+    GivenOptimizer,
+    as_optimizer,
+    freeze_others,
+)
 
 _PIPELINE = "the script calls forward, backward and step; a PipelineModule has train_batch()"
 _ADVICE: Mapping[str, str] = {
@@ -290,12 +295,8 @@ def initialize_data_parallel(
     with failure_reporter().propagate_errors("initialize"):
         given, groups = _given(settings, optimizer, model_parameters, trainable, names)
     if groups is not None:
-        frozen = freeze_others(model.named_parameters(), groups, names)
-        if frozen:
-            get_logger(mesh.rank).info(
-                f"{len(frozen)} parameters are in no group of the optimizer, so they are not "
-                f"trained: {frozen[0]} .."
-            )
+        named = {names[id(p)]: p for p in model.parameters()}
+        freeze_others(named, groups, get_logger(mesh.rank))
     inner = initialize_loop(
         model,
         settings,
@@ -341,17 +342,10 @@ def _given(
         parameters = parameters.parameters()
     if parameters is not None:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        if not callable(optimizer):
-            raise ConfigError(
-                f"initialize(optimizer=...) takes a torch.optim.Optimizer, or a function of the "
-                f"parameters that returns one, not a {type(optimizer).__name__}",
-                on_every_rank=True,
-            )
-        optimizer = optimizer(trainable if parameters is None else parameters)
     if optimizer is not None:
-        made = GivenOptimizer(optimizer, names)
-        return made, made.groups
+        made = as_optimizer(optimizer, trainable if parameters is None else parameters)
+        given = GivenOptimizer(made, names)
+        return given, given.groups
     if parameters is None or config.optimizer is None:
         return None, None
     return None, GivenGroups(parameters, names)

@@ -1,7 +1,7 @@
 """Builds the engine of a DeepSpeed PipelineModule: the config, the optimizer, pipemega's engine."""
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -16,13 +16,17 @@ from pipemega.compat.deepspeed.pipeline_module import DeepSpeedNetwork, DeepSpee
 from pipemega.compat.deepspeed.schedule_adapter import schedule_maker
 from pipemega.config import Config, load
 from pipemega.config.source import override, read
-from pipemega.distributed.mesh import from_first, launched_rank, on_all_ranks, with_timeout
+from pipemega.distributed.mesh import from_first, on_all_ranks, with_timeout
 from pipemega.engine.initialize import initialize as build_engine
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger
-from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer
-from pipemega.optimizer.param_groups import listed
+from pipemega.optimizer.given_optimizer import (
+    GivenGroups,
+    GivenOptimizer,
+    as_optimizer,
+    freeze_others,
+)
 from pipemega.pipeline.module import BuildOptions, build_stages
 
 
@@ -61,9 +65,8 @@ def initialize_pipeline(
         net = model.network()
         parameters = list(model.parameters() if model_parameters is None else model_parameters)
         model_parameters = None if model_parameters is None else parameters
-        if callable(optimizer) and not isinstance(optimizer, Optimizer):
-            make = optimizer
-            optimizer = on_all_ranks(mesh.world, lambda: _made(make, parameters))
+        if optimizer is not None:
+            optimizer = on_all_ranks(mesh.world, partial(as_optimizer, optimizer, parameters))
         given, groups = _optimizer_arguments(optimizer, model_parameters, net, model)
     engine, *_ = build_engine(
         net,
@@ -139,20 +142,6 @@ def _key(tree: Mapping[str, Any], section: str, name: str) -> Any:
     return found.get(name) if isinstance(found, Mapping) else None
 
 
-def _made(make: Callable[[Any], Any], parameters: Any) -> Optimizer:
-    """Call the function of the user that makes the optimizer."""
-    try:
-        made = make(parameters)
-    except Exception as error:
-        raise ConfigError(f"optimizer raised {type(error).__name__}: {error}") from error
-    if not isinstance(made, Optimizer):
-        raise ConfigError(
-            f"initialize(optimizer=...) must be or return a torch optimizer, and it returned a "
-            f"{type(made).__name__}"
-        )
-    return made
-
-
 def _local_parameters(
     net: DeepSpeedNetwork, model: DeepSpeedPipelineModule
 ) -> dict[str, nn.Parameter]:
@@ -178,36 +167,22 @@ def _names(net: DeepSpeedNetwork, local: Mapping[str, nn.Parameter]) -> dict[int
 
 
 def _optimizer_arguments(
-    optimizer: Any, model_parameters: Any, net: DeepSpeedNetwork, model: DeepSpeedPipelineModule
+    optimizer: Optimizer | None,
+    model_parameters: Any,
+    net: DeepSpeedNetwork,
+    model: DeepSpeedPipelineModule,
 ) -> tuple[GivenOptimizer | None, GivenGroups | None]:
     """Return the arguments optimizer and model_parameters of pipemega's initialize."""
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"initialize(optimizer=...) is a {type(optimizer).__name__}: give a torch optimizer "
-            "over model.parameters(), or a function that makes one",
-            on_every_rank=True,
-        )
     local = _local_parameters(net, model)
     names, world = _names(net, local), model.mpu().mesh.world
+    log = get_logger(world.rank)
     if optimizer is not None:
         given = on_all_ranks(world, lambda: GivenOptimizer(optimizer, names))
-        _freeze_others(local, given.groups.names)
+        freeze_others(local, given.groups, log)
         return given, None
     if model_parameters is None:
         return None, None
     groups = on_all_ranks(world, lambda: GivenGroups(model_parameters, names))
-    _freeze_others(local, groups.names)
+    freeze_others(local, groups, log)
     has_groups = any(isinstance(entry, Mapping) for entry in model_parameters)
     return None, groups if has_groups else None
-
-
-def _freeze_others(local: Mapping[str, nn.Parameter], kept: Collection[str]) -> None:
-    """Freeze the parameters of this rank that are in no group: they are not trained."""
-    others = [n for n, p in local.items() if p.requires_grad and n not in kept]
-    for name in others:
-        local[name].requires_grad_(False)
-    if others:
-        get_logger(launched_rank()).info(
-            f"{len(others)} parameters of this rank are in no parameter group, and are not "
-            f"trained: {listed(others)}"
-        )
