@@ -12,8 +12,9 @@ MM numbers the pipeline and tensor ranks; the tensor rank changes fastest. Witho
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from pipemega.errors import CheckpointError
@@ -76,37 +77,36 @@ def list_files(path: Path) -> DeepSpeedFolder:
     """
     names = sorted(p.name for p in path.iterdir())
     _refuse_others(path, names)
-    layers, models, optimizers = _numbered(_LAYER, names), {}, _numbered(_OPTIMIZER, names)
-    for name in names:
-        if found := _MODEL.fullmatch(name):
-            models[int(found[1])] = path / name
-    _check_numbers(path, "mp_rank_{:02d}_model_states.pt", models)
-    by_layer: dict[int, list[Path]] = {}
-    tensor_size = 1 + max((shard for _, shard in layers), default=0)
-    for position in sorted({position for position, _ in layers}):
-        shards = {s: path / name for (p, s), name in layers.items() if p == position}
-        pattern = f"layer_{position:02d}-model_{{:02d}}-model_states.pt"
-        _check_numbers(path, pattern, shards, tensor_size)
-        by_layer[position] = [shards[shard] for shard in sorted(shards)]
-    by_rank: dict[int, list[Path]] = {}
-    data_size = 1 + max((data for data, _ in optimizers), default=0)
-    for rank in sorted({rank for _, rank in optimizers}):
-        parts = {d: path / name for (d, r), name in optimizers.items() if r == rank}
-        pattern = f"zero_pp_rank_{{}}_mp_rank_{rank:02d}_optim_states.pt"
-        _check_numbers(path, pattern, parts, data_size)
-        by_rank[rank] = [parts[data] for data in sorted(parts)]
+    models = {int(m[1]): path / m[0] for name in names if (m := _MODEL.fullmatch(name))}
+    _check_numbers(path, "mp_rank_{:02d}_model_states.pt".format, models)
+    layers = _grouped(path, _numbered(_LAYER, names), "layer_{:02d}-model_{:02d}-model_states.pt")
+    parts = {(rank, data): name for (data, rank), name in _numbered(_OPTIMIZER, names).items()}
+    optimizers = _grouped(path, parts, "zero_pp_rank_{1}_mp_rank_{0:02d}_optim_states.pt")
     universal = {
         file.parent.relative_to(path / _UNIVERSAL).as_posix(): file
         for file in sorted((path / _UNIVERSAL).glob("**/fp32.pt"))
     }
     ordered = [models[rank] for rank in sorted(models)]
-    return DeepSpeedFolder(path, by_layer, ordered, by_rank, universal)
+    return DeepSpeedFolder(path, layers, ordered, optimizers, universal)
 
 
 def _numbered(pattern: re.Pattern[str], names: Iterable[str]) -> dict[tuple[int, int], str]:
     """Return (first number, second number or 0) -> name."""
     found = (pattern.fullmatch(name) for name in names)
     return {(int(m[1]), int(m[2] or 0)): m[0] for m in found if m is not None}
+
+
+def _grouped(
+    path: Path, numbered: Mapping[tuple[int, int], str], pattern: str
+) -> dict[int, list[Path]]:
+    """Return first number -> files in the order of the second; all have equally many files."""
+    size = 1 + max((second for _, second in numbered), default=0)
+    found: dict[int, list[Path]] = {}
+    for first in sorted({first for first, _ in numbered}):
+        files = {second: path / name for (one, second), name in numbered.items() if one == first}
+        _check_numbers(path, partial(pattern.format, first), files, size)
+        found[first] = [files[second] for second in sorted(files)]
+    return found
 
 
 def _has_files(path: Path) -> bool:
@@ -134,15 +134,16 @@ def _refuse_others(path: Path, names: list[str]) -> None:
 
 
 def _check_numbers(
-    path: Path, pattern: str, found: dict[int, Path], size: int | None = None
+    path: Path, name: Callable[[int], str], found: Mapping[int, Path], size: int | None = None
 ) -> None:
     """Refuse a gap in the numbers 0, 1, 2 ...
 
     Args:
+        name: number -> name of the file.
         size: how many there must be; None: as many as the largest number says.
     """
     size = 1 + max(found, default=-1) if size is None else size
-    missing = [pattern.format(number) for number in range(size) if number not in found]
+    missing = [name(number) for number in range(size) if number not in found]
     if missing:
         raise CheckpointError(
             f"{path} is incomplete: {missing[0]} is missing"
