@@ -20,7 +20,7 @@ import threading
 
 import torch.distributed as dist
 
-from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.cli.run_options import Subparsers, add_command, add_overrides
 from pipemega.config import Config, load
 from pipemega.doctor.attendance import THREAD_NAME, Attendance
 from pipemega.doctor.examination import Examination, Options
@@ -45,14 +45,7 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command `doctor`."""
     parser = add_command(subparsers, "doctor", __doc__, _EPILOG)
     parser.add_argument("--config", metavar="CONFIG", help="path of the JSON config of the run")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override a key of the config; repeatable",
-    )
+    add_overrides(parser, "override a key of the config")
     parser.add_argument(
         "--folder",
         metavar="PATH",

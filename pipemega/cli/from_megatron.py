@@ -20,7 +20,7 @@ import os
 import sys
 from pathlib import Path
 
-from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.cli.run_options import Subparsers, add_command, add_overrides
 from pipemega.compat.megatron import MegatronConversion, TrainingLaunch, convert, find_launches
 from pipemega.config import examine
 from pipemega.config.source import override, read
@@ -50,14 +50,7 @@ def add_from_megatron(subparsers: Subparsers) -> None:
         metavar="NAME=VALUE",
         help="set a variable of the script, for example SLURM_JOB_ID=1; repeatable",
     )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="set a key of the config, for example mesh.tensor=2; repeatable",
-    )
+    add_overrides(parser, "set a key of the config, for example mesh.tensor=2")
     parser.add_argument(
         "--launch",
         type=int,

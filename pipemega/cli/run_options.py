@@ -32,11 +32,20 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="number of ranks (default: the smallest number that fits the config)",
     )
+    add_overrides(parser, "override a key, for example pipeline.schedule=gpipe")
+
+
+def add_overrides(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add --set (as `overrides`).
+
+    Args:
+        what: for the help, without the end "; repeatable".
+    """
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
         dest="overrides",
-        help="override a key, for example pipeline.schedule=gpipe; repeatable",
+        help=f"{what}; repeatable",
     )

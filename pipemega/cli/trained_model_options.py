@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
+from pipemega.cli.run_options import add_overrides
 from pipemega.distributed.mesh import launched_world_size
 from pipemega.fault_tolerance.run import run
 
@@ -15,14 +16,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or of transformers"
     )
     parser.add_argument("--tag", help="the checkpoint in the folder; default: the newest")
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="change a key of the config in the checkpoint; repeatable",
-    )
+    add_overrides(parser, "change a key of the config in the checkpoint")
     parser.add_argument("--json", action="store_true", help="print JSON values, for scripts")
     parser.add_argument("--verbose", action="store_true", help="print the log of the ranks")
 
