@@ -21,7 +21,7 @@ _DEFAULT_GROUP = ("", "undefined", "default_pg")
 
 
 class Clock(Protocol):
-    """Of the work of the device: a `monitor.StepClock`."""
+    """Measures work of the device or of the host: a `monitor.StepClock`."""
 
     def now(self) -> Any: ...
 
@@ -45,7 +45,7 @@ class CommKind(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What one rank recorded of an `CommKind`.
+    """What one rank recorded of a kind of communication.
 
     Args:
         calls: how many were started.
@@ -60,6 +60,7 @@ class Totals(NamedTuple):
     waited: float
 
     def plus(self, other: "Totals") -> "Totals":
+        """Return the sums of both."""
         return Totals(
             self.calls + other.calls,
             self.completed + other.completed,
@@ -73,7 +74,7 @@ NOTHING = Totals(0, 0, 0.0, 0.0)
 
 @dataclass
 class _Call:
-    operation: CommKind
+    kind: CommKind
     clock: Clock
     started: Any
     wait_started: Any = None
@@ -95,32 +96,36 @@ class CommRecorder:
     _calls: list[_Call] = field(default_factory=list)
 
     def wants(self, name: str) -> bool:
+        """Return whether to record operations of this name."""
         return self.operations is None or name in self.operations
 
-    def begin(self, operation: CommKind, *, on_host: bool = False) -> _Call:
+    def begin(self, kind: CommKind, *, on_host: bool = False) -> _Call:
+        """Record the start of a communication."""
         clock = self.host if on_host else self.device
-        call = _Call(operation, clock, clock.now())
+        call = _Call(kind, clock, clock.now())
         self._calls.append(call)
         return call
 
     def wait_begins(self, call: _Call) -> None:
+        """Record that this rank waits from now on."""
         call.wait_started = call.clock.now()
 
     def ends(self, call: _Call) -> None:
+        """Record the end of the communication."""
         call.ended = call.clock.now()
 
     def totals(self) -> dict[CommKind, Totals]:
-        """Return the sums per operation; waits until the device has completed the calls."""
-        found = dict.fromkeys((call.operation for call in self._calls), NOTHING)
+        """Return the sums per kind; waits until the device has completed the calls."""
+        found = dict.fromkeys((call.kind for call in self._calls), NOTHING)
         for call in self._calls:
-            found[call.operation] = found[call.operation].plus(Totals(1, 0, 0.0, 0.0))
+            found[call.kind] = found[call.kind].plus(Totals(1, 0, 0.0, 0.0))
         for clock in (self.device, self.host):
             complete = [c for c in self._calls if c.clock is clock and c.ended is not None]
             seconds = clock.durations([(call.started, call.ended) for call in complete])
             waited = clock.durations([(call.wait_started, call.ended) for call in complete])
             for call, total, wait in zip(complete, seconds, waited, strict=True):
                 one = Totals(0, 1, total / 1e9, wait / 1e9)
-                found[call.operation] = found[call.operation].plus(one)
+                found[call.kind] = found[call.kind].plus(one)
         return found
 
 

@@ -111,22 +111,24 @@ class StepEngine:
         self._busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]
         self._locator = NonFiniteLocator(mesh, executor, gradients, num_layers, config.fp16.enabled)
-        self._callbacks: list[StepCallback] = [self._tracing, self._busy_time]
-        if config.comms_logger.enabled:
-            self._callbacks.append(CommsLogger(config.comms_logger, mesh))
-        if tuner is not None:
-            self._callbacks.insert(0, tuner)
-        self._profiler: FlopsProfiler | None = None
-        if config.flops_profiler.enabled:
-            self._profiler = FlopsProfiler(
-                config.flops_profiler,
-                mesh,
-                self.batch,
-                *self._profiled_layers(),
-                self.timers,
-                self.num_parameters,
-            )
-            self._callbacks.append(self._profiler)
+        self._profiler = self._build_profiler()
+        callbacks = (
+            tuner,
+            self._tracing,
+            self._busy_time,
+            CommsLogger(config.comms_logger, mesh) if config.comms_logger.enabled else None,
+            self._profiler,
+        )
+        self._callbacks: list[StepCallback] = [each for each in callbacks if each is not None]
+
+    def _build_profiler(self) -> FlopsProfiler | None:
+        section = self.config.flops_profiler
+        if not section.enabled:
+            return None
+        layers, stages = self._profiled_layers()
+        return FlopsProfiler(
+            section, self.mesh, self.batch, layers, stages, self.timers, self.num_parameters
+        )
 
     # Reports of steps
 

@@ -116,7 +116,8 @@ def _as_gpt2(s: GPTSection, vocab_size: int) -> ModelToExport:
     return ModelToExport(config, "GPT2LMHeadModel", tensors)
 
 
-def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
+def _llama_config(s: GPTSection, vocab_size: int) -> tuple[Any, str]:
+    """Return the config, and the name of the model's class."""
     import transformers
 
     sizes: dict[str, Any] = {
@@ -140,14 +141,16 @@ def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
     }
     all_biases, qkv_bias = s.add_bias_linear, s.add_bias_linear or s.add_qkv_bias
     if s.qk_layernorm:
-        config: Any = transformers.Qwen3Config(**sizes)
-        class_name = "Qwen3ForCausalLM"
-    elif qkv_bias and not all_biases:
-        config = transformers.Qwen2Config(**sizes)
-        class_name = "Qwen2ForCausalLM"
-    else:
-        config = transformers.LlamaConfig(**sizes, attention_bias=qkv_bias, mlp_bias=all_biases)
-        class_name = "LlamaForCausalLM"
+        return transformers.Qwen3Config(**sizes), "Qwen3ForCausalLM"
+    if qkv_bias and not all_biases:
+        return transformers.Qwen2Config(**sizes), "Qwen2ForCausalLM"
+    config = transformers.LlamaConfig(**sizes, attention_bias=qkv_bias, mlp_bias=all_biases)
+    return config, "LlamaForCausalLM"
+
+
+def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
+    config, class_name = _llama_config(s, vocab_size)
+    all_biases, qkv_bias = s.add_bias_linear, s.add_bias_linear or s.add_qkv_bias
     queries, keys = s.num_attention_heads * s.head_size, s.query_groups * s.head_size
     ffn = s.feed_forward_size
 

@@ -120,11 +120,13 @@ def _with_deepspeed(
     clip = content.get("gradient_clipping")
     if clip is not None and "clip-grad" in given and clip != config["gradient_clipping"]:
         given.say("changed", "clip-grad", f"gradient_clipping of the DeepSpeed file counts: {clip}")
-    config.pop("zero_optimization" if "zero_optimization" in content else "", None)
-    config.pop("steps_per_print" if not given.values.get("log-interval") else "", None)
-    own = "steps_per_print" in config
-    return config | {k: v for k, v in content.items()
-                     if v is not None and not (own and k == "steps_per_print")}  # fmt: skip
+    if "zero_optimization" in content:
+        config.pop("zero_optimization", None)
+    if given.values.get("log-interval"):
+        content.pop("steps_per_print", None)
+    else:
+        config.pop("steps_per_print", None)
+    return config | {key: value for key, value in content.items() if value is not None}
 
 
 def _deepspeed_json(

@@ -33,6 +33,8 @@ class AndOr:
 
 @dataclass
 class Pipeline:
+    """Commands joined by `|`; `!` before them negates the status."""
+
     negated: bool
     commands: list["Node"]
 
@@ -56,6 +58,8 @@ class For:
 
 @dataclass
 class While:
+    """A loop `while`, or `until`."""
+
     until: bool
     condition: list[AndOr]
     body: list[AndOr]
@@ -63,18 +67,24 @@ class While:
 
 @dataclass
 class Case:
+    """A word, and pairs (patterns, body)."""
+
     word: str
     branches: list[tuple[list[str], list[AndOr]]]
 
 
 @dataclass
 class ShellFunction:
+    """The definition of a function."""
+
     name: str
     body: list[AndOr]
 
 
 @dataclass
 class Group:
+    """Commands in braces or parentheses."""
+
     body: list[AndOr]
 
 
