@@ -103,8 +103,9 @@ def pipeline_config(
                 f"{here}: remove the key, or change num_stages or topology",
                 on_every_rank=True,
             )
-    kept = [change for change in changes if "seed" not in tree or not change.startswith("seed=")]
-    overrides = [*CONFIG_CHANGES, *_overrides(tree, model), *kept]
+    if "seed" in tree:
+        changes = [change for change in changes if not change.startswith("seed=")]
+    overrides = [*CONFIG_CHANGES, *_overrides(tree, model), *changes]
     # The bounds of the module do not fit a schedule with several stages per rank.
     checked = load(config, [*overrides, 'pipeline.partition="parameters"'], adopt=True)
     chunks = checked.pipeline.stages_per_rank
@@ -135,6 +136,10 @@ def _overrides(tree: Mapping[str, Any], model: DeepSpeedPipelineModule) -> Itera
     if _key(tree, "data", "compare_every") is None:
         # In DeepSpeed only the first stage uses the inputs, so random ones may differ elsewhere.
         yield "data.compare_every=0"
+    allowed = _key(tree, "checkpoint", "allow_changes") or []
+    if "seed" not in tree and isinstance(allowed, list):
+        # torch draws one in each process of a script that sets none; the data do not depend on it.
+        yield f"checkpoint.allow_changes={json.dumps([*allowed, 'seed'])}"
 
 
 def _key(tree: Mapping[str, Any], section: str, name: str) -> Any:

@@ -91,6 +91,17 @@ def test_a_pipeline_script_continues_from_a_folder_of_deepspeed(tmp_path: Path):
     assert (path, client) == (str(tmp_path / "global_step1"), {"epoch": 4})
 
 
+def test_a_script_that_sets_no_seed_continues_in_another_process(tmp_path: Path):
+    with torch.random.fork_rng():
+        # torch draws another seed in each process.
+        for seed in (1, 2):
+            torch.manual_seed(seed)
+            engine = pipeline_engine()
+            path, _ = engine.load_checkpoint(str(tmp_path))
+            assert (path is None) == (seed == 1)
+            engine.save_checkpoint(str(tmp_path))
+
+
 @pytest.mark.parametrize("way", ["directly", "imported"])
 def test_a_shared_weight_may_be_stored_under_both_of_its_names(tmp_path: Path, way: str):
     weight = torch.randn(9, 4)
