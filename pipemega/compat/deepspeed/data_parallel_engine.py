@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from pipemega.compat.deepspeed.engine_checkpoints import EngineCheckpoints
-from pipemega.compat.deepspeed.engine_settings import EngineSettings
+from pipemega.compat.deepspeed.engine_settings import EngineSettings, missing_name
 from pipemega.compat.deepspeed.launch_calls import CONFIG_CHANGES
 from pipemega.compat.deepspeed.schedule_adapter import given_schedule, schedule_maker
 from pipemega.config import Config, load
@@ -34,13 +34,6 @@ _ADVICE: Mapping[str, str] = {
     "eval_batch": _PIPELINE,
     "set_dataloader": _PIPELINE,
     "set_batch_fn": _PIPELINE,
-    "allreduce_gradients": "step() reduces the gradients",
-    "set_train_micro_batch_size": "set train_micro_batch_size_per_gpu in the config",
-    "offload_states": "set zero_optimization.offload_optimizer in the config",
-    "reload_states": "set zero_optimization.offload_optimizer in the config",
-    "curriculum_scheduler": "curriculum learning does not exist",
-    "random_ltd_scheduler": "random layer token drop does not exist",
-    "progressive_layer_drop": "progressive layer drop does not exist",
 }
 
 
@@ -78,6 +71,7 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
         if self.optimizer is not None:
             # That of torch discards the gradients of the masters, and not those of the buffer.
             vars(self.optimizer)["zero_grad"] = self.zero_grad
+            self._report_to_optimizer()
         self.training_dataloader: DataLoader[Any] | None = None
         self.collate_fn = collate_fn
         self._without_sync = False
@@ -88,8 +82,7 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
         except AttributeError:
             if name != "module" and hasattr(self.module, name):
                 return getattr(self.module, name)
-        advice = _ADVICE.get(name, "docs/from_deepspeed.md lists the names that exist")
-        raise AttributeError(f"the engine has no {name!r}: {advice}")
+        raise missing_name(name, _ADVICE)
 
     # A micro-batch
 
@@ -136,15 +129,22 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
 
         Collective then: all ranks must run equally many steps.
 
+        Args:
+            lr_kwargs: None, or {"increment": samples of the step}, as Megatron's schedulers get it.
+
         Raises:
             ConfigError: there was no backward; or as the message says.
             StopTraining, NonFiniteError, LossScaleError, PipelineError: as `Engine.train_batch`.
         """
-        if lr_kwargs:
-            raise ConfigError("step(lr_kwargs=...): a scheduler's step() gets no arguments")
+        if lr_kwargs and dict(lr_kwargs) != {"increment": self.train_batch_size()}:
+            raise ConfigError(
+                f"step(lr_kwargs={dict(lr_kwargs)}): a scheduler's step() gets no argument, or the "
+                f"{self.train_batch_size()} samples of the step; remove lr_kwargs"
+            )
         if self._without_sync:
             raise ConfigError("step() is called within no_sync(): call it after the block")
         self.pipemega_engine.end_micro_batch()
+        self._report_to_optimizer()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the parameters."""

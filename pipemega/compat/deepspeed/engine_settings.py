@@ -2,6 +2,7 @@
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,42 @@ from pipemega.config import Batch, Config
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
+
+_ADVICE: Mapping[str, str] = {
+    "allreduce_gradients": "the engine reduces the gradients once per step",
+    "set_train_micro_batch_size": "set train_micro_batch_size_per_gpu in the config",
+    "offload_states": "set zero_optimization.offload_optimizer in the config",
+    "reload_states": "set zero_optimization.offload_optimizer in the config",
+    "curriculum_scheduler": "curriculum learning does not exist",
+    "set_data_post_process_func": "curriculum learning does not exist",
+    "random_ltd_scheduler": "random layer token drop does not exist",
+    "progressive_layer_drop": "progressive layer drop does not exist",
+    "flops_profiler": "set flops_profiler in the config",
+    "timers": "set wall_clock_breakdown in the config",
+}
+
+
+def missing_name(name: str, advice: Mapping[str, str]) -> AttributeError:
+    """Return the error for a name that the engine does not have: says what to use.
+
+    Args:
+        advice: of the kind of engine.
+    """
+    text = {**_ADVICE, **advice}.get(name, "docs/from_deepspeed.md lists the names that exist")
+    return AttributeError(f"the engine has no {name!r}: {text}")
+
+
+class _Timer:
+    """`engine.tput_timer`: `wall_clock_breakdown` and the records of each step have the rates."""
+
+    def update_epoch_count(self) -> None:
+        """Do nothing."""
+
+    def start(self) -> None:
+        """Do nothing."""
+
+    def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
+        """Do nothing."""
 
 
 class EngineSettings(ABC):
@@ -51,6 +88,10 @@ class EngineSettings(ABC):
     @property
     def local_rank(self) -> int:
         return int(os.environ.get("LOCAL_RANK", "0"))
+
+    @property
+    def is_model_parallel(self) -> bool:
+        return self.mesh.tensor.size > 1
 
     @property
     def mp_world_size(self) -> int:
@@ -138,6 +179,29 @@ class EngineSettings(ABC):
     def wall_clock_breakdown(self) -> bool:
         return self.pipemega_config.wall_clock_breakdown
 
+    @property
+    def tput_timer(self) -> _Timer:
+        return _Timer()
+
+    # What exists in DeepSpeed only: scripts ask whether it is on
+
+    has_moe_layers = False
+
+    def zero_optimization_partition_weights(self) -> bool:
+        """Return False: that is ZeRO stage 3."""
+        return False
+
+    zero_optimization_partition_gradients = zero_optimization_partition_weights
+    random_ltd_enabled = zero_optimization_partition_weights
+    curriculum_enabled_legacy = zero_optimization_partition_weights
+    curriculum_learning_enabled = zero_optimization_partition_weights
+    pld_enabled = zero_optimization_partition_weights
+    amp_enabled = zero_optimization_partition_weights
+
+    def get_additional_losses(self) -> None:
+        """Return None: there is one loss."""
+        return
+
     # Optimizer
 
     def get_lr(self) -> list[float]:
@@ -172,6 +236,13 @@ class EngineSettings(ABC):
         """Return whether the last step has changed the parameters."""
         report = self.pipemega_engine.last_step
         return report is not None and not report.skipped
+
+    def _report_to_optimizer(self) -> None:
+        """Give the optimizer what DeepSpeed's optimizers say about the last step."""
+        report = self.pipemega_engine.last_step
+        if self.optimizer is not None:
+            scale, overflow = self.cur_scale, report is not None and report.skipped
+            vars(self.optimizer).update(cur_scale=scale, loss_scale=scale, overflow=overflow)
 
     def destroy(self) -> None:
         """End the run; see `pipemega.Engine.close`.  Collective."""

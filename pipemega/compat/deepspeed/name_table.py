@@ -108,7 +108,16 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "runtime.pipe.topology": _TOPOLOGIES,
     "runtime.utils": _RUNTIME_UTILS,
     "runtime.zero": _ZERO,
-    "utils": {**_LOADERS, **_LOG},
+    "runtime.zero.partition_parameters": {
+        **_ZERO,
+        "ZeroParamStatus": f"{_HERE}.zero_calls:ZeroParamStatus",
+    },
+    "utils": {
+        **_LOADERS,
+        **_LOG,
+        **_INIT,
+        "set_z3_leaf_modules": f"{_HERE}.zero_calls:set_z3_leaf_modules",
+    },
     "utils.logging": _LOG,
     "utils.zero_to_fp32": {
         name: f"{_HERE}.fp32_weights:{name}"
@@ -133,7 +142,9 @@ ADVICE: Mapping[str, str] = {
     "autotuning": "`pipemega plan --compare all` compares schedules",
     "checkpoint": "`pipemega checkpoint import-deepspeed` reads DeepSpeed's checkpoints",
     "compression": "quantization and pruning during training do not exist",
+    "comm.mpi_discovery": "start the ranks with torchrun",
     "elasticity": "set train_batch_size and its factors for each number of ranks",
+    "env_report": "`pipemega doctor` examines the machine",
     "inference": "`pipemega generate` generates text; serve the model with vLLM or transformers",
     "init_inference": (
         "`pipemega generate` generates text; serve the model with vLLM or transformers"
@@ -162,6 +173,11 @@ ADVICE: Mapping[str, str] = {
     "runtime.zero.*": "of ZeRO there is stage 1, set by zero_optimization in the config",
     "zero.*": "of ZeRO there is stage 1, set by zero_optimization in the config",
     "sequence": "set mesh.sequence_parallel in the config",
+    "utils.safe_get_full_fp32_param": (
+        "optimizer.param_groups has the master weights; with ZeRO 1, the slices of this rank"
+    ),
+    "utils.safe_get_full_grad": "get_global_grad_norm() has the norm of the gradients",
+    "utils.safe_get_full_optimizer_state": "optimizer.state has it; with ZeRO 1, of its slices",
     "utils.groups": "engine.grid has the process groups of the axes",
     "tp_model_init": "tensor parallelism is set by mesh.tensor in the config",
 }

@@ -1,13 +1,13 @@
 """The engine of `deepspeed.initialize` for a PipelineModule, over pipemega's Engine."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from pipemega.compat.deepspeed.engine_checkpoints import EngineCheckpoints
-from pipemega.compat.deepspeed.engine_settings import EngineSettings
+from pipemega.compat.deepspeed.engine_settings import EngineSettings, missing_name
 from pipemega.compat.deepspeed.parallel_grid import PipelineParallelGrid
 from pipemega.compat.deepspeed.pipeline_data import BatchFn, ScriptBatches, training_loader_of
 from pipemega.compat.deepspeed.pipeline_evaluation import PipelineEvaluation
@@ -17,11 +17,22 @@ from pipemega.compat.deepspeed.schedule_adapter import given_schedule
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
 
+_ADVICE: Mapping[str, str] = {
+    "no_sync": "train_batch() reduces the gradients once per step",
+    "set_gradient_accumulation_boundary": "train_batch() runs all micro-batches of a step",
+    "is_gradient_accumulation_boundary": "train_batch() runs all micro-batches of a step",
+    "deepspeed_io": "give initialize() training_data, or engine.set_dataloader() a DataLoader",
+    "save_16bit_model": "`pipemega hf export` and `pipemega checkpoint` read save_checkpoint()'s",
+    "save_fp16_model": "`pipemega hf export` and `pipemega checkpoint` read save_checkpoint()'s",
+    "total_loss": "train_batch() and eval_batch() return the loss",
+    "fwd_outputs": "eval_batch(compute_loss=False) returns the outputs",
+}
+
 
 class PipelineEngine(EngineSettings, EngineCheckpoints):
     """Trains a PipelineModule with DeepSpeed's calls.
 
-    Names that DeepSpeed's engine does not have are those of `pipemega.Engine`.
+    Names that DeepSpeed's engine does not have are those of `pipemega.Engine` and of the module.
 
     Args:
         engine: trains the layers of `module`.
@@ -48,9 +59,12 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         self.grid: PipelineParallelGrid = module.mpu()
         self.mpu = self.grid
         self.num_stages, self.stage_id = self.grid.pipe_parallel_size, self.grid.stage_id
+        self.is_pipe_parallel = self.num_stages > 1
+        self.is_data_parallel = self.mesh.data.size > 1
         self.prev_stage, self.next_stage = self.stage_id - 1, self.stage_id + 1
         self.micro_batch_size = self.train_micro_batch_size_per_gpu()
         self.micro_batches = self.gradient_accumulation_steps()
+        self._report_to_optimizer()
         self.batch_fn: BatchFn | None = None
         self.training_dataloader: Any = None
         self.data_iterator: Iterator[Any] | None = None
@@ -61,9 +75,12 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
             self.set_dataloader(RepeatingLoader(loader))
 
     def __getattr__(self, name: str) -> Any:
-        if name == "pipemega_engine":
+        if name in ("pipemega_engine", "module"):
             raise AttributeError(name)
-        return getattr(self.pipemega_engine, name)
+        for owner in (self.pipemega_engine, self.module):
+            if hasattr(owner, name):
+                return getattr(owner, name)
+        raise missing_name(name, _ADVICE)
 
     @property
     def global_steps(self) -> int:
@@ -125,6 +142,7 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         loss = self.pipemega_engine.train_batch(self._micro_batches())
+        self._report_to_optimizer()
         return torch.tensor(loss, dtype=self._dtype, device=self.device)
 
     def _micro_batches(self) -> ScriptBatches | None:

@@ -1,6 +1,7 @@
 """`deepspeed.zero`: without ZeRO stage 3 parameters are whole on each rank."""
 
 from contextlib import nullcontext
+from enum import Enum
 from typing import Any
 
 from pipemega.errors import ConfigError
@@ -43,3 +44,16 @@ def register_external_parameter(module: Any, parameter: Any) -> None:
 
 def unregister_external_parameter(module: Any, parameter: Any) -> None:
     """Do nothing: parameters are whole on each rank."""
+
+
+def set_z3_leaf_modules(model: Any, leaf_module_classes: Any) -> list[Any]:
+    """Return []: parameters are whole on each rank, so no module is marked."""
+    return []
+
+
+class ZeroParamStatus(Enum):
+    """The states of a parameter of ZeRO stage 3; no parameter has the attribute `ds_status`."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3

@@ -460,10 +460,10 @@ def test_a_call_that_does_not_exist_here_says_what_to_use() -> None:
     for call, message in (
         (lambda: engine.train_batch(iter([])), "has no 'train_batch': the script calls forward"),
         (lambda: engine.set_train_batch_size(4), "set train_batch_size in the config"),
-        (lambda: engine.allreduce_gradients(), "step() reduces the gradients"),
+        (lambda: engine.allreduce_gradients(), "the engine reduces the gradients"),
         (lambda: engine.no_such_name, "docs/from_deepspeed.md lists the names that exist"),
         (lambda: engine.backward(loss, allreduce_gradients=False), "step() reduces the gradients"),
-        (lambda: engine.step(lr_kwargs={"epoch": 3}), "a scheduler's step() gets no arguments"),
+        (lambda: engine.step(lr_kwargs={"epoch": 3}), "or the 8 samples of the step; remove"),
         (lambda: engine.load_checkpoint("x", custom_load_fn=print), "custom_load_fn=...) is not"),
         (lambda: deepspeed.init_inference(engine), "serve the model with vLLM or transformers"),
         (lambda: deepspeed.zero.Init(), "ZeRO stage 3), which does not exist here"),
@@ -472,6 +472,23 @@ def test_a_call_that_does_not_exist_here_says_what_to_use() -> None:
         assert message in raises(call)
     with engine.no_sync():
         assert "call it after the block" in raises(engine.step)
+
+
+def test_what_scripts_ask_an_engine_and_its_optimizer_has_an_answer() -> None:
+    """As DeepSpeed-Chat and Megatron-DeepSpeed ask."""
+    fp16 = {"enabled": True, "initial_scale_power": 4}
+    config = {**CONFIG, "optimizer": ADAM, "fp16": fp16, "gradient_accumulation_steps": 1}
+    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(4, 1), config=config)
+    assert optimizer.cur_scale == 1.0
+    for factor, overflow in ((1.0, False), (float("inf"), True)):
+        engine.backward(engine(torch.ones(8, 4, dtype=torch.half)).float().mean() * factor)
+        engine.step(lr_kwargs={"increment": 8})
+        assert optimizer.overflow is overflow
+    assert optimizer.cur_scale == optimizer.loss_scale == engine.cur_scale > 1.0
+    engine.tput_timer.update_epoch_count()
+    assert engine.get_additional_losses() is None
+    assert not engine.zero_optimization_partition_weights()
+    assert (engine.has_moe_layers, engine.is_model_parallel) == (False, False)
 
 
 def test_the_names_for_experts_exist_for_models_without_experts() -> None:

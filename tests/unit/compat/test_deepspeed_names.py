@@ -4,6 +4,7 @@ import importlib
 import sys
 
 import pytest
+import torch
 
 import pipemega.compat.deepspeed as deepspeed
 from pipemega.compat.deepspeed.name_table import ADVICE, MODULES
@@ -107,3 +108,27 @@ def test_advice_is_for_names_that_do_not_exist() -> None:
 def test_log_summary_says_where_the_table_of_comms_logger_is(caplog):
     deepspeed.comm.log_summary(show_straggler=True)
     assert "at the end of step comms_logger.profile_step" in caplog.text
+
+
+def test_the_accelerator_has_the_calls_of_scripts_without_a_gpu() -> None:
+    accelerator = deepspeed.get_accelerator()
+    if accelerator.device_type == "cuda":
+        pytest.skip("for a CPU")
+    assert accelerator.LongTensor([1, 2]).dtype == torch.int64
+    assert accelerator.FloatTensor([1]).dtype == torch.float32
+    state = accelerator.get_rng_state()
+    first = torch.rand(3)
+    accelerator.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3))
+    assert accelerator.default_generator(0) is torch.default_generator
+    assert accelerator.memory_reserved() == accelerator.max_memory_reserved(0) == 0
+    assert accelerator.memory_stats() == {}
+    assert accelerator.reset_peak_memory_stats() is None
+    assert 0 < accelerator.available_memory() <= accelerator.total_memory()
+    assert accelerator.lazy_call(lambda: 3) == 3
+    with accelerator.stream(accelerator.current_stream()):
+        assert accelerator.pin_memory(first) is first
+    with pytest.raises(AttributeError, match="there are no CUDA extensions"):
+        accelerator.create_op_builder("FusedAdamBuilder")
+    with pytest.raises(AttributeError, match="no 'no_such' on a cpu: use torch's call"):
+        accelerator.no_such  # noqa: B018
