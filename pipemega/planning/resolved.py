@@ -103,10 +103,10 @@ def _pipeline(config: Config, topology: Topology) -> Iterator[Resolved]:
 def _training(config: Config, topology: Topology) -> Iterator[Resolved]:
     if config.scheduler is not None and config.scheduler.type is not None:
         length = config.batch_sizes(topology.data).run_length(config.training)
-        lengths = config.scheduler.arguments(length)
+        unit = "_samples" if config.scheduler.by == "sample" else "_steps"
         shown = ", ".join(
-            f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}"
-            for name, value in lengths.items()
+            f"{name.replace('_steps', unit)} {value:{'g' if isinstance(value, float) else ''}}"
+            for name, value in config.scheduler.arguments(length).items()
         )
         yield Resolved("scheduler", f"{config.scheduler.type} by {config.scheduler.by}", shown)
     elif config.optimizer is not None:

@@ -64,7 +64,7 @@ def test_check_prints_the_steps_of_a_run_in_samples_with_a_growing_batch(config_
     assert "length 8 steps, 92 samples, 2,944 tokens" in lines
     (schedule,) = [line for line in lines if line.startswith("scheduler")]
     assert schedule.startswith("scheduler cosine by sample")
-    assert schedule.endswith("decay_steps 100")
+    assert schedule.endswith("warmup_samples 0, decay_samples 100")
     file = "/does/not/exist"
     words += ["--set", f'pipeline.schedule={{"file": "{file}"}}']
     assert main(["check", str(config_file), *words]) == 1
