@@ -67,12 +67,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"pipemega {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command = arguments[0] if arguments else ""
-    if command in COMMANDS:
-        import_module(f"pipemega.cli.{command}").add_parser(subparsers)
-    else:
-        for name, text in COMMANDS.items():
-            subparsers.add_parser(name, help=text)
     try:
+        if command in COMMANDS:
+            import_module(f"pipemega.cli.{command}").add_parser(subparsers)
+        else:
+            for name, text in COMMANDS.items():
+                subparsers.add_parser(name, help=text)
         parsed = parser.parse_args(arguments)
         code = int(parsed.func(parsed))
         sys.stdout.flush()
@@ -82,6 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         first, *others = (" ".join(line.split()) for line in lines)
         label = coloured("error:", "ERROR", sys.stderr)
         print("\n  ".join([f"{label} {first}", *others]), file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        label = coloured("error:", "ERROR", sys.stderr)
+        print(f"{label} pipemega {command} needs torch: pip install torch", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader closed the pipe (`| head`); redirect stdout so that the flush at exit succeeds.

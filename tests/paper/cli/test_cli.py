@@ -247,3 +247,12 @@ def test_a_closed_pipe_causes_no_traceback(config_file):
     _, complaint = child.communicate()
     assert complaint == ""
     assert child.returncode == 1
+
+
+def test_a_command_that_needs_torch_says_so_in_one_line(monkeypatch, capsys):
+    def import_module(name):
+        raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+    monkeypatch.setattr("pipemega.cli.import_module", import_module)
+    assert main(["plan", "config.json"]) == 2
+    assert capsys.readouterr().err == "error: pipemega plan needs torch: pip install torch\n"
