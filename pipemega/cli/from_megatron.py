@@ -70,8 +70,10 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: SOURCE does not exist or starts no training, or an option is not NAME=VALUE.
     """
-    text, folder = _source(arguments.source)
-    variables = dict(os.environ) | dict(_pairs(arguments.var))
+    text, path = _source(arguments.source)
+    script = {} if path is None else {"0": str(path.absolute())}
+    folder = Path.cwd() if path is None else path.parent
+    variables = dict(os.environ) | script | dict(_pairs(arguments.var))
     launches = find_launches(text, folder, variables, arguments.parameters)
     launch = _chosen(launches, arguments.launch)
     conversion = convert(launch, folder)
@@ -91,15 +93,15 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _source(name: str) -> tuple[str, Path | None]:
-    """Return the text of SOURCE, and the folder in which its files are searched."""
+    """Return the text of SOURCE, and its path if it is a file."""
     if name == "-":
-        return sys.stdin.read(), Path.cwd()
+        return sys.stdin.read(), None
     is_text = name.lstrip().startswith("-") or "\n" in name
     path = Path(name).expanduser()
     if not is_text and path.is_file():
-        return path.read_text(encoding="utf-8", errors="replace"), path.parent
+        return path.read_text(encoding="utf-8", errors="replace"), path
     if is_text or " --" in name:
-        return name, Path.cwd()
+        return name, None
     raise ConfigError(f'{name} is no file; arguments must be in quotes: "--num-layers 24 ..."')
 
 

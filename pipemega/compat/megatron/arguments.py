@@ -83,8 +83,10 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
         A("recompute-granularity", "text", "model.recompute"),
         A("recompute-method", "text", "model.recompute_method"),
         A("recompute-num-layers", "int", "model.recompute_num_layers", "",
-          ("checkpoint-num-layers",)),
+          ("checkpoint-num-layers", "activations-checkpoint-num-layers")),
         A("checkpoint-activations", "flag", "model.recompute", '`"full"`'),
+        A("activations-checkpoint-method", "text", "model.recompute model.recompute_method",
+          '`"full"` with this method: the name before Megatron-LM 3.0'),
     ),
     "Parallelism": (
         A("tensor-model-parallel-size", "int", "mesh.tensor", "", ("model-parallel-size",)),
@@ -122,7 +124,8 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
         A("train-iters", "int", "training.train_steps"),
         A("train-samples", "int", "training.train_samples"),
         A("train-tokens", "int", "training.train_samples",
-          "divided by `--seq-length`; the smaller number counts if `--train-samples` is given too"),
+          "divided by `--seq-length`; the run ends at the first of it and `--train-samples` or "
+          "`--train-iters`"),
         A("exit-interval", "int", "training.exit_interval"),
         A("exit-duration-in-mins", "float", "training.exit_after_minutes"),
         A("kill-switch-path", "text", "training.kill_switch_path", "", ("kill-switch-file",)),

@@ -63,7 +63,7 @@ def _paths(given: Given, folder: Path | None) -> dict[str, Any]:
 
 def blend(words: Sequence[str]) -> Blend:
     """Return prefixes, or weights and prefixes, as `data.data_path` takes them."""
-    texts = [part for word in words for part in shown(word).split() if part]
+    texts = [shown(part) for word in words for part in word.split()]
     if len(texts) == 1:
         return texts[0]
     weights = [_number(text) for text in texts[::2]]

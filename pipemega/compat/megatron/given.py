@@ -66,8 +66,8 @@ class Given:
     def say(self, level: Level, name: str, text: str) -> None:
         """Add a line about the argument `name`."""
         shown_name = self.written.get(name, f"--{name}") if name else ""
-        value = " ".join(self.values.get(name, ())) if name else ""
-        value = shown(value if len(value) <= 60 else value[:57] + "...")
+        value = shown(" ".join(self.values.get(name, ()))) if name else ""
+        value = value if len(value) <= 60 else value[:57] + "..."
         self.remarks.append(Remark(level, f"{shown_name} {value}".strip(), text))
 
     def __contains__(self, name: str) -> bool:

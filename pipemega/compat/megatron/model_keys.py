@@ -137,7 +137,8 @@ def _recompute(given: Given) -> dict[str, Any]:
     method, layers = given.text("recompute-method"), given.number("recompute-num-layers")
     if given.flag("recompute-activations"):
         kind = "selective"
-    elif given.flag("checkpoint-activations"):
+    elif given.flag("checkpoint-activations") or "activations-checkpoint-method" in given:
+        method = given.text("activations-checkpoint-method") or method
         kind, method = "full", method or "uniform"
     if kind != "full":
         return {"recompute": kind}

@@ -1,5 +1,6 @@
-"""The output of simple programs: echo, printf, expr, bc, basename, dirname, cat and sed."""
+"""The output of simple programs: echo, printf, expr, bc, basename, dirname, pwd, cat and sed."""
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import PurePosixPath
@@ -19,8 +20,31 @@ def printed(words: list[str]) -> str:
     return " ".join(rest)
 
 
-def output_of(commands: list[list[str]], files: Mapping[str, str]) -> str | None:
-    """Return the output of a pipeline of simple programs; None if it is unknown."""
+def folder_of(commands: Sequence[list[str]], start: str | None) -> str | None:
+    """Return the output of `cd A; cd B && pwd` in the folder `start`; None if it is unknown."""
+    for words in commands[:-1]:
+        names = [word for word in words[1:] if word not in ("-P", "-L", "--")]
+        if words[:1] != ["cd"] or len(names) != 1:
+            return None
+        start = _absolute(names[0], start)
+    return start if commands[-1][:1] == ["pwd"] else None
+
+
+def _absolute(name: str, start: str | None) -> str | None:
+    if names_of_unknown(name) or name.startswith("~") or (start is None and name[:1] != "/"):
+        return None
+    return os.path.normpath(os.path.join(start or "/", name))
+
+
+def output_of(
+    commands: list[list[str]], files: Mapping[str, str], folder: str | None = None
+) -> str | None:
+    """Return the output of a pipeline of simple programs; None if it is unknown.
+
+    Args:
+        files: contents of the files that the script wrote.
+        folder: in which the script runs, if it is known.
+    """
     words = commands[0] or [""]
     if any(names_of_unknown(word) for one in commands for word in one):
         return None
@@ -36,6 +60,10 @@ def output_of(commands: list[list[str]], files: Mapping[str, str]) -> str | None
         text = text.removesuffix(rest[1]) if len(rest) > 1 else text
     elif name == "dirname" and rest:
         text = str(PurePosixPath(rest[0]).parent)
+    elif name in ("realpath", "readlink") and rest:
+        text = _absolute(rest[-1], folder)
+    elif name == "pwd":
+        text = folder
     elif name == "cat" and len(rest) == 1:
         text = files.get(rest[0])
     elif name == "bc" and rest:

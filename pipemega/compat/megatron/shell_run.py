@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import NamedTuple
 
-from pipemega.compat.megatron.shell_programs import filtered, output_of, printed
+from pipemega.compat.megatron.shell_programs import filtered, folder_of, output_of, printed
 from pipemega.compat.megatron.shell_syntax import (
     AndOr,
     Case,
@@ -54,7 +54,7 @@ class ScriptRun:
 
     Args:
         folder: of the script, where files that it includes are searched; None: nowhere.
-        variables: those that are set before the script starts.
+        variables: those that are set before the script starts; "0" is the name of the script.
         parameters: $1, $2, ...
     """
 
@@ -71,6 +71,8 @@ class ScriptRun:
         self._functions: dict[str, list[AndOr]] = {}
         self._depth = 0
         self.scope = Scope(dict(variables or {}), list(parameters), self._output)
+        if isinstance(name := self.scope.get("0"), str):
+            self.scope.variables["BASH_SOURCE"] = [name]
 
     def script(self, text: str) -> None:
         """Follow the text of a script.
@@ -327,11 +329,17 @@ class ScriptRun:
             statements = parse(command)
         except ScriptError:
             statements = []
-        if len(statements) == 1 and len(statements[0].parts) == 1:
-            commands = statements[0].parts[0][1].commands
-            lists = [self._plain(node) for node in commands]
-            if all(words is not None for words in lists):
-                result = output_of([words or [] for words in lists], self.files)
+        pipelines = [pipeline for one in statements for _, pipeline in one.parts]
+        lists = [[self._plain(node) for node in pipeline.commands] for pipeline in pipelines]
+        known = [[words for words in one if words is not None] for one in lists]
+        if known == lists and known:
+            folder = self.scope.get("PWD")
+            start = folder if isinstance(folder, str) else None
+            result = (
+                output_of(known[0], self.files, start)
+                if len(known) == 1
+                else folder_of([words for one in known for words in one], start)
+            )
         return unknown(f"$({command.strip()})") if result is None else result.rstrip("\n")
 
     def _plain(self, node: Node) -> list[str] | None:

@@ -24,10 +24,13 @@ def length_keys(given: Given) -> dict[str, Any]:
     """Return the length of the run: steps or samples."""
     steps, samples = given.number("train-iters"), given.number("train-samples")
     tokens = _in_samples(given, "train-tokens")
-    if steps is not None and (samples is not None or tokens is not None):
-        other = "train-samples" if samples is not None else "train-tokens"
-        given.say("changed", other, "--train-iters is given too, and is the length of the run")
-        samples = tokens = None
+    if steps is not None and samples is not None:
+        given.say("changed", "train-samples", "--train-iters is given too, and is the length of "
+                  "the run")  # fmt: skip
+        samples = None
+    if steps is not None and tokens is not None:
+        # Megatron-DeepSpeed stops at the first of the two.
+        steps, tokens = min(steps, _as_steps(given, tokens)), None
     if tokens is not None:
         samples = tokens if samples is None else min(samples, tokens)
     if steps is None and samples is None:
@@ -129,6 +132,10 @@ def scheduler_section(given: Given, training: dict[str, Any]) -> dict[str, Any]:
         params["warmup_init_lr"] = init
     unit = "samples" if "train_samples" in training else "steps"
     params |= _lengths(given, unit)
+    length = given.number("train-iters" if unit == "steps" else "train-samples")
+    if length is not None and length > training.get(f"train_{unit}", length):
+        # --train-tokens ends the run, but not the decay, before this length.
+        params.setdefault(f"decay_{unit}", length)
     if kind == "WSD":
         params |= _wsd(given, unit)
     return {"type": kind, "params": params}

@@ -1,6 +1,8 @@
 """Reading a config: accepted forms, errors, overrides, derived values."""
 
+import base64
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -280,6 +282,30 @@ def test_an_override_is_as_strict_as_the_file(override, message):
     with pytest.raises(ConfigError) as refusal:
         load(BASE, [override])
     assert message in str(refusal.value)
+
+
+def test_a_large_file_is_read_in_a_moment(tmp_path):
+    free = {f"key {n}": list(range(10)) for n in range(4000)}
+    text = json.dumps({"train_batch_size": 1, "user": free, "seed": -1}, indent=1)
+    started = time.process_time()
+    with pytest.raises(ConfigError, match=rf"seed .* line {text.count(chr(10))}\)$"):
+        load(write(tmp_path, text))
+    assert time.process_time() - started < 10  # json5 alone takes 30 s
+
+
+@pytest.mark.parametrize("deep", ['{"user": {"a": ' + "[" * 90000, '{"a": /**/' + "[" * 90000])
+def test_text_that_is_nested_too_deeply_is_refused(tmp_path, deep):
+    with pytest.raises(ConfigError, match=r"ds.json is not JSON: it is nested too deeply$"):
+        load(write(tmp_path, deep))
+
+
+def test_base64_text_is_a_config_as_in_deepspeed():
+    text = base64.urlsafe_b64encode(json.dumps(BASE | {"seed": 7}).encode()).decode()
+    assert load(text).seed == 7
+    with pytest.raises(ConfigError, match="the given base64 text is not JSON: line 1"):
+        load(base64.urlsafe_b64encode(b'{"seed": what}').decode())
+    with pytest.raises(ConfigError, match="cannot read the config 'ezezezezez': No such file"):
+        load("ezezezezez")
 
 
 def test_no_line_is_reported_for_a_key_that_an_override_set(tmp_path):

@@ -111,6 +111,10 @@ KEYS = {
         "model.recompute": "full", "model.recompute_method": "uniform",
         "model.recompute_num_layers": 2,
     },
+    "--activations-checkpoint-method block --activations-checkpoint-num-layers 3": {
+        "model.recompute": "full", "model.recompute_method": "block",
+        "model.recompute_num_layers": 3,
+    },
     "--tensor-model-parallel-size 2 --sequence-parallel": {
         "mesh.tensor": 2, "mesh.sequence_parallel": True,
     },
@@ -229,6 +233,7 @@ SAMPLE_KEYS = {
         "training.train_samples": 400,
         "scheduler.params": {"min_lr": 0.0, "decay_samples": 200, "warmup_samples": 10},
     },
+    "--train-tokens 12800": {"training.train_samples": 400, "scheduler.params.decay_samples": 800},
     "--lr-decay-style WSD --lr-wsd-decay-samples 80": {"scheduler.params.wsd_decay_samples": 80},
 }  # fmt: skip
 
@@ -239,6 +244,43 @@ def test_lengths_in_samples_and_tokens_become_samples(arguments: str) -> None:
     expected = SAMPLE_KEYS[arguments]
     assert {key: value_at(conversion.config, key) for key in expected} == expected
     load(conversion.config)
+
+
+@pytest.mark.parametrize(("tokens", "steps", "decay"), [(1280, 5, 100), (10**6, 100, None)])
+def test_a_run_ends_at_the_first_of_its_iterations_and_tokens(
+    tokens: int, steps: int, decay: int | None
+) -> None:
+    config = config_of(STEPS + f"--train-tokens {tokens}")
+    assert config["training"]["train_steps"] == steps
+    assert config["scheduler"]["params"].get("decay_steps") == decay
+
+
+FOLDERS = """
+here=$(realpath $0)
+a=$(dirname $here); b="$( cd "$(dirname "${BASH_SOURCE[0]}")" >/dev/null 2>&1 && pwd )"
+c=$(cd `dirname $0`/..; pwd); d=$(dirname "$(readlink -f "$0")"); e=${0%/*}; f=$(pwd)
+python pretrain_gpt.py --num-layers 4 --hidden-size 64 --micro-batch-size 2 \\
+    --data-path $a/1 $b/2 $c/3 $d/4 $e/5 $f/6 $(find data -name x)/7
+"""
+
+
+def test_paths_beside_the_script_are_known() -> None:
+    variables = {"0": "/home/me/run/train.sh", "PWD": "/home/me"}
+    conversion = convert(find_launches(FOLDERS, None, variables)[0])
+    paths = ["/home/me/run/1", "/home/me/run/2", "/home/me/3", "/home/me/run/4", "/home/me/run/5"]
+    assert conversion.config["data"]["data_path"] == [
+        *paths, "/home/me/6", "$(find data -name x)/7",
+    ]  # fmt: skip
+    conversion = convert(find_launches(FOLDERS, None, {})[0])
+    assert conversion.config["data"]["data_path"][1] == (
+        '$(cd "$(dirname "${BASH_SOURCE[0]}")" >/dev/null 2>&1 && pwd)/2'
+    )
+
+
+def test_a_long_value_without_a_result_is_shown_as_in_the_script() -> None:
+    script = "python t.py --num-layers 2 --hidden-size 8 --micro-batch-size $(ssh a 'nproc' | wc)"
+    lines = lines_of(convert(find_launches(script, None, {})[0]))
+    assert any("--micro-batch-size $(ssh a 'nproc' | wc): $(ssh" in line for line in lines), lines
 
 
 DATA = {
