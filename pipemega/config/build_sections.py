@@ -142,7 +142,7 @@ def _messages(check: Callable[[Any], Iterable[str]], section: Section) -> Iterat
     try:
         yield from check(section)
     except ValueError as error:
-        yield str(error)
+        yield from getattr(error, "problems", ()) or (str(error),)
 
 
 def _is_auto(field: FieldInfo, value: Any) -> bool:

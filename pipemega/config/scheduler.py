@@ -173,6 +173,11 @@ class ConstantParams(SchedulerParams):
     def lengths_in_steps(self) -> list[str]:
         return [k for k in _IN_STEPS.values() if getattr(self, k, None)]
 
+    def _key(self, length: str) -> str:
+        """Return the name of a length ("decay") in the unit of those that are set."""
+        unit = "samples" if self.lengths_in_samples() else "steps"
+        return f"scheduler.params.{length}_{unit}"
+
     @property
     def _decay(self) -> int | None:
         return self.decay_samples or self.decay_steps
@@ -190,8 +195,8 @@ class ConstantParams(SchedulerParams):
     def check(self, total: int | None, advice: str) -> None:
         if self.warmup_fraction is not None and not (self._decay or total):
             raise ValueError(
-                "scheduler.params.warmup_fraction is a share of scheduler.params.decay_steps, "
-                f"which is missing, and {advice}"
+                f"scheduler.params.warmup_fraction is a share of {self._key('decay')}, which is "
+                f"missing, and {advice}"
             )
 
     def with_length(self, total: int | None, by: By) -> SchedulerParams:
@@ -213,10 +218,10 @@ class DecayParams(ConstantParams):
         super().check(total, advice)
         end, warmup = self._decay or total, self._warmup(total)
         if end is None:
-            raise ValueError(f"scheduler.params.decay_steps is missing, and {advice}")
+            raise ValueError(f"{self._key('decay')} is missing, and {advice}")
         if end <= warmup:
             raise ValueError(
-                f"scheduler.params.decay_steps ({end}) must be above the length of the warm-up "
+                f"{self._key('decay')} ({end}) must be above the length of the warm-up "
                 f"({warmup}): the rate decays between the two"
             )
 
@@ -255,8 +260,9 @@ class WsdParams(DecayParams):
         falling = (self._decay or total or 0) - self._warmup(total)
         if self._tail is not None and self._tail > falling:
             raise ValueError(
-                f"scheduler.params.wsd_decay_steps ({self._tail}) must be at most "
-                f"decay_steps minus the warm-up ({falling}): the rate decays in the last steps"
+                f"{self._key('wsd_decay')} ({self._tail}) must be at most "
+                f"{self._key('decay').rsplit('.')[-1]} minus the warm-up ({falling}): the rate "
+                "decays in the last of them"
             )
 
 

@@ -100,6 +100,10 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
         return ()
 
     def batch(config: Config) -> tuple[str, ...]:
+        config.batch(topology_of(config, world).data)
+        return ()
+
+    def growing_batch(config: Config) -> tuple[str, ...]:
         config.batch_sizes(topology_of(config, world).data)
         return ()
 
@@ -120,6 +124,7 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
         *(Rule((key,), partial(_file_errors, key)) for key in _FILE_KEYS),
         Rule(("mesh.data", "mesh.tensor", "mesh.pipeline"), ranks),
         Rule(_SIZES, batch),
+        Rule((RAMPUP, "training.train_samples", *_SIZES), growing_batch),
         Rule(("pipeline.schedule", "pipeline", "model", "imports", RAMPUP, *_SIZES), plan),
         Rule(("model.vocab_size", "data"), _vocabulary_fits),
         Rule(("data.eod_id", "data", "model.vocab_size"), _eod_is_known),

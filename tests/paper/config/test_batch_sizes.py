@@ -1,10 +1,13 @@
 """The samples of each step: train_batch_size, or `training.rampup_batch_size`."""
 
+import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pipemega.cli import main
 from pipemega.config import load
 from pipemega.config.batch_sizes import RAMPUP, BatchSizes
 from pipemega.errors import ConfigError
@@ -111,6 +114,24 @@ def test_a_ramp_up_that_does_not_fit_is_refused_with_the_nearest_sizes(
     with pytest.raises(ConfigError) as error:
         load(config(rampup))
     assert message in str(error.value)
+
+
+def test_all_errors_of_a_ramp_up_are_listed_once(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(json.dumps(config([3, 4, 60])))
+    assert main(["check", str(file)]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert "run.json has 2 errors:" in lines[0]
+    assert all("training.rampup_batch_size [3, 4, 60]: " in line for line in lines[1:])
+
+
+def test_the_lengths_of_a_schedule_in_samples_are_named_so() -> None:
+    schedule = {"type": "cosine", "params": {"warmup_samples": 50}}
+    with pytest.raises(ConfigError, match=r"params.decay_samples \(40\) must be above the length"):
+        load(config(None, training={"train_samples": 40}, scheduler=schedule))
 
 
 def test_the_ramp_up_is_checked_for_the_data_ranks_of_the_run() -> None:
