@@ -23,7 +23,7 @@ _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _STAGE_3 = re.compile(r"zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")
-_UNIVERSAL = "zero"
+_UNIVERSAL, _FP32 = "zero", "fp32.pt"
 _POINTERS = ("latest", "latest_universal")
 
 
@@ -56,6 +56,9 @@ def find_deepspeed(folder: str | Path, tag: str | None = None) -> Path | None:
     Args:
         folder: a folder of checkpoints, or one checkpoint.
         tag: the checkpoint in the folder; None: the one that `latest` names.
+
+    Raises:
+        CheckpointError: `latest` names none of the folder's checkpoints.
     """
     folder = Path(folder)
     if tag is not None:
@@ -63,9 +66,21 @@ def find_deepspeed(folder: str | Path, tag: str | None = None) -> Path | None:
     pointer = next((folder / name for name in _POINTERS if (folder / name).is_file()), None)
     if pointer is not None:
         # If it names a checkpoint of pipemega, a run has continued in this folder.
-        named = folder / pointer.read_text(errors="replace").strip()
-        return named if _has_files(named) else None
+        tag = pointer.read_text(errors="replace").strip()
+        if not (folder / tag).exists() and (found := other_tags(folder)):
+            raise CheckpointError(
+                f"{pointer} names '{tag}', which is missing; {folder} contains {', '.join(found)}: "
+                f"name one of them as the tag"
+            )
+        return folder / tag if _has_files(folder / tag) else None
     return folder if _has_files(folder) else None
+
+
+def other_tags(folder: Path) -> list[str]:
+    """Return the names of the checkpoints in a folder."""
+    if not folder.is_dir():
+        return []
+    return sorted(path.name for path in folder.iterdir() if _has_files(path))
 
 
 def list_files(path: Path) -> DeepSpeedFolder:
@@ -82,12 +97,28 @@ def list_files(path: Path) -> DeepSpeedFolder:
     layers = _grouped(path, _numbered(_LAYER, names), "layer_{:02d}-model_{:02d}-model_states.pt")
     parts = {(rank, data): name for (data, rank), name in _numbered(_OPTIMIZER, names).items()}
     optimizers = _grouped(path, parts, "zero_pp_rank_{1}_mp_rank_{0:02d}_optim_states.pt")
+    if optimizers and len(optimizers) < len(models):
+        pattern = "zero_pp_rank_0_mp_rank_{:02d}_optim_states.pt".format
+        _check_numbers(path, pattern, {r: parts[0] for r, parts in optimizers.items()}, len(models))
+    _check_universal(path)
     universal = {
         file.parent.relative_to(path / _UNIVERSAL).as_posix(): file
-        for file in sorted((path / _UNIVERSAL).glob("**/fp32.pt"))
+        for file in sorted((path / _UNIVERSAL).glob(f"**/{_FP32}"))
     }
     ordered = [models[rank] for rank in sorted(models)]
     return DeepSpeedFolder(path, layers, ordered, optimizers, universal)
+
+
+def _check_universal(path: Path) -> None:
+    # zero/optimizer_state.pt belongs to no parameter.
+    folders = {file.parent for file in (path / _UNIVERSAL).glob("*/**/*.pt")}
+    without = sorted(folder for folder in folders if not (folder / _FP32).is_file())
+    if without or ((path / _UNIVERSAL).is_dir() and not folders):
+        missing = without[0] / _FP32 if without else path / _UNIVERSAL / "<name>" / _FP32
+        raise CheckpointError(
+            f"{path} is incomplete: {missing.relative_to(path)} is missing: convert it again, or "
+            f"copy all files"
+        )
 
 
 def _numbered(pattern: re.Pattern[str], names: Iterable[str]) -> dict[tuple[int, int], str]:

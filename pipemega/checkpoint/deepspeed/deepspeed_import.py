@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from pipemega.checkpoint import layout, save_load
-from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
+from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed, other_tags
 from pipemega.checkpoint.deepspeed.deepspeed_weights import (
     DeepSpeedWeights,
     ReadOptions,
@@ -61,11 +61,13 @@ def open_deepspeed(folder: str, options: ReadOptions, tag: str | None = None) ->
         raise CheckpointError(f"{folder} is a URL: copy the checkpoint to a local folder first")
     path = find_deepspeed(folder, tag)
     if path is None:
+        tags = other_tags(Path(folder))
         where = folder if tag is None else f"{folder}/{tag}"
         raise CheckpointError(
             f"{where} contains no checkpoint of DeepSpeed: expected a folder with "
             f"layer_XX-model_states.pt or mp_rank_XX_model_states.pt files or a folder 'zero', or "
             f"the file 'latest' that names one"
+            + (f"; {folder} contains {', '.join(tags)}: choose one with --tag" if tags else "")
         )
     return read_deepspeed(path, options)
 
@@ -91,6 +93,8 @@ def import_deepspeed(folder: str, out: str, options: ImportOptions) -> ImportSum
             f"name another folder for the import"
         )
     names = options.names.translate(weights.tensors, weights.kind)
+    if not names:
+        raise CheckpointError("the name rules leave all tensors out: nothing would be written")
     tensors = {
         f"{'buffers' if name in weights.buffers else 'parameters'}/{logical}": weights.tensors[
             name

@@ -5,6 +5,7 @@ others       the name in the state_dict of the module
 universal    the same; in a pipeline "tied_modules.<key>.<name>" for tied layers
 """
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +54,15 @@ class ReadOptions:
     vocabulary: int | None = None
     in_run: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     tensor_size: int = 1
+
+    def __post_init__(self) -> None:
+        for pattern in self.shards:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise CheckpointError(
+                    f"--shards: the pattern {pattern!r} is not valid: {error}"
+                ) from error
 
 
 @dataclass(frozen=True)
@@ -120,6 +130,8 @@ class _Reader:
             kind, tensors = "module", self._module_weights()
         if not tensors:
             raise CheckpointError(f"{files.path} contains no weights")
+        self._refuse_missing(tensors)
+        self._check_options(tensors)
         state = ("global_steps", "global_samples", "ds_version")
         return DeepSpeedWeights(
             path=files.path,
@@ -221,11 +233,46 @@ class _Reader:
             return None
         return join_along(name, shards, dims[0])
 
+    def _refuse_missing(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Refuse a checkpoint without a parameter that `param_shapes` lists."""
+        for path, model in zip(self._files.models, self._models, strict=True):
+            groups = model.get("param_shapes")
+            for name in (
+                (n for g in groups if isinstance(g, dict) for n in g)
+                if isinstance(groups, list)
+                else ()
+            ):
+                inner = name.split(".", 2)[2:] if name.startswith("tied_modules.") else []
+                is_tied = inner and any(t.partition(".")[2] == inner[0] for t in tensors)
+                if name not in tensors and not is_tied:
+                    raise CheckpointError(
+                        f"{self._files.path} is incomplete: {path.name} lists the parameter "
+                        f"'{name}', and no file has it: copy all files of the checkpoint"
+                    )
+
+    def _check_options(self, tensors: Mapping[str, StoredTensor]) -> None:
+        """Refuse options that have no effect on any tensor."""
+        unused = [p for p in self._options.shards if not any(re.fullmatch(p, n) for n in tensors)]
+        if unused:
+            raise CheckpointError(
+                f"--shards: the pattern {unused[0]!r} matches no name of the checkpoint, such as "
+                f"'{next(iter(tensors))}'"
+            )
+        rows = self._options.vocabulary
+        tables = {name: t.shape for name, t in tensors.items() if _is_vocabulary(name, t)}
+        if rows is not None and (
+            rows < 1 or not any(shape[0] >= rows for shape in tables.values())
+        ):
+            found = ", ".join(f"{name} {list(shape)}" for name, shape in tables.items())
+            raise CheckpointError(
+                f"--vocab-size {rows}: no tensor has at least so many rows and is named "
+                f"{', '.join(_VOCABULARY)}; the checkpoint has: {found or 'none of these'}"
+            )
+
     def _without_padding(self, name: str, tensor: StoredTensor) -> StoredTensor:
         rows = self._options.vocabulary or self._universal.get("original_vocab_size")
         # In a universal checkpoint the padding is removed already.
-        parts = name.split(".")
-        is_vocabulary = len(parts) > 1 and parts[-2] in _VOCABULARY and len(tensor.shape) == 2
+        is_vocabulary = _is_vocabulary(name, tensor)
         as_in_run = tensor.shape == self._options.in_run.get(name)
         if not isinstance(rows, int) or not is_vocabulary or as_in_run or tensor.shape[0] <= rows:
             return tensor
@@ -249,6 +296,11 @@ class _Reader:
             for key, value in self._first.items()
             if key not in _OWN_KEYS and isinstance(key, str) and _is_plain(value)
         }
+
+
+def _is_vocabulary(name: str, tensor: StoredTensor) -> bool:
+    parts = name.split(".")
+    return len(parts) > 1 and parts[-2] in _VOCABULARY and len(tensor.shape) == 2
 
 
 def _dict_of(file: TorchFile) -> dict[str, Any]:

@@ -82,6 +82,11 @@ def replace_by_masters(weights: dict[str, StoredTensor], masters: FlatMasters, w
     """
     for name, flat in masters.items():
         places = [name] if name in weights else _places_of_tied(name, weights, masters)
+        if not places:
+            raise CheckpointError(
+                f"{where.parent} is incomplete: {where.name} has a master weight of '{name}', and "
+                f"no file has this weight: copy all files of the checkpoint"
+            )
         found = False
         for place in places:
             numel = sum(part.numel() for part in flat)

@@ -547,6 +547,58 @@ def test_a_checkpoint_that_cannot_be_read_is_refused_by_the_name_of_the_file(
     assert message in refused(tmp_path / "ds", tmp_path / "out")
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("layer_03-model_states.pt", "has a master weight of '3.norm.weight', and no file has"),
+        ("bf16_zero_pp_rank_*_mp_rank_01_optim_states.pt", "zero_pp_rank_0_mp_rank_01_optim_stat"),
+        ("*optim_states.pt layer_04-model_states.pt", "lists the parameter '4.norm.weight', and"),
+        ("zero/3.lin.weight/fp32.pt", "lists the parameter '3.lin.weight', and no file has it"),
+        ("zero/*/*", "is incomplete: zero/<name>/fp32.pt is missing"),
+        ("../latest*", "contains global_step3, global_step3_universal: choose one with --tag"),
+    ],
+)
+def test_a_copy_of_deepspeeds_files_that_is_not_complete_is_refused(tmp_path, file, message):
+    shutil.copytree(GOLDEN / "pipeline", tmp_path / "ds")
+    tag = "global_step3_universal" if "zero/" in file else "global_step3"
+    for pattern in file.split():
+        folder = tmp_path / "ds" / (tag if "../" not in pattern else ".")
+        removed = list(folder.glob(pattern.removeprefix("../")))
+        assert removed
+        for path in removed:
+            path.unlink()
+    options = {} if "latest" in file else {"tag": tag}
+    message_found = refused(tmp_path / "ds", tmp_path / "out", **options)
+    assert message in message_found
+
+
+def test_latest_that_names_no_checkpoint_is_refused_with_the_tags(tmp_path):
+    write_pipeline(tmp_path / "ds", {1: {"weight": random(2, 2)}})
+    (tmp_path / "ds" / "latest").write_text("global_step9")
+    message = refused(tmp_path / "ds", tmp_path / "out")
+    assert "latest names 'global_step9', which is missing" in message
+    assert "contains global_step7: name one of them as the tag" in message
+    with pytest.raises(CheckpointError, match="names 'global_step9', which is missing"):
+        engine_of().load_checkpoint(str(tmp_path / "ds"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--shards", "[=rows"], "--shards: the pattern '[' is not valid"),
+        (["--shards", "w=rows"], "--shards: the pattern 'w' matches no name of the checkpoint"),
+        (["--vocab-size", "7"], "at least so many rows and is named word_embeddings, lm_head"),
+        (["--vocab-size", "0"], "the checkpoint has: 0.word_embeddings.weight [6, 4]"),
+        (["--name", ".*="], "the name rules leave all tensors out"),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path, capsys, options, message):
+    write_pipeline(tmp_path / "ds", {0: {"word_embeddings.weight": random(6, 4)}})
+    folders = [str(tmp_path / "ds"), str(tmp_path / "out")]
+    assert main(["checkpoint", "import-deepspeed", *folders, *options]) == 2
+    assert message in capsys.readouterr().err
+
+
 def test_a_folder_without_a_checkpoint_of_deepspeed_is_refused(tmp_path):
     assert "contains no checkpoint of DeepSpeed" in refused(tmp_path, tmp_path / "out")
 
