@@ -112,6 +112,8 @@ def _overrides_for(error: Invalid, tree: Any) -> Iterator[str]:
         yield f"{dotted(_STAGE)}=1"
     elif error.path in _BATCH and "auto" in [tree.get(name) for (name,) in _BATCH]:
         yield from (f"{MICRO}=N", f"{STEPS}=N")
+    elif error.path in _BATCH and "batch size is not set" in error.message:
+        yield f"{MICRO}=N"
     elif error.path == _OPTIMIZER and (instead := _other_optimizer(tree)) is not None:
         yield f"{dotted(_OPTIMIZER)}={instead}"
     elif _needs_length(error.path, error.message):

@@ -67,7 +67,10 @@ def unknown_key(
     names = probably_meant(root, kind, key, raw, path)
     hint = suggestion(names) if names else did_you_mean(key, kind.model_fields)
     if not names and not path:
-        hint += "; a key of your own belongs in the section 'user', docs/config.md lists the others"
+        hint += (
+            "; a key of your own belongs in the section 'user' (`pipemega config from-deepspeed` "
+            "moves it there), docs/config.md lists the others"
+        )
     error = Invalid((*path, key), f"unknown key '{dotted((*path, key))}'{hint}")
     # A name without a dot is one of this object.
     return error, [tuple(name.split(".")) if "." in name else (*path, name) for name in names]

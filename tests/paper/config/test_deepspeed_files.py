@@ -146,8 +146,8 @@ def test_the_section_user_is_free_and_is_kept():
 
 def test_a_key_of_the_user_at_the_top_level_is_refused_with_the_section_for_it():
     assert errors_of(BASE | {"cuda_visible_devices": "0"}) == (
-        "unknown key 'cuda_visible_devices'; a key of your own belongs in the section 'user', "
-        "docs/config.md lists the others",
+        "unknown key 'cuda_visible_devices'; a key of your own belongs in the section 'user' "
+        "(`pipemega config from-deepspeed` moves it there), docs/config.md lists the others",
     )
 
 

@@ -34,6 +34,18 @@ SET = [
 ]
 
 
+@pytest.mark.parametrize("given", [{}, {"gradient_accumulation_steps": 2}])
+def test_a_missing_batch_size_is_among_the_options_that_the_file_needs(given):
+    found = explain({**given, "zero_optimization": {"stage": 2}})
+    assert set(found.overrides) == {
+        "train_micro_batch_size_per_gpu=N", "zero_optimization.stage=1",
+    }  # fmt: skip
+    load(
+        {**given, "zero_optimization": {"stage": 2}},
+        [override.replace("=N", "=4") for override in found.overrides],
+    )
+
+
 def test_each_key_is_explained_in_the_order_of_the_file():
     found = explain(FILE)
     assert [(key.status, key.text.split(":")[0][:66]) for key in found.keys] == [
