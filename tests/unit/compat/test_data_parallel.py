@@ -442,6 +442,8 @@ def raises(call: Any) -> str:
          "as a PipelineModule"),
         ({"optimizer": 3}, "initialize(optimizer=...) takes a torch.optim.Optimizer, or a function "
          "of the parameters that returns one, not a int"),
+        ({"optimizer": lambda parameters: None},
+         "optimizer must return a torch.optim.Optimizer, and it returns None"),
         ({"optimizer": torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=1)},
          "parameter group 0 holds a parameter of shape (2,) that is not one of the model"),
         ({"config": {**CONFIG, "zero_optimization": {"stage": 3}}}, "zero_optimization.stage"),
