@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from pipemega.checkpoint import any_checkpoint, newest
+from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
 from pipemega.checkpoint.open_path import open_path
 from pipemega.checkpoint.schedule_values import with_values_of
 from pipemega.config import Config
@@ -11,6 +12,7 @@ from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.distributed.topology import Topology
 from pipemega.engine.checkpointed_engine import CheckpointedEngine
 from pipemega.errors import CheckpointError
+from pipemega.storage.filesystem import is_remote
 
 
 def resume(engine: CheckpointedEngine, log: logging.Logger) -> None:
@@ -70,6 +72,8 @@ def _source(config: Config) -> tuple[str, str | None] | None:
         return own, tag
     if settings.load is None or settings.load_module_only:
         return None
+    if not is_remote(settings.load) and find_deepspeed(settings.load, settings.load_tag):
+        return None  # only its weights are loaded
     return settings.load, settings.load_tag
 
 

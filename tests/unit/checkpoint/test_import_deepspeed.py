@@ -168,6 +168,13 @@ def test_a_pipeline_checkpoint_loads_directly_and_warns_of_what_is_not_loaded(tm
     assert "the optimizer state, the loss scale, the LR schedule, the step (7)" in caplog.text
 
 
+def test_a_checkpoint_of_deepspeed_has_no_schedule_to_continue(tmp_path):
+    stored = layers()
+    write_pipeline(tmp_path, stored)
+    load = {"load": str(tmp_path), "use_checkpoint_opt_param_scheduler": True}
+    assert_loaded(engine_of(checkpoint=load), stored)
+
+
 def test_an_imported_checkpoint_loads_as_weights_alone(tmp_path):
     stored = layers()
     write_pipeline(tmp_path / "ds", stored, state={"buffer_names": ["tied_modules.embed.scale"]})
