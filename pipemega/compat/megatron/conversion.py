@@ -115,6 +115,7 @@ def _with_deepspeed(
         elif key in config and config[key] != value and value != "auto":
             given.say("changed", "deepspeed-config", f"its {key} is {value}; Megatron's arguments "
                       f"say {config[key]}, which counts")  # fmt: skip
+    _report_differences(given, content)
     if any(key in content for key in _ONE_WHOLE):
         config = {key: value for key, value in config.items() if key not in ("fp16", "bf16")}
     clip = content.get("gradient_clipping")
@@ -127,6 +128,22 @@ def _with_deepspeed(
     else:
         config.pop("steps_per_print", None)
     return config | {key: value for key, value in content.items() if value is not None}
+
+
+def _report_differences(given: Given, content: Mapping[str, Any]) -> None:
+    """Say which precision and stage of the arguments the DeepSpeed file replaces."""
+    sections = {name: content[name] for name in _ONE_WHOLE if isinstance(content.get(name), dict)}
+    enabled = {name.replace("bfloat16", "bf16")
+               for name, section in sections.items() if section.get("enabled")}  # fmt: skip
+    for name in ("bf16", "fp16"):
+        if sections and given.flag(name) and name not in enabled:
+            precision = " and ".join(sorted(enabled)) or "fp32"
+            given.say("changed", name, f"the DeepSpeed file counts: {precision}")
+    zero = content.get("zero_optimization")
+    stage = zero.get("stage") if isinstance(zero, dict) else None
+    if stage is not None and "zero-stage" in given and stage != given.number("zero-stage"):
+        given.say("changed", "zero-stage", f"zero_optimization.stage of the DeepSpeed file counts: "
+                  f"{stage}")  # fmt: skip
 
 
 def _deepspeed_json(

@@ -402,6 +402,26 @@ def test_every_argument_without_a_counterpart_has_a_line(arguments: str) -> None
     assert conversion.is_complete
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ('{"fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}',
+         ["changed: --bf16: the DeepSpeed file counts: fp16",
+          "changed: --zero-stage 2: zero_optimization.stage of the DeepSpeed file counts: 1"]),
+        ('{"fp16": {"enabled": false}}', ["changed: --bf16: the DeepSpeed file counts: fp32"]),
+        ('{"bfloat16": {"enabled": true}, "zero_optimization": {"stage": 2}}', []),
+        ('{"steps_per_print": 3}', []),
+    ],
+)  # fmt: skip
+def test_a_precision_or_stage_that_the_deepspeed_file_replaces_has_a_line(
+    tmp_path: Path, content: str, expected: list[str]
+) -> None:
+    (tmp_path / "ds.json").write_text(content, encoding="utf-8")
+    arguments = STEPS + "--bf16 --zero-stage 2 --deepspeed --deepspeed_config ds.json"
+    lines = lines_of(conversion_of(arguments, tmp_path))
+    assert [line for line in lines if line.startswith("changed")] == expected
+
+
 def test_the_keys_of_the_deepspeed_file_count_before_arguments() -> None:
     script = f"""
     BS=8
