@@ -38,9 +38,15 @@ class FlopsProfilerSection(Section):
 
 def warnings_of_profiling(config: Any) -> Iterator[str]:
     """Yield a warning if a `Config` profiles a step that the run does not have."""
-    section, steps = config.flops_profiler, config.training.train_steps
-    if section.enabled and steps is not None and section.profile_step > steps:
+    section, training = config.flops_profiler, config.training
+    if not section.enabled or not training.has_length:
+        return
+    # More data ranks have as many steps, or fewer.
+    steps = config.batch_sizes(config.smallest_data_size).run_length(training).steps
+    if steps is not None and section.profile_step > steps:
+        in_samples = training.train_samples is not None
+        length = f"train_samples are {steps} steps" if in_samples else f"train_steps {steps}"
         yield (
             f"flops_profiler.profile_step ({section.profile_step}) is after the last step "
-            f"(training.train_steps {steps}): no step will be profiled"
+            f"(training.{length}): no step will be profiled"
         )

@@ -128,6 +128,12 @@ def test_all_errors_of_a_ramp_up_are_listed_once(
     assert all("training.rampup_batch_size [3, 4, 60]: " in line for line in lines[1:])
 
 
+def test_a_profile_of_a_step_after_the_last_sample_is_warned_of() -> None:
+    profiler = {"enabled": True, "profile_step": 6}
+    found = load(config([4, 4, 24], training={"train_samples": 59}, flops_profiler=profiler))
+    assert any("step (training.train_samples are 5 steps): no" in line for line in found.warnings)
+
+
 def test_the_lengths_of_a_schedule_in_samples_are_named_so() -> None:
     schedule = {"type": "cosine", "params": {"warmup_samples": 50}}
     with pytest.raises(ConfigError, match=r"params.decay_samples \(40\) must be above the length"):
