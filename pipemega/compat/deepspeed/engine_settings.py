@@ -22,6 +22,7 @@ _ADVICE: Mapping[str, str] = {
     "set_data_post_process_func": "curriculum learning does not exist",
     "random_ltd_scheduler": "random layer token drop does not exist",
     "progressive_layer_drop": "progressive layer drop does not exist",
+    "monitor": "set wandb, tensorboard or csv_monitor in the config",
     "flops_profiler": "set flops_profiler in the config",
     "timers": "set wall_clock_breakdown in the config",
 }

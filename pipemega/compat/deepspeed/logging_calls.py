@@ -18,6 +18,12 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
         get_logger(rank).log(level, f"[Rank {rank}] {message}")
 
 
+def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:
+    """Set the level of `custom_logger`; rank 0 of pipemega logs INFO and above, others warnings."""
+    if custom_logger is not None:
+        custom_logger.setLevel(log_level_str.upper())
+
+
 def print_rank_0(message: Any, debug: bool = False, force: bool = False) -> None:
     """Print on rank 0, if `debug` or `force` is set."""
     if launched_rank() == 0 and (debug or force):

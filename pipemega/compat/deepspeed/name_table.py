@@ -36,8 +36,10 @@ _CHECKPOINTING = {
 }  # fmt: skip
 _LOADERS = {"RepeatingLoader": f"{_HERE}.repeating_loader:RepeatingLoader"}
 _LOG = {
-    name: f"{_LOGGING}:{name}" for name in ("logger", "log_dist", "print_rank_0", "warning_once")
-}
+    name: f"{_LOGGING}:{name}" for name in (
+        "logger", "log_dist", "print_rank_0", "warning_once", "set_log_level_from_string",
+    )
+}  # fmt: skip
 _ACCELERATOR = {"get_accelerator": f"{_HERE}.torch_accelerator:get_accelerator"}
 _RUNTIME_UTILS = {
     name: f"{_HERE}.runtime_calls:{name}"
@@ -66,6 +68,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "PipelineEngine": f"{_HERE}.pipeline_engine:PipelineEngine",
         "dist": "torch.distributed",
         "__version__": f"{_LAUNCH}:DEEPSPEED_VERSION",
+        "version": f"{_LAUNCH}:DEEPSPEED_VERSION",
         **_ENGINE,
         **_INIT,
         **_LOG,

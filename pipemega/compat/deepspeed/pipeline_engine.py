@@ -136,7 +136,16 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         Raises:
             StopIteration: no data is left.
             RuntimeError: gradients are disabled.
+            ConfigError: `micro_batches` has been changed.
         """
+        if self.micro_batches != self.gradient_accumulation_steps():
+            raise ConfigError(
+                f"engine.micro_batches has been set to {self.micro_batches}, and a step has "
+                f"{self.gradient_accumulation_steps()} micro-batches: set "
+                "gradient_accumulation_steps in the config; for an evaluation, pass "
+                "eval_batch(num_micro_batches=...), or set micro_batches back after it",
+                on_every_rank=True,
+            )
         if not torch.is_grad_enabled():
             raise RuntimeError("train_batch() needs gradients: call eval_batch() under no_grad")
         if data_iter is not None:

@@ -153,6 +153,9 @@ def refusals() -> list[str]:
             model=net, config=ds_config(), optimizer=torch.optim.SGD([torch.zeros(1)], lr=1.0)
         ),
     ]
+    engine.micro_batches += 1
+    names = [lambda: engine.no_sync(), lambda: engine.no_such]
+    calls += [lambda: engine.train_batch(iter(())), *names]
     messages = []
     for call in calls:
         try:
