@@ -105,6 +105,12 @@ def _base_model(reader: CheckpointReader) -> ModelToExport:
     if saved is not None:
         return _hf_to_export(module_of(saved), stored)
     section = (state.get("config") or {}).get("model") or {}
+    if state.get("weights_only") and "parameters/layers.0.weight" not in stored:
+        raise CheckpointError(
+            f"{reader.full_path} contains only weights ({state['weights_only']}), by other names "
+            f"than those of a model of type 'hf' or 'gpt': load them in a run with this model "
+            f"(checkpoint.load_module_only true), save it, and export what it saved"
+        )
     if section.get("type", "gpt") != "gpt" or "num_layers" not in section:
         kind = repr(section.get("type")) if section else "none: the script built the model itself"
         raise CheckpointError(

@@ -661,6 +661,14 @@ def test_the_command_prints_the_names_and_what_was_left_out(tmp_path, capsys):
     assert "expected PATTERN=..., with a '='" in capsys.readouterr().err
 
 
+def test_the_export_of_imported_weights_says_that_a_run_must_save_them_first(tmp_path, capsys):
+    pytest.importorskip("transformers")
+    write_pipeline(tmp_path / "ds", {1: {"weight": random(2, 2)}})
+    import_deepspeed(str(tmp_path / "ds"), str(tmp_path / "out"), ImportOptions())
+    assert main(["hf", "export", str(tmp_path / "out"), str(tmp_path / "hf")]) == 2
+    assert "contains only weights (DeepSpeed 0.19.8), by other names" in capsys.readouterr().err
+
+
 # Files of DeepSpeed itself
 
 
