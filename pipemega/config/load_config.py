@@ -79,7 +79,7 @@ def examine(
     """
     given = source.to_dict() if isinstance(source, Config) else source
     found = override(read(given), overrides)
-    found, adopted = own_keys_in_user(found) if adopt else (found, ())
+    found, adopted = _own_keys_in_user(found) if adopt else (found, ())
     builder = Builder((*found.errors, *_import(found.tree, _folders(source))))
     if len(builder.errors) > len(found.errors):
         return Draft(None, found, builder)  # the types of the modules are unknown
@@ -96,7 +96,7 @@ def examine(
     return Draft(config, found, builder)
 
 
-def own_keys_in_user(source: Source) -> tuple[Source, tuple[str, ...]]:
+def _own_keys_in_user(source: Source) -> tuple[Source, tuple[str, ...]]:
     """Move keys at the top level that are unlike every known key to `user`; return their names."""
     tree = source.tree
     user = tree.get("user", {}) if isinstance(tree, Mapping) else None

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipemega.compat.deepspeed as deepspeed
@@ -56,6 +57,26 @@ def build(num_pp: int, num_dp: int, **changes: Any) -> tuple[Any, Any]:
         args=Namespace(local_rank=0), model=net, config=ds_config(**changes)
     )
     return net, engine
+
+
+def grid_calls(num_pp: int, num_mp: int, num_dp: int) -> dict[str, Any]:
+    """Return (rank, size, ranks of the group) for each kind of groups of a grid."""
+    from pipemega.compat.deepspeed.parallel_grid import PipelineParallelGrid
+    from pipemega.compat.deepspeed.process_topology import PipeModelDataParallelTopology
+
+    deepspeed.init_distributed()
+    grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp, num_mp, num_dp))
+    found: dict[str, Any] = {
+        kind: (
+            getattr(grid, f"get_{kind}_parallel_rank")(),
+            getattr(grid, f"get_{kind}_parallel_world_size")(),
+            dist.get_process_group_ranks(getattr(grid, f"get_{kind}_parallel_group")()),
+        )
+        for kind in ("pipe", "data", "slice", "model")
+    }
+    found["ids"] = grid.get_global_rank(), grid.get_stage_id(), grid.get_data_parallel_id()
+    found["data ranks"] = grid.get_data_parallel_group_ranks()
+    return found
 
 
 def engine_calls(folder: str) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from tests.ranks.compat.deepspeed_scripts import CLASSES, MICRO
 from tests.ranks.compat.engine_calls import (
     counted_forwards,
     engine_calls,
+    grid_calls,
     other_shapes,
     refusals,
 )
@@ -41,6 +42,23 @@ def test_the_calls_of_scripts_return_what_those_of_deepspeed_return(
         assert found["client"] == (0.1, [0, 1, 2], "uint32")
         assert found["restored"]
         assert found["steps after loading"] == 3
+
+
+def test_the_getters_of_a_grid_name_the_groups_of_each_rank(pool: RankPool) -> None:
+    *_, last = pool.run(4, grid_calls, 2, 1, 2)  # rank = 2 * stage + data rank
+    assert last["pipe"] == (1, 2, [1, 3])
+    assert last["data"] == (1, 2, [2, 3])
+    assert last["slice"] == (0, 1, [3])
+    assert last["model"] == (1, 2, [1, 3])
+    assert last["ids"] == (3, 1, 1)
+    assert last["data ranks"] == [2, 3]
+    _, second, *_ = pool.run(4, grid_calls, 2, 2, 1)  # rank = 2 * stage + tensor rank
+    assert second["pipe"] == (0, 2, [1, 3])
+    assert second["data"] == (0, 1, [1])
+    assert second["slice"] == (1, 2, [0, 1])
+    # DeepSpeed: all ranks of one copy of the model.
+    assert second["model"] == (1, 4, [0, 1, 2, 3])
+    assert second["ids"] == (1, 0, 0)
 
 
 def test_shapes_may_change_after_reset_activation_shape(pool: RankPool) -> None:
