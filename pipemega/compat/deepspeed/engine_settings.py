@@ -188,16 +188,13 @@ class EngineSettings(ABC):
 
     has_moe_layers = False
 
-    def zero_optimization_partition_weights(self) -> bool:
-        """Return False: that is ZeRO stage 3."""
+    def _is_off(self) -> bool:
+        """Return False: it does not exist here."""
         return False
 
-    zero_optimization_partition_gradients = zero_optimization_partition_weights
-    random_ltd_enabled = zero_optimization_partition_weights
-    curriculum_enabled_legacy = zero_optimization_partition_weights
-    curriculum_learning_enabled = zero_optimization_partition_weights
-    pld_enabled = zero_optimization_partition_weights
-    amp_enabled = zero_optimization_partition_weights
+    zero_optimization_partition_weights = zero_optimization_partition_gradients = _is_off
+    random_ltd_enabled = curriculum_enabled_legacy = curriculum_learning_enabled = _is_off
+    pld_enabled = amp_enabled = _is_off
 
     def get_additional_losses(self) -> None:
         """Return None: there is one loss."""
