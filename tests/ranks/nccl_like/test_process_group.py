@@ -11,7 +11,8 @@ import torch.distributed as dist
 from tests.ranks.nccl_like import BACKENDS, LAZY, SILENT, STRICT
 from tests.ranks.pool import RankPool, RanksFailed
 
-SECONDS = 0.4
+# Timeout of operations that have to time out, and of those that have to succeed.
+SECONDS, AMPLE = 0.4, 60.0
 
 
 def errors_of(
@@ -48,10 +49,10 @@ def use_everything() -> list[Any]:
     rank, results = dist.get_rank(), []
     operations = {0: [(dist.isend, 1), (dist.irecv, 1)], 1: [(dist.irecv, 0), (dist.isend, 0)]}
     if rank in operations:
-        messages = start(*operations[rank], group=group_of_all())
+        messages = start(*operations[rank], group=group_of_all(AMPLE))
         results.append(messages[1 - rank].tolist())
     else:
-        group_of_all()
+        group_of_all(AMPLE)
     mine, whole, part = torch.full((3,), 1.0 + rank), torch.empty(9), torch.empty(1)
     dist.all_reduce(mine)
     dist.all_gather_single(whole, mine)
@@ -75,8 +76,8 @@ def test_matching_orders_give_the_results_of_gloo(pool: RankPool) -> None:
         assert pool.run(3, use_everything, backend=backend) == expected
 
 
-def send_before_receiving() -> None:
-    group, rank = group_of_all(), dist.get_rank()
+def send_before_receiving(seconds: float = SECONDS) -> None:
+    group, rank = group_of_all(seconds), dist.get_rank()
     if rank < 2:
         start((dist.isend, 1 - rank), (dist.irecv, 1 - rank), group=group)
 
@@ -85,7 +86,7 @@ def test_two_ranks_that_both_send_first_time_out_and_name_the_first_operation_of
     pool: RankPool,
 ) -> None:
     """Gloo separates the two directions."""
-    pool.run(3, send_before_receiving, backend="gloo")
+    pool.run(3, send_before_receiving, AMPLE, backend="gloo")
     for backend, first in ((STRICT, "send (3,) float32"), (LAZY, "connection of sends")):
         errors = errors_of(pool, backend, send_before_receiving)
         assert sorted(errors) == [0, 1]
@@ -96,9 +97,9 @@ def test_two_ranks_that_both_send_first_time_out_and_name_the_first_operation_of
             assert f"to rank {1 - rank}" in error or backend == LAZY
 
 
-def receive_before_the_send_of_another_pair() -> None:
+def receive_before_the_send_of_another_pair(seconds: float = SECONDS) -> None:
     """Rank 0 receives from 1 before it sends to 2, and 1 sends to 0 after it has heard from 2."""
-    group, rank = group_of_all(), dist.get_rank()
+    group, rank = group_of_all(seconds), dist.get_rank()
     chain = {
         0: [(dist.irecv, 1), (dist.isend, 2)],
         1: [(dist.irecv, 2), (dist.isend, 0)],
@@ -109,14 +110,15 @@ def receive_before_the_send_of_another_pair() -> None:
 
 def test_only_lazy_communicators_block_the_host_before_its_next_operation(pool: RankPool) -> None:
     """Different pairs have different queues: a receive that is posted early blocks no other."""
-    pool.run(3, receive_before_the_send_of_another_pair, backend=STRICT)
+    pool.run(3, receive_before_the_send_of_another_pair, AMPLE, backend=STRICT)
     errors = errors_of(pool, LAZY, receive_before_the_send_of_another_pair)
     assert sorted(errors) == [0, 1, 2]
     assert "connection of ranks 0, 1 (operation 1), rank 1: nothing" in errors[0]
 
 
 def batch_of_some_ranks(collective_first: bool) -> None:
-    group, rank, x = group_of_all(), dist.get_rank(), torch.ones(2)
+    group = group_of_all(AMPLE if collective_first else SECONDS)
+    rank, x = dist.get_rank(), torch.ones(2)
     if collective_first:
         dist.all_reduce(x, group=group)
     if rank < 2:
