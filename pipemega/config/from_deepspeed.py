@@ -208,7 +208,7 @@ class _Lines:
             return "default", f"{shown} -> {show(field.default)}{_filled(path)}"
         if found["status"] == "replaced":
             return "changed", f"{shown} -> {found['instead']}"
-        if found["status"] == "ignored" and value not in found["accepts"]:
+        if found["status"] == "ignored" and value not in found["agrees"]:
             return "ignored", f"{shown}: {found['why']}"
         if found["status"] == "block":
             return "ignored", f"{shown}: it is disabled, and not supported"

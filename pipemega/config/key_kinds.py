@@ -120,15 +120,19 @@ def honoured(default: Any, text: str, **constraints: Any) -> Any:
     return _field(default, text, {"status": "honoured"}, constraints)
 
 
-def ignored(default: Any, text: str, why: str, agrees: Iterable[Any] = ()) -> Any:
+def ignored(
+    default: Any, text: str, why: str, agrees: Iterable[Any] = (), silent: Iterable[Any] = ()
+) -> Any:
     """Declare a key without effect.
 
     Args:
         why: the reason, for the warning.
         agrees: values that describe what pipemega does anyway; they give no warning.
+        silent: other values that give no warning.
     """
-    silent = [None, *agrees, *([False] if default in (False, None) else [])]
-    return _field(default, text, {"status": "ignored", "why": why, "accepts": silent}, {})
+    agreeing = [None, *agrees, *([False] if default in (False, None) else [])]
+    extra = {"status": "ignored", "why": why, "agrees": agreeing, "accepts": [*agreeing, *silent]}
+    return _field(default, text, extra, {})
 
 
 def refused(

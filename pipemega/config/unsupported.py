@@ -257,7 +257,7 @@ else:
             for name, default, text in _ZERO_ALWAYS
         },
         **{
-            name: (kind, ignored(default, text, STAGE_3, agrees=[default]))
+            name: (kind, ignored(default, text, STAGE_3, silent=[default]))
             for name, kind, default, text in _STAGE_3_KEYS
         },
     )

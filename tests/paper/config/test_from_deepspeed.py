@@ -121,6 +121,15 @@ def test_a_file_that_differs_only_in_the_stage_is_complete_and_gives_an_equal_co
     assert found.tree["mesh"] == {"pipeline": 2}
 
 
+def test_a_key_of_stage_3_is_ignored_whatever_its_value():
+    for value in (5e7, 1e6):  # DeepSpeed's default, another
+        zero = {"stage": 1, "stage3_prefetch_bucket_size": value, "contiguous_gradients": True}
+        found = explain({"train_batch_size": 8, "zero_optimization": zero})
+        status = {".".join(key.path): key.status for key in found.keys}
+        assert status["zero_optimization.stage3_prefetch_bucket_size"] == "ignored"
+        assert status["zero_optimization.contiguous_gradients"] == "honoured"
+
+
 def test_a_refused_optimizer_gets_the_one_to_use_instead():
     params = {"lr": 0.1, "freeze_step": 7}
     tree = {"train_batch_size": 8, "optimizer": {"type": "OneBitLamb", "params": params}}
