@@ -56,7 +56,11 @@ def nccl_communicators(topology: Topology, rank_of_stage: Sequence[int]) -> int:
 
 
 def connect(
-    pipeline: Axis, rank_of_stage: Sequence[int], device: torch.device, timeout: timedelta
+    pipeline: Axis,
+    rank_of_stage: Sequence[int],
+    device: torch.device,
+    timeout: timedelta,
+    vocabulary: bool = False,
 ) -> dict[Channel, Route]:
     """Return the route of each channel; collective over the pipeline.
 
@@ -64,6 +68,7 @@ def connect(
         rank_of_stage: the pipeline rank of each stage.
         device: of the messages.
         timeout: of each wait.
+        vocabulary: the plan has vocabulary parallelism.
 
     Raises:
         MeshError: the caller has initialized torch.distributed with a device_id.
@@ -72,9 +77,9 @@ def connect(
     if (group := pipeline.group) is None:
         return {}
     if message_order(pipeline, device) == "tags":
-        return {c: Route(group, tag) for tag, c in enumerate(channels(rank_of_stage))}
+        return {c: Route(group, tag) for tag, c in enumerate(channels(rank_of_stage, vocabulary))}
     _refuse_bound_device(group)
-    links = connections(rank_of_stage)
+    links = connections(rank_of_stage, vocabulary)
     groups = _make_groups(pipeline, 1 + max(link.group for link in links), device, timeout)
     _open(pipeline, links, groups, device)
     return {link.channel: Route(groups[link.group], 0) for link in links}

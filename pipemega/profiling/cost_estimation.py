@@ -129,14 +129,14 @@ def message_time(traces: Iterable[Trace]) -> float:
     directions: dict[tuple[int, int], float] = {}
     for trace in traces:
         plan = trace.plan.compute_only()
-        rank_of, timeline = plan.rank_of_stage, trace.timeline
+        timeline = trace.timeline
         steps = [entry for rank in range(plan.num_ranks) for entry in timeline.steps(rank)]
         ends = {step: end for step, _, end in steps}
         for step, start, _ in steps:
-            need = plan.needs(step)
-            if need is None or rank_of[need.stage] == rank_of[step.stage]:
+            need = plan.remote_need(step)
+            if need is None:
                 continue
-            key = rank_of[need.stage], rank_of[step.stage]
+            key = plan.rank_of(need), plan.rank_of(step)
             time = start - ends[need]
             directions[key] = min(directions.get(key, time), time)
     pairs: dict[frozenset[int], list[float]] = defaultdict(list)

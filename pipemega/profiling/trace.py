@@ -74,8 +74,7 @@ class Trace:
         last, plan = self.began[rank], self.plan
         times = zip(plan.programs[rank], self.ready[rank], self.end[rank], strict=True)
         for step, ready, end in times:
-            need = plan.needs(step)
-            waits = need is not None and plan.rank_of_stage[need.stage] != rank
+            waits = plan.remote_need(step) is not None
             yield Row(step, last if waits else ready, ready, end)
             last = end
 

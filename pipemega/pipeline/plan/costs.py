@@ -6,10 +6,45 @@ cost of one micro-batch on one rank, as in the papers.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from pipemega.errors import ScheduleError
+from pipemega.pipeline.plan.kinds import VOCABULARY_PASSES, Kind
+
+
+@dataclass(frozen=True)
+class VocabularyCosts:
+    """Costs of the passes of vocabulary parallelism for one micro-batch, equal on all ranks.
+
+    Args:
+        embed, embed_weight, output, loss, output_weight: times of E, G, S, C and T.
+        kept: memory of a rank between S and T.
+
+    Raises:
+        ScheduleError: a cost is negative or not finite.
+    """
+
+    embed: float = 0.0
+    embed_weight: float = 0.0
+    output: float = 0.0
+    loss: float = 0.0
+    output_weight: float = 0.0
+    kept: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check(f"vocabulary.{field.name}", getattr(self, field.name))
+
+    @property
+    def times(self) -> Mapping[Kind, float]:
+        times = (self.embed, self.embed_weight, self.output, self.loss, self.output_weight)
+        return dict(zip(VOCABULARY_PASSES, times, strict=True))
+
+
+def _check(name: str, cost: float) -> None:
+    if not (math.isfinite(cost) and cost >= 0):
+        raise ScheduleError(f"the cost {name} is {cost}: give a finite number, at least 0")
 
 
 @dataclass(frozen=True)
@@ -26,6 +61,7 @@ class CostModel:
             with activation checkpointing, I recomputes what F released.
         message: time from the end of a step to the start of the step on another rank that uses its
             result; 0 between steps of the same rank.
+        vocabulary: of the passes of vocabulary parallelism, if the plan has them.
 
     Raises:
         ScheduleError: a cost is negative or not finite, or the numbers of stages differ.
@@ -38,17 +74,14 @@ class CostModel:
     activation: tuple[float, ...] | None = None
     kept: tuple[float, ...] | None = None
     message: float = 0.0
+    vocabulary: VocabularyCosts = VocabularyCosts()
 
     def __post_init__(self) -> None:
+        _check("message", self.message)
         for field in fields(self):
             value = getattr(self, field.name)
-            costs = value if isinstance(value, tuple) else () if value is None else (value,)
-            for stage, cost in enumerate(costs):
-                if not (math.isfinite(cost) and cost >= 0):
-                    where = f" of stage {stage}" if isinstance(value, tuple) else ""
-                    raise ScheduleError(
-                        f"the cost {field.name}{where} is {cost}: give a finite number, at least 0"
-                    )
+            for stage, cost in enumerate(value if isinstance(value, tuple) else ()):
+                _check(f"{field.name} of stage {stage}", cost)
             if isinstance(value, tuple) and len(value) != len(self.forward):
                 raise ScheduleError(
                     f"the costs have {len(self.forward)} stages for forward and {len(value)} for "

@@ -77,8 +77,8 @@ def _last_progress(
 def _positions(
     plan: Plan, steps: Iterable[Instruction], position: Mapping[Instruction, int]
 ) -> list[int]:
-    needs = (plan.needs(step) for step in steps)
-    return [position[need] for need in needs if need is not None and need in position]
+    needs = (need for step in steps for need in plan.all_needs(step))
+    return [position[need] for need in needs if need in position]
 
 
 def _progress_line(

@@ -1,7 +1,7 @@
 """A possible execution order of the instructions of a plan, or a report of its deadlock.
 
-Each rank runs its program in order, and an instruction waits for the one that it needs
-(`Plan.needs`), on the same or another rank. Nothing else waits: sends are asynchronous, and a
+Each rank runs its program in order, and an instruction waits for those that it needs
+(`Plan.all_needs`), on the same or other ranks. Nothing else waits: sends are asynchronous, and a
 receive is only posted.
 """
 
@@ -11,8 +11,8 @@ from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
 
 
-def execution_order(plan: Plan) -> Iterator[tuple[int, Instruction, Instruction | None]]:
-    """Yield every instruction after the one that it needs: (rank, instruction, needed one).
+def execution_order(plan: Plan) -> Iterator[tuple[int, Instruction, tuple[Instruction, ...]]]:
+    """Yield every instruction after those that it needs: (rank, instruction, needed ones).
 
     Takes time proportional to the number of instructions.
 
@@ -29,11 +29,12 @@ def execution_order(plan: Plan) -> Iterator[tuple[int, Instruction, Instruction 
         program, at = plan.programs[rank], position[rank]
         while at < len(program):
             step = program[at]
-            need = plan.needs(step)
-            if need is not None and need not in done:
-                waiting.setdefault(need, []).append(rank)
+            needs = plan.all_needs(step)
+            missing = next((need for need in needs if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
                 break
-            yield rank, step, need
+            yield rank, step, needs
             done.add(step)
             at += 1
             if step in waiting:
@@ -57,7 +58,7 @@ def last_gradients(program: Program) -> frozenset[Instruction]:
 
 def _describe_waits(plan: Plan, stuck: Mapping[int, int], needed: Mapping[int, Instruction]) -> str:
     """Describe the cycle of ranks that wait for each other, and show their part of the plan."""
-    cycle = cycle_of({r: plan.rank_of_stage[need.stage] for r, need in needed.items()})
+    cycle = cycle_of({r: plan.rank_of(need) for r, need in needed.items()})
     waits = []
     for rank in cycle:
         step = plan.programs[rank][stuck[rank]]

@@ -13,41 +13,19 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from enum import Enum
 from functools import cached_property
 from typing import NamedTuple
 
 from pipemega.errors import ScheduleError
+from pipemega.pipeline.plan.kinds import TRANSFERS, VOCABULARY_PASSES, Transfer
+from pipemega.pipeline.plan.kinds import Kind as Kind
 
-
-class Kind(Enum):
-    """Kind of an instruction; the value is its notation."""
-
-    FORWARD = "F"
-    BACKWARD = "B"  # gradients of the input and of the weights
-    BACKWARD_INPUT = "I"  # gradient of the input; the previous stage waits for it
-    BACKWARD_WEIGHT = "W"  # gradients of the weights; only the optimizer waits for them
-    SEND_ACTIVATION = "SA"
-    RECV_ACTIVATION = "RA"
-    SEND_GRADIENT = "SG"
-    RECV_GRADIENT = "RG"
-
-    # Enum computes its hash in Python. Members are singletons, so the identity hash is enough; it
-    # halves the time of functions on plans.
-    __hash__ = object.__hash__
-
-    @property
-    def is_message(self) -> bool:
-        return self in _MESSAGES
-
-
-_MESSAGES = frozenset(
-    {Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, Kind.SEND_GRADIENT, Kind.RECV_GRADIENT}
-)
 # At most nine digits, since Python limits the length of the numbers that it parses.
-_NOTATION = re.compile(r"(F|B|I|W|SA|RA|SG|RG)([0-9]{1,9})@([0-9]{1,9})")
-# The notation of compute steps in CSV files of torch.distributed.pipelining.
-_TORCH_NOTATION = re.compile(r"([0-9]{1,9})(F|B|I|W)([0-9]{1,9})")
+_NOTATION = re.compile(f"({'|'.join(kind.value for kind in Kind)})([0-9]{{1,9}})@([0-9]{{1,9}})")
+# The notation of compute steps in CSV files of torch.distributed.pipelining, which has F, B, I, W.
+_TORCH_NOTATION = re.compile(
+    f"([0-9]{{1,9}})({'|'.join(k.value for k in Kind if not k.is_message)})([0-9]{{1,9}})"
+)
 
 
 class Instruction(NamedTuple):
@@ -59,6 +37,10 @@ class Instruction(NamedTuple):
         RA3@1   post the receive of the input of stage 1, from stage 0
         SG3@1   send the gradient of the input of stage 1 to stage 0
         RG3@1   post the receive of the gradient of the output of stage 1, from stage 2
+
+    In vocabulary parallelism E, S, T and G have the number of a shard, which is a pipeline rank:
+    `S3@1` is the output pass of micro-batch 3 over the shard of rank 1. C has the last stage. A
+    send to all shards, and a receive from all shards, has the number of the stage.
 
     Posting a receive does not wait; see `lowering` for what waits.
     """
@@ -142,37 +124,90 @@ class Plan:
         programs = (tuple(s for s in p if not s.kind.is_message) for p in self.programs)
         return Plan(self.name, self.num_microbatches, self.rank_of_stage, tuple(programs))
 
+    @cached_property
+    def has_vocabulary(self) -> bool:
+        """Whether the plan has the passes of vocabulary parallelism."""
+        return any(step.kind.is_vocabulary for step in self.steps())
+
+    def rank_of(self, step: Instruction) -> int:
+        """Return the pipeline rank that runs `step`."""
+        return step.stage if step.kind.has_shard else self.rank_of_stage[step.stage]
+
     def crosses(self, stage: int) -> bool:
         """Return whether `stage` and the next stage are on different ranks."""
         ranks = self.rank_of_stage
         return 0 <= stage < len(ranks) - 1 and ranks[stage] != ranks[stage + 1]
 
-    def needs(self, step: Instruction) -> Instruction | None:
-        """Return the instruction that must have run before `step` can, or None.
+    def all_needs(self, step: Instruction) -> tuple[Instruction, ...]:
+        """Return the instructions that must have run before `step` can.
 
-        One is enough: a backward needs the backward of the next stage, which needed its forward,
-        which needed the forward of this stage. In a lowered plan, a result from another rank is
-        represented by its send. Posting a receive needs nothing.
+        One is enough without vocabulary parallelism: a backward needs the backward of the next
+        stage, which needed its forward, which needed the forward of this stage. In a lowered plan,
+        a result from another rank is represented by its send. Posting a receive needs nothing.
         """
         kind, stage, microbatch = step
+        if self.has_vocabulary and (found := self._vocabulary_needs(step)) is not None:
+            return found
         if kind is Kind.FORWARD:
             if stage == 0:
-                return None
+                return ()
             sent = self.is_lowered and self.crosses(stage - 1)
-            return Instruction(Kind.SEND_ACTIVATION if sent else kind, stage - 1, microbatch)
+            return (Instruction(Kind.SEND_ACTIVATION if sent else kind, stage - 1, microbatch),)
         if kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
             if stage == self.num_stages - 1:
-                return Instruction(Kind.FORWARD, stage, microbatch)
+                return (Instruction(Kind.FORWARD, stage, microbatch),)
             if self.is_lowered and self.crosses(stage):
-                return Instruction(Kind.SEND_GRADIENT, stage + 1, microbatch)
-            return self._input_gradient_of(stage + 1, microbatch)
+                return (Instruction(Kind.SEND_GRADIENT, stage + 1, microbatch),)
+            return (self._input_gradient_of(stage + 1, microbatch),)
         if kind is Kind.BACKWARD_WEIGHT:
-            return Instruction(Kind.BACKWARD_INPUT, stage, microbatch)
+            return (Instruction(Kind.BACKWARD_INPUT, stage, microbatch),)
         if kind is Kind.SEND_ACTIVATION:
-            return Instruction(Kind.FORWARD, stage, microbatch)
+            return (Instruction(Kind.FORWARD, stage, microbatch),)
         if kind is Kind.SEND_GRADIENT:
-            return self._input_gradient_of(stage, microbatch)
+            return (self._input_gradient_of(stage, microbatch),)
+        return ()
+
+    def remote_need(self, step: Instruction) -> Instruction | None:
+        """Return the first of `all_needs` that another rank runs, or None."""
+        rank = self.rank_of(step)
+        return next((need for need in self.all_needs(step) if self.rank_of(need) != rank), None)
+
+    def needs(self, step: Instruction) -> Instruction | None:
+        """Return the one of `all_needs`; of several the first that another rank runs, or None."""
+        found = self.all_needs(step)
+        return found[0] if len(found) == 1 else self.remote_need(step)
+
+    def _vocabulary_needs(self, step: Instruction) -> tuple[Instruction, ...] | None:
+        """Return what `step` needs by vocabulary parallelism; None: `all_needs` has the rule."""
+        kind, stage, microbatch = step
+        last = self.num_stages - 1
+        if stage == last and kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            return (Instruction(Kind.LOSS, last, microbatch),)
+        for transfer in TRANSFERS:
+            root = self.root_of(transfer)
+            if kind is transfer.user and (transfer.to_shards or stage == root):
+                if transfer.to_shards:
+                    return (self._result(transfer, root, microbatch, stage),)
+                shards = range(self.num_ranks)
+                return tuple(self._result(transfer, s, microbatch, s) for s in shards)
+            if kind is transfer.send:
+                return (self._producer(transfer, stage, microbatch),)
         return None
+
+    def root_of(self, transfer: Transfer) -> int:
+        """Return the stage of a transfer, which exchanges tensors with the shards."""
+        return 0 if transfer.at_first else self.num_stages - 1
+
+    def _result(self, transfer: Transfer, source: int, microbatch: int, shard: int) -> Instruction:
+        """Return what represents the result of the stage or shard `source` for its user."""
+        if self.is_lowered and shard != self.rank_of_stage[self.root_of(transfer)]:
+            return Instruction(transfer.send, source, microbatch)
+        return self._producer(transfer, source, microbatch)
+
+    def _producer(self, transfer: Transfer, source: int, microbatch: int) -> Instruction:
+        if Kind.BACKWARD in transfer.after:
+            return self._input_gradient_of(source, microbatch)
+        return Instruction(transfer.after[0], source, microbatch)
 
     def _input_gradient_of(self, stage: int, microbatch: int) -> Instruction:
         half = Instruction(Kind.BACKWARD_INPUT, stage, microbatch)
@@ -228,7 +263,7 @@ class Plan:
         """Return the compute steps in the format of torch.distributed.pipelining.
 
         One row per rank, cells such as `1F3`: stage, kind, micro-batch. Without messages, since the
-        reader adds its own.
+        reader adds its own. torch cannot run the passes of vocabulary parallelism.
         """
         written = io.StringIO()
         csv.writer(written, lineterminator="\n").writerows(
@@ -252,6 +287,8 @@ class Plan:
         rank_of_stage: dict[int, int] = {}
         for rank, program in enumerate(programs):
             for step in program:
+                if step.kind.has_shard:
+                    continue
                 if rank_of_stage.setdefault(step.stage, rank) != rank:
                     raise ScheduleError(
                         f"stage {step.stage} of the plan in CSV is on rank "
@@ -280,7 +317,8 @@ def _parse_torch(text: str) -> Instruction:
     if (found := _TORCH_NOTATION.fullmatch(text)) is None:
         raise ScheduleError(
             f"{text!r} is not a step of a plan in CSV: write stage, kind, micro-batch, as in 1F3; "
-            f"the kinds are F, B, I and W"
+            f"the kinds are F, B, I and W, and in vocabulary parallelism "
+            f"{', '.join(kind.value for kind in VOCABULARY_PASSES)}"
         )
     stage, kind, microbatch = found.groups()
     return Instruction(Kind(kind), int(stage), int(microbatch))

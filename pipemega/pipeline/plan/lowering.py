@@ -15,12 +15,16 @@ Instructions of a lowered plan:
 - A receive may be posted before the stage has run the forward of that micro-batch, and before the
   message was sent, but not after the step that uses it.
 - Stages on the same rank exchange tensors without a message.
+- In vocabulary parallelism (`plan.kinds`), a send to the shards sends to all other ranks; a receive
+  from the shards, which has the number of the stage, is a receive from each other rank.
 """
 
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from dataclasses import replace
 
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
+from pipemega.pipeline.plan.kinds import TRANSFERS
 
 # Kind of a step -> the send and the receive of its result, and the stage offset of the receiver.
 _MESSAGES_OF = {
@@ -43,24 +47,27 @@ def add_messages(plan: Plan) -> Plan:
     the channel. This cannot cause a deadlock, since posting a receive does not wait.
     """
     channels: dict[tuple[Kind, int], deque[Instruction]] = defaultdict(deque)
+    listed: set[Instruction] = set()
     for step in plan.steps():
-        if (message := _message(plan, step)) is not None:
-            _, receive = message
-            channels[receive.kind, receive.stage].append(receive)
+        for _, receives in _messages(plan, step):
+            # A receive from all shards is in the order of the first one.
+            for receive in receives:
+                if receive not in listed:
+                    channels[receive.kind, receive.stage].append(receive)
+                    listed.add(receive)
 
     def program(rank: int) -> Program:
         posted: set[Instruction] = set()
         order: list[Instruction] = []
         for step in plan.programs[rank]:
-            if (receive := _receive(plan, step)) is not None:
+            for receive in _receives(plan, step):
                 channel = channels[receive.kind, receive.stage]
                 # Empty if the plan is incomplete; `validate` reports what is missing.
                 while channel and receive not in posted:
                     order.append(channel.popleft())
                     posted.add(order[-1])
             order.append(step)
-            if (message := _message(plan, step)) is not None:
-                order.append(message[0])
+            order += [send for send, _ in _messages(plan, step)]
         return tuple(order)
 
     return replace(plan, programs=tuple(map(program, range(plan.num_ranks))))
@@ -81,7 +88,7 @@ def hoist_receives(plan: Plan, ahead: int = 1) -> Plan:
         compute: list[Instruction] = []
         sends: list[list[Instruction]] = []  # after each compute step
         for step in steps:
-            if step.kind in (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT):
+            if step.kind.is_receive:
                 before[max(0, len(compute) - ahead)].append(step)
             elif step.kind.is_message:
                 sends[-1].append(step)
@@ -98,21 +105,45 @@ def hoist_receives(plan: Plan, ahead: int = 1) -> Plan:
     return replace(plan, programs=tuple(map(program, plan.programs)))
 
 
-def _message(plan: Plan, step: Instruction) -> tuple[Instruction, Instruction] | None:
-    """Return the send and the receive of the result of `step`; None if no other rank uses it."""
-    if step.kind not in _MESSAGES_OF:
-        return None
-    send, receive, direction = _MESSAGES_OF[step.kind]
-    target = step.stage + direction
-    if not plan.crosses(min(step.stage, target)):
-        return None
-    return step._replace(kind=send), Instruction(receive, target, step.microbatch)
+def _messages(
+    plan: Plan, step: Instruction
+) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
+    """Yield each send of the result of `step`, with its receives on other ranks."""
+    if step.kind in _MESSAGES_OF:
+        send, receive, direction = _MESSAGES_OF[step.kind]
+        target = step.stage + direction
+        if plan.crosses(min(step.stage, target)):
+            yield step._replace(kind=send), (Instruction(receive, target, step.microbatch),)
+    if not plan.has_vocabulary:
+        return
+    for transfer in TRANSFERS:
+        root = plan.root_of(transfer)
+        if step.kind not in transfer.after or (transfer.to_shards and step.stage != root):
+            continue
+        if not transfer.to_shards and step.stage == plan.rank_of_stage[root]:
+            continue  # the shard is on the rank of the stage
+        if plan.forward_only and not transfer.in_evaluation:
+            continue
+        targets = _other_shards(plan, root) if transfer.to_shards else (root,)
+        receives = (Instruction(transfer.receive, t, step.microbatch) for t in targets)
+        yield step._replace(kind=transfer.send), tuple(receives)
 
 
-def _receive(plan: Plan, step: Instruction) -> Instruction | None:
-    """Return the receive of the message that `step` uses, or None."""
+def _receives(plan: Plan, step: Instruction) -> Iterator[Instruction]:
+    """Yield the receives of the messages that `step` uses."""
     if step.kind is Kind.FORWARD and plan.crosses(step.stage - 1):
-        return step._replace(kind=Kind.RECV_ACTIVATION)
+        yield step._replace(kind=Kind.RECV_ACTIVATION)
     if step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and plan.crosses(step.stage):
-        return step._replace(kind=Kind.RECV_GRADIENT)
-    return None
+        yield step._replace(kind=Kind.RECV_GRADIENT)
+    if not plan.has_vocabulary:
+        return
+    for transfer in TRANSFERS:
+        root = plan.root_of(transfer)
+        receivers = _other_shards(plan, root) if transfer.to_shards else (root,)
+        if step.kind is transfer.user and step.stage in receivers:
+            yield step._replace(kind=transfer.receive)
+
+
+def _other_shards(plan: Plan, root: int) -> tuple[int, ...]:
+    """Return the shards that are not on the rank of stage `root`."""
+    return tuple(s for s in range(plan.num_ranks) if s != plan.rank_of_stage[root])

@@ -16,7 +16,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from pipemega.pipeline.plan.channels import Channel, ShapeMode
-from pipemega.pipeline.plan.instructions import Kind, Plan, Program
+from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
+from pipemega.pipeline.plan.kinds import TRANSFER_OF_NAME, TRANSFERS
+from pipemega.pipeline.plan.vocabulary_channels import PROVES, vocabulary_channels
 
 
 class Message(NamedTuple):
@@ -83,6 +85,26 @@ class MessageOperations:
                 yield from self._receive(at, Channel("activation", stage - 1), m)
             elif kind is Kind.RECV_GRADIENT:
                 yield from self._receive(at, Channel("gradient", stage), m)
+            if kind.is_vocabulary or (self._plan.has_vocabulary and kind is Kind.FORWARD):
+                yield from self._vocabulary(at, program[at])
+
+    def _vocabulary(self, at: int, step: Instruction) -> Iterator[Operation]:
+        """Yield the operations of a step of vocabulary parallelism."""
+        for transfer in TRANSFERS:
+            for channel in vocabulary_channels(self._plan, transfer, step):
+                if step.kind is transfer.send:
+                    yield from self._send(at, channel, step.microbatch)
+                elif step.kind is transfer.receive:
+                    yield from self._receive(at, channel, step.microbatch)
+                elif step.kind is transfer.user:
+                    yield from self._wait(at, channel, step.microbatch)
+        # What has arrived proves that the other rank has used what was sent to it before.
+        for transfer in TRANSFERS:
+            if step.kind is transfer.user and transfer.name in PROVES:
+                sent = TRANSFER_OF_NAME[PROVES[transfer.name]]
+                for channel in vocabulary_channels(self._plan, transfer, step):
+                    proven = Channel(sent.name, channel.boundary)
+                    yield from self._finish_sends(at, proven, step.microbatch)
 
     def step(self, program: Program) -> Iterator[Operation]:
         """Yield the operations of a whole step."""
@@ -149,6 +171,8 @@ class MessageOperations:
     def _has_shapes(self, channel: Channel, m: int) -> bool:
         if channel.direction == "gradient":
             return (channel.boundary, m) in self._step.forwards
+        if channel.direction != "activation":
+            return True  # the shapes follow from the micro-batch
         return self._is_known(channel, self._received_headers)
 
     def _is_known(self, channel: Channel, headers: set[Channel]) -> bool:

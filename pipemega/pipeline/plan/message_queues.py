@@ -18,6 +18,7 @@ from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.channels import Channel, MessageOrder, channels, connections
 from pipemega.pipeline.plan.execution_order import cycle_of, excerpt
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
+from pipemega.pipeline.plan.kinds import TRANSFER_OF_NAME
 from pipemega.pipeline.plan.message_operations import Message, Operation
 
 # Direction -> kinds of the instructions that send and receive.
@@ -27,13 +28,15 @@ _KINDS = {
 }
 
 
-def queues_of(rank_of_stage: Sequence[int], order: MessageOrder) -> dict[Channel, Hashable]:
+def queues_of(
+    rank_of_stage: Sequence[int], order: MessageOrder, vocabulary: bool = False
+) -> dict[Channel, Hashable]:
     """Return the queue of each channel under the transport."""
     if order == "tags":
-        return {channel: channel for channel in channels(rank_of_stage)}
+        return {channel: channel for channel in channels(rank_of_stage, vocabulary)}
     return {
         made.channel: (made.group, frozenset((made.source, made.target)))
-        for made in connections(rank_of_stage)
+        for made in connections(rank_of_stage, vocabulary)
     }
 
 
@@ -47,10 +50,7 @@ class MessageQueues:
 
     def __init__(self, plan: Plan, queue_of: Mapping[Channel, Hashable]) -> None:
         self._plan, self._queue_of = plan, queue_of
-        self._ranks = {
-            channel: (plan.rank_of_stage[channel.source], plan.rank_of_stage[channel.target])
-            for channel in queue_of
-        }
+        self._ranks = {channel: channel.ranks(plan.rank_of_stage) for channel in queue_of}
         # Posted and not started, on each of the two ranks.
         self._ends: dict[tuple[Hashable, int], deque[Message]] = {}
         for channel, ranks in self._ranks.items():
@@ -152,6 +152,12 @@ class MessageQueues:
         """Return the instruction of `rank` that sends or receives the message."""
         channel, m, is_header = message
         receives = rank != self._ranks[channel][0]
-        stage = channel.target if receives else channel.source
-        step = Instruction(_KINDS[channel.direction][receives], stage, m)
+        if channel.direction in _KINDS:
+            stage = channel.target if receives else channel.source
+            step = Instruction(_KINDS[channel.direction][receives], stage, m)
+        else:
+            transfer = TRANSFER_OF_NAME[channel.direction]
+            kind = transfer.receive if receives else transfer.send
+            place = channel.boundary if kind.has_shard else self._plan.root_of(transfer)
+            step = Instruction(kind, place, m)
         return f"the header of {step}" if is_header else str(step)

@@ -95,21 +95,23 @@ def simulate(plan: Plan, costs: CostModel) -> Timeline:
         Kind.BACKWARD_INPUT: costs.backward_input,
         Kind.BACKWARD_WEIGHT: costs.backward_weight,
     }
-    rank_of_stage = plan.rank_of_stage
+    passes = costs.vocabulary.times
     clock = [0.0] * plan.num_ranks
     done: dict[Instruction, float] = {}
     start: list[list[float]] = [[] for _ in plan.programs]
     end: list[list[float]] = [[] for _ in plan.programs]
-    for rank, step, need in execution_order(plan):
+    for rank, step, needs in execution_order(plan):
         at = clock[rank]
-        if need is not None:
+        for need in needs:
             ready = done[need]
-            if rank_of_stage[need.stage] != rank:
+            if plan.rank_of(need) != rank:
                 ready += costs.message
             if ready > at:
                 at = ready
         start[rank].append(at)
-        clock[rank] = done[step] = at + time[step.kind][step.stage]
+        of_stage = time.get(step.kind)
+        duration = passes[step.kind] if of_stage is None else of_stage[step.stage]
+        clock[rank] = done[step] = at + duration
         end[rank].append(clock[rank])
     return Timeline(
         plan,
@@ -123,7 +125,8 @@ def peak_held(program: Program, costs: CostModel, forward_only: bool = False) ->
     """Return the highest memory of a rank that runs `program`, in units of the costs.
 
     Activations count from the start of F to the end of W or B, with the memory `costs.kept` between
-    I and W. An evaluation holds only the current micro-batch.
+    I and W. With vocabulary parallelism S holds `costs.vocabulary.kept` until T. An evaluation
+    holds only the current micro-batch.
     """
     return max((span.during for span in memory_spans(program, costs, forward_only)), default=0.0)
 
@@ -147,5 +150,10 @@ def memory_spans(program: Program, costs: CostModel, forward_only: bool) -> Iter
             after -= activation[stage]
         elif kind is Kind.BACKWARD_WEIGHT:
             after -= kept[stage]
+        elif kind is Kind.OUTPUT:
+            during += costs.vocabulary.kept
+            after = held if forward_only else during
+        elif kind is Kind.OUTPUT_WEIGHT:
+            after -= costs.vocabulary.kept
         yield MemorySpan(during, after)
         held = after

@@ -31,19 +31,20 @@ assume it: it runs the operations of the transport through its queues.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import NoReturn
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.channels import Channel, MessageOrder, ShapeMode, channels
 from pipemega.pipeline.plan.execution_order import excerpt, execution_order
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
+from pipemega.pipeline.plan.kinds import TRANSFER_OF_RECEIVE, TRANSFERS, VOCABULARY_PASSES
 from pipemega.pipeline.plan.message_operations import MessageOperations
 from pipemega.pipeline.plan.message_queues import MessageQueues, queues_of
 from pipemega.pipeline.plan.warmup import warmup_cut
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-# Kind of a receive -> kind of its send, and the sender's stage minus the receiver's.
+# Kind of a receive between stages -> kind of its send, and the sender's stage minus the receiver's.
 _SEND_OF = {
     Kind.RECV_ACTIVATION: (Kind.SEND_ACTIVATION, -1),
     Kind.RECV_GRADIENT: (Kind.SEND_GRADIENT, +1),
@@ -52,6 +53,7 @@ _SEND_OF = {
 _USERS = {
     Kind.RECV_ACTIVATION: (Kind.FORWARD,),
     Kind.RECV_GRADIENT: (Kind.BACKWARD, Kind.BACKWARD_INPUT),
+    **{transfer.receive: (transfer.user,) for transfer in TRANSFERS},
 }
 
 
@@ -63,6 +65,7 @@ def validate(plan: Plan) -> Plan:
     """
     _check_places(plan)
     _check_counts(plan)
+    _check_vocabulary(plan)
     if plan.is_lowered:
         _check_messages(plan)
         _check_channels(plan)
@@ -91,12 +94,14 @@ def validate_messages(
         ScheduleError: says which ranks wait for each other, and shows their positions.
     """
     validate(plan)
-    if not channels(plan.rank_of_stage):
+    if not channels(plan.rank_of_stage, plan.has_vocabulary):
         return plan
     assert plan.is_lowered, f"plan {plan.name!r} has no messages yet"
     cut = warmup_cut(plan) if discards and not plan.forward_only else None
     runs = plan if cut is None else cut.plan
-    queues = MessageQueues(runs, queue_of or queues_of(plan.rank_of_stage, order))
+    queues = MessageQueues(
+        runs, queue_of or queues_of(plan.rank_of_stage, order, plan.has_vocabulary)
+    )
     ranks = [MessageOperations(runs, shapes) for _ in range(plan.num_ranks)]
 
     def run_step() -> None:
@@ -131,12 +136,17 @@ def _check_places(plan: Plan) -> None:
             _fail(plan, f"rank {rank} holds no stage; rank_of_stage is {list(plan.rank_of_stage)}")
     for rank, program in enumerate(plan.programs):
         for at, step in enumerate(program):
-            if not 0 <= step.stage < plan.num_stages:
+            if step.kind.has_shard:
+                if step.stage != rank:
+                    _fail(
+                        plan, f"{step} is on rank {rank}, but its shard is {step.stage}", {rank: at}
+                    )
+            elif not 0 <= step.stage < plan.num_stages:
                 _fail(plan, f"{step}: the stages are 0 to {plan.num_stages - 1}", {rank: at})
             if not 0 <= step.microbatch < plan.num_microbatches:
                 last = plan.num_microbatches - 1
                 _fail(plan, f"{step}: the micro-batches are 0 to {last}", {rank: at})
-            if (owner := plan.rank_of_stage[step.stage]) != rank:
+            if (owner := plan.rank_of(step)) != rank:
                 problem = f"{step} is on rank {rank}, but stage {step.stage} is on rank {owner}"
                 _fail(plan, problem, {rank: at})
 
@@ -162,6 +172,27 @@ def _check_counts(plan: Plan) -> None:
                 )
 
 
+def _check_vocabulary(plan: Plan) -> None:
+    """Check rule 2 for the passes of vocabulary parallelism: all of them, or none."""
+    if not plan.has_vocabulary:
+        return
+    last, shards = plan.num_stages - 1, range(plan.num_ranks)
+    passes = {Kind.EMBED: shards, Kind.OUTPUT: shards, Kind.LOSS: (last,)}
+    if not plan.forward_only:
+        passes |= {Kind.EMBED_WEIGHT: shards, Kind.OUTPUT_WEIGHT: shards}
+    count = Counter(step for step in plan.steps() if step.kind in VOCABULARY_PASSES)
+    expected = {
+        Instruction(kind, place, m)
+        for kind, places in passes.items()
+        for place in places
+        for m in range(plan.num_microbatches)
+    }
+    for step in sorted(expected | set(count), key=str):
+        if count[step] != int(step in expected):
+            wanted = "instead of once" if step in expected else "but is not a pass of this plan"
+            _fail(plan, f"{step} occurs {_times(count[step])} {wanted}", _second(plan, step))
+
+
 def _check_messages(plan: Plan) -> None:
     """Check rule 3: each send and receive once, receives before their use."""
     count = Counter(step for step in plan.steps() if step.kind.is_message)
@@ -173,7 +204,7 @@ def _check_messages(plan: Plan) -> None:
     for rank, program in enumerate(plan.programs):
         position = {step: at for at, step in enumerate(program)}
         for receive, at in position.items():
-            if receive.kind not in _SEND_OF:
+            if not receive.kind.is_receive:
                 continue
             users = (receive._replace(kind=kind) for kind in _USERS[receive.kind])
             user = next(user for user in users if user in position)
@@ -187,13 +218,22 @@ def _expected_messages(plan: Plan) -> dict[Instruction, None]:
     kinds = [(Kind.SEND_ACTIVATION, 0), (Kind.RECV_ACTIVATION, 1)]
     if not plan.forward_only:
         kinds += [(Kind.SEND_GRADIENT, 1), (Kind.RECV_GRADIENT, 0)]
-    return {
+    expected = {
         Instruction(kind, boundary + offset, m): None
         for boundary in range(plan.num_stages - 1)
         if plan.crosses(boundary)
         for m in range(plan.num_microbatches)
         for kind, offset in kinds
     }
+    for transfer in TRANSFERS if plan.has_vocabulary and plan.num_ranks > 1 else ():
+        root = plan.root_of(transfer)
+        shards = [s for s in range(plan.num_ranks) if s != plan.rank_of_stage[root]]
+        if transfer.in_evaluation or not plan.forward_only:
+            for m in range(plan.num_microbatches):
+                for kind in (transfer.send, transfer.receive):
+                    places = shards if kind.has_shard else [root]
+                    expected |= {Instruction(kind, place, m): None for place in places}
+    return expected
 
 
 def _check_channels(plan: Plan) -> None:
@@ -202,28 +242,49 @@ def _check_channels(plan: Plan) -> None:
     for step in plan.steps():
         if step.kind.is_message:
             ends[step.kind, step.stage].append(step)
-    for (kind, stage), receives in ends.items():
-        if kind not in _SEND_OF:
+    for (kind, stage), receives in list(ends.items()):
+        if not kind.is_receive:
             continue
+        for sends in _sends_to(plan, kind, stage, ends):
+            _check_order(plan, sends, receives)
+
+
+def _sends_to(
+    plan: Plan, kind: Kind, place: int, ends: Mapping[tuple[Kind, int], list[Instruction]]
+) -> Iterator[list[Instruction]]:
+    """Yield the sends of each channel whose receives have this kind, at this stage or shard."""
+    if kind in _SEND_OF:
         send_kind, offset = _SEND_OF[kind]
-        sends = ends[send_kind, stage + offset]
-        for send, receive in zip(sends, receives, strict=True):
-            if send.microbatch != receive.microbatch:
-                sender, receiver = (plan.rank_of_stage[step.stage] for step in (send, receive))
-                _fail(
-                    plan,
-                    f"rank {sender} sends {send} next to rank {receiver}, which posts {receive}: "
-                    f"sends and receives of a channel must have the same order",
-                    {
-                        sender: plan.programs[sender].index(send),
-                        receiver: plan.programs[receiver].index(receive),
-                    },
-                )
+        yield ends[send_kind, place + offset]
+        return
+    transfer = TRANSFER_OF_RECEIVE[kind]
+    root = plan.root_of(transfer)
+    if transfer.to_shards:
+        yield ends[transfer.send, root]
+        return
+    for shard in range(plan.num_ranks):
+        if shard != plan.rank_of_stage[root]:
+            yield ends[transfer.send, shard]
+
+
+def _check_order(plan: Plan, sends: list[Instruction], receives: list[Instruction]) -> None:
+    for send, receive in zip(sends, receives, strict=True):
+        if send.microbatch != receive.microbatch:
+            sender, receiver = (plan.rank_of(step) for step in (send, receive))
+            _fail(
+                plan,
+                f"rank {sender} sends {send} next to rank {receiver}, which posts {receive}: "
+                f"sends and receives of a channel must have the same order",
+                {
+                    sender: plan.programs[sender].index(send),
+                    receiver: plan.programs[receiver].index(receive),
+                },
+            )
 
 
 def _second(plan: Plan, step: Instruction) -> dict[int, int]:
     """Return {rank: position} of the second occurrence of `step`; empty if there is none."""
-    rank = plan.rank_of_stage[step.stage]
+    rank = plan.rank_of(step)
     places = [at for at, found in enumerate(plan.programs[rank]) if found == step]
     return {rank: places[1]} if len(places) > 1 else {}
 

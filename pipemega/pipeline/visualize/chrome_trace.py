@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from pipemega.pipeline.plan.instructions import Instruction
 from pipemega.pipeline.plan.simulate import Timeline
-from pipemega.pipeline.visualize.palette import KIND_NAMES
+from pipemega.pipeline.visualize.palette import ALL_NAMES
 from pipemega.pipeline.visualize.panel import Panel, Wait, as_panels
 
 _MICROSECONDS: Final[Mapping[str, float]] = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0}
@@ -70,7 +70,7 @@ def _events(panel: Panel, first: int, scale: float, counter: str) -> Iterator[Ev
             start, end = ((time - panel.origin) * scale for time in (start, end))
             places[step] = (pid, start, end)
             details = _details(step, rank, waits.get(at))
-            yield _slice(str(step), KIND_NAMES[step.kind], pid, (start, end), details)
+            yield _slice(str(step), ALL_NAMES[step.kind], pid, (start, end), details)
             for value, moment in ((held.during, start), (held.after, end)):
                 if value != before:
                     yield _counter(counter, pid, moment, value)
@@ -81,7 +81,7 @@ def _events(panel: Panel, first: int, scale: float, counter: str) -> Iterator[Ev
 def _details(step: Instruction, rank: int, wait: Wait | None) -> Event:
     """Return what the viewer shows for a selected step."""
     details: Event = {
-        "kind": KIND_NAMES[step.kind],
+        "kind": ALL_NAMES[step.kind],
         "micro-batch": step.microbatch,
         "stage": step.stage,
         "rank": rank,
@@ -101,8 +101,8 @@ def _arrows(
     """
     plan = panel.timeline.plan
     for step, (process, start, _) in places.items():
-        need = plan.needs(step)
-        if need is None or plan.rank_of_stage[need.stage] == plan.rank_of_stage[step.stage]:
+        need = plan.remote_need(step)
+        if need is None:
             continue
         source, began, ended = places[need]
         arrow = {"name": "message", "cat": "message", "id": f"{first}:{step}", "tid": 0}

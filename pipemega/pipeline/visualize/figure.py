@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from pipemega.errors import ConfigError
 from pipemega.pipeline.plan.simulate import Timeline
 from pipemega.pipeline.visualize.bars import draw_bars, draw_memory, median_step_time
-from pipemega.pipeline.visualize.palette import DARK, KIND_NAMES, LIGHT, PHASE_COLOURS, Theme, shade
+from pipemega.pipeline.visualize.palette import ALL_NAMES, DARK, LIGHT, PHASE_COLOURS, Theme, shade
 from pipemega.pipeline.visualize.panel import Panel, as_panels
 from pipemega.pipeline.visualize.svg_minify import minify
 
@@ -191,11 +191,11 @@ def _draw_legend(figure: "Figure", panels: Sequence[Panel], theme: Theme) -> Non
     present = {step.kind for panel in panels for step in panel.timeline.plan.steps()}
     chunks = max(panel.num_chunks for panel in panels)
     shades = range(chunks) if chunks <= 4 else (0, chunks // 2, chunks - 1)
-    kinds = [kind for kind in KIND_NAMES if kind in present]
+    kinds = [kind for kind in ALL_NAMES if kind in present]
     handles: list[Any] = [
         tuple(Patch(color=shade(k, c, chunks, theme.shades)) for c in shades) for k in kinds
     ]
-    labels = [f"{kind.value} {KIND_NAMES[kind]}" for kind in kinds]
+    labels = [f"{kind.value} {ALL_NAMES[kind]}" for kind in kinds]
     named = {phase.name for panel in panels for rank in panel.phases for phase in rank}
     phases = [name for name in PHASE_COLOURS if name in named]
     handles += [(Patch(color=PHASE_COLOURS[name]),) for name in phases]

@@ -49,7 +49,7 @@ def html(
     data = {
         "unit": unit,
         "memory_unit": memory_unit,
-        "kind_names": {kind.value: name for kind, name in palette.KIND_NAMES.items()},
+        "kind_names": {kind.value: name for kind, name in palette.ALL_NAMES.items()},
         "phases": palette.PHASE_COLOURS,
         "shades": _shades({panel.num_chunks for panel in panels}),
         "panels": [
@@ -110,7 +110,7 @@ def _shades(chunk_counts: set[int]) -> dict[str, Any]:
                 kind.value: [
                     convert(palette.shade(kind, chunk, count, shades)) for chunk in range(count)
                 ]
-                for kind in palette.KIND_NAMES
+                for kind in palette.ALL_NAMES
             }
             for count in chunk_counts
         }

@@ -1,7 +1,8 @@
 """Colours and names of the kinds of steps, with a shade per chunk.
 
 Forward is blue. A full backward is orange, the input gradient amber, the weight gradient pale
-yellow. People with any colour blindness can distinguish blue from yellow, and the kinds differ in
+yellow. The passes of vocabulary parallelism are green (embedding), violet (output head) and red
+(loss). People with any colour blindness can distinguish blue from yellow, and these kinds differ in
 lightness too, so they differ in black and white. The first stage of a rank has the darkest shade,
 the last one the lightest.
 """
@@ -20,6 +21,16 @@ KIND_NAMES: Final[Mapping[Kind, str]] = {
     Kind.BACKWARD_INPUT: "input gradient",
     Kind.BACKWARD_WEIGHT: "weight gradient",
 }
+# Of vocabulary parallelism.
+PASS_NAMES: Final[Mapping[Kind, str]] = {
+    Kind.EMBED: "embedding",
+    Kind.EMBED_WEIGHT: "embedding gradient",
+    Kind.OUTPUT: "output head",
+    Kind.LOSS: "loss",
+    Kind.OUTPUT_WEIGHT: "head gradient",
+}
+
+ALL_NAMES: Final[Mapping[Kind, str]] = {**KIND_NAMES, **PASS_NAMES}
 
 # Of the phases of a measured step outside of its pipeline; on white and on black.
 PHASE_COLOURS: Final[Mapping[str, str]] = dict(
@@ -73,6 +84,11 @@ _SHADES: Final[Shades] = {
     Kind.BACKWARD: ("#dc6a2f", "#ec9464"),
     Kind.BACKWARD_INPUT: ("#f3ab35", "#f7c065"),
     Kind.BACKWARD_WEIGHT: ("#f3d97c", "#f9e9b4"),
+    Kind.EMBED: ("#0f766e", "#5aa8a1"),
+    Kind.EMBED_WEIGHT: ("#8fd0c9", "#bfe5e1"),
+    Kind.OUTPUT: ("#6d28a8", "#a274cc"),
+    Kind.LOSS: ("#be185d", "#d86f9c"),
+    Kind.OUTPUT_WEIGHT: ("#cdb4e8", "#e2d4f2"),
 }
 LIGHT: Final = Theme(
     shades=_SHADES,

@@ -95,9 +95,7 @@ class Panel:
         free = max(before, default=self.origin)
         for at, (step, start, end) in enumerate(timeline.steps(rank)):
             if start > free:
-                need = plan.needs(step)
-                remote = need is not None and plan.rank_of_stage[need.stage] != rank
-                found.append(Wait(at, start - free, need if remote else None))
+                found.append(Wait(at, start - free, plan.remote_need(step)))
             free = max(free, end)
         return found
 
