@@ -85,6 +85,9 @@ class GPTSection(ModelSection):
     label_smoothing: Fraction = own(
         0.0, "Share of the target probability that is spread over the vocabulary."
     )
+    z_loss: NotNegative = own(
+        0.0, "Weight of the squared log-sum-exp of the logits, added to the loss (PaLM: 1e-4)."
+    )
 
     @property
     def feed_forward_size(self) -> int:

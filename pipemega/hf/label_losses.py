@@ -5,7 +5,7 @@ from torch.nn import functional as F
 
 from pipemega.distributed.mesh import Axis
 from pipemega.pipeline.microbatch_loss import WeightedLoss
-from pipemega.tensor_parallel import vocab_parallel_cross_entropy
+from pipemega.tensor_parallel import DeferredLogits, cross_entropy_sum
 
 
 class TokenLoss(nn.Module):
@@ -19,17 +19,18 @@ class TokenLoss(nn.Module):
         so that they fit fp16
     """
 
+    takes_deferred_logits = True
+
     def __init__(self, vocab_size: int, axis: Axis) -> None:
         super().__init__()
         self._vocab_size, self._axis = vocab_size, axis
 
-    def forward(self, logits: Tensor, labels: Tensor) -> WeightedLoss:
-        losses = vocab_parallel_cross_entropy(
-            logits, labels, axis=self._axis, vocab_size=self._vocab_size
-        )
-        num_tokens = (labels != -100).sum()
+    def forward(self, logits: Tensor | DeferredLogits, labels: Tensor) -> WeightedLoss:
         length = labels.shape[-1]
-        return WeightedLoss(losses.sum() / length, num_tokens.to(losses.dtype) / length)
+        total = cross_entropy_sum(
+            logits, labels, axis=self._axis, vocab_size=self._vocab_size, factor=1 / length
+        )
+        return WeightedLoss(total, (labels != -100).sum().to(total.dtype) / length)
 
 
 def class_loss(logits: Tensor, labels: Tensor) -> WeightedLoss:

@@ -33,10 +33,11 @@ from pipemega.pipeline.microbatch_loss import WeightedLoss
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
 from pipemega.tensor_parallel import (
+    DeferredLogits,
     Dropout,
     VocabParallelEmbedding,
     VocabParallelHead,
-    vocab_parallel_cross_entropy,
+    cross_entropy_sum,
 )
 from pipemega.tensor_parallel.collectives import SEQUENCE_DIM, slice_of
 
@@ -181,23 +182,27 @@ class FinalNorm(nn.Module):
 class GPTLoss(nn.Module):
     """Cross entropy over a vocabulary that is sharded over the tensor ranks.
 
+    Takes logits, or the input of the head, whose logits are then never in memory as a whole.
     Returns the sum of the token losses and the number of tokens that are not ignored, both divided
     by the sequence length: the weight of a micro-batch is about its number of samples, which fits
     fp16.
     """
 
+    takes_deferred_logits = True
+
     def __init__(self, config: GPTConfig, axis: Axis) -> None:
         super().__init__()
-        self._axis, self._vocab_size = axis, config.vocab_size
-        self._length, self._smoothing = config.seq_length, config.label_smoothing
+        self._axis, self._config = axis, config
 
-    def forward(self, logits: Tensor, labels: Tensor) -> WeightedLoss:
-        losses = vocab_parallel_cross_entropy(
+    def forward(self, logits: Tensor | DeferredLogits, labels: Tensor) -> WeightedLoss:
+        c = self._config
+        total = cross_entropy_sum(
             logits,
             labels,
             axis=self._axis,
-            vocab_size=self._vocab_size,
-            label_smoothing=self._smoothing,
+            vocab_size=c.vocab_size,
+            factor=1 / c.seq_length,
+            label_smoothing=c.label_smoothing,
+            z_loss=c.z_loss,
         )
-        num_tokens = (labels != -100).sum()
-        return WeightedLoss(losses.sum() / self._length, num_tokens.to(losses.dtype) / self._length)
+        return WeightedLoss(total, (labels != -100).sum().to(total.dtype) / c.seq_length)

@@ -51,6 +51,7 @@ class GPTConfig:
     hidden_dropout: float = _default("hidden_dropout")
     init_method_std: float = _default("init_method_std")
     label_smoothing: float = _default("label_smoothing")
+    z_loss: float = _default("z_loss")
     recompute: Literal["none", "selective", "full"] = _default("recompute")
     recompute_method: Literal["uniform", "block"] | None = _default("recompute_method")
     recompute_num_layers: int = _default("recompute_num_layers")

@@ -37,6 +37,7 @@ from pipemega.pipeline.stage_input import (
     versions_of,
 )
 from pipemega.pipeline.transport import Receive, Transport
+from pipemega.tensor_parallel.deferred_logits import defer_logits
 
 
 @dataclass
@@ -213,7 +214,8 @@ class Executor:
         rng_key = None if keys is None else keys[step.microbatch]
         stage, has_samples = self.stages[step.stage], run.batch.share(step.microbatch) > 0
         # A micro-batch without samples must not change running statistics.
-        with self._timers("forward"), nullcontext() if has_samples else keep_buffers(stage):
+        unchanged = nullcontext() if has_samples else keep_buffers(stage)
+        with self._timers("forward"), unchanged, self._output_kind(step):
             output = stage(x, rng_key)
             if step.stage == self._model.num_stages - 1:
                 output = self._finish_forward(step, output)
@@ -221,6 +223,17 @@ class Executor:
                 run.activations[key] = output, versions_of(tensors_of(output))
         if run.train:
             run.in_flight[key] = InFlight.of(inputs, output)
+
+    def _output_kind(self, step: Instruction) -> AbstractContextManager[None]:
+        """Return the context in which the head defers its logits if only the loss needs them."""
+        batch, stage = self._run.batch, self.stages[step.stage]
+        uses_output = batch.keep_outputs or batch.on_output is not None
+        is_last = step.stage == self._model.num_stages - 1
+        if not is_last or uses_output or step.microbatch >= len(batch.labels):
+            return nullcontext()
+        # An observer sees the output of each layer.
+        loss_fn = self._model.loss_fn if stage.observer is None else None
+        return defer_logits(loss_fn, stage.last_layer, batch.loss_factor)
 
     def _stage_input(self, step: Instruction) -> tuple[Any, list[InputGradient]]:
         run, key = self._run, (step.stage, step.microbatch)

@@ -11,6 +11,7 @@ from pipemega.errors import ConfigError, PipelineError
 from pipemega.pipeline.captured_modules import captured_names
 from pipemega.pipeline.messages import tensors_of
 from pipemega.pipeline.spec import LayerSpec
+from pipemega.tensor_parallel.deferred_logits import takes_deferred_logits
 
 
 class WeightedLoss(NamedTuple):
@@ -78,6 +79,7 @@ def reduced_loss(config: Config, loss_fn: Loss | None) -> Loss | None:
         # A micro-batch in which no token counts has loss 0, not nan.
         return total / torch.where(weight > 0, weight, torch.ones_like(weight))
 
+    vars(mean).update(takes_deferred_logits=takes_deferred_logits(loss_fn))
     return mean
 
 

@@ -267,6 +267,10 @@ class Stage(nn.Module):
         layers = {str(p): _build(spec, p, options) for p, spec in enumerate(self._specs, start)}
         self.layers = nn.ModuleDict(layers)
 
+    @property
+    def last_layer(self) -> nn.Module:
+        return list(self.layers.values())[-1]
+
     def logical_names(self) -> dict[str, nn.Parameter]:
         """Return logical name -> local parameter."""
         named = self.named_parameters()

@@ -90,6 +90,11 @@ class WeightGradQueue:
         """Return the ids of the parameters with queued gradients under `key`."""
         return {id(weight) for weight, _ in self._queued.get(key, ())}
 
+    def add_at_once(self, weight: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient that exists already, in I too; see `linear_cross_entropy`."""
+        with torch.no_grad():
+            self._into.add(weight, gradient)
+
     def add(self, weight: nn.Parameter, gradient: Callable[[], Tensor]) -> None:
         """Add `gradient()` to that of `weight`: in `run` if called within `defer`, else now."""
 
@@ -272,7 +277,8 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
 
     The forward of nn.Linear, nn.Conv1d/2d/3d and nn.Embedding is replaced; subclasses are
     not changed, because they may compute something else. In a layer with an attribute `product`,
-    `lookup` or `grouped_product`, as in tensor_parallel, this attribute is replaced. A layer with a
+    `lookup` or `grouped_product`, as in tensor_parallel, this attribute is replaced; a head also
+    gets the queue, because with its loss it computes weight gradients in F. A layer with a
     frozen weight is not changed: it has no weight gradient, and its `product` may be another one.
     """
     for module in {id(m): m for root in modules for m in root.modules()}.values():
@@ -283,6 +289,8 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
             vars(module)["lookup"] = partial(embedding, queue=queue)
         if hasattr(module, "grouped_product"):
             vars(module)["grouped_product"] = partial(grouped_linear, queue=queue)
+        if hasattr(module, "weight_sink"):
+            vars(module)["weight_sink"] = queue
         if hasattr(module, "product"):
             vars(module)["product"] = partial(linear, queue=queue)
         elif type(module) is nn.Linear:

@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.errors import ConfigError
 from pipemega.pipeline.microbatch_loss import weighted_loss
-from pipemega.pipeline.module import BuildOptions, PipelineModule, build_stages
+from pipemega.pipeline.module import BuildOptions, PipelineModule, Stage, build_stages
 from pipemega.pipeline.plan import partition
 from pipemega.pipeline.stage_input import collect_gradients
+from pipemega.tensor_parallel.deferred_logits import defer_logits
 
 Method = str | Sequence[int]
 Sample = Callable[[], tuple[Any, Any]]
@@ -82,11 +83,12 @@ def layer_seconds(
     return from_first(mesh.world, lambda: seconds)
 
 
-def _seconds(layer: Any, x: Any, labels: Any, loss_fn: Any) -> tuple[float, Any]:
+def _seconds(layer: Stage, x: Any, labels: Any, loss_fn: Any) -> tuple[float, Any]:
     x = pytree.tree_map_only(Tensor, lambda t: t.detach().requires_grad_(t.is_floating_point()), x)
     x, _ = collect_gradients(x)
     started = time.perf_counter()
-    output = layer(x)
+    with defer_logits(loss_fn, layer.last_layer):
+        output = layer(x)
     result = output
     if loss_fn is not None:
         result = weighted_loss(loss_fn(output, labels)).sum

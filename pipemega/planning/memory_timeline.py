@@ -63,6 +63,7 @@ class _MemoryTimeline:
         self._plan, self._rank, self._costs, self._device = plan, rank, costs, device
         self._activations = self._messages = 0
         self._in_flight: set[Key] = set()
+        self._before_backward: set[Key] = set()
         self._gradient_received: set[Key] = set()
         self._peak = PeakMemory(0, 0, 0, 0)
 
@@ -101,16 +102,23 @@ class _MemoryTimeline:
             return self._costs[stage].input - self._costs[stage - 1].output
         return 0
 
+    def _waits(self, stage: int) -> bool:
+        """Return whether a micro-batch is between its F and its B or I at `stage`."""
+        return any(key[0] == stage for key in self._before_backward)
+
     def _forward(self, step: Instruction) -> None:
         costs, stage = self._costs[step.stage], step.stage
         before = self._activations + self._messages
         self._activations += costs.held - self._shared(stage)
+        if self._waits(stage):
+            self._activations -= costs.held_once
         self._messages += costs.output
         if stage > 0:
             self._messages -= costs.input - self._shared(stage)
         kept = self._activations + self._messages - before
         self._record_peak(max(0, costs.working[0] - kept))
         self._in_flight.add((stage, step.microbatch))
+        self._before_backward.add((stage, step.microbatch))
 
     def _receive_activation(self, step: Instruction) -> None:
         self._messages += self._costs[step.stage].input
@@ -135,6 +143,9 @@ class _MemoryTimeline:
             self._messages -= costs.output  # gloo frees the sent activation
         self._record_peak(costs.working[1])
         self._activations -= costs.held - self._shared(step.stage)
+        self._before_backward.discard(key)
+        if self._waits(step.stage):
+            self._activations += costs.held_once
         if step.kind is Kind.BACKWARD_INPUT:
             self._activations += costs.kept
         else:

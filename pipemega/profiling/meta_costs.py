@@ -5,10 +5,9 @@ the forward only the autograd graph of the output is kept, and of the input only
 needs.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,8 @@ from pipemega.pipeline.split_backward import WeightGradQueue
 from pipemega.pipeline.stage_input import InputGradient, collect_gradients
 from pipemega.profiling.meta_kernels import DeviceKernels, DeviceType
 from pipemega.profiling.tensor_meter import TensorMeter
+from pipemega.tensor_parallel.deferred_logits import defer_logits
+from pipemega.tensor_parallel.linear_cross_entropy import pending_bytes
 
 # Dropout needs a key; the random numbers do not change the costs.
 _RNG_KEY = RngKey(0, 0, 0)
@@ -43,7 +44,10 @@ class StageCosts:
         working: temporary bytes, beyond those in use at the start: during F, B or I, and W.
         flops: of F, of B or I, of W.
         kernels: number of kernels of F, of B or I, of W.
-        layer_flops: of the forward of each layer.
+        layer_flops: of the forward of each layer; the last one includes a third of the work of a
+            fused loss, which computes the gradients of the head in F.
+        held_once: those bytes of `held` that only one micro-batch keeps at a time: the weight
+            gradient of such a head.
     """
 
     input: int
@@ -57,6 +61,7 @@ class StageCosts:
     flops: tuple[float, float, float]
     kernels: tuple[int, int, int]
     layer_flops: tuple[float, ...]
+    held_once: int = 0
 
 
 @dataclass(frozen=True)
@@ -136,8 +141,10 @@ class _StageRun:
         meter, first = self._meter, self._stage.number == 0
         live = _LiveTensors(_empty(entering))
         arrived = meter.now
-        with _layer_flops(self._stage, meter) as layer_flops:
-            header, forward = self._metered(lambda: self._forward(live, is_last))
+        layer_flops = self._stage.observer = _LayerFlops(meter)
+        header, forward = self._metered(lambda: self._forward(live, is_last))
+        self._stage.observer = None
+        layer_flops.add_fused_loss(forward.flops)
         with_output = meter.now
         live.output = None
         output = with_output - meter.now
@@ -145,6 +152,7 @@ class _StageRun:
             # The engine keeps the inputs of the first stage until the end of the step.
             live.x = None
         held = meter.now
+        held_once = sum(pending_bytes(parameter) for parameter in self._stage.parameters())
         live.gradients = [torch.empty(m.shape, dtype=m.dtype, device="meta") for m in live.shapes]
         gradient_in = meter.now - held
         _, backward = self._metered(lambda: self._backward(live))
@@ -163,7 +171,8 @@ class _StageRun:
             working=(forward.working, backward.working, weight.working),
             flops=(forward.flops, backward.flops, weight.flops),
             kernels=(forward.kernels, backward.kernels, weight.kernels),
-            layer_flops=tuple(layer_flops.values()),
+            layer_flops=layer_flops.counts,
+            held_once=held_once,
         )
         return costs, header
 
@@ -180,10 +189,12 @@ class _StageRun:
             x = self._probe.cast_inputs(live.x)
         else:
             x, live.inputs = collect_gradients(live.x)
-        output = self._stage(x, _RNG_KEY)
+        loss = self._probe.loss if is_last else None
+        with defer_logits(loss, self._stage.last_layer):
+            output = self._stage(x, _RNG_KEY)
         header = Header.of(output)
-        if is_last:
-            output = weighted_loss(self._probe.loss(output, self._probe.labels)).sum
+        if loss is not None:
+            output = weighted_loss(loss(output, self._probe.labels)).sum
         live.output = output
         differentiable = [t for t in tensors_of(output) if t.requires_grad]
         live.edges = [get_gradient_edge(t) for t in differentiable]
@@ -202,20 +213,28 @@ class _StageRun:
             self._weights.run(_MICROBATCH)
 
 
-@contextmanager
-def _layer_flops(stage: Stage, meter: TensorMeter) -> Iterator[dict[str, float]]:
-    """Context that counts the FLOPs of the forward of each layer, by hooks that read the meter."""
-    counts, handles = dict.fromkeys(stage.layers, 0.0), []
+class _LayerFlops:
+    """Observer of a stage: counts the FLOPs of the forward of each layer."""
 
-    def add(sign: int, name: str, *_: Any) -> None:
-        counts[name] += sign * meter.flops
+    def __init__(self, meter: TensorMeter) -> None:
+        self._meter, self._before, self._counts = meter, 0.0, list[float]()
 
-    for name, layer in stage.layers.items():
-        handles.append(layer.register_forward_pre_hook(partial(add, -1, name)))
-        handles.append(layer.register_forward_hook(partial(add, +1, name)))
-    yield counts
-    for handle in handles:
-        handle.remove()
+    def enter(self, position: int, x: Any, rng_key: RngKey | None) -> None:
+        self._before = self._meter.flops
+
+    def leave(self, position: int, y: Any, rng_key: RngKey | None) -> None:
+        self._counts.append(self._meter.flops - self._before)
+
+    def failed(self, position: int) -> None:
+        pass
+
+    @property
+    def counts(self) -> tuple[float, ...]:
+        return tuple(self._counts)
+
+    def add_fused_loss(self, forward: float) -> None:
+        """Add to the last layer a third of what the layers have not done of `forward`."""
+        self._counts[-1] += (forward - sum(self._counts)) / 3
 
 
 def _sizes(header: Header) -> list[int]:

@@ -26,6 +26,7 @@ def vocab_parallel_cross_entropy(
     axis: Axis,
     vocab_size: int,
     label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
     ignore_index: int = -100,
 ) -> Tensor:
     """Return the loss of each token: `F.cross_entropy(..., reduction="none")` of the full logits.
@@ -40,6 +41,7 @@ def vocab_parallel_cross_entropy(
         vocab_size: size without padding.
         label_smoothing: share of the target probability that is spread evenly over the
             vocabulary without padding.
+        z_loss: weight of the squared log-sum-exp of the logits, which is added to the loss.
 
     Shape:
         logits [..., padded vocabulary / T], target [...]  ->  [...] in fp32 (fp64 for fp64)
@@ -57,6 +59,7 @@ def vocab_parallel_cross_entropy(
         local_range(vocab_size, logits.shape[-1], axis.rank),
         vocab_size,
         label_smoothing,
+        z_loss,
         ignore_index,
     )
     return loss.view(target.shape)
@@ -72,6 +75,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         local: tuple[int, int],
         vocab_size: int,
         smoothing: float,
+        z_loss: float,
         ignore_index: int,
     ) -> Tensor:
         start, stop = local
@@ -87,8 +91,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         loss = lse - (1 - smoothing) * gathered[:, 1].sum(0)
         if smoothing:
             loss -= smoothing / vocab_size * gathered[:, 2].sum(0)
+        share = (local_lse - lse).exp_()
+        if z_loss:
+            loss += z_loss * lse.square()
+            share *= 1 + 2 * z_loss * lse
         loss = loss.masked_fill(ignored := target == ignore_index, 0.0)
-        ctx.save_for_backward(softmax, (local_lse - lse).exp_(), column, is_local, ignored)
+        ctx.save_for_backward(softmax, share, column, is_local, ignored)
         ctx.width, ctx.smoothing, ctx.vocab_size = stop - start, smoothing, vocab_size
         ctx.dtype = logits.dtype
         return loss
@@ -103,7 +111,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             gradient[:, : ctx.width].sub_((dloss * even).unsqueeze(1))
         at_target = dloss.mul(ctx.smoothing - 1).masked_fill_(~is_local, 0.0)
         gradient.scatter_add_(1, column, at_target.unsqueeze(1))
-        return gradient.to(ctx.dtype), None, None, None, None, None, None
+        return gradient.to(ctx.dtype), *[None] * 7
 
 
 def _local_softmax(logits: Tensor, width: int) -> tuple[Tensor, Tensor]:

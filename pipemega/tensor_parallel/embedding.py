@@ -14,6 +14,7 @@ from pipemega.tensor_parallel.collectives import (
     reduce_scatter_sequence,
     sum_in_place,
 )
+from pipemega.tensor_parallel.deferred_logits import DeferredLogits, GradientSink, defers_logits
 from pipemega.tensor_parallel.layers import Product
 from pipemega.tensor_parallel.output_shard import OutputShard
 from pipemega.tensor_parallel.vocabulary import local_range, require_in_vocabulary, rows_per_rank
@@ -51,6 +52,8 @@ class _Vocabulary(nn.Module):
         self.weight = attach_shard(nn.Parameter(weight), shard)
 
     product: Product = staticmethod(F.linear)
+    # Set by split backward.
+    weight_sink: GradientSink | None = None
 
     @property
     def output_shard(self) -> OutputShard:
@@ -67,10 +70,14 @@ class _Vocabulary(nn.Module):
             hidden [..., dim], equal on all tensor ranks  ->  [..., padded vocabulary / T]
             sequence_parallel:  hidden [batch, seq / T, dim]  ->  [batch, seq, padded / T]
         """
-        if self.axis.size > 1:
-            gather_or_copy = gather_sequence if self.sequence_parallel else copy_to_tensor
-            hidden = gather_or_copy(hidden, self.axis)
-        return self.product(hidden, self.weight)
+        return self.product(self._entering(hidden), self.weight)
+
+    def _entering(self, hidden: Tensor) -> Tensor:
+        """Return `hidden` of the whole sequence, for a different part on each rank."""
+        if self.axis.size == 1:
+            return hidden
+        gather_or_copy = gather_sequence if self.sequence_parallel else copy_to_tensor
+        return gather_or_copy(hidden, self.axis)
 
     def extra_repr(self) -> str:
         ranks = self.axis.size
@@ -122,8 +129,12 @@ class VocabParallelEmbedding(_Vocabulary):
 class VocabParallelHead(_Vocabulary):
     """Untied output head: maps hidden states to logits, without bias.
 
+    Within `defer_logits` it returns `DeferredLogits`.
+
     Args as in `VocabParallelEmbedding`, shapes as in `logits`.
     """
 
-    def forward(self, hidden: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor) -> Tensor | DeferredLogits:
+        if defers_logits(self, self):
+            return DeferredLogits.of(self, self._entering(hidden), self.num_embeddings)
         return self.logits(hidden)
