@@ -163,8 +163,9 @@ def recorded(
     size = ranks or dist.get_world_size(group)
     begun = recorder.begin(CommKind(name, _name_of(group), size, nbytes), on_host=on_host)
     result = call()
-    if isinstance(result, dist.Work):
-        return _RecordedWork(result, recorder, begun)  # type: ignore[return-value]
+    # Not all are a `dist.Work`: see `local_sockets`.
+    if hasattr(result, "wait"):
+        return _RecordedWork(result, recorder, begun)  # type: ignore[return-value, arg-type]
     if isinstance(result, list):
         *others, last = result
         return [*others, _RecordedWork(last, recorder, begun)]  # type: ignore[return-value]

@@ -24,6 +24,7 @@ from pipemega.distributed.comm_errors import (
     is_connection_loss,
     trim_backend_error,
 )
+from pipemega.distributed.local_sockets import break_local_sockets
 from pipemega.errors import PeerError, PipemegaError, Stopped
 from pipemega.fault_tolerance.failure_store import FailureReport, FailureStore, default_store
 from pipemega.fault_tolerance.missing_ranks import Where, find_cause
@@ -179,6 +180,7 @@ def _break_connections() -> None:
     """Break every connection of this rank in every group, so that no other rank waits for it."""
     # In a thread, because the abort of a communicator may be stuck for seconds.
     abort = _call_in_thread(abort_communicators)
+    break_local_sockets()
     for group in list(dist.distributed_c10d._world.pg_map):
         if runs_gloo(group):
             _break_gloo(group)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from pipemega.distributed.backends import backend_names
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.device_waits import synchronize, wait
+from pipemega.distributed.local_sockets import Receiver, Sender, open_streams
 from pipemega.distributed.mesh import Axis, new_group
 from pipemega.distributed.topology import AXES, Topology
 from pipemega.errors import MeshError
@@ -24,10 +25,17 @@ from pipemega.pipeline.plan.channels import (
 
 
 class Route(NamedTuple):
-    """How the messages of a channel travel."""
+    """How the messages of a channel travel.
 
+    Args:
+        peer: the global rank at the other end.
+        local: this rank's end of a stream for small messages, if both ranks are on one host.
+    """
+
+    peer: int
     group: dist.ProcessGroup
     tag: int
+    local: Sender | Receiver | None = None
 
 
 def message_order(pipeline: Axis, device: torch.device) -> MessageOrder:
@@ -76,13 +84,20 @@ def connect(
     """
     if (group := pipeline.group) is None:
         return {}
+    ends = {c: c.ranks(rank_of_stage) for c in channels(rank_of_stage, vocabulary)}
+    # Of a channel without this rank, the sender.
+    peers = {c: pipeline.ranks[ends[c][ends[c][0] == pipeline.rank]] for c in ends}
     if message_order(pipeline, device) == "tags":
-        return {c: Route(group, tag) for tag, c in enumerate(channels(rank_of_stage, vocabulary))}
+        streams: Sequence[Sender | Receiver | None] = [None] * len(ends)
+        if device.type == "cpu":
+            streams = open_streams(pipeline, list(ends.values()))
+        rows = enumerate(zip(ends, streams, strict=True))
+        return {c: Route(peers[c], group, tag, local) for tag, (c, local) in rows}
     _refuse_bound_device(group)
     links = connections(rank_of_stage, vocabulary)
     groups = _make_groups(pipeline, 1 + max(link.group for link in links), device, timeout)
     _open(pipeline, links, groups, device)
-    return {link.channel: Route(groups[link.group], 0) for link in links}
+    return {link.channel: Route(peers[link.channel], groups[link.group], 0) for link in links}
 
 
 def _refuse_bound_device(group: dist.ProcessGroup) -> None:

@@ -1,7 +1,10 @@
 """Structure of the messages between stages: tree, shapes and dtypes."""
 
+import math
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -61,6 +64,18 @@ class Header:
             return tensor
         return pytree.tree_map_only(TensorMeta, lambda meta: tensors[meta.number], self.tree)
 
+    def matches(self, message: Any) -> bool:
+        """Return whether this is the header of `message`."""
+        tree = self.tree
+        # Most messages are one tensor.
+        if isinstance(tree, TensorMeta) and isinstance(message, Tensor):
+            return (
+                message.shape == tree.shape
+                and message.dtype == tree.dtype
+                and message.requires_grad == tree.requires_grad
+            )
+        return self.difference(Header.of(message)) is None
+
     def difference(self, other: "Header", before: str = "was", after: str = "is now") -> str | None:
         """Describe the first difference of `other`; None if there is none.
 
@@ -89,6 +104,45 @@ def tensors_of(message: Any) -> list[Tensor]:
         return [message]
     leaves = pytree.tree_leaves(message)
     return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+
+
+class Packed:
+    """The layout of several tensors in one buffer, which is sent as one message.
+
+    The first byte of each tensor has the alignment that its own memory would have, so that kernels
+    give the same results.
+
+    Args:
+        metas: of the tensors.
+    """
+
+    def __init__(self, metas: Sequence[TensorMeta]) -> None:
+        self._metas, self._offsets, end = metas, [], 0
+        for meta in metas:
+            self._offsets.append(end)
+            size = math.prod(meta.shape) * meta.dtype.itemsize
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self.nbytes = end
+
+    def views(self, buffer: Tensor) -> list[Tensor]:
+        """Return the tensors in `buffer`; a change in place of one is no change of another."""
+        storage = buffer.untyped_storage()
+        return [
+            torch.empty(0, dtype=meta.dtype, device=buffer.device).set_(
+                storage, offset // meta.dtype.itemsize, meta.shape, _strides(meta.shape)
+            )
+            for meta, offset in zip(self._metas, self._offsets, strict=True)
+        ]
+
+
+def _strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a contiguous tensor."""
+    strides = tuple(accumulate(reversed(shape), operator.mul, initial=1))
+    return strides[-2::-1]
+
+
+# Bytes; at least that of the allocators of torch, and of the loads of the GPU's kernels.
+_ALIGNMENT = 256
 
 
 def _structure(tree: Any) -> str:

@@ -126,12 +126,22 @@ class InputGuard:
 def check_unchanged(message: Any, versions: list[int], name: str) -> None:
     """Raise PipelineError if a tensor of `message`, called `name`, was changed in place since."""
     if versions_of(tensors_of(message)) != versions:
-        raise PipelineError(
-            f"{name} was changed in place after the stage had returned it, and the stage that uses "
-            f"it may have got other values: return a new tensor in each call, or a clone()"
-        )
+        raise changed_in_place(name)
+
+
+def changed_in_place(name: str) -> PipelineError:
+    """Return the error about a message, called `name`, that was changed in place."""
+    return PipelineError(
+        f"{name} was changed in place after the stage had returned it, and the stage that uses "
+        f"it may have got other values: return a new tensor in each call, or a clone()"
+    )
 
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return how often each tensor was changed in place."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [version_of(tensor) for tensor in tensors]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return how often the tensor was changed in place."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -10,12 +10,15 @@ constants) and its tensors. `shapes` decides when headers are sent:
 
 In evaluation every message has a header, because sizes may differ.
 Gradients have no header: the receiver has the shapes of the activation that it sent.
+
+The tensors of a micro-batch are one message: several are copied into one buffer. Small messages
+between two processes of one host go through a socket (`distributed.local_sockets`), not gloo.
 """
 
 import pickle
+import struct
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
@@ -27,37 +30,50 @@ from torch import Tensor
 from pipemega.distributed.comm_errors import comm_error
 from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import mark, synchronize
+from pipemega.distributed.local_sockets import Receiver, Sender, Work
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
 from pipemega.host_memory import HostMemory
 from pipemega.pipeline.connections import connect
-from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
+from pipemega.pipeline.messages import Header, Packed, TensorMeta, tensors_of
 from pipemega.pipeline.plan.channels import Channel, ShapeMode
 from pipemega.pipeline.plan.instructions import Instruction, Kind
-from pipemega.pipeline.stage_input import check_unchanged, versions_of
+from pipemega.pipeline.stage_input import changed_in_place, version_of
+
+# Largest message that goes through a local socket. Several of them fit in its buffer. Larger ones
+# are transferred by gloo in its own thread, while this rank computes.
+LOCAL_BYTES = 1 << 16
+
+# A header of up to this size is one message.
+_HEADER_BYTES = 1024
+_LENGTH = struct.Struct("q")
+
+Metas = Callable[[], list[TensorMeta] | None]
 
 
-@dataclass(eq=False)
 class Receive:
-    """A requested receive; it is posted (irecv) as soon as its shapes are known."""
+    """A requested receive; it is posted as soon as its shapes are known.
 
-    channel: Channel
-    microbatch: int
-    grad_metas: Callable[[], list[TensorMeta] | None]  # for a gradient; an activation has a header
-    header: Header | None = None
-    tensors: list[Tensor] = field(default_factory=list)
-    works: list[dist.Work] = field(default_factory=list)
-    posted: bool = False
+    Args:
+        grad_metas: returns the shapes of a gradient; an activation has a header.
+    """
+
+    __slots__ = ("channel", "grad_metas", "header", "microbatch", "posted", "tensors", "work")
+
+    def __init__(self, channel: Channel, microbatch: int, grad_metas: Metas) -> None:
+        self.channel, self.microbatch, self.grad_metas = channel, microbatch, grad_metas
+        self.header: Header | None = None
+        self.tensors: list[Tensor] = []
+        self.work: Work | None = None  # None also for a message without tensors
+        self.posted = False
 
 
 class _Send(NamedTuple):
-    """A message whose sends may still be running; keeps its tensors alive."""
+    """A message that may still be sent; keeps its tensor alive."""
 
-    channel: Channel
-    microbatch: int
-    tensors: list[Tensor]
-    versions: list[int]
-    works: list[dist.Work]
+    tensor: Tensor
+    version: int
+    work: Work
 
 
 class Transport:
@@ -88,7 +104,8 @@ class Transport:
         self._sent_headers: dict[Channel, Header] = {}
         self._received_headers: dict[Channel, Header] = {}
         self._unposted: dict[Channel, deque[Receive]] = defaultdict(deque)
-        self._sends: list[_Send] = []
+        # Header and tensors of a micro-batch, in the order of the sends.
+        self._sends: dict[tuple[Channel, int], list[_Send]] = {}
         self._memory = HostMemory(device)
         self._routes = connect(pipeline, self._rank_of_stage, device, timeout)
 
@@ -113,22 +130,35 @@ class Transport:
             PipelineError: the message does not match the header that the receiver has.
         """
         if channel.direction == "activation":
-            header = Header.of(message)
             known = self._declared.get(channel.boundary) or self._sent_headers.get(channel)
             if self._exchange_all or known is None or self._shapes == "exchanged":
+                header = Header.of(message)
                 self._send_header(channel, microbatch, header)
                 if not self._exchange_all:
                     self._sent_headers[channel] = header
-            elif known.difference(header) is not None:
+            elif not known.matches(message):
+                header = Header.of(message)
                 raise PipelineError(self._describe_mismatch(channel, microbatch, known, header))
-        tensors = [_wire_format(tensor.detach()) for tensor in tensors_of(message)]
-        self._start_send(channel, microbatch, tensors)
+        tensors = tensors_of(message)
+        if len(tensors) == 1:
+            self._start_send(channel, microbatch, _wire_format(tensors[0].detach()))
+        elif tensors:
+            self._start_send(channel, microbatch, self._pack(tensors))
+
+    def _pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the buffer of a message of several tensors."""
+        layout = Packed([TensorMeta.of(tensor) for tensor in tensors])
+        buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+        with torch.no_grad():
+            for view, tensor in zip(layout.views(buffer), tensors, strict=True):
+                view.copy_(tensor)
+        return buffer
 
     def receive(
         self,
         channel: Channel,
         microbatch: int,
-        grad_metas: Callable[[], list[TensorMeta] | None] = lambda: None,
+        grad_metas: Metas = lambda: None,
     ) -> Receive:
         """Request a receive; post it if its shapes are known. `wait` returns the message.
 
@@ -154,23 +184,19 @@ class Transport:
                     self._received_headers[first.channel] = first.header
             assert self._metas(first) is not None, f"no shapes for micro-batch {first.microbatch}"
             self._post_known(receive.channel)
-        self._finish(receive.works, receive.channel, receive.microbatch)
-        if receive.header is None:
+        if receive.work is not None:
+            self._finish(receive.work, receive.channel, receive.microbatch)
+        if (header := receive.header) is None:
             return receive.tensors
-        for tensor, meta in zip(receive.tensors, receive.header.tensors, strict=True):
-            tensor.requires_grad_(meta.requires_grad)
-        return receive.header.fill(receive.tensors)
+        for tensor, meta in zip(receive.tensors, header.tensors, strict=True):
+            if meta.requires_grad:
+                tensor.requires_grad_()
+        return header.fill(receive.tensors)
 
     def release(self, channel: Channel, microbatch: int) -> None:
         """Free a sent message that the receiver has used."""
-        kept = []
-        for send in self._sends:
-            # The header and the tensors are two sends.
-            if send.channel == channel and send.microbatch == microbatch:
-                self._finish_send(send)
-            else:
-                kept.append(send)
-        self._sends = kept
+        for send in self._sends.pop((channel, microbatch), ()):
+            self._finish_send(send, channel, microbatch)
 
     def flush(self, check: bool = True) -> None:
         """Wait until all sends have completed.
@@ -181,16 +207,18 @@ class Transport:
         Raises:
             PipelineError: a sent tensor was changed in place.
         """
-        for send in self._sends:
-            self._finish_send(send, check)
+        for (channel, microbatch), sends in self._sends.items():
+            for send in sends:
+                self._finish_send(send, channel, microbatch, check)
         self._sends.clear()
 
-    def _finish_send(self, send: _Send, check: bool = True) -> None:
-        channel = send.channel
-        self._finish(send.works, channel, send.microbatch)
-        if check:
-            name = f"the {channel.direction} of micro-batch {send.microbatch} of stage"
-            check_unchanged(send.tensors, send.versions, f"{name} {channel.source}")
+    def _finish_send(
+        self, send: _Send, channel: Channel, microbatch: int, check: bool = True
+    ) -> None:
+        self._finish(send.work, channel, microbatch)
+        if check and version_of(send.tensor) != send.version:
+            name = f"the {channel.direction} of micro-batch {microbatch} of stage {channel.source}"
+            raise changed_in_place(name)
 
     def _header_of(self, receive: Receive) -> Header | None:
         if receive.header is not None:
@@ -213,73 +241,91 @@ class Transport:
             receive = queue.popleft()
             if channel.direction == "activation":
                 receive.header = self._header_of(receive)
-            receive.tensors = [
-                torch.empty(meta.shape, dtype=meta.dtype, device=self._device) for meta in metas
-            ]
-            receive.works = [self._irecv(channel, _wire_format(t)) for t in receive.tensors]
-            receive.posted = True
+            self._post(receive, metas)
+
+    def _post(self, receive: Receive, metas: Sequence[TensorMeta]) -> None:
+        if len(metas) == 1:
+            (meta,) = metas
+            payload = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+            receive.tensors = [payload]
+            receive.work = self._irecv(receive.channel, _wire_format(payload))
+        elif metas:
+            layout = Packed(metas)
+            buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+            receive.tensors = layout.views(buffer)
+            receive.work = self._irecv(receive.channel, buffer)
+        receive.posted = True
 
     def _send_header(self, channel: Channel, microbatch: int, header: Header) -> None:
-        payload = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
-        length = torch.tensor([payload.numel()])
-        tensors = [
-            self._memory.pinned(tensor).to(self._device, non_blocking=True)
-            for tensor in (length, payload)
-        ]
-        self._start_send(channel, microbatch, tensors)
+        pickled = pickle.dumps(header)
+        message = bytearray(_LENGTH.pack(len(pickled)) + pickled)
+        message += bytes(max(0, _HEADER_BYTES - len(message)))
+        for part in (message[:_HEADER_BYTES], message[_HEADER_BYTES:]):
+            if part:
+                tensor = self._memory.pinned(torch.frombuffer(part, dtype=torch.uint8))
+                tensor = tensor.to(self._device, non_blocking=True)
+                self._start_send(channel, microbatch, tensor)
 
     def _receive_header(self, receive: Receive) -> Header:
         """Receive the header and copy it to the host: the tensors cannot be posted without it."""
-        channel, microbatch = receive.channel, receive.microbatch
-        length = torch.empty(1, dtype=torch.int64, device=self._device)
-        self._finish([self._irecv(channel, length)], channel, microbatch)
-        synchronize()
-        payload = torch.empty(int(length.item()), dtype=torch.uint8, device=self._device)
-        self._finish([self._irecv(channel, payload)], channel, microbatch)
-        synchronize()
+        message = self._receive_bytes(receive, _HEADER_BYTES)
+        (length,) = _LENGTH.unpack_from(message)
+        if (rest := _LENGTH.size + length - _HEADER_BYTES) > 0:
+            message += self._receive_bytes(receive, rest)
         # Safe to unpickle: it comes from a rank of this run, never from a file.
-        header = pickle.loads(bytes(payload.tolist()))
+        header = pickle.loads(message[_LENGTH.size : _LENGTH.size + length])
         assert isinstance(header, Header)
         return header
 
-    def _start_send(self, channel: Channel, microbatch: int, tensors: list[Tensor]) -> None:
-        peer, group, tag = self._route(channel, channel.target)
-        works = []
-        for tensor in tensors:
-            start = partial(dist.isend, tensor, peer, group=group, tag=tag)
-            work = recorded("send", tensor.nbytes, group, start, ranks=2)
-            assert work is not None
-            works.append(work)
-        self._sends.append(_Send(channel, microbatch, tensors, versions_of(tensors), works))
-        if self._device.type == "cuda":
-            self._sends = [s for s in self._sends if not all(w.is_completed() for w in s.works)]
+    def _receive_bytes(self, receive: Receive, count: int) -> bytes:
+        tensor = torch.empty(count, dtype=torch.uint8, device=self._device)
+        work = self._irecv(receive.channel, tensor)
+        self._finish(work, receive.channel, receive.microbatch)
+        synchronize()
+        return bytes(tensor.tolist())
 
-    def _irecv(self, channel: Channel, tensor: Tensor) -> dist.Work:
-        peer, group, tag = self._route(channel, channel.source)
-        start = partial(dist.irecv, tensor, peer, group=group, tag=tag)
+    def _start_send(self, channel: Channel, microbatch: int, tensor: Tensor) -> None:
+        peer, group, tag, local = self._routes[channel]
+        if isinstance(local, Sender) and tensor.nbytes <= LOCAL_BYTES:
+            start: Callable[[], Work | None] = partial(local.send, tensor)
+        else:
+            start = partial(dist.isend, tensor, peer, group=group, tag=tag)
+        work = recorded("send", tensor.nbytes, group, start, ranks=2)
+        assert work is not None
+        send = _Send(tensor, version_of(tensor), work)
+        self._sends.setdefault((channel, microbatch), []).append(send)
+        if self._device.type == "cuda":
+            self._forget_completed()
+
+    def _forget_completed(self) -> None:
+        """Free the messages whose transfer has ended."""
+        for key, sends in list(self._sends.items()):
+            if all(send.work.is_completed() for send in sends):
+                del self._sends[key]
+
+    def _irecv(self, channel: Channel, tensor: Tensor) -> Work:
+        peer, group, tag, local = self._routes[channel]
+        if isinstance(local, Receiver) and tensor.nbytes <= LOCAL_BYTES:
+            start: Callable[[], Work | None] = partial(local.receive, tensor)
+        else:
+            start = partial(dist.irecv, tensor, peer, group=group, tag=tag)
         work = recorded("recv", tensor.nbytes, group, start, ranks=2)
         assert work is not None
         return work
 
-    def _route(self, channel: Channel, stage: int) -> tuple[int, dist.ProcessGroup, int]:
-        """Return the global rank of `stage`, and the process group and tag of the channel."""
-        group, tag = self._routes[channel]
-        return self._pipeline.ranks[self._rank_of_stage[stage]], group, tag
+    def _finish(self, work: Work, channel: Channel, microbatch: int) -> None:
+        try:
+            if self._device.type == "cuda":
+                # Only the stream waits; with a timeout the host would, too.
+                work.wait()
+            else:
+                work.wait(self._timeout)
+        except RuntimeError as error:
+            raise self._error(channel, microbatch, error) from error
+        mark(partial(self._error, channel, microbatch))
 
-    def _finish(self, works: Sequence[dist.Work], channel: Channel, microbatch: int) -> None:
-        def describe(error: RuntimeError) -> PipelineError:
-            return comm_error(self._describe_wait(channel, microbatch), error)
-
-        for work in works:
-            try:
-                if self._device.type == "cuda":
-                    # Only the stream waits; with a timeout the host would, too.
-                    work.wait()
-                else:
-                    work.wait(self._timeout)
-            except RuntimeError as error:
-                raise describe(error) from error
-        mark(describe)
+    def _error(self, channel: Channel, microbatch: int, error: RuntimeError) -> PipelineError:
+        return comm_error(self._describe_wait(channel, microbatch), error)
 
     def _describe_mismatch(
         self, channel: Channel, microbatch: int, known: Header, header: Header

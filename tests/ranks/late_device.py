@@ -21,6 +21,7 @@ from torch import Tensor
 from pipemega.distributed import device_waits
 from pipemega.distributed.device_waits import DeviceWaits
 from pipemega.fault_tolerance import error_propagation
+from pipemega.pipeline import transport
 
 _FOREVER = timedelta(minutes=10)
 
@@ -92,6 +93,7 @@ def late_device(timeout: timedelta) -> Iterator[None]:
             LateWork(stream, lambda: all_reduce(tensor, *args, async_op=True, **options)).wait()
 
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "LOCAL_BYTES", -1)  # no local sockets
         patch.setattr(dist, "isend", late_send)
         patch.setattr(dist, "irecv", late_receive)
         patch.setattr(dist, "all_reduce", late_sum)

@@ -123,21 +123,36 @@ def train_in_place(configs: list[dict[str, Any]]) -> list[tuple[Any, Any]]:
 
 
 class CountingLayer(nn.Linear):
-    """Returns a buffer that each forward changes."""
+    """Returns a buffer that each forward changes, alone or in a tuple."""
 
-    def __init__(self) -> None:
+    def __init__(self, alone: bool) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.calls = torch.zeros(1)
+        self.alone, self.calls = alone, torch.zeros(WIDTH)
 
     def forward(self, x: Tensor) -> Any:
         self.calls += 1
-        return super().forward(x), self.calls
+        return self.calls if self.alone else (super().forward(x), self.calls)
 
 
-def changes_sent_output() -> None:
-    net = PipelineModule([LayerSpec(CountingLayer), lambda tree: tree[0] * tree[1]], squares)
+class UsesCount(nn.Linear):
+    """Collects the counts that it receives."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.counts: list[float] = []
+
+    def forward(self, received: Any) -> Tensor:
+        x, calls = (received, received) if isinstance(received, Tensor) else received
+        self.counts.append(calls[0].item())
+        return super().forward(x)
+
+
+def changes_sent_output(alone: bool) -> list[float]:
+    """Return the counts that the second stage received in one step."""
+    net = PipelineModule([LayerSpec(CountingLayer, alone), LayerSpec(UsesCount)], squares)
     engine = engine_of(net, mesh={"pipeline": 2}, pipeline={"partition": [0, 1, 2]})
     engine.train_batch((a.float(), b.float()) for a, b in microbatches(0, 4))
+    return [count for m in engine.module.modules() for count in getattr(m, "counts", ())]
 
 
 class Frozen(nn.Linear):

@@ -105,10 +105,15 @@ def test_a_wrong_declaration_names_stage_tensor_and_both_shapes(pool: RankPool) 
 def test_a_layer_that_changes_an_output_after_it_was_sent_is_an_error(pool: RankPool) -> None:
     """The next stage received the value of a later micro-batch, depending on the timing."""
     with pytest.raises(RanksFailed) as failed:
-        pool.run(2, small_models.changes_sent_output)
+        pool.run(2, small_models.changes_sent_output, True)
     for message, _ in failed.value.errors.values():
         assert "the activation of micro-batch 0 of stage 0 was changed in place" in message
         assert "return a new tensor in each call, or a clone()" in message
+
+
+def test_several_tensors_are_sent_with_their_values_at_that_time(pool: RankPool) -> None:
+    """They are copied into one buffer, so a later change in place is allowed."""
+    assert pool.run(2, small_models.changes_sent_output, False)[1] == [1.0, 2.0, 3.0, 4.0]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

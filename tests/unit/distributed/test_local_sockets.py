@@ -1,0 +1,112 @@
+"""Streams of tensors between processes of one host."""
+
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+
+from pipemega.distributed import local_sockets
+from pipemega.distributed.local_sockets import Receiver, Sender, break_local_sockets
+
+SECOND = timedelta(seconds=1)
+
+
+@pytest.fixture
+def stream():
+    source, target = socket.socketpair()
+    return Sender(source), Receiver(target)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).reshape(2, 3),
+        torch.tensor([1.5, -2.0]).bfloat16(),
+        torch.tensor(7),
+        torch.empty(0, 3),
+        torch.arange(1 << 20),
+    ],
+    ids=["float", "bfloat16", "scalar", "empty", "larger than the buffer"],
+)
+def test_a_message_arrives_with_its_bytes(stream, tensor):
+    sender, receiver = stream
+    sent, result = sender.send(tensor), torch.empty_like(tensor)
+    receiver.receive(result).wait(SECOND)
+    sent.wait(SECOND)
+    assert sent.is_completed()
+    assert torch.equal(result, tensor)
+
+
+def test_sends_never_block_and_messages_keep_their_order(stream):
+    """More than the buffer holds, before the first is received; waits in any order."""
+    sender, receiver = stream
+    sent = [sender.send(torch.full((16384,), float(number))) for number in range(40)]
+    assert not sent[-1].is_completed()
+    results = [torch.empty(16384) for _ in sent]
+    works = [receiver.receive(result) for result in results]
+    works[30].wait(SECOND)
+    assert [work.is_completed() for work in works] == [True] * 31 + [False] * 9
+    for work in (*works, *sent):
+        work.wait(SECOND)
+    assert [result.unique().tolist() for result in results] == [[number] for number in range(40)]
+    # The thread is done: the next message is written directly again.
+    assert sender.send(torch.ones(1)).is_completed()
+
+
+def test_a_small_message_is_copied_when_it_is_sent(stream):
+    sender, receiver = stream
+    x, y = torch.ones(2), torch.empty(2)
+    assert sender.send(x).is_completed()
+    x.zero_()
+    receiver.receive(y).wait(SECOND)
+    assert y.tolist() == [1.0, 1.0]
+
+
+def test_a_message_that_does_not_come_times_out(stream):
+    sender, receiver = stream
+    late = receiver.receive(torch.empty(2))
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="Timed out waiting 50ms for recv operation"):
+        late.wait(timedelta(milliseconds=50))
+    assert 0.04 < time.monotonic() - started < 5
+    sender.send(torch.ones(2))
+    late.wait(SECOND)
+    assert late.tensor.tolist() == [1.0, 1.0]
+
+
+def test_a_send_that_nobody_receives_times_out(stream):
+    with pytest.raises(RuntimeError, match="Timed out waiting 50ms for send operation"):
+        stream[0].send(torch.ones(1 << 20)).wait(timedelta(milliseconds=50))
+
+
+@pytest.mark.parametrize("how", ["the peer ends", "break_local_sockets"])
+def test_a_broken_connection_ends_both_sides(how):
+    source, target = socket.socketpair()
+    sender, receiver = Sender(source), Receiver(target)
+    queued, late = sender.send(torch.ones(1 << 20)), receiver.receive(torch.empty(1 << 21))
+    if how == "the peer ends":
+        target.shutdown(socket.SHUT_RDWR)
+    else:
+        break_local_sockets()
+    for work in (queued, late):
+        with pytest.raises(RuntimeError, match="Connection closed by peer"):
+            work.wait(SECOND)
+    with pytest.raises(RuntimeError, match="Connection closed by peer"):
+        sender.send(torch.ones(1))
+
+
+def test_unused_streams_are_closed():
+    source, target = socket.socketpair()
+    sender, receiver = Sender(source), Receiver(target)
+    sender.send(torch.ones(1 << 20))  # the thread waits
+    del sender, receiver
+    assert source.fileno() == target.fileno() == -1
+
+
+def test_an_address_of_another_host_gives_no_connection(tmp_path):
+    assert local_sockets._connect(str(tmp_path / "missing"), 2, 0) == []
+    with socket.socket(socket.AF_UNIX) as server:
+        assert local_sockets._listen(server, tmp_path / ("long" * 40), 1) == ""
+    assert local_sockets._connect("", 1, 0) == []
