@@ -138,10 +138,11 @@ def _write(stream: socket.socket, jobs: "queue.SimpleQueue[_Queued | None]") -> 
 class _Reading:
     """A message that is read when this rank waits for it."""
 
-    __slots__ = ("_receiver", "done", "tensor")
+    __slots__ = ("_receiver", "data", "done", "tensor")
 
     def __init__(self, receiver: "Receiver", tensor: Tensor) -> None:
         self._receiver, self.tensor, self.done = receiver, tensor, False
+        self.data = _bytes_of(tensor)
 
     def wait(self, timeout: timedelta | None = None) -> None:
         """Read the messages up to this one.
@@ -176,24 +177,21 @@ class Receiver:
         """Read the requested messages, in their order, up to `last`."""
         if timeout is not self._timeout:
             self._set_timeout(timeout)
-        while not last.done:
-            first = self._expected[0]
-            self._read(first.tensor, timeout)
-            first.done = True
-            self._expected.popleft()
+        try:
+            while not last.done:
+                self._read(self._expected[0].data)
+                self._expected.popleft().done = True
+        except BlockingIOError:
+            raise _timed_out(timeout, "recv") from None
+        except OSError as error:
+            raise RuntimeError(f"{_CLOSED}: {error}") from None
 
-    def _read(self, tensor: Tensor, timeout: timedelta | None) -> None:
-        data = _bytes_of(tensor)
+    def _read(self, data: "ctypes.Array[ctypes.c_char]") -> None:
         size, have = len(data), 0
         while have < size:
-            try:
-                # One system call waits for the whole message. It is short of that after a signal.
-                into = memoryview(data).cast("B")[have:] if have else data
-                read = self._stream.recv_into(into, size - have, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise _timed_out(timeout, "recv") from None
-            except OSError as error:
-                raise RuntimeError(f"{_CLOSED}: {error}") from None
+            # One system call waits for the whole message. It is short of that after a signal.
+            into = memoryview(data).cast("B")[have:] if have else data
+            read = self._stream.recv_into(into, size - have, socket.MSG_WAITALL)
             if read == 0:
                 raise RuntimeError(_CLOSED)
             have += read

@@ -2,17 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipemega.pipeline.messages import TensorMeta, tensors_of
+from pipemega.pipeline.messages import TensorMeta
 from pipemega.pipeline.module import RngKey
 from pipemega.pipeline.plan.instructions import Instruction, Plan
 from pipemega.pipeline.recorder import Recorder
 from pipemega.pipeline.stage_input import InputGradient
 from pipemega.pipeline.transport import Receive
+
+# The same few in every micro-batch.
+_meta = lru_cache(maxsize=1024)(TensorMeta)
 
 Key = tuple[int, int]  # (stage, micro-batch)
 
@@ -66,7 +70,7 @@ class Results:
     outputs: dict[int, Any] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(slots=True)
 class InFlight:
     """What a stage keeps of a micro-batch between its forward and its backward.
 
@@ -78,13 +82,13 @@ class InFlight:
     metas: list[TensorMeta]
 
     @classmethod
-    def of(cls, inputs: list[InputGradient], output: Any) -> "InFlight":
+    def of(cls, inputs: list[InputGradient], output: Sequence[Tensor]) -> "InFlight":
         """Collect the state from the gradients of the input and the output of a forward."""
-        differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad]
+        differentiable = [tensor for tensor in output if tensor.requires_grad]
         return cls(
             inputs=inputs,
             edges=[get_gradient_edge(tensor) for tensor in differentiable],
-            metas=[TensorMeta(tuple(t.shape), t.dtype, False) for t in differentiable],
+            metas=[_meta(t.shape, t.dtype, False) for t in differentiable],
         )
 
 

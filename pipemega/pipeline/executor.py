@@ -8,7 +8,8 @@ instructions of the lowered plan.
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,7 +38,12 @@ from pipemega.pipeline.stage_input import (
     versions_of,
 )
 from pipemega.pipeline.transport import Receive, Transport
-from pipemega.tensor_parallel.deferred_logits import defer_logits
+from pipemega.tensor_parallel.deferred_logits import defer_logits, takes_deferred_logits
+
+T = TypeVar("T")
+
+# Equal channels are one object: a tuple is created once, not for every message.
+_channel = lru_cache(maxsize=None)(Channel)
 
 
 @dataclass
@@ -139,13 +145,14 @@ class Executor:
 
     def work(self, steps: Program) -> None:
         """Execute the next part of the program."""
-        run = self._run
+        run, handlers = self._run, self._handlers
+        end = run.recorder.end
         # The time since the previous part does not belong to the first instruction.
         run.recorder.ready()
         with torch.set_grad_enabled(run.train), self._locate_errors():
             for step in steps:
-                self._handlers[step.kind](step)
-                run.recorder.end()
+                handlers[step.kind](step)
+                end()
                 run.completed += 1
 
     def end(self) -> Results:
@@ -204,35 +211,51 @@ class Executor:
 
     def _receive_activation(self, step: Instruction) -> None:
         assert self._transport is not None
-        receive = self._transport.receive(Channel("activation", step.stage - 1), step.microbatch)
+        receive = self._transport.receive(_channel("activation", step.stage - 1), step.microbatch)
         self._run.activation_receives[step.stage, step.microbatch] = receive
 
     def _forward(self, step: Instruction) -> None:
         run, key = self._run, (step.stage, step.microbatch)
         x, inputs = self._stage_input(step)
-        keys = run.batch.rng_keys
-        rng_key = None if keys is None else keys[step.microbatch]
-        stage, has_samples = self.stages[step.stage], run.batch.share(step.microbatch) > 0
-        # A micro-batch without samples must not change running statistics.
-        unchanged = nullcontext() if has_samples else keep_buffers(stage)
-        with self._timers("forward"), unchanged, self._output_kind(step):
-            output = stage(x, rng_key)
-            if step.stage == self._model.num_stages - 1:
-                output = self._finish_forward(step, output)
-            else:
-                run.activations[key] = output, versions_of(tensors_of(output))
+        is_last = step.stage == self._model.num_stages - 1
+        run_stage = self._run_last_stage if is_last else self._run_stage
+        output = self._timed("forward", run_stage, step, x)
+        tensors = tensors_of(output)
+        if not is_last:
+            run.activations[key] = output, versions_of(tensors)
         if run.train:
-            run.in_flight[key] = InFlight.of(inputs, output)
+            run.in_flight[key] = InFlight.of(inputs, tensors)
+
+    def _timed(self, name: str, function: Callable[..., T], *args: Any) -> T:
+        """Call the function; measure it if the timers are enabled."""
+        if not self._timers.enabled:
+            return function(*args)
+        with self._timers(name):
+            return function(*args)
+
+    def _run_stage(self, step: Instruction, x: Any) -> Any:
+        stage, batch, m = self.stages[step.stage], self._run.batch, step.microbatch
+        rng_key = None if batch.rng_keys is None else batch.rng_keys[m]
+        if batch.shares is None or batch.shares[m] > 0:
+            return stage(x, rng_key)
+        # A micro-batch without samples must not change running statistics.
+        with keep_buffers(stage):
+            return stage(x, rng_key)
+
+    def _run_last_stage(self, step: Instruction, x: Any) -> Any:
+        with self._output_kind(step):
+            return self._finish_forward(step, self._run_stage(step, x))
 
     def _output_kind(self, step: Instruction) -> AbstractContextManager[None]:
         """Return the context in which the head defers its logits if only the loss needs them."""
         batch, stage = self._run.batch, self.stages[step.stage]
         uses_output = batch.keep_outputs or batch.on_output is not None
-        is_last = step.stage == self._model.num_stages - 1
-        if not is_last or uses_output or step.microbatch >= len(batch.labels):
+        if uses_output or step.microbatch >= len(batch.labels):
             return nullcontext()
         # An observer sees the output of each layer.
         loss_fn = self._model.loss_fn if stage.observer is None else None
+        if not takes_deferred_logits(loss_fn):
+            return nullcontext()
         return defer_logits(loss_fn, stage.last_layer, batch.loss_factor)
 
     def _stage_input(self, step: Instruction) -> tuple[Any, list[InputGradient]]:
@@ -263,13 +286,13 @@ class Executor:
         labels, result = batch.labels[m], output
         if loss_fn is not None:
 
-            def run_loss(copied: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
-                outputs = copied[0] if is_used else output
-                return microbatch_loss(loss_fn, outputs, copied[1], share, run.train)
+            def run_loss(copied: Any) -> tuple[Tensor, Tensor]:
+                outputs, labels = copied if is_used else (output, copied)
+                return microbatch_loss(loss_fn, outputs, labels, share, run.train)
 
-            # The loss must not change outputs that are used again.
+            # The loss must not change labels, and outputs that are used again.
             key = ("loss", run.train, is_used)
-            result, weight = self._guard(key, run_loss, (output if is_used else None, labels))
+            result, weight = self._guard(key, run_loss, (output, labels) if is_used else labels)
             run.results.losses[m] = result.detach().reshape(())
             run.results.weights[m] = weight.detach().reshape(())
         if is_used and batch.on_output is not None:
@@ -279,12 +302,11 @@ class Executor:
     def _send_activation(self, step: Instruction) -> None:
         assert self._transport is not None
         message = self._take_output(step.stage, step.microbatch)
-        self._transport.send(Channel("activation", step.stage), step.microbatch, message)
+        self._transport.send(_channel("activation", step.stage), step.microbatch, message)
 
     def _wait(self, receive: Receive) -> Any:
         assert self._transport is not None
-        with self._timers("communication"):
-            message = self._transport.wait(receive)
+        message = self._timed("communication", self._transport.wait, receive)
         self._run.recorder.ready()
         return message
 
@@ -297,7 +319,7 @@ class Executor:
         def shapes() -> list[TensorMeta] | None:
             return in_flight[key].metas if key in in_flight else None
 
-        channel = Channel("gradient", step.stage)
+        channel = _channel("gradient", step.stage)
         self._run.gradient_receives[key] = self._transport.receive(channel, step.microbatch, shapes)
 
     def _backward(self, step: Instruction) -> None:
@@ -305,8 +327,7 @@ class Executor:
         gradients = self._output_gradients(step)
         state = run.in_flight.pop(key)
         if state.edges:
-            with self._timers("backward"), self._final_backward(step):
-                torch.autograd.backward(state.edges, gradients)
+            self._run_backward(step, torch.autograd.backward, state.edges, gradients)
         if step.stage > 0:
             run.gradients[key] = [gradient.take() for gradient in state.inputs]
 
@@ -321,14 +342,14 @@ class Executor:
             assert self._transport is not None
             gradients = self._wait(run.gradient_receives.pop(key))
             # The gradient proves that the peer has used the activation.
-            self._transport.release(Channel("activation", step.stage), step.microbatch)
+            self._transport.release(_channel("activation", step.stage), step.microbatch)
             return list(gradients)
         return run.gradients.pop((step.stage + 1, step.microbatch))
 
     def _send_gradient(self, step: Instruction) -> None:
         assert self._transport is not None
         gradients = self._run.gradients.pop((step.stage, step.microbatch))
-        self._transport.send(Channel("gradient", step.stage - 1), step.microbatch, gradients)
+        self._transport.send(_channel("gradient", step.stage - 1), step.microbatch, gradients)
 
     def _backward_input(self, step: Instruction) -> None:
         assert self._weight_queue is not None, "a plan with I and W needs a WeightGradQueue"
@@ -340,17 +361,20 @@ class Executor:
         mark_ready = None
         if self._grad_listener is not None and step in self._run.final_backwards:
             mark_ready = self._grad_listener.mark_ready
-        with self._timers("backward"), self._final_backward(step):
-            self._weight_queue.run((step.stage, step.microbatch), mark_ready)
+        key = (step.stage, step.microbatch)
+        self._run_backward(step, self._weight_queue.run, key, mark_ready)
 
-    def _final_backward(self, step: Instruction) -> AbstractContextManager[None]:
-        """Notify the listener if `step` completes the gradients of its stage."""
+    def _run_backward(self, step: Instruction, backward: Callable[..., None], *args: Any) -> None:
+        """Call `backward`; notify the listener if `step` completes the gradients of its stage."""
         if self._grad_listener is None or step not in self._run.final_backwards:
-            return nullcontext()
+            self._timed("backward", backward, *args)
+            return
         pending = None
         if step.kind is Kind.BACKWARD_WEIGHT and self._weight_queue is not None:
             pending = self._weight_queue.pending_weights((step.stage, step.microbatch))
-        return self._grad_listener.final_backward(self.stages[step.stage].parameters(), pending)
+        parameters = self.stages[step.stage].parameters()
+        with self._grad_listener.final_backward(parameters, pending):
+            self._timed("backward", backward, *args)
 
 
 def _description(step: Instruction) -> str:

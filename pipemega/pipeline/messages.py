@@ -58,10 +58,13 @@ class Header:
         return list(metas.values())
 
     def fill(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the message with these tensors in place of the metas."""
+        """Return the message with these tensors in place of the metas; set their requires_grad."""
         if isinstance(self.tree, TensorMeta):
             (tensor,) = tensors
-            return tensor
+            return tensor.requires_grad_() if self.tree.requires_grad else tensor
+        for tensor, meta in zip(tensors, self.tensors, strict=True):
+            if meta.requires_grad:
+                tensor.requires_grad_()
         return pytree.tree_map_only(TensorMeta, lambda meta: tensors[meta.number], self.tree)
 
     def matches(self, message: Any) -> bool:

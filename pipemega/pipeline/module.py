@@ -307,8 +307,9 @@ class Stage(nn.Module):
         return self.input_guard(key, lambda x: self._run(x, start, stop, rng_key), x)
 
     def _run(self, x: Any, start: int, stop: int, rng_key: RngKey | None) -> Any:
+        layers = self.layers
         for position in range(start, stop):
-            layer, spec = self.layers[str(position)], self._specs[position - self.start]
+            layer, spec = layers[str(position)], self._specs[position - self.start]
             if rng_key is not None:
                 random.seed_layer(*rng_key, position, device=self._options.device)
             for hook in self._layer_hooks:

@@ -21,7 +21,7 @@ from pipemega.errors import PipelineError
 from pipemega.pipeline.messages import tensors_of
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class InputGradient:
     """The gradient of one tensor of a stage's input."""
 
@@ -62,10 +62,10 @@ def collect_gradients(tree: Any) -> tuple[Any, list[InputGradient]]:
     tensor that is in the tree twice stays one tensor: a change in place is seen at both places.
     """
     collected: list[InputGradient] = []
-    entered = {id(tensor): _enter(tensor, collected) for tensor in tensors_of(tree)}
     # Most messages are one tensor; a tree walk takes longer.
     if isinstance(tree, Tensor):
-        return entered[id(tree)], collected
+        return _enter(tree, collected), collected
+    entered = {id(tensor): _enter(tensor, collected) for tensor in tensors_of(tree)}
     return pytree.tree_map_only(Tensor, lambda tensor: entered[id(tensor)], tree), collected
 
 
@@ -99,7 +99,7 @@ class InputGuard:
         """
         tensors = tensors_of(x)
         # torch does not count the changes of inference tensors.
-        untracked = any(tensor.is_inference() for tensor in tensors)
+        untracked = any(map(Tensor.is_inference, tensors))
         changes = True if untracked else self._changes.get(key)
         if changes or (changes is None and not all(tensor.is_meta for tensor in tensors)):
             clones = {id(tensor): tensor.clone() for tensor in tensors}
@@ -139,7 +139,7 @@ def changed_in_place(name: str) -> PipelineError:
 
 def versions_of(tensors: Iterable[Tensor]) -> list[int]:
     """Return how often each tensor was changed in place."""
-    return [version_of(tensor) for tensor in tensors]
+    return list(map(version_of, tensors))
 
 
 def version_of(tensor: Tensor) -> int:

@@ -139,7 +139,8 @@ class Transport:
             elif not known.matches(message):
                 header = Header.of(message)
                 raise PipelineError(self._describe_mismatch(channel, microbatch, known, header))
-        tensors = tensors_of(message)
+        # A gradient is a list with one tensor for each input, even if it is the same for several.
+        tensors = tensors_of(message) if channel.direction == "activation" else list(message)
         if len(tensors) == 1:
             self._start_send(channel, microbatch, _wire_format(tensors[0].detach()))
         elif tensors:
@@ -186,12 +187,9 @@ class Transport:
             self._post_known(receive.channel)
         if receive.work is not None:
             self._finish(receive.work, receive.channel, receive.microbatch)
-        if (header := receive.header) is None:
+        if receive.header is None:
             return receive.tensors
-        for tensor, meta in zip(receive.tensors, header.tensors, strict=True):
-            if meta.requires_grad:
-                tensor.requires_grad_()
-        return header.fill(receive.tensors)
+        return receive.header.fill(receive.tensors)
 
     def release(self, channel: Channel, microbatch: int) -> None:
         """Free a sent message that the receiver has used."""
@@ -248,7 +246,7 @@ class Transport:
             (meta,) = metas
             payload = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
             receive.tensors = [payload]
-            receive.work = self._irecv(receive.channel, _wire_format(payload))
+            receive.work = self._irecv(receive.channel, _as_bytes(payload))
         elif metas:
             layout = Packed(metas)
             buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
@@ -364,5 +362,8 @@ class Transport:
 
 def _wire_format(tensor: Tensor) -> Tensor:
     """Return `tensor` contiguous, and bool viewed as bytes, which every backend supports."""
-    tensor = tensor.contiguous()
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+    return _as_bytes(tensor.contiguous())
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor
