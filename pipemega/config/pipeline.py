@@ -19,8 +19,8 @@ else:
     ScheduleName = Literal[_NAMES]
 _ALIASES = "; ".join(f'`"{alias}"` means `"{name}"`' for alias, name in aliases().items())
 _ANY_CHUNKS = ", ".join(f"`{name}`" for name, family in SCHEDULES.items() if family.chunks is None)
-_PARTITIONS = ("parameters", "best", "uniform", "profile")
-Partition = Literal["parameters", "best", "uniform", "profile"] | str | tuple[Whole, ...]
+_PARTITIONS = ("auto", "parameters", "best", "uniform", "profile")
+Partition = Literal["auto", "parameters", "best", "uniform", "profile"] | str | tuple[Whole, ...]
 _SENT_WHOLE = "tensors are sent whole; with mesh.sequence_parallel they are already partitioned"
 
 
@@ -87,10 +87,13 @@ class PipelineSection(Section):
         "auto", "Another name of `mesh.pipeline`; if both are set, they must be equal."
     )
     partition: Partition = honoured(
-        "parameters",
-        'Quantity that is divided evenly among the stages: `"parameters"` (same as `"best"`), '
-        '`"uniform"` (layers), `"profile"` (measured time), `"type:REGEX"` (layers whose class '
-        "name matches); or explicit bounds such as [0, 5, 9, 14].",
+        "auto",
+        'How layers are divided into stages. `"auto"`: so that the simulated step of the schedule '
+        "is shortest, by the times of the layers, which are counted with fixed rates: the same "
+        'config has the same stages everywhere; with schedule `"auto"` by measured times. Or a '
+        'quantity that is divided evenly: `"parameters"` (same as `"best"`), `"uniform"` (layers), '
+        '`"profile"` (measured time), `"type:REGEX"` (layers whose class name matches). Or '
+        "explicit bounds such as [0, 5, 9, 14].",
     )
     seed_layers: bool = honoured(
         False,
@@ -127,10 +130,10 @@ class PipelineSection(Section):
     )
     memory_limit: Positive | Auto = own(
         "auto",
-        'For schedule `"auto"`: limit for each rank, in bytes, of activations and of tensors '
-        "stored for queued W (in the unit of `costs.activation` if costs are given). "
-        '`"auto"`: what 1F1B needs on the rank with the highest peak; if no costs are given, the '
-        "total memory is also limited to that of 1F1B.",
+        'For schedule or partition `"auto"`: limit for each rank, in bytes, of activations and of '
+        "tensors stored for queued W (in the unit of `costs.activation` if costs are given). "
+        '`"auto"`: no limit, or with schedule `"auto"` what 1F1B needs on the rank with the '
+        "highest peak; if no costs are given, the total memory is also limited to that of 1F1B.",
     )
     weight_queue_limit: NotNegative | None = own(
         None,
@@ -181,7 +184,7 @@ class PipelineSection(Section):
             _check_pattern(partition.removeprefix("type:"))
         elif partition not in _PARTITIONS:
             raise ValueError(
-                "pipeline.partition must be 'parameters', 'best', 'uniform', 'profile', "
+                "pipeline.partition must be 'auto', 'parameters', 'best', 'uniform', 'profile', "
                 f"'type:REGEX' or a list of bounds, not {partition!r}{_suggested(partition)}"
             )
         return partition
@@ -193,7 +196,7 @@ class PipelineSection(Section):
         if error is not None:
             yield error
 
-    @rule("costs", "memory_limit", "schedule")
+    @rule("costs", "memory_limit", "schedule", "partition")
     def _costs_only_for_schedule_auto(self) -> Iterator[str]:
         if self.schedule == AUTO:
             return
@@ -201,12 +204,17 @@ class PipelineSection(Section):
             why = f"{self.schedule.file!r} is already a plan"
         else:
             why = f"schedule {self.schedule!r} does not use it"
-        for key, default in (("costs", None), ("memory_limit", "auto")):
-            if getattr(self, key) != default:
-                yield (
-                    f"pipeline.{key} is for pipeline.schedule 'auto', and {why}: remove "
-                    f"pipeline.{key}, or set pipeline.schedule to 'auto'"
-                )
+        if self.costs is not None:
+            yield (
+                f"pipeline.costs is for pipeline.schedule 'auto', and {why}: remove "
+                f"pipeline.costs, or set pipeline.schedule to 'auto'"
+            )
+        if self.memory_limit != "auto" and self.partition != "auto":
+            yield (
+                f"pipeline.memory_limit is for pipeline.schedule or pipeline.partition 'auto'; "
+                f"{why}, and partition {self.partition!r} has no choice: remove "
+                f"pipeline.memory_limit, or set one of the two to 'auto'"
+            )
 
     @rule("weight_queue_limit", "schedule")
     def _weight_queue_limit_needs_split_backward(self) -> Iterator[str]:

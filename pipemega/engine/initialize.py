@@ -35,7 +35,7 @@ from pipemega.engine.loop_engine import LoopEngine
 from pipemega.engine.plan_choice import PlanChooser
 from pipemega.engine.resume import resume, with_saved_schedule
 from pipemega.engine.running_statistics import running_statistics_warning
-from pipemega.engine.schedule_tuner import ScheduleTuner, begin_tuning
+from pipemega.engine.schedule_tuner import ScheduleTuner, first_tuned_plan
 from pipemega.engine.step_plans import StepPlans
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
@@ -228,14 +228,19 @@ def _build_engine(
             "a schedule in pipeline.schedule",
             on_every_rank=True,
         )
-    chooser = PlanChooser(config, mesh, model, batch.num_microbatches, loader)
+    chooser = PlanChooser(
+        config, mesh, model, batch.num_microbatches, loader, trains=arguments.trains(config)
+    )
     tuner: ScheduleTuner | None = None
-    if plan_is_provisional(config.pipeline, mesh.pipeline.size, given_plan):
-        plan, tuner = begin_tuning(chooser, mesh, _cost_key(config, mesh, model), log)
+    cache: Path | None = None
+    is_provisional = plan_is_provisional(config.pipeline, mesh.pipeline.size, given_plan)
+    if is_provisional:
+        chosen, cache = first_tuned_plan(chooser, mesh, _cost_key(config, mesh, model), log)
     else:
-        plan = from_first(mesh.world, lambda: chooser.configured_plan(given_plan))
-    plans = StepPlans(mesh, plan, chooser if sizes.changes else None)
-    plans.check([size // batch.samples_per_slice for size in sizes.sizes[:-1]])
+        chosen = from_first(mesh.world, lambda: chooser.configured_plan(given_plan))
+    plan = chosen.plan
+    if chosen.reason is not None:
+        log.info(chosen.reason)
     build_options = BuildOptions(
         tensor=mesh.tensor,
         device=mesh.device,
@@ -243,14 +248,19 @@ def _build_engine(
         seed_layers=config.pipeline.seed_layers,
         checkpoint_interval=checkpoint_interval(config, len(model)),
     )
-    bounds = stage_bounds(
+    bounds = chosen.bounds or stage_bounds(
         model,
-        config.pipeline.partition,
+        # What "auto" means if the layers cannot be counted.
+        "parameters" if config.pipeline.partition == "auto" else config.pipeline.partition,
         plan.num_stages,
         mesh,
         build_options,
         lambda: _first_micro_batch(loader),
     )
+    if is_provisional:
+        tuner = ScheduleTuner(mesh, plan, bounds, chosen.seconds, chooser, cache, log)
+    plans = StepPlans(mesh, plan, chooser if sizes.changes else None)
+    plans.check([size // batch.samples_per_slice for size in sizes.sizes[:-1]])
     local = build_local_model(model, mesh, bounds, plan.rank_of_stage, build_options)
     if config.lora is not None and config.lora.path is not None:
         load_adapter(Path(config.lora.path), model, local)

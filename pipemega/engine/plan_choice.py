@@ -1,16 +1,18 @@
-"""The plan of the first step and, with schedule `auto`, the plan for measured costs.
+"""The plan of the first step, its stages and, with schedule `auto`, the plan for measured costs.
 
 Rank 0 chooses; the others receive the plan.  If the shapes of a micro-batch are known, from the
-training data or the section `model`, the stages are counted on the meta device as in
+section `model` or the training data, the layers are counted on the meta device as in
 `pipemega plan`, and the choice is the same.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
-from pipemega.errors import ConfigError, PipelineError
+from pipemega.errors import ConfigError
 from pipemega.models.build_model import ModelContext, sample_from
 from pipemega.monitor import get_logger
 from pipemega.pipeline.autoschedule import Placement
@@ -18,41 +20,68 @@ from pipemega.pipeline.connections import message_order
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.stage_cut import Cut
 from pipemega.pipeline.plan_selection import best_plan, plan_of_size, training_plan, validated
-from pipemega.planning.layer_times import LayerTimes
+from pipemega.pipeline.schedules import AUTO, forward_only
+from pipemega.planning.cut_report import explain
+from pipemega.planning.layer_times import measured_layers
 from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.model_source import Sample
 from pipemega.planning.prediction import Prediction
 from pipemega.planning.rates import Rates
-from pipemega.planning.schedule_choice import ScheduleChooser
+from pipemega.planning.schedule_choice import ScheduleChooser, Stages
 from pipemega.profiling.meta_kernels import DeviceType
 
 
 @dataclass(frozen=True)
 class MeasuredStages:
-    """Measured costs of the stages of one cut.
+    """Measured costs of stages.
 
     Args:
-        rank_of_stage: the cut.
+        bounds, rank_of_stage: of the stages.
         split: I and W were measured, not only B.
         costs: in seconds and bytes.
     """
 
+    bounds: Bounds
     rank_of_stage: tuple[int, ...]
     split: bool
     costs: CostModel
 
+    @property
+    def stages(self) -> Stages:
+        return Stages(self.bounds, self.rank_of_stage)
+
+
+class ChosenPlan(NamedTuple):
+    """A plan and its stages.
+
+    Args:
+        plan: lowered and validated.
+        bounds: stage s is layers bounds[s] to bounds[s + 1] - 1; None: `stage_bounds` determines
+            them, because pipeline.partition does not depend on the plan.
+        seconds: predicted for a step; None: unknown.
+        reason: why the model is cut so, for the log; None: nothing to say.
+    """
+
+    plan: Plan
+    bounds: Bounds | None
+    seconds: float | None = None
+    reason: str | None = None
+
 
 class PlanChooser:
-    """Chooses plans; on rank 0.
+    """Chooses plans and cuts; on rank 0.
 
     Args:
         config, mesh: of the run.
         net: the model.
         num_microbatches: of a step.
         loader: of the training data; None if the caller passes iterators.
+        trains: the run has an optimizer; without one the cut is for evaluation.
     """
 
     def __init__(
@@ -62,10 +91,14 @@ class PlanChooser:
         net: PipelineModule,
         num_microbatches: int,
         loader: BatchLoader | None,
+        *,
+        trains: bool = True,
     ) -> None:
         self._config, self._mesh, self._net = config, mesh, net
+        self._trains = trains
         self._num_microbatches, self._loader = num_microbatches, loader
         self._model: MetaModel | None = None
+        self._bounds: Bounds | None = None  # of the stages of the run
         self._log = get_logger(mesh.rank)
         self._order = message_order(mesh.pipeline, mesh.device)
 
@@ -74,27 +107,46 @@ class PlanChooser:
         """Whether bytes are counted on the meta device, so that they need not be measured."""
         return self._model is not None
 
-    def configured_plan(self, given: Plan | None) -> Plan:
-        """Return the plan of a schedule that needs no measurement, lowered and validated.
+    def configured_plan(self, given: Plan | None) -> ChosenPlan:
+        """Return the plan of a schedule that needs no measurement, and its stages.
 
         Args:
             given: replaces the configured one.
 
         Raises:
-            ConfigError, ScheduleError: as `training_plan`; pipeline.weight_queue_limit is set, and
-                bytes cannot be counted.
+            ConfigError, ScheduleError: as `training_plan`; a limit of pipeline is set, and bytes
+                cannot be counted; no cut keeps pipeline.memory_limit.
         """
         section, ranks = self._config.pipeline, self._mesh.pipeline.size
         count, layers = self._num_microbatches, len(self._net)
         plan = training_plan(section, ranks, count, layers, self._order, given)
-        if section.weight_queue_limit is None:
-            return plan
-        self._model = self._count()
-        assert self._model is not None, "without counted bytes, _count raises an error"
-        return self._validated(lower(self._model.limit_weight_queue(plan)))
+        if plan.num_stages == 1:
+            return ChosenPlan(plan, None)
+        if section.partition == "auto" or section.weight_queue_limit is not None:
+            self._model = self._count()
+        if self._model is None:
+            return ChosenPlan(plan, None)
+        self._bounds, reason = self._cut(self._model, plan)
+        if section.weight_queue_limit is not None:
+            plan = self._validated(lower(self._model.limit_weight_queue(plan, self._bounds)))
+        return ChosenPlan(plan, self._bounds, reason=reason)
 
-    def first_plan(self, measured: MeasuredStages | None) -> tuple[Plan, float | None]:
-        """Return the first plan of schedule `auto`, lowered, and its predicted seconds if known.
+    def _cut(self, model: MetaModel, plan: Plan) -> tuple[Bounds | None, str | None]:
+        """Return the bounds of the stages of `plan`, and why they are chosen.
+
+        None if pipeline.partition is "profile", which measures on all ranks.
+        """
+        if not model.cuts_by_time:
+            known = self._config.pipeline.partition != "profile"
+            return (model.even_bounds(plan.num_stages) if known else None), None
+        if not self._trains:
+            plan = forward_only(plan.rank_of_stage, plan.num_microbatches)
+        cut = model.cut(plan)
+        even = Cut.of(model.even_bounds(plan.num_stages), plan, model.layer_costs)
+        return cut.bounds, explain(cut, even)
+
+    def first_plan(self, measured: MeasuredStages | None) -> ChosenPlan:
+        """Return the first plan of schedule `auto`, with its predicted seconds if known.
 
         Args:
             measured: from an earlier run of this model.
@@ -104,15 +156,28 @@ class PlanChooser:
         """
         self._model = self._count()
         if self._model is None:
-            plan = self.configured_plan(None)
-            if measured is None or measured.rank_of_stage != plan.rank_of_stage:
-                return plan, None
-            best, costs = self.next_plan(plan, measured)
-            return best, simulate(best, costs).makespan
+            first = self.configured_plan(None)
+            if measured is None or measured.rank_of_stage != first.plan.rank_of_stage:
+                return first
+            best, costs = self.next_plan(first.plan, measured)
+            return ChosenPlan(best, measured.bounds, simulate(best, costs).makespan)
         rates = Rates() if measured is None else self._rates(self._model, measured)
-        choice = self._choose(self._model, rates)
-        predicted = choice.timeline.makespan if rates.known else None
-        return self._validated(choice.plan), predicted
+        return self._chosen(self._choose(self._model, rates), rates)
+
+    def best_stages(self, measured: MeasuredStages) -> ChosenPlan:
+        """Return the best plan for measured costs, on any stages that the config allows.
+
+        Raises:
+            ScheduleError: no plan keeps the memory limit.
+        """
+        assert self._model is not None, "the layers were not counted"
+        rates = self._rates(self._model, measured)
+        return self._chosen(self._choose(self._model, rates), rates)
+
+    def _chosen(self, choice: Prediction, rates: Rates) -> ChosenPlan:
+        seconds = choice.timeline.makespan if rates.known else None
+        self._bounds = choice.layout.bounds
+        return ChosenPlan(self._validated(choice.plan), choice.layout.bounds, seconds)
 
     def smaller_plan(self, full: Plan, num_microbatches: int) -> Plan:
         """Return the plan of a step with fewer micro-batches, lowered, on the stages of `full`.
@@ -123,18 +188,16 @@ class PlanChooser:
         plan = plan_of_size(self._config.pipeline, full, num_microbatches)
         if self._config.pipeline.weight_queue_limit is not None:
             assert self._model is not None, "configured_plan has counted the bytes"
-            plan = self._model.limit_weight_queue(lower(plan))
+            plan = self._model.limit_weight_queue(lower(plan), self._bounds)
         return self._validated(lower(plan))
 
     def _validated(self, plan: Plan) -> Plan:
         """Return the lowered `plan`, proven for the transport of this run."""
         return validated(plan, self._config.pipeline, self._order)
 
-    def _choose(
-        self, model: MetaModel, rates: Rates, cuts: tuple[tuple[int, ...], ...] | None = None
-    ) -> Prediction:
+    def _choose(self, model: MetaModel, rates: Rates, stages: Stages | None = None) -> Prediction:
         section = self._config.pipeline
-        choice = ScheduleChooser(model, section, self._num_microbatches, rates, cuts).choose()
+        choice = ScheduleChooser(model, section, self._num_microbatches, rates, stages).choose()
         if choice.prediction.note is not None:
             self._log.info(choice.prediction.note)
         return choice.prediction
@@ -150,52 +213,69 @@ class PlanChooser:
             found = best_plan([placement], self._num_microbatches, limit)
             return self._validated(lower(found.plan)), measured.costs
         rates = self._rates(self._model, measured)
-        best = self._choose(self._model, rates, (current.rank_of_stage,))
-        costs = rates.cost_model(self._model.layout(current), current.num_ranks)
+        best = self._choose(self._model, rates, measured.stages)
+        layout = self._model.layout(current, measured.bounds)
+        costs = rates.cost_model(layout, current.num_ranks)
         if simulate(current, costs).makespan < best.timeline.makespan:
             return current, costs
         return self._validated(best.plan), best.costs
 
     def _rates(self, model: MetaModel, measured: MeasuredStages) -> Rates:
-        layout = model.layout_of(measured.rank_of_stage, splits_backward=True)
-        return Rates(layers=LayerTimes.of_stages(measured.costs, layout, split=measured.split))
+        counted, split = model.layer_costs, measured.split
+        return Rates(layers=measured_layers(counted, measured.bounds, measured.costs, split=split))
 
     def _count(self) -> MetaModel | None:
         """Return the model on the meta device; None if that is not possible.
 
         Raises:
-            ConfigError: pipeline.weight_queue_limit is set, and needs it.
+            ConfigError: a limit of the section pipeline is set, and needs it.
         """
-        config, mesh = self._config, self._mesh
+        section, mesh = self._config.pipeline, self._mesh
         why = "the shapes of a micro-batch are unknown"
-        failures = (ConfigError, PipelineError, RuntimeError, TypeError, StopIteration)
-        try:
-            if (sample := self._sample()) is not None:
+        for sample in self._samples():
+            try:
                 device: DeviceType = "cuda" if mesh.device.type == "cuda" else "cpu"
-                model = MetaModel(config, self._net.on_meta(), sample, mesh.topology, device)
-                model.layout_of(tuple(range(mesh.pipeline.size)), splits_backward=True)
+                net = self._net.on_meta()
+                model = MetaModel(self._config, net, sample(), mesh.topology, device)
+                _ = model.layer_costs
                 return model
-        except failures as error:
-            why = str(error)
-        if config.pipeline.weight_queue_limit is not None:
-            raise ConfigError(
-                f"pipeline.weight_queue_limit needs the bytes that W holds at each stage, and they "
-                f"cannot be counted: {why}; give initialize() a map-style training_data and layers "
-                f"that run on torch's meta device, or remove pipeline.weight_queue_limit"
+            # Code of the user runs here, and a run that needs no counts has to start anyway.
+            except Exception as error:
+                why = str(error)
+        limits = {
+            "weight_queue_limit": section.weight_queue_limit is not None,
+            "memory_limit": section.memory_limit != "auto" and section.schedule != AUTO,
+        }
+        for key, is_set in limits.items():
+            if is_set:
+                raise ConfigError(
+                    f"pipeline.{key} needs the bytes that each stage holds, and they cannot be "
+                    f"counted: {why}; give initialize() a map-style training_data and layers that "
+                    f"run on torch's meta device, or remove pipeline.{key}"
+                )
+        if section.schedule == AUTO:
+            self._log.info(
+                f"schedule auto: stages cannot be counted before the run ({why}): the search is "
+                f"limited to {section.stages_per_rank or 1} stages per rank"
             )
-        self._log.info(
-            f"schedule auto: stages cannot be counted before the run ({why}): the search is "
-            f"limited to {config.pipeline.stages_per_rank or 1} stages per rank"
-        )
+        if section.partition == "auto":
+            self._log.info(
+                f"partition auto: the times of the layers cannot be counted ({why}): stages get "
+                "even numbers of parameters, as with pipeline.partition 'parameters'"
+            )
         return None
 
-    def _sample(self) -> Sample | None:
-        """Return a micro-batch of the training data, or one for the model of the config."""
-        if self._loader is not None and self._loader.is_map_style:
-            return Sample.like(*self._loader.peek())
-        if self._config.model is not None:
-            return Sample(*sample_from(ModelContext.of(self._config, self._mesh.topology)))
-        return None
+    def _samples(self) -> Iterator[Callable[[], Sample]]:
+        """Yield functions that return a micro-batch: for the model of the config, or of the data.
+
+        The first, as in `pipemega plan`, so that the cut is the same.
+        """
+        config, loader = self._config, self._loader
+        if config.model is not None:
+            context = ModelContext.of(config, self._mesh.topology)
+            yield lambda: Sample(*sample_from(context))
+        if loader is not None and loader.is_map_style:
+            yield lambda: Sample.like(*loader.peek())
 
 
 def split_was_measured(plan: Plan) -> bool:

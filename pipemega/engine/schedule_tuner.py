@@ -29,11 +29,12 @@ import torch
 
 from pipemega.data.file_cache import atomic_path, user_cache_folder
 from pipemega.distributed.mesh import Mesh, from_first
-from pipemega.engine.plan_choice import MeasuredStages, PlanChooser, split_was_measured
+from pipemega.engine.plan_choice import ChosenPlan, MeasuredStages, PlanChooser, split_was_measured
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.errors import PipemegaError
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.simulate import simulate
 from pipemega.printing import percent
 from pipemega.profiling.cost_estimation import measured_costs
@@ -53,6 +54,7 @@ class ScheduleTuner(StepCallback):
     Args:
         mesh: of the run.
         plan: the first plan, lowered.
+        bounds: of its stages.
         predicted: its seconds, if they are known from an earlier run.
         chooser: chooses the next plan, on rank 0.
         cache: file for the costs; None: do not cache them.
@@ -63,12 +65,14 @@ class ScheduleTuner(StepCallback):
         self,
         mesh: Mesh,
         plan: Plan,
+        bounds: Bounds,
         predicted: float | None,
         chooser: PlanChooser,
         cache: Path | None,
         log: logging.Logger,
     ) -> None:
         self._mesh, self._plan, self._chooser = mesh, plan, chooser
+        self._bounds = bounds
         self._cache, self._log = cache, log
         self._predicted = predicted
         self._steps, self._changes, self._done = 0, 0, False
@@ -127,7 +131,7 @@ class ScheduleTuner(StepCallback):
             memory = measured_costs([self._memory_trace])
             costs = replace(costs, activation=memory.activation, kept=memory.kept)
         split = split_was_measured(self._plan)
-        stages = MeasuredStages(self._plan.rank_of_stage, split, costs)
+        stages = MeasuredStages(self._bounds, self._plan.rank_of_stage, split, costs)
         self._save(stages)
         plan, costs = self._chooser.next_plan(self._plan, stages)
         best, now = simulate(plan, costs), simulate(self._plan, costs)
@@ -150,10 +154,10 @@ class ScheduleTuner(StepCallback):
             self._log.warning(f"schedule auto: cannot cache the costs for the next run: {error}")
 
 
-def begin_tuning(
+def first_tuned_plan(
     chooser: PlanChooser, mesh: Mesh, cost_key: Mapping[str, Any], log: logging.Logger
-) -> tuple[Plan, ScheduleTuner]:
-    """Return the first plan, lowered, and the tuner that replaces it; collective.
+) -> tuple[ChosenPlan, Path]:
+    """Return the first plan, and the cache file of its measured costs; collective.
 
     Args:
         chooser: chooses the plans, on rank 0.
@@ -163,17 +167,18 @@ def begin_tuning(
         ConfigError, ScheduleError: as `PlanChooser.first_plan`.
     """
     file = _cache_file(cost_key, mesh.device)
-    first, predicted = from_first(mesh.world, lambda: chooser.first_plan(_cached(file)))
-    if predicted is None:
+    first = from_first(mesh.world, lambda: chooser.first_plan(_cached(file)))
+    if first.seconds is None:
         log.info(
-            f"schedule auto: the first {WARM_UP + TIMED} steps run {first.name} and are measured; "
-            "then the best plan replaces it"
+            f"schedule auto: the first {WARM_UP + TIMED} steps run {first.plan.name} and are "
+            "measured; then the best plan replaces it"
         )
     else:
         log.info(
-            f"schedule auto: {first.name} from cached costs ({file}): predicted {_ms(predicted)}"
+            f"schedule auto: {first.plan.name} from cached costs ({file}): predicted "
+            f"{_ms(first.seconds)}"
         )
-    return first, ScheduleTuner(mesh, first, predicted, chooser, file, log)
+    return first, file
 
 
 def _cache_file(cost_key: Mapping[str, Any], device: torch.device) -> Path:
@@ -194,8 +199,9 @@ def _cached(file: Path) -> MeasuredStages | None:
         found = json.loads(file.read_text(encoding="utf-8"))
         costs = CostModel(**{key: _as_tuple(value) for key, value in found["costs"].items()})
         ranks = tuple(map(int, found["rank_of_stage"]))
-        if costs.num_stages == len(ranks):
-            return MeasuredStages(ranks, bool(found["split"]), costs)
+        bounds = tuple(map(int, found["bounds"]))
+        if costs.num_stages == len(ranks) == len(bounds) - 1:
+            return MeasuredStages(bounds, ranks, bool(found["split"]), costs)
     return None
 
 

@@ -58,8 +58,8 @@ def stage_bounds(
         seconds = layer_seconds(net, mesh, options, sample)
         return tuple(partition.partition_at(seconds, splits, num_stages))
     raise ConfigError(
-        f"pipeline.partition is {method!r}; it may be 'parameters', 'uniform', 'type:REGEX', "
-        f"'profile' or a list of bounds"
+        f"pipeline.partition is {method!r}; it may be 'auto', 'parameters', 'uniform', "
+        f"'type:REGEX', 'profile' or a list of bounds"
     )
 
 

@@ -54,16 +54,7 @@ class Footprint:
         return self.weights + self.gradients + self.masters + self.optimizer
 
 
-@dataclass(frozen=True, eq=False)
-class MetaRank:
-    """One rank on the meta device: its model, gradients and footprint."""
-
-    local: LocalModel
-    gradients: GradientBuffer
-    footprint: Footprint
-
-
-def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: DeviceType) -> MetaRank:
+def count_footprint(config: Config, mesh: Mesh, local: LocalModel, device: DeviceType) -> Footprint:
     """Cast the parameters of `local`, build the optimizer as in a run, and count both.
 
     Raises:
@@ -94,7 +85,7 @@ def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: Devic
     if step is not None and step.masters.offload is not None:
         host = state + step.masters.offload.nbytes
         state = masters = 0
-    footprint = Footprint(
+    return Footprint(
         parameters=sum(p.numel() for p in local.parameters.values()),
         weights=_bytes(weights),
         gradients=_bytes(list(gradients.flats.values())),
@@ -105,7 +96,6 @@ def build_meta_rank(config: Config, mesh: Mesh, local: LocalModel, device: Devic
         host=host,
         staging=staging,
     )
-    return MetaRank(local, gradients, footprint)
 
 
 def _bytes(tensors: list[Tensor]) -> int:

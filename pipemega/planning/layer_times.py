@@ -1,77 +1,51 @@
 """Measured times of layers, from the measured times of stages."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import pairwise
 
 from pipemega.pipeline.plan.costs import CostModel
-from pipemega.planning.meta_model import StageLayout
+from pipemega.pipeline.plan.stage_cut import LayerCosts
 
 
-@dataclass(frozen=True)
-class LayerTimes:
-    """Measured seconds of each layer for one micro-batch, and of a message.
+def measured_layers(
+    counted: LayerCosts, bounds: Sequence[int], costs: CostModel, *, split: bool
+) -> LayerCosts:
+    """Return the costs of layers with the times of measured stages.
 
-    They give the times of the stages of any cut of the same model.
+    The time of each stage is divided among its layers in proportion to their counted times.
 
     Args:
-        forward, backward_input, backward_weight, backward: of F, I, W and B, for each layer.
-        message: from the end of a step to the start of the step on another rank that uses it.
+        counted: by the fixed table of rates.
+        bounds: of the measured stages.
+        costs: of the measured stages.
+        split: I and W were measured; otherwise the counted times divide the time of B.
     """
 
-    forward: tuple[float, ...]
-    backward_input: tuple[float, ...]
-    backward_weight: tuple[float, ...]
-    backward: tuple[float, ...]
-    message: float
-
-    @classmethod
-    def of_stages(cls, costs: CostModel, layout: StageLayout, *, split: bool) -> "LayerTimes":
-        """Divide the times of each stage among its layers, in proportion to their FLOPs.
-
-        Args:
-            costs: measured, of the stages of `layout`.
-            layout: counted with split backward.
-            split: I and W were measured; otherwise their counted FLOPs divide the time of B.
-        """
-        inputs, weights = list(costs.backward_input), list(costs.backward_weight)
-        if not split:
-            for number, stage in enumerate(layout.costs):
-                _, i, w = stage.flops
-                share = i / (i + w) if i + w else 0.5
-                inputs[number] = share * costs.whole_backward[number]
-                weights[number] = (1 - share) * costs.whole_backward[number]
-
-        def by_layer(times: Sequence[float]) -> tuple[float, ...]:
-            return tuple(
-                time * share
-                for time, stage in zip(times, layout.costs, strict=True)
-                for share in _shares(stage.layer_flops)
-            )
-
-        return cls(
-            by_layer(costs.forward),
-            by_layer(inputs),
-            by_layer(weights),
-            by_layer(costs.whole_backward),
-            costs.message,
+    def by_layer(times: Sequence[float], shares: Sequence[float]) -> tuple[float, ...]:
+        return tuple(
+            time * share
+            for time, (start, stop) in zip(times, pairwise(bounds), strict=True)
+            for share in _shares(shares[start:stop])
         )
 
-    def cost_model(self, layout: StageLayout) -> CostModel:
-        """Return the times of the stages of `layout`; without memory."""
+    inputs, weights = list(costs.backward_input), list(costs.backward_weight)
+    if not split:
+        for number, (start, stop) in enumerate(pairwise(bounds)):
+            i, w = sum(counted.backward_input[start:stop]), sum(counted.backward_weight[start:stop])
+            share = i / (i + w) if i + w else 0.5
+            inputs[number] = share * costs.whole_backward[number]
+            weights[number] = (1 - share) * costs.whole_backward[number]
+    return replace(
+        counted,
+        forward=by_layer(costs.forward, counted.forward),
+        backward_input=by_layer(inputs, counted.backward_input),
+        backward_weight=by_layer(weights, counted.backward_weight),
+        backward=by_layer(costs.whole_backward, counted.backward),
+        message=costs.message,
+    )
 
-        def by_stage(times: Sequence[float]) -> tuple[float, ...]:
-            return tuple(sum(times[start:stop]) for start, stop in pairwise(layout.bounds))
 
-        return CostModel(
-            by_stage(self.forward),
-            by_stage(self.backward_input),
-            by_stage(self.backward_weight),
-            by_stage(self.backward),
-            message=self.message,
-        )
-
-
-def _shares(flops: Sequence[float]) -> list[float]:
-    total = sum(flops)
-    return [f / total if total else 1 / len(flops) for f in flops]
+def _shares(times: Sequence[float]) -> list[float]:
+    total = sum(times)
+    return [time / total if total else 1 / len(times) for time in times]

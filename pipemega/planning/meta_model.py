@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,16 +19,25 @@ from pipemega.pipeline.messages import Header
 from pipemega.pipeline.microbatch_loss import reduced_loss
 from pipemega.pipeline.module import BuildOptions, PipelineModule
 from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.layer_moves import Bounds
+from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.stage_cut import Cut, LayerCosts, best_cut, even_ranks, limit_error
 from pipemega.pipeline.plan.weight_queue import limit_weight_queue
 from pipemega.pipeline.recompute import checkpoint_interval
-from pipemega.pipeline.spec import LayerSpec
-from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.schedules import AUTO
 from pipemega.pipeline.stage_partition import stage_bounds
-from pipemega.planning.footprint import Footprint, MetaRank, build_meta_rank
+from pipemega.planning.footprint import Footprint, count_footprint
 from pipemega.planning.model_source import Sample
+from pipemega.planning.stage_counts import ModelTotals, StageCounts, stage_times
+from pipemega.profiling.kernel_rates import rates_for
 from pipemega.profiling.meta_costs import Probe, StageCosts
 from pipemega.profiling.meta_kernels import DeviceType
 from pipemega.random import preserve_rng
+
+# Cuts whose times differ by less than this fraction are compared by the times of whole stages.
+_SAME_TIME = 0.02
+# Searches for a cut within a limit: sums over layers are not quite the bytes of whole stages.
+_MAX_LIMITS = 3
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class StageLayout:
         footprints: for each pipeline rank.
         costs: for each stage, of one micro-batch.
         input_bytes, label_bytes: of one micro-batch.
+        totals: of the whole model.
     """
 
     bounds: tuple[int, ...]
@@ -49,24 +59,7 @@ class StageLayout:
     costs: tuple[StageCosts, ...]
     input_bytes: int
     label_bytes: int
-
-
-@dataclass(frozen=True)
-class _CostKey:
-    """Everything that determines the costs of a stage."""
-
-    specs: Sequence[LayerSpec] = field(compare=False)
-    entering: Header
-    splits_backward: bool
-    is_first: bool
-    is_last: bool
-
-    def same_as(self, other: "_CostKey") -> bool:
-        return (
-            self == other
-            and len(self.specs) == len(other.specs)
-            and all(map(_builds_same_layer, self.specs, other.specs))
-        )
+    totals: ModelTotals
 
 
 class MetaModel:
@@ -98,9 +91,12 @@ class MetaModel:
             raise ConfigError(
                 "the model has no loss_fn, and training needs one: give it to PipelineModule"
             )
-        self._probe = Probe(device, loss, sample.labels, precision_of(config).cast_inputs)
-        self._costs: list[tuple[_CostKey, tuple[StageCosts, Header]]] = []
+        precision, rates = precision_of(config), rates_for(config.compute_dtype)
+        probe = Probe(device, loss, sample.labels, precision.cast_inputs, rates)
+        options, entering = self._options(self._mesh(0)), Header.of(sample.inputs)
+        self._counts = StageCounts(net, probe, options, precision, entering)
         self._layouts: dict[tuple[Any, ...], StageLayout] = {}
+        self._cuts: dict[tuple[Any, ...], Cut] = {}
 
     @property
     def num_ranks(self) -> int:
@@ -132,35 +128,140 @@ class MetaModel:
         device = torch.device("meta")
         return Mesh(topology, axis("pipeline"), axis("data"), axis("tensor"), world, device)
 
-    def _bounds(self, num_stages: int) -> tuple[int, ...]:
-        """Return the bounds of the stages, by the method of the config if it applies."""
+    @property
+    def cuts_by_time(self) -> bool:
+        """Whether pipeline.partition is "auto": the bounds depend on the plan."""
+        return self._config.pipeline.partition == "auto"
+
+    def bounds_of(self, plan: Plan) -> Bounds:
+        """Return the bounds of the stages of `plan`, by pipeline.partition.
+
+        Raises:
+            ConfigError: no cut keeps pipeline.memory_limit, ...
+        """
+        if self.cuts_by_time and plan.num_stages > 1:
+            return self.cut(plan).bounds
+        return self.even_bounds(plan.num_stages)
+
+    def even_bounds(self, num_stages: int) -> Bounds:
+        """Return bounds that do not depend on a plan; "parameters" in place of "auto"."""
         method = self._config.pipeline.partition
         # "profile" needs measured times; given bounds may be for another number of stages.
-        if method == "profile" or (isinstance(method, tuple) and len(method) != num_stages + 1):
+        if method in ("profile", "auto") or (
+            isinstance(method, tuple) and len(method) != num_stages + 1
+        ):
             method = "parameters"
         mesh = self._mesh(0)
         return stage_bounds(self.net, method, num_stages, mesh, self._options(mesh), _no_sample)
 
-    def limit_weight_queue(self, plan: Plan) -> Plan:
-        """Return `plan` with queues of W within pipeline.weight_queue_limit, by counted bytes."""
+    def cut(self, plan: Plan) -> Cut:
+        """Return the fastest cut of `plan` by the fixed table of rates.
+
+        It keeps pipeline.memory_limit if the schedule is not "auto", and is not slower than stages
+        with even numbers of parameters.
+
+        Raises:
+            ConfigError: no cut keeps pipeline.memory_limit.
+        """
+        plan = plan.compute_only()
+        key = (plan.rank_of_stage, plan.programs)
+        if key not in self._cuts:
+            self._cuts[key] = self._best_cut(plan)
+        return self._cuts[key]
+
+    def cut_within(
+        self,
+        plan: Plan,
+        layers: LayerCosts,
+        limit: float | None,
+        starts: Sequence[Bounds] = (),
+        effort: float = 1.0,
+    ) -> Cut:
+        """Return the fastest cut of `plan` that was found, from `starts` and others.
+
+        Args:
+            layers, limit, effort: see `best_cut`.
+        """
+        even = self.even_bounds(plan.num_stages)
+        return best_cut(
+            plan, layers, starts=(*starts, even), splits=self._splits, limit=limit, effort=effort
+        )
+
+    def even_time(self, rank_of_stage: tuple[int, ...], layers: LayerCosts) -> Bounds:
+        """Return the bounds with the most even times of stages, then of ranks."""
+        return even_ranks(rank_of_stage, layers, self._splits)
+
+    @property
+    def _splits(self) -> Bounds:
+        """The layers at which the model starts a stage."""
+        return () if self.net.origin is None else tuple(self.net.origin.splits)
+
+    def _best_cut(self, plan: Plan) -> Cut:
+        section, layers = self._config.pipeline, self.layer_costs
+        limit = None if section.schedule == AUTO else section.memory_limit
+        if limit is None or isinstance(limit, str):
+            cut = self.cut_within(plan, layers, None)
+            even = Cut.of(self.even_bounds(plan.num_stages), plan, layers)
+            return cut if cut.bounds == even.bounds else self._not_slower(cut, even)
+        tried = limit
+        for _ in range(_MAX_LIMITS):
+            cut = self.cut_within(plan, layers, tried)
+            stages = self._counts.of_stages(cut.bounds, _splits_backward(plan))
+            counted = replace(cut, timeline=simulate(plan, stage_times(stages)))
+            if counted.peak <= limit:
+                return cut
+            tried *= limit / counted.peak
+        raise limit_error(counted, limit)
+
+    def _not_slower(self, cut: Cut, other: Cut) -> Cut:
+        """Return the faster cut by the times of whole stages, which are not quite sums of layers.
+
+        Only if the two are nearly equal by the times of layers.
+        """
+        if cut.timeline.makespan < (1 - _SAME_TIME) * other.timeline.makespan:
+            return cut
+        plan, splits = cut.timeline.plan, _splits_backward(cut.timeline.plan)
+        here, there = (
+            simulate(plan, stage_times(self._counts.of_stages(c.bounds, splits))).makespan
+            for c in (cut, other)
+        )
+        return cut if here <= there else other
+
+    @property
+    def layer_costs(self) -> LayerCosts:
+        """The costs of each layer by the fixed table of rates; each distinct layer runs once."""
+        return self._counts.of_layers
+
+    def limit_weight_queue(self, plan: Plan, bounds: Bounds | None = None) -> Plan:
+        """Return `plan` with queues of W within pipeline.weight_queue_limit, by counted bytes.
+
+        Args:
+            bounds: of the stages; None: `bounds_of(plan)`.
+        """
         limit = self._config.pipeline.weight_queue_limit
         if limit is None or not _splits_backward(plan):
             return plan
-        kept = [costs.kept for costs in self.layout(plan).costs]
-        return limit_weight_queue(plan, kept, limit)
+        costs = self._counts.of_stages(bounds or self.bounds_of(plan), splits_backward=True)
+        return limit_weight_queue(plan, [stage.kept for stage in costs], limit)
 
-    def layout(self, plan: Plan) -> StageLayout:
+    def layout(self, plan: Plan, bounds: Bounds | None = None) -> StageLayout:
         """Return the stages of `plan` with their measured costs.
+
+        Args:
+            bounds: of the stages; None: `bounds_of(plan)`.
 
         Raises:
             ConfigError: the model cannot be split or built this way.
             PipelineError: a layer failed, for example because it reads a tensor value.
         """
-        return self.layout_of(plan.rank_of_stage, _splits_backward(plan))
+        bounds = bounds or self.bounds_of(plan)
+        return self.layout_of(bounds, plan.rank_of_stage, _splits_backward(plan))
 
-    def layout_of(self, rank_of_stage: tuple[int, ...], splits_backward: bool) -> StageLayout:
+    def layout_of(
+        self, bounds: Bounds, rank_of_stage: tuple[int, ...], splits_backward: bool
+    ) -> StageLayout:
         """Return the same for any plan with these stages; `splits_backward`: it has I and W."""
-        key = (self._bounds(len(rank_of_stage)), rank_of_stage, splits_backward)
+        key = (bounds, rank_of_stage, splits_backward)
         if key not in self._layouts:
             # Building a layer seeds the generators; restore those of the caller.
             with preserve_rng():
@@ -176,68 +277,26 @@ class MetaModel:
         )
 
     def _measure(
-        self, bounds: tuple[int, ...], rank_of_stage: tuple[int, ...], splits_backward: bool
+        self, bounds: Bounds, rank_of_stage: tuple[int, ...], splits_backward: bool
     ) -> StageLayout:
-        ranks = []
+        footprints = []
         for number in range(self._topology.pipeline):
             mesh = self._mesh(number)
             local = build_local_model(self.net, mesh, bounds, rank_of_stage, self._options(mesh))
-            ranks.append(build_meta_rank(self._config, mesh, local, self.device))
-        costs: list[StageCosts] = []
-        entering = Header.of(self._sample.inputs)
-        last = len(rank_of_stage) - 1
-        for number, rank in enumerate(rank_of_stage):
-            specs = self.net.specs[bounds[number] : bounds[number + 1]]
-            key = _CostKey(specs, entering, splits_backward, number == 0, number == last)
-            stage_costs, entering = self._stage_costs(key, number, ranks[rank])
-            costs.append(stage_costs)
+            footprints.append(count_footprint(self._config, mesh, local, self.device))
         return StageLayout(
             bounds,
             rank_of_stage,
-            tuple(rank.footprint for rank in ranks),
-            tuple(costs),
+            tuple(footprints),
+            self._counts.of_stages(bounds, splits_backward),
             _bytes(self._sample.inputs),
             _bytes(self._sample.labels),
+            self._counts.totals,
         )
-
-    def _stage_costs(self, key: _CostKey, number: int, rank: MetaRank) -> tuple[StageCosts, Header]:
-        """Return the costs of stage `number` and the header of its output; cached by key."""
-        for known, result in self._costs:
-            if known.same_as(key):
-                return result
-        stage, weights = rank.local.stages[number], None
-        if key.splits_backward:
-            weights = WeightGradQueue(rank.gradients)
-            enable_split_backward([stage], weights)
-        result = self._probe.measure(stage, key.entering, rank.gradients, weights, key.is_last)
-        self._costs.append((key, result))
-        return result
 
 
 def _splits_backward(plan: Plan) -> bool:
     return any(step.kind is Kind.BACKWARD_INPUT for step in plan.steps())
-
-
-def _builds_same_layer(one: LayerSpec, other: LayerSpec) -> bool:
-    """Return True only if both specs are certain to build equal layers."""
-    if one is other:
-        return True
-    if type(one) is not type(other) or one.already_built:
-        return False
-    if one.equality_key is not None:
-        return one.equality_key == other.equality_key
-    if getattr(one, "forward_fn", None) is not getattr(other, "forward_fn", None):
-        return False
-    if one.typename is not other.typename:
-        return False
-    if len(one.args) != len(other.args) or one.kwargs.keys() != other.kwargs.keys():
-        return False
-    pairs = [
-        *zip(one.args, other.args, strict=True),
-        *((value, other.kwargs[key]) for key, value in one.kwargs.items()),
-    ]
-    # "is True": == on tensors returns a tensor.
-    return all(a is b or (a == b) is True for a, b in pairs)
 
 
 def _bytes(tree: Any) -> int:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import Timeline, simulate
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts, Sizes
@@ -88,17 +89,24 @@ class Prediction:
 
 
 def predict(
-    model: MetaModel, plan: Plan, rates: Rates, *, weight_queue_limit: bool = True
+    model: MetaModel,
+    plan: Plan,
+    rates: Rates,
+    bounds: Bounds | None = None,
+    *,
+    weight_queue_limit: bool = True,
 ) -> Prediction:
     """Simulate `plan` (with or without messages) with the costs of its stages.
 
     Args:
+        bounds: of the stages; None: those of pipeline.partition.
         weight_queue_limit: keep pipeline.weight_queue_limit.
     """
     compute = plan.compute_only()
+    bounds = bounds or model.bounds_of(compute)
     if weight_queue_limit:
-        compute = model.limit_weight_queue(compute)
-    layout = model.layout(compute)
+        compute = model.limit_weight_queue(compute, bounds)
+    layout = model.layout(compute, bounds)
     lowered = lower(compute)
     costs = rates.cost_model(layout, plan.num_ranks)
     timeline = simulate(compute, costs)

@@ -1,14 +1,14 @@
 """Speed of devices and links: converts FLOPs and bytes to time."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from pipemega.monitor import peak_tflops
 from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.stage_cut import LayerCosts
 from pipemega.pipeline.schedules import RankCosts
-from pipemega.planning.layer_times import LayerTimes
 from pipemega.planning.meta_model import StageLayout
+from pipemega.planning.stage_counts import stage_times
 from pipemega.printing import percent
 
 # Seconds from one kernel to the next if the kernels are short: torch's dispatcher launches them one
@@ -25,11 +25,12 @@ class Rates:
     Args:
         costs: seconds of F, I and W of one rank and of a message; the stages of a rank share them
             equally. None: use `tflops`.
-        tflops: TFLOP/s that a device achieves; None: times are relative to a mean forward.
+        tflops: TFLOP/s that a device achieves, the mean over forward and backward of the model;
+            None: times are relative to a mean forward.
         link: GB/s between neighbouring pipeline ranks; None: messages take no time.
         assumed: what `tflops` is assumed from; empty if the caller knows it.
-        launch: seconds to launch a kernel; an instruction takes at least this for each kernel.
-        layers: measured times of the layers; they replace the others.
+        launch: seconds to launch a kernel; forward and backward take at least this for each kernel.
+        layers: measured costs of the layers; their times replace the others.
     """
 
     costs: RankCosts | None = None
@@ -37,7 +38,7 @@ class Rates:
     link: float | None = None
     assumed: str = ""
     launch: float = 0.0
-    layers: LayerTimes | None = None
+    layers: LayerCosts | None = None
 
     @classmethod
     def of(
@@ -62,30 +63,26 @@ class Rates:
 
     def cost_model(self, layout: StageLayout, ranks: int) -> CostModel:
         """Return times and bytes of each stage of `layout` on `ranks` pipeline ranks."""
-        held = tuple(float(stage.held) for stage in layout.costs)
-        kept = tuple(float(stage.kept) for stage in layout.costs)
+        counted = stage_times(layout.costs, self._unit(layout, ranks))
         if self.layers is not None:
-            return replace(self.layers.cost_model(layout), activation=held, kept=kept)
+            times = self.layers.cost_model(layout.bounds)
+            return replace(times, activation=counted.activation, kept=counted.kept)
         if self.costs is not None:
             times = CostModel.from_rank_costs(layout.rank_of_stage, *self.costs)
-            return replace(times, activation=held, kept=kept)
-        flops = [*zip(*(stage.flops for stage in layout.costs), strict=True)]
-        kernels = [*zip(*(stage.kernels for stage in layout.costs), strict=True)]
-        # Without tflops, the unit of time is the mean forward of a rank.
-        unit = self.tflops * 1e12 if self.tflops else sum(flops[0]) / ranks or 1.0
-        launch = self.launch if self.tflops else 0.0
-
-        def seconds_of(kind: int) -> tuple[float, ...]:
-            pairs: Sequence[tuple[float, int]] = [*zip(flops[kind], kernels[kind], strict=True)]
-            return tuple(max(work / unit, count * launch) for work, count in pairs)
-
+            return replace(times, activation=counted.activation, kept=counted.kept)
         message = max(stage.message for stage in layout.costs)
         seconds = message / (self.link * 1e9) if self.link and self.tflops else 0.0
-        return CostModel(
-            seconds_of(0),
-            seconds_of(1),
-            seconds_of(2),
-            activation=held,
-            kept=kept,
-            message=seconds,
-        )
+        return replace(counted, message=seconds)
+
+    def _unit(self, layout: StageLayout, ranks: int) -> float:
+        """Return the seconds of the fixed table that are one unit of time.
+
+        All times have the same ratio to those of the table, by which models are cut: the fastest
+        cut is the same at every rate.
+        """
+        totals = layout.totals
+        if not self.tflops:
+            # The mean forward of a rank.
+            return totals.forward / ranks or 1.0
+        seconds = max(totals.flops / (self.tflops * 1e12), totals.kernels * self.launch)
+        return totals.seconds / seconds if totals.seconds and seconds else 1.0

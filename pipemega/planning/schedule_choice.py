@@ -1,19 +1,23 @@
 """Schedule `auto` for a model on the meta device: the fastest plan within the memory limit.
 
-Candidates are all named schedules and the result of a search, on every cut of the model: placements
-loop and v, with each useful number of stages per rank. All are simulated with the costs of their
-own stages; so the choice is never slower than a named schedule within the limit.
+Candidates are all named schedules and the result of a search, on placements loop and v, with each
+useful number of stages per rank. With pipeline.partition `auto` each candidate has the cut that is
+best for it. All are simulated with the costs of their own stages; so the choice is never slower
+than a named schedule within the limit.
 """
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from operator import gt
+from typing import NamedTuple
 
 from pipemega.config.pipeline import PipelineSection
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.autoschedule import Placement, chunk_counts, find_plan
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.simulate import Timeline, simulate
 from pipemega.pipeline.schedules import AUTO, SCHEDULES, Sizes
 from pipemega.pipeline.schedules.placement import loop, v
@@ -30,8 +34,11 @@ _MAX_SEARCHES = 4
 # With more than 2 stages per rank, plans with more steps than this are not tried.
 _MAX_STEPS = 12_000
 _ROUNDING = 1e-9
-
-Cut = tuple[int, ...]  # rank_of_stage
+# Share of the effort of the cut of one plan.
+_CUT_EFFORT = 0.25
+# Plans whose times differ by less than this fraction are compared by the times of whole stages;
+# the largest number of them.
+_SAME_TIME, _MAX_PREDICTED = 0.02, 8
 
 
 @dataclass(frozen=True)
@@ -46,12 +53,10 @@ class MemoryLimit:
     activations: float
     total: int | None = None
 
-    def keeps(self, timeline: Timeline) -> bool:
-        """Return whether the activations of each rank are within the limit."""
-        return max(timeline.peak) <= self.activations * (1 + _ROUNDING)
-
-    def keeps_total(self, prediction: Prediction) -> bool:
-        """Return whether the whole memory of each rank is within the limit."""
+    def keeps(self, prediction: Prediction) -> bool:
+        """Return whether each rank is within the limits."""
+        if max(prediction.timeline.peak) > self.activations * (1 + _ROUNDING):
+            return False
         return self.total is None or prediction.peak <= self.total
 
 
@@ -70,10 +75,27 @@ class Choice:
     limit: MemoryLimit
 
 
+class Stages(NamedTuple):
+    """The stages of a plan.
+
+    Args:
+        bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
+        rank_of_stage: for each stage, its pipeline rank.
+    """
+
+    bounds: Bounds
+    rank_of_stage: tuple[int, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class _Candidate:
     timeline: Timeline
     origin: str
+    bounds: Bounds
+
+    @property
+    def stages(self) -> Stages:
+        return Stages(self.bounds, self.timeline.plan.rank_of_stage)
 
     @property
     def rank(self) -> tuple[float, int]:
@@ -82,15 +104,15 @@ class _Candidate:
 
 
 class ScheduleChooser:
-    """Chooses the plan of schedule `auto`.
+    """Chooses the plan of schedule `auto`, and with pipeline.partition `auto` its cut.
 
     Args:
         model: the model on its mesh.
         section: `chunks`, `memory_limit` and `partition` restrict the choice.
         num_microbatches: of a step.
-        rates: times of the stages.
-        cuts: the rank of each stage, for each cut to consider; None: all cuts that the section
-            allows.
+        rates: times of the stages; measured times of layers (`rates.layers`) decide the cut too.
+        stages: choose only the order of the instructions, on these stages; None: all stages that
+            the section allows.
         quick: only named schedules with at most 2 stages per rank, without a search.
     """
 
@@ -100,14 +122,15 @@ class ScheduleChooser:
         section: PipelineSection,
         num_microbatches: int,
         rates: Rates,
-        cuts: tuple[Cut, ...] | None = None,
+        stages: Stages | None = None,
         *,
         quick: bool = False,
     ) -> None:
         self._quick = quick
         self._model, self._section, self._rates = model, section, rates
-        self._num_microbatches = num_microbatches
-        self._cuts = cuts or tuple(self._all_cuts())
+        self._num_microbatches, self._stages = num_microbatches, stages
+        self._layers = rates.layers or model.layer_costs
+        self._placements = tuple(self._all_placements()) if stages is None else (stages[1],)
 
     def choose(self) -> Choice:
         """Return the fastest plan within the limit.
@@ -116,8 +139,8 @@ class ScheduleChooser:
             ScheduleError: no plan keeps `memory_limit`.
         """
         began = time.monotonic()
-        named = sorted(self._named(), key=lambda candidate: candidate.rank)
         limit = self._limit()
+        named = sorted(self._named(limit), key=lambda candidate: candidate.rank)
         best = self._best(named, limit)
         if best is None and limit.total is not None:
             # Only with a fixed number of chunks, whose weights alone may be too large on a rank.
@@ -129,8 +152,8 @@ class ScheduleChooser:
                 f"bytes of activations on each rank: raise the limit, or set pipeline.chunks "
                 f"to 'auto'"
             )
-        plan = replace(best.timeline.plan, name=AUTO)
-        prediction = predict(self._model, plan, self._rates)
+        prediction = self._predict(best)
+        prediction = replace(prediction, plan=replace(prediction.plan, name=AUTO))
         note = self._describe(prediction, best.origin, limit, time.monotonic() - began)
         return Choice(replace(prediction, note=note), best.origin, limit)
 
@@ -143,12 +166,12 @@ class ScheduleChooser:
             held += f" and {show_bytes(limit.total)} in all"
         same = ", as 1f1b on its fullest rank" if self._section.memory_limit == "auto" else ""
         return (
-            f"schedule auto is {origin} with {chunks} stage{'s' * (chunks > 1)} per rank: the "
-            f"fastest of {len(self._cuts)} placements with at most {held} on a rank{same}; found "
-            f"in {seconds:.0f} s"
+            f"schedule auto is {origin} with {chunks} stage{'s' * (chunks > 1)} per rank "
+            f"(bounds {list(prediction.layout.bounds)}): the fastest of {len(self._placements)} "
+            f"placements with at most {held} on a rank{same}; found in {seconds:.0f} s"
         )
 
-    def _all_cuts(self) -> Iterator[Cut]:
+    def _all_placements(self) -> Iterator[tuple[int, ...]]:
         ranks, chunks = self._model.num_ranks, self._section.stages_per_rank
         counts = (chunks,) if chunks else chunk_counts(ranks, *self._model.layer_counts)
         steps_per_chunk = 3 * ranks * self._num_microbatches
@@ -157,38 +180,74 @@ class ScheduleChooser:
             if count <= max(2, chunks or 0, most) and self._model.allows_stages(ranks * count):
                 yield from dict.fromkeys((loop(ranks, count), v(ranks, count)))
 
-    def _named(self) -> Iterator[_Candidate]:
-        for cut in self._cuts:
+    def _named(self, limit: MemoryLimit) -> Iterator[_Candidate]:
+        for place in self._placements:
             sizes = Sizes(
-                self._model.num_ranks, self._num_microbatches, len(cut) // self._model.num_ranks
+                self._model.num_ranks, self._num_microbatches, len(place) // self._model.num_ranks
             )
             for family in SCHEDULES.values():
                 if family.chunks_error(sizes.chunks) is None:
                     plan = family.plan(sizes)
-                    if plan.rank_of_stage == cut:
-                        yield self._candidate(plan, family.name)
+                    if plan.rank_of_stage == place:
+                        for bounds in self._cuts_of(plan, limit):
+                            yield self._candidate(plan, family.name, bounds)
 
-    def _candidate(self, plan: Plan, origin: str) -> _Candidate:
-        plan = self._model.limit_weight_queue(plan)
-        layout = self._model.layout(plan)
-        costs = self._rates.cost_model(layout, self._model.num_ranks)
-        return _Candidate(simulate(plan, costs), origin)
+    def _cuts_of(
+        self, plan: Plan, limit: MemoryLimit, starts: tuple[Bounds, ...] = ()
+    ) -> tuple[Bounds, ...]:
+        """Return the cuts to try for `plan`: with and without the limit, if the cut is free.
+
+        The limit of a cut applies to sums over layers, which are not quite the bytes of stages; so
+        the cut without a limit may keep it. Both are checked with the bytes of whole stages.
+        """
+        if self._stages is not None:
+            return (self._stages.bounds,)
+        if not self._model.cuts_by_time:
+            return (self._model.even_bounds(plan.num_stages),)
+        found = [
+            self._model.cut_within(plan, self._layers, held, starts, effort=_CUT_EFFORT).bounds
+            for held in (None, limit.activations)
+        ]
+        if not self._rates.layers:
+            # The cut of the named schedule.
+            found.append(self._model.cut(plan).bounds)
+        return tuple(dict.fromkeys(found))
+
+    def _candidate(self, plan: Plan, origin: str, bounds: Bounds) -> _Candidate:
+        plan = self._model.limit_weight_queue(plan, bounds)
+        return _Candidate(simulate(plan, self._layers.cost_model(bounds)), origin, bounds)
+
+    def _predict(self, candidate: _Candidate) -> Prediction:
+        return predict(self._model, candidate.timeline.plan, self._rates, candidate.bounds)
 
     def _best(self, named: list[_Candidate], limit: MemoryLimit) -> _Candidate | None:
         """Return the fastest plan within the limit; None if there is none."""
         best = self._first_within(named, limit)
-        found = None if self._quick else self._search(limit, best)
-        return found or best
+        found = None if self._quick else self._search(limit, named, best)
+        if found is None or best is None:
+            return found or best
+        return min(best, found, key=self._predicted)
+
+    def _predicted(self, candidate: _Candidate) -> float:
+        """Return the time of a step by the times of whole stages."""
+        return float(f"{self._predict(candidate).timeline.makespan:.9g}")
 
     def _first_within(
         self, sorted_by_time: list[_Candidate], limit: MemoryLimit
     ) -> _Candidate | None:
+        """Return the fastest candidate within the limit.
+
+        The times of whole stages are not quite sums over layers: they decide among candidates that
+        are nearly equal by the latter.
+        """
+        within: list[_Candidate] = []
         for candidate in sorted_by_time:
-            if limit.keeps(candidate.timeline) and limit.keeps_total(
-                predict(self._model, candidate.timeline.plan, self._rates)
-            ):
-                return candidate
-        return None
+            slowest = (1 + _SAME_TIME) * within[0].timeline.makespan if within else math.inf
+            if candidate.timeline.makespan > slowest or len(within) == _MAX_PREDICTED:
+                break
+            if limit.keeps(self._predict(candidate)):
+                within.append(candidate)
+        return min(within, key=self._predicted, default=None)
 
     def _limit(self) -> MemoryLimit:
         """Return the configured limit, or what 1F1B needs on its fullest rank."""
@@ -198,66 +257,86 @@ class ScheduleChooser:
         plain = predict(self._model, SCHEDULES["1f1b"].plan(sizes), self._rates)
         return MemoryLimit(max(plain.timeline.peak), plain.peak)
 
-    def _search(self, limit: MemoryLimit, best: _Candidate | None) -> _Candidate | None:
+    def _search(
+        self, limit: MemoryLimit, named: list[_Candidate], best: _Candidate | None
+    ) -> _Candidate | None:
         """Return the fastest plan that the search finds; None if it finds none faster than `best`.
 
         The search limits activations only. If the whole memory of its plan is too high on a rank,
         it is repeated with a lower limit there.
         """
-        limits = {cut: self._limits_of_ranks(cut, limit) for cut in self._cuts}
+        limits = {stages: self._limits_of_ranks(stages, limit) for stages in self._cuts(named)}
         for _ in range(_MAX_SEARCHES):
-            placements = [
-                placement for cut in self._cuts for placement in self._placements(cut, limits[cut])
-            ]
+            placements = {
+                placement: stages
+                for stages, held in limits.items()
+                for placement in self._costs_on(stages, held)
+            }
             try:
                 found = find_plan(
-                    placements,
+                    tuple(placements),
                     self._num_microbatches,
                     effort=_EFFORT * min(1.0, _FULL_EFFORT_STEPS / self._num_steps),
                 )
             except ScheduleError:
                 return None  # one micro-batch is too much
-            candidate = self._candidate(found.plan, f"a new plan ({found.source})")
+            stages = placements[found.placement]
+            origin = f"a new plan ({found.source})"
+            cuts = (*self._cuts_of(found.plan, limit, (stages.bounds,)), stages.bounds)
+            for bounds in dict.fromkeys(cuts):
+                candidate = self._candidate(found.plan, origin, bounds)
+                if best is None or candidate.rank < best.rank:
+                    prediction = self._predict(candidate)
+                    if limit.keeps(prediction):
+                        return candidate
             if best is not None and candidate.rank >= best.rank:
                 return None
-            prediction = predict(self._model, found.plan, self._rates)
-            if limit.keeps(candidate.timeline) and limit.keeps_total(prediction):
-                return candidate
-            cut = found.plan.rank_of_stage
-            limits[cut] = tuple(
+            limits[stages] = tuple(
                 held - max(0.0, peak - limit.activations, rank.total - (limit.total or rank.total))
                 for held, peak, rank in zip(
-                    limits[cut], candidate.timeline.peak, prediction.memory, strict=True
+                    limits[stages], prediction.timeline.peak, prediction.memory, strict=True
                 )
             )
         return None
+
+    def _cuts(self, named: list[_Candidate]) -> list[Stages]:
+        """Return the stages to search on: of each placement those of its fastest named schedule.
+
+        If the cut is free, also those with the most even times of the ranks.
+        """
+        found: dict[Stages, None] = {}
+        for place in self._placements:
+            known = [c.stages for c in named if c.stages.rank_of_stage == place]
+            stages = known[0] if known else None
+            if stages is None or (self._stages is None and self._model.cuts_by_time):
+                even = self._model.even_time(place, self._layers)
+                found[self._stages or Stages(even, place)] = None
+            if stages is not None:
+                found[stages] = None
+        return list(found)
 
     @property
     def _num_steps(self) -> int:
         return 3 * 2 * self._model.num_ranks * self._num_microbatches
 
-    def _placements(self, cut: Cut, limits: tuple[float, ...]) -> Iterator[Placement]:
-        """Yield `cut` with the costs of split backward, and of whole backwards if those differ."""
-        split, whole = (
-            self._rates.cost_model(self._model.layout_of(cut, splits), self._model.num_ranks)
-            for splits in (True, False)
-        )
-        yield Placement(cut, split, limits)
-        needed = map(max, split.held_after_forward, split.held_after_input)
-        if any(map(gt, needed, whole.held_after_forward)):
+    def _costs_on(self, stages: Stages, limits: tuple[float, ...]) -> Iterator[Placement]:
+        """Yield stages with the costs of split backward, and of whole backwards if those differ."""
+        place, split = stages.rank_of_stage, self._layers.cost_model(stages.bounds)
+        yield Placement(place, split, limits)
+        if any(map(gt, split.held_after_input, split.held_after_forward)):
             # More than any limit, so that the search does not split a backward.
-            kept = (2 * abs(sum(limits)) + 1,) * whole.num_stages
-            yield Placement(cut, replace(whole, kept=kept), limits)
+            kept = (2 * abs(sum(limits)) + 1,) * split.num_stages
+            yield Placement(place, replace(split, kept=kept), limits)
 
-    def _limits_of_ranks(self, cut: Cut, limit: MemoryLimit) -> tuple[float, ...]:
+    def _limits_of_ranks(self, stages: Stages, limit: MemoryLimit) -> tuple[float, ...]:
         """Return the limit of the activations of each rank, which leaves room for the rest.
 
         The rest is estimated from one micro-batch after the other.
         """
         if limit.total is None:
             return (limit.activations,) * self._model.num_ranks
-        plan = sequential_on(cut, min(self._num_microbatches, 32))
-        known = predict(self._model, plan, self._rates)
+        plan = sequential_on(stages.rank_of_stage, min(self._num_microbatches, 32))
+        known = predict(self._model, plan, self._rates, stages.bounds)
         return tuple(
             min(limit.activations, limit.total - (rank.total - peak))
             for rank, peak in zip(known.memory, known.timeline.peak, strict=True)

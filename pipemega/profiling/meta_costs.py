@@ -20,6 +20,7 @@ from pipemega.pipeline.microbatch_loss import Loss, weighted_loss
 from pipemega.pipeline.module import RngKey, Stage
 from pipemega.pipeline.split_backward import WeightGradQueue
 from pipemega.pipeline.stage_input import InputGradient, collect_gradients
+from pipemega.profiling.kernel_rates import KernelRates
 from pipemega.profiling.meta_kernels import DeviceKernels, DeviceType
 from pipemega.profiling.tensor_meter import TensorMeter
 from pipemega.tensor_parallel.deferred_logits import defer_logits
@@ -44,6 +45,7 @@ class StageCosts:
         working: temporary bytes, beyond those in use at the start: during F, B or I, and W.
         flops: of F, of B or I, of W.
         kernels: number of kernels of F, of B or I, of W.
+        seconds: of F, of B or I, of W, by the fixed table of `kernel_rates`.
         layer_flops: of the forward of each layer; the last one includes a third of the work of a
             fused loss, which computes the gradients of the head in F.
         held_once: those bytes of `held` that only one micro-batch keeps at a time: the weight
@@ -60,6 +62,7 @@ class StageCosts:
     working: tuple[int, int, int]
     flops: tuple[float, float, float]
     kernels: tuple[int, int, int]
+    seconds: tuple[float, float, float]
     layer_flops: tuple[float, ...]
     held_once: int = 0
 
@@ -73,12 +76,14 @@ class Probe:
         loss: runs after the last stage.
         labels: of one micro-batch, for the loss.
         cast_inputs: applied to the input of the first stage.
+        rates: of the device that the times are for.
     """
 
     device: DeviceType
     loss: Loss
     labels: Any
     cast_inputs: Callable[[Any], Any]
+    rates: KernelRates
 
     def measure(
         self,
@@ -100,7 +105,7 @@ class Probe:
         existing += tensors_of(self.labels)
 
         def measure() -> tuple[StageCosts, Header]:
-            with DeviceKernels(self.device), TensorMeter(existing) as meter:
+            with DeviceKernels(self.device), TensorMeter(existing, self.rates) as meter:
                 return _StageRun(self, stage, meter, weights).measure(entering, is_last)
 
         result = measure()
@@ -121,11 +126,12 @@ class _LiveTensors:
 
 
 class _Metered(NamedTuple):
-    """Costs of one instruction: bytes beyond those in use before, FLOPs, number of kernels."""
+    """Costs of one instruction: bytes beyond those in use before, FLOPs, kernels, seconds."""
 
     working: int
     flops: float
     kernels: int
+    seconds: float
 
 
 class _StageRun:
@@ -171,6 +177,7 @@ class _StageRun:
             working=(forward.working, backward.working, weight.working),
             flops=(forward.flops, backward.flops, weight.flops),
             kernels=(forward.kernels, backward.kernels, weight.kernels),
+            seconds=(forward.seconds, backward.seconds, weight.seconds),
             layer_flops=layer_flops.counts,
             held_once=held_once,
         )
@@ -179,10 +186,15 @@ class _StageRun:
     def _metered(self, work: Callable[[], Any]) -> tuple[Any, "_Metered"]:
         """Return the result of `work` and its costs."""
         meter = self._meter
-        before, flops, kernels = meter.now, meter.flops, meter.kernels
+        before, flops, kernels, seconds = meter.now, meter.flops, meter.kernels, meter.seconds
         meter.reset_peak()
         result = work()
-        return result, _Metered(meter.peak - before, meter.flops - flops, meter.kernels - kernels)
+        return result, _Metered(
+            meter.peak - before,
+            meter.flops - flops,
+            meter.kernels - kernels,
+            meter.seconds - seconds,
+        )
 
     def _forward(self, live: _LiveTensors, is_last: bool) -> Header:
         if self._stage.number == 0:

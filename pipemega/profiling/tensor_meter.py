@@ -14,6 +14,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from pipemega.profiling.kernel_rates import KernelRates, bytes_moved, runs_kernel
+
 _aten = torch.ops.aten
 # torch has no FLOP formula for the CPU attention kernel; it does the same work as the CUDA kernel.
 _FORMULAS: dict[Any, Any] = {
@@ -35,9 +37,10 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         ignoring: existing tensors, whose storages do not count.
+        rates: convert FLOPs and bytes to `seconds`; None: seconds are not counted.
     """
 
-    def __init__(self, ignoring: Iterable[Tensor] = ()) -> None:
+    def __init__(self, ignoring: Iterable[Tensor] = (), rates: KernelRates | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         """Bytes of all live storages."""
@@ -46,6 +49,9 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.flops = 0.0
         self.kernels = 0
         """Number of operations that run a kernel: all but views."""
+        self.seconds = 0.0
+        """Time of all kernels by `rates`."""
+        self._rates = rates
         self._seen: dict[int, Any] = {}
         for tensor in ignoring:
             self._track(tensor.untyped_storage(), counted=False)
@@ -65,7 +71,10 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if storage._cdata not in self._seen:
                     self._track(storage, counted=True)
         self.kernels += not func.is_view
-        self.flops += operation_flops(func, args, kwargs, result)
+        flops = operation_flops(func, args, kwargs, result)
+        self.flops += flops
+        if self._rates is not None and runs_kernel(func):
+            self.seconds += self._rates.seconds(flops, bytes_moved(args, kwargs, result))
         return result
 
     def _track(self, storage: torch.UntypedStorage, counted: bool) -> None:

@@ -50,6 +50,8 @@ def partition_at(costs: Sequence[float], splits: Sequence[int], num_parts: int) 
     Raises:
         ConfigError: as `partition`.
     """
+    if not splits:
+        return partition(costs, num_parts)
     marks = [0, *splits, len(costs)]
     runs = [costs[start:stop] for start, stop in pairwise(marks)]
     if num_parts <= len(runs):

@@ -339,8 +339,9 @@ COSTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
             "it: remove pipeline.costs, or set pipeline.schedule to 'auto'",
         ),
         (
-            {"schedule": {"file": "my.csv"}, "memory_limit": 5},
-            "pipeline.memory_limit is for pipeline.schedule 'auto', and 'my.csv' is already a plan",
+            {"schedule": {"file": "my.csv"}, "memory_limit": 5, "partition": "uniform"},
+            "pipeline.memory_limit is for pipeline.schedule or pipeline.partition 'auto'; 'my.csv' "
+            "is already a plan, and partition 'uniform' has no choice",
         ),
         ({"costs": {**COSTS, "forward": -1.0}}, "pipeline.costs.forward"),
         ({"costs": {**COSTS, "kept": float("nan")}}, "numbers must be finite"),

@@ -379,6 +379,7 @@ def test_a_users_model_is_planned_by_its_function(
     path = tmp_path / "own.json"
     path.write_text(json.dumps({k: SMALL[k] for k in SMALL if k not in ("model", "bf16")}))
     words = ["--model", f"{__name__}:own_model", "--format", "json"]
+    words += ["--set", "pipeline.partition=[0,1,3]"]
     code, out, _ = plan(capsys, path, *words)
     report = json.loads(out)
     assert code == 0

@@ -62,8 +62,9 @@ def chooser(settings: Config, net: PipelineModule | None = None) -> PlanChooser:
 @pytest.mark.parametrize("pipeline", [{}, {"chunks": 2}])
 def test_initialize_chooses_the_same_plan_as_the_plan_command(pipeline: dict[str, Any]) -> None:
     settings = config({"schedule": "auto", **pipeline})
-    planned = estimate(Request(settings)).prediction.plan
-    assert chooser(settings).first_plan(None) == (planned, None)
+    planned = estimate(Request(settings)).prediction
+    chosen = chooser(settings).first_plan(None)
+    assert chosen == (planned.plan, planned.layout.bounds, None, None)
 
 
 def test_every_chosen_plan_is_proven_for_the_backend_in_use(monkeypatch: Any) -> None:
@@ -71,11 +72,16 @@ def test_every_chosen_plan_is_proven_for_the_backend_in_use(monkeypatch: Any) ->
     monkeypatch.setattr(f"{choose}.message_order", lambda pipeline, device: "queues")
     monkeypatch.setattr("pipemega.pipeline.plan.validate.queues_of", one_queue_per_pair)
     plan = lower(build_plan("1f1b", 2, 8))
-    found = SimpleNamespace(plan=plan, timeline=SimpleNamespace(makespan=0.0), costs=None)
+    found = SimpleNamespace(
+        plan=plan,
+        timeline=SimpleNamespace(makespan=0.0),
+        costs=None,
+        layout=SimpleNamespace(bounds=(0, 4, 8)),
+    )
     monkeypatch.setattr(PlanChooser, "_choose", lambda *_: found)
     named, auto = chooser(config({"schedule": "1f1b"})), chooser(config({"schedule": "auto"}))
     limited = chooser(config({"schedule": "zb-h1", "weight_queue_limit": 10**9}))
-    measured = MeasuredStages((0, 1), True, CostModel((1, 1), (1, 1), (1, 1)))
+    measured = MeasuredStages((0, 4, 8), (0, 1), True, CostModel((1, 1), (1, 1), (1, 1)))
     choices = [
         lambda: named.configured_plan(None),
         lambda: named.configured_plan(plan),
@@ -103,11 +109,12 @@ def test_without_known_shapes_auto_starts_with_one_stage_per_rank() -> None:
     settings = config({"schedule": "auto"}, model=None)
     net = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(6)], nn.functional.mse_loss)
     choice = chooser(settings, net)
-    plan, predicted = choice.first_plan(None)
+    plan, bounds, predicted, _ = choice.first_plan(None)
     assert plan.compute_only() == measurement_plan(2, 8, 1)
+    assert bounds is None, "pipeline.partition determines them without the plan"
     assert predicted is None
     costs = CostModel((1.0, 2.0), (1.0, 2.0), (1.0, 2.0), activation=(9.0, 9.0), kept=(9.0, 9.0))
-    best, _ = choice.next_plan(plan, MeasuredStages((0, 1), True, costs))
+    best, _ = choice.next_plan(plan, MeasuredStages((0, 3, 6), (0, 1), True, costs))
     plain = simulate(SCHEDULES["1f1b"].plan(Sizes(2, 8)), costs)
     found = simulate(best, costs)
     assert found.makespan < plain.makespan
@@ -117,12 +124,15 @@ def test_without_known_shapes_auto_starts_with_one_stage_per_rank() -> None:
 def test_measured_costs_choose_among_all_placements_in_the_next_run() -> None:
     settings = config({"schedule": "auto"})
     choice = chooser(settings)
-    first, _ = choice.first_plan(None)
+    choice.first_plan(None)
+    first, bounds = lower(build_plan("1f1b-v", 2, 8)), (0, 2, 4, 6, 8)
     one = (1.0,) * first.num_stages
     slow_messages = CostModel(one, one, one, message=50.0)
-    measured = MeasuredStages(first.rank_of_stage, split_was_measured(first), slow_messages)
-    best, predicted = choice.first_plan(measured)
+    split = split_was_measured(first)
+    measured = MeasuredStages(bounds, first.rank_of_stage, split, slow_messages)
+    best, _, predicted, _ = choice.first_plan(measured)
     assert best.num_stages == 2
+    assert choice.best_stages(measured).plan == best
     # In the same run the stages cannot move.
     same_run, costs = choice.next_plan(first, measured)
     assert same_run.rank_of_stage == first.rank_of_stage
@@ -131,16 +141,18 @@ def test_measured_costs_choose_among_all_placements_in_the_next_run() -> None:
 
 
 def test_the_queue_of_w_is_limited_to_the_configured_bytes() -> None:
-    free = chooser(config({"schedule": "zb-h1"})).configured_plan(None)
+    free = chooser(config({"schedule": "zb-h1"})).configured_plan(None).plan
     report = estimate(Request(config({"schedule": "zb-h1"})))
     kept = [costs.kept for costs in report.prediction.layout.costs]
     limit = max(kept)
     settings = config({"schedule": "zb-h1", "weight_queue_limit": limit})
-    limited = chooser(settings).configured_plan(None)
+    limited = chooser(settings).configured_plan(None).plan
     assert limited == estimate(Request(settings)).prediction.plan
     assert max(queued_bytes(p, kept) for p in free.compute_only().programs) > limit
     assert max(queued_bytes(p, kept) for p in limited.compute_only().programs) <= limit
-    none = chooser(config({"schedule": "zb-h1", "weight_queue_limit": 0})).configured_plan(None)
+    none = (
+        chooser(config({"schedule": "zb-h1", "weight_queue_limit": 0})).configured_plan(None).plan
+    )
     assert not any(step.kind is Kind.BACKWARD_INPUT for step in none.steps())
 
 
@@ -177,9 +189,9 @@ def test_the_plans_of_a_growing_batch_have_the_stages_of_the_full_step(
     settings = config(pipeline, **RAMP_UP)
     chosen = chooser(settings)
     if pipeline == {"schedule": "auto"}:
-        full, _ = chosen.first_plan(None)
+        full = chosen.first_plan(None).plan
     else:
-        full = chosen.configured_plan(None)
+        full = chosen.configured_plan(None).plan
     assert full.num_microbatches == 8
     for count in (1, 2, 3, 6):
         plan = chosen.smaller_plan(full, count)
@@ -193,7 +205,7 @@ def test_a_plan_for_one_number_of_micro_batches_is_refused_with_a_growing_batch(
     file.write_text(build_plan("1f1b", 2, 8).to_json())
     settings = config({"schedule": {"file": str(file)}}, **RAMP_UP)
     chosen = chooser(settings)
-    full = chosen.configured_plan(None)
+    full = chosen.configured_plan(None).plan
     with pytest.raises(ConfigError) as error:
         chosen.smaller_plan(full, 3)
     assert str(error.value) == (

@@ -203,9 +203,13 @@ def test_equal_layers_of_a_hugging_face_model_are_measured_once(hf_folder: Path)
     config, topology = hf_config(hf_folder), Topology(2, 1, 1)
     net, sample = model_and_sample(config, topology)
     model = MetaModel(config, net, sample, topology, "cpu")
-    # Six stages: the first and the last differ from those between, which are one layer each.
-    model.layout_of((0, 1, 0, 1, 0, 1, 0, 1), splits_backward=False)
-    assert len(model._costs) == 3
+    # Eight stages of one layer each: the first and the last differ from the blocks between.
+    assert model.even_bounds(8) == tuple(range(9))
+    model.layout_of(tuple(range(9)), (0, 1, 0, 1, 0, 1, 0, 1), splits_backward=True)
+    assert len(model._counts._costs) == 3
+    # The layers are these stages, so the times of the layers need no further run.
+    assert len(model.layer_costs.forward) == 8
+    assert len(model._counts._costs) == 3
 
 
 def test_check_reads_the_folder_of_a_hugging_face_model(

@@ -148,6 +148,8 @@ def test_zero_divides_only_masters_and_optimizer_state_by_the_data_ranks() -> No
             bf16={"enabled": True},
             zero_optimization={"stage": 1, "reduce_bucket_size": 4000},
             mesh={"pipeline": 2, "data": data},
+            # The embedding and half of the blocks on the first rank.
+            pipeline={"partition": "parameters"},
         )
     for data in (2, 4):
         for part in ("masters", "optimizer"):
@@ -182,6 +184,7 @@ def test_a_background_save_takes_the_memory_of_the_share_of_each_rank(half: bool
         zero = {"stage": stage, "reduce_bucket_size": 4000}
         mesh = {"pipeline": 2, "data": data}
         changes = {"bf16": {"enabled": half}, "mesh": mesh, "zero_optimization": zero}
+        changes["pipeline"] = {"partition": "parameters"}
         report, found = plan(checkpoint={"async": True}, **changes)
         per_rank[data, stage] = found.staging
         assert "for the copy of a checkpoint (checkpoint.async)" in step_summary(report)["host"]
