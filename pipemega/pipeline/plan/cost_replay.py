@@ -25,11 +25,11 @@ class CostReplay:
             return
         number: dict[Instruction, int] = {}
         self._order: list[tuple[int, int, int, int, bool]] = []
-        for rank, step, need in execution_order(plan):
+        for rank, step, needs in execution_order(plan):
             number[step] = len(number)
-            remote = need is not None and plan.rank_of_stage[need.stage] != rank
-            kind = _KINDS.index(step.kind)
-            needed = -1 if need is None else number[need]
+            kind, needed, remote = _KINDS.index(step.kind), -1, False
+            for need in needs:  # at most one
+                needed, remote = number[need], plan.rank_of(need) != rank
             self._order.append((rank, kind, step.stage, needed, remote))
         self._states = [_states(program, plan.forward_only) for program in plan.programs]
 
