@@ -12,7 +12,6 @@ soft caps of a family are not written again here.
 
 import copy
 import inspect
-from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.utils import _pytree as pytree
 from pipemega.errors import ConfigError
 from pipemega.hf.expert_products import IMPLEMENTATION as EXPERTS
 from pipemega.hf.expert_products import register_experts
+from pipemega.hf.float_inputs import FLOAT_INPUT_SHAPES
 from pipemega.hf.layer_messages import Side, split_hidden
 from pipemega.hf.parameter_memory import allocate, parameters_on_meta
 from pipemega.hf.placeholders import (
@@ -59,6 +59,7 @@ class ModelDescription:
         tied: name of a tied tensor -> name under which HF saves it.
         layers_read_tokens: what layers get depends on the token ids (DeepSeek-V4's hash routing),
             so the ids go to every stage.
+        returns_head: the output is that of the head, a plain linear, without scaling or soft caps.
 
     Raises:
         ConfigError: the layers were not found, or exchange more than hidden states.
@@ -106,7 +107,7 @@ class ModelDescription:
             set_module(self.model, path, nn.ModuleList())
         self.loose_parameters = _loose_parameters(self)
         self.owners = _parameter_owners(self)
-        self.layers_read_tokens = False
+        self.layers_read_tokens = self.returns_head = False
         self.outputs_per_layer = [0] * len(self.stacks)  # 0: a tensor, else the length of a tuple
         try:
             self.segment_modules = _find_segments(self)
@@ -182,18 +183,6 @@ class ModelDescription:
         """Return `hidden` as the layers of this family return it."""
         length = self.outputs_per_layer[self.places[index][0]]
         return hidden if not length else (hidden, *[None] * (length - 1))
-
-
-FLOAT_INPUT_SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
-    "pixel_values": lambda c: _image_shape(getattr(c, "vision_config", c)),
-    "input_features": lambda c: (c.num_mel_bins, 2 * c.max_source_positions),
-}
-
-
-def _image_shape(config: Any) -> tuple[int, int, int]:
-    size = config.image_size
-    height, width = (size, size) if isinstance(size, int) else size
-    return getattr(config, "num_channels", 3), height, width
 
 
 def _parameter_owners(d: ModelDescription) -> list[str]:
@@ -329,7 +318,7 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
         generator.manual_seed(seed % 2)
         try:
             with torch.enable_grad(), torch.device("cpu"):
-                d.run(shell, d.stand_in_inputs(torch.zeros(1, 4, 1), inputs))
+                output = d.run(shell, d.stand_in_inputs(torch.zeros(1, 4, 1), inputs))
         except (NotImplementedError, RuntimeError, TypeError) as error:
             raise ConfigError(
                 f"{d.class_name} cannot be split into a pipeline: its forward does not run without "
@@ -338,6 +327,7 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
             ) from error
         runs.append(given)
     _refuse_other_state(d, *runs[:2])
+    d.returns_head = _returns_head(d, shell, output)
     d.layers_read_tokens = any(
         not t.requires_grad and not torch.equal(t, u)
         for run in runs[2:]
@@ -351,6 +341,14 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
         if name in (*d.owners, *d.loose_parameters):
             called[number].add(name)
     return called
+
+
+def _returns_head(d: ModelDescription, shell: nn.Module, output: Any) -> bool:
+    head = d.model.get_output_embeddings()
+    name = next((name for name in d.owners if d.model.get_submodule(name) is head), None)
+    if name is None or type(head) is not nn.Linear:
+        return False
+    return getattr(shell.get_submodule(name), "returned", None) is d.special.output(output)
 
 
 def _probe_inputs(d: ModelDescription) -> list[dict[str, Tensor]]:

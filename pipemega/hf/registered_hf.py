@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from pipemega.config.model_hf import LONGEST_DEFAULT, HFSection
-from pipemega.hf.description import FLOAT_INPUT_SHAPES
+from pipemega.hf.float_inputs import FLOAT_INPUT_SHAPES
 from pipemega.hf.hf_module import HFPipelineModule
 from pipemega.hf.load_model import from_pretrained, read_config
 from pipemega.hf.position_tables import (

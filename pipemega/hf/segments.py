@@ -23,6 +23,7 @@ from pipemega.tensor_parallel.collectives import (
     gather_from_tensor,
     scatter_sequence,
 )
+from pipemega.tensor_parallel.deferred_logits import DeferredLogits, defers_logits
 from pipemega.tensor_parallel.output_shard import OutputShard
 
 _FLOAT_INPUTS = ("inputs_embeds", "pixel_values", "input_features")
@@ -40,7 +41,8 @@ class Segment(nn.Module):
 
     Shape:
         segment 0: inputs by HF's names, or the main input alone  ->  message
-        the others: message  ->  message, or the logits of this rank's slice of the vocabulary
+        the others: message  ->  message, or the logits of this rank's slice of the vocabulary;
+            within `defer_logits` DeferredLogits, if the model returns what its head returns
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Segment(nn.Module):
         self._description, self._arguments, self._number = description, arguments, number
         self._received: Tensor | None = None
         self.output_shard: OutputShard | None = None
+        self._head = ""  # name of the head, if this segment returns its output
         self._axis = axis if description.sequence_parallel else Axis("tensor")
         self.hf = self._local_part(axis)
         keep_in_fp32(self.hf, description.model, "")
@@ -96,6 +99,7 @@ class Segment(nn.Module):
             head = ShardedHead(linear, axis, table)
             set_module(model, vocabulary.head, head)
             self.output_shard = head.output_shard
+            self._head = vocabulary.head if d.returns_head else ""
         return model
 
     def forward(self, x: Any) -> Any:
@@ -112,7 +116,10 @@ class Segment(nn.Module):
             # With sequence parallelism a layer returns a slice.
             self._received = gather_from_tensor(hidden, self._axis, dim=SEQUENCE_DIM)
             inputs = d.stand_in_inputs(self._received, side)
+        head = self.hf.get_submodule(self._head) if self._head else None
         try:
+            if isinstance(head, ShardedHead) and defers_logits(self, head):
+                return self._deferred(head, inputs)
             output = self._run(inputs)
         except LayerReached as reached:
             hidden, others = reached.args
@@ -122,6 +129,15 @@ class Segment(nn.Module):
         finally:
             self._received = None
         return d.special.output(output)
+
+    def _deferred(self, head: ShardedHead, inputs: dict[str, Any]) -> DeferredLogits:
+        """Run the shell up to its head; return what the head returns instead of its logits."""
+        head.deferred = []
+        try:
+            self._run(inputs)
+            return head.deferred[-1]
+        finally:
+            head.deferred = None
 
     def _run(self, inputs: dict[str, Any]) -> Any:
         if not any(x.is_meta for x in inputs.values()):

@@ -10,6 +10,7 @@ from pipemega.distributed.mesh import Axis
 from pipemega.hf.placeholders import ModuleStub
 from pipemega.parameters import Shard, attach_shard
 from pipemega.tensor_parallel.collectives import copy_to_tensor, reduce_from_tensor
+from pipemega.tensor_parallel.deferred_logits import DeferredLogits, GradientSink
 from pipemega.tensor_parallel.layers import Product
 from pipemega.tensor_parallel.output_shard import OutputShard
 from pipemega.tensor_parallel.vocabulary import local_range, require_in_vocabulary, rows_per_rank
@@ -69,11 +70,18 @@ class ShardedHead(nn.Module):
         linear: the head of the unsharded model, on meta.
         table: has the weight, if it is tied to that of the embedding.
 
+    Attributes:
+        deferred: a list for the outputs that are not computed: it takes them, and `forward` returns
+            a tensor without a meaning. None: `forward` returns logits.
+
     Shape:
         hidden [..., hidden], equal on all tensor ranks  ->  [..., padded vocabulary / T]
     """
 
     product: Product = staticmethod(F.linear)
+    # Set by split backward.
+    weight_sink: GradientSink | None = None
+    deferred: list[DeferredLogits] | None = None
 
     def __init__(self, linear: Any, axis: Axis, table: nn.Module | None = None) -> None:
         super().__init__()
@@ -95,4 +103,8 @@ class ShardedHead(nn.Module):
         return OutputShard(self.axis, self.out_features)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        return self.product(copy_to_tensor(hidden, self.axis), self.weight, self.bias)
+        entering = copy_to_tensor(hidden, self.axis)
+        if self.deferred is not None:
+            self.deferred.append(DeferredLogits.of(self, entering, self.out_features))
+            return hidden.detach()[..., :1]
+        return self.product(entering, self.weight, self.bias)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipemega.hf.description import FLOAT_INPUT_SHAPES
+from pipemega.hf.float_inputs import FLOAT_INPUT_SHAPES
 from pipemega.hf.special_models import special_model
 from pipemega.hf.tasks import task_of
 from pipemega.pipeline.microbatch_loss import WeightedLoss
