@@ -32,6 +32,7 @@ from pipemega.hf.placeholders import (
     without_values,
     zeros_like_output,
 )
+from pipemega.hf.plain_head import head_outputs
 from pipemega.hf.refusals import refuse_settings
 from pipemega.hf.special_models import special_model
 
@@ -312,6 +313,7 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
         return d.as_layer_output(index, y.requires_grad_())
 
     shell = allocate(d.shell(set(), on_layer, on_stub), "cpu")
+    from_head = head_outputs(d, shell)
     runs = []
     for seed, inputs in enumerate(_probe_inputs(d)):
         given, segment = [], 0
@@ -327,7 +329,7 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
             ) from error
         runs.append(given)
     _refuse_other_state(d, *runs[:2])
-    d.returns_head = _returns_head(d, shell, output)
+    d.returns_head = bool(from_head) and d.special.output(output) is from_head[-1]
     d.layers_read_tokens = any(
         not t.requires_grad and not torch.equal(t, u)
         for run in runs[2:]
@@ -341,14 +343,6 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
         if name in (*d.owners, *d.loose_parameters):
             called[number].add(name)
     return called
-
-
-def _returns_head(d: ModelDescription, shell: nn.Module, output: Any) -> bool:
-    head = d.model.get_output_embeddings()
-    name = next((name for name in d.owners if d.model.get_submodule(name) is head), None)
-    if name is None or type(head) is not nn.Linear:
-        return False
-    return getattr(shell.get_submodule(name), "returned", None) is d.special.output(output)
 
 
 def _probe_inputs(d: ModelDescription) -> list[dict[str, Tensor]]:

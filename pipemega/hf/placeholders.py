@@ -46,13 +46,9 @@ class ModuleStub(Placeholder):
 
     Outputs in floating point require a gradient, so that what is computed from them is known not to
     be a constant. `on_call(index)` is called first. `dtype`, if set, is that of these outputs.
-
-    Attributes:
-        returned: the latest output.
     """
 
     dtype: torch.dtype | None = None
-    returned: Any = None
 
     def __init__(self, index: int, replaced: nn.Module, on_call: Callable[..., Any] | None) -> None:
         super().__init__(index, without_values(replaced), on_call)
@@ -60,8 +56,7 @@ class ModuleStub(Placeholder):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.on_call is not None:
             self.on_call(self.index)
-        self.returned = zeros_like_output(vars(self)["replaced"], args, kwargs, self.dtype)
-        return self.returned
+        return zeros_like_output(vars(self)["replaced"], args, kwargs, self.dtype)
 
 
 def without_values(module: nn.Module) -> nn.Module:

@@ -109,14 +109,14 @@ class _MemoryTimeline:
     def _forward(self, step: Instruction) -> None:
         costs, stage = self._costs[step.stage], step.stage
         before = self._activations + self._messages
-        self._activations += costs.held - self._shared(stage)
-        if self._waits(stage):
-            self._activations -= costs.held_once
+        # Another micro-batch keeps what only one keeps at a time.
+        shared = costs.held_once if self._waits(stage) else 0
+        self._activations += costs.held - self._shared(stage) - shared
         self._messages += costs.output
         if stage > 0:
             self._messages -= costs.input - self._shared(stage)
         kept = self._activations + self._messages - before
-        self._record_peak(max(0, costs.working[0] - kept))
+        self._record_peak(max(0, costs.working[0] - shared - kept))
         self._in_flight.add((stage, step.microbatch))
         self._before_backward.add((stage, step.microbatch))
 

@@ -132,7 +132,10 @@ CHOICES: dict[str, Choice] = {
     "squared ReLU": ({"model": {"squared_relu": True}}, "float64"),
     "more positions": ({"model": {"max_position_embeddings": 13}}, "float64"),
     "padded vocabulary": ({"model": {"pad_vocab_size_to": 60}}, "float64"),
-    "label smoothing": ({"model": {"label_smoothing": 0.1}}, "float64"),
+    "label smoothing, z-loss": (
+        {"model": {"label_smoothing": 0.1, "z_loss": 0.01, "pad_vocab_size_to": 60}},
+        "float64",
+    ),
     "exchanged shapes": ({"pipeline": {"shapes": "exchanged"}}, "float64"),
     "declared shapes": ({"pipeline": {"shapes": "declared"}}, "float64"),
     "layers seeded one by one": ({"pipeline": {"seed_layers": True}}, "float64"),
@@ -288,9 +291,9 @@ def test_every_mesh_trains_like_one_process_and_all_schedules_give_the_same_bits
 
 # These settings depend on the tensor axis.
 WITH_TENSOR_RANKS = (
-    "clipped", "untied", "sequence parallel", "recompute full", "llama style", "label smoothing",
-    "LAMB", "bf16", "fp16", "LoRA, sequence parallel", "LoRA, head trained",
-    "Megatron's GPT options, sequence parallel", "norms of queries and keys",
+    "clipped", "untied", "sequence parallel", "recompute full", "llama style",
+    "label smoothing, z-loss", "LAMB", "bf16", "fp16", "LoRA, sequence parallel",
+    "LoRA, head trained", "Megatron's GPT options, sequence parallel", "norms of queries and keys",
 )  # fmt: skip
 
 

@@ -60,6 +60,14 @@ CASES = {
     "1f1b, selective, bf16": config("1f1b", {"pipeline": 2}, {"recompute": "selective"}, "bf16"),
     "gpipe, Llama": config("gpipe", {"pipeline": 2}, LLAMA),
     "one rank": config("1f1b", {}, {}),
+    # The head is most of the memory of the last stage.
+    "gpipe, large vocabulary": config("gpipe", {"pipeline": 2}, LLAMA | {"vocab_size": 6000}),
+    "zb-h1, large vocabulary": config(
+        "zb-h1", {"pipeline": 2}, LLAMA | {"vocab_size": 6000, "seq_length": 256}
+    ),
+    "1f1b, large vocabulary, bf16": config(
+        "1f1b", {"pipeline": 2, "tensor": 2}, {"vocab_size": 6000}, "bf16"
+    ),
     "interleaved, tensor 2": config("interleaved", {"pipeline": 2, "tensor": 2}, {}),
     "1f1b, tensor and sequence 2": config(
         "1f1b", {"pipeline": 2, "tensor": 2, "sequence_parallel": True}, {}
@@ -84,6 +92,8 @@ SLOW = (
     "1f1b, selective, bf16",
     "ZeRO",
     "zb-h1, full recompute",
+    "zb-h1, large vocabulary",
+    "1f1b, large vocabulary, bf16",
 )
 
 

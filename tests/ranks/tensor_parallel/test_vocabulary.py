@@ -14,6 +14,8 @@ from pipemega.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from pipemega.tensor_parallel.collectives import gather_from_tensor
+from pipemega.tensor_parallel.deferred_logits import defer_logits
+from pipemega.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from pipemega.tensor_parallel.vocabulary import local_range, rows_per_rank
 from tests.ranks.tensor_axis import (
     ALONE,
@@ -95,6 +97,54 @@ def test_a_language_model_with_sharded_vocabulary_equals_the_unsharded_one(
     pool, ranks, sequence_parallel, tied, vocab_size, smoothing
 ):
     on_ranks(pool, ranks, check_language_model, vocab_size, sequence_parallel, tied, smoothing)
+
+
+class TakesDeferred:
+    takes_deferred_logits = True
+
+
+def check_fused_loss(vocab_size, sequence_parallel, ignored):
+    """Compare head and loss without whole logits with torch, including all gradients."""
+    axis = tensor_axis()
+    common = {"axis": axis, "sequence_parallel": sequence_parallel, "dtype": F64}
+    model, stock = nn.Module(), nn.Module()
+    model.embedding = VocabParallelEmbedding(vocab_size, 6, **common)
+    model.head = VocabParallelHead(vocab_size, 6, **common)
+    stock.embedding = nn.Embedding(vocab_size, 6, dtype=F64)
+    stock.head = nn.Linear(6, vocab_size, bias=False, dtype=F64)
+    for i, parameter in enumerate(stock.parameters()):
+        parameter.data.copy_(randn(*parameter.shape, seed=i))
+    fill(model, stock)
+    # More tokens than one chunk.
+    ids, target = randint(vocab_size, 2, 160), randint(vocab_size, 2, 160, seed=1)
+    target[:, ignored] = -100
+
+    logits = stock.head(stock.embedding(ids).tanh()).flatten(0, 1)
+    expected = F.cross_entropy(logits, target.flatten(), reduction="sum", label_smoothing=0.1)
+    expected = expected + 0.01 * logits.logsumexp(1)[target.flatten() != -100].square().sum()
+    expected.backward()
+    outputs = []
+    for _ in range(2):
+        hidden = model.embedding(ids).tanh()
+        with defer_logits(TakesDeferred(), model.head):
+            outputs.append(model.head(hidden))
+    losses = [linear_cross_entropy(x, target, label_smoothing=0.1, z_loss=0.01) for x in outputs]
+    # The second one computes its gradients in backward.
+    for loss in losses:
+        close(loss, expected, atol=1e-9)
+        (0.5 * loss).backward()
+    compare_gradients(model, stock, axis)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("vocab_size", "ignored"), [(1000, slice(50)), (130, slice(0)), (512, slice(None))]
+)
+def test_head_and_loss_without_logits_equal_the_unsharded_ones(
+    pool, ranks, sequence_parallel, vocab_size, ignored
+):
+    on_ranks(pool, ranks, check_fused_loss, vocab_size, sequence_parallel, ignored)
 
 
 def initial_embedding():
