@@ -5,6 +5,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.autoschedule import (
@@ -158,7 +159,7 @@ def stage_costs(text: str) -> CostModel:
         written = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
     except (OSError, ValueError, RecursionError) as error:
         raise argparse.ArgumentTypeError(f"neither JSON nor a JSON file: {error}") from error
-    known = [field.name for field in fields(CostModel)]
+    known = [field.name for field in fields(CostModel) if field.name != "vocabulary"]
     needed = known[:3]
     if not isinstance(written, dict) or not set(needed) <= set(written) <= set(known):
         found = ", ".join(written) if isinstance(written, dict) else type(written).__name__
@@ -175,9 +176,8 @@ def stage_costs(text: str) -> CostModel:
             )
     try:
         message = float(written.pop("message", 0.0))
-        return CostModel(
-            **{key: tuple(map(float, value)) for key, value in written.items()}, message=message
-        )
+        times: dict[str, Any] = {key: tuple(map(float, value)) for key, value in written.items()}
+        return CostModel(**times, message=message)
     except ScheduleError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 

@@ -279,6 +279,24 @@ def _a_layer_for_each_stage(config: Config) -> Iterator[str]:
         )
 
 
+def _vocabulary(config: Config) -> Iterator[str]:
+    if config.pipeline.vocabulary != "parallel":
+        return
+    stage = "or set pipeline.vocabulary to 'stage'"
+    if config.lora is not None:
+        yield (
+            "section 'lora' adapts layers of stages, and pipeline.vocabulary 'parallel' takes the "
+            f"embedding and the head out of them: remove one of the two, {stage}"
+        )
+    optimizer = "" if config.optimizer is None else config.optimizer.type
+    if optimizer.lower().endswith("lamb") and config.mesh.pipeline != 1:
+        yield (
+            f"optimizer.type {optimizer!r} needs the norm of whole parameters, and "
+            "pipeline.vocabulary 'parallel' cuts two of them over the pipeline ranks: use another "
+            f"optimizer, {stage}"
+        )
+
+
 def _stages(config: Config) -> Iterator[str]:
     stages, ranks = config.pipeline.stages, config.mesh.pipeline
     if stages not in ("auto", ranks):
@@ -317,6 +335,7 @@ _RULES = (
          "model.recompute"),
         errors_of_stored_activations,
     ),
+    Rule(("pipeline.vocabulary", "lora", "optimizer.type", "mesh.pipeline"), _vocabulary),
     Rule(("scheduler", "training"), errors_of_length),
     Rule(("checkpoint.save", "training.resume", "training.on_nonfinite"), errors_of_folder),
     Rule(

@@ -141,6 +141,12 @@ class PipelineSection(Section):
         "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
         "the limit, a full B replaces I and W. The results are bitwise equal. null: no limit.",
     )
+    vocabulary: Literal["stage", "parallel"] = own(
+        "stage",
+        'Where the embedding and the output head are: `"stage"`: in the first and the last stage; '
+        '`"parallel"`: cut over all pipeline ranks, so that no stage has more work than the others '
+        "for a large vocabulary (docs/pipeline.md).",
+    )
     shapes: Literal["cached", "declared", "exchanged"] = own(
         "cached",
         'How a receiver gets the shapes of messages: `"cached"`: sent with the first message; '
@@ -224,6 +230,15 @@ class PipelineSection(Section):
                 f"pipeline.weight_queue_limit limits the queue of W, and schedule {name!r} has "
                 "whole backwards: remove pipeline.weight_queue_limit, or use a schedule with split "
                 "backward, such as 'zb-h1'"
+            )
+
+    @rule("vocabulary", "optimizer_sync")
+    def _passes_cannot_be_discarded(self) -> Iterator[str]:
+        if self.vocabulary == "parallel" and self.optimizer_sync == "post_validate":
+            yield (
+                "pipeline.optimizer_sync 'post_validate' may discard forwards and run them again, "
+                "which the passes of pipeline.vocabulary 'parallel' cannot: set "
+                "pipeline.optimizer_sync to 'fenced', or pipeline.vocabulary to 'stage'"
             )
 
     @property

@@ -61,6 +61,7 @@ class BatchReader:
         sizes: the number of samples of each training step.
         compare_every: how often to compare what the ranks have read; config key
             data.compare_every.
+        vocabulary: vocabulary parallelism: every rank reads inputs and labels.
     """
 
     def __init__(
@@ -70,14 +71,15 @@ class BatchReader:
         share: Share,
         sizes: BatchSizes,
         compare_every: int,
+        vocabulary: bool = False,
     ) -> None:
         self._mesh, self._share = mesh, share
         self._sizes, self._ramp = sizes, replace(share, ramp=sizes)
         self._memory = HostMemory(mesh.device)
         self._training_data = DataComparison(mesh, compare_every, "train_batch")
         self._evaluation_data = DataComparison(mesh, compare_every, "eval_batch")
-        self._reads_inputs = mesh.pipeline.rank == rank_of_stage[0]
-        self._reads_labels = mesh.pipeline.rank == rank_of_stage[-1]
+        self._reads_inputs = vocabulary or mesh.pipeline.rank == rank_of_stage[0]
+        self._reads_labels = vocabulary or mesh.pipeline.rank == rank_of_stage[-1]
         self._reads = self._reads_inputs or self._reads_labels
 
     def next_step(

@@ -95,6 +95,7 @@ def build_components(
             plan.num_stages,
             reduced_loss(config, model.loss_fn),
             precision.cast_inputs,
+            model.vocabulary,
         ),
         _transport(config, mesh, net, plan, model.bounds),
         timers,
@@ -120,7 +121,7 @@ def _backward_listeners(
         enable_split_backward(model.stages.values(), weight_queue)
     if not isinstance(step.masters, ZeroMasterParams):
         return weight_queue, None
-    step.masters.register_param_waits(model.stages.values())
+    step.masters.register_param_waits(model.modules)
     return weight_queue, step.masters.bucket_readiness(hooks=weight_queue is None)
 
 
@@ -148,4 +149,5 @@ def _transport(
         config.pipeline.shapes,
         declared,
         mesh.timeout,
+        vocabulary=plan.has_vocabulary,
     )

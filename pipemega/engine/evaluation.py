@@ -12,8 +12,7 @@ from pipemega.engine.loss import mean_of_sums, sum_losses
 from pipemega.errors import ConfigError
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor
-from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.schedules import forward_only
+from pipemega.pipeline.plan_selection import evaluation_plan
 from pipemega.random import preserve_rng
 
 OnOutput = Callable[[Any, Any], object]
@@ -28,13 +27,19 @@ class Evaluator:
         executor: runs the forwards.
         reader: reads the data.
         rank_of_stage: the pipeline rank of each stage.
+        vocabulary: vocabulary parallelism.
     """
 
     def __init__(
-        self, mesh: Mesh, executor: Executor, reader: BatchReader, rank_of_stage: Sequence[int]
+        self,
+        mesh: Mesh,
+        executor: Executor,
+        reader: BatchReader,
+        rank_of_stage: Sequence[int],
+        vocabulary: bool = False,
     ) -> None:
         self._mesh, self._executor, self._reader = mesh, executor, reader
-        self._rank_of_stage = rank_of_stage
+        self._rank_of_stage, self._vocabulary = rank_of_stage, vocabulary
         self._is_last = mesh.pipeline.rank == rank_of_stage[-1]
 
     def batch(
@@ -99,7 +104,7 @@ class Evaluator:
     def _forward(self, data: StepData, keep_outputs: bool, on_output: OnOutput | None) -> Results:
         if not data.inputs:  # only other data ranks have samples
             return Results()
-        plan = lower(forward_only(self._rank_of_stage, len(data.inputs)))
+        plan = evaluation_plan(self._rank_of_stage, len(data.inputs), self._vocabulary)
         batch = MicroBatches(
             data.inputs,
             data.labels,

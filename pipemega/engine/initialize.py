@@ -53,6 +53,7 @@ from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan_selection import plan_is_provisional
 from pipemega.pipeline.recompute import checkpoint_interval
 from pipemega.pipeline.stage_partition import stage_bounds
+from pipemega.pipeline.vocabulary_shard import head_ratio, vocabulary_split
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -228,13 +229,25 @@ def _build_engine(
             "a schedule in pipeline.schedule",
             on_every_rank=True,
         )
+    cut = config.pipeline.vocabulary == "parallel" and mesh.pipeline.size > 1
+    staged = vocabulary_split(model).without_vocabulary(model) if cut else model
     chooser = PlanChooser(
-        config, mesh, model, batch.num_microbatches, loader, trains=arguments.trains(config)
+        config,
+        mesh,
+        staged,
+        batch.num_microbatches,
+        loader,
+        trains=arguments.trains(config),
+        head_ratio=head_ratio(model) if cut else 1.0,
     )
     tuner: ScheduleTuner | None = None
     cache: Path | None = None
     is_provisional = plan_is_provisional(config.pipeline, mesh.pipeline.size, given_plan)
-    if is_provisional:
+    if is_provisional and cut:
+        # The passes are not measured, so the plan of the first step stays.
+        is_provisional = False
+        chosen = from_first(mesh.world, lambda: chooser.first_plan(None))
+    elif is_provisional:
         chosen, cache = first_tuned_plan(chooser, mesh, _cost_key(config, mesh, model), log)
     else:
         chosen = from_first(mesh.world, lambda: chooser.configured_plan(given_plan))
@@ -249,7 +262,7 @@ def _build_engine(
         checkpoint_interval=checkpoint_interval(config, len(model)),
     )
     bounds = chosen.bounds or stage_bounds(
-        model,
+        staged,
         # What "auto" means if the layers cannot be counted.
         "parameters" if config.pipeline.partition == "auto" else config.pipeline.partition,
         plan.num_stages,
@@ -261,7 +274,7 @@ def _build_engine(
         tuner = ScheduleTuner(mesh, plan, bounds, chosen.seconds, chooser, cache, log)
     plans = StepPlans(mesh, plan, chooser if sizes.changes else None)
     plans.check([size // batch.samples_per_slice for size in sizes.sizes[:-1]])
-    local = build_local_model(model, mesh, bounds, plan.rank_of_stage, build_options)
+    local = build_local_model(model, mesh, bounds, plan.rank_of_stage, build_options, cut)
     if config.lora is not None and config.lora.path is not None:
         load_adapter(Path(config.lora.path), model, local)
     make_replicas_equal(model, mesh, local)

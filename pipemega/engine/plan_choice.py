@@ -24,7 +24,13 @@ from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import simulate
 from pipemega.pipeline.plan.stage_cut import Cut
-from pipemega.pipeline.plan_selection import best_plan, plan_of_size, training_plan, validated
+from pipemega.pipeline.plan_selection import (
+    best_plan,
+    plan_of_size,
+    training_plan,
+    validated,
+    with_section_vocabulary,
+)
 from pipemega.pipeline.schedules import AUTO, forward_only
 from pipemega.planning.cut_report import explain
 from pipemega.planning.layer_times import measured_layers
@@ -82,6 +88,8 @@ class PlanChooser:
         num_microbatches: of a step.
         loader: of the training data; None if the caller passes iterators.
         trains: the run has an optimizer; without one the cut is for evaluation.
+        head_ratio: with vocabulary parallelism `net` is without embedding and head, and this is the
+            size of the head; see `with_section_vocabulary`.
     """
 
     def __init__(
@@ -93,9 +101,10 @@ class PlanChooser:
         loader: BatchLoader | None,
         *,
         trains: bool = True,
+        head_ratio: float = 1.0,
     ) -> None:
         self._config, self._mesh, self._net = config, mesh, net
-        self._trains = trains
+        self._trains, self._head_ratio = trains, head_ratio
         self._num_microbatches, self._loader = num_microbatches, loader
         self._model: MetaModel | None = None
         self._bounds: Bounds | None = None  # of the stages of the run
@@ -119,7 +128,7 @@ class PlanChooser:
         """
         section, ranks = self._config.pipeline, self._mesh.pipeline.size
         count, layers = self._num_microbatches, len(self._net)
-        plan = training_plan(section, ranks, count, layers, self._order, given)
+        plan = training_plan(section, ranks, count, layers, self._order, given, self._head_ratio)
         if plan.num_stages == 1:
             return ChosenPlan(plan, None)
         if section.partition == "auto" or section.weight_queue_limit is not None:
@@ -141,6 +150,7 @@ class PlanChooser:
             return (model.even_bounds(plan.num_stages) if known else None), None
         if not self._trains:
             plan = forward_only(plan.rank_of_stage, plan.num_microbatches)
+        plan = plan.without_vocabulary()
         cut = model.cut(plan)
         even = Cut.of(model.even_bounds(plan.num_stages), plan, model.layer_costs)
         return cut.bounds, explain(cut, even)
@@ -192,7 +202,10 @@ class PlanChooser:
         return self._validated(lower(plan))
 
     def _validated(self, plan: Plan) -> Plan:
-        """Return the lowered `plan`, proven for the transport of this run."""
+        """Return the lowered `plan` with its passes, proven for the transport of this run."""
+        if self._config.pipeline.vocabulary == "parallel" and not plan.has_vocabulary:
+            passes = with_section_vocabulary(plan, self._config.pipeline, self._head_ratio)
+            plan = lower(passes)
         return validated(plan, self._config.pipeline, self._order)
 
     def _choose(self, model: MetaModel, rates: Rates, stages: Stages | None = None) -> Prediction:

@@ -77,7 +77,7 @@ class StepEngine:
         model, executor = components.model, components.executor
         self.config, self.mesh, self.plan = config, mesh, plan
         self.batch = config.batch(mesh.data.size)
-        self.module = nn.ModuleList(model.stages.values())
+        self.module = nn.ModuleList(model.modules)
         self.timers = components.timers
         self.num_parameters = components.num_parameters
         self.global_steps, self.consumed_samples, self.stop_requested = 0, 0, False
@@ -105,8 +105,10 @@ class StepEngine:
         self._failures = failure_reporter()
         stages, share = plan.rank_of_stage, share_of(config, mesh)
         self._plans = components.plans or StepPlans(mesh, plan)
-        self._reader = BatchReader(mesh, stages, share, self._data.sizes, config.data.compare_every)
-        self._evaluator = Evaluator(mesh, executor, self._reader, stages)
+        cut = model.vocabulary is not None
+        every = config.data.compare_every
+        self._reader = BatchReader(mesh, stages, share, self._data.sizes, every, cut)
+        self._evaluator = Evaluator(mesh, executor, self._reader, stages, cut)
         self._tracing = TraceSteps(config.monitor.trace, mesh, executor, self._phases)
         self._busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]

@@ -28,6 +28,7 @@ from pipemega.models.block import Block, Hidden
 from pipemega.models.document_mask import documents_of
 from pipemega.models.gpt_config import GPTConfig
 from pipemega.models.gpt_norm import hidden_norm
+from pipemega.models.gpt_vocabulary import gpt_vocabulary
 from pipemega.parameters import Shard, attach_shard, normal
 from pipemega.pipeline.microbatch_loss import WeightedLoss
 from pipemega.pipeline.module import PipelineModule
@@ -79,6 +80,7 @@ def gpt(
         boundary=boundary,
     )
     net.checkpoints = c.checkpoints
+    net.vocabulary = gpt_vocabulary(c, _per_token)
     return net
 
 
@@ -96,17 +98,21 @@ class TokenEmbedding(VocabParallelEmbedding):
     """
 
     def forward(self, inputs: GPTInputs) -> Hidden:  # type: ignore[override]
-        if isinstance(inputs, dict):
-            _refuse_foreign_inputs(inputs)
-            tokens, positions = inputs["input_ids"], inputs.get("position_ids")
-            documents = documents_of(positions, inputs.get("attention_mask"))
-            if positions is None and documents is not None:
-                positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            per_token = [x for x in (positions, documents) if x is not None]
-        else:
-            tokens, *per_token = inputs if isinstance(inputs, tuple | list) else (inputs,)
+        tokens, *per_token = _per_token(inputs)
         hidden = super().forward(tokens)
         return (hidden, *per_token) if per_token else hidden
+
+
+def _per_token(inputs: GPTInputs) -> tuple[Tensor, ...]:
+    """Return the token ids, and what the blocks need of each token."""
+    if isinstance(inputs, dict):
+        _refuse_foreign_inputs(inputs)
+        tokens, positions = inputs["input_ids"], inputs.get("position_ids")
+        documents = documents_of(positions, inputs.get("attention_mask"))
+        if positions is None and documents is not None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return (tokens, *(x for x in (positions, documents) if x is not None))
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
 
 
 def _refuse_foreign_inputs(inputs: dict[str, Tensor]) -> None:

@@ -29,6 +29,7 @@ from pipemega.optimizer.mixed_precision import Precision
 from pipemega.optimizer.zero_comm import AllGather, ReduceScatter
 from pipemega.parameters import shard_of
 from pipemega.pipeline.module import Stage
+from pipemega.pipeline.vocabulary_shard import VocabularyShard
 
 # Temporary buffers of reductions with overlap: one is summed on the CPU while the next is sent.
 _WINDOW = 2
@@ -87,7 +88,7 @@ class ZeroMasterParams(MasterParams):
             return None
         return BucketReadiness(self.gradients, self._reduce_scatter, hooks=hooks)
 
-    def register_param_waits(self, stages: Iterable[Stage]) -> None:
+    def register_param_waits(self, stages: Iterable[Stage | VocabularyShard]) -> None:
         """Make each layer wait for the all-gathers of its own parameters before it runs."""
         if not self._overlap:
             return
@@ -95,7 +96,7 @@ class ZeroMasterParams(MasterParams):
         names = {id(slot.parameter): slot.name for slot in self.gradients.slots}
         for stage in stages:
             needs: dict[int, list[int]] = {}
-            for position, layer in enumerate(stage.layers.values(), stage.start):
+            for position, layer in zip(map(int, stage.layers), stage.layers.values(), strict=True):
                 held = [names[id(p)] for p in layer.parameters() if id(p) in names]
                 buckets = {self.layout.bucket_of[logical.get(n, n)].number for n in held}
                 needs[position] = sorted(self._gather_index[number] for number in buckets)

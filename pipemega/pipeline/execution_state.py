@@ -1,6 +1,6 @@
 """The data, the results and the state of one run of a plan on one pipeline rank."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -9,16 +9,40 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipemega.pipeline.messages import TensorMeta
-from pipemega.pipeline.module import RngKey
+from pipemega.pipeline.microbatch_loss import Loss
+from pipemega.pipeline.module import RngKey, Stage
 from pipemega.pipeline.plan.instructions import Instruction, Plan
 from pipemega.pipeline.recorder import Recorder
 from pipemega.pipeline.stage_input import InputGradient
 from pipemega.pipeline.transport import Receive
+from pipemega.pipeline.vocabulary_shard import VocabularyShard
 
 # The same few in every micro-batch.
 _meta = lru_cache(maxsize=1024)(TensorMeta)
 
 Key = tuple[int, int]  # (stage, micro-batch)
+
+
+@dataclass
+class RankStages:
+    """The part of the model that one pipeline rank executes.
+
+    Args:
+        rank: the pipeline rank.
+        stages: the local stages, by stage number.
+        num_stages: number of stages of the whole model.
+        loss_fn: loss of the model; None if only outputs are computed.
+        cast_inputs: casts the inputs of the first stage.
+        vocabulary: the rows of embedding and head on this rank, with vocabulary parallelism;
+            `loss_fn` then takes the losses of the tokens.
+    """
+
+    rank: int
+    stages: Mapping[int, Stage]
+    num_stages: int
+    loss_fn: Loss | None
+    cast_inputs: Callable[[Any], Any] = lambda tree: tree
+    vocabulary: VocabularyShard | None = None
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ instructions of the lowered plan.
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, TypeVar
 
@@ -21,9 +20,9 @@ from pipemega.errors import PipelineError
 from pipemega.monitor import MultiTimer
 from pipemega.pipeline.buffers import keep_buffers
 from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
+from pipemega.pipeline.execution_state import RankStages as RankStages
 from pipemega.pipeline.messages import TensorMeta, tensors_of
-from pipemega.pipeline.microbatch_loss import Loss, microbatch_loss
-from pipemega.pipeline.module import Stage
+from pipemega.pipeline.microbatch_loss import microbatch_loss
 from pipemega.pipeline.plan.channels import Channel
 from pipemega.pipeline.plan.deadlock_report import PlanPosition
 from pipemega.pipeline.plan.execution_order import last_gradients
@@ -38,31 +37,13 @@ from pipemega.pipeline.stage_input import (
     versions_of,
 )
 from pipemega.pipeline.transport import Receive, Transport
+from pipemega.pipeline.vocabulary_runs import VocabularyRuns
 from pipemega.tensor_parallel.deferred_logits import defer_logits, takes_deferred_logits
 
 T = TypeVar("T")
 
 # Equal channels are one object: a tuple is created once, not for every message.
 _channel = lru_cache(maxsize=None)(Channel)
-
-
-@dataclass
-class RankStages:
-    """The part of the model that one pipeline rank executes.
-
-    Args:
-        rank: the pipeline rank.
-        stages: the local stages, by stage number.
-        num_stages: number of stages of the whole model.
-        loss_fn: loss of the model; None if only outputs are computed.
-        cast_inputs: casts the inputs of the first stage.
-    """
-
-    rank: int
-    stages: Mapping[int, Stage]
-    num_stages: int
-    loss_fn: Loss | None
-    cast_inputs: Callable[[Any], Any] = lambda tree: tree
 
 
 class Executor:
@@ -100,6 +81,11 @@ class Executor:
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
         }
+        self._vocabulary: VocabularyRuns | None = None
+        if model.vocabulary is not None:
+            assert transport is not None, "vocabulary parallelism needs several pipeline ranks"
+            runs = VocabularyRuns(model.vocabulary, model.loss_fn, transport, grad_listener)
+            self._vocabulary, self._handlers = runs, {**self._handlers, **runs.handlers}
         self._run: ExecutionState  # set by `begin`
 
     @property
@@ -141,6 +127,8 @@ class Executor:
         if self._grad_listener is not None and run.train and not batch.discard_grads:
             run.final_backwards = last_gradients(plan.programs[self.rank])
             self._grad_listener.begin()
+        if self._vocabulary is not None:
+            self._vocabulary.begin(run)
         recorder.begin()
 
     def work(self, steps: Program) -> None:
@@ -260,6 +248,8 @@ class Executor:
 
     def _stage_input(self, step: Instruction) -> tuple[Any, list[InputGradient]]:
         run, key = self._run, (step.stage, step.microbatch)
+        if step.stage == 0 and self._vocabulary is not None:
+            return collect_gradients(self._vocabulary.first_input(step.microbatch))
         if step.stage == 0:
             return self._model.cast_inputs(run.batch.inputs[step.microbatch]), []
         if key in run.activation_receives:
@@ -276,6 +266,9 @@ class Executor:
     def _finish_forward(self, step: Instruction, output: Any) -> Any:
         """Record the results of the last stage; return the tensor that backward starts from."""
         m, run, loss_fn = step.microbatch, self._run, self._model.loss_fn
+        if self._vocabulary is not None:
+            self._vocabulary.keep_hidden(m, output)
+            return output
         batch, share = run.batch, run.batch.share(step.microbatch)
         is_used = share > 0 and (batch.keep_outputs or batch.on_output is not None)
         detached = pytree.tree_map_only(Tensor, Tensor.detach, output) if is_used else None
@@ -328,11 +321,15 @@ class Executor:
         state = run.in_flight.pop(key)
         if state.edges:
             self._run_backward(step, torch.autograd.backward, state.edges, gradients)
-        if step.stage > 0:
+        if step.stage == 0 and self._vocabulary is not None:
+            self._vocabulary.keep_row_gradient(step.microbatch, state.inputs[0].take())
+        elif step.stage > 0:
             run.gradients[key] = [gradient.take() for gradient in state.inputs]
 
     def _output_gradients(self, step: Instruction) -> list[Tensor]:
         run, key = self._run, (step.stage, step.microbatch)
+        if step.stage == self._model.num_stages - 1 and self._vocabulary is not None:
+            return [self._vocabulary.output_gradient(step.microbatch)]
         if step.stage == self._model.num_stages - 1:
             device = run.results.losses[step.microbatch].device
             factor = run.batch.loss_factor

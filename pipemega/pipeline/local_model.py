@@ -17,6 +17,7 @@ from pipemega.parameters import shard_of
 from pipemega.pipeline.microbatch_loss import Loss
 from pipemega.pipeline.module import BuildOptions, PipelineModule, Stage, build_stages
 from pipemega.pipeline.tied_layers import TiedParameter, check_tied_layers
+from pipemega.pipeline.vocabulary_shard import VocabularyShard, vocabulary_split
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +35,7 @@ class LocalModel:
         ties: all tied parameters of the whole model.
         loss_fn: None if the model has no loss.
         metadata: `PipelineModule.checkpoint_metadata`.
+        vocabulary: the local rows of embedding and head, with vocabulary parallelism.
     """
 
     stages: dict[int, Stage]
@@ -44,6 +46,13 @@ class LocalModel:
     loss_fn: Loss | None
     ties: tuple[TiedParameter, ...] = ()
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    vocabulary: VocabularyShard | None = None
+
+    @property
+    def modules(self) -> list[Stage | VocabularyShard]:
+        """The local stages, and the local rows of the vocabulary."""
+        shard = [] if self.vocabulary is None else [self.vocabulary]
+        return [*self.stages.values(), *shard]
 
     @property
     def owned(self) -> dict[str, nn.Parameter]:
@@ -79,9 +88,17 @@ def build_local_model(
     bounds: Sequence[int],
     rank_of_stage: Sequence[int],
     options: BuildOptions,
+    vocabulary: bool = False,
 ) -> LocalModel:
-    """Build this rank's stages without communication; see `make_replicas_equal`."""
+    """Build this rank's stages without communication; see `make_replicas_equal`.
+
+    Args:
+        vocabulary: cut embedding and head over the pipeline ranks.
+    """
     check_tied_layers(net.specs, net.meta_layers)
+    whole = net
+    if vocabulary:
+        net = vocabulary_split(net).without_vocabulary(net)
     local_stages = [s for s, rank in enumerate(rank_of_stage) if rank == mesh.pipeline.rank]
     stages = dict(build_stages(net, bounds, local_stages, options))
     parameters: dict[str, nn.Parameter] = {}
@@ -90,6 +107,10 @@ def build_local_model(
         for name, parameter in stage.logical_names().items():
             if parameters.setdefault(name, parameter) is not parameter:
                 copies.setdefault(name, []).append(parameter)
+    shard = VocabularyShard(whole, mesh, options) if vocabulary else None
+    for name, parameter in shard.logical_names() if shard is not None else ():
+        if parameters.setdefault(name, parameter) is not parameter:
+            copies.setdefault(name, []).append(parameter)
     return LocalModel(
         stages=stages,
         bounds=tuple(bounds),
@@ -97,8 +118,9 @@ def build_local_model(
         copies=copies,
         tied=_tied_axes(net, mesh, bounds, rank_of_stage),
         loss_fn=net.build_loss(mesh.tensor),
-        ties=net.tied_parameters,
-        metadata=net.checkpoint_metadata(),
+        ties=whole.tied_parameters,
+        metadata=whole.checkpoint_metadata(),
+        vocabulary=shard,
     )
 
 

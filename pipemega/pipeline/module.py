@@ -22,7 +22,7 @@ from pipemega.pipeline.deepspeed_arguments import refuse_arguments
 from pipemega.pipeline.from_module import ModuleLayers, trace_layers
 from pipemega.pipeline.microbatch_loss import Loss, check_loss
 from pipemega.pipeline.recompute import ActivationCheckpoints, recompute
-from pipemega.pipeline.spec import Layer, LayerSpec, as_specs
+from pipemega.pipeline.spec import Layer, LayerSpec, as_specs, dtype_remedy
 from pipemega.pipeline.stage_input import InputGuard
 from pipemega.pipeline.tied_layers import TiedParameter, find_tied_parameters
 
@@ -97,6 +97,9 @@ class PipelineModule:
     # The layers that the model recomputes, unless the config sets activation checkpoints.
     checkpoints: ActivationCheckpoints | None = None
 
+    # How embedding and head are cut for vocabulary parallelism (`vocabulary_shard`).
+    vocabulary: Any = None
+
     # The layers of the module that was given to `from_module`.
     origin: ModuleLayers | None = None
 
@@ -105,15 +108,19 @@ class PipelineModule:
         return self.with_specs(spec.on_meta() for spec in self.specs)
 
     def with_specs(
-        self, specs: Iterable[LayerSpec], boundary: Callable[[int], Any] | None = None
+        self,
+        specs: Iterable[LayerSpec],
+        boundary: Callable[[int], Any] | None = None,
+        loss_fn: LayerSpec | None = None,
     ) -> "PipelineModule":
-        """Return a copy with other layers, and another `boundary` if it is given."""
+        """Return a copy with other layers, and another `boundary` or loss if it is given."""
         copied = copy.copy(self)
         for cached in ("meta_layers", "tied_parameters"):
             vars(copied).pop(cached, None)
         copied.specs = tuple(specs)
         if boundary is not None:
             copied._boundary = boundary
+        copied._loss_fn = loss_fn or self._loss_fn
         return copied
 
     def module_name(self, logical: str) -> str:
@@ -264,7 +271,9 @@ class Stage(nn.Module):
             checkpoints = ActivationCheckpoints(start, stop, interval)
         segments = checkpoints.segments(start, stop) if checkpoints is not None else []
         self._segments = [(a, b, cut and net.recomputes(a, b)) for a, b, cut in segments]
-        layers = {str(p): _build(spec, p, options) for p, spec in enumerate(self._specs, start)}
+        layers = {
+            str(p): build_layer(spec, p, options) for p, spec in enumerate(self._specs, start)
+        }
         self.layers = nn.ModuleDict(layers)
 
     @property
@@ -327,7 +336,7 @@ class Stage(nn.Module):
                     raise
                 raise PipelineError(
                     f"layers.{position} ({spec.name}) failed: {type(error).__name__}: {error}"
-                    f"{_dtype_remedy(layer, x)}"
+                    f"{dtype_remedy(layer, x)}"
                 ) from error
             if self.observer is not None:
                 self.observer.leave(position, x, rng_key)
@@ -341,7 +350,7 @@ class Stage(nn.Module):
         return f"stage {self.number}, layers {self.start} to {self.stop - 1}"
 
 
-def _build(spec: LayerSpec, position: int, options: BuildOptions) -> nn.Module:
+def build_layer(spec: LayerSpec, position: int, options: BuildOptions) -> nn.Module:
     """Build one layer and initialize its parameters, equally on every mesh."""
     name = f"layers.{position}"
     seed = random.derive_seed(options.seed, name)
@@ -387,12 +396,3 @@ def build_stages(
             if (position, name) != here[0]:
                 _set_parameter(stage.layers[str(position)], name, in_stage[stage.number])
     return stages
-
-
-def _dtype_remedy(layer: nn.Module, x: Any) -> str:
-    """Return what to do if the input of a failed layer has another dtype than its parameters."""
-    dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
-    if dtype is None or not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == dtype:
-        return ""
-    cast = ", or set fp16.auto_cast" if dtype == torch.float16 else ""
-    return f"; its parameters are {dtype} and its input is {x.dtype}: cast the data{cast}"

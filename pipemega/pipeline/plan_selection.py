@@ -22,12 +22,13 @@ from pipemega.pipeline.autoschedule import (
     placements_of_stage_costs,
 )
 from pipemega.pipeline.plan.channels import MessageOrder
-from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.costs import CostModel, VocabularyCosts
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.validate import validate_messages
 from pipemega.pipeline.schedules import build_plan, forward_only
 from pipemega.pipeline.schedules.placement import loop, v
+from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
 
 
 def plan_is_provisional(section: PipelineSection, pp_size: int, given: Plan | None = None) -> bool:
@@ -43,12 +44,14 @@ def training_plan(
     num_layers: int,
     order: MessageOrder,
     given: Plan | None = None,
+    head_ratio: float = 1.0,
 ) -> Plan:
     """Return the plan of the first training step, lowered and validated for the transport.
 
     Args:
         order: how the backend separates the messages between two ranks.
         given: the plan that the caller of `initialize` passed; it replaces the configured one.
+        head_ratio: see `with_section_vocabulary`.
 
     Raises:
         ConfigError: a file cannot be read or has other sizes; more stages than layers.
@@ -65,7 +68,46 @@ def training_plan(
             f"the plan {plan.name!r} has {plan.num_stages} stages, and the model has {num_layers} "
             "layers: a stage needs at least one"
         )
+    plan = with_section_vocabulary(plan, section, head_ratio)
     return validated(lower(plan), section, order)
+
+
+def with_section_vocabulary(plan: Plan, section: PipelineSection, head_ratio: float) -> Plan:
+    """Return the compute steps of `plan`, with the passes of pipeline.vocabulary "parallel".
+
+    Args:
+        head_ratio: elements of the output head, divided by those of all layers without it. Only
+            the order of the passes depends on it, no result.
+
+    Raises:
+        ConfigError: the plan has the passes, and the section does not ask for them.
+    """
+    if plan.has_vocabulary and section.vocabulary != "parallel":
+        raise ConfigError(
+            f"the plan {plan.name!r} has passes of vocabulary parallelism (E, S, C, T, G): set "
+            "pipeline.vocabulary to 'parallel'"
+        )
+    if plan.has_vocabulary or section.vocabulary != "parallel" or plan.num_ranks == 1:
+        return plan
+    plan = plan.compute_only()
+    stages, head = plan.num_stages, head_ratio / plan.num_ranks
+    costs = CostModel.uniform(stages, 1 / stages, 1 / stages, 1 / stages)
+    passes = VocabularyCosts(output=2 * head, output_weight=head)
+    return with_vocabulary(plan, replace(costs, vocabulary=passes))
+
+
+def evaluation_plan(
+    rank_of_stage: Sequence[int], num_microbatches: int, vocabulary: bool = False
+) -> Plan:
+    """Return the lowered plan of an evaluation.
+
+    Args:
+        vocabulary: with the passes of vocabulary parallelism.
+    """
+    plan = forward_only(rank_of_stage, num_microbatches)
+    if vocabulary:
+        plan = with_vocabulary(plan, CostModel.uniform(plan.num_stages))
+    return lower(plan)
 
 
 def validated(plan: Plan, section: PipelineSection, order: MessageOrder) -> Plan:
@@ -78,7 +120,7 @@ def validated(plan: Plan, section: PipelineSection, order: MessageOrder) -> Plan
     # A partial step at the end of an epoch sends headers, as evaluation does.
     for shapes in sorted({section.shapes, "exchanged"}):
         validate_messages(plan, order, shapes, discards=discards)
-    evaluation = lower(forward_only(plan.rank_of_stage, plan.num_microbatches))
+    evaluation = evaluation_plan(plan.rank_of_stage, plan.num_microbatches, plan.has_vocabulary)
     validate_messages(evaluation, order, section.shapes, discards=discards)
     return plan
 

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, PipemegaError
@@ -290,3 +290,12 @@ class _FunctionSpec(LayerSpec):
     @property
     def name(self) -> str:
         return getattr(self.args[0], "__name__", "function")
+
+
+def dtype_remedy(layer: nn.Module, x: Any) -> str:
+    """Return what to do if the input of a failed layer has another dtype than its parameters."""
+    dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
+    if dtype is None or not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == dtype:
+        return ""
+    cast = ", or set fp16.auto_cast" if dtype == torch.float16 else ""
+    return f"; its parameters are {dtype} and its input is {x.dtype}: cast the data{cast}"

@@ -86,6 +86,7 @@ class Transport:
         shapes: when headers are sent, see above.
         declared: boundary -> header, for `shapes="declared"`.
         timeout: limit of each wait.
+        vocabulary: open the channels of vocabulary parallelism, too.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class Transport:
         shapes: ShapeMode = "cached",
         declared: Mapping[int, Header] | None = None,
         timeout: timedelta = timedelta(minutes=10),
+        vocabulary: bool = False,
     ) -> None:
         self._pipeline, self._rank_of_stage, self._device = pipeline, tuple(rank_of_stage), device
         self._shapes: ShapeMode = shapes
@@ -107,7 +109,7 @@ class Transport:
         # Header and tensors of a micro-batch, in the order of the sends.
         self._sends: dict[tuple[Channel, int], list[_Send]] = {}
         self._memory = HostMemory(device)
-        self._routes = connect(pipeline, self._rank_of_stage, device, timeout)
+        self._routes = connect(pipeline, self._rank_of_stage, device, timeout, vocabulary)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -215,7 +217,8 @@ class Transport:
     ) -> None:
         self._finish(send.work, channel, microbatch)
         if check and version_of(send.tensor) != send.version:
-            name = f"the {channel.direction} of micro-batch {microbatch} of stage {channel.source}"
+            source = "a shard" if channel.has_shard else f"stage {channel.source}"
+            name = f"the {channel.direction} of micro-batch {microbatch} of {source}"
             raise changed_in_place(name)
 
     def _header_of(self, receive: Receive) -> Header | None:
@@ -227,7 +230,7 @@ class Transport:
         return declared or self._received_headers.get(receive.channel)
 
     def _metas(self, receive: Receive) -> list[TensorMeta] | None:
-        if receive.channel.direction == "gradient":
+        if receive.channel.direction != "activation":
             return receive.grad_metas()
         header = self._header_of(receive)
         return None if header is None else header.tensors
@@ -344,11 +347,18 @@ class Transport:
 
     def _describe_wait(self, channel: Channel, microbatch: int) -> str:
         """Return the message and the peer that this rank waits for, for an error."""
-        sends = self._rank_of_stage[channel.source] == self._pipeline.rank
+        own, name = self._pipeline.rank, f"the {channel.direction} of micro-batch {microbatch}"
+        if channel.has_shard:
+            source, target = channel.ranks(self._rank_of_stage)
+            if own == source:
+                peer = f"rank {self._pipeline.ranks[target]}"
+                return f"pipeline rank {own} waited for {peer} to receive {name}"
+            peer = f"rank {self._pipeline.ranks[source]}"
+            return f"pipeline rank {own} waited for {name} from {peer}"
+        sends = self._rank_of_stage[channel.source] == own
         peer_stage = channel.target if sends else channel.source
         peer_rank = self._pipeline.ranks[self._rank_of_stage[peer_stage]]
         peer = f"stage {peer_stage} on rank {peer_rank}"
-        name = f"the {channel.direction} of micro-batch {microbatch}"
         kinds = {
             "activation": (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION),
             "gradient": (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT),

@@ -44,20 +44,25 @@ class Channel(NamedTuple):
     boundary: int
 
     @property
+    def has_shard(self) -> bool:
+        """Whether it belongs to vocabulary parallelism."""
+        return self.direction not in _BETWEEN_STAGES
+
+    @property
     def source(self) -> int:
         """The stage that sends."""
-        assert self.direction in _BETWEEN_STAGES, f"{self} has a shard"
+        assert not self.has_shard, f"{self} has a shard"
         return self.boundary + (self.direction == "gradient")
 
     @property
     def target(self) -> int:
         """The stage that receives."""
-        assert self.direction in _BETWEEN_STAGES, f"{self} has a shard"
+        assert not self.has_shard, f"{self} has a shard"
         return self.boundary + (self.direction == "activation")
 
     def ranks(self, rank_of_stage: Sequence[int]) -> tuple[int, int]:
         """Return the pipeline ranks that send and receive."""
-        if self.direction in _BETWEEN_STAGES:
+        if not self.has_shard:
             return rank_of_stage[self.source], rank_of_stage[self.target]
         transfer = TRANSFER_OF_NAME[self.direction]
         stage = rank_of_stage[0 if transfer.at_first else -1]

@@ -12,7 +12,7 @@ import io
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -132,6 +132,13 @@ class Plan:
     def rank_of(self, step: Instruction) -> int:
         """Return the pipeline rank that runs `step`."""
         return step.stage if step.kind.has_shard else self.rank_of_stage[step.stage]
+
+    def without_vocabulary(self) -> "Plan":
+        """Return the compute steps of the stages alone."""
+        if not self.has_vocabulary:
+            return self
+        programs = (tuple(s for s in p if not s.kind.is_vocabulary) for p in self.programs)
+        return replace(self, programs=tuple(programs)).compute_only()
 
     def crosses(self, stage: int) -> bool:
         """Return whether `stage` and the next stage are on different ranks."""

@@ -1,0 +1,354 @@
+"""Runs the passes of vocabulary parallelism on one pipeline rank, for the executor.
+
+Every rank reads inputs and labels, so the shapes of all messages are known without headers. The
+losses, gradients and sums of partial results are in the order of ranks and micro-batches under
+every schedule.
+"""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from pipemega.errors import PipelineError
+from pipemega.pipeline.execution_state import ExecutionState
+from pipemega.pipeline.messages import TensorMeta
+from pipemega.pipeline.microbatch_loss import Loss, microbatch_loss
+from pipemega.pipeline.plan.channels import Channel
+from pipemega.pipeline.plan.instructions import Instruction, Kind
+from pipemega.pipeline.plan.kinds import (
+    TRANSFER_OF_NAME,
+    TRANSFER_OF_RECEIVE,
+    TRANSFER_OF_SEND,
+    Direction,
+)
+from pipemega.pipeline.plan.vocabulary_channels import PROVES, vocabulary_channels
+from pipemega.pipeline.split_backward import GradReadyListener
+from pipemega.pipeline.transport import Receive, Transport
+from pipemega.pipeline.vocabulary_shard import EmbeddedInputs, VocabularyShard
+from pipemega.tensor_parallel.shard_softmax import (
+    Partial,
+    combine,
+    hidden_gradient,
+    output_pass,
+    partial_shapes,
+    sum_dtype,
+    weight_gradient,
+)
+from pipemega.tensor_parallel.vocabulary import require_in_vocabulary
+
+
+@dataclass
+class _MicroBatch:
+    """What this rank holds of a micro-batch."""
+
+    # Of the local shard: what is sent, or used by the stage on the same rank.
+    rows: Tensor | None = None
+    partial: list[Tensor] | None = None
+    softmax: Tensor | None = None
+    statistics: Tensor | None = None
+    # Hidden of the tokens that count [tokens, hidden], until T.
+    hidden: Tensor | None = None
+    # On the rank of the first or the last stage.
+    row_gradient: Tensor | None = None
+    hidden_gradient: Tensor | None = None
+    normalizers: Tensor | None = None
+    receives: dict[Channel, Receive] = field(default_factory=dict)
+    # Positions of the labels that count, or None for all; empty until they are known.
+    counted: tuple[Tensor | None] | None = None
+
+
+class VocabularyRuns:
+    """The passes of one rank; `handlers` are those of the executor for their kinds.
+
+    Args:
+        shard: the local rows.
+        loss_fn: (losses of the tokens, labels) -> loss of the micro-batch.
+        transport: to the other pipeline ranks.
+        listener: is notified when the gradients of a weight are complete; may be None.
+    """
+
+    def __init__(
+        self,
+        shard: VocabularyShard,
+        loss_fn: Loss | None,
+        transport: Transport,
+        listener: GradReadyListener | None,
+    ) -> None:
+        self._shard, self._loss_fn = shard, loss_fn
+        self._transport, self._listener = transport, listener
+        self._rank = shard.pipeline.rank
+        self._run: ExecutionState
+        self._batches: dict[int, _MicroBatch] = {}
+        self._final: frozenset[Instruction] = frozenset()
+        self.handlers: Mapping[Kind, Callable[[Instruction], None]] = {
+            Kind.EMBED: self._embed,
+            Kind.OUTPUT: self._output,
+            Kind.LOSS: self._loss,
+            Kind.OUTPUT_WEIGHT: self._output_weight,
+            Kind.EMBED_WEIGHT: self._embed_weight,
+            **dict.fromkeys(TRANSFER_OF_SEND, self._send),
+            **dict.fromkeys(TRANSFER_OF_RECEIVE, self._receive),
+        }
+
+    def begin(self, run: ExecutionState) -> None:
+        """Prepare a run.
+
+        Raises:
+            PipelineError: outputs are wanted; on every rank.
+        """
+        batch = run.batch
+        if batch.keep_outputs or batch.on_output is not None:
+            raise PipelineError(
+                "pipeline.vocabulary 'parallel' computes no logits, so there are no outputs to "
+                "return or to compute metrics from: set pipeline.vocabulary to 'stage'; its "
+                "checkpoints are the same",
+                on_every_rank=True,
+            )
+        self._run, self._batches = run, {}
+        self._final = frozenset()
+        if run.final_backwards:  # the listener is to be notified
+            program = run.plan.programs[self._rank]
+            kinds = (Kind.OUTPUT_WEIGHT, Kind.EMBED_WEIGHT)
+            self._final = frozenset({s.kind: s for s in program if s.kind in kinds}.values())
+
+    # Between the stages and the shards, on the ranks of the first and the last stage
+
+    def first_input(self, m: int) -> EmbeddedInputs:
+        """Return the input of the first stage."""
+        step = Instruction(Kind.FORWARD, 0, m)
+        first, *others = self._of_all_shards("embedding", step, [self._take_rows(m)])
+        rows = first[0].clone()
+        for (other,) in others:
+            rows += other
+        return EmbeddedInputs(self._run.batch.inputs[m], rows.requires_grad_(self._run.train))
+
+    def keep_hidden(self, m: int, hidden: Tensor) -> None:
+        """Keep the output of the last stage for S."""
+        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        counted = self._counted(m)
+        self._of(m).hidden = flat if counted is None else flat.index_select(0, counted)
+
+    def output_gradient(self, m: int) -> Tensor:
+        """Return the gradient of the output of the last stage [batch, sequence, hidden]."""
+        batch = self._of(m)
+        gradient, batch.hidden_gradient = batch.hidden_gradient, None
+        assert gradient is not None, "C runs before the backward of the last stage"
+        return gradient
+
+    def keep_row_gradient(self, m: int, gradient: Tensor) -> None:
+        """Keep the gradient of the input of the first stage for G."""
+        self._of(m).row_gradient = gradient
+
+    # Passes
+
+    def _embed(self, step: Instruction) -> None:
+        layer = self._shard.embedding
+        self._shard.before_use(self._shard.start)
+        ids = self._ids(step.microbatch)
+        require_in_vocabulary(ids, self._shard.split.token_loss.vocab_size, "token id")
+        elsewhere = (ids < layer.start) | (ids >= layer.stop)
+        weight = layer.weight.detach()
+        rows = F.embedding((ids - layer.start).masked_fill(elsewhere, 0), weight)
+        self._of(step.microbatch).rows = rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    def _output(self, step: Instruction) -> None:
+        m, split = step.microbatch, self._shard.split
+        batch = self._of(m)
+        self._shard.before_use(self._shard.stop - 1)
+        if received := self._arrived("hidden", step):
+            (batch.hidden,) = received[0]
+        assert batch.hidden is not None
+        require_in_vocabulary(self._labels(m), split.token_loss.vocab_size, "target", -100)
+        with torch.no_grad():
+            partial, batch.softmax = output_pass(
+                self._shard.head_rows(),
+                batch.hidden,
+                self._targets(m),
+                split.token_loss,
+                self._run.train,
+            )
+        batch.partial, batch.statistics = partial.tensors(), partial.statistics
+        if not self._run.train:
+            batch.hidden = None
+
+    def _loss(self, step: Instruction) -> None:
+        m, run, split = step.microbatch, self._run, self._shard.split
+        batch = self._of(m)
+        own, batch.partial = batch.partial, None
+        assert own is not None
+        parts = [Partial.of(part) for part in self._of_all_shards("partial", step, own)]
+        targets, labels = self._targets(m), self._labels(m)
+        with torch.no_grad():
+            combined = combine(parts, targets, split.token_loss, self._shard.tensor)
+        losses = combined.losses.requires_grad_(run.train)
+        assert self._loss_fn is not None
+        with torch.set_grad_enabled(run.train):
+            share = run.batch.share(m)
+            loss, weight = microbatch_loss(self._loss_fn, losses, labels, share, run.train)
+        run.results.losses[m] = loss.detach().reshape(())
+        run.results.weights[m] = weight.detach().reshape(())
+        if not run.train:
+            return
+        start = torch.full_like(loss, run.batch.loss_factor)
+        (dloss,) = torch.autograd.grad(loss, losses, start)
+        with torch.no_grad():
+            dloss = dloss.masked_fill(targets == -100, 0.0)
+            gradient = hidden_gradient(parts, combined, dloss, split.token_loss)
+            batch.hidden_gradient = self._whole(m, gradient)
+            batch.normalizers = torch.stack([combined.normalizer.detach(), dloss])
+
+    def _whole(self, m: int, gradient: Tensor) -> Tensor:
+        """Return the gradient of all tokens [batch, sequence, hidden], 0 for those left out."""
+        gradient = gradient.to(self._shard.head.weight.dtype)
+        labels, counted = self._labels(m), self._counted(m)
+        if counted is not None:
+            whole = gradient.new_zeros(labels.numel(), gradient.shape[1])
+            gradient = whole.index_copy_(0, counted, gradient)
+        return gradient.view(*labels.shape, -1)
+
+    def _output_weight(self, step: Instruction) -> None:
+        m, weight = step.microbatch, self._shard.head.weight
+        batch = self._of(m)
+        if received := self._arrived("normalizer", step):
+            (batch.normalizers,) = received[0]
+        if weight.requires_grad:
+            assert batch.hidden is not None
+            assert batch.softmax is not None
+            assert batch.normalizers is not None
+            assert batch.statistics is not None
+            with torch.no_grad():
+                gradient = weight_gradient(
+                    self._shard.head_rows(),
+                    batch.hidden,
+                    self._targets(m),
+                    batch.softmax,
+                    batch.normalizers,
+                    batch.statistics,
+                    self._shard.split.token_loss,
+                )
+            with self._final_gradient(step, weight):
+                # Autograd adds it to the gradient, so that all its hooks run.
+                torch.autograd.backward(weight.view_as(weight), gradient)
+        batch.hidden = batch.softmax = batch.normalizers = batch.statistics = None
+
+    def _embed_weight(self, step: Instruction) -> None:
+        m, weight = step.microbatch, self._shard.embedding.weight
+        batch = self._of(m)
+        if received := self._arrived("embedding gradient", step):
+            (batch.row_gradient,) = received[0]
+        if weight.requires_grad:
+            layer, ids = self._shard.embedding, self._ids(m)
+            assert batch.row_gradient is not None
+            elsewhere = (ids < layer.start) | (ids >= layer.stop)
+            with self._final_gradient(step, weight):
+                rows = F.embedding((ids - layer.start).masked_fill(elsewhere, 0), weight)
+                gradient = batch.row_gradient.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+                torch.autograd.backward(rows, gradient)
+        batch.row_gradient = None
+
+    def _final_gradient(self, step: Instruction, weight: Tensor) -> AbstractContextManager[None]:
+        if self._listener is None or step not in self._final:
+            return nullcontext()
+        return self._listener.final_backward([weight], None)  # type: ignore[list-item]
+
+    # Data
+
+    def _of(self, m: int) -> _MicroBatch:
+        return self._batches.setdefault(m, _MicroBatch())
+
+    def _ids(self, m: int) -> Tensor:
+        return self._shard.split.token_ids(self._run.batch.inputs[m])
+
+    def _labels(self, m: int) -> Tensor:
+        labels: Tensor = self._run.batch.labels[m]
+        return labels
+
+    def _targets(self, m: int) -> Tensor:
+        """Return the labels of the tokens whose logits are computed [tokens]."""
+        flat, counted = self._labels(m).reshape(-1), self._counted(m)
+        return flat if counted is None else flat.index_select(0, counted)
+
+    def _counted(self, m: int) -> Tensor | None:
+        """Return the positions of the labels that count, at least one; None: all count."""
+        batch = self._of(m)
+        if batch.counted is None:
+            flat = self._labels(m).reshape(-1)
+            counted = (flat != -100).nonzero().squeeze(1)
+            counted = counted if len(counted) else counted.new_zeros(1)
+            batch.counted = (counted if len(counted) < len(flat) else None,)
+        return batch.counted[0]
+
+    # Messages
+
+    def _send(self, step: Instruction) -> None:
+        transfer = TRANSFER_OF_SEND[step.kind]
+        tensors = self._sent(transfer.name, step.microbatch)
+        for channel in vocabulary_channels(self._run.plan, transfer, step):
+            self._transport.send(channel, step.microbatch, tensors)
+
+    def _sent(self, direction: Direction, m: int) -> list[Tensor]:
+        """Return the tensors of a message; those that this rank uses no more are released."""
+        batch = self._of(m)
+        if direction == "embedding":
+            return [self._take_rows(m)]
+        if direction == "partial":
+            sent, batch.partial = batch.partial, None
+            assert sent is not None
+            return sent
+        tensor = {
+            "embedding gradient": batch.row_gradient,
+            "hidden": batch.hidden,
+            "normalizer": batch.normalizers,
+        }[direction]
+        assert tensor is not None
+        return [tensor]
+
+    def _take_rows(self, m: int) -> Tensor:
+        batch = self._of(m)
+        rows, batch.rows = batch.rows, None
+        assert rows is not None
+        return rows
+
+    def _receive(self, step: Instruction) -> None:
+        transfer, m = TRANSFER_OF_RECEIVE[step.kind], step.microbatch
+        metas = self._metas(transfer.name, m)
+        for channel in vocabulary_channels(self._run.plan, transfer, step):
+            receive = self._transport.receive(channel, m, lambda: metas)
+            self._of(m).receives[channel] = receive
+
+    def _metas(self, direction: Direction, m: int) -> list[TensorMeta]:
+        split, dtype = self._shard.split, self._shard.head.weight.dtype
+        hidden, tokens = split.hidden_size, len(self._targets(m))
+        if direction in ("embedding", "embedding gradient"):
+            shapes = [((*self._ids(m).shape, hidden), dtype)]
+        elif direction == "hidden":
+            shapes = [((tokens, hidden), dtype)]
+        elif direction == "partial":
+            shapes = partial_shapes(tokens, hidden, dtype, split.token_loss, self._run.train)
+        else:
+            shapes = [((2, tokens), sum_dtype(dtype))]
+        return [TensorMeta(shape, dtype, False) for shape, dtype in shapes]
+
+    def _arrived(self, direction: Direction, step: Instruction) -> list[list[Tensor]]:
+        """Wait for what `step` uses from other ranks, in the order of ranks."""
+        plan, m = self._run.plan, step.microbatch
+        transfer = TRANSFER_OF_NAME[direction]
+        receives, found = self._of(m).receives, []
+        for channel in vocabulary_channels(plan, transfer, step):
+            found.append(list(self._transport.wait(receives.pop(channel))))
+        for channel in vocabulary_channels(plan, transfer, step) if direction in PROVES else ():
+            self._transport.release(Channel(PROVES[direction], channel.boundary), m)
+        if found:
+            self._run.recorder.ready()
+        return found
+
+    def _of_all_shards(
+        self, direction: Direction, step: Instruction, own: list[Tensor]
+    ) -> list[list[Tensor]]:
+        """Return the result of every shard, in the order of ranks."""
+        found = self._arrived(direction, step)
+        return [*found[: self._rank], own, *found[self._rank :]]

@@ -1,0 +1,155 @@
+"""The rows of the embedding and of the output head on one rank, for vocabulary parallelism.
+
+Both are cut over the pipeline ranks and the tensor ranks. They keep their positions and logical
+names, `layers.<position>.weight`, so a checkpoint does not depend on the cut.
+
+    pipeline rank 0   tensor rank 0   rows [0, V / 4)
+                      tensor rank 1   rows [V / 4, V / 2)
+    pipeline rank 1   tensor rank 0   rows [V / 2, 3 V / 4)
+                      tensor rank 1   rows [3 V / 4, V)
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, cast
+
+from torch import Tensor, nn
+
+from pipemega.distributed.mesh import Axis, Mesh
+from pipemega.errors import ConfigError
+from pipemega.parameters import attach_shard, shard_of
+from pipemega.pipeline.module import BuildOptions, PipelineModule, build_layer
+from pipemega.pipeline.spec import LayerSpec
+from pipemega.tensor_parallel.shard_softmax import HeadRows, TokenObjective
+
+
+class EmbeddedInputs(NamedTuple):
+    """The input of the first stage: the inputs of the model, and the rows of their token ids."""
+
+    inputs: Any
+    rows: Tensor
+
+
+@dataclass(frozen=True)
+class VocabularySplit:
+    """How a model whose first layer is its embedding and whose last is its head is cut.
+
+    Args:
+        embedding: the layer in place of the embedding: `EmbeddedInputs` -> output of the embedding.
+        head: the layer in place of the head: hidden -> hidden [batch, sequence, hidden_size], whole
+            on every tensor rank.
+        mean_loss: (losses of the tokens, labels) -> loss of the micro-batch.
+        token_ids: inputs of the model -> token ids [batch, sequence].
+        token_loss: the loss of a token.
+        hidden_size: of the rows.
+    """
+
+    embedding: LayerSpec
+    head: LayerSpec
+    mean_loss: LayerSpec
+    token_ids: Callable[[Any], Tensor]
+    token_loss: TokenObjective
+    hidden_size: int
+
+    def without_vocabulary(self, net: PipelineModule) -> PipelineModule:
+        """Return the model of the stages, without the weights of embedding and head."""
+        specs = (self.embedding, *net.specs[1:-1], self.head)
+        return net.with_specs(specs, loss_fn=self.mean_loss)
+
+
+class _Rows(Protocol):
+    """A layer with rows of the vocabulary."""
+
+    weight: nn.Parameter
+    start: int
+    stop: int
+
+
+class VocabularyShard(nn.Module):
+    """The layers of embedding and head with the rows of this rank; their forward is not used.
+
+    Args:
+        net: the whole model.
+        mesh: its pipeline and tensor axes are the shards.
+
+    Raises:
+        ConfigError: the model does not say how it is cut.
+    """
+
+    def __init__(self, net: PipelineModule, mesh: Mesh, options: BuildOptions) -> None:
+        super().__init__()
+        split = vocabulary_split(net)
+        self.split, self.pipeline, self.tensor = split, mesh.pipeline, mesh.tensor
+        axis = shard_axis(mesh)
+        last = len(net) - 1
+        built = {
+            str(position): build_layer(net.specs[position], position, replace(options, tensor=axis))
+            for position in (0, last)
+        }
+        self.layers = nn.ModuleDict(built)
+        self.start, self.stop = 0, last + 1
+        self._hooks: list[Callable[[int], None]] = []
+        self._tied = bool(net.tied_parameters)
+        if self._tied:
+            # A copy with the same storage: its gradient is summed separately, as between stages.
+            first = self._rows(0).weight
+            copy = nn.Parameter(first.data, first.requires_grad)
+            built[str(last)].weight = attach_shard(copy, shard_of(first))
+
+    def logical_names(self) -> list[tuple[str, nn.Parameter]]:
+        """Return (logical name, parameter); tied weights have one name."""
+        names = ["layers.0.weight", f"layers.{0 if self._tied else self.stop - 1}.weight"]
+        return list(zip(names, (self.embedding.weight, self.head.weight), strict=True))
+
+    @property
+    def embedding(self) -> _Rows:
+        return self._rows(0)
+
+    @property
+    def head(self) -> _Rows:
+        return self._rows(self.stop - 1)
+
+    def _rows(self, position: int) -> _Rows:
+        return cast(_Rows, self.layers[str(position)])
+
+    def head_rows(self) -> HeadRows:
+        head = self.head
+        return HeadRows(head.weight, head.start, head.stop)
+
+    def register_layer_hook(self, hook: Callable[[int], None]) -> None:
+        """Call `hook` with the position of embedding or head before a pass uses its weight."""
+        self._hooks.append(hook)
+
+    def before_use(self, position: int) -> None:
+        for hook in self._hooks:
+            hook(position)
+
+
+def vocabulary_split(net: PipelineModule) -> VocabularySplit:
+    """Return how `net` is cut for vocabulary parallelism.
+
+    Raises:
+        ConfigError: it does not say so; on every rank.
+    """
+    if net.vocabulary is None:
+        raise ConfigError(
+            "pipeline.vocabulary 'parallel' needs a model whose embedding and output head can be "
+            "cut over the pipeline ranks, which is pipemega's GPT (model.type 'gpt') without LoRA: "
+            "use that model, or set pipeline.vocabulary to 'stage'",
+            on_every_rank=True,
+        )
+    return cast(VocabularySplit, net.vocabulary)
+
+
+def shard_axis(mesh: Mesh) -> Axis:
+    """Return the axis of all shards of this data rank; it does not communicate."""
+    tensor, pipeline = mesh.tensor, mesh.pipeline
+    ranks = tuple(range(pipeline.size * tensor.size))
+    return Axis("vocabulary", ranks, pipeline.rank * tensor.size + tensor.rank)
+
+
+def head_ratio(net: PipelineModule) -> float:
+    """Return the elements of the head, divided by those of all layers but embedding and head."""
+    vocabulary_split(net)
+    _, *others, head = net.count_parameters()
+    return head / max(1, sum(others))
