@@ -32,6 +32,7 @@ assume it: it runs the operations of the transport through its queues.
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping
+from functools import partial
 from typing import NoReturn
 
 from pipemega.errors import ScheduleError
@@ -99,9 +100,8 @@ def validate_messages(
     assert plan.is_lowered, f"plan {plan.name!r} has no messages yet"
     cut = warmup_cut(plan) if discards and not plan.forward_only else None
     runs = plan if cut is None else cut.plan
-    queues = MessageQueues(
-        runs, queue_of or queues_of(plan.rank_of_stage, order, plan.has_vocabulary)
-    )
+    find_queues = partial(queues_of, vocabulary=True) if plan.has_vocabulary else queues_of
+    queues = MessageQueues(runs, queue_of or find_queues(plan.rank_of_stage, order))
     ranks = [MessageOperations(runs, shapes) for _ in range(plan.num_ranks)]
 
     def run_step() -> None:
