@@ -135,11 +135,14 @@ class PipelineSection(Section):
         '`"auto"`: no limit, or with schedule `"auto"` what 1F1B needs on the rank with the '
         "highest peak; if no costs are given, the total memory is also limited to that of 1F1B.",
     )
-    weight_queue_limit: NotNegative | None = own(
-        None,
+    weight_queue_limit: NotNegative | Auto | None = own(
+        "auto",
         "Limit for each rank, in bytes, of tensors stored for queued W, for schedules with split "
         "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
-        "the limit, a full B replaces I and W. The results are bitwise equal. null: no limit.",
+        'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: no rank '
+        "needs more than 1.4 times the activations and messages of the fullest rank with full "
+        "backwards, or, if layers are recomputed, 1.2 times its whole memory; not for plans from a "
+        "file. null: no limit.",
     )
     vocabulary: Literal["stage", "parallel"] = own(
         "stage",
@@ -225,7 +228,8 @@ class PipelineSection(Section):
     @rule("weight_queue_limit", "schedule")
     def _weight_queue_limit_needs_split_backward(self) -> Iterator[str]:
         name = self.schedule
-        if self.weight_queue_limit is not None and name in SCHEDULES and not splits_backward(name):
+        limit = self.weight_queue_limit
+        if not isinstance(limit, str | None) and name in SCHEDULES and not splits_backward(name):
             yield (
                 f"pipeline.weight_queue_limit limits the queue of W, and schedule {name!r} has "
                 "whole backwards: remove pipeline.weight_queue_limit, or use a schedule with split "

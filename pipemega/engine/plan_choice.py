@@ -31,15 +31,17 @@ from pipemega.pipeline.plan_selection import (
     validated,
     with_section_vocabulary,
 )
-from pipemega.pipeline.schedules import AUTO, forward_only
+from pipemega.pipeline.schedules import AUTO, forward_only, splits_backward
 from pipemega.planning.cut_report import explain
 from pipemega.planning.layer_times import measured_layers
 from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.model_source import Sample
 from pipemega.planning.prediction import Prediction
+from pipemega.planning.queue_memory import may_limit
 from pipemega.planning.rates import Rates
 from pipemega.planning.schedule_choice import ScheduleChooser, Stages
 from pipemega.profiling.meta_kernels import DeviceType
+from pipemega.profiling.tensor_meter import unmetered
 
 
 @dataclass(frozen=True)
@@ -131,14 +133,30 @@ class PlanChooser:
         plan = training_plan(section, ranks, count, layers, self._order, given, self._head_ratio)
         if plan.num_stages == 1:
             return ChosenPlan(plan, None)
-        if section.partition == "auto" or section.weight_queue_limit is not None:
+        limit = section.weight_queue_limit
+        # "auto" does not change a plan that the caller has made.
+        limits_queue = may_limit(plan, limit) and (given is None or limit != "auto")
+        if section.partition == "auto" or limits_queue:
             self._model = self._count()
         if self._model is None:
             return ChosenPlan(plan, None)
         self._bounds, reason = self._cut(self._model, plan)
-        if section.weight_queue_limit is not None:
-            plan = self._validated(lower(self._model.limit_weight_queue(plan, self._bounds)))
+        if limits_queue:
+            plan = self._within_queue_limit(self._model, plan)
         return ChosenPlan(plan, self._bounds, reason=reason)
+
+    def _within_queue_limit(self, model: MetaModel, plan: Plan) -> Plan:
+        """Return the lowered `plan` with queues of W within pipeline.weight_queue_limit."""
+        limited = model.limit_weight_queue(plan.compute_only(), self._bounds)
+        if limited == plan.compute_only():
+            return plan
+        if self._config.pipeline.weight_queue_limit == "auto":
+            self._log.info(
+                f"schedule {plan.name}: some W run earlier than in the schedule, or with their I, "
+                f"so that the tensors stored for W need less memory; "
+                f'"pipeline": {{"weight_queue_limit": null}} keeps the order of the schedule'
+            )
+        return self._validated(lower(limited))
 
     def _cut(self, model: MetaModel, plan: Plan) -> tuple[Bounds | None, str | None]:
         """Return the bounds of the stages of `plan`, and why they are chosen.
@@ -196,8 +214,7 @@ class PlanChooser:
             ConfigError, ScheduleError: there is none.
         """
         plan = plan_of_size(self._config.pipeline, full, num_microbatches)
-        if self._config.pipeline.weight_queue_limit is not None:
-            assert self._model is not None, "configured_plan has counted the bytes"
+        if self._model is not None:
             plan = self._model.limit_weight_queue(lower(plan), self._bounds)
         return self._validated(lower(plan))
 
@@ -248,15 +265,16 @@ class PlanChooser:
         for sample in self._samples():
             try:
                 device: DeviceType = "cuda" if mesh.device.type == "cuda" else "cpu"
-                net = self._net.on_meta()
-                model = MetaModel(self._config, net, sample(), mesh.topology, device)
-                _ = model.layer_costs
+                with unmetered():
+                    net = self._net.on_meta()
+                    model = MetaModel(self._config, net, sample(), mesh.topology, device)
+                    _ = model.layer_costs
                 return model
             # Code of the user runs here, and a run that needs no counts has to start anyway.
             except Exception as error:
                 why = str(error)
         limits = {
-            "weight_queue_limit": section.weight_queue_limit is not None,
+            "weight_queue_limit": section.weight_queue_limit not in (None, "auto"),
             "memory_limit": section.memory_limit != "auto" and section.schedule != AUTO,
         }
         for key, is_set in limits.items():
@@ -271,12 +289,22 @@ class PlanChooser:
                 f"schedule auto: stages cannot be counted before the run ({why}): the search is "
                 f"limited to {section.stages_per_rank or 1} stages per rank"
             )
+        elif section.weight_queue_limit == "auto" and self._splits_backward:
+            self._log.info(
+                f"weight_queue_limit auto: the tensors stored for W cannot be counted ({why}): "
+                f"schedule {section.schedule!r} stays as it is"
+            )
         if section.partition == "auto":
             self._log.info(
                 f"partition auto: the times of the layers cannot be counted ({why}): stages get "
                 "even numbers of parameters, as with pipeline.partition 'parameters'"
             )
         return None
+
+    @property
+    def _splits_backward(self) -> bool:
+        name = self._config.pipeline.schedule
+        return isinstance(name, str) and name != AUTO and splits_backward(name)
 
     def _samples(self) -> Iterator[Callable[[], Sample]]:
         """Yield functions that return a micro-batch: for the model of the config, or of the data.

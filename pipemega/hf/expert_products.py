@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pipemega.hf.installed_transformers import import_transformers
-from pipemega.pipeline.split_backward import grouped_linear
+from pipemega.pipeline.deferred_gradients import grouped_linear
 
 IMPLEMENTATION = "pipemega"
 

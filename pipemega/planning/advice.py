@@ -146,7 +146,19 @@ def _weight_half(report: Report) -> Iterator[str]:
         f"{kept / held:.1f} times the memory that it keeps from F to I; '1f1b' and "
         f"'interleaved' do not split backward"
     )
-    if report.request.config.pipeline.weight_queue_limit is None:
+    limit = report.request.config.pipeline.weight_queue_limit
+    if limit == "auto":
+        free = _with_changes(
+            report.request, ["pipeline.weight_queue_limit=null"], report.request.world
+        )
+        assert free is not None, "the run has been estimated before"
+        longer = report.prediction.timeline.makespan / free.timeline.makespan - 1
+        text += (
+            f"; so pipeline.weight_queue_limit 'auto' runs W earlier: "
+            f"{show_bytes(report.prediction.peak)} instead of {show_bytes(free.peak)}, step "
+            f"{percent(longer)} longer"
+        )
+    elif limit is None:
         change, *_ = _weight_limits(report)
         limited = _with_changes(report.request, [change], report.request.world)
         assert limited is not None, "the run has been estimated before"
@@ -161,7 +173,7 @@ def _weight_half(report: Report) -> Iterator[str]:
 def _weight_limits(report: Report) -> list[str]:
     """Return overrides that limit the queue of W to one micro-batch, and to none."""
     largest = max((stage.kept or 0 for stage in report.stages), default=0)
-    if not largest or report.request.config.pipeline.weight_queue_limit is not None:
+    if not largest or report.request.config.pipeline.weight_queue_limit not in (None, "auto"):
         return []
     return [f"pipeline.weight_queue_limit={limit}" for limit in (largest, 0)]
 
@@ -299,7 +311,7 @@ def _without_schedule_keys(config: Config) -> list[str]:
     keys = []
     if config.pipeline.chunks != "auto":
         keys.append('pipeline.chunks="auto"')
-    if config.pipeline.weight_queue_limit is not None:
+    if config.pipeline.weight_queue_limit not in (None, "auto"):
         keys.append("pipeline.weight_queue_limit=null")
     return keys
 

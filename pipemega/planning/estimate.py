@@ -239,14 +239,16 @@ def _predict_schedule(
 
 
 def _without_weight_limit(
-    request: Request, model: MetaModel, num_microbatches: int
+    request: Request, model: MetaModel, own: Prediction, num_microbatches: int
 ) -> Iterator[Prediction]:
-    """Yield the prediction of the config without pipeline.weight_queue_limit, if it is set."""
+    """Yield the prediction without pipeline.weight_queue_limit, if it changes the plan."""
     section = request.config.pipeline
     if section.weight_queue_limit is None or section.schedule == _AUTO:
         return
     plan = _named_plan(request, model, section, num_microbatches)
     free = predict(model, plan, request.rates, weight_queue_limit=False)
+    if free.plan == own.plan:
+        return
     yield replace(free, plan=replace(free.plan, name=f"{plan.name}, any queue"))
 
 
@@ -258,7 +260,7 @@ def _compare(
         return (), {}
     requested = [*SCHEDULES, _AUTO] if "all" in request.compare else request.compare
     names = [name if name == _AUTO else find_schedule(name).name for name in requested]
-    predictions, refused = [own, *_without_weight_limit(request, model, num_microbatches)], {}
+    predictions, refused = [own, *_without_weight_limit(request, model, own, num_microbatches)], {}
     for name in dict.fromkeys(names):
         if name == own.plan.name:
             continue

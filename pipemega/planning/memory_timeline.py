@@ -11,8 +11,10 @@ On the CPU, gloo keeps a sent activation until its gradient arrives and a sent g
 end of the step. On CUDA a sent tensor is freed after the transfer; here the transfer takes no time.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
 from pipemega.profiling.meta_costs import StageCosts
@@ -51,24 +53,47 @@ def peak_memory(
     Args:
         costs: of every stage of the model.
     """
-    return _MemoryTimeline(plan, rank, costs, device).run()
+    timeline = MemoryTimeline(plan.rank_of_stage, rank, costs, device)
+    for step in plan.programs[rank]:
+        timeline.run(step)
+    return timeline.peak
 
 
-class _MemoryTimeline:
-    """Memory of one rank, updated by each instruction."""
+class _Bytes(NamedTuple):
+    activations: int
+    messages: int
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.activations + self.messages + self.working
+
+
+class MemoryTimeline:
+    """Memory of one rank, updated by each instruction of a lowered plan.
+
+    Args:
+        rank_of_stage: of the plan.
+        costs: of every stage of the model.
+    """
 
     def __init__(
-        self, plan: Plan, rank: int, costs: Sequence[StageCosts], device: DeviceType
+        self,
+        rank_of_stage: Sequence[int],
+        rank: int,
+        costs: Sequence[StageCosts],
+        device: DeviceType,
     ) -> None:
-        self._plan, self._rank, self._costs, self._device = plan, rank, costs, device
-        self._activations = self._messages = 0
+        self._rank_of_stage, self._rank = rank_of_stage, rank
+        self._costs, self._device = costs, device
+        self._now = self._most = _Bytes(0, 0)
         self._in_flight: set[Key] = set()
-        self._before_backward: set[Key] = set()
+        # By stage: micro-batches between their F and their B or I.
+        self._waiting: Counter[int] = Counter()
+        self._most_in_flight = 0
         self._gradient_received: set[Key] = set()
-        self._peak = PeakMemory(0, 0, 0, 0)
-
-    def run(self) -> PeakMemory:
-        handlers = {
+        # Instruction -> bytes at its peak, and after it.
+        self._changes: dict[Kind, Callable[[Instruction], tuple[_Bytes, _Bytes]]] = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
             Kind.BACKWARD_INPUT: self._backward,
@@ -78,20 +103,36 @@ class _MemoryTimeline:
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.RECV_GRADIENT: self._receive_gradient,
         }
-        in_flight = 0
-        for step in self._plan.programs[self._rank]:
-            handlers[step.kind](step)
-            self._record_peak()
-            in_flight = max(in_flight, len(self._in_flight))
-        return replace(self._peak, in_flight=in_flight)
 
-    def _record_peak(self, working: int = 0) -> None:
-        if self._activations + self._messages + working > self._peak.total:
-            self._peak = PeakMemory(self._activations, self._messages, working, 0)
+    @property
+    def peak(self) -> PeakMemory:
+        """The peak of the instructions that have run."""
+        return PeakMemory(*self._most, self._most_in_flight)
+
+    def peak_of(self, step: Instruction) -> int:
+        """Return the bytes at the peak of `step` if it runs next."""
+        at_peak, after = self._changes[step.kind](step)
+        return max(at_peak.total, after.total)
+
+    def run(self, step: Instruction) -> None:
+        """Run `step`."""
+        at_peak, self._now = self._changes[step.kind](step)
+        self._most = max(self._most, at_peak, self._now, key=lambda held: held.total)
+        key = (step.stage, step.microbatch)
+        if step.kind is Kind.FORWARD:
+            self._in_flight.add(key)
+            self._waiting[step.stage] += 1
+        elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            self._in_flight.discard(key)
+        elif step.kind is Kind.RECV_GRADIENT and key in self._in_flight:
+            self._gradient_received.add(key)
+        if step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
+            self._waiting[step.stage] -= 1
+        self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
 
     def _is_local(self, stage: int) -> bool:
         """Return whether the neighbour `stage` is on this rank, so that no message is sent."""
-        ranks = self._plan.rank_of_stage
+        ranks = self._rank_of_stage
         return 0 <= stage < len(ranks) and ranks[stage] == self._rank
 
     def _shared(self, stage: int) -> int:
@@ -102,62 +143,58 @@ class _MemoryTimeline:
             return self._costs[stage].input - self._costs[stage - 1].output
         return 0
 
-    def _waits(self, stage: int) -> bool:
-        """Return whether a micro-batch is between its F and its B or I at `stage`."""
-        return any(key[0] == stage for key in self._before_backward)
+    def _changed(self, activations: int = 0, messages: int = 0, working: int = 0) -> _Bytes:
+        return _Bytes(self._now.activations + activations, self._now.messages + messages, working)
 
-    def _forward(self, step: Instruction) -> None:
+    def _sent(self, messages: int) -> tuple[_Bytes, _Bytes]:
+        """Return the bytes if the messages change by `messages`."""
+        after = self._changed(messages=messages)
+        return after, after
+
+    def _forward(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
         costs, stage = self._costs[step.stage], step.stage
-        before = self._activations + self._messages
         # Another micro-batch keeps what only one keeps at a time.
-        shared = costs.held_once if self._waits(stage) else 0
-        self._activations += costs.held - self._shared(stage) - shared
-        self._messages += costs.output
+        once = costs.held_once if self._waiting[stage] else 0
+        saved = costs.held - self._shared(stage) - once
+        messages = costs.output
         if stage > 0:
-            self._messages -= costs.input - self._shared(stage)
-        kept = self._activations + self._messages - before
-        self._record_peak(max(0, costs.working[0] - shared - kept))
-        self._in_flight.add((stage, step.microbatch))
-        self._before_backward.add((stage, step.microbatch))
+            messages -= costs.input - self._shared(stage)
+        after = self._changed(saved, messages)
+        return after._replace(working=max(0, costs.working[0] - once - saved - messages)), after
 
-    def _receive_activation(self, step: Instruction) -> None:
-        self._messages += self._costs[step.stage].input
+    def _receive_activation(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
+        return self._sent(self._costs[step.stage].input)
 
-    def _send_activation(self, step: Instruction) -> None:
-        if self._device == "cuda":
-            self._messages -= self._costs[step.stage].output
+    def _send_activation(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
+        return self._sent(-self._costs[step.stage].output if self._device == "cuda" else 0)
 
-    def _receive_gradient(self, step: Instruction) -> None:
+    def _receive_gradient(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
         # Before the forward the shape is unknown; then B allocates the buffer.
-        key = (step.stage, step.microbatch)
-        if key in self._in_flight:
-            self._messages += self._costs[step.stage].gradient_in
-            self._gradient_received.add(key)
+        is_known = (step.stage, step.microbatch) in self._in_flight
+        return self._sent(self._costs[step.stage].gradient_in if is_known else 0)
 
-    def _backward(self, step: Instruction) -> None:
-        costs, key = self._costs[step.stage], (step.stage, step.microbatch)
-        local = self._is_local(step.stage + 1)
-        if not local and key not in self._gradient_received:
-            self._messages += costs.gradient_in
-        if not local and self._device == "cpu":
-            self._messages -= costs.output  # gloo frees the sent activation
-        self._record_peak(costs.working[1])
-        self._activations -= costs.held - self._shared(step.stage)
-        self._before_backward.discard(key)
-        if self._waits(step.stage):
-            self._activations += costs.held_once
-        if step.kind is Kind.BACKWARD_INPUT:
-            self._activations += costs.kept
-        else:
-            self._in_flight.discard(key)
-        self._messages += costs.gradient_out - costs.gradient_in
+    def _backward(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
+        costs, messages = self._costs[step.stage], 0
+        if not self._is_local(step.stage + 1):
+            if (step.stage, step.microbatch) not in self._gradient_received:
+                messages += costs.gradient_in
+            if self._device == "cpu":
+                messages -= costs.output  # gloo frees the sent activation
+        is_whole = step.kind is Kind.BACKWARD
+        working = costs.working[1]
+        if is_whole and costs.whole_working is not None:
+            working = costs.whole_working
+        activations = (0 if is_whole else costs.kept) - (costs.held - self._shared(step.stage))
+        if self._waiting[step.stage] > 1:
+            activations += costs.held_once
+        return (
+            self._changed(0, messages, working),
+            self._changed(activations, messages + costs.gradient_out - costs.gradient_in),
+        )
 
-    def _weight_half(self, step: Instruction) -> None:
+    def _weight_half(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
         costs = self._costs[step.stage]
-        self._record_peak(costs.working[2])
-        self._activations -= costs.kept
-        self._in_flight.discard((step.stage, step.microbatch))
+        return self._changed(working=costs.working[2]), self._changed(-costs.kept)
 
-    def _send_gradient(self, step: Instruction) -> None:
-        if self._device == "cuda":
-            self._messages -= self._costs[step.stage].gradient_out
+    def _send_gradient(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
+        return self._sent(-self._costs[step.stage].gradient_out if self._device == "cuda" else 0)

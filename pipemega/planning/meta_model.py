@@ -28,10 +28,12 @@ from pipemega.pipeline.schedules import AUTO
 from pipemega.pipeline.stage_partition import stage_bounds
 from pipemega.planning.footprint import Footprint, count_footprint
 from pipemega.planning.model_source import Sample
+from pipemega.planning.queue_memory import fit_weight_queue, may_limit
 from pipemega.planning.stage_counts import ModelTotals, StageCounts, stage_times
 from pipemega.profiling.kernel_rates import rates_for
 from pipemega.profiling.meta_costs import Probe, StageCosts
 from pipemega.profiling.meta_kernels import DeviceType
+from pipemega.profiling.tensor_meter import unmetered
 from pipemega.random import preserve_rng
 
 # Cuts whose times differ by less than this fraction are compared by the times of whole stages.
@@ -60,6 +62,12 @@ class StageLayout:
     input_bytes: int
     label_bytes: int
     totals: ModelTotals
+
+    def batch_bytes(self, rank: int, num_microbatches: int) -> int:
+        """Return the bytes of the inputs and labels of a whole step that `rank` needs."""
+        first, last = self.rank_of_stage[0], self.rank_of_stage[-1]
+        microbatch = self.input_bytes * (first == rank) + self.label_bytes * (last == rank)
+        return microbatch * num_microbatches
 
 
 class MetaModel:
@@ -239,10 +247,18 @@ class MetaModel:
             bounds: of the stages; None: `bounds_of(plan)`.
         """
         limit = self._config.pipeline.weight_queue_limit
-        if limit is None or not _splits_backward(plan):
+        if limit is None or not may_limit(plan, limit):
             return plan
-        costs = self._counts.of_stages(bounds or self.bounds_of(plan), splits_backward=True)
-        return limit_weight_queue(plan, [stage.kept for stage in costs], limit)
+        bounds = bounds or self.bounds_of(plan)
+        if limit != "auto":
+            costs = self._counts.of_stages(bounds, splits_backward=True)
+            return limit_weight_queue(plan, [stage.kept for stage in costs], limit)
+        layout = self._with_whole_backwards(self.layout(plan, bounds))
+        static = [
+            footprint.total + layout.batch_bytes(rank, plan.num_microbatches)
+            for rank, footprint in enumerate(layout.footprints)
+        ]
+        return fit_weight_queue(plan, layout.costs, static, self.device)
 
     def layout(self, plan: Plan, bounds: Bounds | None = None) -> StageLayout:
         """Return the stages of `plan` with their measured costs.
@@ -255,7 +271,18 @@ class MetaModel:
             PipelineError: a layer failed, for example because it reads a tensor value.
         """
         bounds = bounds or self.bounds_of(plan)
-        return self.layout_of(bounds, plan.rank_of_stage, _splits_backward(plan))
+        layout = self.layout_of(bounds, plan.rank_of_stage, _splits_backward(plan))
+        kinds = {step.kind for step in plan.steps()}
+        if {Kind.BACKWARD, Kind.BACKWARD_INPUT} <= kinds:
+            return self._with_whole_backwards(layout)
+        return layout
+
+    def _with_whole_backwards(self, layout: StageLayout) -> StageLayout:
+        """Return `layout`, of stages that split backward, with the costs of their B."""
+        whole = self._counts.of_stages(layout.bounds, splits_backward=False)
+        pairs = zip(layout.costs, whole, strict=True)
+        costs = tuple(replace(one, whole_working=other.working[1]) for one, other in pairs)
+        return replace(layout, costs=costs)
 
     def layout_of(
         self, bounds: Bounds, rank_of_stage: tuple[int, ...], splits_backward: bool
@@ -264,7 +291,7 @@ class MetaModel:
         key = (bounds, rank_of_stage, splits_backward)
         if key not in self._layouts:
             # Building a layer seeds the generators; restore those of the caller.
-            with preserve_rng():
+            with preserve_rng(), unmetered():
                 self._layouts[key] = self._measure(*key)
         return self._layouts[key]
 

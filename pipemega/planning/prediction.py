@@ -127,7 +127,7 @@ def predict(
             RankMemory(
                 layout.footprints[rank],
                 peak_memory(lowered, rank, layout.costs, model.device),
-                _batch_bytes(lowered, layout, rank),
+                layout.batch_bytes(rank, lowered.num_microbatches),
             )
             for rank in range(plan.num_ranks)
         ),
@@ -149,10 +149,3 @@ def _bubble_by_formula(plan: Plan, message: float, timeline: Timeline) -> float 
     forward, inputs, weights = (w / plan.num_ranks / plan.num_microbatches for w in work.values())
     sizes = Sizes(plan.num_ranks, plan.num_microbatches, plan.num_stages // plan.num_ranks)
     return family.bubble(sizes, RankCosts(forward, inputs, weights, message))
-
-
-def _batch_bytes(plan: Plan, layout: StageLayout, rank: int) -> int:
-    """Return the bytes of the inputs and labels of a whole step that `rank` needs."""
-    first, last = plan.rank_of_stage[0], plan.rank_of_stage[-1]
-    microbatch = layout.input_bytes * (first == rank) + layout.label_bytes * (last == rank)
-    return microbatch * plan.num_microbatches

@@ -50,6 +50,7 @@ class StageCosts:
             fused loss, which computes the gradients of the head in F.
         held_once: those bytes of `held` that only one micro-batch keeps at a time: the weight
             gradient of such a head.
+        whole_working: if backward is split: temporary bytes during a B; None: not counted.
     """
 
     input: int
@@ -65,6 +66,7 @@ class StageCosts:
     seconds: tuple[float, float, float]
     layer_flops: tuple[float, ...]
     held_once: int = 0
+    whole_working: int | None = None
 
 
 @dataclass(frozen=True)

@@ -5,13 +5,14 @@ memory of a stage between forward and backward is counted by running it, not by 
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
 from pipemega.profiling.kernel_rates import KernelRates, bytes_moved, runs_kernel
@@ -88,6 +89,17 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._seen[key] = weakref.ref(storage, forget)
         self.now += size
         self.peak = max(self.peak, self.now)
+
+
+@contextmanager
+def unmetered() -> Iterator[None]:
+    """Context whose operations no enclosing TensorMeter counts.
+
+    For models on the meta device that a run builds to count them: they need no memory, and belong
+    to no step.
+    """
+    with _disable_current_modes():
+        yield
 
 
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:

@@ -107,10 +107,14 @@ class ColumnParallelLinear(nn.Module):
             self.bias = attach_shard(nn.Parameter(new((local,), 0.0)), shard)
 
     product: Product = staticmethod(F.linear)
+    # The product of the gathered x with a deferred weight gradient, for sequence parallelism.
+    gathered_product: Product | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.product is F.linear:
             y = column_product(x, self.weight, self.bias, self.axis, self.sequence_parallel)
+        elif self.gathered_product is not None:
+            y = self.gathered_product(x, self.weight, self.bias)
         else:
             gather_or_copy = gather_sequence if self.sequence_parallel else copy_to_tensor
             y = self.product(gather_or_copy(x, self.axis), self.weight, self.bias)
