@@ -69,6 +69,9 @@ class Checkpointer:
     Args:
         config, mesh, model, step, loader: of the engine.
         total_steps: of the whole run; None: not known.
+
+    Attributes:
+        model: the current stages; set by the engine when they have moved.
     """
 
     def __init__(
@@ -80,7 +83,7 @@ class Checkpointer:
         loader: BatchLoader | None,
         total_steps: int | None = None,
     ) -> None:
-        self._config, self._mesh, self._model = config, mesh, model
+        self._config, self._mesh, self.model = config, mesh, model
         self._step, self._loader = step, loader
         self._unclaimed: tuple[dict[str, Any], LoadOptions, list[ConfigChange]] | None = None
         settings = config.checkpoint
@@ -171,7 +174,7 @@ class Checkpointer:
         if settings.save is None or is_remote(settings.save):
             return
         size = estimated_bytes(
-            self._config.optimizer_state_bytes, self._mesh, self._model, self._step
+            self._config.optimizer_state_bytes, self._mesh, self.model, self._step
         )
         sizes = gather_objects(size, self._mesh.world)
         if self._mesh.rank == 0:
@@ -181,8 +184,8 @@ class Checkpointer:
 
     def _run_state(self, ranks: CollectiveIO, client: Any, counters: Counters) -> RunState:
         mesh = self._mesh
-        shards = tensors.logical_tensors(self._model, self._step, mesh)
-        buffers = tensors.rank_buffers(self._model, mesh)
+        shards = tensors.logical_tensors(self.model, self._step, mesh)
+        buffers = tensors.rank_buffers(self.model, mesh)
         per_rank = {"rng": rng_state(mesh.device), "buffers": buffers}
         return RunState(
             tensors={name: shard.outgoing for name, shard in shards.items()},
@@ -194,7 +197,7 @@ class Checkpointer:
                 "optimizer_step": tensors.step_state(self._step),
                 "loader": None if self._loader is None else self._loader.state_dict(),
                 "config": self._config.to_dict(),
-                "model": dict(self._model.metadata),
+                "model": dict(self.model.metadata),
             },
             per_rank=save_load.serialize(per_rank),
             client=ranks.run_on_all(
@@ -221,7 +224,7 @@ class Checkpointer:
             lambda: None if is_remote(folder) else find_deepspeed(Path(folder), tag)
         )
         if foreign is not None:
-            weights = load_deepspeed(foreign, self._model, self._step, self._mesh, options, ranks)
+            weights = load_deepspeed(foreign, self.model, self._step, self._mesh, options, ranks)
             return Loaded(foreign, dict(weights.client), None)
         reader = save_load.open_checkpoint(storage, tag, ranks, verify=options.verify)
         state = reader.found.state
@@ -281,12 +284,12 @@ class Checkpointer:
             those to read into; and key -> stored key, where it is another one.
         """
         step = self._step
-        shards = tensors.model_tensors(self._model, step, self._mesh)
+        shards = tensors.model_tensors(self.model, step, self._mesh)
         stored = reader.tensors.tensors
         renamed: dict[str, str] = {}
         if "weights_only" in reader.found.state:
-            names = tensors.names_in_run(shards, self._model, ranks)
-            stored, renamed = tensors.match_imported(stored, *names, self._model)
+            names = tensors.names_in_run(shards, self.model, ranks)
+            stored, renamed = tensors.match_imported(stored, *names, self.model)
         is_replica = self._mesh.data.rank > 0 or self._mesh.tensor.rank > 0
         found = differences.tensor_differences(stored, shards, is_replica, ranks)
         if options.strict:
@@ -296,7 +299,7 @@ class Checkpointer:
         different = {difference.name for difference in found}
         fits = {k: v for k, v in stored.items() if tensors.parameter_key(k) not in different}
         if step is not None and options.loads_optimizer:
-            shards |= tensors.empty_optimizer_tensors(fits, self._model, step, self._mesh)
+            shards |= tensors.empty_optimizer_tensors(fits, self.model, step, self._mesh)
         return {key: shard for key, shard in shards.items() if key in fits}, renamed
 
     def _restore(
@@ -307,7 +310,7 @@ class Checkpointer:
         options: LoadOptions,
     ) -> None:
         buffers = {} if rank_state is None else rank_state["buffers"]
-        tensors.restore(shards, state["optimizer_step"], buffers, self._model, self._step, options)
+        tensors.restore(shards, state["optimizer_step"], buffers, self.model, self._step, options)
         if rank_state is not None:
             set_rng_state(rank_state["rng"], self._mesh.device)
         elif not options.module_only:

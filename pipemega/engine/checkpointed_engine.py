@@ -1,14 +1,37 @@
-"""Checkpoints of an engine."""
+"""The state of an engine between two steps: in checkpoints, and on its way to other ranks."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipemega.checkpoint import Counters, LoadOptions
 from pipemega.engine.step_engine import StepEngine
+from pipemega.pipeline.plan.instructions import Plan
 
 
 class CheckpointedEngine(StepEngine):
-    """Saves the state of an engine between two steps, and loads it."""
+    """Saves the state of an engine between two steps, loads it, and moves it to other ranks."""
+
+    def _move_stages(self, plan: Plan, bounds: Sequence[int]) -> str:
+        """Move the stages to the ranks of `plan`, between two steps; collective.
+
+        Args:
+            plan: of the next steps, lowered.
+            bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
+
+        Returns:
+            why the stages stay; "" if they have moved.
+        """
+        mover, step = self._mover, self._step
+        if mover is None or step is None:
+            return "the run has no optimizer, or forward and backward are run by the caller"
+        self._settle()
+        if obstacle := mover.obstacle(self._model, step, bounds):
+            return obstacle
+        model, executor = mover.move(self._model, step, plan, bounds)
+        self.plan = plan
+        self._use_stages(model, executor)
+        return ""
 
     def save_checkpoint(
         self,

@@ -16,6 +16,19 @@ from pipemega.pipeline.recorder import step_clock
 from pipemega.profiling.module_profiler import ModuleProfiler, ProfiledLayer
 
 
+def profiled_layers(stages: Iterable[Stage]) -> tuple[dict[int, ProfiledLayer], list[Stage]]:
+    """Return the layers of stages by position, and the stages, which report them."""
+    stages = list(stages)
+    layers = {
+        position: ProfiledLayer(
+            stage.layers[str(position)], f"layers.{position}", stage.name_of(position), 1
+        )
+        for stage in stages
+        for position in range(stage.start, stage.stop)
+    }
+    return layers, stages
+
+
 class FlopsProfiler(StepCallback):
     """Measures one step on the pipeline ranks of data and tensor rank 0.
 

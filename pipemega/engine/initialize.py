@@ -36,6 +36,7 @@ from pipemega.engine.plan_choice import PlanChooser
 from pipemega.engine.resume import resume, with_saved_schedule
 from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.schedule_tuner import ScheduleTuner, first_tuned_plan
+from pipemega.engine.stage_mover import StageMover
 from pipemega.engine.step_plans import StepPlans
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
@@ -288,7 +289,8 @@ def _build_engine(
     components = build_components(
         config, mesh, model, local, plan, loader, arguments, plan_may_change=tuner is not None
     )
-    return engine_class(config, mesh, plan, replace(components, plans=plans), tuner)
+    mover = StageMover(config, mesh, model, build_options, arguments, components.executors)
+    return engine_class(config, mesh, plan, replace(components, plans=plans, mover=mover), tuner)
 
 
 def _log_config(config: Config, batch: Batch, mesh: Mesh) -> None:

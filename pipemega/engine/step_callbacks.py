@@ -71,16 +71,16 @@ class TraceSteps(StepCallback):
         phases: of the steps; the preparation of a traced step is a phase of it.
 
     Attributes:
+        executor: of the current stages; set by the engine.
         tracer: selects and times steps.
         last_trace: the last traced step; on rank 0 only.
     """
 
-    def __init__(
-        self, section: TraceSection, mesh: Mesh, executor: Executor, phases: StepPhases
-    ) -> None:
+    executor: Executor
+
+    def __init__(self, section: TraceSection, mesh: Mesh, phases: StepPhases) -> None:
         self._phases = phases
         self.tracer = Tracer(mesh, section.steps, section.every, section.memory)
-        self._executor = executor
         self.last_trace: Trace | None = None
 
     def before_step(self, step: TrainStep) -> None:
@@ -91,7 +91,7 @@ class TraceSteps(StepCallback):
 
     def after_step(self, step: TrainStep) -> None:
         # The plan of the executor: speculative forwards reorder its receives.
-        step.trace = self.tracer.finish(step.number, self._executor.plan, step.phases)
+        step.trace = self.tracer.finish(step.number, self.executor.plan, step.phases)
         self.last_trace = step.trace or self.last_trace
 
 

@@ -24,7 +24,7 @@ from pipemega.engine.build_loader import share_of
 from pipemega.engine.comms_logger import CommsLogger
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import Evaluator
-from pipemega.engine.flops_profiler import FlopsProfiler
+from pipemega.engine.flops_profiler import FlopsProfiler, profiled_layers
 from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.engine.step_callbacks import MeasureBusyTime, StepCallback, TraceSteps, TrainStep
 from pipemega.engine.step_plans import StepPlans
@@ -35,6 +35,8 @@ from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor.step_phases import PIPELINE, StepPhases
 from pipemega.optimizer import LRSchedule, StepReport
 from pipemega.pipeline.execution_state import Results
+from pipemega.pipeline.executor import Executor
+from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.module import Stage
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import Timeline
@@ -74,21 +76,47 @@ class StepEngine:
         components: Components,
         tuner: ScheduleTuner | None = None,
     ) -> None:
-        model, executor = components.model, components.executor
         self.config, self.mesh, self.plan = config, mesh, plan
         self.batch = config.batch(mesh.data.size)
-        self.module = nn.ModuleList(model.modules)
+        self.module = nn.ModuleList()
         self.timers = components.timers
         self.num_parameters = components.num_parameters
         self.global_steps, self.consumed_samples, self.stop_requested = 0, 0, False
         self.step_samples, self.epoch = 0, 0
         self._data = TrainingData(config, mesh, components.loader)
-        self._model, self._executor = model, executor
         self._step = step = components.optimizer_step
         if step is not None:
             step.refuse_other_steps()
         self.optimizer: Optimizer | None = step.optimizer if step else None
         self.lr_scheduler: LRSchedule | None = step.schedule if step else None
+        self._phases = step.phases if step is not None else StepPhases()
+        self._reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
+        self._checkpoints = Checkpointer(
+            config, mesh, components.model, step, self.loader, self.total_steps
+        )
+        self._failures = failure_reporter()
+        self._plans = components.plans or StepPlans(mesh, plan)
+        self._tracing = TraceSteps(config.monitor.trace, mesh, self._phases)
+        self._busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
+        callbacks = (
+            tuner,
+            self._tracing,
+            self._busy_time,
+            CommsLogger(config.comms_logger, mesh) if config.comms_logger.enabled else None,
+        )
+        self._callbacks: list[StepCallback] = [each for each in callbacks if each is not None]
+        self._profiler: FlopsProfiler | None = None
+        self._use_stages(components.model, components.executor)
+        self._mover = components.mover
+        if self._mover is not None and step is not None:
+            self._mover.watch(components.model, step)
+
+    def _use_stages(self, model: LocalModel, executor: Executor) -> None:
+        """Run, read, evaluate, trace, profile and save with these stages from now on."""
+        config, mesh, step = self.config, self.mesh, self._step
+        self._model, self._executor = model, executor
+        self.module._modules.clear()
+        self.module.extend(model.modules)
         self._runner: StepRunner | None = None
         if step is not None:
             self._runner = StepRunner(
@@ -99,29 +127,17 @@ class StepEngine:
                 on_rollback=self._report_final_steps,
                 on_failure=self._uncount_step,
             )
-        self._phases = step.phases if step is not None else StepPhases()
-        self._reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
-        self._checkpoints = Checkpointer(config, mesh, model, step, self.loader, self.total_steps)
-        self._failures = failure_reporter()
-        stages, share = plan.rank_of_stage, share_of(config, mesh)
-        self._plans = components.plans or StepPlans(mesh, plan)
-        cut = model.vocabulary is not None
-        every = config.data.compare_every
+        stages, share = self.plan.rank_of_stage, share_of(config, mesh)
+        every, cut = config.data.compare_every, model.vocabulary is not None
         self._reader = BatchReader(mesh, stages, share, self._data.sizes, every, cut)
         self._evaluator = Evaluator(mesh, executor, self._reader, stages, cut)
-        self._tracing = TraceSteps(config.monitor.trace, mesh, executor, self._phases)
-        self._busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]
         self._locator = NonFiniteLocator(mesh, executor, gradients, num_layers, config.fp16.enabled)
-        self._profiler = self._build_profiler()
-        callbacks = (
-            tuner,
-            self._tracing,
-            self._busy_time,
-            CommsLogger(config.comms_logger, mesh) if config.comms_logger.enabled else None,
-            self._profiler,
-        )
-        self._callbacks: list[StepCallback] = [each for each in callbacks if each is not None]
+        self._tracing.executor, self._checkpoints.model = executor, model
+        former, self._profiler = self._profiler, self._build_profiler()
+        self._callbacks = [each for each in self._callbacks if each is not former]
+        if self._profiler is not None:
+            self._callbacks.append(self._profiler)
 
     def _build_profiler(self) -> FlopsProfiler | None:
         section = self.config.flops_profiler
@@ -238,15 +254,7 @@ class StepEngine:
 
     def _profiled_layers(self) -> tuple[dict[int, ProfiledLayer], list[Stage]]:
         """Return the layers by position, and the stages that report them to an observer."""
-        stages = list(self._model.stages.values())
-        layers = {
-            position: ProfiledLayer(
-                stage.layers[str(position)], f"layers.{position}", stage.name_of(position), 1
-            )
-            for stage in stages
-            for position in range(stage.start, stage.stop)
-        }
-        return layers, stages
+        return profiled_layers(self._model.stages.values())
 
     def _train_batch(
         self, data_iter: Iterator[Any] | None, batch: Any, keep_outputs: bool

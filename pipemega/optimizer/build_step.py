@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -32,6 +33,7 @@ from pipemega.optimizer.given_optimizer import GivenGroups
 from pipemega.optimizer.gradients import DataReduction
 from pipemega.optimizer.mixed_precision import DynamicLossScale, LossScale, Precision
 from pipemega.optimizer.param_groups import SharedState, check_specs
+from pipemega.optimizer.step_statistics import StepStatistics
 from pipemega.optimizer.torch_schedule import SchedulerMaker, TorchSchedule
 from pipemega.optimizer.user_optimizer import (
     Groups,
@@ -131,8 +133,6 @@ def optimizer_step(
         return None
     host = _host_memory(config, mesh) if offload else None
     masters = _master_params(config, mesh, model, precision, host)
-    on_cpu = host is not None and mesh.device.type == "cuda"
-    kernels = Kernels.detect("cpu") if on_cpu else kernels
     optimizer = _build_optimizer(config, mesh, masters, kernels, arguments)
     shared = None if arguments.optimizer is None else SharedState(optimizer)
     return _step_class(config, mesh)(
@@ -144,10 +144,34 @@ def optimizer_step(
         num_layers=local.bounds[-1],
         clip=config.gradient_clipping,
         skip_nonfinite=skips_nonfinite(config),
-        statistics=masters.statistics(
-            params_norm=config.monitor.log_params_norm,
-            num_zeros=config.monitor.log_num_zeros_in_grad,
-        ),
+        statistics=_statistics(config, masters),
+    )
+
+
+def prepare_masters(
+    config: Config,
+    mesh: Mesh,
+    local: LocalModel,
+    kernels: Kernels,
+    arguments: OptimizerArguments,
+) -> tuple[MasterParams, list[dict[str, Any]], StepStatistics | None]:
+    """Return what `OptimizerStep.replace_masters` needs for other stages; collective.
+
+    Returns:
+        the masters, the groups of the optimizer over them, and the numbers for the log.
+    """
+    model = ModelParams(list(local.parameters.items()), local.tied, local.copies)
+    host = _host_memory(config, mesh)
+    masters = _master_params(config, mesh, model, precision_of(config), host)
+    # The function of a user may divide the parameters into groups of its own.
+    optimizer = _build_optimizer(config, mesh, masters, kernels, arguments)
+    return masters, optimizer.param_groups, _statistics(config, masters)
+
+
+def _statistics(config: Config, masters: MasterParams) -> StepStatistics | None:
+    return masters.statistics(
+        params_norm=config.monitor.log_params_norm,
+        num_zeros=config.monitor.log_num_zeros_in_grad,
     )
 
 
@@ -160,6 +184,8 @@ def _build_optimizer(
 ) -> Optimizer:
     """Build the optimizer of the user, or of the config."""
     section = config.optimizer
+    if masters.offload is not None and mesh.device.type == "cuda":
+        kernels = Kernels.detect("cpu")
     groups, specs = _groups(config, mesh, masters, arguments)
     if arguments.optimizer is not None:
         if not config.zero_allow_untested_optimizer:

@@ -72,9 +72,16 @@ class PostValidatedStep(OptimizerStep):
         self._loss_sums: AsyncSums | None = None
         self._unvalidated: _UnvalidatedStep | None = None
         self._sums = HostSums(HostMemory(self._mesh.device), _separate_group(self._mesh))
-        self._backup = Backup(
-            self.optimizer, [*self.masters.gradient_tensors, *self.masters.named.values()]
-        )
+        self._backup = self._new_backup()
+
+    def _new_backup(self) -> Backup:
+        masters = self.masters
+        return Backup(self.optimizer, [*masters.gradient_tensors, *masters.named.values()])
+
+    def replace_masters(self, *arguments: Any) -> None:
+        assert self._unvalidated is None, "the previous step has not been settled"
+        super().replace_masters(*arguments)
+        self._backup = self._new_backup()
 
     def start_loss_sums(
         self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int

@@ -45,11 +45,13 @@ def unpack(
     packed: Mapping[str, Mapping[str, Any]],
     *,
     any_shape: bool = False,
+    copy: bool = True,
 ) -> None:
     """Copy the result of `pack` to the optimizer and the masters; change nothing on an error.
 
     Args:
         any_shape: the optimizer of a user may keep state of any shape for a whole master.
+        copy: copy the tensors of the optimizer's state; otherwise the optimizer gets them.
 
     Raises:
         CheckpointError: a parameter of this rank is missing, or has another shape or slice.
@@ -64,7 +66,7 @@ def unpack(
     for group, described in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, index in zip(group["params"], described["params"], strict=True):
             entry = {
-                key: value.clone() if isinstance(value, Tensor) else value
+                key: value.clone() if copy and isinstance(value, Tensor) else value
                 for key, value in packed[names[id(parameter)]].items()
                 if key not in ("master", "span")
             }

@@ -12,8 +12,8 @@
 """
 
 import logging
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -295,6 +295,36 @@ class OptimizerStep:
         self._last = report
         self._reports.append(report)
         return report
+
+    def replace_masters(
+        self,
+        masters: MasterParams,
+        groups: Sequence[Mapping[str, Any]],
+        packed: Mapping[str, Mapping[str, Any]],
+        statistics: StepStatistics | None,
+    ) -> None:
+        """Continue with other masters; optimizer, schedule and counters are the same objects.
+
+        The previous masters are freed. With ZeRO collective over the data axis.
+
+        Args:
+            masters: their parameters have the values of the last step.
+            groups: one per group of the optimizer: which of the masters are in it.
+            packed: the optimizer's state of them, as of `state_dict`; its tensors are used, not
+                copied.
+            statistics: of the masters.
+        """
+        self.masters, self._statistics = masters, statistics
+        self._gradient_norms = masters.gradient_norms(self._num_layers)
+        optimizer: Any = self.optimizer
+        shared = {key: v for key, v in optimizer.state.items() if not isinstance(key, Tensor)}
+        optimizer.state = defaultdict(dict)
+        for group, own in zip(groups, optimizer.param_groups, strict=True):
+            own["params"] = list(group["params"])
+        any_shape = self._shared_state is not None
+        unpack(optimizer, masters, packed, any_shape=any_shape, copy=False)
+        optimizer.state.update(shared)
+        masters.sync_from_model()
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the next step depends on besides the parameters.

@@ -69,6 +69,7 @@ def connect(
     device: torch.device,
     timeout: timedelta,
     vocabulary: bool = False,
+    groups: list[dist.ProcessGroup] | None = None,
 ) -> dict[Channel, Route]:
     """Return the route of each channel; collective over the pipeline.
 
@@ -77,6 +78,7 @@ def connect(
         device: of the messages.
         timeout: of each wait.
         vocabulary: the plan has vocabulary parallelism.
+        groups: made for an earlier placement of the stages; used again, and extended.
 
     Raises:
         MeshError: the caller has initialized torch.distributed with a device_id.
@@ -95,7 +97,9 @@ def connect(
         return {c: Route(peers[c], group, tag, local) for tag, (c, local) in rows}
     _refuse_bound_device(group)
     links = connections(rank_of_stage, vocabulary)
-    groups = _make_groups(pipeline, 1 + max(link.group for link in links), device, timeout)
+    groups = [] if groups is None else groups
+    missing = range(len(groups), 1 + max(link.group for link in links))
+    groups += _make_groups(pipeline, missing, device, timeout)
     _open(pipeline, links, groups, device)
     return {link.channel: Route(peers[link.channel], groups[link.group], 0) for link in links}
 
@@ -112,9 +116,9 @@ def _refuse_bound_device(group: dist.ProcessGroup) -> None:
 
 
 def _make_groups(
-    pipeline: Axis, count: int, device: torch.device, timeout: timedelta
+    pipeline: Axis, numbers: range, device: torch.device, timeout: timedelta
 ) -> list[dist.ProcessGroup]:
-    """Make `count` groups of the ranks of the pipeline.
+    """Make a group of the ranks of the pipeline for each of `numbers`.
 
     With local synchronization only these ranks take part. torch then names a group by its ranks and
     by the number of groups that a process is in. All ranks are in equally many: `build_mesh` checks
@@ -122,7 +126,7 @@ def _make_groups(
     """
     return [
         new_group(pipeline.ranks, device, timeout, f"pipeline messages {number}", host=False)
-        for number in range(count)
+        for number in numbers
     ]
 
 

@@ -87,6 +87,7 @@ class Transport:
         declared: boundary -> header, for `shapes="declared"`.
         timeout: limit of each wait.
         vocabulary: open the channels of vocabulary parallelism, too.
+        groups: of the connections, kept by the caller for another placement of the stages.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Transport:
         declared: Mapping[int, Header] | None = None,
         timeout: timedelta = timedelta(minutes=10),
         vocabulary: bool = False,
+        groups: list[dist.ProcessGroup] | None = None,
     ) -> None:
         self._pipeline, self._rank_of_stage, self._device = pipeline, tuple(rank_of_stage), device
         self._shapes: ShapeMode = shapes
@@ -109,7 +111,9 @@ class Transport:
         # Header and tensors of a micro-batch, in the order of the sends.
         self._sends: dict[tuple[Channel, int], list[_Send]] = {}
         self._memory = HostMemory(device)
-        self._routes = connect(pipeline, self._rank_of_stage, device, timeout, vocabulary)
+        self._routes = connect(
+            pipeline, self._rank_of_stage, device, timeout, vocabulary, groups
+        )
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -1,0 +1,124 @@
+"""Builds the executor of this rank, for any stages of the model."""
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from pipemega.config import Config
+from pipemega.distributed.mesh import Mesh
+from pipemega.errors import ConfigError
+from pipemega.monitor import MultiTimer
+from pipemega.optimizer import OptimizerStep, ZeroMasterParams
+from pipemega.optimizer.build_step import precision_of
+from pipemega.optimizer.grad_ready import BucketReadiness
+from pipemega.pipeline.executor import Executor, RankStages
+from pipemega.pipeline.local_model import LocalModel
+from pipemega.pipeline.messages import Header
+from pipemega.pipeline.microbatch_loss import reduced_loss
+from pipemega.pipeline.module import PipelineModule
+from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.transport import Transport
+
+
+class ExecutorBuilder:
+    """Builds the executor of this rank for any stages of the model.
+
+    Args:
+        timers: of the engine.
+        plan_may_change: a plan that splits backward may replace the one of the executor.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        net: PipelineModule,
+        timers: MultiTimer,
+        plan_may_change: bool,
+    ) -> None:
+        self._config, self._mesh, self._net = config, mesh, net
+        self._timers, self._plan_may_change = timers, plan_may_change
+        self._groups: list[dist.ProcessGroup] = []
+
+    def splits_backward(self, plan: Plan) -> bool:
+        """Return whether an executor for `plan` runs I and W."""
+        return self._plan_may_change or any(i.kind is Kind.BACKWARD_INPUT for i in plan.steps())
+
+    def build(self, model: LocalModel, plan: Plan, step: OptimizerStep | None) -> Executor:
+        """Return the executor for the local stages `model`; collective over the pipeline.
+
+        Raises:
+            ConfigError: a message has no declared shape.
+        """
+        config, splits = self._config, self.splits_backward(plan)
+        weight_queue, readiness = _backward_listeners(step, model, splits)
+        return Executor(
+            RankStages(
+                self._mesh.pipeline.rank,
+                model.stages,
+                plan.num_stages,
+                reduced_loss(config, model.loss_fn),
+                precision_of(config).cast_inputs,
+                model.vocabulary,
+            ),
+            self._transport(plan, model.bounds),
+            self._timers,
+            weight_queue,
+            readiness,
+        )
+
+    def _transport(self, plan: Plan, bounds: Sequence[int]) -> Transport | None:
+        mesh, shapes = self._mesh, self._config.pipeline.shapes
+        if mesh.pipeline.size == 1:
+            return None
+        return Transport(
+            mesh.pipeline,
+            plan.rank_of_stage,
+            mesh.device,
+            shapes,
+            declared_headers(self._net, bounds) if shapes == "declared" else {},
+            mesh.timeout,
+            plan.has_vocabulary,
+            self._groups,
+        )
+
+
+def _backward_listeners(
+    step: OptimizerStep | None, model: LocalModel, splits: bool
+) -> tuple[WeightGradQueue | None, BucketReadiness | None]:
+    """Return what takes deferred weight gradients, and what starts reductions of final gradients.
+
+    Args:
+        splits: a plan may split backward.
+    """
+    if step is None:
+        return None, None
+    weight_queue = None
+    if splits:
+        weight_queue = WeightGradQueue(step.gradients)
+        enable_split_backward(model.stages.values(), weight_queue)
+    if not isinstance(step.masters, ZeroMasterParams):
+        return weight_queue, None
+    step.masters.register_param_waits(model.modules)
+    return weight_queue, step.masters.bucket_readiness(hooks=weight_queue is None)
+
+
+def declared_headers(net: PipelineModule, bounds: Sequence[int]) -> dict[int, Header]:
+    """Return the header of the message at each boundary of the stages.
+
+    Raises:
+        ConfigError: the model declares none.
+    """
+    declared: dict[int, Header] = {}
+    for boundary, position in enumerate(bounds[1:-1]):
+        message = net.boundary(position)
+        if message is None:
+            raise ConfigError(
+                f"pipeline.shapes is 'declared', but the model declares no input of layer "
+                f"{position} ({net.layer_names[position]}), the first layer of a stage: give "
+                f"PipelineModule(..., boundary=...), or use 'cached'",
+                on_every_rank=True,
+            )
+        declared[boundary] = Header.of(message)
+    return declared

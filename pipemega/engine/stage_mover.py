@@ -1,0 +1,239 @@
+"""Moves the stages of a running engine to another cut of the model, without a restart.
+
+    state of the old stages   parameters, masters, optimizer state, buffers by logical name
+    new stages                built as at the start of a run
+    exchange                  each rank gets the state of its new layers (`state_exchange`)
+    optimizer step            the same object, with the same optimizer, schedule and counters,
+                              over the masters of the new stages
+
+The result is that of a run that loads a checkpoint of the step under the new cut, bit for bit. The
+old stages are freed before the exchange, so a rank needs little more memory than for both sets of
+parameters and masters.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from pipemega.config import Config
+from pipemega.distributed.mesh import Mesh, gather_objects
+from pipemega.engine.executor_builder import ExecutorBuilder, declared_headers
+from pipemega.engine.state_exchange import (
+    State,
+    between_data_ranks,
+    between_pipeline_ranks,
+    state_of,
+)
+from pipemega.errors import ConfigError
+from pipemega.kernels import Kernels
+from pipemega.monitor import get_logger
+from pipemega.optimizer import MasterParams, OptimizerStep
+from pipemega.optimizer.build_step import OptimizerArguments, prepare_masters
+from pipemega.optimizer.given_optimizer import GivenGroups
+from pipemega.pipeline.executor import Executor
+from pipemega.pipeline.local_model import LocalModel, build_local_model
+from pipemega.pipeline.module import BuildOptions, PipelineModule
+from pipemega.pipeline.plan.instructions import Plan
+from pipemega.random import preserve_all_rng
+
+
+@dataclass(frozen=True)
+class _Snapshot:
+    """What the caller may have changed since the stages were built.
+
+    Args:
+        modules: name -> identities of a module, its hooks and its parameters.
+        groups: number of groups of the optimizer.
+    """
+
+    modules: Mapping[str, tuple[Any, ...]]
+    groups: int
+
+
+class StageMover:
+    """Moves the stages of one engine; `move` may be called several times.
+
+    Args:
+        net: the model, with its adapters.
+        options: how its layers are built.
+        arguments: of the user, about the optimizer.
+        executors: builds the executor of the new stages.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        mesh: Mesh,
+        net: PipelineModule,
+        options: BuildOptions,
+        arguments: OptimizerArguments,
+        executors: ExecutorBuilder,
+    ) -> None:
+        self._config, self._mesh, self._net = config, mesh, net
+        self._options, self._arguments, self._executors = options, arguments, executors
+        self._snapshot: _Snapshot | None = None
+
+    def watch(self, model: LocalModel, step: OptimizerStep) -> None:
+        """Remember the hooks and modules that the caller may change; when the engine is built."""
+        self._snapshot = _Snapshot(_modules(model), len(step.optimizer.param_groups))
+
+    def obstacle(self, model: LocalModel, step: OptimizerStep, bounds: Sequence[int]) -> str:
+        """Return why the stages must stay, as a clause; "" if they can move. Collective."""
+        found = (
+            self._obstacle_of_model(model, bounds)
+            or self._obstacle_of_optimizer(step)
+            or self._change_by_caller(model, step)
+        )
+        return next(filter(None, gather_objects(found, self._mesh.world)), "")
+
+    def _obstacle_of_model(self, model: LocalModel, bounds: Sequence[int]) -> str:
+        net = self._net
+        built = next((p for p in range(len(net)) if net.has_built_tensors(p)), None)
+        if built is not None:
+            return (
+                f"layer {built} ({net.layer_names[built]}) is a module that was built before "
+                "initialize(); give a LayerSpec, or from_module() a function that builds it"
+            )
+        if self._config.pipeline.shapes == "declared":
+            try:
+                declared_headers(net, bounds)
+            except ConfigError as error:
+                return str(error)
+        return ""
+
+    def _obstacle_of_optimizer(self, step: OptimizerStep) -> str:
+        arguments, optimizer = self._arguments, step.optimizer
+        if isinstance(arguments.groups, GivenGroups):
+            return "the optimizer or its groups were built over the parameters of the model"
+        if arguments.optimizer is None:
+            return ""
+        name = type(optimizer).__name__
+        if type(optimizer).state_dict is not Optimizer.state_dict:
+            return f"{name} has a state_dict() of its own, so it may keep state elsewhere"
+        masters = {id(master) for master in step.masters.named.values()}
+        others = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
+        for key, value in others.items():
+            if any(id(leaf) in masters for leaf in pytree.tree_leaves(value)):
+                return f"{name}.{key} refers to parameters of this rank"
+        return ""
+
+    def _change_by_caller(self, model: LocalModel, step: OptimizerStep) -> str:
+        before = self._snapshot
+        assert before is not None, "watch() was not called"
+        groups = step.optimizer.param_groups
+        held = sorted(id(p) for group in groups for p in group["params"])
+        if held != sorted(map(id, step.masters.named.values())) or len(groups) != before.groups:
+            return "the groups of the optimizer were changed after initialize()"
+        now = _modules(model)
+        for name in [*now, *before.modules]:
+            if now.get(name) != before.modules.get(name):
+                return f"the module {name} or its hooks were changed after initialize()"
+        return ""
+
+    def move(
+        self, model: LocalModel, step: OptimizerStep, plan: Plan, bounds: Sequence[int]
+    ) -> tuple[LocalModel, Executor]:
+        """Move the stages; the parameters and modules of `model` are empty afterwards. Collective.
+
+        Args:
+            model: the current stages, after `step.settle()`.
+            plan: of the next steps, lowered; its stages are those of `bounds`.
+            bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
+
+        Returns:
+            the new stages, and what runs plans with them.
+
+        Raises:
+            PipelineError: a rank is lost or does not respond in time.
+        """
+        started = time.perf_counter()
+        with preserve_all_rng():
+            state = state_of(model, step)
+            _free(model, step.masters)
+            place = plan.rank_of_stage
+            moved = build_local_model(self._net, self._mesh, bounds, place, self._options)
+            sent = self._fill(moved, step, state)
+            executor = self._executors.build(moved, plan, step)
+        self.watch(moved, step)
+        total = sum(gather_objects(sent, self._mesh.world))
+        get_logger(self._mesh.rank).info(
+            f"moved the stages: layers {describe_cut(bounds, place)}; {total / 1e6:.2f} MB of "
+            f"parameters and optimizer state in {time.perf_counter() - started:.2f} s"
+        )
+        return moved, executor
+
+    @torch.no_grad()
+    def _fill(self, model: LocalModel, step: OptimizerStep, state: State) -> int:
+        """Give new stages their state; return the bytes that this rank counts of the exchange."""
+        mesh, config = self._mesh, self._config
+        buffers = model.persistent_buffers
+        names = [*model.parameters, *buffers]
+        state, between_pipeline = between_pipeline_ranks(state, names, mesh.pipeline, mesh.device)
+        kernels = Kernels.detect(mesh.device)
+        masters, groups, statistics = prepare_masters(config, mesh, model, kernels, self._arguments)
+        between_data = 0
+        if masters.spans is not None:
+            state, between_data = between_data_ranks(state, masters.spans, mesh.data, mesh.device)
+        for name, buffer in buffers.items():
+            if name in state:
+                buffer.copy_(state[name]["buffer"])
+        for name, parameter in model.parameters.items():
+            # The value is freed as soon as it is copied.
+            value = state[name].pop("parameter", None)
+            if value is not None:
+                parameter.copy_(value)
+        step.replace_masters(masters, groups, state, statistics)
+        counts_pipeline, counts_data = mesh.pipeline.rank == 0, mesh.data.rank == 0
+        return counts_pipeline * between_pipeline + counts_data * between_data
+
+
+def describe_cut(bounds: Sequence[int], rank_of_stage: Sequence[int]) -> str:
+    """Return the layers of each pipeline rank, as "0-3 | 4-7" or, with chunks, "0-1, 6-7 | 2-5"."""
+    ranges = [f"{start}-{stop - 1}" for start, stop in itertools.pairwise(bounds)]
+    return " | ".join(
+        ", ".join(each for each, on in zip(ranges, rank_of_stage, strict=True) if on == rank)
+        for rank in sorted(set(rank_of_stage))
+    )
+
+
+def _free(model: LocalModel, masters: MasterParams) -> None:
+    """Free the gradients, and take the values from the parameters: only the state has them."""
+    masters.free()
+    copies = itertools.chain.from_iterable(model.copies.values())
+    for parameter in (*model.parameters.values(), *copies):
+        # Other objects may refer to the parameter.
+        parameter.data = parameter.data.new_empty(0)
+
+
+def _modules(model: LocalModel) -> dict[str, tuple[Any, ...]]:
+    return {
+        f"stage {stage.number}{'.' * bool(name)}{name}": tuple(_identities(module))
+        for stage in model.stages.values()
+        for name, module in stage.named_modules()
+    }
+
+
+def _identities(module: nn.Module) -> Iterator[Any]:
+    """Yield what a new module in place of this one would not have."""
+    yield id(module)
+    yield id(vars(module).get("forward"))
+    for name in _HOOKS:
+        yield tuple(map(id, getattr(module, name).values()))
+    for parameter in module.parameters(recurse=False):
+        yield id(parameter), parameter.requires_grad
+        yield tuple(_hook_ids(parameter))
+
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+def _hook_ids(parameter: Tensor) -> Iterator[int]:
+    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        yield from map(id, (getattr(parameter, name, None) or {}).values())
