@@ -233,7 +233,7 @@ class Checkpointer:
         def check_config_and_read_states() -> tuple[list[ConfigChange], dict[str, Any] | None, Any]:
             changes = self._check_config(reader, options)
             per_rank = same_mesh and not options.module_only
-            rank_state = reader.rank_state(self._mesh.rank) if per_rank else None
+            rank_state = self._rank_state(reader) if per_rank else None
             return changes, rank_state, reader.client_state()
 
         changes, rank_state, client = ranks.run_on_all(check_config_and_read_states)
@@ -252,6 +252,16 @@ class Checkpointer:
         )
         path = _path(storage, reader.found.tag)
         return Loaded(path, client, None if options.module_only else counters)
+
+    def _rank_state(self, reader: CheckpointReader) -> dict[str, Any]:
+        """Return what this rank has saved, and the buffers of layers that were on another rank."""
+        state: dict[str, Any] = reader.rank_state(self._mesh.rank)
+        here = tensors.rank_buffers(self.model, self._mesh).keys()
+        for rank in self._mesh.pipeline.ranks:
+            if here <= state["buffers"].keys():
+                break
+            state["buffers"] |= reader.rank_state(rank)["buffers"]
+        return state
 
     def _check_config(self, reader: CheckpointReader, options: LoadOptions) -> list[ConfigChange]:
         """Log or refuse the changes of the config; return them. [] if only the module is loaded."""

@@ -205,7 +205,11 @@ def describe_cut(bounds: Sequence[int], rank_of_stage: Sequence[int]) -> str:
 
 def _free(model: LocalModel, masters: MasterParams) -> None:
     """Free the gradients, and take the values from the parameters: only the state has them."""
-    masters.free()
+    for slot in masters.gradients.slots:
+        slot.parameter.grad = None
+    # Hooks of the parameters and of the stages still refer to both objects.
+    vars(masters.gradients).clear()
+    vars(masters).clear()
     copies = itertools.chain.from_iterable(model.copies.values())
     for parameter in (*model.parameters.values(), *copies):
         # Other objects may refer to the parameter.

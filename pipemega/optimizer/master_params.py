@@ -152,14 +152,6 @@ class MasterParams(ABC):
         self.named = {name: master.tensor for name, master in self._masters.items()}
         """Logical name -> master, in the order of the model."""
 
-    def free(self) -> None:
-        """Drop the gradients, and all references to masters and parameters; the last call."""
-        for slot in self.gradients.slots:
-            slot.parameter.grad = None
-        # Hooks of the parameters and of the stages still refer to both objects.
-        vars(self.gradients).clear()
-        vars(self).clear()
-
     # Gradients to masters
 
     @abstractmethod

@@ -1,21 +1,72 @@
-"""Moves the stages of a small GPT in a run, and compares it with one that loads a checkpoint."""
+"""Moves the stages of a run, and compares it with one that loads a checkpoint under the new cut."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
+from pipemega.config import load
 from pipemega.engine.engine import Engine
+from pipemega.models import GPTConfig, gpt
 from pipemega.optimizer.state_by_name import pack
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.schedules import build_plan
-from tests.ranks.training_runs import NUM_MICROBATCHES, build, data, settings
+from tests.ranks.training_runs import NUM_MICROBATCHES, VOCAB, data, settings
 
-BEFORE, AFTER = 2, 2  # steps
+BEFORE, AFTER, WIDTH = 2, 2, 6
+
+Schedule = tuple[str, int]  # name, chunks
+
+
+class Plain(nn.Module):
+    """An affine layer with running statistics, as in a residual net."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.linear(x)))
+
+
+class Frozen(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.weight.requires_grad_(False)
+
+
+def small_net() -> PipelineModule:
+    """Return eight layers: one matrix is tied over three of them, one weight is frozen."""
+    tied = [TiedLayerSpec("matrix", nn.Linear, WIDTH, WIDTH) for _ in range(3)]
+    plain = [LayerSpec(Plain) for _ in range(4)]
+    layers = [tied[0], plain[0], plain[1], LayerSpec(Frozen), tied[1], *plain[2:], tied[2]]
+    return PipelineModule(layers, F.mse_loss)
+
+
+def traced_net() -> PipelineModule:
+    def build() -> nn.Module:
+        return nn.Sequential(*(Plain() for _ in range(8)))
+
+    return PipelineModule.from_module(build, torch.zeros(2, WIDTH), loss_fn=F.mse_loss)
+
+
+def built_net() -> PipelineModule:
+    return PipelineModule([nn.Linear(WIDTH, WIDTH) for _ in range(8)], F.mse_loss)
+
+
+NETS: Mapping[str, Callable[[], PipelineModule]] = {
+    "small": small_net,
+    "traced": traced_net,
+    "built": built_net,
+}
 
 
 @dataclass(frozen=True)
@@ -24,96 +75,101 @@ class Move:
 
     Args:
         bounds: before and after.
-        schedules: before and after; (name, chunks).
+        schedules: before and after.
         changes: of the config.
+        net: "gpt", or a key of `NETS`.
+        arguments: of `initialize`.
     """
 
     bounds: tuple[list[int], list[int]] = ([0, 5, 8], [0, 3, 8])
-    schedules: tuple[tuple[str, int], tuple[str, int]] = (("1f1b", 1), ("zb-h1", 1))
+    schedules: tuple[Schedule, Schedule] = (("1f1b", 1), ("zb-h1", 1))
     changes: Mapping[str, Any] = field(default_factory=dict)
-    dtype: str = "float32"
+    net: str = "gpt"
+    arguments: Callable[[], Mapping[str, Any]] = dict
 
-    def config(self, at: int) -> dict[str, Any]:
+    def build(self, at: int) -> Engine:
+        """Return an engine with the first or the second cut."""
         name, chunks = self.schedules[at]
-        # Groups of blocks, so that no stage of the config has fewer layers than it needs.
-        pipeline = {"partition": self.bounds[at], "schedule": name}
-        if chunks > 1:
-            pipeline["chunks"] = chunks
-        # A plan with I and W may follow, as with schedule `auto`.
-        model = {"num_layers": 4}
-        whole = {"mesh": {"pipeline": 2}, "model": model, "gradient_clipping": 0.5}
-        whole |= {key: value for key, value in self.changes.items() if key != "pipeline"}
-        whole["pipeline"] = {**pipeline, **self.changes.get("pipeline", {})}
-        return settings(**whole)
+        pipeline = {"partition": self.bounds[at], "schedule": name, "chunks": chunks}
+        changes = {"mesh": {"pipeline": 2}, "gradient_clipping": 0.5, **self.changes}
+        changes["pipeline"] = {**pipeline, **self.changes.get("pipeline", {})}
+        changes["model"] = {"num_layers": 4} if self.net == "gpt" else None
+        config = load(settings(**changes))
+        net = gpt(GPTConfig.of(config, VOCAB)) if self.net == "gpt" else NETS[self.net]()
+        return initialize(net, config, **self.arguments())[0]
 
     def plan(self, engine: Engine) -> Plan:
         name, chunks = self.schedules[1]
-        ranks = engine.mesh.pipeline.size
         count = NUM_MICROBATCHES // engine.mesh.data.size
-        return lower(build_plan(name, ranks, count, chunks))
+        return lower(build_plan(name, engine.mesh.pipeline.size, count, chunks))
 
-
-def moved_and_loaded(move: Move, folder: str) -> dict[str, Any]:
-    """Return what differs between the two runs, and the log of the move."""
-    torch.set_default_dtype(getattr(torch, move.dtype))
-    try:
-        return _moved_and_loaded(move, folder)
-    finally:
-        torch.set_default_dtype(torch.float32)
+    def batches(self, engine: Engine, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.net == "gpt":
+            yield from data(engine, step)
+            return
+        for tokens, _ in data(engine, step):
+            x = tokens[:, :WIDTH] / VOCAB
+            yield x, x.flip(1)
 
 
 def all_moved_and_loaded(moves: Sequence[Move], folder: str) -> list[dict[str, Any]]:
     return [moved_and_loaded(move, f"{folder}/{number}") for number, move in enumerate(moves)]
 
 
-def _moved_and_loaded(move: Move, folder: str) -> dict[str, Any]:
-    moving = build(move.config(0))
-    optimizer, module, schedule = moving.optimizer, moving.module, moving.lr_scheduler
+def moved_and_loaded(move: Move, folder: str) -> dict[str, Any]:
+    """Return what differs between the two runs, and the log of the move."""
+    moving = move.build(0)
+    before = moving.optimizer, moving.module, moving.lr_scheduler
     for step in range(BEFORE):
-        moving.train_batch(data(moving, step))
+        moving.train_batch(move.batches(moving, step))
     moving.save_checkpoint(folder)
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("pipemega").addHandler(handler)
-    try:
+    with logged() as lines:
         obstacle = moving._move_stages(move.plan(moving), move.bounds[1])
-    finally:
-        logging.getLogger("pipemega").removeHandler(handler)
-    same_objects = moving.optimizer is optimizer and moving.lr_scheduler is schedule
-    found = after(moving)
-    loading = build(move.config(1))
+    found = after(move, moving)
+    loading = move.build(1)
     loading.load_checkpoint(folder)
-    wanted = after(loading)
+    wanted = after(move, loading)
+    now = moving.optimizer, moving.module, moving.lr_scheduler
     return {
         "obstacle": obstacle,
         "different": different(found, wanted),
         "compared": len(wanted),
         "log": [line for line in lines if "moved" in line],
-        "same objects": same_objects and moving.module is module,
-        "layers": [stage.extra_repr() for stage in module],
+        "same objects": all(one is other for one, other in zip(before, now, strict=True)),
+        "layers": [stage.extra_repr() for stage in moving.module],
     }
 
 
-def after(engine: Engine) -> dict[str, Any]:
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    """Yield the list to which the log lines of the block are added."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("pipemega").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("pipemega").removeHandler(handler)
+
+
+def after(move: Move, engine: Engine) -> dict[str, Any]:
     """Train some steps; return the losses and the whole state of this rank."""
-    found: dict[str, Any] = {"steps": engine.global_steps}
-    found["random"] = torch.get_rng_state()
+    found: dict[str, Any] = {"steps": engine.global_steps, "random": torch.get_rng_state()}
     assert engine._step is not None
+    assert engine.optimizer is not None
     for step in range(BEFORE, BEFORE + AFTER):
-        found[f"loss {step}"] = engine.train_batch(data(engine, step))
+        found[f"loss {step}"] = engine.train_batch(move.batches(engine, step))
+        engine.settle()
         assert engine.last_step is not None
-        found[f"norm {step}"] = engine.last_step.grad_norm
-        assert engine.optimizer is not None
         rates = [group["lr"] for group in engine.optimizer.param_groups]
-        found[f"scale and rates {step}"] = engine.last_step.loss_scale, rates
-    engine.settle()
+        found[f"report {step}"] = engine.last_step.grad_norm, engine.last_step.loss_scale, rates
     for name, entry in pack(engine._step.optimizer, engine._step.masters).items():
         found |= {f"{kind} of {name}": value for kind, value in entry.items()}
     found |= {f"parameter {n}": p.detach() for n, p in engine._model.parameters.items()}
     found |= {f"buffer {n}": b for n, b in engine._model.persistent_buffers.items()}
-    found["eval"] = engine.eval_batch(data(engine, 99))
-    found["output"] = engine.infer([batch[0] for batch in data(engine, 98)])
+    found["eval"] = engine.eval_batch(move.batches(engine, 99))
+    found["output"] = engine.infer([batch[0] for batch in move.batches(engine, 98)])
     engine.check_replicas()
     return found
 
@@ -130,3 +186,39 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.dtype == other.dtype and torch.equal(one, other)
     return bool(one == other)
+
+
+# Arguments of `initialize`
+
+
+def own_optimizer() -> dict[str, Any]:
+    """Return an optimizer with two groups of its own, and a scheduler over it."""
+
+    def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        flat = [p for group in groups for p in group["params"]]
+        return torch.optim.RAdam([{"params": flat[::2]}, {"params": flat[1::2], "lr": 0.003}])
+
+    return {"optimizer": make, "lr_scheduler": partial(_exponential, gamma=0.9)}
+
+
+def _exponential(optimizer: torch.optim.Optimizer, gamma: float) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, gamma)
+
+
+# Runs whose stages cannot move
+
+
+def obstacle(case: str) -> tuple[str, list[str], bool]:
+    """Return why the stages stay, their layers, and whether training goes on."""
+    cases: dict[str, Move] = {
+        "built": Move(net="built"),
+        "declared": Move(changes={"pipeline": {"shapes": "declared"}}),
+    }
+    move = cases.get(case, Move())
+    engine = move.build(0)
+    engine.train_batch(move.batches(engine, 0))
+    if case == "hook" and engine.mesh.rank == 1:
+        engine.module[0].layers["6"].register_forward_hook(lambda *_: None)
+    reason = engine._move_stages(move.plan(engine), move.bounds[1])
+    loss = engine.train_batch(move.batches(engine, 1))
+    return reason, [stage.extra_repr() for stage in engine.module], loss > 0

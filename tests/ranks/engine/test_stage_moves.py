@@ -1,0 +1,89 @@
+"""Stages move to other ranks in a run: the same bits as loading a checkpoint under the new cut."""
+
+import itertools
+
+import pytest
+
+from tests.ranks.engine.stage_move_runs import (
+    Move,
+    all_moved_and_loaded,
+    obstacle,
+    own_optimizer,
+)
+
+DATA = {"mesh": {"pipeline": 2, "data": 2}}
+ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1500}}
+OVERLAP = {
+    "zero_optimization": {"stage": 1, "reduce_bucket_size": 1500, "overlap_comm": True},
+    "bf16": {"enabled": True},
+}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2}}
+LATE = {"pipeline": {"optimizer_sync": "post_validate"}}
+TO_V = {"bounds": ([0, 5, 8], [0, 2, 4, 6, 8]), "schedules": (("1f1b", 1), ("zb-v", 2))}
+FROM_V = {"bounds": TO_V["bounds"][::-1], "schedules": TO_V["schedules"][::-1]}
+
+MOVES = {
+    2: [Move(changes=FP16), Move(**TO_V, net="small", changes=LATE)],
+    4: [
+        Move(changes={**DATA, **OVERLAP}),
+        Move(**FROM_V, changes={**DATA, **ZERO}, net="traced"),
+    ],
+}
+ALL_MOVES = {
+    2: [
+        Move(changes={"bf16": {"enabled": True}}),
+        Move(changes={"pipeline": {"shapes": "exchanged"}}),
+        Move(changes={"monitor": {"log_params_norm": True, "log_num_zeros_in_grad": True}}),
+        Move(arguments=own_optimizer),
+        Move(**FROM_V, arguments=own_optimizer, net="small"),
+        Move(**TO_V),
+    ],
+    4: [
+        Move(changes=DATA, net="small"),
+        Move(changes={**DATA, **ZERO, **LATE}),
+        Move(changes={**DATA, **ZERO}, arguments=own_optimizer),
+        Move(changes={"mesh": {"pipeline": 2, "tensor": 2}}),
+        Move(
+            bounds=([0, 2, 4, 6, 8], [0, 1, 2, 3, 8]),
+            changes={"mesh": {"pipeline": 4}},
+            net="small",
+        ),
+    ],
+}
+
+
+def compare(pool, tmp_path, world, moves):
+    for rank in pool.run(world, all_moved_and_loaded, moves, str(tmp_path), timeout=170.0):
+        for move, found in zip(moves, rank, strict=True):
+            assert found["obstacle"] == "", move
+            assert found["different"] == [], move
+            assert found["compared"] > 12
+            assert found["same objects"]
+            bounds = move.bounds[1]
+            spans = {f"layers {a} to {b - 1}" for a, b in itertools.pairwise(bounds)}
+            assert {line.split(", ")[1] for line in found["layers"]} <= spans
+
+
+@pytest.mark.parametrize("world", MOVES)
+def test_a_move_gives_the_bits_of_a_run_that_loads_the_checkpoint_there(pool, tmp_path, world):
+    compare(pool, tmp_path, world, MOVES[world])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("world", ALL_MOVES)
+def test_every_kind_of_state_moves(pool, tmp_path, world):
+    compare(pool, tmp_path, world, ALL_MOVES[world])
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("built", "layer 0 (Linear) is a module that was built before initialize()"),
+        ("hook", "the module stage 1.layers.6 or its hooks were changed after initialize()"),
+    ],
+)
+def test_stages_that_cannot_move_stay_on_every_rank_for_the_same_reason(pool, case, reason):
+    for rank, (found, layers, trains) in enumerate(pool.run(2, obstacle, case)):
+        assert found.startswith(reason)
+        assert layers == [f"stage {rank}, layers {(0, 5)[rank]} to {(4, 7)[rank]}"]
+        assert trains
