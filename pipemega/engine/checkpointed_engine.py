@@ -1,37 +1,69 @@
 """The state of an engine between two steps: in checkpoints, and on its way to other ranks."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pipemega.checkpoint import Counters, LoadOptions
+from pipemega.engine.batch_reader import StepData
+from pipemega.engine.step_callbacks import TrainStep
 from pipemega.engine.step_engine import StepEngine
+from pipemega.engine.step_runner import StepRunner
+from pipemega.optimizer import StepReport
+from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.layer_moves import Bounds
 
 
 class CheckpointedEngine(StepEngine):
     """Saves the state of an engine between two steps, loads it, and moves it to other ranks."""
 
-    def _move_stages(self, plan: Plan, bounds: Sequence[int]) -> str:
+    def _begin_step(
+        self, runner: StepRunner, data: StepData, *, keep_outputs: bool = False
+    ) -> TrainStep:
+        step = super()._begin_step(runner, data, keep_outputs=keep_outputs)
+        step.obstacle = self._obstacle_to_move
+        return step
+
+    def _finish_step(
+        self, runner: StepRunner, step: TrainStep, data: StepData, results: Results
+    ) -> StepReport:
+        report = super()._finish_step(runner, step, data, results)
+        if step.next_bounds is not None:
+            self._move_stages(self.plan, step.next_bounds)
+        return report
+
+    def _obstacle_to_move(self, plan: Plan, bounds: Bounds) -> str:
+        """Return why the stages cannot move, as a clause; "" if they can. Collective.
+
+        Args:
+            plan, bounds: as for `_move_stages`.
+        """
+        if self._mover is None or self._step is None:
+            return "the run has no optimizer"
+        if plan.has_vocabulary != self.plan.has_vocabulary:
+            return "only one of the two plans has vocabulary parallelism"
+        reads, place = self.loader is None or not self.loader.is_map_style, plan.rank_of_stage
+        readers = self.plan.rank_of_stage[0], self.plan.rank_of_stage[-1]
+        if reads and not {place[0], place[-1]} <= set(readers):
+            return (
+                f"pipeline rank {place[-1]} would read labels from now on, and its iterator is at "
+                "the first step; give initialize() map-style training data"
+            )
+        return self._mover.obstacle(self._model, self._step, bounds)
+
+    def _move_stages(self, plan: Plan, bounds: Bounds) -> None:
         """Move the stages to the ranks of `plan`, between two steps; collective.
 
         Args:
             plan: of the next steps, lowered.
             bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
-
-        Returns:
-            why the stages stay; "" if they have moved.
         """
-        mover, step = self._mover, self._step
-        if mover is None or step is None:
-            return "the run has no optimizer, or forward and backward are run by the caller"
+        assert self._mover is not None, "the caller has asked _obstacle_to_move"
+        assert self._step is not None, "the caller has asked _obstacle_to_move"
         self._settle()
-        if obstacle := mover.obstacle(self._model, step, bounds):
-            return obstacle
-        model, executor = mover.move(self._model, step, plan, bounds)
+        model, executor = self._mover.move(self._model, self._step, plan, bounds)
         self.plan = plan
         self._use_stages(model, executor)
-        return ""
 
     def save_checkpoint(
         self,

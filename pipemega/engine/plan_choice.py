@@ -190,7 +190,13 @@ class PlanChooser:
             best, costs = self.next_plan(first.plan, measured)
             return ChosenPlan(best, measured.bounds, simulate(best, costs).makespan)
         rates = Rates() if measured is None else self._rates(self._model, measured)
-        return self._chosen(self._choose(self._model, rates), rates)
+        chosen = self._chosen(self._choose(self._model, rates), rates)
+        self._bounds = chosen.bounds
+        return chosen
+
+    def use_stages(self, bounds: Bounds) -> None:
+        """Note that the stages of the run have moved to those of `bounds`."""
+        self._bounds = bounds
 
     def best_stages(self, measured: MeasuredStages) -> ChosenPlan:
         """Return the best plan for measured costs, on any stages that the config allows.
@@ -204,7 +210,6 @@ class PlanChooser:
 
     def _chosen(self, choice: Prediction, rates: Rates) -> ChosenPlan:
         seconds = choice.timeline.makespan if rates.known else None
-        self._bounds = choice.layout.bounds
         return ChosenPlan(self._validated(choice.plan), choice.layout.bounds, seconds)
 
     def smaller_plan(self, full: Plan, num_microbatches: int) -> Plan:

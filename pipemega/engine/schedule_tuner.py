@@ -3,14 +3,17 @@
     steps          plan         what happens
     1              first        warm-up
     1              first        memory: what each instruction allocates
-    4              first        timed; then rank 0 finds the best plan for the median times on the
-                                stages of the run, and broadcasts it
+    4              first        timed; then rank 0 finds the best plan for the median times, on the
+                                stages of the run and on all others, and broadcasts it
+                                if others are faster, the stages move (`stage_mover`)
     2              best         warm-up, and memory
     4              best         timed; predicted and measured step time are logged
 
+If the measured time differs from the predicted one, the plan is searched again.  If the steps are
+slower than before the stages moved, these move back.
+
 The costs are cached in the user's cache folder, one file per model, mesh and machine: the next such
-run starts with the best plan for them, on the best placement of all.  If its measured time differs
-from the predicted one, the plan is searched again.
+run starts with the best plan for them, on the best stages of all.
 """
 
 import hashlib
@@ -21,7 +24,7 @@ import platform
 import statistics
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ import torch
 from pipemega.data.file_cache import atomic_path, user_cache_folder
 from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.engine.plan_choice import ChosenPlan, MeasuredStages, PlanChooser, split_was_measured
+from pipemega.engine.stage_mover import describe_cut
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.errors import PipemegaError
 from pipemega.pipeline.plan.costs import CostModel
@@ -46,6 +50,40 @@ TIMED = 4
 _TOLERANCE = 0.15
 # Largest number of plan changes in one run.
 _MAX_CHANGES = 2
+# Stages move if this part of a step is predicted to be saved: measured times vary by about as much.
+_LEAST_GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class _Stages:
+    """A plan with its stages, and the seconds that are predicted for a step."""
+
+    plan: Plan
+    bounds: Bounds
+    seconds: float
+
+
+@dataclass(frozen=True)
+class _Next:
+    """What the following steps run.
+
+    Args:
+        order: on the current stages; also used if the stages cannot move.
+        moved: on better stages; None: there are none.
+        is_last: nothing is measured after it.
+    """
+
+    order: _Stages
+    moved: _Stages | None
+    is_last: bool = False
+
+
+@dataclass(frozen=True)
+class _Before:
+    """The measured seconds of a step before the stages moved, and what to return to."""
+
+    seconds: float
+    stages: _Stages
 
 
 class ScheduleTuner(StepCallback):
@@ -78,6 +116,9 @@ class ScheduleTuner(StepCallback):
         self._steps, self._changes, self._done = 0, 0, False
         self._timed: list[Trace] = []
         self._memory_trace: Trace | None = None
+        self._measured = 0.0  # seconds of a step; on rank 0
+        self._moves = True
+        self._before: _Before | None = None
 
     def before_step(self, step: TrainStep) -> None:
         if not self._measures(step):
@@ -102,21 +143,42 @@ class ScheduleTuner(StepCallback):
                 self._timed.append(step.trace)
         if self._done or self._steps % (WARM_UP + TIMED):
             return
-        plan = from_first(self._mesh.world, self._next_plan)
+        self._change(step, from_first(self._mesh.world, self._next))
         self._timed.clear()
-        if plan is None:
+
+    def _change(self, step: TrainStep, wanted: _Next | None) -> None:
+        """Let the next steps run the wanted plan, on other stages if they can move."""
+        if wanted is None:
             self._done = True
             return
-        self._plan = step.next_plan = plan
+        used = wanted.order
+        if wanted.moved is not None:
+            plan, bounds = wanted.moved.plan, wanted.moved.bounds
+            obstacle = step.obstacle(plan, bounds)
+            if obstacle:
+                self._moves = False
+                self._log.info(
+                    f"schedule auto: the stages stay, although a step on layers "
+                    f"{describe_cut(bounds, plan.rank_of_stage)} is predicted to take "
+                    f"{_ms(wanted.moved.seconds)}: {obstacle}"
+                )
+            else:
+                used, self._before = wanted.moved, _Before(self._measured, wanted.order)
+                step.next_bounds = self._bounds = used.bounds
+                self._chooser.use_stages(used.bounds)
+        self._plan = step.next_plan = used.plan
+        self._predicted = used.seconds
+        self._done = wanted.is_last
         self._changes += 1
 
     def _measures(self, step: TrainStep) -> bool:
         """Return whether the step has the plan that is measured, and not one of a ramp-up."""
         return step.plan.num_microbatches == self._plan.num_microbatches
 
-    def _next_plan(self) -> Plan | None:
-        """Return the plan for the following steps, on rank 0; None: keep the current one."""
+    def _next(self) -> _Next | None:
+        """Return what the following steps run, on rank 0; None: keep the current plan."""
         measured = statistics.median(trace.timeline.makespan for trace in self._timed)
+        self._measured = measured
         if self._predicted is not None:
             deviation = measured / self._predicted - 1.0
             self._log.info(
@@ -124,6 +186,8 @@ class ScheduleTuner(StepCallback):
                 f"{_ms(self._predicted)}, measured {_ms(measured)} "
                 f"({percent(deviation, signed=True)})"
             )
+            if self._before is not None and measured > self._before.seconds:
+                return self._back(measured, self._before)
             if abs(deviation) <= _TOLERANCE or self._changes >= _MAX_CHANGES:
                 return None
         costs = measured_costs(self._timed)
@@ -135,14 +199,46 @@ class ScheduleTuner(StepCallback):
         self._save(stages)
         plan, costs = self._chooser.next_plan(self._plan, stages)
         best, now = simulate(plan, costs), simulate(self._plan, costs)
-        self._predicted = best.makespan
         self._log.info(
             f"schedule auto: step time of {self._plan.name}: measured {_ms(measured)}, simulated "
             f"{_ms(now.makespan)}; the next steps run {plan.name}: "
-            f"predicted {_ms(self._predicted)}, bubble {percent(best.bubble)}, at most "
+            f"predicted {_ms(best.makespan)}, bubble {percent(best.bubble)}, at most "
             f"{max(best.peak) / 1e6:.0f} MB of activations on a rank"
         )
-        return plan
+        order = _Stages(plan, self._bounds, best.makespan)
+        return _Next(order, self._better_stages(stages, best.makespan))
+
+    def _better_stages(self, measured: MeasuredStages, seconds: float) -> _Stages | None:
+        """Return other stages on which a step is predicted to be faster; None: there are none.
+
+        Args:
+            seconds: predicted for the best plan on the current stages.
+        """
+        if not (self._moves and self._chooser.counts_memory):
+            return None
+        best = self._chooser.best_stages(measured)
+        assert best.bounds is not None, "counted layers have bounds"
+        assert best.seconds is not None, "the costs are measured"
+        stages = best.bounds, best.plan.rank_of_stage
+        if stages == (measured.bounds, measured.rank_of_stage):
+            return None
+        if best.seconds > seconds * (1 - _LEAST_GAIN):
+            return None
+        self._log.info(
+            f"schedule auto: on other stages a step is predicted to take {_ms(best.seconds)} "
+            f"instead of {_ms(seconds)}: layers "
+            f"{describe_cut(measured.bounds, measured.rank_of_stage)} -> {describe_cut(*stages)}"
+        )
+        return _Stages(best.plan, best.bounds, best.seconds)
+
+    def _back(self, measured: float, before: _Before) -> _Next:
+        """Return the stages of before, because the steps are not faster on the current ones."""
+        self._log.info(
+            f"schedule auto: a step took {_ms(before.seconds)} before the stages moved and takes "
+            f"{_ms(measured)} now: they move back"
+        )
+        current = _Stages(self._plan, self._bounds, measured)
+        return _Next(current, before.stages, is_last=True)
 
     def _save(self, stages: MeasuredStages) -> None:
         if self._cache is None:

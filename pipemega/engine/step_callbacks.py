@@ -14,6 +14,7 @@ from pipemega.optimizer import StepReport
 from pipemega.pipeline.execution_state import MicroBatches
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.recorder import NULL_RECORDER, BusyTimeRecorder, Recorder
 from pipemega.profiling.step_tracer import Tracer
 from pipemega.profiling.trace import Trace
@@ -35,6 +36,9 @@ class TrainStep:
         trace: the traced step, in `after_step`; on rank 0 only.
         phases: of this step, in `after_step`.
         next_plan: runs from the next step on; set by `after_step`.
+        next_bounds: of the stages of `next_plan`, if they are others; set by `after_step`.
+        obstacle: returns why the stages cannot move to those of a plan with these bounds, ""
+            if they can. Collective.
     """
 
     number: int
@@ -46,6 +50,8 @@ class TrainStep:
     trace: Trace | None = None
     phases: Sequence[Phase] = ()
     next_plan: Plan | None = None
+    next_bounds: Bounds | None = None
+    obstacle: Callable[[Plan, Bounds], str] = lambda *_: "the stages of this engine cannot move"
 
 
 class StepCallback:

@@ -1,6 +1,8 @@
 """Moves the stages of a run, and compares it with one that loads a checkpoint under the new cut."""
 
 import logging
+import os
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -124,7 +126,12 @@ def moved_and_loaded(move: Move, folder: str) -> dict[str, Any]:
         moving.train_batch(move.batches(moving, step))
     moving.save_checkpoint(folder)
     with logged() as lines:
-        obstacle = moving._move_stages(move.plan(moving), move.bounds[1])
+        plan, bounds = move.plan(moving), tuple(move.bounds[1])
+        assert moving._mover is not None
+        assert moving._step is not None
+        # Every rank has an iterator, whatever it has read before.
+        obstacle = moving._mover.obstacle(moving._model, moving._step, bounds)
+        moving._move_stages(plan, bounds)
     found = after(move, moving)
     loading = move.build(1)
     loading.load_checkpoint(folder)
@@ -212,13 +219,52 @@ def obstacle(case: str) -> tuple[str, list[str], bool]:
     """Return why the stages stay, their layers, and whether training goes on."""
     cases: dict[str, Move] = {
         "built": Move(net="built"),
-        "declared": Move(changes={"pipeline": {"shapes": "declared"}}),
+        "reader": Move(bounds=([0, 2, 4, 6, 8], [0, 5, 8]), schedules=(("zb-v", 2), ("1f1b", 1))),
     }
     move = cases.get(case, Move())
     engine = move.build(0)
     engine.train_batch(move.batches(engine, 0))
     if case == "hook" and engine.mesh.rank == 1:
         engine.module[0].layers["6"].register_forward_hook(lambda *_: None)
-    reason = engine._move_stages(move.plan(engine), move.bounds[1])
+    reason = engine._obstacle_to_move(move.plan(engine), tuple(move.bounds[1]))
     loss = engine.train_batch(move.batches(engine, 1))
     return reason, [stage.extra_repr() for stage in engine.module], loss > 0
+
+
+# Schedule `auto`
+
+
+class Slow(nn.Module):
+    """A layer whose time cannot be counted."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self.linear, self.seconds = nn.Linear(WIDTH, WIDTH), seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.is_meta:
+            time.sleep(self.seconds)
+        return x + torch.tanh(self.linear(x))
+
+
+def tuned(schedule: str, cache: str, steps: int, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Train eight layers, of which the first four are slow; return what the ranks did."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    layers = [LayerSpec(Slow, 0.004 if number < 4 else 0.0) for number in range(8)]
+    x = torch.rand(8 * 4, WIDTH, generator=torch.Generator().manual_seed(3))
+    samples = list(zip(x, x.flip(1), strict=True))
+    changes = {"model": None, "mesh": {"pipeline": 2}, **changes}
+    config = settings(train_batch_size=8, **changes)
+    # Without a limit of 1F1B's bytes: fewer slow layers on a rank means more layers on the other.
+    limit = {"memory_limit": 1e9, "chunks": 1} if schedule == "auto" else {}
+    config["pipeline"] = {"schedule": schedule, **limit, **config.get("pipeline", {})}
+    with logged() as lines:
+        engine, optimizer, *_ = initialize(PipelineModule(layers, F.mse_loss), config, samples)
+        losses, stages = [], []
+        for _ in range(steps):
+            stages.append(engine._model.bounds)
+            losses.append(engine.train_batch())
+        state = {name: p.numpy() for name, p in engine.parameter_state().items()}
+    log = [line for line in lines if "schedule auto" in line or "moved" in line]
+    follows = optimizer is engine.optimizer
+    return {"losses": losses, "stages": stages, "state": state, "log": log, "follows": follows}

@@ -90,14 +90,13 @@ def test_auto_changes_the_plan_and_trains_the_same_bits(pool, tmp_path, mesh, ch
         assert len(set(rank["plans"][:ROUND])) == 1
         assert len(set(rank["plans"][ROUND : 2 * ROUND])) == 1
     first, then = (json.loads(found[0]["plans"][at]) for at in (0, ROUND))
-    assert first["rank_of_stage"] == then["rank_of_stage"]
-    assert len(first["rank_of_stage"]) == 2 * chunks
-    chosen, first_line, again, changed, compared = found[0]["logged"][:5]
+    assert len(first["rank_of_stage"]) == len(then["rank_of_stage"]) == 2 * chunks
+    chosen, first_line, again, *later = found[0]["logged"]
     assert chosen.startswith("schedule auto is ")
     assert again.startswith("schedule auto is ")
     assert f"the first {ROUND} steps run auto and are measured" in first_line
-    assert "the next steps run auto: predicted" in changed
-    assert "step time of auto: predicted" in compared
+    assert any("the next steps run auto: predicted" in line for line in later)
+    assert any("step time of auto: predicted" in line for line in later)
     assert not any(rank["logged"] for rank in found[1:])
 
 

@@ -4,11 +4,13 @@ import itertools
 
 import pytest
 
+from pipemega.engine.schedule_tuner import TIMED, WARM_UP
 from tests.ranks.engine.stage_move_runs import (
     Move,
     all_moved_and_loaded,
     obstacle,
     own_optimizer,
+    tuned,
 )
 
 DATA = {"mesh": {"pipeline": 2, "data": 2}}
@@ -79,11 +81,34 @@ def test_every_kind_of_state_moves(pool, tmp_path, world):
     ("case", "reason"),
     [
         ("built", "layer 0 (Linear) is a module that was built before initialize()"),
+        ("reader", "pipeline rank 1 would read labels from now on, and its iterator is at the"),
         ("hook", "the module stage 1.layers.6 or its hooks were changed after initialize()"),
     ],
 )
 def test_stages_that_cannot_move_stay_on_every_rank_for_the_same_reason(pool, case, reason):
     for rank, (found, layers, trains) in enumerate(pool.run(2, obstacle, case)):
         assert found.startswith(reason)
-        assert layers == [f"stage {rank}, layers {(0, 5)[rank]} to {(4, 7)[rank]}"]
+        if case != "reader":
+            assert layers == [f"stage {rank}, layers {(0, 5)[rank]} to {(4, 7)[rank]}"]
         assert trains
+
+
+def test_auto_moves_the_stages_if_the_measured_times_differ_from_the_counted_ones(pool, tmp_path):
+    steps = WARM_UP + TIMED + 2
+    found = pool.run(2, tuned, "auto", str(tmp_path), steps, {})
+    plain = pool.run(2, tuned, "1f1b", str(tmp_path), steps, {})[0]
+    for rank in found:
+        before, after = rank["stages"][WARM_UP + TIMED - 1 :][:2]
+        assert len(set(rank["stages"][: WARM_UP + TIMED])) == 1
+        assert before != after
+        assert rank["stages"] == found[0]["stages"]
+        assert rank["losses"] == plain["losses"]
+        assert all((rank["state"][name] == value).all() for name, value in plain["state"].items())
+        assert rank["follows"]
+    log = "\n".join(found[0]["log"])
+    assert "on other stages a step is predicted to take" in log
+    assert "moved the stages: layers" in log
+    assert "MB of parameters and optimizer state in" in log
+    # The next run starts on the stages for these costs.
+    (again,) = pool.run(2, tuned, "auto", str(tmp_path), 1, {})[0]["stages"]
+    assert again == after
