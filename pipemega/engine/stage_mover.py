@@ -158,7 +158,8 @@ class StageMover:
             state = state_of(model, step)
             _free(model, step.masters)
             place = plan.rank_of_stage
-            moved = build_local_model(self._net, self._mesh, bounds, place, self._options)
+            cut = model.vocabulary is not None
+            moved = build_local_model(self._net, self._mesh, bounds, place, self._options, cut)
             sent = self._fill(moved, step, state)
             executor = self._executors.build(moved, plan, step)
         self.watch(moved, step)

@@ -111,9 +111,7 @@ class Transport:
         # Header and tensors of a micro-batch, in the order of the sends.
         self._sends: dict[tuple[Channel, int], list[_Send]] = {}
         self._memory = HostMemory(device)
-        self._routes = connect(
-            pipeline, self._rank_of_stage, device, timeout, vocabulary, groups
-        )
+        self._routes = connect(pipeline, self._rank_of_stage, device, timeout, vocabulary, groups)
 
     @property
     def ranks(self) -> tuple[int, ...]:
