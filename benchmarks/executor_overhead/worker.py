@@ -1,16 +1,6 @@
-"""One rank of the measurement, in a separate process; `run.py` starts it and reads its JSON."""
+"""The measured pipeline, in one process per rank; `rank.py` runs it."""
 
-import argparse
-import cProfile
-import gc
-import json
-import pstats
-import time
 from collections.abc import Callable
-from datetime import timedelta
-from pathlib import Path
-from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,50 +21,9 @@ from pipemega.pipeline.transport import Transport
 WIDTH = 8
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--schedules", nargs="+", required=True)
-    parser.add_argument("--microbatches", type=int, required=True)
-    parser.add_argument("--rounds", type=int, required=True)
-    parser.add_argument("--layer", choices=["scale", "linear"], required=True)
-    parser.add_argument("--ahead", type=int, required=True)
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(minutes=2))
-    plans = [
-        lower(build_plan(name, dist.get_world_size(), options.microbatches), options.ahead)
-        for name in options.schedules
-    ]
-    runs = {plan.name: make_run(plan, options.layer) for plan in plans}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    cpu: dict[str, list[float]] = {name: [] for name in runs}
-    for turn in range(options.rounds + 1):
-        for name, run in runs.items():
-            gc.collect()
-            dist.barrier()
-            cpu_start, start = time.thread_time(), time.perf_counter()
-            run()
-            end, cpu_end = time.perf_counter(), time.thread_time()
-            if turn > 0:
-                seconds[name].append(end - start)
-                cpu[name].append(cpu_end - cpu_start)
-    result = {
-        plan.name: {
-            "seconds": seconds[plan.name],
-            "cpu_seconds": cpu[plan.name],
-            "instructions": len(plan.programs[dist.get_rank()]),
-            "bare_seconds": bare_seconds(plan, options.rounds, options.layer),
-        }
-        for plan in plans
-    }
-    if options.profile:
-        for name, run in runs.items():
-            result[name]["profile"] = profile(run)
-    options.out.write_text(json.dumps(result), encoding="utf-8")
-    dist.barrier()
-    dist.destroy_process_group()
+def make_plan(name: str, ranks: int, num_microbatches: int, ahead: int) -> Plan:
+    """Return the plan of a schedule, with receives posted `ahead` compute steps early."""
+    return lower(build_plan(name, ranks, num_microbatches), ahead)
 
 
 def make_run(plan: Plan, layer: str = "scale") -> Callable[[], None]:
@@ -124,43 +73,3 @@ def _layer(kind: str) -> nn.Module:
 
 def _loss(output: Tensor, labels: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, labels)
-
-
-def bare_seconds(plan: Plan, rounds: int, kind: str) -> float:
-    """Return the seconds of this rank's forwards and full backwards in a loop without executor."""
-    steps = [s for s in plan.programs[dist.get_rank()] if s.kind is Kind.FORWARD]
-    layer, labels = _layer(kind), torch.ones(1, WIDTH)
-    x = torch.ones(1, WIDTH, requires_grad=True)
-    times = []
-    for _ in range(rounds):
-        start = time.perf_counter()
-        for step in steps:
-            y = layer(x)
-            if step.stage == plan.num_stages - 1:
-                y = _loss(y, labels)
-            torch.autograd.backward(y, torch.ones_like(y))
-        times.append(time.perf_counter() - start)
-    return median(times)
-
-
-def profile(run: Callable[[], None], times: int = 10) -> list[dict[str, Any]]:
-    """Return the functions with the most own time in cProfile, in microseconds per step."""
-    dist.barrier()
-    with cProfile.Profile() as recorder:
-        for _ in range(times):
-            run()
-    stats = pstats.Stats(recorder).stats  # type: ignore[attr-defined]
-    rows = [
-        {
-            "function": f"{Path(file).name}:{line} {name}" if line else name,
-            "calls": calls // times,
-            "own_us": own * 1e6 / times,
-            "with_callees_us": total * 1e6 / times,
-        }
-        for (file, line, name), (_, calls, own, total, _) in stats.items()
-    ]
-    return sorted(rows, key=lambda row: -row["own_us"])[:40]
-
-
-if __name__ == "__main__":
-    main()

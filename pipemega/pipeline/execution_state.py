@@ -137,7 +137,7 @@ class ExecutionState:
     # Posted receives, by the stage that uses the message.
     activation_receives: dict[Key, Receive] = field(default_factory=dict)
     gradient_receives: dict[Key, Receive] = field(default_factory=dict)
+    train: bool = field(init=False)
 
-    @property
-    def train(self) -> bool:
-        return not self.plan.forward_only
+    def __post_init__(self) -> None:
+        self.train = not self.plan.forward_only
