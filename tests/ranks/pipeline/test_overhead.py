@@ -89,7 +89,7 @@ def python_calls(schedule: str, layer: str) -> float:
     return calls / len(plan.programs[dist.get_rank()])
 
 
-# With some room above what was counted when these limits were set: 34, 40 and 37.
+# With some room: with 64 micro-batches 33, 38 and 35 were counted when these limits were set.
 @pytest.mark.parametrize(
     ("schedule", "layer", "most"),
     [("1f1b", "scale", 38), ("zb-h1", "linear", 44), ("zb-v", "linear", 41)],
