@@ -1,8 +1,8 @@
 """pipemega: large transformers over data, tensor and pipeline ranks, from one JSON file."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from pipemega.deferred_import import import_first
 from pipemega.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULE_AND_NAME:
         raise AttributeError(f"module 'pipemega' has no attribute {name!r}")
     module, attribute = _MODULE_AND_NAME[name]
-    return getattr(import_module(module), attribute)
+    return getattr(import_first(module), attribute)
 
 
 def __dir__() -> list[str]:

@@ -63,9 +63,8 @@ class Staging:
         copies = {}
         for name, shard in shards.items():
             chunks = {}
-            for offsets, (chunk, part) in shard.chunks.items():
-                view = views[name, offsets]
-                chunks[offsets] = (chunk, view)
+            for offsets, part in shard.chunks.items():
+                view = chunks[offsets] = views[name, offsets]
                 if name.startswith("buffers/") or self._memory.holds(part):
                     # On the current stream: forwards change buffers. On the host: now.
                     self._memory.copy(view, part)
@@ -83,7 +82,7 @@ class Staging:
         parts = {
             (name, offsets): part
             for name, shard in shards.items()
-            for offsets, (_, part) in shard.chunks.items()
+            for offsets, part in shard.chunks.items()
         }
         specs = {key: (part.shape, part.dtype) for key, part in parts.items()}
         if specs != {key: (view.shape, view.dtype) for key, view in self._views.items()}:

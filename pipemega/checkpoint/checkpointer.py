@@ -6,13 +6,12 @@ import os
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pipemega.checkpoint import differences, layout, save_load, tensors
 from pipemega.checkpoint.async_save import BackgroundTask, Staging
 from pipemega.checkpoint.collective_io import CollectiveIO
 from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
-from pipemega.checkpoint.deepspeed.weights_loading import load_deepspeed
 from pipemega.checkpoint.differences import ConfigChange
 from pipemega.checkpoint.free_space import estimated_bytes, warn_at_start
 from pipemega.checkpoint.layout import Retention
@@ -22,6 +21,7 @@ from pipemega.checkpoint.schedule_values import refuse_other_values
 from pipemega.checkpoint.shards import TensorShard
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
+from pipemega.deferred_import import deferred
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
 from pipemega.errors import CheckpointError, DataError
@@ -31,6 +31,11 @@ from pipemega.pipeline.local_model import LocalModel
 from pipemega.random import derive_seed, rng_state, seed_rng, set_rng_state
 from pipemega.storage.filesystem import LocalStorage, Storage, is_remote, storage_at
 from pipemega.storage.folder_lock import LockOptions, folder_locks
+
+if TYPE_CHECKING:
+    from pipemega.checkpoint.deepspeed import weights_loading
+else:
+    weights_loading = deferred("pipemega.checkpoint.deepspeed.weights_loading")
 
 _log = logging.getLogger(__name__)
 
@@ -224,7 +229,9 @@ class Checkpointer:
             lambda: None if is_remote(folder) else find_deepspeed(Path(folder), tag)
         )
         if foreign is not None:
-            weights = load_deepspeed(foreign, self.model, self._step, self._mesh, options, ranks)
+            weights = weights_loading.load_deepspeed(
+                foreign, self.model, self._step, self._mesh, options, ranks
+            )
             return Loaded(foreign, dict(weights.client), None)
         reader = save_load.open_checkpoint(storage, tag, ranks, verify=options.verify)
         state = reader.found.state

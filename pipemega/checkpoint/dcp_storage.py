@@ -19,23 +19,28 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
+    TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan
+from torch.distributed.checkpoint.planner import (
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.checkpoint.storage import WriteResult
 
 from pipemega.checkpoint.collective_io import CollectiveIO
 from pipemega.checkpoint.manifest import ChecksumWriter
-from pipemega.checkpoint.shards import OutgoingShard, TensorShard
+from pipemega.checkpoint.shards import LocalChunks, OutgoingShard, TensorIndex, TensorShard
 from pipemega.errors import CheckpointError, short_cause
 from pipemega.parameters import Shard
 from pipemega.storage.filesystem import Storage
-
-TensorIndex = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
-"""name -> (logical shape, dtype) of each tensor in a checkpoint."""
 
 INDEX = ".metadata"
 
@@ -49,7 +54,8 @@ def write_shards(
         CheckpointError: a rank could not write; on every rank.
     """
     planner, writer = _SavePlanner(), _ShardWriter(files, folder, ranks.rank)
-    planner.set_up_planner(dict(shards), is_coordinator=ranks.is_rank0)
+    outgoing = {name: _Outgoing(shard) for name, shard in shards.items()}
+    planner.set_up_planner(outgoing, is_coordinator=ranks.is_rank0)
     # No chunk is on two ranks, so a local plan does not depend on the other ranks.
     plan = planner.create_local_plan()
     results = ranks.run_on_all(lambda: writer.write(plan, planner))
@@ -116,7 +122,8 @@ class ShardReader:
 
     def _read(self, shards: Mapping[str, TensorShard]) -> None:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.state_dict, planner.metadata = dict(shards), self._metadata
+        incoming = {name: _Incoming(shard) for name, shard in shards.items()}
+        planner.state_dict, planner.metadata = incoming, self._metadata
         wanted = sorted(planner.create_local_plan().items, key=self._position)
         for file, items in itertools.groupby(wanted, key=lambda item: self._position(item)[0]):
             with self._storage.open(f"{self._folder}/{file}") as stream:
@@ -124,7 +131,7 @@ class ShardReader:
                     stream.seek(offset)
                     chunk = self._load_chunk(file, stream.read(length))
                     for part in parts:
-                        _copy_part(chunk, part, shards)
+                        _copy_part(chunk, part, shards[part.dest_index.fqn].incoming)
 
     def _position(self, item: ReadItem) -> tuple[str, int, int]:
         info = self._metadata.storage_data[item.storage_index]
@@ -145,24 +152,65 @@ class ShardReader:
 
 
 @torch.no_grad()
-def _copy_part(chunk: Tensor, item: ReadItem, shards: Mapping[str, TensorShard]) -> None:
-    into = shards[item.dest_index.fqn].__get_tensor_shard__(item.dest_index)
+def _copy_part(chunk: Tensor, item: ReadItem, incoming: LocalChunks) -> None:
+    into = _chunk_at(item.dest_index, incoming)
     for dim, length in enumerate(item.lengths):
         chunk = chunk.narrow(dim, item.storage_offsets[dim], length)
         into = into.narrow(dim, item.dest_offsets[dim], length)
     into.copy_(chunk)
 
 
+def _chunk_at(index: MetadataIndex, chunks: LocalChunks) -> Tensor:
+    assert index.offset is not None, "every chunk has an offset"
+    return chunks[index.offset]
+
+
+class _Outgoing:
+    """An `OutgoingShard` with the methods from which DCP plans writes."""
+
+    def __init__(self, shard: OutgoingShard) -> None:
+        self.shard = shard
+
+    def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets, part.shape),
+                    properties=TensorProperties.create_from_tensor(part),
+                    size=self.shard.shape,
+                ),
+            )
+            for offsets, part in self.shard.chunks.items()
+        ]
+
+
+class _Incoming:
+    """A `TensorShard` with the methods from which DCP plans reads."""
+
+    def __init__(self, shard: TensorShard) -> None:
+        self._shard = shard
+
+    def size(self) -> torch.Size:
+        """Return the shape of the logical tensor, which DCP compares with the stored one."""
+        return self._shard.size()
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [
+            ChunkStorageMetadata(offsets, part.shape)
+            for offsets, part in self._shard.incoming.items()
+        ]
+
+
 class _SavePlanner(DefaultSavePlanner):
-    """Plans writes of `OutgoingShard`s; DCP's own planner only looks up tensors."""
+    """Plans writes of `_Outgoing`; DCP's own planner only looks up tensors."""
 
     def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def lookup_object(self, index: MetadataIndex) -> Tensor:
-        shard = self.state_dict[index.fqn]
-        assert isinstance(shard, OutgoingShard)
-        return shard.__get_tensor_shard__(index)
+        return _chunk_at(index, self.state_dict[index.fqn].shard.chunks)
 
 
 class _ShardWriter(FileSystemWriter):

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipemega.checkpoint.collective_io import CollectiveIO
-from pipemega.checkpoint.dcp_storage import TensorIndex
-from pipemega.checkpoint.shards import TensorShard
+from pipemega.checkpoint.shards import TensorIndex, TensorShard
 from pipemega.config import Config, load
 from pipemega.errors import CheckpointError, ConfigError
 

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 def outgoing_bytes(shards: Mapping[str, OutgoingShard]) -> int:
     """Return the bytes that this rank writes into `tensors/`."""
-    parts = [part for shard in shards.values() for _, part in shard.chunks.values()]
+    parts = [part for shard in shards.values() for part in shard.chunks.values()]
     return sum(part.numel() * part.element_size() for part in parts)
 
 

@@ -1,9 +1,8 @@
 """Open a checkpoint by its path in one process, without the model that saved it."""
 
 from pipemega.checkpoint import layout
-from pipemega.checkpoint.dcp_storage import ShardReader
 from pipemega.checkpoint.manifest import STATE_FILE
-from pipemega.checkpoint.save_load import TENSORS, CheckpointReader
+from pipemega.checkpoint.save_load import CheckpointReader
 from pipemega.errors import CheckpointError
 from pipemega.storage.filesystem import Storage, storage_at
 
@@ -22,8 +21,7 @@ def open_path(path: str, tag: str | None = None) -> CheckpointReader:
     tag = tag or layout.newest(storage)
     if tag is None:
         raise CheckpointError(f"{storage.full_path()}: no checkpoint was saved here")
-    found = layout.find_checkpoint(storage, tag)
-    return CheckpointReader(storage, found, ShardReader(storage, f"{found.path}/{TENSORS}"))
+    return CheckpointReader.of(storage, layout.find_checkpoint(storage, tag))
 
 
 def locate(path: str, tag: str | None = None) -> tuple[Storage, str | None]:

@@ -7,20 +7,26 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from pipemega.checkpoint import layout, manifest
 from pipemega.checkpoint.collective_io import CollectiveIO
-from pipemega.checkpoint.dcp_storage import ShardReader, write_shards
 from pipemega.checkpoint.free_space import outgoing_bytes, warn_if_short
 from pipemega.checkpoint.layout import Retention, StoredCheckpoint
 from pipemega.checkpoint.manifest import ChecksumWriter, DamagedCheckpoint, FileEntry, Progress
 from pipemega.checkpoint.shards import OutgoingShard
+from pipemega.deferred_import import deferred
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import CheckpointError, FolderLockedError, short_cause
 from pipemega.storage.filesystem import LocalStorage, Storage
+
+if TYPE_CHECKING:
+    from pipemega.checkpoint import dcp_storage
+else:
+    # torch.distributed.checkpoint takes half a second, which a run without checkpoints saves.
+    dcp_storage = deferred("pipemega.checkpoint.dcp_storage")
 
 TENSORS = "tensors"
 """The folder in a checkpoint with the files of torch.distributed.checkpoint."""
@@ -118,7 +124,7 @@ def _write(
             files.write(CLIENT, state.client)
 
     ranks.run_on_all(write_rank_files)
-    write_shards(files, TENSORS, state.tensors, ranks)
+    dcp_storage.write_shards(files, TENSORS, state.tensors, ranks)
     entries: dict[str, FileEntry] = {}
     for of_rank in ranks.gather_to_rank0(files.files):
         entries |= of_rank
@@ -140,7 +146,16 @@ class CheckpointReader:
 
     storage: Storage
     found: StoredCheckpoint
-    tensors: ShardReader
+    tensors: "dcp_storage.ShardReader"
+
+    @classmethod
+    def of(cls, storage: Storage, found: StoredCheckpoint) -> "CheckpointReader":
+        """Open the tensors of a checkpoint.
+
+        Raises:
+            CheckpointError: their index is missing or damaged.
+        """
+        return cls(storage, found, dcp_storage.ShardReader(storage, f"{found.path}/{TENSORS}"))
 
     @property
     def full_path(self) -> str:
@@ -210,8 +225,7 @@ def _open_if_undamaged(
     found = ranks.run_on_rank0(lambda: layout.find_checkpoint(storage, tag))
     if verify and (damage := _first_damage(storage, found, ranks)):
         raise DamagedCheckpoint(f"checkpoint {storage.full_path(tag)} is damaged: {damage}")
-    tensors = ranks.run_on_all(lambda: ShardReader(storage, f"{found.path}/{TENSORS}"))
-    return CheckpointReader(storage, found, tensors)
+    return ranks.run_on_all(lambda: CheckpointReader.of(storage, found))
 
 
 def _first_damage(storage: Storage, found: StoredCheckpoint, ranks: CollectiveIO) -> str | None:

@@ -1,4 +1,4 @@
-"""A rank's shard of a logical tensor, in the form that torch.distributed.checkpoint needs.
+"""A rank's shard of a logical tensor, and its chunks, which a checkpoint stores.
 
 Checkpoints store logical tensors: under the names of the unsharded model, without padding, as if
 one process had written them. Three values describe the relation between a rank and one tensor:
@@ -8,22 +8,17 @@ one process had written them. Three values describe the relation between a rank 
     write_range   the flat range of the local tensor that this rank, and no other, writes
 
 A flat range is split into a few rectangular chunks, and each of these, at the segment bounds, into
-chunks of the logical tensor. Padding is in none of them.
+chunks of the logical tensor. Padding is in none of them. `dcp_storage` writes and reads the chunks;
+this module does not import torch.distributed.checkpoint, which loads sympy and much of torch.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from pipemega.distributed.mesh import Axis
 from pipemega.parameters import Shard
@@ -34,8 +29,10 @@ LARGEST_CHUNK = 32 << 20
 Range = tuple[int, int]
 Chunk = tuple[tuple[int, ...], tuple[int, ...]]
 """Offsets and sizes along each dim."""
-LocalChunks = dict[torch.Size, tuple[ChunkStorageMetadata, Tensor]]
-"""Offsets in the logical tensor -> the chunk's position there, and its view of the local tensor."""
+LocalChunks = dict[torch.Size, Tensor]
+"""Offsets of a chunk in the logical tensor -> its view of the local tensor."""
+TensorIndex = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""name -> (logical shape, dtype) of each tensor in a checkpoint."""
 
 
 @dataclass(eq=False)
@@ -71,7 +68,7 @@ class TensorShard:
         return self.numel * self.local.element_size()
 
     def size(self) -> torch.Size:
-        """Shape of the logical tensor; torch.distributed.checkpoint compares it with the stored."""
+        """Shape of the logical tensor."""
         return torch.Size(self.shard.shape)
 
     @property
@@ -97,13 +94,12 @@ class TensorShard:
         return max(1, prod(self.local_shape[1:]))
 
     def _chunks(self, ranges: Iterable[Range]) -> LocalChunks:
-        found = {}
+        found: LocalChunks = {}
         for start, stop in ranges:
             for offsets, sizes in chunks_of_range(self.local_shape, start, stop):
                 part = self._view(offsets, sizes)
                 for logical_offsets, logical_part in self._in_logical(offsets, part):
-                    chunk = ChunkStorageMetadata(torch.Size(logical_offsets), logical_part.shape)
-                    found[chunk.offsets] = (chunk, logical_part)
+                    found[torch.Size(logical_offsets)] = logical_part
         return found
 
     def _view(self, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
@@ -134,13 +130,6 @@ class TensorShard:
                 logical = (*offsets[:dim], start + first - offset, *offsets[dim + 1 :])
                 yield logical, part.narrow(dim, first - low, last - first)
 
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [chunk for chunk, _ in self.incoming.values()]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None, "every chunk has an offset"
-        return self.incoming[index.offset][1]
-
 
 @dataclass(eq=False)
 class OutgoingShard:
@@ -148,24 +137,6 @@ class OutgoingShard:
 
     shape: torch.Size
     chunks: LocalChunks
-
-    def __create_write_items__(self, fqn: str, obj: object) -> list[WriteItem]:
-        return [
-            WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
-                type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(
-                    chunk=chunk,
-                    properties=TensorProperties.create_from_tensor(part),
-                    size=self.shape,
-                ),
-            )
-            for chunk, part in self.chunks.values()
-        ]
-
-    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        assert index.offset is not None, "every chunk has an offset"
-        return self.chunks[index.offset][1]
 
 
 def chunks_of_range(shape: Sequence[int], start: int, stop: int) -> list[Chunk]:

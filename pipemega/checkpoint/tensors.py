@@ -14,9 +14,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipemega.checkpoint.collective_io import CollectiveIO
-from pipemega.checkpoint.dcp_storage import TensorIndex
 from pipemega.checkpoint.load_options import LoadOptions
-from pipemega.checkpoint.shards import Range, TensorShard, assign_writes
+from pipemega.checkpoint.shards import Range, TensorIndex, TensorShard, assign_writes
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import CheckpointError
 from pipemega.optimizer import OptimizerStep

@@ -4,8 +4,8 @@ import argparse
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from importlib import import_module
 
+from pipemega.deferred_import import import_first
 from pipemega.errors import PipemegaError
 from pipemega.printing import coloured
 from pipemega.version import __version__
@@ -67,9 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"pipemega {__version__}")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     command = arguments[0] if arguments else ""
+    # pydantic would search all installed packages for plugins.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     try:
         if command in COMMANDS:
-            import_module(f"pipemega.cli.{command}").add_parser(subparsers)
+            import_first(f"pipemega.cli.{command}").add_parser(subparsers)
         else:
             for name, text in COMMANDS.items():
                 subparsers.add_parser(name, help=text)

@@ -15,9 +15,10 @@ from pipemega.data.file_cache import Say, user_cache_folder, writable_folder
 from pipemega.data.finetuning.build_finetuning import Reporting, build_finetuning
 from pipemega.data.finetuning.finetuning_dataset import FineTuningDataset
 from pipemega.data.gpt_dataset import GPTDataset, SampleFormat
-from pipemega.data.indexed import IndexedDataset, prefix_of
+from pipemega.data.indexed import IndexedDataset
 from pipemega.data.mock import MockDataset
 from pipemega.data.prepare import PrepareOptions, prepare
+from pipemega.data.prepared_files import prefix_of
 from pipemega.data.samples import SPLITS, Split, index_folder, split_ranges
 from pipemega.data.tokenizer import Tokenizer
 from pipemega.errors import ConfigError, DataError

@@ -8,7 +8,9 @@ import platform
 import sysconfig
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
@@ -192,25 +194,38 @@ def python_stdlib() -> Corpus:
     Raises:
         DataError: this Python has no sources.
     """
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = [
-            name
-            for name in subfolders
-            if name not in STDLIB_LEFT_OUT and not name.startswith("config-")
-        ]
-        # _sysconfigdata and config-* depend on the build of this Python.
-        found = (Path(folder) / name for name in names if not name.startswith("_sysconfigdata"))
-        files += [path for path in found if path.suffix == ".py" and path.is_file()]
-    files = sorted(path for path in files if path.stat().st_size >= STDLIB_SMALLEST_BYTES)
+    return _stdlib_sources(sysconfig.get_paths()["stdlib"])
+
+
+def _is_source(name: str) -> bool:
+    return len(name) > 3 and name.endswith(".py") and not name.startswith("_sysconfigdata")
+
+
+@lru_cache(maxsize=1)
+def _stdlib_sources(root: str) -> Corpus:
+    # Strings, and sorted by their parts: 2,000 paths as Path objects take 40 ms.
+    found: list[tuple[tuple[str, ...], int]] = []
+    folders: list[tuple[str, ...]] = [()]
+    while folders:
+        parents, entries = folders.pop(), list[os.DirEntry[str]]()
+        with suppress(OSError), os.scandir(os.path.join(root, *parents)) as opened:
+            entries = list(opened)
+        for entry in entries:
+            parts = (*parents, entry.name)
+            # _sysconfigdata and config-* depend on the build of this Python.
+            if entry.is_dir(follow_symlinks=False):
+                if entry.name not in STDLIB_LEFT_OUT and not entry.name.startswith("config-"):
+                    folders.append(parts)
+            elif _is_source(entry.name) and entry.is_file():
+                size = entry.stat().st_size
+                found += [(parts, size)] if size >= STDLIB_SMALLEST_BYTES else []
+    found.sort()
+    files = tuple(Path(root, *parts) for parts, _ in found)
     if not files:
         raise DataError(
             f"this Python has no sources in {root}, so there is no corpus {PYTHON_STDLIB!r}: "
             "name text files with data.corpus"
         )
     python = f"{platform.python_implementation()} {platform.python_version()}"
-    sizes = [("/".join(path.relative_to(root).parts), path.stat().st_size) for path in files]
-    return Corpus(
-        tuple(files), PYTHON_STDLIB, [PYTHON_STDLIB, python, sizes], lenient=frozenset(files)
-    )
+    sizes = [("/".join(parts), size) for parts, size in found]
+    return Corpus(files, PYTHON_STDLIB, [PYTHON_STDLIB, python, sizes], lenient=frozenset(files))

@@ -3,19 +3,24 @@
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pipemega.config import Config
 from pipemega.config.data import DataSection
-from pipemega.data import tiktoken_tokenizer
 from pipemega.data.corpus import Corpus, find_corpus
 from pipemega.data.file_cache import digest_of, user_cache_folder
 from pipemega.data.finetuning.record_files import find_records
-from pipemega.data.indexed import IndexedDataset, files_of, prefix_of
-from pipemega.data.load_tokenizer import load_tokenizer, tokenizer_paths
-from pipemega.data.prepare import read_manifest, tokenizer_of
+from pipemega.data.prepared_files import files_of, prefix_of, read_manifest, tokenizer_of
 from pipemega.data.tokenizer import UNKNOWN_EOD, Tokenizer
+from pipemega.deferred_import import deferred
 from pipemega.errors import DataError, PipemegaError
+
+if TYPE_CHECKING:
+    from pipemega.data import indexed, load_tokenizer, tiktoken_tokenizer
+else:
+    indexed = deferred("pipemega.data.indexed")
+    load_tokenizer = deferred("pipemega.data.load_tokenizer")
+    tiktoken_tokenizer = deferred("pipemega.data.tiktoken_tokenizer")
 
 
 class DataInput(NamedTuple):
@@ -52,7 +57,7 @@ def data_inputs(section: DataSection) -> Iterator[DataInput]:
         yield _file("data.chat_template", section.chat_template)
     if section.tokenizer is not None:
         try:
-            size = len(load_tokenizer(section.tokenizer, section.eod_id).to_json())
+            size = len(load_tokenizer.load_tokenizer(section.tokenizer, section.eod_id).to_json())
             yield DataInput("data.tokenizer", section.tokenizer, size)
         except PipemegaError as error:
             yield DataInput("data.tokenizer", section.tokenizer, error=f"data.tokenizer: {error}")
@@ -99,7 +104,7 @@ def _token_files(key: str, name: str) -> DataInput:
             error += "; give several prefixes as a list"
         return DataInput(key, name, error=error)
     try:
-        tokens = IndexedDataset(name).num_tokens
+        tokens = indexed.IndexedDataset(name).num_tokens
     except DataError as error:
         return DataInput(key, name, error=f"{key} {name!r}: {error}")
     size = sum(path.stat().st_size for path in files)
@@ -119,7 +124,7 @@ def corpus_prefix(section: DataSection) -> tuple[Corpus, Path]:
     """
     assert section.corpus, "checked by the caller"
     corpus = find_corpus(section.corpus)
-    given = None if section.tokenizer is None else load_tokenizer(section.tokenizer)
+    given = None if section.tokenizer is None else load_tokenizer.load_tokenizer(section.tokenizer)
     tokenizer = section.vocab_size if given is None else given.digest()
     made_of = {"corpus": corpus.identity, "tokenizer": tokenizer}
     if section.eod_id is not None:  # files without the key are those of earlier versions
@@ -147,7 +152,7 @@ def find_tokenizer(
         return None
     if eod is None and manifests[0] is not None:
         eod = manifests[0].eod
-    tokenizer = load_tokenizer(path, eod)
+    tokenizer = load_tokenizer.load_tokenizer(path, eod)
     digest = tokenizer.digest()
     for prefix, manifest in zip(prefixes, manifests, strict=True):
         if manifest is not None and manifest.tokenizer_digest != digest:
@@ -177,7 +182,7 @@ def run_tokenizer(config: Config) -> tuple[str, Tokenizer] | None:
             return named or str(tokenizer_of(prefixes[0])), found
     if named is None and config.model is not None:
         named = config.model.default_tokenizer()
-    return None if named is None else (named, load_tokenizer(named, section.eod_id))
+    return None if named is None else (named, load_tokenizer.load_tokenizer(named, section.eod_id))
 
 
 def errors_of_eod(section: DataSection, vocab_size: int | None) -> Iterator[str]:
@@ -233,8 +238,9 @@ def known_vocabulary(section: DataSection) -> Vocabulary | None:
         _, prefix = corpus_prefix(section)
     except DataError:  # the corpus is missing; `data_inputs` reports it
         prefix = None
-    if prefix is not None and read_manifest(prefix) is not None and tokenizer_of(prefix).is_file():
-        return _vocabulary_of(tokenizer_of(prefix))
+    prepared = None if prefix is None else read_manifest(prefix)
+    if prefix is not None and prepared is not None and tokenizer_of(prefix).is_file():
+        return Vocabulary(prepared.vocab_size, f"tokenizer {tokenizer_of(prefix)}")
     return Vocabulary(
         section.vocab_size,
         "data.vocab_size; the tokenizer is trained when the run starts, and a small corpus gives "
@@ -245,8 +251,8 @@ def known_vocabulary(section: DataSection) -> Vocabulary | None:
 
 def _exists(tokenizer: str) -> bool:
     is_named = tokenizer.startswith(tiktoken_tokenizer.PREFIX)
-    return is_named or all(path.exists() for path in tokenizer_paths(tokenizer))
+    return is_named or all(path.exists() for path in load_tokenizer.tokenizer_paths(tokenizer))
 
 
 def _vocabulary_of(path: str | Path) -> Vocabulary:
-    return Vocabulary(load_tokenizer(path).vocab_size, f"tokenizer {path}")
+    return Vocabulary(load_tokenizer.load_tokenizer(path).vocab_size, f"tokenizer {path}")

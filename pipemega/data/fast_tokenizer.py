@@ -5,15 +5,20 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import numpy.typing as npt
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pipemega.data.tokenizer import EOD, Tokenizer
+from pipemega.deferred_import import deferred
 from pipemega.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    np = deferred("numpy")
 
 # Every byte, and the end of a document.
 SMALLEST_VOCABULARY = 257
@@ -109,7 +114,7 @@ class FastTokenizer(Tokenizer):
     def encode_example(self, text: str) -> list[int]:
         return list(self._with_special_tokens.encode(text).ids)
 
-    def encode_batch(self, texts: Sequence[str]) -> Iterator[npt.NDArray[np.int64]]:
+    def encode_batch(self, texts: Sequence[str]) -> "Iterator[npt.NDArray[np.int64]]":
         """Yield the ids of each text; the package encodes in parallel threads."""
         for encoding in _batch_encoder(self._inner)(list(texts), add_special_tokens=False):
             yield np.array(encoding.ids, dtype=np.int64)

@@ -14,18 +14,24 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
+from pipemega.deferred_import import deferred
 from pipemega.errors import DataError
 from pipemega.storage.filesystem import LocalStorage, fsync_path
 from pipemega.storage.heartbeat_lock import HeartbeatLock, LockObserver
 
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    Array = npt.NDArray[np.generic]
+else:
+    np = deferred("numpy")
+    Array = Any
+
 T = TypeVar("T")
 Say = Callable[[str], None]
-Array = npt.NDArray[np.generic]
 
 HEARTBEAT_SECONDS = 1.0
 # A builder may hold the GIL for a while (numpy's shuffle does) and then sends no heartbeat. A

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from pipemega.data.file_cache import atomic_path
 from pipemega.data.mapped_files import Mappings, TokenFile
+from pipemega.data.prepared_files import files_of, prefix_of
 from pipemega.errors import DataError
 
 Tokens = npt.NDArray[np.generic]
@@ -40,17 +41,6 @@ FINGERPRINT_BYTES = 1 << 20
 def smallest_dtype(vocab_size: int) -> np.dtype[np.generic]:
     """Return the dtype in which Megatron stores tokens of this vocabulary: uint16 or int32."""
     return np.dtype("uint16" if vocab_size < UINT16_VOCABULARY else "int32")
-
-
-def prefix_of(path: str | Path) -> Path:
-    """Return the prefix of a pair of files; `path` may also name one of the two files."""
-    path = Path(path).expanduser()
-    return path.with_suffix("") if path.suffix in (".bin", ".idx") else path
-
-
-def files_of(prefix: Path) -> tuple[Path, Path]:
-    """Return (PREFIX.bin, PREFIX.idx)."""
-    return prefix.with_name(prefix.name + ".bin"), prefix.with_name(prefix.name + ".idx")
 
 
 class IndexedDataset:

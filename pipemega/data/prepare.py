@@ -25,8 +25,16 @@ from tqdm import tqdm
 from pipemega.data.corpus import Corpus, Skipped, find_corpus
 from pipemega.data.fast_tokenizer import FastTokenizer
 from pipemega.data.file_cache import Say, atomic_path, build_once, digest_of
-from pipemega.data.indexed import IndexedDataset, IndexedWriter, files_of, prefix_of, smallest_dtype
+from pipemega.data.indexed import IndexedDataset, IndexedWriter, smallest_dtype
 from pipemega.data.load_tokenizer import load_tokenizer
+from pipemega.data.prepared_files import (
+    Prepared,
+    files_of,
+    manifest_of,
+    prefix_of,
+    read_manifest,
+    tokenizer_of,
+)
 from pipemega.data.tokenizer import EOD, Tokenizer
 from pipemega.errors import DataError
 
@@ -42,62 +50,10 @@ Chunk = tuple[list[str], int]
 Encoded = tuple[npt.NDArray[np.generic], npt.NDArray[np.int32]]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The manifest of prepared files: their source and their content.
-
-    Attributes:
-        made_of: digest of corpus, tokenizer and settings.
-        corpus: name of the corpus.
-        vocab_size: vocabulary size of the tokenizer.
-        eod: end-of-document id, or None.
-        append_eod: whether each document ends with it.
-        documents, tokens: their numbers.
-        dtype: dtype of the tokens.
-        tokenizer_digest: digest of PREFIX.tokenizer.json.
-    """
-
-    made_of: str
-    corpus: str
-    vocab_size: int
-    eod: int | None
-    append_eod: bool
-    documents: int
-    tokens: int
-    dtype: str
-    tokenizer_digest: str
-
-    def describe(self) -> str:
-        """Return a one-line description."""
-        return (
-            f"{self.documents:,} documents, {self.tokens:,} tokens ({self.dtype}), "
-            f"vocabulary {self.vocab_size:,}"
-        )
-
-
-def manifest_of(prefix: Path) -> Path:
-    """Return the path of the manifest of `prefix`."""
-    return prefix.with_name(prefix.name + ".manifest.json")
-
-
-def tokenizer_of(prefix: Path) -> Path:
-    """Return the path of the tokenizer of `prefix`."""
-    return prefix.with_name(prefix.name + ".tokenizer.json")
-
-
-def read_manifest(prefix: str | Path) -> Prepared | None:
-    """Return the manifest of `prefix`; None if it does not exist, as for files by Megatron.
-
-    Raises:
-        DataError: the manifest is damaged.
-    """
-    path = manifest_of(prefix_of(prefix))
-    try:
-        return Prepared(**json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise DataError(f"{path} is damaged ({error}); remove it and prepare again") from error
+def _file_id(path: Path) -> tuple[int, int]:
+    """Return what two paths of one file have in common."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 @dataclass(frozen=True)
@@ -198,7 +154,8 @@ class _Job:
 
     def refuse_overwriting(self) -> None:
         outputs = *files_of(self.prefix), manifest_of(self.prefix), tokenizer_of(self.prefix)
-        both = {path.resolve() for path in outputs} & {path.resolve() for path in self.corpus.files}
+        existing = {_file_id(path): path for path in outputs if path.exists()}
+        both = [existing[one] for one in map(_file_id, self.corpus.files) if one in existing]
         if both:
             raise DataError(
                 f"the output would overwrite the input {min(both)}: choose another prefix"

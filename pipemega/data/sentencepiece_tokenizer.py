@@ -4,13 +4,17 @@ import base64
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from typing import TYPE_CHECKING, Any
 
 from pipemega.data.tokenizer import EOD, Tokenizer
+from pipemega.deferred_import import deferred
 from pipemega.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    np = deferred("numpy")
 
 KIND = "sentencepiece"
 
@@ -62,7 +66,7 @@ class SentencePieceTokenizer(Tokenizer):
         # A .model does not say whether its model expects the token that begins a sequence.
         return self.encode(text)
 
-    def encode_batch(self, texts: Sequence[str]) -> Iterator[npt.NDArray[np.int64]]:
+    def encode_batch(self, texts: Sequence[str]) -> "Iterator[npt.NDArray[np.int64]]":
         for ids in self._inner.encode(list(texts)):
             yield np.array(ids, dtype=np.int64)
 

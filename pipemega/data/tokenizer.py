@@ -3,11 +3,16 @@
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
+from pipemega.deferred_import import deferred
 from pipemega.errors import DataError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+else:
+    np = deferred("numpy")
 
 EOD = "<|endoftext|>"
 
@@ -57,7 +62,7 @@ class Tokenizer(ABC):
         """Return the ids of each text, as `encode_example`."""
         return [self.encode_example(text) for text in texts]
 
-    def encode_batch(self, texts: Sequence[str]) -> Iterator[npt.NDArray[np.int64]]:
+    def encode_batch(self, texts: Sequence[str]) -> "Iterator[npt.NDArray[np.int64]]":
         """Yield the ids of each text, as `encode`."""
         for text in texts:
             yield np.array(self.encode(text), dtype=np.int64)

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipemega.checkpoint.dcp_storage import TensorIndex
 from pipemega.checkpoint.open_path import open_path
 from pipemega.checkpoint.save_load import CheckpointReader
+from pipemega.checkpoint.shards import TensorIndex
 from pipemega.config.lora import LoraSection
 from pipemega.config.model import GPTSection
 from pipemega.errors import CheckpointError

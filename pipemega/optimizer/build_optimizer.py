@@ -10,6 +10,7 @@ from pipemega.config.optimizer import PARAMS, AdamParams, OptimizerParams
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
+from pipemega.optimizer.eager_torch import build_eagerly
 from pipemega.optimizer.lamb import Lamb
 
 # Any: each class has another constructor.
@@ -57,10 +58,9 @@ def build_optimizer(
     if kind not in (kernels.adam, Lamb) and not chosen_by_user:
         arguments |= kernels.optimizer_arguments(kind, tensors)
     try:
-        optimizer: Optimizer = kind([dict(group) for group in groups], **arguments)
+        return build_eagerly(kind, groups, arguments)
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(f"optimizer.params: {type_name} rejects them: {error}") from error
-    return optimizer
 
 
 def _check_unsharded(type_name: str, tensor: Axis, shard_axis: Axis | None) -> None:

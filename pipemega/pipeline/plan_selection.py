@@ -10,17 +10,11 @@ a name          the schedule of that name
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pipemega.config.pipeline import CostsSection, PipelineSection, PlanFile
+from pipemega.deferred_import import deferred
 from pipemega.errors import ConfigError, ScheduleError
-from pipemega.pipeline.autoschedule import (
-    AutoPlan,
-    Placement,
-    chunk_counts,
-    find_plan,
-    limit_of_1f1b,
-    placements_of_stage_costs,
-)
 from pipemega.pipeline.plan.channels import MessageOrder
 from pipemega.pipeline.plan.costs import CostModel, VocabularyCosts
 from pipemega.pipeline.plan.instructions import Kind, Plan
@@ -29,6 +23,11 @@ from pipemega.pipeline.plan.validate import validate_messages
 from pipemega.pipeline.schedules import build_plan, forward_only
 from pipemega.pipeline.schedules.placement import loop, v
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
+
+if TYPE_CHECKING:
+    from pipemega.pipeline import autoschedule
+else:
+    autoschedule = deferred("pipemega.pipeline.autoschedule")
 
 
 def plan_is_provisional(section: PipelineSection, pp_size: int, given: Plan | None = None) -> bool:
@@ -184,7 +183,7 @@ def plan_of_size(section: PipelineSection, full: Plan, num_microbatches: int) ->
             return plan
         # Schedule `auto` has chosen other stages for the full steps.
         equal = (1.0,) * stages
-        placement = Placement(full.rank_of_stage, CostModel(equal, equal, equal))
+        placement = autoschedule.Placement(full.rank_of_stage, CostModel(equal, equal, equal))
         return best_plan([placement], num_microbatches, "auto").plan
     except (ConfigError, ScheduleError) as error:
         raise type(error)(
@@ -193,8 +192,8 @@ def plan_of_size(section: PipelineSection, full: Plan, num_microbatches: int) ->
 
 
 def best_plan(
-    placements: Sequence[Placement], num_microbatches: int, memory_limit: float | str
-) -> AutoPlan:
+    placements: "Sequence[autoschedule.Placement]", num_microbatches: int, memory_limit: float | str
+) -> "autoschedule.AutoPlan":
     """Return the plan with the shortest makespan on one of `placements` within the memory limit.
 
     Args:
@@ -204,13 +203,15 @@ def best_plan(
         ScheduleError: no plan fits the limit; names the smallest limit that fits.
     """
     if not isinstance(memory_limit, str):
-        return find_plan(placements, num_microbatches, memory_limit)
-    return find_plan(placements, num_microbatches, limit_of_1f1b(placements, num_microbatches))
+        return autoschedule.find_plan(placements, num_microbatches, memory_limit)
+    return autoschedule.find_plan(
+        placements, num_microbatches, autoschedule.limit_of_1f1b(placements, num_microbatches)
+    )
 
 
 def _placements(
     section: PipelineSection, costs: CostsSection, pp_size: int, num_layers: int
-) -> list[Placement]:
+) -> "list[autoschedule.Placement]":
     """Return the placements to search, with the costs of their stages."""
     if (stages := costs.num_stages) is not None:
         if stages % pp_size or section.stages_per_rank not in (None, stages // pp_size):
@@ -220,15 +221,15 @@ def _placements(
                 f"pipeline.costs has {stages} numbers for each step, and the stages are "
                 f"mesh.pipeline ({pp_size}){times}: write one number for each stage"
             )
-        return placements_of_stage_costs(pp_size, _per_stage(costs, [1.0] * stages))
+        return autoschedule.placements_of_stage_costs(pp_size, _per_stage(costs, [1.0] * stages))
     found = []
     chunks = section.stages_per_rank
-    for count in (chunks,) if chunks else chunk_counts(pp_size, num_layers):
+    for count in (chunks,) if chunks else autoschedule.chunk_counts(pp_size, num_layers):
         if pp_size * count > max(num_layers, pp_size):
             continue
         share = [1.0 / count] * (pp_size * count)
         for place in dict.fromkeys((loop(pp_size, count), v(pp_size, count))):
-            found.append(Placement(place, _per_stage(costs, share)))
+            found.append(autoschedule.Placement(place, _per_stage(costs, share)))
     if not found:
         raise ConfigError(
             f"mesh.pipeline ({pp_size}) * pipeline.chunks ({section.stages_per_rank}) = "

@@ -118,10 +118,18 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
                 validated(lower(smaller), config.pipeline, order)
         return ()
 
+    listed: list[RunFile] = []
+
+    def file_errors(key: str, config: Config) -> Iterator[str]:
+        # Listed once, for all keys: a corpus may have many files.
+        if not listed:
+            listed.extend(_run_files(config))
+        yield from (found.error for found in listed if found.key == key and found.error)
+
     # A rule runs only if those before it found no error in its keys.
     return (
         Rule(("model.path", "model"), _model_file_errors),
-        *(Rule((key,), partial(_file_errors, key)) for key in _FILE_KEYS),
+        *(Rule((key,), partial(file_errors, key)) for key in _FILE_KEYS),
         Rule(("mesh.data", "mesh.tensor", "mesh.pipeline"), ranks),
         Rule(_SIZES, batch),
         Rule((RAMPUP, "training.train_samples", *_SIZES), growing_batch),
@@ -146,10 +154,6 @@ def _eod_is_known(config: Config) -> Iterator[str]:
     # The vocabulary of a Hugging Face model is not read here.
     size = config.model.vocabulary() if isinstance(config.model, GPTSection) else None
     yield from errors_of_eod(config.data, size if isinstance(size, int) else None)
-
-
-def _file_errors(key: str, config: Config) -> Iterator[str]:
-    yield from (found.error for found in _run_files(config) if found.key == key and found.error)
 
 
 def _model_file_errors(config: Config) -> Iterator[str]:

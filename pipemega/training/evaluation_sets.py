@@ -13,8 +13,8 @@ from pipemega.config import Config, load
 from pipemega.config.data import PATH_KEYS, RECORD_KEYS, DataSection
 from pipemega.data.build_datasets import DataRequest, build_datasets
 from pipemega.data.data_files import check_data_inputs
-from pipemega.data.indexed import files_of, prefix_of
 from pipemega.data.loader import is_map_style
+from pipemega.data.prepared_files import files_of, prefix_of
 from pipemega.errors import ConfigError, DataError, short_cause
 from pipemega.training.prompts import model_tokenizer
 

@@ -17,6 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "pipemega"
 
 # From low to high. A nested package that has a line of its own does not belong to its parent's.
 LAYERS = [
+    "deferred_import",
     "version",
     "errors",
     "printing",
@@ -55,7 +56,8 @@ LAYERS = [
     "__main__",
 ]
 LEAF_MODULES = {
-    "version", "errors", "printing", "random", "kernels", "host_memory", "parameters",
+    "deferred_import", "version", "errors", "printing", "random", "kernels", "host_memory",
+    "parameters",
 }  # fmt: skip
 # Every package up to `compat/megatron` runs without torch, and so do these.
 NO_TORCH_LAYERS = LAYERS[: LAYERS.index("compat/megatron") + 1]

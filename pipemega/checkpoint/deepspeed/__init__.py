@@ -12,11 +12,16 @@ weights_loading.py    loads the weights into the model of a run
 deepspeed_import.py   writes the weights as a checkpoint of pipemega
 """
 
-from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
-from pipemega.checkpoint.deepspeed.deepspeed_import import ImportOptions, import_deepspeed
-from pipemega.checkpoint.deepspeed.deepspeed_weights import DeepSpeedWeights, ReadOptions
-from pipemega.checkpoint.deepspeed.import_names import NameRules
-from pipemega.checkpoint.deepspeed.weights_loading import load_deepspeed
+from typing import TYPE_CHECKING
+
+from pipemega.deferred_import import names_of
+
+if TYPE_CHECKING:
+    from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
+    from pipemega.checkpoint.deepspeed.deepspeed_import import ImportOptions, import_deepspeed
+    from pipemega.checkpoint.deepspeed.deepspeed_weights import DeepSpeedWeights, ReadOptions
+    from pipemega.checkpoint.deepspeed.import_names import NameRules
+    from pipemega.checkpoint.deepspeed.weights_loading import load_deepspeed
 
 __all__ = [
     "DeepSpeedWeights",
@@ -27,3 +32,17 @@ __all__ = [
     "import_deepspeed",
     "load_deepspeed",
 ]
+
+_FOLDER = "pipemega.checkpoint.deepspeed"
+# Imported on first use: most runs load no checkpoint of DeepSpeed.
+__getattr__ = names_of(
+    {
+        "DeepSpeedWeights": f"{_FOLDER}.deepspeed_weights",
+        "ImportOptions": f"{_FOLDER}.deepspeed_import",
+        "NameRules": f"{_FOLDER}.import_names",
+        "ReadOptions": f"{_FOLDER}.deepspeed_weights",
+        "find_deepspeed": f"{_FOLDER}.deepspeed_folder",
+        "import_deepspeed": f"{_FOLDER}.deepspeed_import",
+        "load_deepspeed": f"{_FOLDER}.weights_loading",
+    }
+)

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from pipemega.checkpoint.shards import (
     LARGEST_CHUNK,
@@ -113,14 +112,13 @@ class StoredTensor:
             for start in range(0, len(values), rows) if values.dim() else (0,):
                 part = values[start : start + rows] if values.dim() else values
                 at = torch.Size((offsets[0] + start, *offsets[1:]) if offsets else ())
-                chunks[at] = (ChunkStorageMetadata(at, part.shape), part)
+                chunks[at] = part
         return OutgoingShard(torch.Size(self.shape), chunks)
 
     @torch.no_grad()
     def copy_into(self, shard: TensorShard) -> None:
         """Fill this rank's shard of the tensor."""
-        for chunk, into in shard.incoming.values():
-            wanted = tuple(chunk.offsets)
+        for wanted, into in shard.incoming.items():
             for offsets, values in self.pieces:
                 low = [max(pair) for pair in zip(wanted, offsets, strict=True)]
                 ends = zip(wanted, into.shape, offsets, values.shape, strict=True)

@@ -94,14 +94,14 @@ def test_shards_with_spans_write_the_logical_tensor_once_and_read_their_part_bac
         for start, stop in spans:
             flat = local.reshape(-1)[start:stop].clone()
             sharded = TensorShard(flat, shard, (start, stop), shape, (start, stop))
-            for chunk, part in sharded.outgoing.chunks.values():
-                at = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            for offsets, part in sharded.outgoing.chunks.items():
+                at = tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))
                 written[at] = part
                 times[at] += 1
             read = torch.zeros(stop - start)
             into = TensorShard(read, shard, (0, 0), shape, (start, stop))
-            for chunk, part in into.incoming.values():
-                at = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+            for offsets, part in into.incoming.items():
+                at = tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))
                 part.copy_(whole[at])
             # The rest of the local tensor is padding: zeros, in none of the chunks.
             assert torch.equal(read, flat)
@@ -121,12 +121,10 @@ def test_data_ranks_write_equal_bytes_and_each_element_once(size, monkeypatch):
         }
         assign_writes(held.values(), Axis("data", tuple(range(size)), rank))
         chunks = [
-            (name, chunk)
-            for name, shard in held.items()
-            for chunk in shard.outgoing.chunks.values()
+            (name, chunk) for name, shard in held.items() for chunk in shard.outgoing.chunks.items()
         ]
-        for name, (chunk, part) in chunks:
-            at = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.sizes, strict=True))
+        for name, (offsets, part) in chunks:
+            at = tuple(slice(o, o + s) for o, s in zip(offsets, part.shape, strict=True))
             times[name][at] += 1
             assert part.numel() * 4 <= 64
         bytes_of.append(sum(part.numel() * 4 for _, (_, part) in chunks))
