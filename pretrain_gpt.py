@@ -12,34 +12,30 @@ processes train on the CPU.
 import argparse
 
 import pipemega
-from pipemega.training.pretrain import (
-    ScriptParser,
-    flops_per_token,
-    load_datasets,
-    print_results,
-    sample_texts,
-)
+from pipemega import pretrain
 
 
 def main() -> None:
-    parser = ScriptParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = pretrain.ScriptParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     pipemega.add_arguments(parser)
 
     with pipemega.run():
         args = parser.parse_args()
         config = pipemega.load_config(args.config, args.set)
         mesh = pipemega.build_mesh(config)
-        data = load_datasets(config, mesh)
+        data = pretrain.load_datasets(config, mesh)
         model = pipemega.build_model(config, mesh, data.vocab_size)
         engine, *_ = pipemega.initialize(model, config, data.train, mesh=mesh)
         trainer = pipemega.Trainer(
             engine,
             data.valid,
-            flops_per_token=flops_per_token(config, mesh, data.vocab_size),
-            callbacks=sample_texts(engine, data),
+            flops_per_token=pretrain.flops_per_token(config, mesh, data.vocab_size),
+            callbacks=pretrain.sample_texts(engine, data),
         )
         trainer.fit()
-        print_results(trainer, data)
+        pretrain.print_results(trainer, data)
 
 
 if __name__ == "__main__":

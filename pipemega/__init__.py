@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipemega.pipeline.microbatch_loss import WeightedLoss
     from pipemega.pipeline.module import PipelineModule
     from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
-    from pipemega.training import Trainer
+    from pipemega.training import Trainer, pretrain
 
 __all__ = [
     "SPLIT",
@@ -48,6 +48,7 @@ __all__ = [
     "initialize",
     "load_config",
     "module_state_dict",
+    "pretrain",
     "register_model",
     "run",
 ]
@@ -77,6 +78,7 @@ _MODULE_AND_NAME = {
     "initialize": ("pipemega.engine.initialize", "initialize"),
     "load_config": ("pipemega.config", "load"),
     "module_state_dict": ("pipemega.engine.module_state", "module_state_dict"),
+    "pretrain": ("pipemega.training.pretrain", ""),
     "register_model": ("pipemega.config.model_registry", "register_model"),
     "run": ("pipemega.fault_tolerance.run", "run"),
 }
@@ -86,8 +88,9 @@ def __getattr__(name: str) -> Any:
     # Imported on first use: the command line imports this package too and needs no torch.
     if name not in _MODULE_AND_NAME:
         raise AttributeError(f"module 'pipemega' has no attribute {name!r}")
-    module, attribute = _MODULE_AND_NAME[name]
-    return getattr(import_first(module), attribute)
+    path, attribute = _MODULE_AND_NAME[name]
+    module = import_first(path)
+    return getattr(module, attribute) if attribute else module
 
 
 def __dir__() -> list[str]:

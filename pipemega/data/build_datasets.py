@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias, Union
 
 from pipemega.config.data import DataSection
 from pipemega.config.data_paths import TokenFiles
@@ -12,8 +12,6 @@ from pipemega.data.bigram import BigramLoss, bigram_loss
 from pipemega.data.blending import SURPLUS, BlendedDataset, normalized, sizes_of_parts
 from pipemega.data.data_files import corpus_prefix, find_tokenizer, token_prefixes
 from pipemega.data.file_cache import Say, user_cache_folder, writable_folder
-from pipemega.data.finetuning.build_finetuning import Reporting, build_finetuning
-from pipemega.data.finetuning.finetuning_dataset import FineTuningDataset
 from pipemega.data.gpt_dataset import GPTDataset, SampleFormat
 from pipemega.data.indexed import IndexedDataset
 from pipemega.data.mock import MockDataset
@@ -21,9 +19,16 @@ from pipemega.data.prepare import PrepareOptions, prepare
 from pipemega.data.prepared_files import prefix_of
 from pipemega.data.samples import SPLITS, Split, index_folder, split_ranges
 from pipemega.data.tokenizer import Tokenizer
+from pipemega.deferred_import import deferred
 from pipemega.errors import ConfigError, DataError
 
-AnyDataset: TypeAlias = GPTDataset | BlendedDataset | MockDataset | FineTuningDataset
+if TYPE_CHECKING:
+    from pipemega.data.finetuning import build_finetuning as finetuning
+    from pipemega.data.finetuning.finetuning_dataset import FineTuningDataset
+else:
+    finetuning = deferred("pipemega.data.finetuning.build_finetuning")
+
+AnyDataset: TypeAlias = Union[GPTDataset, BlendedDataset, MockDataset, "FineTuningDataset"]
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ def build_datasets(
         DataError: files, tokens or splits are invalid.
     """
     if section.format is not None:
-        return _build_finetuning(section, request, Reporting(say, progress))
+        return _build_finetuning(section, request, finetuning.Reporting(say, progress))
     if not (section.corpus or section.keyed_token_files or section.mock):
         raise ConfigError(
             "the config names no data: set data.corpus (text; 'python-stdlib' needs no download), "
@@ -188,8 +193,10 @@ def _build_mock(section: DataSection, request: DataRequest) -> Datasets:
     )
 
 
-def _build_finetuning(section: DataSection, request: DataRequest, reporting: Reporting) -> Datasets:
-    found = build_finetuning(
+def _build_finetuning(
+    section: DataSection, request: DataRequest, reporting: "finetuning.Reporting"
+) -> Datasets:
+    found = finetuning.build_finetuning(
         section,
         request.samples,
         seq_length=request.seq_length,

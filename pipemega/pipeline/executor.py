@@ -18,6 +18,7 @@ from pipemega.distributed.comm_errors import is_connection_loss
 from pipemega.distributed.device_waits import located_by
 from pipemega.errors import PipelineError
 from pipemega.monitor import MultiTimer
+from pipemega.pipeline.backward_pass import run_backward
 from pipemega.pipeline.buffers import keep_buffers
 from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
 from pipemega.pipeline.execution_state import RankStages as RankStages
@@ -320,7 +321,7 @@ class Executor:
         gradients = self._output_gradients(step)
         state = run.in_flight.pop(key)
         if state.edges:
-            self._run_backward(step, torch.autograd.backward, state.edges, gradients)
+            self._run_backward(step, run_backward, state.edges, gradients)
         if step.stage == 0 and self._vocabulary is not None:
             self._vocabulary.keep_row_gradient(step.microbatch, state.inputs[0].take())
         elif step.stage > 0:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.errors import ConfigError
+from pipemega.pipeline.backward_pass import run_backward
 from pipemega.pipeline.microbatch_loss import weighted_loss
 from pipemega.pipeline.module import BuildOptions, PipelineModule, Stage, build_stages
 from pipemega.pipeline.plan import partition
@@ -93,7 +94,7 @@ def _seconds(layer: Stage, x: Any, labels: Any, loss_fn: Any) -> tuple[float, An
     if loss_fn is not None:
         result = weighted_loss(loss_fn(output, labels)).sum
     roots = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.requires_grad]
-    torch.autograd.backward(roots, [torch.ones_like(t) for t in roots])
+    run_backward(roots, [torch.ones_like(t) for t in roots])
     if roots and roots[0].is_cuda:
         torch.cuda.synchronize()
     return time.perf_counter() - started, output

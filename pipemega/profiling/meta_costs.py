@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipemega.optimizer.gradients import GradientBuffer
+from pipemega.pipeline.backward_pass import run_backward
 from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
 from pipemega.pipeline.microbatch_loss import Loss, weighted_loss
 from pipemega.pipeline.module import RngKey, Stage
@@ -219,7 +220,7 @@ class _StageRun:
         weights = self._weights
         with nullcontext() if weights is None else weights.defer(_MICROBATCH):
             if live.edges:
-                torch.autograd.backward(live.edges, live.gradients)
+                run_backward(live.edges, live.gradients)
         live.edges, live.gradients = [], []
 
     def _weight_half(self) -> None:

@@ -6,15 +6,22 @@ longer than its median, messages arrived late, or a rank was busy with other wor
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
+from pipemega.deferred_import import deferred
 from pipemega.monitor.step_phases import OTHER, PIPELINE, Phase
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.simulate import Timeline, simulate
-from pipemega.pipeline.visualize import Intro, Panel, Table, render
-from pipemega.pipeline.visualize.text import draw_text
 from pipemega.printing import aligned, percent
 from pipemega.profiling.cost_estimation import measured_costs
 from pipemega.profiling.trace import Trace
+
+if TYPE_CHECKING:
+    from pipemega.pipeline import visualize
+    from pipemega.pipeline.visualize import text as text_form
+else:
+    visualize = deferred("pipemega.pipeline.visualize")
+    text_form = deferred("pipemega.pipeline.visualize.text")
 
 _MS, _MIB = 1e3, 2.0**-20
 
@@ -49,17 +56,19 @@ class Comparison:
         """
         name = f"{self.measured.plan.name}, step {self.trace.step}"
         panels = (
-            Panel(self.measured, f"measured: {name}", self.costs, phases=self.phases()),
-            Panel(
+            visualize.Panel(self.measured, f"measured: {name}", self.costs, phases=self.phases()),
+            visualize.Panel(
                 self.predicted,
                 "simulated with the measured costs",
                 self.costs,
                 phases=self.predicted_phases(),
             ),
         )
-        tables = [Table("parts of the step, ms", *self.parts())] if self.trace.phases else []
-        intro = Intro(name, tables=tables)
-        return render(form, panels, unit="ms", memory_unit=self.memory_unit, intro=intro)
+        tables = (
+            [visualize.Table("parts of the step, ms", *self.parts())] if self.trace.phases else []
+        )
+        intro = visualize.Intro(name, tables=tables)
+        return visualize.render(form, panels, unit="ms", memory_unit=self.memory_unit, intro=intro)
 
     def text(self, width: int = 120) -> str:
         """Return both timelines and tables of totals, ranks, stages and waits, as text."""
@@ -67,9 +76,9 @@ class Comparison:
         parts = [
             f"step {step.step}: {plan.name}, {plan.num_ranks} ranks, {plan.num_stages} stages, "
             f"{plan.num_microbatches} micro-batches",
-            f"measured\n{draw_text(self.measured, width, phases=self.phases())}",
+            f"measured\n{text_form.draw_text(self.measured, width, phases=self.phases())}",
             "simulated with the measured costs\n"
-            f"{draw_text(self.predicted, width, phases=self.predicted_phases())}",
+            f"{text_form.draw_text(self.predicted, width, phases=self.predicted_phases())}",
             _table(("", "measured", "simulated"), self._totals()),
             _table(*self._by_rank()),
             *([f"parts of the step, ms\n{_table(*self.parts())}"] if step.phases else []),
