@@ -98,7 +98,9 @@ class TrainingSection(Section):
         "Also decay parameters with one dim, as torch and DeepSpeed do; false: as Megatron-LM.",
     )
     generate_tokens: Whole = own(
-        0, "Tokens to generate after each evaluation, and to print after training; 0: none."
+        0,
+        "Tokens to generate after each evaluation, except that before the first step, and to "
+        "print after training; 0: none.",
     )
     generate_prompt: str = own("", "Prompt of the generated text.")
     generate_temperature: NotNegative = own(

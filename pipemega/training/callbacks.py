@@ -202,7 +202,10 @@ def _learning_rates(trainer: Trainer) -> dict[str, float]:
 
 
 class SampleText(Callback):
-    """Generates a text after each evaluation, and records it.
+    """Generates a text after each evaluation of a trained model, and records it.
+
+    After the evaluation before the first step it generates none: it would delay that step, and
+    the words would be random.
 
     Args:
         generate: returns (prompt, text); called on every rank.
@@ -213,6 +216,8 @@ class SampleText(Callback):
         self._text: tuple[str, str] | None = None
 
     def after_evaluation(self, trainer: Trainer, values: Mapping[str, float]) -> None:
+        if trainer.engine.global_steps == 0:
+            return
         self._text = self._generate()
         trainer.engine.run.add_sample(*self._text)
 

@@ -306,14 +306,27 @@ def test_a_run_of_steps_is_not_evaluated_without_eval_interval() -> None:
     assert [p[0] for p in recorder.points] == ["before_fit", *["after_step"] * 3, "after_fit"]
 
 
-def test_the_shipped_callbacks_record_and_log(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, "pipemega")
+def test_a_sample_text_is_recorded_after_each_epoch() -> None:
     texts = iter(["one", "two"])
     sample = SampleText(lambda: ("once", next(texts)))
     settings = config("run", scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
-    fit(settings, [sample, LRLogger(every=2), Timing()], epochs=2)
+    fit(settings, [sample], epochs=2)
     assert [(r["step"], r["text"]) for r in rows("run", "sample")] == [(4, "one"), (8, "two")]
     assert sample.last_text() == ("once", "two")
+
+
+def test_no_text_is_generated_before_the_first_step() -> None:
+    texts = iter(["one", "two"])
+    settings = config("run", training={"train_steps": 4, "eval_interval": 2})
+    trainer = fit(settings, [SampleText(lambda: ("once", next(texts)))], valid=EASY)
+    assert [e.step for e in trainer.evaluations] == [0, 2, 4]
+    assert [(r["step"], r["text"]) for r in rows("run", "sample")] == [(2, "one"), (4, "two")]
+
+
+def test_rates_and_times_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "pipemega")
+    settings = config("run", scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 4}})
+    fit(settings, [LRLogger(every=2), Timing()], epochs=2)
     scalars = [row for row in rows("run", "scalars") if "train/lr_group0" in row["values"]]
     rates = {row["step"]: row["lr"] for row in rows("run", "train")}
     assert {r["step"]: r["values"]["train/lr_group0"] for r in scalars} == {

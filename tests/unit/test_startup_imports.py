@@ -1,0 +1,74 @@
+"""What a training process imports before its first step."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# Each takes 0.05 to 0.5 s, and an ordinary run needs none of them before its first step.
+NOT_IMPORTED = (
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch.fx.experimental.symbolic_shapes",
+    "sympy",
+    "transformers",
+    "peft",
+    "safetensors",
+    "wandb",
+    "tensorboard",
+    "matplotlib",
+    "pandas",
+    "pipemega.checkpoint.dcp_storage",
+    "pipemega.data.finetuning.build_finetuning",
+    "pipemega.pipeline.visualize",
+)
+# A step with gradient clipping and AdamW, on one pipeline rank.
+STEP = f"""
+import gc, sys
+import pipemega
+from pipemega import pretrain
+assert "torch" in sys.modules and gc.isenabled() and gc.get_freeze_count() > 100_000
+import torch
+from pipemega import LayerSpec, PipelineModule
+layers = [LayerSpec(torch.nn.Linear, 2, 2), LayerSpec(torch.nn.Linear, 2, 2)]
+engine, *_ = pipemega.initialize(
+    PipelineModule(layers, torch.nn.functional.mse_loss),
+    {{
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {{"type": "AdamW", "params": {{"lr": 0.1}}}},
+        "mesh": {{"device": "cpu"}},
+    }},
+)
+engine.train_batch(batch=(torch.ones(4, 2), torch.zeros(4, 2)))
+assert type(engine.optimizer).step is not None and engine.global_steps == 1
+print([name for name in {NOT_IMPORTED} if name in sys.modules])
+"""
+
+
+def output_of(code: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return result.stdout.strip().splitlines()[-1]
+
+
+def test_a_run_imports_no_compiler_and_no_checkpoint_format_before_its_first_step() -> None:
+    assert output_of(STEP) == "[]"
+
+
+def test_pipemega_check_imports_neither_torch_nor_numpy() -> None:
+    code = (
+        "import sys; from pipemega.cli import main; main(['check', 'configs/quickstart.json'])\n"
+        "print([n for n in ('torch', 'numpy', 'tokenizers', 'tqdm') if n in sys.modules])"
+    )
+    assert output_of(code) == "[]"
