@@ -5,7 +5,6 @@ has the same cut in `pipemega plan` on a laptop and in every run. Only ratios of
 matter, so a faster device of the same kind needs no other table.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,24 +20,28 @@ class KernelRates:
     """Rates that kernels of common sizes reach.
 
     Args:
-        flops: FLOP/s of matrix products.
+        products: FLOP/s of matrix products.
+        attention: FLOP/s of fused attention; a causal one has half of the FLOPs.
         bandwidth: bytes/s that all other work reads and writes.
         launch: seconds of a kernel without work.
     """
 
-    flops: float
+    products: float
+    attention: float
     bandwidth: float
     launch: float
 
-    def seconds(self, flops: float, size: float) -> float:
-        """Return the seconds of a kernel with `flops` that reads and writes `size` bytes."""
-        return max(flops / self.flops, size / self.bandwidth) + self.launch
+    def seconds(self, func: Any, flops: float, size: float) -> float:
+        """Return the seconds of operation `func` with `flops` that moves `size` bytes."""
+        rate = self.attention if "attention" in func._schema.name else self.products
+        return max(flops / rate, size / self.bandwidth) + self.launch
 
 
-# Measured on one core of an AMD EPYC; fp32 and fp64 runs are CPU runs.
-_FULL: Final = KernelRates(flops=50e9, bandwidth=8e9, launch=5e-6)
-# What kernels of an H100 reach: 50 % of its FLOP/s, 75 % of its bandwidth.
-_HALF: Final = KernelRates(flops=500e12, bandwidth=2.5e12, launch=4e-6)
+# Measured on one of two busy cores of an AMD EPYC, by benchmarks/pipeline_cpu; fp32 and fp64 runs
+# are taken for CPU runs. The attention of the CPU computes the masked half too.
+_FULL: Final = KernelRates(products=115e9, attention=22e9, bandwidth=16e9, launch=4e-6)
+# What kernels of an H100 reach in bf16: about half of its FLOP/s, 3/4 of its bandwidth.
+_HALF: Final = KernelRates(products=500e12, attention=300e12, bandwidth=2.5e12, launch=4e-6)
 
 
 def rates_for(dtype: str | None) -> KernelRates:
@@ -57,10 +60,20 @@ def runs_kernel(func: Any) -> bool:
     return not func.is_view and func._overloadpacket not in _NO_KERNEL
 
 
-def bytes_moved(*trees: Any) -> int:
-    """Return the bytes of all tensors in arguments and results: what a kernel reads and writes."""
-    return sum(_sizes(pytree.tree_leaves(trees)))
+# They read some rows of their first tensor, or add to some rows of it: as many bytes as their other
+# tensors have, or their result.
+_SPARSE = frozenset((_aten.embedding, _aten.index_select, _aten.gather, _aten.index))
+_SPARSE_IN_PLACE = frozenset((_aten.index_add_, _aten.index_put_, _aten.scatter_add_))
 
 
-def _sizes(leaves: Iterable[Any]) -> Iterable[int]:
-    return (leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))
+def bytes_moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the bytes that an operation reads and writes: its arguments and results."""
+    if func._overloadpacket in _SPARSE:
+        return _bytes(args[1:], kwargs) + 2 * _bytes(result)
+    if func._overloadpacket in _SPARSE_IN_PLACE:
+        return 3 * _bytes(args[1:], kwargs)
+    return _bytes(args, kwargs, result)
+
+
+def _bytes(*trees: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(trees) if isinstance(leaf, Tensor))

@@ -75,7 +75,9 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = operation_flops(func, args, kwargs, result)
         self.flops += flops
         if self._rates is not None and runs_kernel(func):
-            self.seconds += self._rates.seconds(flops, bytes_moved(args, kwargs, result))
+            self.seconds += self._rates.seconds(
+                func, flops, bytes_moved(func, args, kwargs, result)
+            )
         return result
 
     def _track(self, storage: torch.UntypedStorage, counted: bool) -> None:
