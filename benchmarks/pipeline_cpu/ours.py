@@ -12,11 +12,17 @@ import pipemega
 from benchmarks.pipeline_cpu.cut import blocks_before
 from benchmarks.pipeline_cpu.model import Sizes, initial_state, micro_batches
 from benchmarks.pipeline_cpu.peers import Place
+from pipemega.config import load
+from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.engine.schedule_tuner import TIMED, WARM_UP
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.module import Stage
 from pipemega.pipeline.schedules import AUTO, build_plan
+from pipemega.planning.meta_model import MetaModel
+from pipemega.planning.model_source import Sample
+from pipemega.planning.prediction import predict
+from pipemega.planning.rates import Rates
 
 # Names of pipemega -> names of the other systems, within a block.
 _BLOCK = {
@@ -29,23 +35,36 @@ _BLOCK = {
 }
 
 
-def train(sizes: Sizes, place: Place, schedule: str) -> Callable[[int], float | None]:
-    """Build the engine with a schedule and the same stage bounds as the other systems.
+# Suffixes of a schedule: the stage bounds of the other systems; the memory of another schedule.
+HAND, BYTES = "@hand-cut", "-bytes"
 
-    For schedule "auto", with one stage per rank, a first engine measures the stages and stores its
-    plan in the cache; the returned engine starts with that plan.
+
+def train(sizes: Sizes, place: Place, system: str) -> Callable[[int], float | None]:
+    """Build the engine of `SCHEDULE`, `SCHEDULE@hand-cut` or `auto@OTHER-bytes`.
+
+    The first has no key about stages in its config, as a user starts. The last has the limit
+    pipeline.memory_limit: what schedule OTHER holds on its fullest rank, by plan.
+
+    For schedule "auto" a first engine measures the stages and stores their costs in the cache; the
+    returned engine starts with the plan for these costs.
     """
     logging.getLogger("pipemega").setLevel(logging.WARNING)
+    schedule, _, option = system.partition("@")
+    pipeline: dict[str, Any] = {"schedule": schedule}
+    if system.endswith(HAND):
+        pipeline["partition"] = _hand_cut(sizes, place, schedule)
+    elif option.endswith(BYTES):
+        pipeline["memory_limit"] = _held_by(sizes, place, option.removesuffix(BYTES))
     if schedule != AUTO:
-        return _step(_engine(sizes, place, schedule), sizes)
+        return _step(_engine(sizes, place, pipeline), sizes)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder if place.rank == 0 else os.devnull
-        measure = _step(_engine(sizes, place, schedule), sizes)
+        measure = _step(_engine(sizes, place, pipeline), sizes)
         for number in range(WARM_UP + TIMED):
             measure(number)
         # Free it before memory is measured.
         del measure
-        engine = _engine(sizes, place, schedule)
+        engine = _engine(sizes, place, pipeline)
     return _step(engine, sizes)
 
 
@@ -56,16 +75,27 @@ def _step(engine: Engine, sizes: Sizes) -> Callable[[int], float | None]:
     return step
 
 
-def _engine(sizes: Sizes, place: Place, schedule: str) -> Engine:
-    model = "1f1b" if schedule == AUTO else schedule
-    plan = build_plan(model, place.world_size, sizes.num_microbatches)
+def _hand_cut(sizes: Sizes, place: Place, schedule: str) -> list[int]:
+    """Return the stage bounds of the other systems for a schedule."""
+    plan = build_plan(schedule, place.world_size, sizes.num_microbatches)
     blocks = blocks_before(sizes, plan.rank_of_stage, place.split)
     # Their layer 0 is two layers here, tokens and positions; their last is norm and head.
-    bounds = [0, *(2 + count for count in blocks[1:-1]), sizes.layers + 4]
-    pipeline: dict[str, Any] = {"schedule": schedule, "partition": bounds}
-    if schedule == AUTO:
-        pipeline["chunks"] = 1
-    config = {
+    return [0, *(2 + count for count in blocks[1:-1]), sizes.layers + 4]
+
+
+def _held_by(sizes: Sizes, place: Place, schedule: str) -> float:
+    """Return the bytes of activations that a schedule holds on its fullest rank, by plan."""
+    config = load(_config(sizes, place, {"schedule": schedule}))
+    tokens = torch.empty(sizes.micro_batch, sizes.seq, dtype=torch.int64)
+    topology = Topology(place.world_size, 1, 1)
+    net = gpt(_gpt_config(sizes)).on_meta()
+    model = MetaModel(config, net, Sample.like(tokens, tokens), topology, "cpu")
+    plan = build_plan(schedule, place.world_size, sizes.num_microbatches)
+    return max(predict(model, plan, Rates()).timeline.peak)
+
+
+def _config(sizes: Sizes, place: Place, pipeline: dict[str, Any]) -> dict[str, Any]:
+    return {
         "train_micro_batch_size_per_gpu": sizes.micro_batch,
         "gradient_accumulation_steps": sizes.num_microbatches,
         "gradient_clipping": 0.0,
@@ -76,7 +106,10 @@ def _engine(sizes: Sizes, place: Place, schedule: str) -> Engine:
             "params": {"lr": sizes.lr, "weight_decay": sizes.weight_decay},
         },
     }
-    engine, *_ = pipemega.initialize(gpt(_gpt_config(sizes)), config)
+
+
+def _engine(sizes: Sizes, place: Place, pipeline: dict[str, Any]) -> Engine:
+    engine, *_ = pipemega.initialize(gpt(_gpt_config(sizes)), _config(sizes, place, pipeline))
     state = initial_state(sizes)
     with torch.no_grad():
         for stage in engine.module:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
@@ -312,9 +314,9 @@ class PlanChooser:
         return isinstance(name, str) and name != AUTO and splits_backward(name)
 
     def _samples(self) -> Iterator[Callable[[], Sample]]:
-        """Yield functions that return a micro-batch: for the model of the config, or of the data.
+        """Yield functions that return a micro-batch: of the config, the data, or the model.
 
-        The first, as in `pipemega plan`, so that the cut is the same.
+        That of the config comes first, as in `pipemega plan`, so that the cut is the same.
         """
         config, loader = self._config, self._loader
         if config.model is not None:
@@ -322,6 +324,11 @@ class PlanChooser:
             yield lambda: Sample(*sample_from(context))
         if loader is not None and loader.is_map_style:
             yield lambda: Sample.like(*loader.peek())
+        length, topology = self._net.sample_tokens, self._mesh.topology
+        if length is not None:
+            size = config.batch(topology.data).micro_batch_size
+            tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
+            yield lambda: Sample(tokens, tokens)
 
 
 def split_was_measured(plan: Plan) -> bool:

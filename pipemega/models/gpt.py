@@ -79,7 +79,7 @@ def gpt(
         loss_fn=LayerSpec(GPTLoss, c, TENSOR_AXIS),
         boundary=boundary,
     )
-    net.checkpoints = c.checkpoints
+    net.checkpoints, net.sample_tokens = c.checkpoints, c.seq_length
     net.vocabulary = gpt_vocabulary(c, _per_token)
     return net
 
