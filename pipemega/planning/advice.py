@@ -2,13 +2,11 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import NamedTuple
 
 from pipemega.config import Batch, Config, load
 from pipemega.config.model import GPTSection
 from pipemega.errors import PipemegaError
-from pipemega.pipeline.plan.partition import partition
 from pipemega.pipeline.schedules import SCHEDULES
 from pipemega.planning.estimate import Report, Request, estimate
 from pipemega.planning.prediction import Prediction
@@ -24,6 +22,8 @@ _UNEVEN_WORK = 1.15
 _LARGE_WEIGHT_HALF = 2.0
 # Schedules are equally fast if their times differ by at most this fraction.
 _SAME_TIME = 0.02
+# A cut is better if the step of the current one takes this fraction longer.
+_BETTER_CUT = 0.001
 # A schedule that takes more than this many times as long is no good way to save memory.
 MUCH_SLOWER = 1.5
 # Number of suggestions to show if none of them makes the run fit.
@@ -116,22 +116,23 @@ def _balance(report: Report) -> Iterator[str]:
             f"; the head takes {percent(last[-1] / sum(last), 0)} of its forward: give this stage "
             f"fewer blocks"
         )
-    bounds = _even_bounds(report)
-    if bounds is not None:
-        text += f"; to balance FLOPs, set pipeline.partition to {bounds}"
-    yield text
+    better = better_cut(report)
+    yield text if better is None else f"{text}; {better}"
 
 
-def _even_bounds(report: Report) -> list[int] | None:
-    """Return the bounds that balance the FLOPs; None if they are hardly better than the current."""
-    layout = report.prediction.layout
-    flops = [f for stage in layout.costs for f in stage.layer_flops]
-    if len(layout.rank_of_stage) != report.topology.pipeline:
+def better_cut(report: Report) -> str | None:
+    """Return what a better cut would give; None if none was found."""
+    cut = report.cut
+    if cut is None or cut.slower < _BETTER_CUT:
         return None
-    bounds = partition(flops, len(layout.rank_of_stage))
-    best = max(sum(flops[a:b]) for a, b in pairwise(bounds))
-    now = max(sum(flops[a:b]) for a, b in pairwise(layout.bounds))
-    return bounds if best < 0.97 * now else None
+    change = f"pipeline.partition to {list(cut.best)}"
+    if report.request.config.pipeline.partition != "auto":
+        change = f"pipeline.partition to 'auto', or to {list(cut.best)}"
+    shorter = percent(1 - 1 / (1 + cut.slower))
+    return (
+        f"set {change}: the step is {shorter} shorter, peak memory {show_bytes(cut.best_peak)} "
+        f"instead of {show_bytes(report.prediction.peak)}"
+    )
 
 
 def _weight_half(report: Report) -> Iterator[str]:

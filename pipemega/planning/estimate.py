@@ -16,6 +16,7 @@ from pipemega.pipeline.connections import nccl_communicators
 from pipemega.pipeline.local_model import fold_equal_names
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
+from pipemega.planning.cut_report import CutReport, report_cut
 from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.model_source import model_and_sample, user_model_and_sample, vocabulary_of
 from pipemega.planning.prediction import Prediction, predict
@@ -70,6 +71,7 @@ class StageSummary:
         layers: names of its layers; equal neighbours are folded.
         parameters: elements of the unsharded layers; tied parameters count in each stage.
         flops: of forward and backward of one micro-batch, on each rank of the stage.
+        time: of forward and backward of one micro-batch: share of the sum over all stages.
         held: bytes from F to B.
         kept: bytes from I to W; None if the schedule has full backwards.
     """
@@ -81,6 +83,7 @@ class StageSummary:
     layers: str
     parameters: int
     flops: float
+    time: float
     held: int
     kept: int | None
 
@@ -98,6 +101,7 @@ class Report:
             comparison was requested.
         refused: name of a requested schedule -> why it cannot run.
         notes: assumptions of the estimate.
+        cut: what the cut costs; None with one stage, or if the times of ranks are given.
     """
 
     request: Request
@@ -111,6 +115,7 @@ class Report:
     compared: tuple[Prediction, ...]
     refused: dict[str, str]
     notes: tuple[str, ...]
+    cut: CutReport | None = None
 
     @property
     def fits(self) -> bool | None:
@@ -191,6 +196,7 @@ def estimate(request: Request) -> Report:
         compared=compared,
         refused=refused,
         notes=tuple(_notes(request, prediction, compared)),
+        cut=None if request.quick else report_cut(model, prediction, request.rates),
     )
 
 
@@ -274,7 +280,8 @@ def _compare(
 def _stages(model: MetaModel, prediction: Prediction, counts: Sequence[int]) -> list[StageSummary]:
     layout, names = prediction.layout, model.net.layer_names
     splits_backward = any(step.kind is Kind.BACKWARD_INPUT for step in prediction.plan.steps())
-    stages = []
+    per_kind = zip(prediction.costs.forward, prediction.costs.whole_backward, strict=True)
+    times, stages = [*map(sum, per_kind)], []
     for number, costs in enumerate(layout.costs):
         start, stop = layout.bounds[number : number + 2]
         stages.append(
@@ -286,6 +293,7 @@ def _stages(model: MetaModel, prediction: Prediction, counts: Sequence[int]) -> 
                 layers=", ".join(fold_equal_names(names[start:stop])),
                 parameters=sum(counts[start:stop]),
                 flops=sum(costs.flops),
+                time=times[number] / (sum(times) or 1.0),
                 held=costs.held,
                 kept=costs.kept if splits_backward else None,
             )

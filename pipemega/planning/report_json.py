@@ -3,6 +3,7 @@
 from typing import Any
 
 from pipemega.planning.advice import Advice
+from pipemega.planning.cut_report import CutReport
 from pipemega.planning.estimate import Report
 from pipemega.planning.prediction import Prediction
 
@@ -34,6 +35,7 @@ def as_json(report: Report, advice: Advice) -> dict[str, Any]:
             "precision": report.precision,
         },
         "stages": [vars(stage) for stage in report.stages],
+        "cut": None if report.cut is None else _cut(report.cut),
         "nccl_communicators": report.communicators,
         "device": {"type": request.device, "memory": request.limit},
         "time_unit": "seconds" if request.rates.known else "mean forward of a rank",
@@ -48,6 +50,17 @@ def as_json(report: Report, advice: Advice) -> dict[str, Any]:
         "run_seconds": report.run_seconds,
         "tflops": request.rates.tflops,
         "notes": list(report.notes),
+    }
+
+
+def _cut(cut: CutReport) -> dict[str, Any]:
+    return {
+        "bounds": list(cut.bounds),
+        "work": list(cut.work),
+        "imbalance": cut.imbalance,
+        "slower_than_best": cut.slower,
+        "best_bounds": list(cut.best),
+        "best_peak_bytes": cut.best_peak,
     }
 
 

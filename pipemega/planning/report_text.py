@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from itertools import zip_longest
 
 from pipemega.config.model import GPTSection
-from pipemega.planning.advice import Advice
+from pipemega.planning.advice import Advice, better_cut
 from pipemega.planning.estimate import Report
 from pipemega.planning.units import (
     show_bytes,
@@ -16,6 +16,7 @@ from pipemega.planning.units import (
     three,
     unit_of,
 )
+from pipemega.printing import percent
 
 _LABEL_WIDTH = 12
 _MIN_WIDTH, _MAX_WIDTH = 60, 120
@@ -60,6 +61,7 @@ def stage_table(report: Report) -> Rows:
             "layers": stage.layers,
             "parameters": show_count(stage.parameters),
             "FLOPs": show_percent(stage.flops / total),
+            "time": show_percent(stage.time),
             "kept F to B": show_bytes(stage.held),
         }
         if stage.kept is not None:
@@ -160,7 +162,7 @@ def step_summary(report: Report) -> dict[str, str]:
     bubble = f"{show_percent(timeline.bubble)} simulated"
     if prediction.bubble_formula is not None:
         bubble += f", {show_percent(prediction.bubble_formula)} by the formula for equal stages"
-    lines = {"bubble": bubble}
+    lines = {"cut": cut_line(report), "bubble": bubble} if report.cut else {"bubble": bubble}
     if report.request.rates.known:
         lines["step"] = f"{show_time(timeline.makespan)} for forward and backward"
         if report.tokens:
@@ -194,6 +196,17 @@ def step_summary(report: Report) -> dict[str, str]:
     if uses:
         lines["host"] = "; ".join(uses)
     return lines
+
+
+def cut_line(report: Report) -> str:
+    """Return what the cut costs, and what a better one would give."""
+    cut = report.cut
+    assert cut is not None
+    text = (
+        f"{list(cut.bounds)}: the slowest rank has {percent(cut.imbalance)} more work than the mean"
+    )
+    better = better_cut(report)
+    return f"{text}; no faster cut was found" if better is None else f"{text}; {better}"
 
 
 def _finish(report: Report) -> dict[str, str]:
