@@ -99,9 +99,7 @@ class PipelineModule:
 
     # How embedding and head are cut for vocabulary parallelism (`vocabulary_shard`).
     vocabulary: Any = None
-
-    # Tokens of a sample, if inputs and labels are token ids [samples, tokens].
-    sample_tokens: int | None = None
+    sample_tokens: int | None = None  # of [samples, tokens], if the model takes token ids
 
     # The layers of the module that was given to `from_module`.
     origin: ModuleLayers | None = None

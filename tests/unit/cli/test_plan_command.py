@@ -287,7 +287,8 @@ def test_warnings_name_the_stage_and_the_remedy(
     assert "4 micro-batches (now 2) reduce it to 20% if stages are equal" in out
     assert "warning pipeline rank 1 (stage 1) has 1." in out
     assert "the head takes " in out
-    assert "to balance FLOPs, set pipeline.partition to [0, " in out
+    assert "set pipeline.partition to 'auto', or to [0, " in out
+    assert "% shorter, peak memory " in out
     words = ["--set", "pipeline.schedule=zb-h1", "--set", "model.recompute=full"]
     out = " ".join(plan(capsys, config_file, *words)[1].split())
     assert "warning recomputation saves little memory under schedule 'zb-h1': I recomputes" in out
