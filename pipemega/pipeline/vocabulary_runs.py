@@ -30,13 +30,14 @@ from pipemega.pipeline.split_backward import GradReadyListener
 from pipemega.pipeline.transport import Receive, Transport
 from pipemega.pipeline.vocabulary_shard import EmbeddedInputs, VocabularyShard
 from pipemega.tensor_parallel.shard_softmax import (
+    Exponentials,
     Partial,
     combine,
     hidden_gradient,
+    logit_gradient,
     output_pass,
     partial_shapes,
     sum_dtype,
-    weight_gradient,
 )
 from pipemega.tensor_parallel.vocabulary import require_in_vocabulary
 
@@ -48,8 +49,7 @@ class _MicroBatch:
     # Of the local shard: what is sent, or used by the stage on the same rank.
     rows: Tensor | None = None
     partial: list[Tensor] | None = None
-    softmax: Tensor | None = None
-    statistics: Tensor | None = None
+    exponentials: Exponentials | None = None
     # Hidden of the tokens that count [tokens, hidden], until T.
     hidden: Tensor | None = None
     # On the rank of the first or the last stage.
@@ -164,14 +164,14 @@ class VocabularyRuns:
         assert batch.hidden is not None
         require_in_vocabulary(self._labels(m), split.token_loss.vocab_size, "target", -100)
         with torch.no_grad():
-            partial, batch.softmax = output_pass(
+            partial, batch.exponentials = output_pass(
                 self._shard.head_rows(),
                 batch.hidden,
                 self._targets(m),
                 split.token_loss,
                 self._run.train,
             )
-        batch.partial, batch.statistics = partial.tensors(), partial.statistics
+        batch.partial = partial.tensors()
         if not self._run.train:
             batch.hidden = None
 
@@ -217,23 +217,21 @@ class VocabularyRuns:
             (batch.normalizers,) = received[0]
         if weight.requires_grad:
             assert batch.hidden is not None
-            assert batch.softmax is not None
+            assert batch.exponentials is not None
             assert batch.normalizers is not None
-            assert batch.statistics is not None
+            head, loss = self._shard.head_rows(), self._shard.split.token_loss
             with torch.no_grad():
-                gradient = weight_gradient(
-                    self._shard.head_rows(),
-                    batch.hidden,
-                    self._targets(m),
-                    batch.softmax,
-                    batch.normalizers,
-                    batch.statistics,
-                    self._shard.split.token_loss,
+                dlogits = logit_gradient(
+                    head, self._targets(m), batch.exponentials, batch.normalizers, loss
                 )
+            rows = dlogits.shape[1]
             with self._final_gradient(step, weight):
-                # Autograd adds it to the gradient, so that all its hooks run.
-                torch.autograd.backward(weight.view_as(weight), gradient)
-        batch.hidden = batch.softmax = batch.normalizers = batch.statistics = None
+                if (grad := _summed_in_place(weight)) is not None:
+                    with torch.no_grad():
+                        grad[:rows].addmm_(dlogits.t(), batch.hidden)
+                else:
+                    torch.autograd.backward(weight[:rows], dlogits.t() @ batch.hidden)
+        batch.hidden = batch.exponentials = batch.normalizers = None
 
     def _embed_weight(self, step: Instruction) -> None:
         m, weight = step.microbatch, self._shard.embedding.weight
@@ -244,10 +242,16 @@ class VocabularyRuns:
             layer, ids = self._shard.embedding, self._ids(m)
             assert batch.row_gradient is not None
             elsewhere = (ids < layer.start) | (ids >= layer.stop)
+            local = (ids - layer.start).masked_fill(elsewhere, 0)
+            gradient = batch.row_gradient.masked_fill(elsewhere.unsqueeze(-1), 0.0)
             with self._final_gradient(step, weight):
-                rows = F.embedding((ids - layer.start).masked_fill(elsewhere, 0), weight)
-                gradient = batch.row_gradient.masked_fill(elsewhere.unsqueeze(-1), 0.0)
-                torch.autograd.backward(rows, gradient)
+                grad = _summed_in_place(weight)
+                # On a GPU, `index_add_` adds in any order.
+                if grad is not None and not grad.is_cuda:
+                    with torch.no_grad():
+                        grad.index_add_(0, local.reshape(-1), gradient.flatten(0, -2))
+                else:
+                    torch.autograd.backward(F.embedding(local, weight), gradient)
         batch.row_gradient = None
 
     def _final_gradient(self, step: Instruction, weight: Tensor) -> AbstractContextManager[None]:
@@ -352,3 +356,12 @@ class VocabularyRuns:
         """Return the result of every shard, in the order of ranks."""
         found = self._arrived(direction, step)
         return [*found[: self._rank], own, *found[self._rank :]]
+
+
+def _summed_in_place(weight: Tensor) -> Tensor | None:
+    """Return the gradient of `weight` if a product can be added to it without autograd.
+
+    None if gradients are summed in another dtype, or a hook of the user must see them.
+    """
+    grad = weight.grad
+    return grad if grad is not None and not weight._backward_hooks else None

@@ -101,50 +101,61 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+@dataclass
+class Exponentials:
+    """What S keeps of a micro-batch for T.
+
+    Args:
+        values: exp(logits - largest) [tokens, rows], 0 at the target.
+        largest: largest logit of each token [tokens].
+        target_logit: that of the target, if it is local [tokens].
+    """
+
+    values: Tensor
+    largest: Tensor
+    target_logit: Tensor
+
+
 def output_pass(
-    shard: HeadRows, x: Tensor, target: Tensor, loss: TokenObjective, gradient: bool
-) -> tuple[Partial, Tensor | None]:
-    """Return the result of S, and the softmax for T [tokens, rows], 0 at the target.
+    head: HeadRows, x: Tensor, target: Tensor, loss: TokenObjective, gradient: bool
+) -> tuple[Partial, Exponentials | None]:
+    """Return the result of S, and what T needs.
 
     Args:
         x: [tokens, hidden].
         target: ids [tokens]; -100 has no logit.
         gradient: False in an evaluation: only statistics.
     """
-    rows, tokens = shard.rows, len(x)
-    _dtype, wide = rows.dtype, sum_dtype(rows.dtype)
-    column, is_local = shard.columns(target)
+    rows, tokens, wide = head.rows, len(x), sum_dtype(head.weight.dtype)
+    column, is_local = head.columns(target)
     smooth = loss.label_smoothing > 0
     statistics = torch.zeros(2 + smooth, tokens, dtype=wide, device=x.device)
-    if not len(rows):
-        statistics[0] = -torch.inf
-        sums = rows.new_zeros(x.shape[1], dtype=wide) if smooth and gradient else None
-        products = x.new_zeros(2, *x.shape) if gradient else None
-        return Partial(statistics, products, sums), x.new_empty(tokens, 0) if gradient else None
-    softmax = x.new_empty(tokens, len(rows)) if gradient else None
+    largest, total = statistics.new_full((2, tokens), -torch.inf)
+    kept = x.new_empty(tokens, len(rows)) if gradient else None
     for part in _chunks(tokens, len(rows)):
-        logits = torch.mm(x[part], rows.t(), out=None if softmax is None else softmax[part])
-        logits = logits.to(wide)
+        logits = torch.mm(x[part], rows.t(), out=None if kept is None else kept[part]).to(wide)
         at, local = column[part, None], is_local[part]
         statistics[1, part] = logits.gather(1, at).squeeze(1).masked_fill(~local, 0.0)
         if smooth:
             statistics[2, part] = logits.sum(1)
-        largest = logits.amax(1, keepdim=True)
-        values = logits.sub_(largest).exp_()
-        total = values.sum(1, keepdim=True)
-        statistics[0, part] = (largest + total.log()).squeeze(1)
-        if softmax is not None:
-            values.div_(total)
+        torch.amax(logits, 1, out=largest[part])
+        values = logits.sub_(largest[part, None]).exp_()
+        torch.sum(values, 1, out=total[part])
+        if kept is not None:
             # Every token has a column; that of a target of another shard keeps its value.
             values.scatter_(1, at, values.gather(1, at).masked_fill(local[:, None], 0.0))
-            if values.data_ptr() != softmax[part].data_ptr():
-                softmax[part] = values
-    if softmax is None:
+            if values.data_ptr() != kept[part].data_ptr():
+                kept[part] = values
+    statistics[0] = largest + total.log() if len(rows) else largest
+    if kept is None:
         return Partial(statistics), None
-    products = x.new_empty(2, *x.shape)
-    torch.mm(softmax, rows, out=products[0])
-    products[1] = rows.index_select(0, column).masked_fill_(~is_local[:, None], 0.0)
-    return Partial(statistics, products, rows.sum(0, dtype=wide) if smooth else None), softmax
+    products = x.new_zeros(2, *x.shape)
+    if len(rows):
+        torch.mm(kept, rows, out=products[0])
+        products[0] /= total[:, None]
+        products[1] = rows.index_select(0, column).masked_fill_(~is_local[:, None], 0.0)
+    weight_sum = rows.sum(0, dtype=wide) if smooth else None
+    return Partial(statistics, products, weight_sum), Exponentials(kept, largest, statistics[1])
 
 
 @dataclass
@@ -204,44 +215,36 @@ def hidden_gradient(
     return total
 
 
-def weight_gradient(
-    shard: HeadRows,
-    x: Tensor,
+def logit_gradient(
+    head: HeadRows,
     target: Tensor,
-    softmax: Tensor,
+    kept: Exponentials,
     normalizers: Tensor,
-    statistics: Tensor,
     loss: TokenObjective,
 ) -> Tensor:
-    """Return the gradient of the weight, padding included: T.
+    """Return the gradient of the local logits [tokens, rows], in the memory of `kept.values`.
 
     Args:
-        softmax: from S; overwritten.
         normalizers: the normalizer and the gradient of the loss of each token [2, tokens].
-        statistics: of this shard, from S.
     """
-    gradient = torch.zeros_like(shard.weight)
-    if not len(shard.rows):
-        return gradient
     normalizer, dloss = normalizers
     scale = dloss * _of_normalizer(normalizer, loss)
-    factor = scale * (statistics[0] - normalizer).exp()
-    probability = (statistics[1] - normalizer).exp()
+    factor = scale * (kept.largest - normalizer).exp()
+    probability = (kept.target_logit - normalizer).exp()
     even = dloss * (loss.label_smoothing / loss.vocab_size)
     at_target = scale * probability - dloss * (1 - loss.label_smoothing) - even
-    column, is_local = shard.columns(target)
-    for part in _chunks(len(x), softmax.shape[1]):
-        values = softmax[part].to(factor.dtype)
+    column, is_local = head.columns(target)
+    for part in _chunks(*kept.values.shape):
+        values = kept.values[part].to(factor.dtype)
         values.mul_(factor[part, None])
         if loss.label_smoothing:
             values.sub_(even[part, None])
         at = column[part, None]
         others = values.gather(1, at).squeeze(1)
         values.scatter_(1, at, torch.where(is_local[part], at_target[part], others)[:, None])
-        if values.data_ptr() != softmax[part].data_ptr():
-            softmax[part] = values
-    torch.mm(softmax.t(), x, out=gradient[: softmax.shape[1]])
-    return gradient
+        if values.data_ptr() != kept.values[part].data_ptr():
+            kept.values[part] = values
+    return kept.values
 
 
 def _of_normalizer(normalizer: Tensor, loss: TokenObjective) -> Tensor | float:
@@ -250,6 +253,7 @@ def _of_normalizer(normalizer: Tensor, loss: TokenObjective) -> Tensor | float:
 
 
 def _chunks(tokens: int, rows: int) -> Iterator[slice]:
-    length = max(1, _CHUNK // rows)
-    for start in range(0, tokens, length):
+    """Yield slices of the tokens; none for a shard of padding alone."""
+    length = max(1, _CHUNK // max(1, rows))
+    for start in range(0, tokens if rows else 0, length):
         yield slice(start, min(start + length, tokens))

@@ -22,7 +22,7 @@ CASES = {
     "plain": [(1, 1, 2), (1, 1, 4), (2, 1, 2), (1, 2, 2)],
     "untied": [(1, 1, 3)],
     "sequence parallel": [(1, 2, 2)],
-    "label smoothing": [(1, 2, 2)],
+    "label smoothing, z-loss": [(1, 2, 2)],
     "clipped, ZeRO": [(2, 1, 2)],
 }
 
