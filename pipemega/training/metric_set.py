@@ -33,7 +33,7 @@ class MetricSet:
     def __init__(
         self, metrics: Mapping[str, Any], mesh: Mesh, last: int, shard: OutputShard | None
     ) -> None:
-        self._mesh, self._last, self._shard = mesh, last, shard
+        self._mesh, self.last, self.shard = mesh, last, shard
         self._metrics = {k: m for k, m in metrics.items() if isinstance(m, Metric)}
         self._torchmetrics = {k: m for k, m in metrics.items() if not isinstance(m, Metric)}
         self._sums: dict[str, Tensor] = {}
@@ -61,16 +61,16 @@ class MetricSet:
             self._sums[name] = self._sums[name] + new if name in self._sums else new
         if not self._torchmetrics:
             return
-        whole = outputs if self._shard is None else self._shard.gather(outputs)
+        whole = outputs if self.shard is None else self.shard.gather(outputs)
         for name, metric in self._torchmetrics.items():
             _with_name(name, metric.update, whole, labels)
 
     def _sums_of(self, metric: Metric, outputs: Any, labels: Any) -> Tensor:
         """Return the sums of a metric over one micro-batch: [number of sums] fp64."""
-        if self._shard is None:
+        if self.shard is None:
             found = metric.sums(outputs, labels)
         else:
-            found = metric.sums_of_shards(outputs, labels, self._shard)
+            found = metric.sums_of_shards(outputs, labels, self.shard)
         sums = [torch.as_tensor(x).to(self._mesh.device).double() for x in found]
         if any(x.dim() for x in sums):
             shapes = ", ".join(str(list(x.shape)) for x in sums)
@@ -80,7 +80,7 @@ class MetricSet:
     def compute(self) -> dict[str, float]:
         """Return the values by name, on every rank; collective."""
         mesh, values = self._mesh, {}
-        if mesh.pipeline.rank == self._last:
+        if mesh.pipeline.rank == self.last:
             own = {k: s.tolist() for k, s in self._sums.items()}, self._updates
             of_ranks, updates = zip(*gather_objects(own, mesh.data), strict=True)
             for name, metric in self._metrics.items():
@@ -92,7 +92,7 @@ class MetricSet:
                 values |= _plain(name, _with_name(name, metric.compute))
         # Those of one rank: a metric may have other rounding on another, and callbacks of all ranks
         # must decide alike.
-        of_world = gather_objects((mesh.pipeline.rank == self._last, values), mesh.world)
+        of_world = gather_objects((mesh.pipeline.rank == self.last, values), mesh.world)
         return next(found for is_last, found in of_world if is_last)
 
 

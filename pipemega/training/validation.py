@@ -82,6 +82,9 @@ class ValidationSets:
     def _evaluate(self, name: str) -> dict[str, float]:
         metrics, numbers = self._metric_set, dict[str, float]()
         metrics.reset()
+        # Schedule `auto` may have moved the last stage since the last evaluation.
+        metrics.last = self._engine.plan.rank_of_stage[-1]
+        metrics.shard = output_shard(self._engine) if self._metrics else None
 
         def compute() -> dict[str, float]:
             numbers.update(metrics.compute())

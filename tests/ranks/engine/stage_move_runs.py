@@ -10,12 +10,16 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from pipemega.config import load
+from pipemega.distributed.byte_exchange import Piece, TensorInfo, exchange
+from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
+from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.models import GPTConfig, gpt
 from pipemega.optimizer.state_by_name import pack
 from pipemega.pipeline.plan.instructions import Plan
@@ -247,7 +251,9 @@ class Slow(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-def tuned(schedule: str, cache: str, steps: int, changes: Mapping[str, Any]) -> dict[str, Any]:
+def tuned(
+    schedule: str, cache: str, steps: int, changes: Mapping[str, Any], *, hook: bool = False
+) -> dict[str, Any]:
     """Train eight layers, of which the first four are slow; return what the ranks did."""
     os.environ["XDG_CACHE_HOME"] = cache
     layers = [LayerSpec(Slow, 0.004 if number < 4 else 0.0) for number in range(8)]
@@ -260,6 +266,8 @@ def tuned(schedule: str, cache: str, steps: int, changes: Mapping[str, Any]) -> 
     config["pipeline"] = {"schedule": schedule, **limit, **config.get("pipeline", {})}
     with logged() as lines:
         engine, optimizer, *_ = initialize(PipelineModule(layers, F.mse_loss), config, samples)
+        if hook and engine.mesh.rank == 1:
+            engine.module[0].register_forward_hook(lambda *_: None)
         losses, stages = [], []
         for _ in range(steps):
             stages.append(engine._model.bounds)
@@ -268,3 +276,67 @@ def tuned(schedule: str, cache: str, steps: int, changes: Mapping[str, Any]) -> 
     log = [line for line in lines if "schedule auto" in line or "moved" in line]
     follows = optimizer is engine.optimizer
     return {"losses": losses, "stages": stages, "state": state, "log": log, "follows": follows}
+
+
+class MoveAfterStep(StepCallback):
+    """Lets the engine move its stages after a step."""
+
+    def __init__(self, plan: Plan, bounds: Sequence[int]) -> None:
+        self._plan, self._bounds = plan, tuple(bounds)
+
+    def after_step(self, step: TrainStep) -> None:
+        step.next_plan, step.next_bounds = self._plan, self._bounds
+
+
+def fail_in_move() -> None:
+    move = Move()
+    engine = move.build(0)
+    assert engine._mover is not None
+    if engine.mesh.rank == 1:
+
+        def fail(*_: Any) -> int:
+            raise ValueError("no memory for the new stages")
+
+        engine._mover._fill = fail  # type: ignore[method-assign]
+    engine.add_callback(MoveAfterStep(move.plan(engine), move.bounds[1]))
+    engine.train_batch(move.batches(engine, 0))
+
+
+def moves_of_a_hooked_model(cache: str, steps: int) -> list[str]:
+    """Return what schedule `auto` logs about stages that a hook keeps where they are."""
+    found = tuned("auto", cache, steps, {}, hook=True)
+    assert len(set(found["stages"])) == 1
+    return [line for line in found["log"] if "stages" in line]
+
+
+# The exchange of bytes
+
+
+def exchanged(largest: int) -> tuple[list[list[int]], list[int]]:
+    """Return what this rank of three has after an exchange, and the bytes of each all-to-all."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    axis = Axis("all", tuple(range(size)), rank, dist.group.WORLD)
+    held = {("x", str(rank)): torch.arange(5, dtype=torch.int16) + 10 * rank}
+    wanted: dict[tuple[str, str], TensorInfo] = {}
+    pieces = []
+    for source in range(size):
+        key, target = ("x", str(source)), (source + 1) % size
+        # The last elements go to the next rank, the first ones stay.
+        pieces += [Piece(key, source, source, 0, 0, 4, "cpu")]
+        pieces += [Piece(key, source, target, 4, 0, 6, "cpu")]
+        if rank in (source, target):
+            wanted[key] = TensorInfo((2 if rank == source else 3,), torch.int16, "cpu")
+    sizes: list[int] = []
+    send = dist.all_to_all_single
+
+    def counted(output: Tensor, data: Tensor, *args: Any, **kwargs: Any) -> Any:
+        sizes.append(data.nbytes)
+        return send(output, data, *args, **kwargs)
+
+    dist.all_to_all_single = counted
+    try:
+        found = exchange(pieces, held, wanted, axis, torch.device("cpu"), largest)
+    finally:
+        dist.all_to_all_single = send
+    assert not held
+    return [found[key].tolist() for key in sorted(found)], sizes

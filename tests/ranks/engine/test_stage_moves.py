@@ -8,10 +8,14 @@ from pipemega.engine.schedule_tuner import TIMED, WARM_UP
 from tests.ranks.engine.stage_move_runs import (
     Move,
     all_moved_and_loaded,
+    exchanged,
+    fail_in_move,
+    moves_of_a_hooked_model,
     obstacle,
     own_optimizer,
     tuned,
 )
+from tests.ranks.pool import RanksFailed
 
 DATA = {"mesh": {"pipeline": 2, "data": 2}}
 ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1500}}
@@ -112,3 +116,31 @@ def test_auto_moves_the_stages_if_the_measured_times_differ_from_the_counted_one
     # The next run starts on the stages for these costs.
     (again,) = pool.run(2, tuned, "auto", str(tmp_path), 1, {})[0]["stages"]
     assert again == after
+
+
+def test_auto_says_why_the_stages_stay_and_changes_only_the_order(pool, tmp_path):
+    lines = pool.run(2, moves_of_a_hooked_model, str(tmp_path), WARM_UP + TIMED + 1)[0]
+    (line,) = [line for line in lines if "the stages stay" in line]
+    assert line.endswith("the module stage 1 or its hooks were changed after initialize()")
+
+
+def test_an_error_during_a_move_stops_all_ranks_with_its_message(pool):
+    with pytest.raises(RanksFailed) as failure:
+        pool.run(2, fail_in_move, timeout=60.0)
+    assert sorted(failure.value.errors) == [0, 1]
+    for message, *_ in failure.value.errors.values():
+        assert "ValueError: no memory for the new stages" in message
+
+
+@pytest.mark.parametrize("largest", [1000, 7, 4])
+def test_bytes_are_exchanged_in_batches_of_bounded_size(pool, largest):
+    ranks = pool.run(3, exchanged, largest)
+    # Of rank 1: what it keeps of its own, and what it gets of rank 0.
+    assert [values for values, _ in ranks] == [
+        [[0, 1], [22, 23, 24]],
+        [[2, 3, 4], [10, 11]],
+        [[12, 13, 14], [20, 21]],
+    ]
+    batches = [sum(sizes) for sizes in zip(*(sizes for _, sizes in ranks), strict=True)]
+    assert sum(batches) == 3 * 6
+    assert max(batches) <= largest
