@@ -203,11 +203,10 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def own_optimizer() -> dict[str, Any]:
-    """Return an optimizer with two groups of its own, and a scheduler over it."""
+    """Return an optimizer with one more group, and a scheduler over it."""
 
     def make(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        flat = [p for group in groups for p in group["params"]]
-        return torch.optim.RAdam([{"params": flat[::2]}, {"params": flat[1::2], "lr": 0.003}])
+        return torch.optim.RAdam([{"params": [], "lr": 0.003}, *groups])
 
     return {"optimizer": make, "lr_scheduler": partial(_exponential, gamma=0.9)}
 
