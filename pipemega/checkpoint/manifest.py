@@ -6,6 +6,7 @@ It lists every other file with its size and its SHA-256, and contains a digest o
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import IO, Any, NamedTuple
 
@@ -16,6 +17,8 @@ STATE_FILE = "state.json"
 FORMAT = 2
 
 _BLOCK = 4 << 20
+# Bytes from which starting a thread is worth it.
+_LARGE_WRITE = 1 << 20
 
 Progress = Callable[[int], object]
 """Takes a number of bytes that were read."""
@@ -46,8 +49,11 @@ class ChecksumWriter:
     @contextmanager
     def create(self, name: str) -> Iterator[Any]:
         """Return a stream that can only be written from beginning to end."""
-        with self.storage.create(f"{self.folder}/{name}") as raw:
-            stream = _ChecksumStream(raw)
+        with (
+            self.storage.create(f"{self.folder}/{name}") as raw,
+            ThreadPoolExecutor(1, thread_name_prefix="checksum") as hashing,
+        ):
+            stream = _ChecksumStream(raw, hashing)
             yield stream
         self.files[name] = FileEntry(stream.tell(), stream.sha256())
 
@@ -57,15 +63,26 @@ class ChecksumWriter:
 
 
 class _ChecksumStream:
-    """Passes writes on to `raw`, and computes the SHA-256 of them."""
+    """Passes writes on to `raw`, and computes the SHA-256 of them.
 
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw, self._size, self._hash = raw, 0, hashlib.sha256()
+    A large write is hashed in a thread while it is written: both release the interpreter lock.
+    """
+
+    def __init__(self, raw: IO[bytes], hashing: ThreadPoolExecutor) -> None:
+        self._raw, self._size, self._hash, self._hashing = raw, 0, hashlib.sha256(), hashing
 
     def write(self, data: Any) -> int:
         size = memoryview(data).nbytes
-        self._hash.update(data)
-        self._raw.write(data)
+        if size < _LARGE_WRITE:
+            self._hash.update(data)
+            self._raw.write(data)
+        else:
+            hashed = self._hashing.submit(self._hash.update, data)
+            try:
+                self._raw.write(data)
+            finally:
+                # The memory of `data` is the caller's: it may change after this call.
+                hashed.result()
         self._size += size
         return size
 

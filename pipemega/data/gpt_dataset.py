@@ -225,18 +225,16 @@ class GPTDataset(Dataset[Sample]):
     def _read(self, window: int) -> npt.NDArray[np.int64]:
         """Return the tokens of one window, padded at the end. [seq + extra]"""
         (first, start), (last, end) = self._indices.sample[window : window + 2].tolist()
-        documents: Sequence[int] = self._indices.document[first : last + 1].tolist()
-        text = np.full(self.format.seq_length + self._extra, PAD, dtype=np.int64)
-        filled = 0
-        for place, document in enumerate(documents):
-            offset = start if place == 0 else 0
-            length = end + self._extra - offset if place == len(documents) - 1 else None
-            part = self.data.get(document, offset, length)
-            text[filled : filled + len(part)] = part
-            filled += len(part)
-        read = text[:filled]
-        if read.size and (read.max() >= self.format.vocab_size or read.min() < 0):
-            self._refuse_foreign_token(documents)
+        documents = self._indices.document[first : last + 1]
+        read = self.data.joined(documents, start, end + self._extra)
+        signed = read.dtype.kind == "i"
+        if read.size and (read.max() >= self.format.vocab_size or (signed and read.min() < 0)):
+            self._refuse_foreign_token(documents.tolist())
+        size = self.format.seq_length + self._extra
+        if len(read) == size:
+            return read.astype(np.int64)
+        text = np.full(size, PAD, dtype=np.int64)
+        text[: len(read)] = read
         return text
 
     def _refuse_foreign_token(self, sequences: Sequence[int]) -> None:
@@ -258,8 +256,9 @@ class GPTDataset(Dataset[Sample]):
             inputs, labels = text[:-1].copy(), text[1:].copy()
         else:
             inputs, labels = text, np.append(text[1:], PAD)
-        labels[labels == PAD] = IGNORE
-        inputs[inputs == PAD] = 0
+        if labels[-1] == PAD:  # padding is at the end
+            labels[labels == PAD] = IGNORE
+            inputs[inputs == PAD] = 0
         if self.format.eod_mask_loss:
             labels[inputs == self.format.eod] = IGNORE
         tokens = torch.from_numpy(inputs)

@@ -93,6 +93,22 @@ class IndexedDataset:
         start += offset
         return self._tokens.read(start, stop if length is None else min(start + length, stop))
 
+    def joined(self, sequences: npt.NDArray[Any], start: int, last_length: int | None) -> Tokens:
+        """Return the tokens of several sequences, one after the other.
+
+        Args:
+            start: the first token of the first sequence.
+            last_length: tokens of the last sequence, from its start; None: all.
+        """
+        self._index.refuse_shortened()
+        begins = (self.pointers[sequences] // self.dtype.itemsize).tolist()
+        lengths = self.lengths[sequences].tolist()
+        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        if last_length is not None:
+            ends[-1] = min(begins[-1] + last_length, ends[-1])
+        begins[0] += start
+        return self._tokens.read_ranges(list(zip(begins, ends, strict=True)))
+
     def span(self, first: int, last: int) -> Tokens:
         """Return the tokens of the sequences [first, last) in file order; no copy."""
         if first >= last:

@@ -8,6 +8,7 @@ an open file keeps its content.
 
 import os
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,20 @@ class TokenFile:
                 raw += more
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}") from error
+        return np.frombuffer(raw, dtype=self.dtype)
+
+    def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Array:
+        """Return the numbers of several ranges [start, stop), one after the other."""
+        if len(ranges) == 1:
+            return self.read(*ranges[0])
+        size, handle = self.dtype.itemsize, self._handle
+        try:
+            raw = b"".join([os.pread(handle, (b - a) * size, a * size) for a, b in ranges])
+        except OSError as error:
+            raise DataError(f"cannot read {self.path}: {error.strerror}") from error
+        if len(raw) != size * sum(b - a for a, b in ranges):
+            # The file ends here, or it became shorter: `read` tells which.
+            return np.concatenate([self.read(*each) for each in ranges])
         return np.frombuffer(raw, dtype=self.dtype)
 
     def mapped(self) -> Array:
