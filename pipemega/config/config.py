@@ -17,6 +17,7 @@ from pipemega.config.batch_equation import Batch, BatchKeys, solve
 from pipemega.config.batch_sizes import BatchSizes, rampup_errors, samples_error
 from pipemega.config.checkpoint import CheckpointSection, errors_of_folder
 from pipemega.config.comms_logger import CommsLoggerSection
+from pipemega.config.compile import CompileSection
 from pipemega.config.config_warnings import notes_of, warnings_of
 from pipemega.config.data import DataSection, errors_of_padding
 from pipemega.config.gradients import GradientKeys, with_communication_dtype
@@ -102,6 +103,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     activation_checkpointing: ActivationCheckpointingSection = section(
         ActivationCheckpointingSection, "Recomputation of activations."
     )
+    compile: CompileSection = section(CompileSection, "torch.compile for each layer.")
     checkpoint: CheckpointSection = section(CheckpointSection, "Saving and loading of checkpoints.")
     monitor: MonitorSection = section(MonitorSection, "Metrics that every run records.", own=True)
     tensorboard: TensorboardSection = section(TensorboardSection, "TensorBoard.")

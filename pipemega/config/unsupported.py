@@ -97,16 +97,6 @@ _BLOCKS = {
         "enabled persistent_storage_path persistent_time_interval num_of_version_in_retention "
         "enable_nebula_load load_path",
     ),
-    "compile": block(
-        "Compilation of the model.",
-        _REMOVE,
-        "enabled deepcompile backend kwargs autoep_non_moe free_activation "
-        "free_activation_threshold offload_activation offload_activation_pin_memory "
-        "offload_opt_states double_buffer symmetric_memory debug_log offload_parameters "
-        "sync_before_reduce sync_after_reduce sync_before_allgather sync_after_allgather "
-        "keep_int_input_tensors keep_all_input_tensors passes",
-        on="enabled deepcompile",
-    ),
     "tensor_parallel": block(
         "DeepSpeed's automatic tensor parallelism.",
         "set mesh.tensor to that size instead",

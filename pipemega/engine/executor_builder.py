@@ -1,13 +1,14 @@
 """Builds the executor of this rank, for any stages of the model."""
 
 from collections.abc import Sequence
+from importlib import import_module
 
 import torch.distributed as dist
 
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import ConfigError
-from pipemega.monitor import MultiTimer
+from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep, ZeroMasterParams
 from pipemega.optimizer.build_step import precision_of
 from pipemega.optimizer.grad_ready import BucketReadiness
@@ -43,7 +44,10 @@ class ExecutorBuilder:
 
     def splits_backward(self, plan: Plan) -> bool:
         """Return whether an executor for `plan` runs I and W."""
-        return self._plan_may_change or any(i.kind is Kind.BACKWARD_INPUT for i in plan.steps())
+        # With the queue in every plan, a compiled layer rounds equally under all schedules.
+        compiled = self._config.compile.enabled and self._mesh.pipeline.size > 1
+        splits = any(i.kind is Kind.BACKWARD_INPUT for i in plan.steps())
+        return self._plan_may_change or compiled or splits
 
     def build(self, model: LocalModel, plan: Plan, step: OptimizerStep | None) -> Executor:
         """Return the executor for the local stages `model`; collective over the pipeline.
@@ -53,6 +57,11 @@ class ExecutorBuilder:
         """
         config, splits = self._config, self.splits_backward(plan)
         weight_queue, readiness = _backward_listeners(step, model, splits)
+        if config.compile.enabled:
+            # It imports the compiler.
+            compiled = import_module("pipemega.pipeline.compiled_layers")
+            log = get_logger(self._mesh.rank)
+            compiled.compile_layers(model.stages, config.compile, self._mesh, log)
         return Executor(
             RankStages(
                 self._mesh.pipeline.rank,

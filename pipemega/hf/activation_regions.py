@@ -81,7 +81,7 @@ class ActivationRegions:
     """
 
     def __init__(self, axis: Axis, sequence_parallel: bool, has_dropout: bool) -> None:
-        self.axis, self.sequence_parallel, self._has_dropout = axis, sequence_parallel, has_dropout
+        self.axis, self.sequence_parallel, self.has_dropout = axis, sequence_parallel, has_dropout
         self._outer = Region.SEQUENCE if sequence_parallel else Region.REPLICATED
         self.current = self._outer
         # Modules that gather the sequence -> whether all their linears are sharded.
@@ -119,7 +119,7 @@ class ActivationRegions:
     def attach(self, layer: nn.Module, styles: Mapping[str, str]) -> None:
         """Add hooks to a sharded layer."""
         modules = dict(layer.named_modules())
-        for name, style in styles.items() if self._has_dropout else ():
+        for name, style in styles.items() if self.has_dropout else ():
             kind = style.partition(":")[0]
             if name in modules and kind in _COLUMN:
                 modules[name].register_forward_hook(self._enter(Region.SHARDED))
@@ -171,7 +171,7 @@ class ActivationRegions:
     def during_forward(self, training: bool) -> AbstractContextManager[Any]:
         """Return the context in which a layer runs, with the right masks of dropout."""
         self.current = self._outer
-        return _DropoutMode(self) if training and self._has_dropout else nullcontext()
+        return _DropoutMode(self) if training and self.has_dropout else nullcontext()
 
 
 def _on_hidden(args: Any, kwargs: Any, function: Callable[[Tensor], Tensor]) -> tuple[Any, Any]:
@@ -201,9 +201,12 @@ class _DropoutMode(TorchFunctionMode):
 
 
 def has_dropout(config: Any) -> bool:
-    """Return whether a key of the config sets a dropout greater than 0."""
+    """Return whether a key of the config sets a dropout greater than 0 in the layers."""
     return any(
         isinstance(value, float) and value > 0
         for key, value in vars(config).items()
-        if "drop" in key
+        if "drop" in key and key not in _DROPOUT_OF_HEADS
     )
+
+
+_DROPOUT_OF_HEADS = ("summary_first_dropout", "classifier_dropout", "cls_dropout")

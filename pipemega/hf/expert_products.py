@@ -30,6 +30,8 @@ def enable_deferral(layer: nn.Module) -> None:
     for module in layer.modules():
         if hasattr(module, "_apply_gate") and hasattr(module, "down_proj"):
             vars(module)["grouped_product"] = grouped_linear
+            # The sizes of its products depend on the values that the router computes.
+            vars(module)["uncompiled_methods"] = ("forward",)
 
 
 def experts_forward(experts: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:

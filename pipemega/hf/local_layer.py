@@ -1,6 +1,7 @@
 """A layer of a Hugging Face model on one rank: sharded, and called with a message alone."""
 
 import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,8 +35,14 @@ class _LocalLayer:
                 sliced = _heads_of_rank(kwargs[name], hidden.shape[0], self._axis)
                 kwargs = {**kwargs, name: sliced}
         with self._regions.during_forward(self.training):
-            output = super().forward(hidden, *args, **kwargs)  # type: ignore[misc]
+            output = self.hf_forward(hidden, *args, **kwargs)
         return pack(output[0] if isinstance(output, tuple) else output, carried, side)
+
+    # The arguments of HF's layer depend on its index; the layer itself is equal for all.
+    compiled_method: str | None = "hf_forward"
+
+    def hf_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)  # type: ignore[misc]
 
     def _like_embeddings(self: Any, hidden: Tensor) -> Tensor:
         """Return a tensor of the shape and the dtype of the output of the embeddings.
@@ -96,8 +103,13 @@ def build_layer(
         _of_dtype=cast_parameter(layer),
         _sliced_arguments=family.sliced_arguments if axis.size > 1 else (),
     )
-    kind = type(layer)
-    layer.__class__ = type(kind.__name__, (_LocalLayer, kind), {})
+    if regions.has_dropout:
+        vars(layer)["compiled_method"] = None
+        vars(layer)["uncompiled_reason"] = (
+            "the model has dropout, whose masks depend on the module that runs: set the dropout "
+            "rates of its config to 0"
+        )
+    layer.__class__ = _local_class(type(layer))  # type: ignore[arg-type]
     device = torch.get_default_device()
     allocate(layer, device)
     if device.type != "meta":
@@ -105,6 +117,12 @@ def build_layer(
         names |= {name: f"{d.places[first][1]}.{name}" for name in family.shared}
         set_first_values(layer, source, lambda: _model_with_layer(d, index), names)
     return layer
+
+
+@cache
+def _local_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of the local layers of HF's class `kind`; one, so they compile once."""
+    return type(kind.__name__, (_LocalLayer, kind), {})
 
 
 def _model_with_layer(description: ModelDescription, index: int) -> nn.Module:

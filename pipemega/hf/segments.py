@@ -45,6 +45,9 @@ class Segment(nn.Module):
             within `defer_logits` DeferredLogits, if the model returns what its head returns
     """
 
+    # Mostly Python code around a lookup, a norm or a head.
+    compiled_method: str | None = None
+
     def __init__(
         self,
         description: ModelDescription,

@@ -77,9 +77,15 @@ class Attention(nn.Module):
             k, v = self.cache.append(k, v)
         mask = None if documents is None else document_mask(documents)
         if self._dropout > 0 and self.training:
-            # Tensor ranks have different heads, so they need different masks.
-            with sharded_rng(self._axis, q.device):
-                mixed = causal_attention(q, k, v, mask, self._dropout)
+            mixed = self._attend_with_dropout(q, k, v, mask)
         else:
             mixed = causal_attention(q, k, v, mask)
         return rearrange(mixed, "b h s d -> b s (h d)")
+
+    # It seeds generators, which a graph of torch.compile cannot contain.
+    uncompiled_methods = ("_attend_with_dropout",)
+
+    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        # Tensor ranks have different heads, so they need different masks.
+        with sharded_rng(self._axis, q.device):
+            return causal_attention(q, k, v, mask, self._dropout)

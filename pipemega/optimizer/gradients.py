@@ -107,7 +107,9 @@ class GradientBuffer:
             slot.parameter.grad = self.view(slot.parameter) if in_place else None
 
     def _add_autograd_grad(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
+        # A compiled layer calls this also for the weights whose gradients are deferred.
+        if parameter.grad is None:
+            return
         self._views[id(parameter)].add_(parameter.grad)
         parameter.grad = None
 

@@ -178,7 +178,7 @@ def linear(
         return F.linear(x, weight, bias)
     # Two dims: with more, F.linear returns a view, which cannot be marked as changed in place.
     rows, detached = x.reshape(-1, x.shape[-1]), weight.detach()
-    y = _defer(rows, weight, lambda r: F.linear(r, detached, bias), _linear_gradient, queue)
+    y = _defer(rows, weight, lambda r: F.linear(r, detached, bias), linear_gradient, queue)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -200,13 +200,13 @@ def gathered_linear(
         whole = gather_sequence(x, axis)
         return F.linear(whole.reshape(-1, x.shape[-1]), detached, bias)
 
-    y = _defer(x, weight, product, _linear_gradient, queue, axis)
+    y = _defer(x, weight, product, linear_gradient, queue, axis)
     shape = list(x.shape)
     shape[SEQUENCE_DIM] *= axis.size
     return y.view(*shape[:-1], y.shape[-1])
 
 
-def _linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
+def linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
     """Return dW [out, in] for x [n, in] and dy [n, out], by the same kernel as autograd."""
     return dy.t().mm(x.to(dy.dtype))
 

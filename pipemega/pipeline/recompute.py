@@ -65,6 +65,8 @@ def recompute(function: Callable[..., Any], *args: Any, restore_rng: bool = True
     """
     if not torch.is_grad_enabled():
         return function(*args)
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=restore_rng)
     versions: list[int] = []
 
     def checked(*args: Any) -> Any:

@@ -162,7 +162,7 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
         if hasattr(module, "product"):
             vars(module)["product"] = partial(linear, queue=queue)
         elif type(module) is nn.Linear:
-            vars(module)["forward"] = partial(_linear_forward, module, queue=queue)
+            vars(module)["forward"] = partial(linear_forward, module, queue=queue)
         elif type(module) in _CONVOLUTIONS and module.padding_mode == "zeros":
             vars(module)["forward"] = partial(convolution, module, queue=queue)
         elif type(module) is nn.Embedding and _has_dense_gradient(module):
@@ -172,7 +172,7 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
-def _linear_forward(module: nn.Linear, x: Tensor, *, queue: WeightGradQueue) -> Tensor:
+def linear_forward(module: nn.Linear, x: Tensor, *, queue: WeightGradQueue) -> Tensor:
     return linear(x, module.weight, module.bias, queue=queue)
 
 

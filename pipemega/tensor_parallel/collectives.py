@@ -20,7 +20,7 @@ arXiv:2205.05198 (the last three).
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -172,6 +172,8 @@ def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
     `x` must be a new tensor that is not used elsewhere. No node is needed, because the gradient of
     a sum is the gradient of each summand.
     """
+    if axis.size > 1 and torch.compiler.is_compiling():
+        return reduce_from_tensor(x, axis)
     if axis.size > 1:
         start_all_reduce(x.detach(), axis)()
         # If a backward has saved x, its value is now wrong; this makes torch raise an error.
@@ -181,12 +183,12 @@ def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
 
 def copy_to_tensor(x: Tensor, axis: Axis) -> Tensor:
     """Return a replicated x for the computation of a different part on each rank."""
-    return _pair(x, axis, _identity, _all_reduced)
+    return _pair(x, axis, "identity", "all-reduce")
 
 
 def reduce_from_tensor(x: Tensor, axis: Axis) -> Tensor:
     """Return the sum of x over the ranks, on every rank."""
-    return _pair(x, axis, _all_reduced, _identity)
+    return _pair(x, axis, "all-reduce", "identity")
 
 
 def scatter_to_tensor(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
@@ -195,14 +197,12 @@ def scatter_to_tensor(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     Raises:
         ConfigError: the size of dim is not a multiple of the ranks.
     """
-    dim %= x.dim()
-    return _pair(x, axis, partial(_sliced, dim=dim), partial(_gathered, dim=dim))
+    return _pair(x, axis, "slice", "all-gather", dim)
 
 
 def gather_from_tensor(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
     """Concatenate the slices of all ranks, for the same computation on all ranks."""
-    dim %= x.dim()
-    return _pair(x, axis, partial(_gathered, dim=dim), partial(_sliced, dim=dim))
+    return _pair(x, axis, "all-gather", "slice", dim)
 
 
 def scatter_sequence(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
@@ -212,8 +212,7 @@ def scatter_sequence(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
 
 def gather_sequence(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
     """Concatenate the sequence, for the computation of a different part on each rank."""
-    dim %= x.dim()
-    return _pair(x, axis, partial(_gathered, dim=dim), partial(_reduce_scattered, dim=dim))
+    return _pair(x, axis, "all-gather", "reduce-scatter", dim)
 
 
 def reduce_scatter_sequence(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> Tensor:
@@ -222,17 +221,15 @@ def reduce_scatter_sequence(x: Tensor, axis: Axis, dim: int = SEQUENCE_DIM) -> T
     Raises:
         ConfigError: the sequence length is not a multiple of the ranks.
     """
-    dim %= x.dim()
-    return _pair(x, axis, partial(_reduce_scattered, dim=dim), partial(_gathered, dim=dim))
+    return _pair(x, axis, "reduce-scatter", "all-gather", dim)
 
 
-_Map = Callable[[Tensor, Axis], Tensor]
-
-
-def _pair(x: Tensor, axis: Axis, forward: _Map, backward: _Map) -> Tensor:
+def _pair(x: Tensor, axis: Axis, forward: str, backward: str, dim: int = 0) -> Tensor:
     if axis.size == 1:
         return x
-    result: Tensor = _Conjugate.apply(x, axis, forward, backward)  # type: ignore[no-untyped-call]
+    result: Tensor = _Conjugate.apply(  # type: ignore[no-untyped-call]
+        x, axis, forward, backward, dim % x.dim()
+    )
     return result
 
 
@@ -240,20 +237,32 @@ class _Conjugate(torch.autograd.Function):
     """A collective whose backward is the conjugate collective."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, forward: _Map, backward: _Map) -> Tensor:
-        ctx.axis, ctx.conjugate = axis, backward
-        return forward(x, axis)
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: str, backward: str, dim: int) -> Tensor:
+        ctx.axis, ctx.conjugate, ctx.dim = axis, backward, dim
+        return _apply(forward, x, axis, dim)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return ctx.conjugate(dy, ctx.axis), None, None, None
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _apply(ctx.conjugate, dy, ctx.axis, ctx.dim), None, None, None, None
 
 
-def _identity(x: Tensor, axis: Axis) -> Tensor:
-    return x.view_as(x)
+def _apply(name: str, x: Tensor, axis: Axis, dim: int) -> Tensor:
+    """Return the result of the map `name` of the table above."""
+    if name == "identity":
+        return x.view_as(x)
+    if name == "slice":
+        # A copy: a view would keep the full tensor alive.
+        return slice_of(x, axis, dim).clone(memory_format=torch.contiguous_format)
+    if torch.compiler.is_compiling():
+        return traced_collective[0](x, name, dim, axis.ranks)
+    return COLLECTIVES[name](x, axis, dim)
 
 
-def _all_reduced(x: Tensor, axis: Axis) -> Tensor:
+# The operator of `traced_collectives`, which is registered in runs with compiled layers only.
+traced_collective: list[Callable[[Tensor, str, int, Sequence[int]], Tensor]] = []
+
+
+def _all_reduced(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return start_all_reduce(x.clone(memory_format=torch.contiguous_format), axis)()
 
 
@@ -265,9 +274,11 @@ def _reduce_scattered(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return start_reduce_scatter(x, axis, dim)()
 
 
-def _sliced(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    # A copy: a view would keep the full tensor alive.
-    return slice_of(x, axis, dim).clone(memory_format=torch.contiguous_format)
+COLLECTIVES: Mapping[str, Callable[[Tensor, Axis, int], Tensor]] = {
+    "all-reduce": _all_reduced,
+    "all-gather": _gathered,
+    "reduce-scatter": _reduce_scattered,
+}
 
 
 def _slice_length(x: Tensor, axis: Axis, dim: int) -> int:

@@ -54,6 +54,8 @@ class _Vocabulary(nn.Module):
     product: Product = staticmethod(F.linear)
     # Set by split backward.
     weight_sink: GradientSink | None = None
+    # A compiler has nothing to fuse in a lookup or a product.
+    compiled_method: str | None = None
 
     @property
     def output_shard(self) -> OutputShard:

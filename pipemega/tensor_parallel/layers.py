@@ -111,9 +111,10 @@ class ColumnParallelLinear(nn.Module):
     gathered_product: Product | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.product is F.linear:
+        compiling = torch.compiler.is_compiling()
+        if self.product is F.linear and not compiling:
             y = column_product(x, self.weight, self.bias, self.axis, self.sequence_parallel)
-        elif self.gathered_product is not None:
+        elif self.gathered_product is not None and not compiling:
             y = self.gathered_product(x, self.weight, self.bias)
         else:
             gather_or_copy = gather_sequence if self.sequence_parallel else copy_to_tensor

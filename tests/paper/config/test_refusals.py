@@ -453,7 +453,7 @@ def test_costs_select_the_schedule_auto():
         ({"comms_logger": {"prof_ops": ["sends"]}}, "comms_logger.prof_ops has 'sends', which is"),
         ({"comet": {"enabled": True}}, "use wandb, tensorboard or csv_monitor"),
         ({"elasticity": {"enabled": True}}, "set train_batch_size and its factors"),
-        ({"compile": {"deepcompile": True}}, "compile.deepcompile is enabled"),
+        ({"compile": {"deepcompile": True}}, "compile.deepcompile cannot be true"),
         ({"tensor_parallel": {"autotp_size": 2}}, "set mesh.tensor to that size"),
         ({"expert_parallel": {"ep": 2}}, "mixture-of-experts is not supported"),
         ({"sparse_attention": {"mode": "fixed"}}, "attention is dense"),

@@ -136,6 +136,11 @@ CHOICES: dict[str, Choice] = {
         {"model": {"label_smoothing": 0.1, "z_loss": 0.01, "pad_vocab_size_to": 60}},
         "float64",
     ),
+    "compiled": ({"compile": {"enabled": True, "backend": "aot_eager"}}, "float64"),
+    "compiled by inductor, bf16": (
+        {"compile": {"enabled": True}, "bf16": {"enabled": True}, "model": {"recompute": "full"}},
+        "float32",
+    ),
     "exchanged shapes": ({"pipeline": {"shapes": "exchanged"}}, "float64"),
     "declared shapes": ({"pipeline": {"shapes": "declared"}}, "float64"),
     "layers seeded one by one": ({"pipeline": {"seed_layers": True}}, "float64"),
@@ -195,6 +200,7 @@ BY_NORMS = ("clipped, ZeRO", "LAMB, ZeRO")
 
 # Relative to the largest value: the order of sums differs between meshes. Masters are fp32.
 TOLERANCE = {"float64": 1e-10, "float32": 2e-4, "bf16": 6e-2, "fp16": 1e-2}
+TOLERANCE["compiled by inductor, bf16"] = TOLERANCE["bf16"]
 
 
 def config_of(mesh: tuple[int, int, int], schedule: str, choice: str) -> dict[str, Any]:
@@ -221,6 +227,7 @@ def oracle(pool: RankPool) -> Oracle:
     @cache
     def run(choice: str) -> dict[str, Any]:
         config = config_of((1, 1, 1), "sequential", choice)
+        config.pop("compile", None)
         (result,) = pool.run(1, training_runs.train, config, CHOICES[choice][1])
         return result
 
@@ -300,7 +307,7 @@ WITH_TENSOR_RANKS = (
 # Other settings combine these.
 ONLY_SWEPT = (
     "LoRA", "LoRA, recompute full", "norms of embeddings", "squared ReLU", "more positions",
-    "padded vocabulary", "ramp-up, declared shapes",
+    "padded vocabulary", "ramp-up, declared shapes", "compiled by inductor, bf16",
 )  # fmt: skip
 
 

@@ -1,0 +1,256 @@
+"""Layers that torch.compile compiles: once for each class and shape, at its first forward.
+
+    layer.forward = _CompiledMethod(layer, kind)      kind: one compiled function for equal layers
+
+Only the method of the instance is replaced, so no name of a module or parameter changes. A layer
+runs uncompiled without gradients (evaluation, generation), with hooks in it that were added after
+it was built, while its operations are recorded, and if the compiler has failed.
+"""
+
+import logging
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import MethodType
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor
+import torch.utils._triton
+from torch import nn
+
+from pipemega import random
+from pipemega.config.compile import CompileSection
+from pipemega.distributed.mesh import Mesh, gather_objects
+from pipemega.errors import ConfigError
+from pipemega.parameters import shard_of
+from pipemega.pipeline.compiled_linear import trace_deferred_gradients
+from pipemega.pipeline.module import Stage
+from pipemega.tensor_parallel.traced_collectives import allow_tracing
+
+
+def compile_layers(
+    stages: Mapping[int, Stage], section: CompileSection, mesh: Mesh, log: logging.Logger
+) -> None:
+    """Compile the layers of the local stages, when they first run with gradients.  Collective.
+
+    A layer names the method that is compiled in `compiled_method`, None for no method; without this
+    attribute it is `forward`. `uncompiled_reason` says why there is none. The methods that a module
+    names in `uncompiled_methods` are called between two graphs.
+
+    Raises:
+        ConfigError: the backend does not exist; the same on every rank.
+    """
+    _check_backend(section.backend)
+    missing = gather_objects(_missing_compiler(section.backend, mesh.device), mesh.world)
+    reason = next((text for text in missing if text is not None), None)
+    if reason is not None:
+        # On all ranks: tensor ranks must round equally.
+        if mesh.rank == 0:
+            log.warning(f"compile.enabled is true, but {reason}: all layers run uncompiled")
+        return
+    allow_tracing(mesh.tensor)
+    _set_up_compiler()
+    kinds = _Kinds(section, mesh.device, log)
+    for stage in stages.values():
+        trace_deferred_gradients(stage.modules())
+        for module in stage.modules():
+            for method in getattr(module, "uncompiled_methods", ()):
+                plain = getattr(type(module), method)
+                vars(module)[method] = MethodType(_uncompiled(plain), module)
+        for position, layer in enumerate(stage.layers.values(), stage.start):
+            kinds.compile(layer, f"{stage.name_of(position)} (layers.{position})")
+
+
+@cache
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that is called between two graphs; the same for all layers of a class."""
+    disabled: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return disabled
+
+
+def _check_backend(backend: str) -> None:
+    known = torch._dynamo.list_backends(exclude_tags=())
+    if backend not in known:
+        raise ConfigError(
+            f"compile.backend {backend!r} is no backend of torch.compile; those of this "
+            f"installation are {', '.join(known)}",
+            on_every_rank=True,
+        )
+
+
+def _missing_compiler(backend: str, device: torch.device) -> str | None:
+    """Return what inductor needs and this machine does not have."""
+    if backend != "inductor":
+        return None
+    # Parts of torch that are deprecated warn at their import.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_module("torch._inductor.compile_fx")
+        cpp_builder = import_module("torch._inductor.cpp_builder")
+    try:
+        cpp_builder.get_cpp_compiler()
+    except torch._inductor.exc.InvalidCxxCompiler:
+        return "there is no C++ compiler: install g++, or set CXX to the path of one"
+    if device.type == "cuda" and not torch.utils._triton.has_triton():
+        return "triton does not run here: install it, with a C compiler, for this GPU"
+    return None
+
+
+def _set_up_compiler() -> None:
+    # An error of the compiler is found in the forward, where the layer can run uncompiled.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
+    # Backward may run twice (`retain_graph`), and the weight-gradient queue keeps tensors.
+    torch._functorch.config.donated_buffer = False
+    # The compiler does both with every stage, and the user can change neither.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    warnings.filterwarnings("ignore", ".*Function'> should not be instantiated")
+    # Its own modules may warn while they run.
+    warnings.filterwarnings("ignore", module=r"torch\._(dynamo|inductor|functorch)")
+
+
+def _options(section: CompileSection) -> dict[str, Any] | None:
+    if section.backend != "inductor":
+        return None
+    return {
+        **torch._inductor.list_mode_options(section.mode_without_graphs),
+        # The weight-gradient queue keeps tensors of a graph after its end.
+        "allow_buffer_reuse": False,
+        "inplace_buffers": False,
+        # The masks of dropout are those of uncompiled layers, and the same on every mesh.
+        "fallback_random": True,
+    }
+
+
+@dataclass
+class _Kind:
+    """Equal layers.
+
+    Args:
+        name: of the first one.
+        function: their compiled method.
+        size: how many this rank has.
+        has_run: the function has been called.
+        failed: it could not be compiled.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    size: int = 0
+    has_run: bool = False
+    failed: bool = False
+
+
+class _Kinds:
+    """The distinct layers of this rank."""
+
+    def __init__(self, section: CompileSection, device: torch.device, log: logging.Logger) -> None:
+        self.device, self.log, self._section = device, log, section
+        self._kinds: dict[Any, _Kind] = {}
+        self._left_out: set[type[nn.Module]] = set()
+
+    def compile(self, layer: nn.Module, name: str) -> None:
+        """Replace the method of this layer, which is called `name` in messages."""
+        method = getattr(layer, "compiled_method", "forward")
+        reason = getattr(layer, "uncompiled_reason", None)
+        if reason is not None and type(layer) not in self._left_out:
+            self._left_out.add(type(layer))
+            self.log.warning(f"{name} and equal layers run uncompiled: {reason}")
+        # A linear or an embedding whose weight gradient is deferred has nothing else to compile.
+        if method is None or method in vars(layer):
+            return
+        key = (type(layer), _parameters(layer))
+        if key not in self._kinds:
+            section = self._section
+            function = torch.compile(  # type: ignore[call-overload]
+                getattr(type(layer), method),
+                backend=section.backend,
+                dynamic=section.dynamic,
+                options=_options(section),
+                isolate_recompiles=True,
+            )
+            self._kinds[key] = _Kind(name, function)
+        kind = self._kinds[key]
+        kind.size += 1
+        vars(layer)[method] = _CompiledMethod(layer, method, kind, self)
+
+    def run(self, kind: _Kind, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Call the compiled function, or `plain` if it cannot be compiled."""
+        layer, states = plain.__self__, None  # type: ignore[attr-defined]
+        if not kind.has_run:
+            kind.has_run, states = True, random.rng_state(self.device)
+            self.log.info(f"compiling {kind.name}; the first step waits for it")
+        graphs, started = _graph_count(), time.perf_counter()
+        try:
+            result = kind.function(layer, *args, **kwargs)
+        except torch._dynamo.exc.TorchDynamoException as error:
+            if states is not None:
+                random.set_rng_state(states, self.device)
+            # If this fails too, it is an error of the layer.
+            result = plain(*args, **kwargs)
+            kind.failed = True
+            self.log.warning(
+                f"{kind.name} could not be compiled, so the {kind.size} layers of its kind on this "
+                f"rank run uncompiled: {_reason(error)}"
+            )
+            return result
+        if _graph_count() > graphs:
+            seconds = time.perf_counter() - started
+            self.log.info(f"compiled {kind.name} in {seconds:.1f} s, for {kind.size} equal layers")
+        return result
+
+
+def _parameters(layer: nn.Module) -> tuple[Any, ...]:
+    """Return what the compiled code depends on, of the parameters of a layer."""
+    return tuple(
+        (name, p.shape, p.dtype, p.requires_grad, shard_of(p).dim)
+        for name, p in layer.named_parameters()
+    )
+
+
+def _graph_count() -> int:
+    """Return how many graphs torch.compile has compiled in this process."""
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error of the compiler, and its class."""
+    inner = getattr(error, "inner_exception", None) or error
+    lines = [line.strip() for line in str(inner).splitlines() if line.strip()]
+    return f"{type(inner).__name__}: {lines[0][:300] if lines else 'no message'}"
+
+
+class _CompiledMethod:
+    """Replaces the method `name` of a layer."""
+
+    def __init__(self, layer: nn.Module, name: str, kind: _Kind, kinds: _Kinds) -> None:
+        self._plain = getattr(layer, name)
+        self._kind, self._kinds = kind, kinds
+        modules = [module for module in layer.modules() if module is not layer]
+        self._hooks = [
+            hooks
+            for m in modules
+            for hooks in (
+                m._forward_pre_hooks, m._forward_hooks, m._backward_pre_hooks, m._backward_hooks
+            )
+        ]  # fmt: skip
+        self._parameters = list(layer.parameters())
+        self._num_hooks = self._count_hooks()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self._kind.failed or not torch.is_grad_enabled() or self._is_observed():
+            return self._plain(*args, **kwargs)
+        return self._kinds.run(self._kind, self._plain, args, kwargs)
+
+    def _is_observed(self) -> bool:
+        recording = torch._C._len_torch_dispatch_stack() > 0
+        return recording or self._count_hooks() != self._num_hooks
+
+    def _count_hooks(self) -> int:
+        hooks = sum(map(len, self._hooks))
+        return hooks + sum(len(p._backward_hooks or ()) for p in self._parameters)
