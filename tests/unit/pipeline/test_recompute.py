@@ -87,7 +87,8 @@ def test_the_first_blocks_of_each_stage_are_recomputed() -> None:
 
 def test_activation_checkpoints_of_all_layers_replace_those_of_the_model() -> None:
     runs, _ = trained(FULL, pipeline={"activation_checkpoint_interval": 4})
-    assert runs == Counter(dict.fromkeys(range(8), 4))
+    # The loss computes the logits of the head, which has nothing to compute again.
+    assert runs == Counter(dict.fromkeys(range(7), 4)) + Counter({7: 2})
 
 
 @pytest.mark.parametrize(
