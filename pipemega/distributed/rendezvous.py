@@ -9,8 +9,12 @@ incarnation:
     rank 0                                  rank r
     write a new name
                                             read a name, write a random token under it
-    answer each token under the new name
-                                            done if the answer is this token; else read again
+    answer the tokens of its children
+                                            if the answer is this token: answer its own children;
+                                            else read again
+
+The ranks are a binomial tree: the parent of a rank is the rank without its lowest bit. So no rank
+sends more messages than a multiple of the logarithm of the number of ranks.
 """
 
 import time
@@ -30,13 +34,30 @@ def agree_on_incarnation(store: Any, rank: int, world_size: int, seconds: float)
 
     Args:
         store: a torch.distributed.Store.
-        seconds: how long ranks wait for rank 0; rank 0 waits for the store's own timeout.
+        seconds: how long ranks wait for their parents; these wait for the store's own timeout.
 
     Raises:
-        MeshError: rank 0 did not answer in time.
+        MeshError: the parent did not answer in time.
     """
     if rank == 0:
-        return _start(store, world_size)
+        name = uuid.uuid4().hex
+        store.set(_NAME, name)
+    else:
+        name = _confirmed_name(store, rank, seconds)
+    for child in _children(rank, world_size):
+        store.set(f"{_NAME}/{name}/answer/{child}", store.get(f"{_NAME}/{name}/{child}"))
+    return name
+
+
+def _children(rank: int, world_size: int) -> list[int]:
+    """Return the ranks whose parent this is, the largest subtree first."""
+    # The number of trailing zeros; rank 0 has all powers of 2.
+    bits = (rank & -rank).bit_length() - 1 if rank else (world_size - 1).bit_length()
+    children = [rank + (1 << bit) for bit in reversed(range(bits))]
+    return [child for child in children if child < world_size]
+
+
+def _confirmed_name(store: Any, rank: int, seconds: float) -> str:
     token, deadline, pause = uuid.uuid4().hex, time.monotonic() + seconds, _FIRST_POLL_SECONDS
     while time.monotonic() < deadline:
         if store.check([_NAME]):
@@ -47,15 +68,8 @@ def agree_on_incarnation(store: Any, rank: int, world_size: int, seconds: float)
                 return str(name)
         time.sleep(pause)
         pause = min(2 * pause, _LONGEST_POLL_SECONDS)
+    parent = rank & (rank - 1)
     raise MeshError(
-        f"rank {rank}: no answer from rank 0 within {seconds:g} s (mesh.timeout_seconds); check "
-        f"that rank 0 was started and reaches the same store"
+        f"rank {rank}: no answer from rank {parent} within {seconds:g} s (mesh.timeout_seconds); "
+        f"check that rank {parent} was started and reaches the same store"
     )
-
-
-def _start(store: Any, world_size: int) -> str:
-    name = uuid.uuid4().hex
-    store.set(_NAME, name)
-    for other in range(1, world_size):
-        store.set(f"{_NAME}/{name}/answer/{other}", store.get(f"{_NAME}/{name}/{other}"))
-    return name
