@@ -2,8 +2,9 @@
 
     python -m benchmarks.split_backward.run            from the root of the repository
 
-Three tables: time of I + W relative to full backwards; memory between I and W relative to memory
-between F and I; time of one W product for several micro-batches relative to one product for each.
+Four tables: memory of zb-h1 relative to 1F1B by plan; time of I + W relative to full backwards;
+memory between I and W relative to memory between F and I; time of one W product for several
+micro-batches relative to one product for each.
 """
 
 import statistics
@@ -18,6 +19,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.pipeline_cpu.model import Block, Sizes
 from benchmarks.ranks import machine
+from benchmarks.split_backward.memory import table
 from pipemega.engine.cpu_allocator import keep_freed_memory
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
@@ -140,6 +142,7 @@ def main() -> None:
     keep_freed_memory()
     about = machine()
     print(f"{about['cpu']}, torch {about['torch']}, one thread;")
+    print(*table(), "", sep="\n")
     print(f"{LAYERS} GPT blocks, {MICRO_BATCHES} micro-batches, medians of {ROUNDS} rounds.\n")
     print("| hidden, tokens | (I + W) / full, median (minimum) | W of I + W | gradients |")
     print("| --- | ---: | ---: | --- |")

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
@@ -39,11 +40,12 @@ from pipemega.planning.layer_times import measured_layers
 from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.model_source import Sample
 from pipemega.planning.prediction import Prediction
-from pipemega.planning.queue_memory import may_limit
+from pipemega.planning.queue_memory import fit_queue_of_linears, may_limit
 from pipemega.planning.rates import Rates
 from pipemega.planning.schedule_choice import ScheduleChooser, Stages
 from pipemega.profiling.meta_kernels import DeviceType
 from pipemega.profiling.tensor_meter import unmetered
+from pipemega.random import preserve_rng
 
 
 @dataclass(frozen=True)
@@ -136,11 +138,15 @@ class PlanChooser:
         if plan.num_stages == 1:
             return ChosenPlan(plan, None)
         limit = section.weight_queue_limit
-        # "auto" does not change a plan that the caller has made.
-        limits_queue = may_limit(plan, limit) and (given is None or limit != "auto")
+        # "auto" does not change a plan that the caller has made, or the one that measures I and W.
+        is_own = given is None and section.schedule != AUTO
+        limits_queue = may_limit(plan, limit) and (is_own or limit != "auto")
         if section.partition == "auto" or limits_queue:
             self._model = self._count()
         if self._model is None:
+            if limits_queue and self._has_only_linears():
+                device: DeviceType = "cuda" if self._mesh.device.type == "cuda" else "cpu"
+                plan = self._validated(lower(fit_queue_of_linears(plan.compute_only(), device)))
             return ChosenPlan(plan, None)
         self._bounds, reason = self._cut(self._model, plan)
         if limits_queue:
@@ -307,6 +313,23 @@ class PlanChooser:
                 "even numbers of parameters, as with pipeline.partition 'parameters'"
             )
         return None
+
+    def _has_only_linears(self) -> bool:
+        """Return whether all parameters of the model are those of nn.Linear."""
+        try:
+            with unmetered(), preserve_rng():
+                layers = [
+                    spec.build(self._mesh.tensor, torch.device("meta"))
+                    for spec in self._net.on_meta().specs
+                ]
+        except Exception:  # code of the user
+            return False
+        modules = (module for layer in layers for module in layer.modules())
+        return all(
+            isinstance(module, nn.Linear)
+            for module in modules
+            if next(module.parameters(recurse=False), None) is not None
+        )
 
     @property
     def _splits_backward(self) -> bool:

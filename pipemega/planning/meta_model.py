@@ -160,7 +160,8 @@ class MetaModel:
         ):
             method = "parameters"
         mesh = self._mesh(0)
-        return stage_bounds(self.net, method, num_stages, mesh, self._options(mesh), _no_sample)
+        with unmetered():
+            return stage_bounds(self.net, method, num_stages, mesh, self._options(mesh), _no_sample)
 
     def cut(self, plan: Plan) -> Cut:
         """Return the fastest cut of `plan` by the fixed table of rates.

@@ -71,6 +71,19 @@ def fit_weight_queue(
     return replace(plan.compute_only(), programs=programs)
 
 
+def fit_queue_of_linears(plan: Plan, device: DeviceType) -> Plan:
+    """Return the compute steps of `plan` for a chain of linears whose sizes are unknown.
+
+    I keeps twice as much as F, whatever the sizes are; stages are taken as equal.
+    """
+    zero = (0, 0, 0)
+    costs = StageCosts(
+        input=0, held=1000, output=0, message=0, gradient_in=0, gradient_out=0, kept=2000,
+        working=zero, flops=zero, kernels=zero, seconds=zero, layer_flops=(),
+    )  # fmt: skip
+    return fit_weight_queue(plan, [costs] * plan.num_stages, [0] * plan.num_ranks, device)
+
+
 class _Fitting:
     """Brings W forward in the program of one rank."""
 

@@ -16,6 +16,7 @@ from pipemega.pipeline.plan.stage_cut import LayerCosts
 from pipemega.pipeline.spec import LayerSpec
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.profiling.meta_costs import Probe, StageCosts
+from pipemega.profiling.tensor_meter import unmetered
 from pipemega.random import preserve_rng
 
 
@@ -112,7 +113,7 @@ class StageCounts:
         costs: list[StageCosts] = []
         entering = self._entering
         last = len(bounds) - 2
-        with preserve_rng():
+        with preserve_rng(), unmetered():
             for number in range(last + 1):
                 specs = self._net.specs[bounds[number] : bounds[number + 1]]
                 key = _CostKey(specs, entering, splits_backward, number == 0, number == last)

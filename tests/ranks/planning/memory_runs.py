@@ -4,11 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
 from pipemega.config import load
 from pipemega.engine.initialize import initialize
 from pipemega.models import GPTConfig, gpt
+from pipemega.pipeline.module import PipelineModule
+from pipemega.pipeline.spec import LayerSpec
 from pipemega.profiling.tensor_meter import TensorMeter
 
 STEPS = 2
@@ -44,6 +47,32 @@ def held_bytes(config: Mapping[str, Any]) -> dict[str, int]:
         "optimizer": storage_bytes(v for v in states if isinstance(v, Tensor)),
         "peak": meter.peak,
     }
+
+
+def linears_peak(schedule: str, with_data: bool) -> int:
+    """Return the peak of all tensors of a rank that trains linears.
+
+    Args:
+        with_data: the sizes of a micro-batch are known before the run.
+    """
+    width, rows, count = 32, 512, 8
+    data = TensorDataset(torch.randn(rows * count, width), torch.randn(rows * count, width))
+    config = {
+        "train_micro_batch_size_per_gpu": rows,
+        "gradient_accumulation_steps": count,
+        "mesh": {"pipeline": 2, "device": "cpu"},
+        "pipeline": {"schedule": schedule, "partition": "uniform"},
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+    }
+    with TensorMeter() as meter:
+        net = PipelineModule(
+            [LayerSpec(nn.Linear, width, width) for _ in range(16)], nn.functional.mse_loss
+        )
+        engine, *_ = initialize(net, load(config), training_data=data if with_data else None)
+        for _ in range(STEPS):
+            batches = (data[m * rows : (m + 1) * rows] for m in range(count))
+            engine.train_batch(None if with_data else batches)
+    return meter.peak
 
 
 def tokens(step: int, microbatch: int, size: int, length: int, vocab: int) -> Tensor:

@@ -6,7 +6,7 @@ import pytest
 
 from pipemega.config import load
 from pipemega.planning.estimate import Report, Request, estimate
-from tests.ranks.planning.memory_runs import held_bytes
+from tests.ranks.planning.memory_runs import held_bytes, linears_peak
 from tests.ranks.pool import RankPool
 
 MODEL = {
@@ -91,7 +91,6 @@ SLOW = (
     "1f1b, uniform recompute",
     "1f1b, selective, bf16",
     "ZeRO",
-    "zb-h1, full recompute",
     "zb-h1, large vocabulary",
     "1f1b, large vocabulary, bf16",
 )
@@ -124,3 +123,14 @@ def test_the_memory_of_a_rank_is_as_planned(case: str, pool: RankPool) -> None:
         # The same for the memory that changes during a step.
         static = memory.footprint.total
         assert memory.total - static == pytest.approx(real["peak"] - static, rel=within), rank
+
+
+@pytest.mark.parametrize("with_data", [True, False])
+def test_w_of_linears_holds_at_most_half_as_much_again_as_1f1b(
+    with_data: bool, pool: RankPool
+) -> None:
+    """Without data known before the run, the linears alone determine the ratio."""
+    plain, split = (
+        max(pool.run(2, linears_peak, schedule, with_data)) for schedule in ("1f1b", "zb-h1")
+    )
+    assert split <= 1.5 * plain

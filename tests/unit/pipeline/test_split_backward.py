@@ -251,6 +251,28 @@ def test_under_autocast_the_gradient_has_the_dtype_of_the_weight() -> None:
     torch.testing.assert_close(found.view(other.weight), expected.view(model.weight))
 
 
+def test_under_autocast_the_queue_keeps_the_cast_input() -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    queue = WeightGradQueue(GradientBuffer(list(model.named_parameters())))
+    enable_split_backward([model], queue)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = model(x.requires_grad_())
+    with queue.defer(0):
+        y.sum().backward()
+    ((_, _, job),) = queue._queued[0]
+    kept = [
+        value.dtype
+        for cell in _cells(job)
+        for value in _cells(cell)
+        if isinstance(value, Tensor) and value.dim() == 2
+    ]
+    assert kept == [torch.bfloat16] * 2
+
+
+def _cells(function: Any) -> list[Any]:
+    return [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+
+
 def test_nothing_is_queued_under_no_grad() -> None:
     model = nn.Linear(8, 8)
     queue = WeightGradQueue(GradientBuffer(list(model.named_parameters())))
