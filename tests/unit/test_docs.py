@@ -313,7 +313,7 @@ def test_the_table_of_weight_queue_limits_has_the_planned_numbers(recompute: str
     for limit, peak, step in rows:
         changes = ["train_batch_size=16", f"model.recompute={recompute}"]
         changes += ["pipeline.schedule=zb-h1"]
-        changes += [] if limit == "none" else [f"pipeline.weight_queue_limit={limit}"]
+        changes += [f"pipeline.weight_queue_limit={limit}"]
         found = estimate(Request(load(ROOT / "configs/gpt_1.3b_tp2_pp4.json", changes))).prediction
         assert f"{found.peak / 1e9:.2f}" == peak
         assert f"{found.timeline.makespan:.1f}" == step
