@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from pipemega import random
 from pipemega.distributed.mesh import Axis
@@ -167,7 +168,8 @@ class PipelineModule:
     @cached_property
     def meta_layers(self) -> tuple[nn.Module, ...]:
         """The unsharded layers on the meta device; modules that the user built as they are."""
-        return tuple(spec.build(Axis("tensor"), device="meta") for spec in self.specs)
+        with _disable_current_modes():  # a mode that counts the tensors of a run
+            return tuple(spec.build(Axis("tensor"), device="meta") for spec in self.specs)
 
     def count_parameters(self, *, trainable: bool = False) -> list[int]:
         """Return the (trainable) elements of each unsharded layer; each tied copy counts."""
@@ -208,8 +210,7 @@ class LayerObserver(Protocol):
 
     def leave(self, position: int, y: Any, rng_key: "RngKey | None") -> None: ...
 
-    # Called instead of `leave` if the layer raises an error.
-    def failed(self, position: int) -> None: ...
+    def failed(self, position: int) -> None: ...  # called instead of `leave` after an error
 
 
 class RngKey(NamedTuple):
