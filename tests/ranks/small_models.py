@@ -155,6 +155,19 @@ def changes_sent_output(alone: bool) -> list[float]:
     return [count for m in engine.module.modules() for count in getattr(m, "counts", ())]
 
 
+def sum_of_two() -> PipelineModule:
+    """The two outputs of the first stage have the same gradient, which is one tensor."""
+    return PipelineModule(
+        [
+            LayerSpec(nn.Linear, WIDTH, WIDTH),
+            lambda x: (torch.tanh(x), torch.sigmoid(x)),
+            lambda pair: pair[0] + pair[1],
+            LayerSpec(nn.Linear, WIDTH, WIDTH),
+        ],
+        squares,
+    )
+
+
 class Frozen(nn.Linear):
     """A linear layer with a frozen weight."""
 

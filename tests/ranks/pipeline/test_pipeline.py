@@ -34,6 +34,11 @@ def test_messages_between_stages_may_be_any_tree_of_tensors_and_constants(
     )
 
 
+def test_two_inputs_of_a_stage_may_have_the_same_gradient(pool: RankPool) -> None:
+    config = {"mesh": {"pipeline": 2}, "pipeline": {"partition": [0, 2, 4]}}
+    assert_equals_one_process(pool, "sum_of_two", 2, **config)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_parameters_tied_across_stages_stay_equal(pool: RankPool, ranks: int) -> None:
     assert_equals_one_process(pool, "tied_thrice", ranks, mesh={"pipeline": ranks})
