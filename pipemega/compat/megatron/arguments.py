@@ -91,7 +91,7 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
     "Parallelism": (
         A("tensor-model-parallel-size", "int", "mesh.tensor", "", ("model-parallel-size",)),
         A("pipeline-model-parallel-size", "int", "mesh.pipeline",
-          "stages get equal numbers of parameters; `pipeline.partition` sets other bounds"),
+          "stages take about the same time; `pipeline.partition` sets other bounds"),
         A("no-pipeline-parallel", "flag", "mesh.pipeline", "1"),
         A("sequence-parallel", "flag", "mesh.sequence_parallel", "no effect on one tensor rank"),
         A("num-layers-per-virtual-pipeline-stage", "int", "pipeline.schedule pipeline.chunks",

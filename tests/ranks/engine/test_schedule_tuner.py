@@ -160,7 +160,8 @@ def test_a_limited_queue_of_w_trains_the_same_bits(pool):
     plain = pool.run(4, run, {"schedule": "1f1b"}, "", 3, changes)
     plans = set()
     for limit in (0, 30_000, None):
-        limited = {"schedule": "zb-h1", "weight_queue_limit": limit}
+        # The limits are for stages with equal numbers of parameters.
+        limited = {"schedule": "zb-h1", "weight_queue_limit": limit, "partition": "parameters"}
         found = pool.run(4, run, limited, "", 3, changes)
         assert same(found[0], plain[0])
         plans.add(found[0]["plans"][0])

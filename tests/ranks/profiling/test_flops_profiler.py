@@ -14,7 +14,8 @@ def profiled(mesh: dict[str, Any], schedule: str) -> tuple[str, dict[str, Any]]:
     """Return what this rank prints, and the costs of the modules by name."""
     config = settings(
         mesh=mesh,
-        pipeline={"schedule": schedule},
+        # The ranks of the layers are those of this cut.
+        pipeline={"schedule": schedule, "partition": "parameters"},
         model={"num_layers": 2, "make_vocab_size_divisible_by": 1},
         flops_profiler={"enabled": True, "profile_step": 2},
         train_batch_size=4 * MICRO * mesh.get("data", 1),
