@@ -220,7 +220,8 @@ def _separate_group(mesh: Mesh) -> dist.ProcessGroup | None:
     The backend is Gloo on every device: an NCCL all-reduce would occupy the GPU until the last
     rank joins it.
     """
-    if mesh.world.size == 1:
+    # The planner, on the meta device, has no other ranks.
+    if mesh.world.size == 1 or mesh.device.type == "meta":
         return None
     group = dist.new_group(list(mesh.world.ranks), timeout=mesh.timeout, backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
