@@ -8,6 +8,7 @@ from pipemega.engine.batch_reader import StepData
 from pipemega.engine.step_callbacks import TrainStep
 from pipemega.engine.step_engine import StepEngine
 from pipemega.engine.step_runner import StepRunner
+from pipemega.errors import PipemegaError
 from pipemega.optimizer import StepReport
 from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.plan.instructions import Plan
@@ -49,6 +50,8 @@ class CheckpointedEngine(StepEngine):
                 f"pipeline rank {place[-1]} would read labels from now on, and its iterator is at "
                 "the first step; give initialize() map-style training data"
             )
+        if self._profiler is not None:
+            self._profiler.cancel_counting()
         return self._mover.obstacle(self._model, self._step, bounds)
 
     def _move_stages(self, plan: Plan, bounds: Bounds) -> None:
@@ -57,13 +60,26 @@ class CheckpointedEngine(StepEngine):
         Args:
             plan: of the next steps, lowered.
             bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
+
+        Raises:
+            NonFiniteError, LossScaleError: as `settle`, after the move.
         """
         assert self._mover is not None, "the caller has asked _obstacle_to_move"
         assert self._step is not None, "the caller has asked _obstacle_to_move"
-        self._settle()
+        failed: PipemegaError | None = None
+        try:
+            self._settle()
+        except PipemegaError as error:
+            if not error.on_every_rank:
+                raise
+            # The step is undone. The run may continue after that, with the plan of the new stages.
+            failed = error
+            self._settle()
         model, executor = self._mover.move(self._model, self._step, plan, bounds)
         self.plan = plan
         self._use_stages(model, executor)
+        if failed is not None:
+            raise failed
 
     def save_checkpoint(
         self,

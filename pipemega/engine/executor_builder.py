@@ -12,6 +12,7 @@ from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep, ZeroMasterParams
 from pipemega.optimizer.build_step import precision_of
 from pipemega.optimizer.grad_ready import BucketReadiness
+from pipemega.pipeline.connections import connect
 from pipemega.pipeline.executor import Executor, RankStages
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.messages import Header
@@ -81,15 +82,18 @@ class ExecutorBuilder:
         mesh, shapes = self._mesh, self._config.pipeline.shapes
         if mesh.pipeline.size == 1:
             return None
+        place, passes = plan.rank_of_stage, plan.has_vocabulary
+        routes = connect(
+            mesh.pipeline, place, mesh.device, mesh.timeout, passes, groups=self._groups
+        )
         return Transport(
             mesh.pipeline,
-            plan.rank_of_stage,
+            place,
             mesh.device,
             shapes,
             declared_headers(self._net, bounds) if shapes == "declared" else {},
             mesh.timeout,
-            plan.has_vocabulary,
-            self._groups,
+            routes,
         )
 
 

@@ -78,6 +78,14 @@ class FlopsProfiler(StepCallback):
         if step == self._step and self._finish is None:
             self._finish = self._start_times()
 
+    def cancel_counting(self) -> None:
+        """Count in the step of the config itself, because the stages may change before it."""
+        if self._is_counting and self._finish is None:
+            self._is_counting = False
+            self._profiler.stop()
+            for stage in self._stages:
+                stage.observer = None
+
     def _start_times(self) -> Callable[[], RankProfile]:
         """Start the times of the step; return what ends them."""
         timers, was_enabled, before = self._timers, self._timers.enabled, self._timers.totals()

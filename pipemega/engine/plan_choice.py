@@ -206,19 +206,22 @@ class PlanChooser:
         """Note that the stages of the run have moved to those of `bounds`."""
         self._bounds = bounds
 
-    def best_stages(self, measured: MeasuredStages) -> ChosenPlan:
+    def best_stages(self, measured: MeasuredStages) -> Prediction:
         """Return the best plan for measured costs, on any stages that the config allows.
 
         Raises:
             ScheduleError: no plan keeps the memory limit.
         """
         assert self._model is not None, "the layers were not counted"
-        rates = self._rates(self._model, measured)
-        return self._chosen(self._choose(self._model, rates), rates)
+        return self._choose(self._model, self._rates(self._model, measured))
 
     def _chosen(self, choice: Prediction, rates: Rates) -> ChosenPlan:
         seconds = choice.timeline.makespan if rates.known else None
-        return ChosenPlan(self._validated(choice.plan), choice.layout.bounds, seconds)
+        return ChosenPlan(self.lowered(choice), choice.layout.bounds, seconds)
+
+    def lowered(self, choice: Prediction) -> Plan:
+        """Return the plan of `choice`, proven for the transport of this run."""
+        return self._validated(choice.plan)
 
     def smaller_plan(self, full: Plan, num_microbatches: int) -> Plan:
         """Return the plan of a step with fewer micro-batches, lowered, on the stages of `full`.
@@ -245,10 +248,15 @@ class PlanChooser:
             self._log.info(choice.prediction.note)
         return choice.prediction
 
-    def next_plan(self, current: Plan, measured: MeasuredStages) -> tuple[Plan, CostModel]:
+    def next_plan(
+        self, current: Plan, measured: MeasuredStages, best: Prediction | None = None
+    ) -> tuple[Plan, CostModel]:
         """Return the best plan on the stages of `current`, lowered, and the costs of its stages.
 
         It is `current` if that is faster than the plan found.
+
+        Args:
+            best: of `best_stages`; not searched again if it is on the stages of `current`.
         """
         if self._model is None:
             placement = Placement(measured.rank_of_stage, measured.costs)
@@ -256,7 +264,8 @@ class PlanChooser:
             found = best_plan([placement], self._num_microbatches, limit)
             return self._validated(lower(found.plan)), measured.costs
         rates = self._rates(self._model, measured)
-        best = self._choose(self._model, rates, measured.stages)
+        if best is None or stages_of(best) != measured.stages:
+            best = self._choose(self._model, rates, measured.stages)
         layout = self._model.layout(current, measured.bounds)
         costs = rates.cost_model(layout, current.num_ranks)
         if simulate(current, costs).makespan < best.timeline.makespan:
@@ -352,6 +361,11 @@ class PlanChooser:
             size = config.batch(topology.data).micro_batch_size
             tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
             yield lambda: Sample(tokens, tokens)
+
+
+def stages_of(choice: Prediction) -> Stages:
+    """Return the stages of a choice."""
+    return Stages(choice.layout.bounds, choice.plan.rank_of_stage)
 
 
 def split_was_measured(plan: Plan) -> bool:

@@ -32,7 +32,13 @@ import torch
 
 from pipemega.data.file_cache import atomic_path, user_cache_folder
 from pipemega.distributed.mesh import Mesh, from_first
-from pipemega.engine.plan_choice import ChosenPlan, MeasuredStages, PlanChooser, split_was_measured
+from pipemega.engine.plan_choice import (
+    ChosenPlan,
+    MeasuredStages,
+    PlanChooser,
+    split_was_measured,
+    stages_of,
+)
 from pipemega.engine.stage_mover import describe_cut
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.errors import PipemegaError
@@ -40,6 +46,7 @@ from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.simulate import simulate
+from pipemega.planning.prediction import Prediction
 from pipemega.printing import percent
 from pipemega.profiling.cost_estimation import measured_costs
 from pipemega.profiling.trace import Trace
@@ -197,7 +204,9 @@ class ScheduleTuner(StepCallback):
         split = split_was_measured(self._plan)
         stages = MeasuredStages(self._bounds, self._plan.rank_of_stage, split, costs)
         self._save(stages)
-        plan, costs = self._chooser.next_plan(self._plan, stages)
+        self._log.info("schedule auto: rank 0 searches for the best plan for the measured times")
+        free = self._chooser.best_stages(stages) if self._may_move else None
+        plan, costs = self._chooser.next_plan(self._plan, stages, free)
         best, now = simulate(plan, costs), simulate(self._plan, costs)
         self._log.info(
             f"schedule auto: step time of {self._plan.name}: measured {_ms(measured)}, simulated "
@@ -206,30 +215,33 @@ class ScheduleTuner(StepCallback):
             f"{max(best.peak) / 1e6:.0f} MB of activations on a rank"
         )
         order = _Stages(plan, self._bounds, best.makespan)
-        return _Next(order, self._better_stages(stages, best.makespan))
+        if free is None or stages_of(free) == stages.stages:
+            return _Next(order, None)
+        return _Next(order, self._better_stages(free, stages, best.makespan))
 
-    def _better_stages(self, measured: MeasuredStages, seconds: float) -> _Stages | None:
-        """Return other stages on which a step is predicted to be faster; None: there are none.
+    @property
+    def _may_move(self) -> bool:
+        return self._moves and self._chooser.counts_memory
+
+    def _better_stages(
+        self, best: Prediction, measured: MeasuredStages, seconds: float
+    ) -> _Stages | None:
+        """Return the stages of `best` if a step is predicted to be faster there, else None.
 
         Args:
+            best: the fastest plan on any stages; they are not the current ones.
             seconds: predicted for the best plan on the current stages.
         """
-        if not (self._moves and self._chooser.counts_memory):
-            return None
-        best = self._chooser.best_stages(measured)
-        assert best.bounds is not None, "counted layers have bounds"
-        assert best.seconds is not None, "the costs are measured"
-        stages = best.bounds, best.plan.rank_of_stage
-        if stages == (measured.bounds, measured.rank_of_stage):
-            return None
-        if best.seconds > seconds * (1 - _LEAST_GAIN):
+        bounds, place = stages_of(best)
+        best_seconds = best.timeline.makespan
+        if best_seconds > seconds * (1 - _LEAST_GAIN):
             return None
         self._log.info(
-            f"schedule auto: on other stages a step is predicted to take {_ms(best.seconds)} "
+            f"schedule auto: on other stages a step is predicted to take {_ms(best_seconds)} "
             f"instead of {_ms(seconds)}: layers "
-            f"{describe_cut(measured.bounds, measured.rank_of_stage)} -> {describe_cut(*stages)}"
+            f"{describe_cut(*measured.stages)} -> {describe_cut(bounds, place)}"
         )
-        return _Stages(best.plan, best.bounds, best.seconds)
+        return _Stages(self._chooser.lowered(best), bounds, best_seconds)
 
     def _back(self, measured: float, before: _Before) -> _Next:
         """Return the stages of before, because the steps are not faster on the current ones."""

@@ -49,7 +49,7 @@ class _Snapshot:
     """What the caller may have changed since the stages were built.
 
     Args:
-        modules: name -> identities of a module, its hooks and its parameters.
+        modules: name -> identities of a module, its hooks and parameters, and its settings.
         groups: number of groups of the optimizer.
     """
 
@@ -134,7 +134,7 @@ class StageMover:
         now = _modules(model)
         for name in [*now, *before.modules]:
             if now.get(name) != before.modules.get(name):
-                return f"the module {name} or its hooks were changed after initialize()"
+                return f"the module {name}, its hooks or settings were changed after initialize()"
         return ""
 
     def move(
@@ -229,6 +229,13 @@ def _identities(module: nn.Module) -> Iterator[Any]:
     """Yield what a new module in place of this one would not have."""
     yield id(module)
     yield id(vars(module).get("forward"))
+    for key, value in vars(module).items():
+        if isinstance(value, bool | int | float | str):
+            yield key, value
+    for name in sorted(module._non_persistent_buffers_set):
+        # No checkpoint has it: a new module would have its first value.
+        buffer = getattr(module, name)
+        yield id(buffer), None if buffer is None else buffer._version
     for name in _HOOKS:
         yield tuple(map(id, getattr(module, name).values()))
     for parameter in module.parameters(recurse=False):

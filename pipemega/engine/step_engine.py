@@ -273,8 +273,10 @@ class StepEngine:
             with preserve_rng(self.mesh.device), self._phases(PIPELINE):
                 results = runner.forward_backward(step)
             self._locator.record_step(step.plan, step.micro_batches())
+            # Before the stages may move.
+            outputs = self._evaluator.kept(results)
             report = self._finish_step(runner, step, data, results)
-            return report.loss, self._evaluator.kept(results)
+            return report.loss, outputs
 
     def _training_runner(self, caller: str) -> StepRunner:
         if self._runner is None:

@@ -34,7 +34,7 @@ from pipemega.distributed.local_sockets import Receiver, Sender, Work
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
 from pipemega.host_memory import HostMemory
-from pipemega.pipeline.connections import connect
+from pipemega.pipeline.connections import Route, connect
 from pipemega.pipeline.messages import Header, Packed, TensorMeta, tensors_of
 from pipemega.pipeline.plan.channels import Channel, ShapeMode
 from pipemega.pipeline.plan.instructions import Instruction, Kind
@@ -86,8 +86,7 @@ class Transport:
         shapes: when headers are sent, see above.
         declared: boundary -> header, for `shapes="declared"`.
         timeout: limit of each wait.
-        vocabulary: open the channels of vocabulary parallelism, too.
-        groups: of the connections, kept by the caller for another placement of the stages.
+        routes: of the channels; None: open those of a plan without vocabulary parallelism.
     """
 
     def __init__(
@@ -98,8 +97,7 @@ class Transport:
         shapes: ShapeMode = "cached",
         declared: Mapping[int, Header] | None = None,
         timeout: timedelta = timedelta(minutes=10),
-        vocabulary: bool = False,
-        groups: list[dist.ProcessGroup] | None = None,
+        routes: Mapping[Channel, Route] | None = None,
     ) -> None:
         self._pipeline, self._rank_of_stage, self._device = pipeline, tuple(rank_of_stage), device
         self._shapes: ShapeMode = shapes
@@ -111,7 +109,7 @@ class Transport:
         # Header and tensors of a micro-batch, in the order of the sends.
         self._sends: dict[tuple[Channel, int], list[_Send]] = {}
         self._memory = HostMemory(device)
-        self._routes = connect(pipeline, self._rank_of_stage, device, timeout, vocabulary, groups)
+        self._routes = routes or connect(pipeline, self._rank_of_stage, device, timeout)
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,19 @@ from pipemega.distributed.byte_exchange import Piece, TensorInfo, exchange
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
+from pipemega.errors import NonFiniteError
+from pipemega.hf.load_model import from_pretrained
 from pipemega.models import GPTConfig, gpt
 from pipemega.optimizer.state_by_name import pack
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.schedules import build_plan
+from tests.ranks.lora.hf_runs import config_of, microbatch
 from tests.ranks.training_runs import NUM_MICROBATCHES, VOCAB, data, settings
 
 BEFORE, AFTER, WIDTH = 2, 2, 6
+# A move to two stages per rank.
+TO_V: Any = {"bounds": ([0, 5, 8], [0, 2, 4, 6, 8]), "schedules": (("1f1b", 1), ("zb-v", 2))}
 
 Schedule = tuple[str, int]  # name, chunks
 
@@ -64,6 +69,28 @@ def traced_net() -> PipelineModule:
     return PipelineModule.from_module(build, torch.zeros(2, WIDTH), loss_fn=F.mse_loss)
 
 
+class Switched(nn.Linear):
+    """A linear layer with a setting, and a buffer that no checkpoint has."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.factor = 1.0
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * super().forward(x)
+
+
+def switched_net() -> PipelineModule:
+    return PipelineModule([LayerSpec(Switched) for _ in range(8)], F.mse_loss)
+
+
+def hf_net() -> PipelineModule:
+    config = config_of("qwen3")
+    config.num_hidden_layers, config.layer_types = 6, ["full_attention"] * 6
+    return from_pretrained(config, pretrained=False)
+
+
 def built_net() -> PipelineModule:
     return PipelineModule([nn.Linear(WIDTH, WIDTH) for _ in range(8)], F.mse_loss)
 
@@ -72,6 +99,8 @@ NETS: Mapping[str, Callable[[], PipelineModule]] = {
     "small": small_net,
     "traced": traced_net,
     "built": built_net,
+    "switched": switched_net,
+    "hf": hf_net,
 }
 
 
@@ -113,6 +142,9 @@ class Move:
         if self.net == "gpt":
             yield from data(engine, step)
             return
+        if self.net == "hf":
+            yield from (microbatch(step, m) for m in range(engine.batch.num_microbatches))
+            return
         for tokens, _ in data(engine, step):
             x = tokens[:, :WIDTH] / VOCAB
             yield x, x.flip(1)
@@ -137,6 +169,7 @@ def moved_and_loaded(move: Move, folder: str) -> dict[str, Any]:
         obstacle = moving._mover.obstacle(moving._model, moving._step, bounds)
         moving._move_stages(plan, bounds)
     found = after(move, moving)
+    moving.finish_saving()
     loading = move.build(1)
     loading.load_checkpoint(folder)
     wanted = after(move, loading)
@@ -227,11 +260,73 @@ def obstacle(case: str) -> tuple[str, list[str], bool]:
     move = cases.get(case, Move())
     engine = move.build(0)
     engine.train_batch(move.batches(engine, 0))
-    if case == "hook" and engine.mesh.rank == 1:
-        engine.module[0].layers["6"].register_forward_hook(lambda *_: None)
     reason = engine._obstacle_to_move(move.plan(engine), tuple(move.bounds[1]))
     loss = engine.train_batch(move.batches(engine, 1))
     return reason, [stage.extra_repr() for stage in engine.module], loss > 0
+
+
+def obstacles_by_caller() -> list[str]:
+    """Return why the stages stay after a hook, a setting, or a buffer of a layer was changed."""
+    move = Move(net="switched")
+    engine = move.build(0)
+    engine.train_batch(move.batches(engine, 0))
+    arguments = move.plan(engine), tuple(move.bounds[1])
+    reasons = [engine._obstacle_to_move(*arguments)]
+    layer = engine.module[0].layers["7"] if engine.mesh.rank == 1 else Switched()
+    hook = layer.register_forward_hook(lambda *_: None)
+    reasons.append(engine._obstacle_to_move(*arguments))
+    hook.remove()
+    layer.factor = 0.5
+    reasons.append(engine._obstacle_to_move(*arguments))
+    layer.factor = 1.0
+    reasons.append(engine._obstacle_to_move(*arguments))
+    layer.calls += 1
+    return [*reasons, engine._obstacle_to_move(*arguments)]
+
+
+# What the caller uses in the step of a move and after it
+
+
+def used_over_a_move(folder: str) -> dict[str, Any]:
+    """Move after step 1, whose outputs are returned; step 2 is profiled, then saved and loaded."""
+    profiler = {"enabled": True, "profile_step": 2, "output_file": f"{folder}/profile.txt"}
+    move = Move(**TO_V, net="switched", changes={"flops_profiler": profiler})
+    engine = move.build(0)
+    callback = MoveAfterStep(move.plan(engine), move.bounds[1])
+    engine.add_callback(callback)
+    outputs = engine.train_batch(move.batches(engine, 0), return_outputs=True)[1]
+    moved = engine._model.bounds
+    engine.train_batch(move.batches(engine, 1))
+    engine.save_checkpoint(folder)
+    saved = engine.parameter_state()
+    other = replace(move, bounds=([0, 2, 8], move.bounds[1]), changes={}).build(0)
+    other.load_checkpoint(folder)
+    loaded = other.parameter_state()
+    profile = engine._profiler and engine._profiler.profile
+    return {
+        "outputs": None if outputs is None else len(outputs),
+        "obstacle": callback.obstacle,
+        "bounds": moved,
+        "profiled": profile and profile.step,
+        "differs": [name for name in saved if not torch.equal(saved[name], loaded[name])],
+        "compared": len(saved),
+    }
+
+
+def nonfinite_step_of_a_move() -> tuple[str, list[int], int, float]:
+    """Move after a step that post-validation undoes; return its error, and the step after it."""
+    move = Move(**TO_V, net="switched", changes={"pipeline": {"optimizer_sync": "post_validate"}})
+    engine = move.build(0)
+    engine.add_callback(MoveAfterStep(move.plan(engine), move.bounds[1]))
+    batch = [(x * float("nan"), y) for x, y in move.batches(engine, 0)]
+    message = ""
+    try:
+        engine.train_batch(iter(batch))
+    except NonFiniteError as error:
+        message = str(error)
+    loss = engine.train_batch(move.batches(engine, 1))
+    engine.settle()
+    return message, list(engine._model.bounds), engine.global_steps, loss
 
 
 # Schedule `auto`
@@ -253,9 +348,9 @@ class Slow(nn.Module):
 def tuned(
     schedule: str, cache: str, steps: int, changes: Mapping[str, Any], *, hook: bool = False
 ) -> dict[str, Any]:
-    """Train eight layers, of which the first four are slow; return what the ranks did."""
+    """Train four layers, of which the first two are slow; return what the ranks did."""
     os.environ["XDG_CACHE_HOME"] = cache
-    layers = [LayerSpec(Slow, 0.004 if number < 4 else 0.0) for number in range(8)]
+    layers = [LayerSpec(Slow, 0.006 if number < 2 else 0.0) for number in range(4)]
     x = torch.rand(8 * 4, WIDTH, generator=torch.Generator().manual_seed(3))
     samples = list(zip(x, x.flip(1), strict=True))
     changes = {"model": None, "mesh": {"pipeline": 2}, **changes}
@@ -280,11 +375,15 @@ def tuned(
 class MoveAfterStep(StepCallback):
     """Lets the engine move its stages after a step."""
 
+    obstacle = ""
+
     def __init__(self, plan: Plan, bounds: Sequence[int]) -> None:
         self._plan, self._bounds = plan, tuple(bounds)
 
     def after_step(self, step: TrainStep) -> None:
-        step.next_plan, step.next_bounds = self._plan, self._bounds
+        if step.plan is not self._plan:
+            self.obstacle = step.obstacle(self._plan, self._bounds)
+            step.next_plan, step.next_bounds = self._plan, self._bounds
 
 
 def fail_in_move() -> None:
