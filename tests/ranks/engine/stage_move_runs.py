@@ -70,15 +70,15 @@ def traced_net() -> PipelineModule:
 
 
 class Switched(nn.Linear):
-    """A linear layer with a setting, and a buffer that no checkpoint has."""
+    """A linear layer with a dropout, and a buffer that no checkpoint has."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
-        self.factor = 1.0
+        self.dropout = nn.Dropout(0.0)
         self.register_buffer("calls", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.factor * super().forward(x)
+        return self.dropout(super().forward(x))
 
 
 def switched_net() -> PipelineModule:
@@ -276,9 +276,9 @@ def obstacles_by_caller() -> list[str]:
     hook = layer.register_forward_hook(lambda *_: None)
     reasons.append(engine._obstacle_to_move(*arguments))
     hook.remove()
-    layer.factor = 0.5
+    layer.dropout.p = 0.5
     reasons.append(engine._obstacle_to_move(*arguments))
-    layer.factor = 1.0
+    layer.dropout.p = 0.0
     reasons.append(engine._obstacle_to_move(*arguments))
     layer.calls += 1
     return [*reasons, engine._obstacle_to_move(*arguments)]
