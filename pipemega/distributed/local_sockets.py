@@ -23,7 +23,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -97,11 +97,12 @@ class Sender:
     """The sending end of a stream."""
 
     def __init__(self, stream: socket.socket) -> None:
+        stream.settimeout(None)  # that of socket.setdefaulttimeout()
         self._stream = stream
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._last: _Queued | None = None
         _open.add(stream)
-        self._close = weakref.finalize(self, _close, stream, self._queue)
+        self._close = weakref.finalize(self, _close, stream, self._queue, os.getpid())
 
     def send(self, tensor: Tensor) -> Work:
         """Start sending a contiguous tensor of the host; do not change it until the work is done.
@@ -166,16 +167,19 @@ class Receiver:
     """The receiving end of a stream."""
 
     def __init__(self, stream: socket.socket) -> None:
+        stream.settimeout(None)  # that of socket.setdefaulttimeout()
         self._stream = stream
         self._poll = select.poll()
         self._poll.register(stream, select.POLLIN)
         self._timeout: timedelta | None = None
         self._expected: deque[_Reading] = deque()
         _open.add(stream)
-        self._close = weakref.finalize(self, _close, stream, None)
+        self._close = weakref.finalize(self, _close, stream, None, os.getpid())
 
     def receive(self, tensor: Tensor) -> Work:
         """Request the next message for a contiguous tensor of the host."""
+        if not tensor.nbytes:
+            return _SENT
         reading = _Reading(self, tensor)
         self._expected.append(reading)
         return reading
@@ -187,6 +191,9 @@ class Receiver:
         try:
             if not self._poll.poll(0):
                 self._wait_shortly()
+                # Not by the timeout of `recv`: each signal would start it again.
+                if not self._poll.poll(_milliseconds(timeout)):
+                    raise _timed_out(timeout, "recv")
             while not last.done:
                 self._read(self._expected[0].data)
                 self._expected.popleft().done = True
@@ -223,17 +230,25 @@ def _bytes_of(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
     return (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
 
 
+def _milliseconds(timeout: timedelta | None) -> float | None:
+    return None if timeout is None else timeout.total_seconds() * 1000
+
+
 def _timed_out(timeout: timedelta | None, operation: str) -> RuntimeError:
-    milliseconds = 0 if timeout is None else int(timeout.total_seconds() * 1000)
+    milliseconds = int(_milliseconds(timeout) or 0)
     # As gloo's message, which `comm_errors` translates.
     return RuntimeError(f"Timed out waiting {milliseconds}ms for {operation} operation to complete")
 
 
-def _close(stream: socket.socket, jobs: "queue.SimpleQueue[_Queued | None] | None") -> None:
+def _close(
+    stream: socket.socket, jobs: "queue.SimpleQueue[_Queued | None] | None", process: int
+) -> None:
     if jobs is not None:
         jobs.put(None)
-    with suppress(OSError):
-        stream.shutdown(socket.SHUT_RDWR)
+    # The end of a forked process must not end the connection of this one.
+    if os.getpid() == process:
+        with suppress(OSError):
+            stream.shutdown(socket.SHUT_RDWR)
     stream.close()
 
 
@@ -263,11 +278,9 @@ def open_streams(axis: Axis, streams: Sequence[tuple[int, int]]) -> list[Sender 
     own = {at: sum(pair) - axis.rank for at, pair in enumerate(streams) if axis.rank in pair}
     peers = Counter(own.values())
     connected: dict[int, list[socket.socket]] = {}
-    with (
-        tempfile.TemporaryDirectory(prefix="pipemega-") as folder,
-        socket.socket(socket.AF_UNIX) as server,
-    ):
-        address = _listen(server, Path(folder), sum(peers.values()))
+    with ExitStack() as stack:
+        server = stack.enter_context(socket.socket(socket.AF_UNIX))
+        address = _listen(server, _folder(stack), sum(peers.values()))
         # The lower rank of two listens. No rank waits here before it has sent its address.
         sent = [_isend(axis, address, peer) for peer in peers if peer > axis.rank]
         for peer, count in peers.items():
@@ -291,13 +304,25 @@ def _end(connected: list[socket.socket], *, is_source: bool) -> Sender | Receive
     return Sender(connected.pop(0)) if is_source else Receiver(connected.pop(0))
 
 
-def _listen(server: socket.socket, folder: Path, count: int) -> str:
+def _folder(stack: ExitStack) -> Path | None:
+    """Return a new folder that only this user can read; None if there is no place for one."""
+    try:
+        folder = tempfile.TemporaryDirectory(prefix="pipemega-", ignore_cleanup_errors=True)
+    except OSError:  # such as a full disk
+        return None
+    return Path(stack.enter_context(folder))
+
+
+def _listen(server: socket.socket, folder: Path | None, count: int) -> str:
     """Return the address at which `server` listens; "" if the platform allows none there."""
+    if folder is None:
+        return ""
     address = str(folder / "socket")
     try:
         server.bind(address)
         server.listen(count)
-    except OSError:  # such as a path that is too long
+        address.encode()
+    except (OSError, UnicodeEncodeError):  # such as a path that is too long
         return ""
     return address
 
@@ -320,10 +345,13 @@ def _connect(address: str, count: int, rank: int) -> list[socket.socket]:
 def _accept(server: socket.socket, counts: Mapping[int, int]) -> dict[int, list[socket.socket]]:
     """Return the connections that each rank has made, in its order."""
     accepted: dict[int, list[socket.socket]] = {rank: [] for rank in counts}
-    for _ in range(sum(counts.values())):
+    while any(len(accepted[rank]) < count for rank, count in counts.items()):
         stream, _ = server.accept()
-        (rank,) = _RANK.unpack(stream.recv(_RANK.size, socket.MSG_WAITALL))
-        accepted[rank].append(stream)
+        data = stream.recv(_RANK.size, socket.MSG_WAITALL)
+        if len(data) == _RANK.size and counts[rank := _RANK.unpack(data)[0]]:
+            accepted[rank].append(stream)
+        else:  # of a rank that could not make all of its connections, and uses none
+            stream.close()
     return accepted
 
 

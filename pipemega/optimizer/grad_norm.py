@@ -163,6 +163,8 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
 
     Squares of fp32 numbers cannot overflow fp64: a sum is not finite only if an element is not.
     """
+    # The square of a complex number is that of both of its parts.
+    tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     if tensors[0].device.type == "cpu":
         # vector_norm with a dtype is ten times slower on a CPU (docs/optimizer.md).
         return torch.stack([_square_sum_on_cpu(tensor) for tensor in tensors])

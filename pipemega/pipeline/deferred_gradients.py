@@ -269,7 +269,9 @@ def grouped_linear(
 def _can_defer(weight: Tensor) -> TypeGuard[nn.Parameter]:
     # A user's hook on the weight must see its gradient, and only autograd calls it.
     has_hook = bool(weight._backward_hooks)
-    return torch.is_grad_enabled() and weight.requires_grad and not has_hook
+    # The products above are those of real numbers: without the conjugate of x.
+    defers = not has_hook and not weight.is_complex()
+    return torch.is_grad_enabled() and weight.requires_grad and defers
 
 
 def convolution(module: Any, x: Tensor, *, queue: GradientQueue) -> Tensor:

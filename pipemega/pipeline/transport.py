@@ -371,8 +371,12 @@ class Transport:
 
 
 def _wire_format(tensor: Tensor) -> Tensor:
-    """Return `tensor` contiguous, and bool viewed as bytes, which every backend supports."""
-    return _as_bytes(tensor.contiguous())
+    """Return `tensor` contiguous, and bool viewed as bytes, which every backend supports.
+
+    A tensor that torch conjugates or negates only when it is read, as `z.conj()` and the gradient
+    of one, is copied: a message has the bytes of the memory.
+    """
+    return _as_bytes(tensor.contiguous().resolve_conj().resolve_neg())
 
 
 def _as_bytes(tensor: Tensor) -> Tensor:

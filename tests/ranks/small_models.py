@@ -168,6 +168,30 @@ def sum_of_two() -> PipelineModule:
     )
 
 
+class Complex(nn.Linear):
+    """A linear layer with complex numbers, of real ones or complex ones."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, dtype=torch.complex128)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.complex128))
+
+
+def conjugated() -> PipelineModule:
+    """Has an output (cut at 3) and a gradient (cut at 2) that torch conjugates at a read."""
+    return PipelineModule(
+        [
+            LayerSpec(Complex),
+            LayerSpec(Complex),
+            torch.conj,
+            LayerSpec(Complex),
+            lambda z: z.real + 2 * z.imag,
+        ],
+        squares,
+    )
+
+
 class Frozen(nn.Linear):
     """A linear layer with a frozen weight."""
 

@@ -39,6 +39,13 @@ def test_two_inputs_of_a_stage_may_have_the_same_gradient(pool: RankPool) -> Non
     assert_equals_one_process(pool, "sum_of_two", 2, **config)
 
 
+@pytest.mark.parametrize("cut", [2, 3])
+def test_messages_have_the_values_of_lazy_conjugates(pool: RankPool, cut: int) -> None:
+    """The memory of z.conj() has the values of z, and W of a complex layer lost a conjugate."""
+    config = {"mesh": {"pipeline": 2}, "pipeline": {"schedule": "zb-h1", "partition": [0, cut, 5]}}
+    assert_equals_one_process(pool, "conjugated", 2, **config)
+
+
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_parameters_tied_across_stages_stay_equal(pool: RankPool, ranks: int) -> None:
     assert_equals_one_process(pool, "tied_thrice", ranks, mesh={"pipeline": ranks})

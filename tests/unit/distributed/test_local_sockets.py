@@ -1,8 +1,14 @@
 """Streams of tensors between processes of one host."""
 
+import os
+import signal
 import socket
+import tempfile
+import threading
 import time
+from contextlib import ExitStack
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -103,6 +109,70 @@ def test_unused_streams_are_closed():
     sender.send(torch.ones(1 << 20))  # the thread waits
     del sender, receiver
     assert source.fileno() == target.fileno() == -1
+
+
+def test_the_deadline_holds_while_signals_come(stream):
+    """Each signal started the timeout of the system call again."""
+    old = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.02, 0.02)
+    late = threading.Timer(5, stream[0].send, [torch.ones(2)])
+    late.start()
+    try:
+        with pytest.raises(RuntimeError, match="Timed out waiting 100ms"):
+            stream[1].receive(torch.empty(2)).wait(timedelta(milliseconds=100))
+    finally:
+        late.cancel()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_the_default_timeout_of_sockets_does_not_count():
+    source, target = socket.socketpair()
+    source.settimeout(0.05)
+    target.settimeout(0.05)
+    sender, receiver = Sender(source), Receiver(target)
+    sent, result = sender.send(torch.ones(1 << 20)), torch.empty(1 << 20)
+    time.sleep(0.1)
+    receiver.receive(result).wait(SECOND)
+    sent.wait(SECOND)
+    assert result.unique().tolist() == [1.0]
+
+
+def test_a_forked_process_leaves_the_connection_open():
+    """The end of a process that the user had forked shut the connection of the rank down."""
+    source, target = socket.socketpair()
+    sender, receiver, forked = Sender(source), Receiver(target), Sender(source.dup())
+    with mock.patch.object(os, "getpid", return_value=0):
+        forked._close()
+    sender.send(torch.ones(2))
+    receiver.receive(result := torch.empty(2)).wait(SECOND)
+    assert result.tolist() == [1.0, 1.0]
+
+
+def test_connections_of_a_rank_that_gave_up_are_not_used(tmp_path):
+    """Rank 1 could not make all of its connections; rank 2 waited for ever."""
+    with socket.socket(socket.AF_UNIX) as server:
+        address = local_sockets._listen(server, tmp_path, 5)
+        for stream in local_sockets._connect(address, 2, 1):
+            stream.close()
+        with socket.socket(socket.AF_UNIX) as silent:
+            silent.connect(address)
+        (own,) = local_sockets._connect(address, 1, 2)
+        accepted = local_sockets._accept(server, {1: 0, 2: 1})
+        assert accepted[1] == []
+        with accepted[2][0] as other, own:
+            own.sendall(b"x")
+            assert other.recv(1) == b"x"
+
+
+def test_without_a_temporary_folder_there_is_no_address():
+    with (
+        mock.patch.object(tempfile, "mkdtemp", side_effect=FileNotFoundError),
+        ExitStack() as stack,
+    ):
+        folder = local_sockets._folder(stack)
+    with socket.socket(socket.AF_UNIX) as server:
+        assert local_sockets._listen(server, folder, 1) == ""
 
 
 def test_an_address_of_another_host_gives_no_connection(tmp_path):

@@ -136,3 +136,9 @@ def test_the_square_sums_on_a_device_equal_those_on_the_cpu(dtype: torch.dtype) 
     tensors.insert(1, torch.randn(5, generator=generator))
     got = grad_norm._square_sums_on_device(tensors)
     assert got.tolist() == pytest.approx(square_sums(tensors).tolist(), rel=1e-14)
+
+
+def test_the_square_of_a_complex_gradient_has_both_parts() -> None:
+    """The norm was that of the real part, with a warning of torch."""
+    tensors = [torch.tensor([3 + 4j, 1j], dtype=torch.complex128), torch.tensor([2.0])]
+    assert square_sums(tensors).tolist() == [26.0, 4.0]
