@@ -3,7 +3,8 @@
     python -m benchmarks.checkpoint.bandwidth            from the root of the repository
 
 One rank saves fp32 linear layers with Adam's state, 1 GB, to a local disk. All files are synced.
-pipemega also computes a SHA-256 of each file in a save, and compares it in a load.
+As in a run, the previous checkpoint is deleted after the new one is complete. pipemega also
+computes checksums in a save, and compares them in a load before it overwrites a tensor.
 """
 
 import argparse
@@ -77,8 +78,9 @@ def systems(folder: str, width: int, layers: int) -> dict[str, Callable[[], Any]
     target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
 
     def dcp_save() -> None:
+        dcp.save(state, checkpoint_id=f"{folder}/new", no_dist=True)
         shutil.rmtree(f"{folder}/dcp", ignore_errors=True)
-        dcp.save(state, checkpoint_id=f"{folder}/dcp", no_dist=True)
+        os.rename(f"{folder}/new", f"{folder}/dcp")
 
     return {
         "pipemega save": lambda: engine.save_checkpoint(f"{folder}/pipemega", tag="step"),
@@ -93,10 +95,11 @@ def systems(folder: str, width: int, layers: int) -> dict[str, Callable[[], Any]
 
 
 def _torch_save(state: dict[str, Tensor], path: str) -> None:
-    with open(path, "wb") as file:
+    with open(f"{path}.new", "wb") as file:
         torch.save(state, file)
         file.flush()
         os.fsync(file.fileno())
+    os.replace(f"{path}.new", path)
 
 
 def _torch_load(target: dict[str, Tensor], path: str) -> None:

@@ -316,7 +316,7 @@ class Checkpointer:
         different = {difference.name for difference in found}
         fits = {k: v for k, v in stored.items() if tensors.parameter_key(k) not in different}
         if step is not None and options.loads_optimizer:
-            shards |= tensors.empty_optimizer_tensors(fits, self.model, step, self._mesh)
+            shards |= tensors.optimizer_tensors_to_load(fits, self.model, step, self._mesh)
         return {key: shard for key, shard in shards.items() if key in fits}, renamed
 
     def _restore(

@@ -12,7 +12,7 @@ import itertools
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from pipemega.checkpoint.collective_io import CollectiveIO
 from pipemega.checkpoint.manifest import ChecksumWriter
@@ -128,10 +129,13 @@ class ShardReader:
         for file, items in itertools.groupby(wanted, key=lambda item: self._position(item)[0]):
             with self._storage.open(f"{self._folder}/{file}") as stream:
                 for (_, offset, length), parts in itertools.groupby(items, key=self._position):
+                    into = [(p, _narrowed(p, shards[p.dest_index.fqn].incoming)) for p in parts]
+                    if len(into) == 1 and _read_in_place(stream, offset, length, *into[0]):
+                        continue
                     stream.seek(offset)
                     chunk = self._load_chunk(file, stream.read(length))
-                    for part in parts:
-                        _copy_part(chunk, part, shards[part.dest_index.fqn].incoming)
+                    for part, target in into:
+                        _copy_part(chunk, part, target)
 
     def _position(self, item: ReadItem) -> tuple[str, int, int]:
         info = self._metadata.storage_data[item.storage_index]
@@ -151,13 +155,50 @@ class ShardReader:
         return chunk
 
 
+def _read_in_place(
+    stream: IO[bytes], offset: int, length: int, item: ReadItem, into: Tensor
+) -> bool:
+    """Read a chunk into the memory of `into`, without copies; return False if this cannot be done.
+
+    Then `into` is unchanged, or partly read.
+
+    Args:
+        offset, length: of the chunk's zip file in the stream.
+    """
+    # Other streams may be remote: one read of the whole chunk is faster than several small ones.
+    if not isinstance(stream, io.BufferedReader) or not into.is_cpu or not into.is_contiguous():
+        return False
+    try:
+        # Reads only the header. torch stores the records uncompressed.
+        view = cast(IO[bytes], _create_file_view(stream, offset, length))
+        chunk = torch.load(view, map_location="meta", weights_only=True)
+        same = (chunk.shape, chunk.dtype) == (into.shape, into.dtype) and chunk.is_contiguous()
+        storage = chunk.untyped_storage()
+        start = storage._checkpoint_offset + chunk.storage_offset() * chunk.element_size()
+    # The caller reports damage, and reads chunks of other formats.
+    except Exception:
+        return False
+    if not same or not into.numel() or any(item.storage_offsets) or start + into.nbytes > length:
+        return False
+    stream.seek(offset + start)
+    target = into.detach().view(-1).view(torch.uint8).numpy().data
+    torch.autograd.graph.increment_version(into)
+    return stream.readinto(target) == into.nbytes
+
+
 @torch.no_grad()
-def _copy_part(chunk: Tensor, item: ReadItem, incoming: LocalChunks) -> None:
-    into = _chunk_at(item.dest_index, incoming)
+def _copy_part(chunk: Tensor, item: ReadItem, into: Tensor) -> None:
     for dim, length in enumerate(item.lengths):
         chunk = chunk.narrow(dim, item.storage_offsets[dim], length)
-        into = into.narrow(dim, item.dest_offsets[dim], length)
     into.copy_(chunk)
+
+
+def _narrowed(item: ReadItem, incoming: LocalChunks) -> Tensor:
+    """Return the part of a local tensor that `item` reads."""
+    into = _chunk_at(item.dest_index, incoming)
+    for dim, length in enumerate(item.lengths):
+        into = into.narrow(dim, item.dest_offsets[dim], length)
+    return into
 
 
 def _chunk_at(index: MetadataIndex, chunks: LocalChunks) -> Tensor:

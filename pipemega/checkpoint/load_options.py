@@ -12,7 +12,7 @@ class LoadOptions:
         optimizer_states: load the optimizer state of each parameter.
         lr_scheduler_states: load the position of the learning-rate schedule.
         strict: refuse a checkpoint of another model; if False, load what fits and log the rest.
-        verify: before loading, compare the SHA-256 of every file, and not only its size.
+        verify: before loading, compare the checksum of every file, and not only its size.
         allow_changes: config keys, or sections, that may differ from the checkpoint's even
             though they change the model or the order of the data.
     """

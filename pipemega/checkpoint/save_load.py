@@ -187,7 +187,7 @@ def open_checkpoint(
     """Open the checkpoint `tag`; without a tag the newest undamaged one, and log the damaged ones.
 
     Args:
-        verify: compare the SHA-256 of every file; each rank reads a part of the files.
+        verify: compare the checksum of every file; each rank reads a part of the files.
 
     Raises:
         CheckpointError: `tag`, or every checkpoint, is missing, incomplete or damaged; on every

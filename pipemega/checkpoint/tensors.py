@@ -7,7 +7,7 @@ optimizer/value:<kind>/<logical name> state that is no tensor, as bytes
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -121,10 +121,10 @@ def match_imported(
     return {**matched, **left}, renamed
 
 
-def empty_optimizer_tensors(
+def optimizer_tensors_to_load(
     stored: TensorIndex, model: LocalModel, step: OptimizerStep, mesh: Mesh
 ) -> dict[str, TensorShard]:
-    """Return new tensors to read the optimizer state into.
+    """Return tensors to read the optimizer state into: the current ones if they fit, else new ones.
 
     An optimizer has no state before its first step, so the shapes come from the checkpoint.
     """
@@ -140,12 +140,31 @@ def empty_optimizer_tensors(
         if per_element:
             # The parameter's shape includes its padding.
             local_shape = tuple(parameter.shape) if span is None else (span[1] - span[0],)
+        span = span if per_element else None
+        current = entries[name].get(kind)
+        if per_element and _fits(current, local_shape, dtype, parameter.device):
+            shards[key] = shard = _tensor_shard(model, mesh, name, current, span)
+            # Padding is not stored, and starts at zero.
+            if sum(part.numel() for part in shard.incoming.values()) == current.numel():
+                continue
         local = torch.zeros(local_shape, dtype=dtype, device=parameter.device)
         if is_value:
             shards[key] = TensorShard(local, Shard(shape))
             continue
-        shards[key] = _tensor_shard(model, mesh, name, local, span if per_element else None)
+        shards[key] = _tensor_shard(model, mesh, name, local, span)
     return shards
+
+
+def _fits(
+    current: object, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> TypeGuard[Tensor]:
+    """Return whether stored state can be read into the optimizer's current one."""
+    return (
+        type(current) is Tensor
+        and current.shape == shape
+        and current.dtype == dtype
+        and current.device == device
+    )
 
 
 @torch.no_grad()
@@ -184,7 +203,8 @@ def restore(
             entries[name][kind] = shard.local
     # The master weights were read in place.
     step.load_state_dict(
-        {**current, **_step_state_to_load(state, current, options), "parameters": entries}
+        {**current, **_step_state_to_load(state, current, options), "parameters": entries},
+        copy=False,
     )
 
 

@@ -348,10 +348,13 @@ class OptimizerStep:
             "skipped_steps": self.skipped_steps,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict`, copying its tensors, and copy the masters to the parameters.
+    def load_state_dict(self, state: Mapping[str, Any], *, copy: bool = True) -> None:
+        """Load a `state_dict`, and copy the masters to the parameters.
 
         With ZeRO collective over the data axis.
+
+        Args:
+            copy: copy the tensors of the optimizer's state; otherwise the optimizer gets them.
 
         Raises:
             CheckpointError: a parameter of this rank is missing there, or has another shape.
@@ -364,6 +367,7 @@ class OptimizerStep:
             self.masters,
             state["parameters"],
             any_shape=self._shared_state is not None,
+            copy=copy,
         )
         self.masters.sync_from_model()
         self.loss_scale.load_state_dict(state["loss_scale"])

@@ -233,7 +233,7 @@ def damaged(saved: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-OTHER_CONTENT = "has the right size but other content: its SHA-256 differs from the"
+OTHER_CONTENT = "has the right size but other content: its CRC-32 differs from the"
 # The message for each, and the step that is loaded instead if no tag is given.
 DAMAGES: dict[str, tuple[str, int | None]] = {
     "half": ("global_step2 is incomplete (no state.json)", 1),

@@ -61,7 +61,7 @@ def test_a_saved_checkpoint_is_found_as_the_newest_and_by_its_tag(storage, tmp_p
     assert newest(tmp_path) == newest(f"file://{tmp_path}") == "b"
     found = layout.find_checkpoint(storage, "b")
     assert (found.path, found.size) == (second, 4)
-    assert (found.state["steps"], found.state["number"], found.state["format"]) == (3, 2, 2)
+    assert (found.state["steps"], found.state["number"], found.state["format"]) == (3, 2, 3)
     assert found.files["tensors/file"].size == 4
     assert names(tmp_path) == ["a", "b", "latest"]
 
@@ -303,7 +303,9 @@ def test_a_checkpoint_of_another_format_is_refused_with_both_numbers(tmp_path):
     save(LocalStorage(tmp_path), "a")
     file = tmp_path / "a" / "state.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "format": 7}))
-    with pytest.raises(CheckpointError, match=r"has format 7, and this version .* reads format 2"):
+    with pytest.raises(
+        CheckpointError, match=r"has format 7, and this version .* reads formats 2 and 3"
+    ):
         layout.find_checkpoint(LocalStorage(tmp_path), "a")
 
 
