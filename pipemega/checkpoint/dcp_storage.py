@@ -12,7 +12,7 @@ import itertools
 import pickle
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import IO, Any, cast
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -126,11 +126,12 @@ class ShardReader:
         incoming = {name: _Incoming(shard) for name, shard in shards.items()}
         planner.state_dict, planner.metadata = incoming, self._metadata
         wanted = sorted(planner.create_local_plan().items, key=self._position)
+        in_place = _InPlaceReader()
         for file, items in itertools.groupby(wanted, key=lambda item: self._position(item)[0]):
             with self._storage.open(f"{self._folder}/{file}") as stream:
                 for (_, offset, length), parts in itertools.groupby(items, key=self._position):
                     into = [(p, _narrowed(p, shards[p.dest_index.fqn].incoming)) for p in parts]
-                    if len(into) == 1 and _read_in_place(stream, offset, length, *into[0]):
+                    if len(into) == 1 and in_place.read(stream, offset, length, *into[0]):
                         continue
                     stream.seek(offset)
                     chunk = self._load_chunk(file, stream.read(length))
@@ -155,35 +156,60 @@ class ShardReader:
         return chunk
 
 
-def _read_in_place(
-    stream: IO[bytes], offset: int, length: int, item: ReadItem, into: Tensor
-) -> bool:
-    """Read a chunk into the memory of `into`, without copies; return False if this cannot be done.
+class _ChunkHeader(NamedTuple):
+    """What precedes the data of a chunk in its zip file; equal headers describe equal tensors."""
 
-    Then `into` is unchanged, or partly read.
+    data: bytes
+    shape: torch.Size
+    dtype: torch.dtype
+    is_contiguous: bool
 
-    Args:
-        offset, length: of the chunk's zip file in the stream.
-    """
-    # Other streams may be remote: one read of the whole chunk is faster than several small ones.
-    if not isinstance(stream, io.BufferedReader) or not into.is_cpu or not into.is_contiguous():
-        return False
-    try:
-        # Reads only the header. torch stores the records uncompressed.
+    @classmethod
+    def read(cls, stream: io.BufferedReader, offset: int, length: int) -> "_ChunkHeader":
         view = cast(IO[bytes], _create_file_view(stream, offset, length))
         chunk = torch.load(view, map_location="meta", weights_only=True)
-        same = (chunk.shape, chunk.dtype) == (into.shape, into.dtype) and chunk.is_contiguous()
-        storage = chunk.untyped_storage()
-        start = storage._checkpoint_offset + chunk.storage_offset() * chunk.element_size()
-    # The caller reports damage, and reads chunks of other formats.
-    except Exception:
-        return False
-    if not same or not into.numel() or any(item.storage_offsets) or start + into.nbytes > length:
-        return False
-    stream.seek(offset + start)
-    target = into.detach().view(-1).view(torch.uint8).numpy().data
-    torch.autograd.graph.increment_version(into)
-    return stream.readinto(target) == into.nbytes
+        # torch stores the data uncompressed.
+        start = chunk.untyped_storage()._checkpoint_offset
+        stream.seek(offset)
+        is_plain = chunk.is_contiguous() and start + chunk.nbytes <= length
+        return cls(stream.read(start), chunk.shape, chunk.dtype, is_plain)
+
+
+class _InPlaceReader:
+    """Reads chunks into the memory of tensors, without copies."""
+
+    def __init__(self) -> None:
+        # Reading a header takes torch as long as reading 5 MB; most chunks have the same.
+        self._headers: dict[int, _ChunkHeader] = {}
+
+    def read(
+        self, stream: IO[bytes], offset: int, length: int, item: ReadItem, into: Tensor
+    ) -> bool:
+        """Read a chunk into `into`; return False if this cannot be done.
+
+        Then `into` is unchanged, or partly read.
+
+        Args:
+            offset, length: of the chunk's zip file in the stream.
+        """
+        # Other streams may be remote: one read of the chunk is faster than several small ones.
+        if not isinstance(stream, io.BufferedReader) or not into.is_cpu:
+            return False
+        header = self._headers.get(length)
+        stream.seek(offset)
+        if header is None or stream.read(len(header.data)) != header.data:
+            try:
+                header = self._headers[length] = _ChunkHeader.read(stream, offset, length)
+            # The caller reports damage, and reads chunks of other formats.
+            except Exception:
+                return False
+        same = (header.shape, header.dtype) == (into.shape, into.dtype)
+        plain = header.is_contiguous and into.is_contiguous() and into.numel() > 0
+        if not same or not plain or any(item.storage_offsets):
+            return False
+        target = into.detach().view(-1).view(torch.uint8).numpy().data
+        torch.autograd.graph.increment_version(into)
+        return stream.readinto(target) == into.nbytes
 
 
 @torch.no_grad()

@@ -4,6 +4,7 @@ import itertools
 from contextlib import contextmanager
 from math import prod
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -168,3 +169,32 @@ def test_reading_a_part_of_a_large_tensor_reads_little_more_than_the_part(tmp_pa
     # Three ranges in three stored chunks; each stored chunk is read once.
     assert storage.most <= (64 << 10) + 2048
     assert storage.total <= 3 * storage.most
+
+
+def test_chunks_are_read_into_the_memory_of_the_tensors_without_copies(tmp_path):
+    storage, ranks = LocalStorage(tmp_path), CollectiveIO(Axis("world"), LocalStorage(tmp_path))
+    # "other order" has the same length in the file as "a" and "b", and another order of elements.
+    stored = {
+        "a": torch.randn(6, 6),
+        "b": torch.randn(6, 6),
+        "bf16": torch.randn(6, 6).bfloat16(),
+        "other order": torch.randn(6, 6).t(),
+        "scalar": torch.tensor(3.0),
+        "strided target": torch.randn(6, 6),
+    }
+    shards = {
+        name: TensorShard(t, Shard(tuple(t.shape)), write_range=(0, t.numel()))
+        for name, t in stored.items()
+    }
+    outgoing = {name: shard.outgoing for name, shard in shards.items()}
+    write_shards(ChecksumWriter(storage, "."), "tensors", outgoing, ranks)
+    into = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in stored.items()}
+    into["strided target"] = torch.zeros(6, 12)[:, ::2]
+    versions = {name: t._version for name, t in into.items()}
+    reader = ShardReader(storage, "tensors")
+    with mock.patch.object(reader, "_load_chunk", wraps=reader._load_chunk) as copied:
+        reader.read({name: TensorShard(t, Shard(tuple(t.shape))) for name, t in into.items()})
+    assert all(torch.equal(into[name], t) for name, t in stored.items())
+    assert all(t._version > versions[name] for name, t in into.items())
+    # The other order and the strided target.
+    assert copied.call_count == 2
