@@ -204,7 +204,6 @@ class ScheduleTuner(StepCallback):
         split = split_was_measured(self._plan)
         stages = MeasuredStages(self._bounds, self._plan.rank_of_stage, split, costs)
         self._save(stages)
-        self._log.info("schedule auto: rank 0 searches for the best plan for the measured times")
         free = self._chooser.best_stages(stages) if self._may_move else None
         plan, costs = self._chooser.next_plan(self._plan, stages, free)
         best, now = simulate(plan, costs), simulate(self._plan, costs)

@@ -229,11 +229,11 @@ def _identities(module: nn.Module) -> Iterator[Any]:
     """Yield what a new module in place of this one would not have."""
     yield id(module)
     yield id(vars(module).get("forward"))
-    yield module.training
     if type(module).__module__.startswith("torch.nn."):
         # Such as the probability of a dropout. Other modules may change theirs in a forward.
         for key, value in vars(module).items():
-            if isinstance(value, bool | int | float | str):
+            # The executor sets `training` in each run.
+            if isinstance(value, bool | int | float | str) and key != "training":
                 yield key, value
     for name in sorted(module._non_persistent_buffers_set):
         # No checkpoint has it: a new module would have its first value.
