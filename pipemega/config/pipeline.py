@@ -144,11 +144,12 @@ class PipelineSection(Section):
         "backwards, or, if layers are recomputed, 1.2 times its whole memory; not for plans from a "
         "file. null: no limit.",
     )
-    vocabulary: Literal["stage", "parallel"] = own(
-        "stage",
+    vocabulary: Literal["auto", "stage", "parallel"] = own(
+        "auto",
         'Where the embedding and the output head are: `"stage"`: in the first and the last stage; '
         '`"parallel"`: cut over all pipeline ranks, so that no stage has more work than the others '
-        "for a large vocabulary (docs/pipeline.md).",
+        'for a large vocabulary (docs/pipeline.md); `"auto"`: with schedule `"auto"` where the '
+        'simulated step is shorter, otherwise `"stage"`.',
     )
     shapes: Literal["cached", "declared", "exchanged"] = own(
         "cached",

@@ -54,7 +54,8 @@ from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan_selection import plan_is_provisional
 from pipemega.pipeline.recompute import checkpoint_interval
 from pipemega.pipeline.stage_partition import stage_bounds
-from pipemega.pipeline.vocabulary_shard import head_ratio, vocabulary_split
+from pipemega.pipeline.vocabulary_shard import vocabulary_split
+from pipemega.planning.vocabulary_choice import with_cut_vocabulary
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -230,20 +231,16 @@ def _build_engine(
             "a schedule in pipeline.schedule",
             on_every_rank=True,
         )
+    is_provisional = plan_is_provisional(config.pipeline, mesh.pipeline.size, given_plan)
+    if is_provisional:
+        config = _with_chosen_vocabulary(config, mesh, model, batch, loader)
     cut = config.pipeline.vocabulary == "parallel" and mesh.pipeline.size > 1
     staged = vocabulary_split(model).without_vocabulary(model) if cut else model
     chooser = PlanChooser(
-        config,
-        mesh,
-        staged,
-        batch.num_microbatches,
-        loader,
-        trains=arguments.trains(config),
-        head_ratio=head_ratio(model) if cut else 1.0,
+        config, mesh, model, batch.num_microbatches, loader, trains=arguments.trains(config)
     )
     tuner: ScheduleTuner | None = None
     cache: Path | None = None
-    is_provisional = plan_is_provisional(config.pipeline, mesh.pipeline.size, given_plan)
     if is_provisional and cut:
         # The passes are not measured, so the plan of the first step stays.
         is_provisional = False
@@ -284,13 +281,27 @@ def _build_engine(
         warning = running_statistics_warning(model, config, batch, checkpointing=recomputes)
         if warning is not None and mesh.rank == 0:
             log.warning(warning)
-    log_stages(log, model, bounds, plan.rank_of_stage)
+    log_stages(log, staged, bounds, plan.rank_of_stage, model if cut else None)
     log.info(batch.equation)
     components = build_components(
         config, mesh, model, local, plan, loader, arguments, plan_may_change=tuner is not None
     )
     mover = StageMover(config, mesh, model, build_options, arguments, components.executors)
     return engine_class(config, mesh, plan, replace(components, plans=plans, mover=mover), tuner)
+
+
+def _with_chosen_vocabulary(
+    config: Config, mesh: Mesh, model: PipelineModule, batch: Batch, loader: BatchLoader | None
+) -> Config:
+    """Return the config with a cut vocabulary where schedule `auto` chooses it; collective.
+
+    With iterators of the caller only on two ranks: other ranks need not have one.
+    """
+    cut = with_cut_vocabulary(config, model)
+    if cut is None or (loader is None and mesh.pipeline.size > 2):
+        return config
+    chooser = PlanChooser(config, mesh, model, batch.num_microbatches, loader)
+    return cut if from_first(mesh.world, lambda: chooser.prefers(cut)) else config
 
 
 def _log_config(config: Config, batch: Batch, mesh: Mesh) -> None:

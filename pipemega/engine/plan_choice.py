@@ -35,6 +35,7 @@ from pipemega.pipeline.plan_selection import (
     with_section_vocabulary,
 )
 from pipemega.pipeline.schedules import AUTO, forward_only, splits_backward
+from pipemega.pipeline.vocabulary_shard import head_ratio
 from pipemega.planning.cut_report import explain
 from pipemega.planning.layer_times import measured_layers
 from pipemega.planning.meta_model import MetaModel
@@ -43,6 +44,7 @@ from pipemega.planning.prediction import Prediction
 from pipemega.planning.queue_memory import fit_queue_of_linears, may_limit
 from pipemega.planning.rates import Rates
 from pipemega.planning.schedule_choice import ScheduleChooser, Stages
+from pipemega.planning.vocabulary_choice import cut_wins
 from pipemega.profiling.meta_kernels import DeviceType
 from pipemega.profiling.tensor_meter import unmetered
 from pipemega.random import preserve_rng
@@ -90,12 +92,10 @@ class PlanChooser:
 
     Args:
         config, mesh: of the run.
-        net: the model.
+        net: the whole model.
         num_microbatches: of a step.
         loader: of the training data; None if the caller passes iterators.
         trains: the run has an optimizer; without one the cut is for evaluation.
-        head_ratio: with vocabulary parallelism `net` is without embedding and head, and this is the
-            size of the head; see `with_section_vocabulary`.
     """
 
     def __init__(
@@ -107,10 +107,11 @@ class PlanChooser:
         loader: BatchLoader | None,
         *,
         trains: bool = True,
-        head_ratio: float = 1.0,
     ) -> None:
         self._config, self._mesh, self._net = config, mesh, net
-        self._trains, self._head_ratio = trains, head_ratio
+        self._trains = trains
+        cuts = config.pipeline.vocabulary == "parallel" and mesh.pipeline.size > 1
+        self._head_ratio = head_ratio(net) if cuts else 1.0
         self._num_microbatches, self._loader = num_microbatches, loader
         self._model: MetaModel | None = None
         self._bounds: Bounds | None = None  # of the stages of the run
@@ -201,6 +202,18 @@ class PlanChooser:
         chosen = self._chosen(self._choose(self._model, rates), rates)
         self._bounds = chosen.bounds
         return chosen
+
+    def prefers(self, cut: Config) -> bool:
+        """Return whether `cut`, the config with a cut vocabulary, has the shorter step."""
+        model = self._count()
+        if model is None:
+            return False
+        wins, why = cut_wins(model, cut, self._num_microbatches)
+        self._log.info(
+            f"pipeline.vocabulary auto: {'parallel' if wins else 'stage'}; a vocabulary cut over "
+            f"the pipeline ranks: {why}"
+        )
+        return wins
 
     def use_stages(self, bounds: Bounds) -> None:
         """Note that the stages of the run have moved to those of `bounds`."""

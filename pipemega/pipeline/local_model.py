@@ -161,9 +161,18 @@ def make_replicas_equal(net: PipelineModule, mesh: Mesh, local: LocalModel) -> N
 
 
 def log_stages(
-    log: logging.Logger, net: PipelineModule, bounds: Sequence[int], rank_of_stage: Sequence[int]
+    log: logging.Logger,
+    net: PipelineModule,
+    bounds: Sequence[int],
+    rank_of_stage: Sequence[int],
+    whole: PipelineModule | None = None,
 ) -> None:
-    """Log rank, layers and parameter count of each stage, and the totals of the model."""
+    """Log rank, layers and parameter count of each stage, and the totals of the model.
+
+    Args:
+        net: the layers of the stages.
+        whole: the model, if its embedding and head are not in stages.
+    """
     counts = net.count_parameters()
     for stage, (start, stop) in enumerate(itertools.pairwise(bounds)):
         names = ", ".join(fold_equal_names(net.layer_names[start:stop]))
@@ -171,6 +180,12 @@ def log_stages(
             f"stage {stage} on pipeline rank {rank_of_stage[stage]}: layers {start} to {stop - 1} "
             f"of {len(net)} ({names}), {sum(counts[start:stop]):,} parameters"
         )
+    if whole is not None:
+        log.info(
+            "pipeline.vocabulary 'parallel': each pipeline rank also has an equal part of the rows "
+            "of the embedding and the head"
+        )
+        net = whole
     total, trainable = net.num_parameters(), net.num_parameters(trainable=True)
     share = "" if trainable == total else f", {trainable:,} of them trainable"
     log.info(f"model: {len(net)} layers, {total:,} parameters{share}")

@@ -86,7 +86,16 @@ def with_section_vocabulary(plan: Plan, section: PipelineSection, head_ratio: fl
             f"the plan {plan.name!r} has passes of vocabulary parallelism (E, S, C, T, G): set "
             "pipeline.vocabulary to 'parallel'"
         )
-    if plan.has_vocabulary or section.vocabulary != "parallel" or plan.num_ranks == 1:
+    return with_passes(plan, head_ratio) if section.vocabulary == "parallel" else plan
+
+
+def with_passes(plan: Plan, head_ratio: float) -> Plan:
+    """Return the compute steps of `plan` with the passes, unless it has them already.
+
+    Args:
+        head_ratio: see `with_section_vocabulary`.
+    """
+    if plan.has_vocabulary or plan.num_ranks == 1:
         return plan
     plan = plan.compute_only()
     stages, head = plan.num_stages, head_ratio / plan.num_ranks

@@ -146,14 +146,10 @@ class VocabularyRuns:
     # Passes
 
     def _embed(self, step: Instruction) -> None:
-        layer = self._shard.embedding
         self._shard.before_use(self._shard.start)
         ids = self._ids(step.microbatch)
         require_in_vocabulary(ids, self._shard.split.token_loss.vocab_size, "token id")
-        elsewhere = (ids < layer.start) | (ids >= layer.stop)
-        weight = layer.weight.detach()
-        rows = F.embedding((ids - layer.start).masked_fill(elsewhere, 0), weight)
-        self._of(step.microbatch).rows = rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+        self._of(step.microbatch).rows = self._shard.embed(ids)
 
     def _output(self, step: Instruction) -> None:
         m, split = step.microbatch, self._shard.split
@@ -239,11 +235,8 @@ class VocabularyRuns:
         if received := self._arrived("embedding gradient", step):
             (batch.row_gradient,) = received[0]
         if weight.requires_grad:
-            layer, ids = self._shard.embedding, self._ids(m)
             assert batch.row_gradient is not None
-            elsewhere = (ids < layer.start) | (ids >= layer.stop)
-            local = (ids - layer.start).masked_fill(elsewhere, 0)
-            gradient = batch.row_gradient.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+            local, gradient = self._shard.embed_gradient(self._ids(m), batch.row_gradient)
             with self._final_gradient(step, weight):
                 grad = _summed_in_place(weight)
                 # On a GPU, `index_add_` adds in any order.

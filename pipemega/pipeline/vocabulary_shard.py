@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import ConfigError
@@ -111,6 +112,20 @@ class VocabularyShard(nn.Module):
 
     def _rows(self, position: int) -> _Rows:
         return cast(_Rows, self.layers[str(position)])
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Return the local rows of `ids` [..., hidden]; 0 for ids of other shards."""
+        layer = self.embedding
+        elsewhere = (ids < layer.start) | (ids >= layer.stop)
+        rows = F.embedding((ids - layer.start).masked_fill(elsewhere, 0), layer.weight.detach())
+        return rows.masked_fill_(elsewhere.unsqueeze(-1), 0.0)
+
+    def embed_gradient(self, ids: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the local rows of `ids`, and `gradient` with 0 for ids of other shards."""
+        layer = self.embedding
+        elsewhere = (ids < layer.start) | (ids >= layer.stop)
+        local = (ids - layer.start).masked_fill(elsewhere, 0)
+        return local, gradient.masked_fill(elsewhere.unsqueeze(-1), 0.0)
 
     def head_rows(self) -> HeadRows:
         head = self.head

@@ -23,6 +23,7 @@ from pipemega.planning.prediction import Prediction, predict
 from pipemega.planning.rates import Rates
 from pipemega.planning.run_checks import planned_order
 from pipemega.planning.schedule_choice import ScheduleChooser
+from pipemega.planning.vocabulary_choice import cut_wins, with_cut_vocabulary
 from pipemega.profiling.meta_kernels import DeviceType
 
 _AUTO = "auto"
@@ -176,6 +177,7 @@ def estimate(request: Request) -> Report:
     batch = config.batch(topology.data)
     model = _meta_model(request, topology, batch)
     try:
+        model = _with_chosen_vocabulary(request, model, batch.num_microbatches)
         prediction = _predict_section(request, model, config.pipeline, batch.num_microbatches)
     except PipelineError as error:
         raise ConfigError(
@@ -189,7 +191,7 @@ def estimate(request: Request) -> Report:
         topology=topology,
         batch=batch,
         precision=_precision(config),
-        parameters=model.net.num_parameters(),
+        parameters=model.whole.num_parameters(),
         num_layers=len(counts),
         stages=tuple(_stages(model, prediction, counts)),
         prediction=prediction,
@@ -213,6 +215,16 @@ def _meta_model(request: Request, topology: Topology, batch: Batch) -> MetaModel
         raise ConfigError(f"the model cannot be built on the meta device: {error}") from error
 
 
+def _with_chosen_vocabulary(request: Request, model: MetaModel, count: int) -> MetaModel:
+    """Return the model with a cut vocabulary where schedule `auto` chooses it."""
+    config = request.config
+    cut = with_cut_vocabulary(config, model.whole)
+    if cut is None or not plan_selection.plan_is_provisional(config.pipeline, model.num_ranks):
+        return model
+    wins, _ = cut_wins(model, cut, count)
+    return model.with_config(cut) if wins else model
+
+
 def _predict_section(
     request: Request, model: MetaModel, section: PipelineSection, num_microbatches: int
 ) -> Prediction:
@@ -228,7 +240,14 @@ def _named_plan(
 ) -> Plan:
     """Return the plan of a section whose schedule needs no measurement."""
     ranks, order = request.topology.pipeline, planned_order(request.config)
-    return plan_selection.training_plan(section, ranks, num_microbatches, len(model.net), order)
+    return plan_selection.training_plan(
+        section,
+        ranks,
+        num_microbatches,
+        len(model.net),
+        order,
+        head_ratio=model.head_ratio,
+    )
 
 
 def _predict_schedule(
@@ -310,6 +329,11 @@ def _precision(config: Config) -> str:
 
 def _notes(request: Request, prediction: Prediction, compared: Sequence[Prediction]) -> list[str]:
     notes = list(request.config.zero_notes(request.topology.data))
+    if prediction.plan.has_vocabulary and request.config.pipeline.vocabulary == "auto":
+        notes.append(
+            "pipeline.vocabulary 'auto' cuts the embedding and the head over the pipeline ranks; "
+            "outputs (logits) need 'stage'"
+        )
     notes += dict.fromkeys(p.note for p in (prediction, *compared) if p.note is not None)
     partition = request.config.pipeline.partition
     if partition == "profile":

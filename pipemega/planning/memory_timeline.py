@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
+from pipemega.planning.shard_costs import ShardCosts
+from pipemega.planning.shard_memory import ShardMemory
 from pipemega.profiling.meta_costs import StageCosts
 from pipemega.profiling.meta_kernels import DeviceType
 
@@ -46,14 +48,22 @@ class PeakMemory:
 
 
 def peak_memory(
-    plan: Plan, rank: int, costs: Sequence[StageCosts], device: DeviceType
+    plan: Plan,
+    rank: int,
+    costs: Sequence[StageCosts],
+    device: DeviceType,
+    vocabulary: ShardCosts | None = None,
 ) -> PeakMemory:
     """Return the peak memory of `rank` under the lowered `plan`.
 
     Args:
         costs: of every stage of the model.
+        vocabulary: of the passes of vocabulary parallelism, if the plan has them.
     """
-    timeline = MemoryTimeline(plan.rank_of_stage, rank, costs, device)
+    shard = None
+    if vocabulary is not None:
+        shard = ShardMemory(vocabulary, plan.rank_of_stage, rank, plan.num_ranks, device)
+    timeline = MemoryTimeline(plan.rank_of_stage, rank, costs, device, shard)
     for step in plan.programs[rank]:
         timeline.run(step)
     return timeline.peak
@@ -69,12 +79,17 @@ class _Bytes(NamedTuple):
         return self.activations + self.messages + self.working
 
 
+def _total(held: _Bytes) -> int:
+    return held.total
+
+
 class MemoryTimeline:
     """Memory of one rank, updated by each instruction of a lowered plan.
 
     Args:
         rank_of_stage: of the plan.
         costs: of every stage of the model.
+        shard: the changes by vocabulary parallelism, if the plan has it.
     """
 
     def __init__(
@@ -83,8 +98,9 @@ class MemoryTimeline:
         rank: int,
         costs: Sequence[StageCosts],
         device: DeviceType,
+        shard: ShardMemory | None = None,
     ) -> None:
-        self._rank_of_stage, self._rank = rank_of_stage, rank
+        self._rank_of_stage, self._rank, self._shard = rank_of_stage, rank, shard
         self._costs, self._device = costs, device
         self._now = self._most = _Bytes(0, 0)
         self._in_flight: set[Key] = set()
@@ -111,12 +127,12 @@ class MemoryTimeline:
 
     def peak_of(self, step: Instruction) -> int:
         """Return the bytes at the peak of `step` if it runs next."""
-        at_peak, after = self._changes[step.kind](step)
+        at_peak, after = self._change(step)
         return max(at_peak.total, after.total)
 
     def run(self, step: Instruction) -> None:
         """Run `step`."""
-        at_peak, self._now = self._changes[step.kind](step)
+        at_peak, self._now = self._change(step)
         self._most = max(self._most, at_peak, self._now, key=lambda held: held.total)
         key = (step.stage, step.microbatch)
         if step.kind is Kind.FORWARD:
@@ -129,6 +145,27 @@ class MemoryTimeline:
         if step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             self._waiting[step.stage] -= 1
         self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
+
+    def _change(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
+        """Return the bytes at the peak of `step`, and after it."""
+        shard = self._shard
+        if shard is None:
+            return self._changes[step.kind](step)
+        if step.kind.is_vocabulary:
+            activations, messages, working = shard.of_pass(step)
+            after = self._changed(activations, messages)
+            more = max(0, working - max(0, after.total - self._now.total))
+            return max(self._now, after, key=_total)._replace(working=more), after
+        activations, messages, before = shard.of_stage(step)
+        start = self._changed(working=before)
+        if step.kind is Kind.FORWARD:  # what it adds up is freed when it begins
+            self._now, messages = self._changed(messages=messages), 0
+        at_peak, after = self._changes[step.kind](step)
+        self._now = start._replace(working=0)
+        after = after._replace(
+            activations=after.activations + activations, messages=after.messages + messages
+        )
+        return max(at_peak, start, key=_total), after
 
     def _is_local(self, stage: int) -> bool:
         """Return whether the neighbour `stage` is on this rank, so that no message is sent."""

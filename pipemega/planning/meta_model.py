@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from pipemega.pipeline.plan.weight_queue import limit_weight_queue
 from pipemega.pipeline.recompute import checkpoint_interval
 from pipemega.pipeline.schedules import AUTO
 from pipemega.pipeline.stage_partition import stage_bounds
+from pipemega.pipeline.vocabulary_shard import VocabularyShard, head_ratio, vocabulary_split
 from pipemega.planning.footprint import Footprint, count_footprint
 from pipemega.planning.model_source import Sample
 from pipemega.planning.queue_memory import fit_weight_queue, may_limit
+from pipemega.planning.shard_costs import ShardCosts, count_shard
 from pipemega.planning.stage_counts import ModelTotals, StageCounts, stage_times
 from pipemega.profiling.kernel_rates import rates_for
 from pipemega.profiling.meta_costs import Probe, StageCosts
@@ -52,7 +55,8 @@ class StageLayout:
         footprints: for each pipeline rank.
         costs: for each stage, of one micro-batch.
         input_bytes, label_bytes: of one micro-batch.
-        totals: of the whole model.
+        totals: of the layers of all stages.
+        vocabulary: of the passes of vocabulary parallelism; None: it is off.
     """
 
     bounds: tuple[int, ...]
@@ -62,11 +66,14 @@ class StageLayout:
     input_bytes: int
     label_bytes: int
     totals: ModelTotals
+    vocabulary: ShardCosts | None = None
 
     def batch_bytes(self, rank: int, num_microbatches: int) -> int:
         """Return the bytes of the inputs and labels of a whole step that `rank` needs."""
         first, last = self.rank_of_stage[0], self.rank_of_stage[-1]
-        microbatch = self.input_bytes * (first == rank) + self.label_bytes * (last == rank)
+        reads_all = self.vocabulary is not None
+        microbatch = self.input_bytes * (reads_all or first == rank)
+        microbatch += self.label_bytes * (reads_all or last == rank)
         return microbatch * num_microbatches
 
 
@@ -80,8 +87,13 @@ class MetaModel:
         topology: of the mesh.
         device: the device whose kernels and sends are assumed.
 
+    Attributes:
+        whole: the model.
+        net: the layers of the stages; with vocabulary parallelism without embedding and head.
+        cuts_vocabulary: it has vocabulary parallelism.
+
     Raises:
-        ConfigError: the model has no loss.
+        ConfigError: the model has no loss, or its vocabulary cannot be cut.
     """
 
     def __init__(
@@ -92,7 +104,11 @@ class MetaModel:
         topology: Topology,
         device: DeviceType,
     ) -> None:
-        self.net, self.device = net, device
+        self.whole, self.device = net, device
+        self.cuts_vocabulary = config.pipeline.vocabulary == "parallel" and topology.pipeline > 1
+        if self.cuts_vocabulary:
+            net = vocabulary_split(net).without_vocabulary(net)
+        self.net = net
         self._config, self._sample, self._topology = config, sample, topology
         loss = reduced_loss(config, net.build_loss(self._mesh(0).tensor))
         if loss is None:
@@ -100,11 +116,16 @@ class MetaModel:
                 "the model has no loss_fn, and training needs one: give it to PipelineModule"
             )
         precision, rates = precision_of(config), rates_for(config.compute_dtype)
+        self._precision, self._rates = precision, rates
         probe = Probe(device, loss, sample.labels, precision.cast_inputs, rates)
         options, entering = self._options(self._mesh(0)), Header.of(sample.inputs)
         self._counts = StageCounts(net, probe, options, precision, entering)
         self._layouts: dict[tuple[Any, ...], StageLayout] = {}
         self._cuts: dict[tuple[Any, ...], Cut] = {}
+
+    def with_config(self, config: Config) -> "MetaModel":
+        """Return the same model on the same mesh with another config."""
+        return MetaModel(config, self.whole, self._sample, self._topology, self.device)
 
     @property
     def num_ranks(self) -> int:
@@ -122,6 +143,21 @@ class MetaModel:
         method = self._config.pipeline.partition
         fits = not isinstance(method, tuple) or len(method) == number + 1
         return fits and number <= len(self.net)
+
+    @cached_property
+    def head_ratio(self) -> float:
+        """See `with_section_vocabulary`."""
+        return head_ratio(self.whole) if self.cuts_vocabulary else 1.0
+
+    @cached_property
+    def shard_costs(self) -> ShardCosts | None:
+        """The costs of the passes of vocabulary parallelism; None: it is off."""
+        if not self.cuts_vocabulary:
+            return None
+        mesh = self._mesh(0)
+        with preserve_rng(), unmetered():
+            shard = VocabularyShard(self.whole, mesh, self._options(mesh))
+            return count_shard(shard, self._sample, self._precision, self._rates, self.device)
 
     def _mesh(self, pipeline_rank: int) -> Mesh:
         """Return the mesh of the first data and tensor rank of `pipeline_rank`, without groups."""
@@ -250,7 +286,7 @@ class MetaModel:
         limit = self._config.pipeline.weight_queue_limit
         if limit is None or not may_limit(plan, limit):
             return plan
-        bounds = bounds or self.bounds_of(plan)
+        bounds = bounds or self.bounds_of(plan.without_vocabulary())
         if limit != "auto":
             costs = self._counts.of_stages(bounds, splits_backward=True)
             return limit_weight_queue(plan, [stage.kept for stage in costs], limit)
@@ -271,7 +307,7 @@ class MetaModel:
             ConfigError: the model cannot be split or built this way.
             PipelineError: a layer failed, for example because it reads a tensor value.
         """
-        bounds = bounds or self.bounds_of(plan)
+        bounds = bounds or self.bounds_of(plan.without_vocabulary())
         layout = self.layout_of(bounds, plan.rank_of_stage, _splits_backward(plan))
         kinds = {step.kind for step in plan.steps()}
         if {Kind.BACKWARD, Kind.BACKWARD_INPUT} <= kinds:
@@ -310,7 +346,14 @@ class MetaModel:
         footprints = []
         for number in range(self._topology.pipeline):
             mesh = self._mesh(number)
-            local = build_local_model(self.net, mesh, bounds, rank_of_stage, self._options(mesh))
+            local = build_local_model(
+                self.whole,
+                mesh,
+                bounds,
+                rank_of_stage,
+                self._options(mesh),
+                self.cuts_vocabulary,
+            )
             footprints.append(count_footprint(self._config, mesh, local, self.device))
         return StageLayout(
             bounds,
@@ -320,6 +363,7 @@ class MetaModel:
             _bytes(self._sample.inputs),
             _bytes(self._sample.labels),
             self._counts.totals,
+            self.shard_costs,
         )
 
 

@@ -1,12 +1,16 @@
 """Predicts one schedule: time, memory of each rank, messages."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.kinds import TRANSFER_OF_SEND
 from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import Timeline, simulate
+from pipemega.pipeline.plan.vocabulary_channels import vocabulary_channels
+from pipemega.pipeline.plan_selection import with_passes
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts, Sizes
 from pipemega.planning.footprint import Footprint
 from pipemega.planning.memory_timeline import PeakMemory, peak_memory
@@ -103,20 +107,16 @@ def predict(
         weight_queue_limit: keep pipeline.weight_queue_limit.
     """
     compute = plan.compute_only()
-    bounds = bounds or model.bounds_of(compute)
+    if model.cuts_vocabulary:
+        compute = with_passes(compute, model.head_ratio)
+    bounds = bounds or model.bounds_of(compute.without_vocabulary())
     if weight_queue_limit:
         compute = model.limit_weight_queue(compute, bounds)
     layout = model.layout(compute, bounds)
     lowered = lower(compute)
     costs = rates.cost_model(layout, plan.num_ranks)
     timeline = simulate(compute, costs)
-    sent = [
-        layout.costs[step.stage].message
-        if step.kind is Kind.SEND_ACTIVATION
-        else layout.costs[step.stage].gradient_out
-        for step in lowered.steps()
-        if step.kind in (Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT)
-    ]
+    sent = list(_sent_bytes(lowered, layout))
     return Prediction(
         plan=lowered,
         layout=layout,
@@ -126,7 +126,7 @@ def predict(
         memory=tuple(
             RankMemory(
                 layout.footprints[rank],
-                peak_memory(lowered, rank, layout.costs, model.device),
+                peak_memory(lowered, rank, layout.costs, model.device, layout.vocabulary),
                 layout.batch_bytes(rank, lowered.num_microbatches),
             )
             for rank in range(plan.num_ranks)
@@ -136,10 +136,23 @@ def predict(
     )
 
 
+def _sent_bytes(lowered: Plan, layout: StageLayout) -> Iterator[int]:
+    """Yield the bytes of each message of a step."""
+    for step in lowered.steps():
+        if step.kind is Kind.SEND_ACTIVATION:
+            yield layout.costs[step.stage].message
+        elif step.kind is Kind.SEND_GRADIENT:
+            yield layout.costs[step.stage].gradient_out
+        elif step.kind in TRANSFER_OF_SEND and layout.vocabulary is not None:
+            transfer = TRANSFER_OF_SEND[step.kind]
+            for _ in vocabulary_channels(lowered, transfer, step):
+                yield layout.vocabulary.message_bytes[transfer.name]
+
+
 def _bubble_by_formula(plan: Plan, message: float, timeline: Timeline) -> float | None:
     """Return the bubble by the formula of the schedule, from the mean times of a rank."""
     family = SCHEDULES.get(plan.name)
-    if family is None:
+    if family is None or plan.has_vocabulary:
         return None
     work = dict.fromkeys((Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT), 0.0)
     for rank in range(plan.num_ranks):

@@ -63,13 +63,16 @@ class Rates:
 
     def cost_model(self, layout: StageLayout, ranks: int) -> CostModel:
         """Return times and bytes of each stage of `layout` on `ranks` pipeline ranks."""
-        counted = stage_times(layout.costs, self._unit(layout, ranks))
+        unit = self._unit(layout, ranks)
+        counted = stage_times(layout.costs, unit)
+        if layout.vocabulary is not None:
+            counted = replace(counted, vocabulary=layout.vocabulary.times(unit))
         if self.layers is not None:
             times = self.layers.cost_model(layout.bounds)
-            return replace(times, activation=counted.activation, kept=counted.kept)
+            return _with_memory(times, counted)
         if self.costs is not None:
             times = CostModel.from_rank_costs(layout.rank_of_stage, *self.costs)
-            return replace(times, activation=counted.activation, kept=counted.kept)
+            return _with_memory(times, counted)
         message = max(stage.message for stage in layout.costs)
         seconds = message / (self.link * 1e9) if self.link and self.tflops else 0.0
         return replace(counted, message=seconds)
@@ -86,3 +89,12 @@ class Rates:
             return totals.forward / ranks or 1.0
         seconds = max(totals.flops / (self.tflops * 1e12), totals.kernels * self.launch)
         return totals.seconds / seconds if totals.seconds and seconds else 1.0
+
+
+def _with_memory(times: CostModel, counted: CostModel) -> CostModel:
+    """Return given times with the memory of `counted`, and its passes in the same unit."""
+    given, known = (
+        sum(map(sum, (c.forward, c.backward_input, c.backward_weight))) for c in (times, counted)
+    )
+    passes = counted.vocabulary.scaled(given / known if known else 1.0)
+    return replace(times, activation=counted.activation, kept=counted.kept, vocabulary=passes)

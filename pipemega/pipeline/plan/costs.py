@@ -7,7 +7,7 @@ cost of one micro-batch on one rank, as in the papers.
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.kinds import VOCABULARY_PASSES, Kind
@@ -35,6 +35,11 @@ class VocabularyCosts:
     def __post_init__(self) -> None:
         for field in fields(self):
             _check(f"vocabulary.{field.name}", getattr(self, field.name))
+
+    def scaled(self, factor: float) -> "VocabularyCosts":
+        """Return the same memory with all times multiplied by `factor`."""
+        times = {f.name: factor * getattr(self, f.name) for f in fields(self) if f.name != "kept"}
+        return replace(self, **times)
 
     @property
     def times(self) -> Mapping[Kind, float]:
