@@ -42,7 +42,7 @@ from pipemega.engine.plan_choice import (
 from pipemega.engine.stage_mover import describe_cut
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.errors import PipemegaError
-from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.costs import CostModel, VocabularyCosts
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.simulate import simulate
@@ -304,7 +304,10 @@ def _cached(file: Path) -> MeasuredStages | None:
     """Return the cached costs; None if the file does not exist, is damaged or does not fit."""
     with suppress(OSError, ValueError, TypeError, KeyError, RecursionError, PipemegaError):
         found = json.loads(file.read_text(encoding="utf-8"))
-        costs = CostModel(**{key: _as_tuple(value) for key, value in found["costs"].items()})
+        values = {key: _as_tuple(value) for key, value in found["costs"].items()}
+        # Files of earlier versions have none.
+        passes = VocabularyCosts(**values.pop("vocabulary", {}))
+        costs = CostModel(**values, vocabulary=passes)
         ranks = tuple(map(int, found["rank_of_stage"]))
         bounds = tuple(map(int, found["bounds"]))
         if costs.num_stages == len(ranks) == len(bounds) - 1:
