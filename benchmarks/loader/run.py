@@ -33,7 +33,9 @@ class MegatronReads:
     """Reads of one sample: the parts of its documents, joined, as int64 tensors."""
 
     def __init__(self, dataset: GPTDataset) -> None:
-        self.indices, self.length = dataset._indices, dataset.format.seq_length
+        # Megatron keeps them as np.load(mmap_mode="r") returns them.
+        self.indices = [memmap_of(array) for array in dataset._indices]
+        self.length = dataset.format.seq_length
         index = dataset.data
         tokens = np.memmap(index.bin_path, dtype=index.dtype, mode="r")
         self.buffer, self.item = memoryview(tokens), index.dtype.itemsize
@@ -71,6 +73,12 @@ class MegatronReads:
             "loss_mask": self.mask.clone(),
             "position_ids": self.positions,
         }
+
+
+def memmap_of(array: Any) -> np.memmap[Any, Any]:
+    """Return the memmap that `array` is a view of."""
+    assert isinstance(array.base, np.memmap), "the index is in memory"
+    return array.base
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -128,20 +128,21 @@ class GPTDataset(Dataset[Sample]):
         )
         self._description = self._describe(seed)
         self.fingerprint = digest_of(self._description)
-        self._indices = self._load_indices(seed, cache, say)
-        self._mappings = Mappings(*self._indices)
+        mapped = self._load_indices(seed, cache, say)
+        self._mappings = Mappings(*mapped)
+        # Plain arrays: each slice of a memmap runs Python code.
+        self._indices = SampleIndices(*(array.view(np.ndarray) for array in mapped))
+        self._length = len(mapped.shuffle)
 
     def __len__(self) -> int:
-        return len(self._indices.shuffle)
+        return self._length
 
     def __getitem__(self, index: int) -> Sample:
         """Return one sample; a negative index counts from the end."""
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"sample index {index} is out of range: {len(self)} samples")
+        if not -self._length <= index < self._length:
+            raise IndexError(f"sample index {index} is out of range: {self._length} samples")
         self._mappings.refuse_shortened()
-        window = int(self._indices.shuffle[index])
-        text = self._read(window)
-        return self._sample_of(text)
+        return self._sample_of(self._read(self._indices.shuffle.item(index)))
 
     def split_tokens(self) -> npt.NDArray[np.generic]:
         """Return all tokens of the split once, in file order; no copy."""
@@ -225,11 +226,11 @@ class GPTDataset(Dataset[Sample]):
     def _read(self, window: int) -> npt.NDArray[np.int64]:
         """Return the tokens of one window, padded at the end. [seq + extra]"""
         (first, start), (last, end) = self._indices.sample[window : window + 2].tolist()
-        documents = self._indices.document[first : last + 1]
+        documents = self._indices.document[first : last + 1].tolist()
         read = self.data.joined(documents, start, end + self._extra)
         signed = read.dtype.kind == "i"
         if read.size and (read.max() >= self.format.vocab_size or (signed and read.min() < 0)):
-            self._refuse_foreign_token(documents.tolist())
+            self._refuse_foreign_token(documents)
         size = self.format.seq_length + self._extra
         if len(read) == size:
             return read.astype(np.int64)
@@ -253,7 +254,8 @@ class GPTDataset(Dataset[Sample]):
     def _sample_of(self, text: npt.NDArray[np.int64]) -> Sample:
         """Convert tokens [seq + extra] to a sample of `SampleFormat`."""
         if self._extra:
-            inputs, labels = text[:-1].copy(), text[1:].copy()
+            # One copy, so that writing to the inputs does not change the labels.
+            inputs, labels = text[:-1].copy(), text[1:]
         else:
             inputs, labels = text, np.append(text[1:], PAD)
         if labels[-1] == PAD:  # padding is at the end

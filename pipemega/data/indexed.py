@@ -93,7 +93,7 @@ class IndexedDataset:
         start += offset
         return self._tokens.read(start, stop if length is None else min(start + length, stop))
 
-    def joined(self, sequences: npt.NDArray[Any], start: int, last_length: int | None) -> Tokens:
+    def joined(self, sequences: Sequence[int], start: int, last_length: int | None) -> Tokens:
         """Return the tokens of several sequences, one after the other.
 
         Args:
@@ -101,13 +101,17 @@ class IndexedDataset:
             last_length: tokens of the last sequence, from its start; None: all.
         """
         self._index.refuse_shortened()
-        begins = (self.pointers[sequences] // self.dtype.itemsize).tolist()
-        lengths = self.lengths[sequences].tolist()
-        ends = [begin + length for begin, length in zip(begins, lengths, strict=True)]
+        pointers, lengths, size = self.pointers, self.lengths, self.dtype.itemsize
+        ranges = []
+        for sequence in sequences:
+            begin = pointers.item(sequence) // size
+            ranges.append((begin, begin + lengths.item(sequence)))
+        begin, end = ranges[-1]
         if last_length is not None:
-            ends[-1] = min(begins[-1] + last_length, ends[-1])
-        begins[0] += start
-        return self._tokens.read_ranges(list(zip(begins, ends, strict=True)))
+            ranges[-1] = begin, min(begin + last_length, end)
+        begin, end = ranges[0]
+        ranges[0] = begin + start, end
+        return self._tokens.read_ranges(ranges)
 
     def span(self, first: int, last: int) -> Tokens:
         """Return the tokens of the sequences [first, last) in file order; no copy."""
