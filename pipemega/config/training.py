@@ -85,6 +85,9 @@ class TrainingSection(Section):
         "never.",
     )
     eval_by: Literal["step", "epoch"] = own("step", "Unit of eval_interval.")
+    eval_on_start: bool = own(
+        True, "With `eval_interval` in steps: also evaluate before the first step."
+    )
     eval_steps: Count | None = own(
         None,
         f"Global batches per evaluation; null: with `epochs` the whole validation set, else "

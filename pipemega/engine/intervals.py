@@ -46,11 +46,14 @@ def evaluation_is_due(engine: StepEngine, *, ended_epoch: bool, completed: bool)
 def evaluation_was_missed(engine: StepEngine, epoch_steps: int) -> bool:
     """Return whether an evaluation is due before the next step.
 
-    The run begins, or it was stopped before this evaluation.
+    The run begins (unless `training.eval_on_start` is false), or it was stopped before this
+    evaluation.
 
     Args:
         epoch_steps: steps of the epoch that is in progress.
     """
+    if engine.global_steps == 0 and not engine.config.training.eval_on_start:
+        return False
     ended_epoch = engine.epochs is not None and epoch_steps == 0 and engine.global_steps > 0
     return evaluation_is_due(engine, ended_epoch=ended_epoch, completed=engine.is_complete)
 

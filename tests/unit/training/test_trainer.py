@@ -267,6 +267,7 @@ def test_fit_continues_after_a_stop() -> None:
         ({}, [4, 8]),
         ({"eval_interval": 0}, []),
         ({"eval_interval": 3}, [0, 3, 6, 8]),
+        ({"eval_interval": 3, "eval_on_start": False}, [3, 6, 8]),
         ({"eval_interval": 2, "eval_by": "epoch"}, [8]),
     ],
 )
