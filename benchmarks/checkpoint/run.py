@@ -11,6 +11,8 @@ import argparse
 import hashlib
 import tempfile
 import time
+import zlib
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -45,7 +47,8 @@ def main() -> None:
             argv = [str(text) for pair in arguments.items() for text in pair]
             ranks = measure("benchmarks.checkpoint.worker", pipeline * data, argv)
         print(f"| pipeline {pipeline} x data {data} | {row(ranks)} |")
-    print(f"\nSHA-256 {speed('sha256'):.0f} MB/s, BLAKE2b {speed('blake2b'):.0f} MB/s, one thread")
+    crc32, sha256 = speed(zlib.crc32), speed(hashlib.sha256)
+    print(f"\nCRC-32 {crc32:.0f} MB/s, SHA-256 {sha256:.0f} MB/s, one thread")
 
 
 def row(ranks: list[dict[str, Any]]) -> str:
@@ -59,10 +62,10 @@ def row(ranks: list[dict[str, Any]]) -> str:
     return " | ".join([*cells, f"{share:.1%}"])
 
 
-def speed(name: str) -> float:
-    """Return the speed of a hash function in MB/s."""
+def speed(checksum: Callable[[bytes], object]) -> float:
+    """Return the speed of a checksum in MB/s."""
     data, started = bytes(64 << 20), time.process_time()
-    hashlib.new(name, data).digest()
+    checksum(data)
     return len(data) / 1e6 / (time.process_time() - started)
 
 
