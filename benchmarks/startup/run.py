@@ -3,8 +3,10 @@
     git worktree add ../old 2371ce9
     python -m benchmarks.startup.run --baseline ../old     from the root of the repository
 
-Four ranks with gloo, as `make train` starts them, with the text corpus in the cache. The trees
-alternate; one `torchrun` whose workers only import torch is the lower bound of both.
+Four ranks with gloo, as `make train` starts them, with the text corpus and the bytecode in their
+caches. The trees alternate. Each runs its own configs/quickstart.json; this tree also runs it with
+the evaluation before the first step, which the quickstart of 2371ce9 has. `floor.py`, started the
+same way, is the lower bound: torch, the same groups, and steps of torch modules of the same sizes.
 A tree is imported from its path, so that one Python with the libraries is enough.
 """
 
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -24,8 +26,13 @@ from benchmarks.ranks import ROOT, machine
 
 RANKS = 4
 TARGET = 0.6
+EVALUATED = ("training.eval_on_start=true",)
 # What rank 0 prints, and the part that ends with it.
-LINES = {"validation step 0 ": "first evaluation", "step 1/": "first step"}
+LINES = {
+    "[pipemega] INFO: run folder": "groups, data, model",
+    "validation step 0 ": "first evaluation",
+    "step 1/": "first step",
+}
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -40,30 +47,35 @@ def main(argv: list[str] | None = None) -> int:
     trees = {"this": ROOT} | ({"baseline": options.baseline.resolve()} if options.baseline else {})
     about = machine()
     with tempfile.TemporaryDirectory() as folder:
-        for tree in trees.values():  # fills the caches
-            first_step(tree, folder)
-        starts: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
-        bare = []
+        runs: dict[str, tuple[Path, str, Sequence[str]]] = {
+            name: (tree, "worker.py", ()) for name, tree in trees.items()
+        }
+        runs["this, with evaluation"] = (ROOT, "worker.py", EVALUATED)
+        runs["floor"] = (ROOT, "floor.py", ())
+        for run in runs.values():  # fills the caches
+            first_step(*run, folder)
+        starts: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
         for _ in range(options.rounds):
-            bare.append(torchrun_alone(folder))
-            for name, tree in trees.items():
-                starts[name].append(first_step(tree, folder))
+            for name, run in runs.items():
+                starts[name].append(first_step(*run, folder))
         checks: dict[str, list[dict[str, float]]] = {name: [] for name in trees}
         for _ in range(options.check_rounds):
             for name, tree in trees.items():
                 checks[name].append(check(tree))
-    report = {"machine": about, "bare": bare, "start": starts, "check": checks}
+    report = {"machine": about, "start": starts, "check": checks}
     if options.json is not None:
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print("\n".join(lines_of(report)))
     return 0
 
 
-def first_step(tree: Path, folder: str) -> dict[str, float]:
+def first_step(tree: Path, script: str, changes: Sequence[str], folder: str) -> dict[str, float]:
     """Start the quickstart of `tree`; return the seconds of each part until its first step."""
     config = tree / "configs" / "quickstart.json"
-    command = [*_torchrun(), str(Path(__file__).with_name("worker.py")), str(tree)]
-    command += ["--config", str(config), "--set", "steps_per_print=1"]
+    command = [*_torchrun(), str(Path(__file__).with_name(script)), str(tree)]
+    for change in ("steps_per_print=1", *changes):
+        command += ["--set", change]
+    command += ["--config", str(config)]
     started, parts, last = time.time(), dict[str, float](), 0.0
     process = subprocess.Popen(
         command,
@@ -94,15 +106,6 @@ def first_step(tree: Path, folder: str) -> dict[str, float]:
     raise RuntimeError(f"{tree}: no first step\n" + "".join(printed[-30:]))
 
 
-def torchrun_alone(folder: str) -> float:
-    """Return the seconds of a torchrun whose workers import torch and end."""
-    script = Path(folder, "only_torch.py")
-    script.write_text("import torch\n")
-    started = time.time()
-    subprocess.run([*_torchrun(), str(script)], check=True, env=_environment(ROOT), cwd=folder)
-    return time.time() - started
-
-
 def check(tree: Path) -> dict[str, float]:
     """Return the seconds, and the seconds of processor time, of `pipemega check`."""
     before, started = os.times(), time.perf_counter()
@@ -125,29 +128,32 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
         f"{about['cpu']}, {about['cores']} cores, torch {about['torch']}, Python "
         f"{about['python']}; load {about['load_before']:.1f} before; medians."
     )
-    yield f"\ntorchrun whose {RANKS} workers only import torch: {median(report['bare']):.2f} s\n"
-    names = list(starts["this"][0])
+    names = ["torchrun starts the worker", "imports", *LINES.values(), "total"]
     yield "| seconds of rank 0 | " + " | ".join(starts) + " |"
     yield "| --- |" + " ---: |" * len(starts)
     for part in names:
         cells = (median(one.get(part, 0.0) for one in rounds) for rounds in starts.values())
         yield f"| {part} | " + " | ".join(f"{cell:.2f}" for cell in cells) + " |"
     checks = report["check"]
+    yield "\n| seconds | " + " | ".join(checks) + " |"
+    yield "| --- |" + " ---: |" * len(checks)
     for kind in ("seconds", "cpu"):
         cells = (median(one[kind] for one in rounds) for rounds in checks.values())
         label = "pipemega check" + (", of it processor time" if kind == "cpu" else "")
         yield f"| {label} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |"
     if "baseline" not in starts:
         return
+    for name in ("this, with evaluation", "floor"):
+        yield f"\n{name}: {_ratio(starts, 'total', name):.2f} x the baseline"
     ratio = _ratio(starts, "total")
     yield f"\nfirst step: {ratio:.2f} x the baseline; target {TARGET}: {_verdict(ratio <= TARGET)}"
     ratio = _ratio(checks, "cpu")
     yield f"pipemega check: {ratio:.2f} x the baseline; target 1: {_verdict(ratio <= 1.03)}"
 
 
-def _ratio(rounds: Mapping[str, list[dict[str, float]]], key: str) -> float:
+def _ratio(rounds: Mapping[str, list[dict[str, float]]], key: str, name: str = "this") -> float:
     """Return the median of the ratios of the rounds."""
-    pairs = zip(rounds["this"], rounds["baseline"], strict=True)
+    pairs = zip(rounds[name], rounds["baseline"], strict=True)
     return median(mine[key] / other[key] for mine, other in pairs)
 
 
@@ -166,7 +172,8 @@ def _torchrun() -> list[str]:
 
 
 def _environment(tree: Path) -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    return kept | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
