@@ -98,8 +98,7 @@ class PipelineModule:
     # The layers that the model recomputes, unless the config sets activation checkpoints.
     checkpoints: ActivationCheckpoints | None = None
 
-    # How embedding and head are cut for vocabulary parallelism (`vocabulary_shard`).
-    vocabulary: Any = None
+    vocabulary: Any = None  # how embedding and head are cut: a `vocabulary_shard.VocabularySplit`
     sample_tokens: int | None = None  # of [samples, tokens], if the model takes token ids
 
     # The layers of the module that was given to `from_module`.
