@@ -5,14 +5,17 @@
 Only the method of the instance is replaced, so no name of a module or parameter changes. A layer
 runs uncompiled without gradients (evaluation, generation), with hooks in it that were added after
 it was built, while its operations are recorded, and if the compiler has failed.
+
+Tensor ranks compile the same graphs in the same order. A graph that one of them cannot compile runs
+uncompiled on all of them, so that they round equally and run the same collectives.
 """
 
 import logging
 import time
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from importlib import import_module
 from types import MethodType
 from typing import Any
@@ -26,7 +29,7 @@ from torch import nn
 
 from pipemega import random
 from pipemega.config.compile import CompileSection
-from pipemega.distributed.mesh import Mesh, gather_objects
+from pipemega.distributed.mesh import Axis, Mesh, gather_objects
 from pipemega.errors import ConfigError
 from pipemega.parameters import shard_of
 from pipemega.pipeline.compiled_linear import trace_deferred_gradients
@@ -56,7 +59,7 @@ def compile_layers(
         return
     allow_tracing(mesh.tensor)
     _set_up_compiler()
-    kinds = _Kinds(section, mesh.device, log)
+    kinds = _Kinds(section, mesh, log)
     for stage in stages.values():
         trace_deferred_gradients(stage.modules())
         for module in stage.modules():
@@ -133,24 +136,26 @@ class _Kind:
 
     Args:
         name: of the first one.
-        function: their compiled method.
         size: how many this rank has.
-        has_run: the function has been called.
-        failed: it could not be compiled.
+        has_run: the compiled method has been called.
+        failed: it could not be traced.
+        has_warned: a log line says that it, or a graph of it, runs uncompiled.
     """
 
     name: str
-    function: Callable[..., Any]
     size: int = 0
     has_run: bool = False
     failed: bool = False
+    has_warned: bool = False
+    function: Callable[..., Any] = field(init=False)
 
 
 class _Kinds:
     """The distinct layers of this rank."""
 
-    def __init__(self, section: CompileSection, device: torch.device, log: logging.Logger) -> None:
-        self.device, self.log, self._section = device, log, section
+    def __init__(self, section: CompileSection, mesh: Mesh, log: logging.Logger) -> None:
+        self._device, self._tensor = mesh.device, mesh.tensor
+        self._log, self._section = log, section
         self._kinds: dict[Any, _Kind] = {}
         self._left_out: set[type[nn.Module]] = set()
 
@@ -160,21 +165,19 @@ class _Kinds:
         reason = getattr(layer, "uncompiled_reason", None)
         if reason is not None and type(layer) not in self._left_out:
             self._left_out.add(type(layer))
-            self.log.warning(f"{name} and equal layers run uncompiled: {reason}")
+            self._log.warning(f"{name} and equal layers run uncompiled: {reason}")
         # A linear or an embedding whose weight gradient is deferred has nothing else to compile.
         if method is None or method in vars(layer):
             return
         key = (type(layer), _parameters(layer))
         if key not in self._kinds:
-            section = self._section
-            function = torch.compile(  # type: ignore[call-overload]
+            kind = self._kinds[key] = _Kind(name)
+            kind.function = torch.compile(  # type: ignore[call-overload]
                 getattr(type(layer), method),
-                backend=section.backend,
-                dynamic=section.dynamic,
-                options=_options(section),
+                backend=_Backend(self._section, self._tensor, partial(self._warn, kind)),
+                dynamic=self._section.dynamic,
                 isolate_recompiles=True,
             )
-            self._kinds[key] = _Kind(name, function)
         kind = self._kinds[key]
         kind.size += 1
         vars(layer)[method] = _CompiledMethod(layer, method, kind, self)
@@ -183,26 +186,65 @@ class _Kinds:
         """Call the compiled function, or `plain` if it cannot be compiled."""
         layer, states = plain.__self__, None  # type: ignore[attr-defined]
         if not kind.has_run:
-            kind.has_run, states = True, random.rng_state(self.device)
-            self.log.info(f"compiling {kind.name}; the first step waits for it")
+            kind.has_run, states = True, random.rng_state(self._device)
+            self._log.info(f"compiling {kind.name}; the first step waits for it")
         graphs, started = _graph_count(), time.perf_counter()
         try:
             result = kind.function(layer, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             if states is not None:
-                random.set_rng_state(states, self.device)
+                random.set_rng_state(states, self._device)
             # If this fails too, it is an error of the layer.
             result = plain(*args, **kwargs)
             kind.failed = True
-            self.log.warning(
-                f"{kind.name} could not be compiled, so the {kind.size} layers of its kind on this "
-                f"rank run uncompiled: {_reason(error)}"
-            )
+            self._warn(kind, _reason(error))
             return result
-        if _graph_count() > graphs:
+        if _graph_count() > graphs and not kind.has_warned:
             seconds = time.perf_counter() - started
-            self.log.info(f"compiled {kind.name} in {seconds:.1f} s, for {kind.size} equal layers")
+            self._log.info(f"compiled {kind.name} in {seconds:.1f} s, for {kind.size} equal layers")
         return result
+
+    def _warn(self, kind: _Kind, reason: str) -> None:
+        """Log once that layers of this kind run uncompiled."""
+        if not kind.has_warned:
+            kind.has_warned = True
+            self._log.warning(
+                f"{kind.name} could not be compiled, so the {kind.size} layers of its kind on this "
+                f"rank run uncompiled: {reason}"
+            )
+
+
+class _Backend:
+    """The compiler of graphs, which agrees with those of the other tensor ranks.
+
+    Args:
+        tensor: ranks that compile the same graphs in the same order.
+        failed: called with the reason if a graph runs uncompiled.
+    """
+
+    def __init__(
+        self, section: CompileSection, tensor: Axis, failed: Callable[[str], None]
+    ) -> None:
+        self._compile: Callable[..., Any] = torch._dynamo.lookup_backend(section.backend)
+        options = _options(section)
+        if options is not None:
+            self._compile = partial(torch._inductor.compile, options=options)
+        self._tensor, self._failed = tensor, failed
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        reason, compiled = None, graph.forward
+        try:
+            compiled = self._compile(graph, inputs)
+        # A compiler may fail in any way; nothing of the graph has run yet.
+        except Exception as error:
+            reason = _reason(error)
+        reasons = gather_objects(reason, self._tensor)
+        for rank, found in enumerate(reasons):
+            if found is not None:
+                where = "" if rank == self._tensor.rank else f"on tensor rank {rank}, "
+                self._failed(where + found)
+                return graph.forward
+        return compiled
 
 
 def _parameters(layer: nn.Module) -> tuple[Any, ...]:

@@ -222,8 +222,8 @@ class DeepSpeedPipelineModule(nn.Module):
             ConfigError: always.
         """
         raise ConfigError(
-            "PipelineModule.compile() is not supported: compile inside of a layer, with "
-            "torch.compile on a function that it calls",
+            "PipelineModule.compile() is not supported: set compile.enabled in the config, which "
+            "compiles each layer",
             on_every_rank=True,
         )
 

@@ -307,7 +307,7 @@ WITH_TENSOR_RANKS = (
 # Other settings combine these.
 ONLY_SWEPT = (
     "LoRA", "LoRA, recompute full", "norms of embeddings", "squared ReLU", "more positions",
-    "padded vocabulary", "ramp-up, declared shapes", "compiled by inductor, bf16",
+    "padded vocabulary", "ramp-up, declared shapes", "compiled", "compiled by inductor, bf16",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("transformers")
 from tests.ranks.hf.split_runs import one_step
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_equal_layers_of_llama_are_one_graph_with_the_gradients_of_uncompiled_ones(
     schedule: str,

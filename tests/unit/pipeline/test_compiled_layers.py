@@ -16,6 +16,7 @@ from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError, PipelineError
+from pipemega.pipeline import compiled_layers
 from pipemega.pipeline.compiled_linear import trace_deferred_gradients
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
@@ -61,6 +62,7 @@ def test_equal_layers_are_compiled_once_and_train_like_uncompiled_ones(
     assert len(lines) == 6
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", ["full", "selective"])
 def test_compiled_layers_that_recompute_train_like_uncompiled_ones(method: str) -> None:
     model = {"recompute": method, "attention_dropout": 0.1 if method == "full" else 0.0}
@@ -97,7 +99,9 @@ class Parallel(nn.Module):
         return x + self.last(self.down(torch.relu(self.up(self.norm(x)))).tanh())
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
+)
 def test_w_of_a_compiled_layer_has_the_products_and_i_has_the_rest(backend: str) -> None:
     """inductor reuses the memory of tensors after their last use: those of W must not be reused."""
     from pipemega.config import load
@@ -205,6 +209,30 @@ def test_layers_that_cannot_be_compiled_run_uncompiled_with_one_warning(
         "uncompiled: "
     )
     assert "erfinv has no kernel" in warning
+
+
+def test_a_graph_that_another_tensor_rank_cannot_compile_runs_uncompiled_on_this_rank(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Otherwise the two ranks round differently, and their copies of a parameter drift apart."""
+
+    def gather(value: Any, axis: Axis) -> list[Any]:
+        return [value] if axis.name == "world" else [value, "OSError: no space left"]
+
+    def compile_graph(graph: Any, inputs: Any) -> Any:
+        return lambda *tensors: [2 * y for y in graph(*tensors)]
+
+    monkeypatch.setattr(compiled_layers, "gather_objects", gather)
+    torch._dynamo.register_backend(compile_graph, "doubling")
+    layers = [LayerSpec(Wave), LayerSpec(Wave)]
+    want = steps(engine_of(layers, {"enabled": False}), 1)
+    got = steps(engine_of(layers, {"enabled": True, "backend": "doubling"}), 1)
+    assert got == pytest.approx(want, rel=1e-6)
+    (warning,) = [r.message for r in caplog.records if r.levelno == logging.WARNING]
+    assert warning == (
+        "Wave (layers.0) could not be compiled, so the 2 layers of its kind on this rank run "
+        "uncompiled: on tensor rank 1, OSError: no space left"
+    )
 
 
 def test_without_a_compiler_all_layers_run_uncompiled_and_one_line_says_so(
