@@ -30,9 +30,11 @@ def profiled_layers(stages: Iterable[Stage]) -> tuple[dict[int, ProfiledLayer], 
 
 
 class FlopsProfiler(StepCallback):
-    """Measures one step on the pipeline ranks of data and tensor rank 0.
+    """Measures one step on all ranks; the result is of data and tensor rank 0.
 
-    Counting FLOPs takes time, so they are counted in the step before, if there is one.
+    All ranks, because a stage that reports its layers computes whole logits, with collectives of
+    the tensor ranks. Counting FLOPs takes time, so they are counted in the step before, if there is
+    one.
 
     Args:
         section: `flops_profiler`, which selects the step.
@@ -59,7 +61,6 @@ class FlopsProfiler(StepCallback):
         self._section, self._mesh, self._batch = section, mesh, batch
         self._stages, self._timers, self._num_parameters = tuple(stages), timers, num_parameters
         self._step = max(1, section.profile_step)
-        self._takes_part = mesh.data.rank == 0 and mesh.tensor.rank == 0
         clock = step_clock(mesh.device)
         self._profiler = ModuleProfiler(layers, clock, section.module_depth)
         self._is_counting = False
@@ -68,7 +69,7 @@ class FlopsProfiler(StepCallback):
 
     def start(self, step: int) -> None:
         """Start to count in the step before the one of the config, and to time in that one."""
-        if not self._takes_part or step not in (self._step - 1, self._step):
+        if step not in (self._step - 1, self._step):
             return
         if not self._is_counting:
             self._is_counting = True

@@ -54,6 +54,14 @@ def collectives_of_a_step(config: dict[str, Any]) -> list[tuple[str, str, int]]:
     return collectives.calls
 
 
+def _with_sizes(calls: list[tuple[str, str, int]], same_data: bool) -> list[tuple[str, str, int]]:
+    """Return calls without the sizes that may differ between data ranks.
+
+    The head exchanges only tokens whose labels count.
+    """
+    return [(axis, op, size if same_data or axis != "tensor" else 0) for axis, op, size in calls]
+
+
 ZERO = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 500}
 
 
@@ -73,12 +81,12 @@ def test_ranks_with_the_same_stages_start_collectives_in_the_same_order(
         mesh=mesh, zero_optimization=ZERO, pipeline={"schedule": schedule}, model={"num_layers": 4}
     )
     calls = pool.run(4, collectives_of_a_step, config)
-    stages = mesh.get("pipeline", 1)
-    per_stage = 4 // stages
+    per_stage, tensor = 4 // mesh.get("pipeline", 1), mesh.get("tensor", 1)
     for first in range(0, 4, per_stage):
         assert {axis for axis, _, _ in calls[first]} >= axes
         for rank in range(first + 1, first + per_stage):
-            assert calls[rank] == calls[first], rank
+            same_data = rank // tensor == first // tensor
+            assert _with_sizes(calls[rank], same_data) == _with_sizes(calls[first], same_data), rank
     if {"tensor", "data"} <= axes:
         # Reductions of gradients start between the collectives of layers.
         first = next(i for i, (axis, _, _) in enumerate(calls[0]) if axis == "data")
