@@ -168,6 +168,8 @@ class _Probe(Recorder):
 
     # LayerObserver
 
+    reads_outputs = True
+
     def enter(self, position: int, x: Any, rng_key: RngKey | None) -> None:
         self._input_finite = _is_finite(x)
         if rng_key is not None:

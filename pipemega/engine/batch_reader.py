@@ -19,6 +19,7 @@ from pipemega.engine.data_comparison import DataComparison
 from pipemega.engine.whole_batch import count_samples, split_batch
 from pipemega.errors import ConfigError, DataError
 from pipemega.host_memory import HostMemory
+from pipemega.tensor_parallel.linear_cross_entropy import count_labels
 
 # Larger than any number that ranks agree on: the ranks that know none contribute it.
 _UNKNOWN = 2**62
@@ -33,6 +34,7 @@ class StepData:
         num_samples: of the step, on all data ranks.
         shares: samples of each micro-batch, relative to a full one; None: all are full.
         epoch: completed passes over the data after the step; None: not known.
+        counted: see `MicroBatches`.
     """
 
     inputs: list[Any]
@@ -40,14 +42,20 @@ class StepData:
     num_samples: int
     shares: tuple[float, ...] | None = None
     epoch: int | None = None
+    counted: tuple[int | None, ...] = ()
 
     def with_samples(self) -> "StepData":
         """Return the step without the micro-batches that only complete it."""
         if self.shares is None:
             return self
         count = sum(share > 0 for share in self.shares)
-        return StepData(
-            self.inputs[:count], self.labels[:count], self.num_samples, self.shares[:count]
+        return replace(
+            self,
+            inputs=self.inputs[:count],
+            labels=self.labels[:count],
+            shares=self.shares[:count],
+            epoch=None,
+            counted=self.counted[:count],
         )
 
 
@@ -215,9 +223,9 @@ class BatchReader:
         size = self._share.micro_batch_size
         pairs = split_batch(batch, num_samples, size)
         comparison.check(pairs if self._reads else None, most)
-        inputs, labels = self._split(pairs if self._reads else None, len(pairs))
         sizes = [min(size, num_samples - start) for start in range(0, num_samples, size)]
-        return StepData(inputs, labels, num_samples, self._shares(sizes))
+        read = pairs if self._reads else None
+        return self._step_data(read, len(pairs), num_samples, self._shares(sizes))
 
     # Loaders
 
@@ -231,8 +239,8 @@ class BatchReader:
             step = self._agreed_step(loader, count)
         if loader.is_compared:
             comparison.check(step.micro_batches, count, must_differ=loader.must_differ)
-        inputs, labels = self._split(step.micro_batches, count)
-        return StepData(inputs, labels, step.num_samples, self._shares(step.sizes), step.epoch)
+        shares = self._shares(step.sizes)
+        return self._step_data(step.micro_batches, count, step.num_samples, shares, step.epoch)
 
     def _agreed_step(self, loader: BatchLoader, count: int) -> LoadedStep:
         """Read a step of data whose length is not known; the ranks that do not read it learn its
@@ -290,9 +298,7 @@ class BatchReader:
             comparison.check(pairs, count)
         elif data_iter.is_compared:
             comparison.check(pairs, count, must_differ=data_iter.must_differ)
-        inputs, labels = self._split(pairs, count)
-        num_samples = count * self._share.samples_per_slice
-        return StepData(inputs, labels, num_samples)
+        return self._step_data(pairs, count, count * self._share.samples_per_slice)
 
     def _ended(self, fewest: int, had: int, count: int) -> Exception:
         """Return the error of data that has ended; collective.
@@ -322,13 +328,24 @@ class BatchReader:
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._mesh.world.group)
         return [int(number) for number in tensor]
 
-    def _split(self, pairs: Sequence[Any] | None, count: int) -> tuple[list[Any], list[Any]]:
-        """Keep what the stages of this rank read, on its device."""
-        if pairs is None:
-            return [None] * count, []
-        inputs = [pair[0] if self._reads_inputs else None for pair in pairs]
-        labels = [pair[1] for pair in pairs] if self._reads_labels else []
-        return self.to_device(inputs), self.to_device(labels)
+    def _step_data(
+        self,
+        pairs: Sequence[Any] | None,
+        count: int,
+        num_samples: int,
+        shares: tuple[float, ...] | None = None,
+        epoch: int | None = None,
+    ) -> StepData:
+        """Return what the stages of this rank read of `pairs`, on its device."""
+        inputs: list[Any] = [None] * count
+        labels, counted = list[Any](), tuple[int | None, ...]()
+        if pairs is not None and self._reads_inputs:
+            inputs = self.to_device([pair[0] for pair in pairs])
+        if pairs is not None and self._reads_labels:
+            labels = self.to_device([pair[1] for pair in pairs])
+            if self._mesh.device.type != "cpu":
+                counted = tuple(count_labels(pair[1]) for pair in pairs)
+        return StepData(inputs, labels, num_samples, shares, epoch, counted)
 
     def to_device(self, tree: Any) -> Any:
         """Copy the tensors of a pytree to the device of this rank, from pinned memory.

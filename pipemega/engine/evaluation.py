@@ -111,6 +111,7 @@ class Evaluator:
             shares=data.shares,
             keep_outputs=keep_outputs,
             on_output=on_output,
+            counted=data.counted,
         )
         with preserve_rng(self._mesh.device):
             return self._executor.run(plan, batch)

@@ -1,7 +1,7 @@
 """The text of a profile of modules: summary, times of the ranks, largest classes, all modules."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipemega.config.profilers import FlopsProfilerSection
 from pipemega.monitor.timers import PARTS
@@ -125,8 +125,9 @@ class FlopsProfile:
         ]
         if modules and modules[0][1].level == 0:
             return modules
-        seconds, flops = self.forward_seconds, self.forward_flops
-        whole = ModuleCost("", "model", 0, self.parameters, flops, seconds)
+        in_loss = self.tensor * sum(cost.loss_flops for _, cost in self._layers())
+        costs = self.forward_flops, self.forward_seconds, in_loss
+        whole = ModuleCost("", "model", 0, self.parameters, *costs)
         return [(None, whole), *modules]
 
     def _details(self, rows: Sequence[tuple[int | None, ModuleCost]]) -> str:
@@ -134,7 +135,8 @@ class FlopsProfile:
         table = []
         for rank, cost in rows:
             name = cost.name.rsplit(".", 1)[-1] if cost.level > 1 else cost.name or "model"
-            speed = cost.flops / self.tensor / cost.seconds if cost.seconds else 0.0
+            timed = cost.flops - cost.loss_flops
+            speed = timed / self.tensor / cost.seconds if cost.seconds else 0.0
             table.append(
                 [
                     f"{'  ' * cost.level}{name}",
@@ -143,7 +145,7 @@ class FlopsProfile:
                     *_shares(cost.parameters, whole.parameters, show_count),
                     *_shares(cost.flops, whole.flops, show_flops),
                     *_shares(cost.seconds, whole.seconds, show_time),
-                    f"{show_flops(speed)}/s" if cost.flops else "",
+                    f"{show_flops(speed)}/s" if timed else "in the loss" if cost.flops else "",
                 ]
             )
         head = [
@@ -177,9 +179,7 @@ def _position(name: str) -> int:
 
 
 def _times_tensor(cost: ModuleCost, tensor: int) -> ModuleCost:
-    return ModuleCost(
-        cost.name, cost.kind, cost.level, cost.parameters, tensor * cost.flops, cost.seconds
-    )
+    return replace(cost, flops=tensor * cost.flops, loss_flops=tensor * cost.loss_flops)
 
 
 def _shares(number: float, whole: float, show: Callable[[float], str]) -> list[str]:

@@ -74,6 +74,7 @@ class StepRunner:
                 loss_factor=factor,
                 shares=data.shares,
                 keep_outputs=keep_outputs,
+                counted=data.counted,
             )
 
         return TrainStep(number, plan, micro_batches)

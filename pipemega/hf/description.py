@@ -32,7 +32,7 @@ from pipemega.hf.placeholders import (
     without_values,
     zeros_like_output,
 )
-from pipemega.hf.plain_head import head_outputs
+from pipemega.hf.plain_head import head_outputs, is_last_of
 from pipemega.hf.refusals import refuse_settings
 from pipemega.hf.special_models import special_model
 
@@ -329,7 +329,7 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
             ) from error
         runs.append(given)
     _refuse_other_state(d, *runs[:2])
-    d.returns_head = bool(from_head) and d.special.output(output) is from_head[-1]
+    d.returns_head = is_last_of(from_head, d.special.output(output))
     d.layers_read_tokens = any(
         not t.requires_grad and not torch.equal(t, u)
         for run in runs[2:]

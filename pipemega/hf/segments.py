@@ -121,7 +121,7 @@ class Segment(nn.Module):
             inputs = d.stand_in_inputs(self._received, side)
         head = self.hf.get_submodule(self._head) if self._head else None
         try:
-            if isinstance(head, ShardedHead) and defers_logits(self, head):
+            if isinstance(head, ShardedHead) and defers_logits(self, head, self.hf):
                 return self._deferred(head, inputs)
             output = self._run(inputs)
         except LayerReached as reached:

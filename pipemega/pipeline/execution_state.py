@@ -61,6 +61,8 @@ class MicroBatches:
         keep_outputs: also return the outputs of the last layer.
         on_output: called with (outputs, labels) of each micro-batch, on the rank of the last stage.
         discard_grads: do not start reductions; the gradients are discarded.
+        counted: the number of labels of each micro-batch that are not -100, where the host knows
+            it; empty on a CPU.
     """
 
     inputs: Sequence[Any]
@@ -71,10 +73,15 @@ class MicroBatches:
     keep_outputs: bool = False
     on_output: Callable[[Any, Any], object] | None = None
     discard_grads: bool = False
+    counted: Sequence[int | None] = ()
 
     def share(self, microbatch: int) -> float:
         """Return the samples of a micro-batch, relative to a full one."""
         return 1.0 if self.shares is None else self.shares[microbatch]
+
+    def counted_labels(self, microbatch: int) -> int | None:
+        """Return the number of labels of a micro-batch that are not -100, if it is known."""
+        return self.counted[microbatch] if self.counted else None
 
     @property
     def has_other_shapes(self) -> bool:

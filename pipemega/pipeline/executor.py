@@ -241,11 +241,12 @@ class Executor:
         uses_output = batch.keep_outputs or batch.on_output is not None
         if uses_output or step.microbatch >= len(batch.labels):
             return nullcontext()
-        # An observer sees the output of each layer.
-        loss_fn = self._model.loss_fn if stage.observer is None else None
-        if not takes_deferred_logits(loss_fn):
+        is_read = stage.observer is not None and stage.observer.reads_outputs
+        loss_fn = self._model.loss_fn
+        if is_read or not takes_deferred_logits(loss_fn):
             return nullcontext()
-        return defer_logits(loss_fn, stage.last_layer, batch.loss_factor)
+        counted = batch.counted_labels(step.microbatch)
+        return defer_logits(loss_fn, stage.last_layer, batch.loss_factor, counted)
 
     def _stage_input(self, step: Instruction) -> tuple[Any, list[InputGradient]]:
         run, key = self._run, (step.stage, step.microbatch)

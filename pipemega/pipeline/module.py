@@ -203,7 +203,14 @@ def _elements(parameter: Tensor) -> int:
 
 
 class LayerObserver(Protocol):
-    """Observes the input and the output of each layer of a stage."""
+    """Observes the input and the output of each layer of a stage.
+
+    Attributes:
+        reads_outputs: needs the logits as the output of a head, not `DeferredLogits`.
+    """
+
+    @property
+    def reads_outputs(self) -> bool: ...
 
     def enter(self, position: int, x: Any, rng_key: "RngKey | None") -> None: ...
 

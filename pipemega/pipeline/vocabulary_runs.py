@@ -29,6 +29,7 @@ from pipemega.pipeline.plan.vocabulary_channels import PROVES, vocabulary_channe
 from pipemega.pipeline.split_backward import GradReadyListener
 from pipemega.pipeline.transport import Receive, Transport
 from pipemega.pipeline.vocabulary_shard import EmbeddedInputs, VocabularyShard
+from pipemega.tensor_parallel.linear_cross_entropy import counted_rows
 from pipemega.tensor_parallel.shard_softmax import (
     Exponentials,
     Partial,
@@ -274,9 +275,10 @@ class VocabularyRuns:
         batch = self._of(m)
         if batch.counted is None:
             flat = self._labels(m).reshape(-1)
-            counted = (flat != -100).nonzero().squeeze(1)
-            counted = counted if len(counted) else counted.new_zeros(1)
-            batch.counted = (counted if len(counted) < len(flat) else None,)
+            counted, _ = counted_rows(flat, self._run.batch.counted_labels(m))
+            if counted is not None and not len(counted):
+                counted = counted.new_zeros(1)
+            batch.counted = (counted,)
         return batch.counted[0]
 
     # Messages

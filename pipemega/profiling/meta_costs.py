@@ -205,7 +205,10 @@ class _StageRun:
         else:
             x, live.inputs = collect_gradients(live.x)
         loss = self._probe.loss if is_last else None
-        with defer_logits(loss, self._stage.last_layer):
+        # All labels count.
+        labels = self._probe.labels
+        counted = labels.numel() if isinstance(labels, Tensor) else None
+        with defer_logits(loss, self._stage.last_layer, counted=counted):
             output = self._stage(x, _RNG_KEY)
         header = Header.of(output)
         if loss is not None:
@@ -230,6 +233,8 @@ class _StageRun:
 
 class _LayerFlops:
     """Observer of a stage: counts the FLOPs of the forward of each layer."""
+
+    reads_outputs = False
 
     def __init__(self, meter: TensorMeter) -> None:
         self._meter, self._before, self._counts = meter, 0.0, list[float]()

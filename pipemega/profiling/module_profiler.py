@@ -17,6 +17,7 @@ from pipemega.monitor.step_clock import Interval, StepClock
 from pipemega.parameters import shard_of
 from pipemega.pipeline.module import RngKey
 from pipemega.profiling.tensor_meter import operation_flops
+from pipemega.tensor_parallel.deferred_logits import DeferredLogits, without_output
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class ModuleCost:
         parameters: number of elements of the unsharded module.
         flops: of the forward, by torch's formulas for matrix products, convolutions and attention.
         seconds: of the forward.
+        loss_flops: those of `flops` that the loss computes, outside of `seconds`: of a head that
+            returns `DeferredLogits`.
     """
 
     name: str
@@ -52,6 +55,7 @@ class ModuleCost:
     parameters: int
     flops: float
     seconds: float
+    loss_flops: float = 0.0
 
 
 @dataclass
@@ -59,6 +63,7 @@ class _Record:
     """Measurements of a module within one layer."""
 
     flops: float = 0.0
+    loss_flops: float = 0.0
     counted: list[Interval] = field(default_factory=list)
     timed: list[Interval] = field(default_factory=list)
 
@@ -98,7 +103,7 @@ class ModuleProfiler:
             enter, leave = partial(self._enter, module), partial(self._leave, module)
             self._handles += [
                 module.register_forward_pre_hook(lambda *_, enter=enter: enter()),
-                module.register_forward_hook(lambda *_, leave=leave: leave(), always_call=True),
+                module.register_forward_hook(without_output(leave), always_call=True),
             ]
 
     def _inner_modules(self, layer: ProfiledLayer) -> Iterator[tuple[str, nn.Module, int]]:
@@ -133,6 +138,8 @@ class ModuleProfiler:
 
     # The layers
 
+    reads_outputs = False
+
     def enter(self, position: int, x: Any, rng_key: RngKey | None) -> None:
         """Handle the start of a layer."""
         if torch.is_grad_enabled() and not _is_in_backward():
@@ -145,6 +152,8 @@ class ModuleProfiler:
 
     def leave(self, position: int, y: Any, rng_key: RngKey | None) -> None:
         """Handle the end of a layer."""
+        if self._meter is not None and isinstance(y, DeferredLogits):
+            self._count_head(position, y)
         if self._stack:
             self._pop()
         self._stop_counting()
@@ -182,12 +191,20 @@ class ModuleProfiler:
         for record, _ in self._stack:
             record.flops += flops
 
+    def _count_head(self, position: int, output: DeferredLogits) -> None:
+        """Count the product of a head that the loss computes, in the head and what contains it."""
+        flops = 2.0 * output.hidden.numel() * len(output.weight)
+        for module, record in self._records[position].items():
+            if any(output.is_of(inner) for inner in module.modules()):
+                record.flops += flops
+                record.loss_flops += flops
+
     # Results
 
     def _costs(self, position: int, layer: ProfiledLayer) -> Iterator[ModuleCost]:
         modules = [("", layer.module, layer.level), *self._inner_modules(layer)]
         for name, module, level in modules:
-            flops, seconds = self._sums(position, module)
+            flops, seconds, loss_flops = self._sums(position, module)
             elements = sum(torch.Size(shard_of(p).shape).numel() for p in module.parameters())
             yield ModuleCost(
                 ".".join(part for part in (layer.name, name) if part),
@@ -196,17 +213,19 @@ class ModuleProfiler:
                 elements,
                 flops,
                 seconds,
+                loss_flops,
             )
 
-    def _sums(self, position: int, module: nn.Module) -> tuple[float, float]:
-        """Return the FLOPs and seconds per micro-batch."""
+    def _sums(self, position: int, module: nn.Module) -> tuple[float, float, float]:
+        """Return FLOPs, seconds, and FLOPs in the loss, per micro-batch."""
         record = self._records[position].get(module)
         if record is not None:
             later = self._runs[position] - self._untimed[position]
-            return record.flops, self._seconds(record, later)
+            return record.flops, self._seconds(record, later), record.loss_flops
         # A container such as nn.ModuleList does not run itself.
-        pairs = [self._sums(position, child) for child in module.children()]
-        return sum(flops for flops, _ in pairs), sum(seconds for _, seconds in pairs)
+        sums = [self._sums(position, child) for child in module.children()]
+        flops, seconds, loss_flops = (sum(parts) for parts in zip((0, 0, 0), *sums, strict=True))
+        return flops, seconds, loss_flops
 
     def _seconds(self, record: _Record, later: int) -> float:
         intervals = record.timed if later > 0 else record.counted

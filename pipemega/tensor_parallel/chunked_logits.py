@@ -121,14 +121,16 @@ def gradients(
     lse: Tensor,
     into: HeadGradients,
     scale: float = 1.0,
+    ignored: Tensor | None = None,
 ) -> None:
     """Compute the logits again, and from them the gradients of `scale` times the sum of the losses.
 
     Args:
         lse: from `combine`.
         into: takes the gradients; `hidden` is overwritten, to the others is added.
+        ignored: see `losses_and_gradients`.
     """
-    run = _Run(head, hidden, target)
+    run = _Run(head, hidden, target, ignored)
     for chunk in run.chunks():
         _, largest = run.statistics(chunk)
         run.add_gradients(chunk, largest, lse[chunk], into, scale)
@@ -141,6 +143,7 @@ def losses_and_gradients(
     exchange: Exchange,
     into: HeadGradients | None,
     scale: float = 1.0,
+    ignored: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return (losses, log-sum-exp) of the tokens; also compute the gradients if `into` is given.
 
@@ -149,8 +152,10 @@ def losses_and_gradients(
 
     Args:
         exchange: called once per chunk; collective.
+        ignored: [tokens], bool: tokens whose gradient is zero, whatever their target and their loss
+            are. It is better to leave them out, if the host knows their number.
     """
-    run = _Run(head, hidden, target)
+    run = _Run(head, hidden, target, ignored)
     losses, lses = [hidden.new_zeros(0, dtype=head.dtype)], [hidden.new_zeros(0, dtype=head.dtype)]
     for chunk in run.chunks():
         parts, largest = run.statistics(chunk)
@@ -172,8 +177,11 @@ def chunk_length(head: HeadShard, tokens: int) -> int:
 class _Run:
     """One pass over the tokens, with the buffers of a chunk."""
 
-    def __init__(self, head: HeadShard, hidden: Tensor, target: Tensor) -> None:
+    def __init__(
+        self, head: HeadShard, hidden: Tensor, target: Tensor, ignored: Tensor | None = None
+    ) -> None:
         self._head, self._hidden, self._target = head, hidden, target
+        self._ignored = ignored
         self._weight = head.weight.detach()[: head.width]
         self._length = chunk_length(head, len(hidden))
         shape = (min(self._length, len(hidden)), head.width)
@@ -237,6 +245,8 @@ class _Run:
         column, is_local = self._columns(chunk)
         at_target = is_local.to(head.dtype).mul_(-scale * (1 - smoothing))
         values.scatter_add_(1, column, at_target.unsqueeze(1))
+        if self._ignored is not None:
+            values.masked_fill_(self._ignored[chunk].unsqueeze(1), 0.0)
         if into.bias is not None:
             into.bias[: head.width] += values.sum(0)
         if self._products is not self._values:

@@ -131,12 +131,17 @@ class VocabParallelEmbedding(_Vocabulary):
 class VocabParallelHead(_Vocabulary):
     """Untied output head: maps hidden states to logits, without bias.
 
-    Within `defer_logits` it returns `DeferredLogits`.
+    Within `defer_logits` it returns `DeferredLogits`, unless a subclass computes something else.
 
     Args as in `VocabParallelEmbedding`, shapes as in `logits`.
     """
 
     def forward(self, hidden: Tensor) -> Tensor | DeferredLogits:
-        if defers_logits(self, self):
+        if not self._is_changed() and defers_logits(self, self):
             return DeferredLogits.of(self, self._entering(hidden), self.num_embeddings)
         return self.logits(hidden)
+
+    def _is_changed(self) -> bool:
+        names, own = ("forward", "logits"), vars(self)
+        same = (getattr(type(self), name) is getattr(VocabParallelHead, name) for name in names)
+        return not all(same) or any(name in own for name in names)

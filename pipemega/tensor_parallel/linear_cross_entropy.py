@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Axis
 from pipemega.tensor_parallel.chunked_logits import (
     HeadGradients,
@@ -46,7 +45,8 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Return `factor` times the sum of the losses of the tokens whose target is not -100.
 
-    Tokens with the target -100 are not projected. The backward of the result can run once.
+    Tokens with the target -100 are not projected, unless the target is on a GPU and the host does
+    not know their number (`output.counted`). The backward of the result can run once.
 
     Args:
         target: token ids, or -100.
@@ -66,14 +66,17 @@ def linear_cross_entropy(
     if not (trains and weight.requires_grad) or weight._backward_hooks:
         sink = None  # a user's hook on the weight must see its gradient
     call = _Call(output, factor, label_smoothing, z_loss, trains, sink)
+    flat = target.reshape(-1)
+    rows, ignored = counted_rows(flat, output.counted)
     result: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
         hidden,
         weight if sink is None else weight.detach(),
         output.bias,
         # Makes the result require a gradient, even if neither hidden nor a bias does.
         None if sink is None else torch.zeros((), requires_grad=True),
-        target.reshape(-1),
-        _counted_rows(target),
+        flat,
+        rows,
+        ignored,
         call,
     )
     return result
@@ -120,14 +123,31 @@ def _waiting(weight: Tensor) -> Tensor | None:
     return waiting
 
 
-def _counted_rows(target: Tensor) -> Tensor | None:
-    """Return the indices of the targets that are not -100; None: all of them."""
-    if target.is_meta:
-        return None  # without values: the most that a run can use
-    if target.device.type != "cpu":
-        synchronize()  # the number of rows is read by the host
-    rows = (target.reshape(-1) != IGNORE_INDEX).nonzero().squeeze(1)
-    return None if len(rows) == target.numel() else rows
+def count_labels(labels: Any) -> int | None:
+    """Return the number of labels that are not -100; None: they are no tensor in host memory."""
+    if not isinstance(labels, Tensor) or labels.device.type != "cpu":
+        return None
+    return int((labels != IGNORE_INDEX).sum())
+
+
+def counted_rows(target: Tensor, counted: int | None = None) -> tuple[Tensor | None, Tensor | None]:
+    """Return the indices of the targets [tokens] that are not -100, or which targets are -100.
+
+    At most one of them; neither of them if all targets count. On a GPU the host does not wait.
+
+    Args:
+        counted: their number, from `count_labels`; used on a GPU. None: not known.
+    """
+    if target.device.type == "cpu":
+        rows = (target != IGNORE_INDEX).nonzero().squeeze(1)
+        return None if len(rows) == len(target) else rows, None
+    if counted is None:
+        return None, target == IGNORE_INDEX
+    counts = target != IGNORE_INDEX
+    torch._assert_async(counts.sum() == counted, "the loss has other labels than the batch")
+    if counted == len(target):
+        return None, None
+    return torch.nonzero_static(counts, size=counted).squeeze(1), None
 
 
 @dataclass(frozen=True)
@@ -174,6 +194,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         anchor: Tensor | None,
         target: Tensor,  # [tokens]
         rows: Tensor | None,
+        ignored: Tensor | None,
         call: _Call,
     ) -> Tensor:
         head, needed = call.head(weight, bias), call.needed(ctx)
@@ -187,8 +208,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
             ctx.save_for_backward(x, target, weight, bias)
         exchange = partial(_gathered, axis=call.output.axis)
         scale = call.factor * call.expected
-        losses, lse = losses_and_gradients(head, x, target, exchange, into, scale)
-        ctx.call, ctx.rows, ctx.into = call, rows, into
+        losses, lse = losses_and_gradients(head, x, target, exchange, into, scale, ignored)
+        if ignored is not None:
+            losses = losses.masked_fill_(ignored, 0.0)
+        ctx.call, ctx.rows, ctx.into, ctx.ignored = call, rows, into, ignored
         ctx.tokens, ctx.lse = len(hidden), lse if into is None else None
         return losses.sum() * call.factor
 
@@ -200,7 +223,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x, target, weight, bias = ctx.saved_tensors
             head = call.head(weight, bias)
             into = HeadGradients.of(head, x, *call.needed(ctx))
-            gradients(head, x, target, ctx.lse, into, call.factor * call.expected)
+            scale = call.factor * call.expected
+            gradients(head, x, target, ctx.lse, into, scale, ctx.ignored)
         ratio = dloss / call.expected
         dx, dw, db = (None if g is None else g.mul_(ratio) for g in vars(into).values())
         if dx is not None and ctx.rows is not None:
@@ -210,7 +234,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if call.sink is not None and dw is not None:
             call.sink.add_at_once(weight, dw)
             dw = None
-        return dx, dw, None if db is None else db.to(weight.dtype), None, None, None, None
+        return dx, dw, None if db is None else db.to(weight.dtype), *[None] * 5
 
 
 def _gathered(parts: Tensor, axis: Axis) -> Tensor:

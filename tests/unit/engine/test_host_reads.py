@@ -56,9 +56,17 @@ def build(net: PipelineModule, **changes: Any) -> Engine:
     return initialize(net, config, mesh=Mesh.single("meta"))[0]
 
 
-def run(engine: Engine, inputs: Any, labels: Any, recorder: Recorder = NULL_RECORDER) -> Results:
+def run(
+    engine: Engine,
+    inputs: Any,
+    labels: Any,
+    recorder: Recorder = NULL_RECORDER,
+    counted: tuple[int | None, ...] = (),
+) -> Results:
     rng_keys = [RngKey(1, 0, place) for place in range(2)]
-    batch = MicroBatches([inputs] * 2, [labels] * 2, rng_keys=rng_keys, loss_factor=0.5)
+    batch = MicroBatches(
+        [inputs] * 2, [labels] * 2, rng_keys=rng_keys, loss_factor=0.5, counted=counted
+    )
     return engine._executor.run(engine.plan, batch, recorder)
 
 
@@ -80,6 +88,33 @@ def test_a_step_of_the_gpt_reads_no_value_before_the_optimizer_step(
     # The optimizer step reads once.
     with pytest.raises(NotImplementedError, match="meta tensor"):
         engine._step(*sum_losses(results, engine.mesh))
+
+
+@pytest.mark.parametrize("counted", [(), (16, 5), (0, None)])
+@pytest.mark.parametrize("vocabulary", ["stage", "parallel"])
+def test_labels_that_do_not_count_are_left_out_without_a_read(
+    vocabulary: str, counted: tuple[int | None, ...]
+) -> None:
+    config = {"train_batch_size": 2, "model": LLAMA}
+    net = gpt(GPTConfig.of(load(config), VOCAB))
+    engine = build(net, pipeline={"vocabulary": vocabulary})
+    tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
+    assert sorted(run(engine, tokens, tokens, counted=counted).losses) == [0, 1]
+
+
+def test_the_labels_that_count_are_counted_before_they_are_copied_to_the_device() -> None:
+    config = {"train_batch_size": 2, "model": GPT2}
+    net = gpt(GPTConfig.of(load(config), VOCAB))
+    engine = build(net)
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    labels = tokens.masked_fill(torch.arange(8) < 3, -100)
+    pairs = [(tokens, labels), (tokens, labels.to("meta"))]
+    assert engine._read_batch(iter(pairs), None).counted == (10, None)
+    whole = (torch.cat([tokens] * 2), torch.cat([labels, tokens]))
+    data = engine._read_batch(None, whole)
+    assert data.counted == (10, 16)
+    step = engine._begin_step(engine._training_runner(""), data)
+    assert step.micro_batches().counted == (10, 16)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["not timed", "timed"])

@@ -22,8 +22,12 @@ from pipemega.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from pipemega.tensor_parallel.chunked_logits import HeadGradients, HeadShard
-from pipemega.tensor_parallel.deferred_logits import defer_logits
-from pipemega.tensor_parallel.linear_cross_entropy import linear_cross_entropy, pending_bytes
+from pipemega.tensor_parallel.deferred_logits import defer_logits, without_output
+from pipemega.tensor_parallel.linear_cross_entropy import (
+    count_labels,
+    linear_cross_entropy,
+    pending_bytes,
+)
 
 ALONE = Axis("tensor")
 F64 = torch.float64
@@ -228,6 +232,63 @@ def test_no_tensor_has_the_logits_of_all_tokens() -> None:
         with Sizes():
             linear_cross_entropy(deferred(head, hidden), labels_).backward()
         assert 0 < max(sizes) <= 256 * 2000 < TOKENS * 2000
+
+
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(0.0, 0.0), (0.1, 0.01)])
+@pytest.mark.parametrize("ignored", [0.0, 0.6, 1.0])
+def test_the_result_is_the_same_if_the_labels_that_count_cannot_be_counted(
+    ignored: float, smoothing: float, z_loss: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for labels that a caller gives on a GPU."""
+    path = "pipemega.tensor_parallel.linear_cross_entropy.counted_rows"
+    monkeypatch.setattr(path, lambda target, _: (None, target == -100))
+    head, (hidden, labels) = make_head(), data(ignored)
+    want_loss = whole_loss(hidden, head.weight[:VOCAB], labels, smoothing, z_loss)
+    want = torch.autograd.grad(want_loss, (hidden, head.weight))
+    options = {"label_smoothing": smoothing, "z_loss": z_loss}
+    # The second one computes its gradients in backward.
+    losses = [linear_cross_entropy(deferred(head, hidden), labels, **options) for _ in range(2)]
+    for loss in losses:
+        torch.testing.assert_close(loss, want_loss, rtol=1e-12, atol=0)
+        got = torch.autograd.grad(loss, (hidden, head.weight))
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-11)
+
+
+def test_labels_are_counted_in_host_memory_only() -> None:
+    labels = torch.tensor([[-100, 3], [0, -100]])
+    assert count_labels(labels) == 2
+    assert count_labels(labels.to("meta")) is None
+    assert count_labels({"labels": labels}) is None
+
+
+def test_an_output_that_is_used_otherwise_is_logits() -> None:
+    head, (hidden, _) = make_head(), data()
+
+    class Scaled(VocabParallelHead):
+        def forward(self, hidden: Tensor) -> Any:
+            output: Any = super().forward(hidden)
+            return 2 * output
+
+    def output(module: nn.Module) -> Any:
+        with defer_logits(LOSS, module):
+            return module(hidden)
+
+    scaled = Scaled(VOCAB, DIM, axis=ALONE, dtype=F64)
+    scaled.load_state_dict(head.state_dict())
+    assert torch.equal(output(scaled), 2 * head(hidden))
+    registers = (
+        head.register_full_backward_hook,
+        head.register_full_backward_pre_hook,
+        nn.modules.module.register_module_forward_hook,
+        nn.modules.module.register_module_full_backward_hook,
+    )
+    for register in registers:
+        handle = register(lambda *_: None)
+        assert isinstance(output(head), Tensor)
+        handle.remove()
+    handle = head.register_forward_hook(without_output(lambda: None))
+    assert isinstance(output(head), DeferredLogits)
+    handle.remove()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
