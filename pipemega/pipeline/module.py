@@ -95,14 +95,12 @@ class PipelineModule:
         net.origin = origin
         return net
 
-    # The layers that the model recomputes, unless the config sets activation checkpoints.
-    checkpoints: ActivationCheckpoints | None = None
+    checkpoints: ActivationCheckpoints | None = None  # of the model, unless the config sets them
 
     vocabulary: Any = None  # how embedding and head are cut: a `vocabulary_shard.VocabularySplit`
     sample_tokens: int | None = None  # of [samples, tokens], if the model takes token ids
 
-    # The layers of the module that was given to `from_module`.
-    origin: ModuleLayers | None = None
+    origin: ModuleLayers | None = None  # the layers of a module given to `from_module`
 
     def on_meta(self) -> "PipelineModule":
         """Return a copy for the meta device; modules that the user built are copied, not used."""
@@ -203,14 +201,9 @@ def _elements(parameter: Tensor) -> int:
 
 
 class LayerObserver(Protocol):
-    """Observes the input and the output of each layer of a stage.
+    """Observes the input and the output of each layer of a stage."""
 
-    Attributes:
-        reads_outputs: needs the logits as the output of a head, not `DeferredLogits`.
-    """
-
-    @property
-    def reads_outputs(self) -> bool: ...
+    reads_outputs: bool  # needs logits as the output of a head, not `DeferredLogits`
 
     def enter(self, position: int, x: Any, rng_key: "RngKey | None") -> None: ...
 
