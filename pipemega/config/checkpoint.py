@@ -56,7 +56,9 @@ class CheckpointSection(_Async):
     keep_every: Count | None = own(
         None, "Permanently keep checkpoints whose step is a multiple of this; null: none."
     )
-    verify: bool = own(True, "Before loading, compare the checksum of each file; false: only its size.")
+    verify: bool = own(
+        True, "Before loading, compare the checksum of each file; false: only its size."
+    )
     load_module_only: bool = own(False, "Load only parameters and buffers; start at step 0.")
     load_optimizer_states: bool = own(
         True, "false: do not load the optimizer state; the run starts without optimizer state."
