@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pipemega.data.collate import stack_samples
 from pipemega.engine.step_engine import StepEngine
 from pipemega.storage.filesystem import LocalStorage
+from pipemega.tensor_parallel.deferred_logits import takes_deferred_logits
 from pipemega.training import Trainer
 from tests.ranks.checkpoint.checkpoint_runs import Sentences
 from tests.ranks.injected_faults import _BackwardHook
@@ -265,6 +266,8 @@ def _wrap(owner: Any, name: str, before: Callable[[], None]) -> None:
         before()
         return real(*args, **kwargs)
 
+    # A loss that takes the input of the head must still do so.
+    vars(then).update(takes_deferred_logits=takes_deferred_logits(real))
     setattr(owner, name, then)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from pipemega.engine.engine import Engine
 from pipemega.errors import NonFiniteError
+from pipemega.tensor_parallel import VocabParallelHead
 from tests.faults.fault_injection import fill_gradient
 from tests.faults.table import ResultTable
 from tests.ranks.checkpoint import checkpoint_runs
@@ -70,7 +71,9 @@ def stopped(config: dict[str, Any], places: list[Place], value: float) -> list[s
 
 
 def last_layer(stage: nn.Module) -> nn.Module:
+    """Return the last layer before the head: a hook on the head would make logits."""
     layers = [m for name, m in stage.named_modules() if name.split(".")[-2:-1] == ["layers"]]
+    layers = [layer for layer in layers if not isinstance(layer, VocabParallelHead)]
     assert layers, [name for name, _ in stage.named_modules()]
     return layers[-1]
 

@@ -250,9 +250,9 @@ def test_a_closed_pipe_causes_no_traceback(config_file):
 
 
 def test_a_command_that_needs_torch_says_so_in_one_line(monkeypatch, capsys):
-    def import_module(name):
+    def import_first(name):
         raise ModuleNotFoundError("No module named 'torch'", name="torch")
 
-    monkeypatch.setattr("pipemega.cli.import_module", import_module)
+    monkeypatch.setattr("pipemega.cli.import_first", import_first)
     assert main(["plan", "config.json"]) == 2
     assert capsys.readouterr().err == "error: pipemega plan needs torch: pip install torch\n"
