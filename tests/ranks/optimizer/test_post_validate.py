@@ -225,7 +225,11 @@ def test_a_rank_that_fails_before_validation_stops_all_ranks(
     pool: RankPool, what: str, rank: int
 ) -> None:
     config = config_of("1f1b", {"pipeline": 4})
-    config["pipeline"] |= {"optimizer_sync": "post_validate", **ALWAYS}
+    config["pipeline"] |= {
+        "optimizer_sync": "post_validate",
+        "partition": "parameters",  # the last rank has layer 5
+        **ALWAYS,
+    }
     # In the first forwards of the second step.
     fault = Fault(what, rank, position={0: 0, 3: 5}[rank], call=13)
     with pytest.raises(RanksFailed) as caught:
