@@ -271,7 +271,7 @@ def test_the_model_of_the_plan_page_can_be_planned(
         '{"train_batch_size": 32, "train_micro_batch_size_per_gpu": 8, "mesh": {"pipeline": 2}}'
     )
     assert main(["plan", "ds.json", "--model", "my_model:build"]) == 0
-    assert "tanh, Linear" in capsys.readouterr().out
+    assert "Linear, tanh" in capsys.readouterr().out
 
 
 def test_the_config_of_the_readme_has_8_micro_batches() -> None:
