@@ -16,10 +16,12 @@ Activations of one micro-batch, for fused attention (no s x s matrix) and no dro
                   +  16 bs   mean and 1/deviation of two norms, fp32
       selective      32 bsh + 16 bs: attention is recomputed; this frees only the log-sum-exp
       full            2 bsh  input; one layer at a time has all of the above
-    the loss         10 bsV  logits in 16 bits and in fp32, softmax in fp32
-                  +   4 bsh + 8 bs  input and output of the last norm
-    the last layer   10 bsh  its largest gradients in backward, after the loss was freed
-        full         40 bsh + 4 bsa + 16 bs: it was just recomputed, from its kept input
+    the loss          6 cV   logits of a chunk of c tokens in 16 bits and in fp32
+                  +  10 hV   gradient of the head in fp32, of a chunk in 16 bits and in fp32
+                  +   6 bsh + 8 bs  input and output of the last norm, gradient of the output
+    the last layer   12 bsh  its largest gradients in backward, after the loss was freed
+                  +   2 hV   gradient of the head, which waits for that of the tied embedding
+        full         42 bsh + 4 bsa + 16 bs: it was just recomputed, from its kept input
 
 At the peak all layers are kept: at the loss, or in backward of the last layer. Not included:
 workspaces of libraries, rounding of the allocator, small temporaries.
@@ -28,11 +30,16 @@ workspaces of libraries, rounding of the allocator, small temporaries.
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+
+from pipemega.tensor_parallel.chunked_logits import HeadShard, chunk_length
+
 Recompute = Literal["none", "selective", "full"]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")
 
-# Factor of bsh at the peak of a layer's backward: gradients of its output and of the GELU output.
-_GRADIENTS_IN_A_LAYER = 2 + 8
+# Factor of bsh at the peak of a layer's backward: gradients of the output of the head's norm, of
+# the layer's output and of the GELU output.
+_GRADIENTS_IN_A_LAYER = 2 + 2 + 8
 
 
 @dataclass(frozen=True)
@@ -71,8 +78,11 @@ def layer_bytes(sizes: Sizes, recompute: Recompute) -> int:
 def estimate(sizes: Sizes, recompute: Recompute) -> dict[str, int]:
     """Return bytes by part, and their sum as "total"."""
     n, tokens = sizes.parameters, sizes.micro_batch * sizes.seq
-    at_the_loss = tokens * (10 * sizes.vocab + 4 * sizes.hidden + 8)
-    in_the_last_layer = _GRADIENTS_IN_A_LAYER * tokens * sizes.hidden
+    head = sizes.vocab * sizes.hidden
+    weight = torch.empty(sizes.vocab, sizes.hidden, dtype=torch.bfloat16, device="meta")
+    chunk = chunk_length(HeadShard(weight, 0, sizes.vocab, sizes.vocab), tokens)
+    at_the_loss = 6 * chunk * sizes.vocab + 10 * head + tokens * (6 * sizes.hidden + 8)
+    in_the_last_layer = _GRADIENTS_IN_A_LAYER * tokens * sizes.hidden + 2 * head
     if recompute == "full":
         in_the_last_layer += layer_bytes(sizes, "none") - layer_bytes(sizes, "full")
     parts = {

@@ -115,6 +115,8 @@ def test_no_bucket_starts_before_the_last_gradient_of_its_stages_is_final(
 ) -> None:
     mesh = {"pipeline": 2, "data": 2}
     case = config(schedule, mesh, model={"untie_embeddings_and_output_weights": True})
+    # Several buckets per rank become final early.
+    case["pipeline"] |= {"partition": "parameters"}
     for seen in pool.run(4, zero_runs.bucket_starts, case | zero(overlap_comm=True)):
         program = seen["program"]
         assert [number for number, _ in seen["started"]] == list(range(len(seen["stages"])))
