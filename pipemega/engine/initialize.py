@@ -32,7 +32,7 @@ from pipemega.engine.cpu_allocator import keep_freed_memory
 from pipemega.engine.determinism import use_deterministic_algorithms
 from pipemega.engine.engine import Engine
 from pipemega.engine.loop_engine import LoopEngine
-from pipemega.engine.plan_choice import PlanChooser
+from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
 from pipemega.engine.resume import resume, with_saved_schedule
 from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.schedule_tuner import ScheduleTuner, first_tuned_plan
@@ -225,12 +225,7 @@ def _build_engine(
         keep_freed_memory()
     sizes = config.batch_sizes(mesh.data.size)
     if sizes.changes and given_plan is not None:
-        raise ConfigError(
-            f"training.rampup_batch_size changes the number of micro-batches, and the plan "
-            f"{given_plan.name!r} given to initialize() is for {given_plan.num_microbatches}: name "
-            "a schedule in pipeline.schedule",
-            on_every_rank=True,
-        )
+        raise _plan_in_a_ramp_up(given_plan)
     is_provisional = plan_is_provisional(config.pipeline, mesh.pipeline.size, given_plan)
     if is_provisional:
         config = _with_chosen_vocabulary(config, mesh, model, batch, loader)
@@ -239,55 +234,90 @@ def _build_engine(
     chooser = PlanChooser(
         config, mesh, model, batch.num_microbatches, loader, trains=arguments.trains(config)
     )
-    tuner: ScheduleTuner | None = None
-    cache: Path | None = None
-    if is_provisional and cut:
-        # The passes are not measured, so the plan of the first step stays.
-        is_provisional = False
-        chosen = from_first(mesh.world, lambda: chooser.first_plan(None))
-    elif is_provisional:
-        chosen, cache = first_tuned_plan(chooser, mesh, _cost_key(config, mesh, model), log)
+    # The passes of a cut vocabulary are not measured, so the plan of the first step stays.
+    is_tuned = is_provisional and not cut
+    cost_key = _cost_key(config, mesh, model) if is_tuned else None
+    if is_provisional:
+        chosen, cache = _first_plan(chooser, mesh, cost_key)
     else:
-        chosen = from_first(mesh.world, lambda: chooser.configured_plan(given_plan))
+        chosen, cache = from_first(mesh.world, lambda: chooser.configured_plan(given_plan)), None
     plan = chosen.plan
     if chosen.reason is not None:
         log.info(chosen.reason)
-    build_options = BuildOptions(
-        tensor=mesh.tensor,
-        device=mesh.device,
-        seed=config.seed,
-        seed_layers=config.pipeline.seed_layers,
-        checkpoint_interval=checkpoint_interval(config, len(model)),
-    )
+    options = _build_options(config, mesh, model)
     bounds = chosen.bounds or stage_bounds(
         staged,
         # What "auto" means if the layers cannot be counted.
         "parameters" if config.pipeline.partition == "auto" else config.pipeline.partition,
         plan.num_stages,
         mesh,
-        build_options,
+        options,
         lambda: _first_micro_batch(loader),
     )
-    if is_provisional:
+    tuner: ScheduleTuner | None = None
+    if is_tuned:
         tuner = ScheduleTuner(mesh, plan, bounds, chosen.seconds, chooser, cache, log)
     plans = StepPlans(mesh, plan, chooser if sizes.changes else None)
     plans.check([size // batch.samples_per_slice for size in sizes.sizes[:-1]])
-    local = build_local_model(model, mesh, bounds, plan.rank_of_stage, build_options, cut)
+    local = build_local_model(model, mesh, bounds, plan.rank_of_stage, options, cut)
     if config.lora is not None and config.lora.path is not None:
         load_adapter(Path(config.lora.path), model, local)
     make_replicas_equal(model, mesh, local)
-    recomputes = build_options.checkpoint_interval > 0
     if arguments.trains(config):
-        warning = running_statistics_warning(model, config, batch, checkpointing=recomputes)
-        if warning is not None and mesh.rank == 0:
-            log.warning(warning)
+        _warn_of_running_statistics(config, mesh, model, batch, options)
     log_stages(log, staged, bounds, plan.rank_of_stage, model if cut else None)
     log.info(batch.equation)
     components = build_components(
         config, mesh, model, local, plan, loader, arguments, plan_may_change=tuner is not None
     )
-    mover = StageMover(config, mesh, model, build_options, arguments, components.executors)
+    mover = StageMover(config, mesh, model, options, arguments, components.executors)
     return engine_class(config, mesh, plan, replace(components, plans=plans, mover=mover), tuner)
+
+
+def _first_plan(
+    chooser: PlanChooser, mesh: Mesh, cost_key: Mapping[str, Any] | None
+) -> tuple[ChosenPlan, Path | None]:
+    """Return the first plan of schedule `auto`, and the file of its costs; collective.
+
+    Args:
+        cost_key: everything that measured costs depend on; None: they are not measured.
+    """
+    if cost_key is None:
+        return from_first(mesh.world, lambda: chooser.first_plan(None)), None
+    return first_tuned_plan(chooser, mesh, cost_key, get_logger(mesh.rank))
+
+
+def _build_options(config: Config, mesh: Mesh, model: PipelineModule) -> BuildOptions:
+    return BuildOptions(
+        tensor=mesh.tensor,
+        device=mesh.device,
+        seed=config.seed,
+        seed_layers=config.pipeline.seed_layers,
+        checkpoint_interval=checkpoint_interval(config, len(model)),
+    )
+
+
+def _warn_of_running_statistics(
+    config: Config, mesh: Mesh, model: PipelineModule, batch: Batch, options: BuildOptions
+) -> None:
+    """Log the warning about BatchNorm and similar layers once.
+
+    Raises:
+        ConfigError: as `running_statistics_warning`; on every rank.
+    """
+    recomputes = options.checkpoint_interval > 0
+    warning = running_statistics_warning(model, config, batch, checkpointing=recomputes)
+    if warning is not None and mesh.rank == 0:
+        get_logger().warning(warning)
+
+
+def _plan_in_a_ramp_up(plan: Plan) -> ConfigError:
+    return ConfigError(
+        f"training.rampup_batch_size changes the number of micro-batches, and the plan "
+        f"{plan.name!r} given to initialize() is for {plan.num_microbatches}: name a schedule in "
+        "pipeline.schedule",
+        on_every_rank=True,
+    )
 
 
 def _with_chosen_vocabulary(

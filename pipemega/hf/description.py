@@ -335,14 +335,19 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
         for run in runs[2:]
         for t, u in zip(chain(*runs[0]), chain(*run), strict=True)
     )
-    # Modules that do not run, such as the second name of a tied table.
+    _place_other_modules(d, called)
+    return called
+
+
+def _place_other_modules(d: ModelDescription, called: list[set[str]]) -> None:
+    """Add the modules that did not run, and move those whose segment the family names."""
+    # Such as the second name of a tied table.
     called[-1] |= set(d.owners).difference(*called)
     for name, number in d.special.segments.items():
         for modules in called:
             modules.discard(name)
         if name in (*d.owners, *d.loose_parameters):
             called[number].add(name)
-    return called
 
 
 def _probe_inputs(d: ModelDescription) -> list[dict[str, Tensor]]:

@@ -15,7 +15,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 from torch.nn import functional as F
 
 from pipemega.pipeline import deferred_gradients, split_backward
@@ -128,7 +128,7 @@ class _DeferredLinear(torch.autograd.Function):
         return _input_gradient(dy, x, weight, number), None, db, None
 
 
-@torch.library.custom_op("pipemega::input_gradient", mutates_args=())
+@library.custom_op("pipemega::input_gradient", mutates_args=())
 def _input_gradient(dy: Tensor, x: Tensor, weight: Tensor, number: Tensor) -> Tensor:
     """Return dx = dy W [n, in], and add (x, dy) to the queue of linear `number`."""
     _targets[int(number)].add(x, dy)

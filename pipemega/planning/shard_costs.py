@@ -5,9 +5,11 @@ They run as in `pipeline.vocabulary_runs`, on the rows of the first rank; all la
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from pipemega.optimizer.mixed_precision import Precision
 from pipemega.pipeline.messages import tensors_of
@@ -78,6 +80,13 @@ class _Metered(NamedTuple):
     working: int
     seconds: float
 
+    @classmethod
+    def of(cls, meter: TensorMeter, work: Callable[[], Any]) -> "_Metered":
+        before, seconds = meter.now, meter.seconds
+        meter.reset_peak()
+        result = work()
+        return cls(result, meter.now - before, meter.peak - before, meter.seconds - seconds)
+
 
 def count_shard(
     shard: VocabularyShard,
@@ -95,15 +104,7 @@ def count_shard(
     existing = [*shard.parameters(), *tensors_of((sample.inputs, sample.labels)), x, ids, target]
     grad = torch.empty_like(weight, dtype=precision.accumulation_dtype or weight.dtype)
     with torch.no_grad(), DeviceKernels(device), TensorMeter([*existing, grad], rates) as meter:
-
-        def metered(work: Callable[[], Any]) -> _Metered:
-            before, seconds = meter.now, meter.seconds
-            meter.reset_peak()
-            result = work()
-            return _Metered(
-                result, meter.now - before, meter.peak - before, meter.seconds - seconds
-            )
-
+        metered = partial(_Metered.of, meter)
         embed = metered(lambda: shard.embed(ids))
         output = metered(lambda: output_pass(head, x, target, objective, gradient=True))
         part, kept = output.result
@@ -117,28 +118,33 @@ def count_shard(
         loss = metered(combined)
         normalizers = loss.result[1]
 
-        def weight_gradient() -> None:
+        def output_gradient() -> None:
             dlogits = logit_gradient(head, target, kept, normalizers, objective)
-            if grad.dtype == weight.dtype:
-                grad[: dlogits.shape[1]].addmm_(dlogits.t(), x)
-            else:
-                # The gradient of all rows, then its sum in the accumulation dtype.
-                padded = torch.zeros_like(weight)
-                padded[: dlogits.shape[1]] = dlogits.t() @ x
-                grad.add_(padded)
+            _add_weight_gradient(dlogits, x, weight, grad)
 
-        output_weight = metered(weight_gradient)
+        output_weight = metered(output_gradient)
         embed_weight = metered(lambda: shard.embed_gradient(ids, embed.result))
     passes = dict(
         zip(VOCABULARY_PASSES, (embed, embed_weight, output, loss, output_weight), strict=True)
     )
-    partial = sum(t.nbytes for t in part.tensors())
+    sent = sum(t.nbytes for t in part.tensors())
     return ShardCosts(
         rows=embed.result.nbytes,
         hidden=x.nbytes,
-        partial=partial,
+        partial=sent,
         normalizers=normalizers.nbytes,
-        kept=output.kept - partial,
+        kept=output.kept - sent,
         working={kind: each.working for kind, each in passes.items()},
         seconds={kind: each.seconds for kind, each in passes.items()},
     )
+
+
+def _add_weight_gradient(dlogits: Tensor, x: Tensor, weight: Tensor, grad: Tensor) -> None:
+    """Add the gradient of the head to `grad`, as the gradient buffers do."""
+    if grad.dtype == weight.dtype:
+        grad[: dlogits.shape[1]].addmm_(dlogits.t(), x)
+        return
+    # The gradient of all rows, then its sum in the accumulation dtype.
+    padded = torch.zeros_like(weight)
+    padded[: dlogits.shape[1]] = dlogits.t() @ x
+    grad.add_(padded)

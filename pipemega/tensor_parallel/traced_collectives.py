@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from pipemega.distributed.mesh import Axis
 from pipemega.tensor_parallel.collectives import COLLECTIVES, traced_collective
@@ -17,7 +16,7 @@ def allow_tracing(axis: Axis) -> None:
     _axes[axis.ranks] = axis
 
 
-@torch.library.custom_op("pipemega::collective", mutates_args=())
+@library.custom_op("pipemega::collective", mutates_args=())
 def _collective(x: Tensor, name: str, dim: int, ranks: Sequence[int]) -> Tensor:
     """Return the result of a collective of `COLLECTIVES` over `ranks`."""
     return COLLECTIVES[name](x, _axes[tuple(ranks)], dim).contiguous()

@@ -1,6 +1,5 @@
 """What an instruction costs, counted: messages, and calls of Python functions."""
 
-import sys
 from collections import Counter
 from typing import Any
 from unittest import mock
@@ -10,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from benchmarks.executor_overhead.rank import python_calls as calls_of
 from benchmarks.executor_overhead.worker import make_plan, make_run
 from pipemega.distributed.local_sockets import Receiver, Sender
 from pipemega.pipeline import transport
@@ -76,17 +76,7 @@ def python_calls(schedule: str, layer: str) -> float:
     plan = make_plan(schedule, dist.get_world_size(), 16, ahead=1)
     run = make_run(plan, layer)
     run()
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    dist.barrier()
-    sys.setprofile(count)
-    run()
-    sys.setprofile(None)
-    return calls / len(plan.programs[dist.get_rank()])
+    return calls_of(run) / len(plan.programs[dist.get_rank()])
 
 
 # With some room: with 64 micro-batches 33, 38 and 35 were counted when these limits were set.
