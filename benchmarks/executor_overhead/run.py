@@ -144,7 +144,7 @@ def _print_marks(rows: list[dict[str, Any]]) -> int:
         verdict = "pass" if ratio <= MOST else "FAIL"
         failed += ratio > MOST
         print(f"{row['schedule']:6} {row['layer']:6} {ratio:.2f} x the baseline  {verdict}")
-    print(f"mark: at most {MOST} x the wall-clock of the baseline per instruction")
+    print(f"target: at most {MOST} x the wall-clock of the baseline per instruction")
     return int(failed > 0)
 
 

@@ -1,4 +1,4 @@
-"""Time `pipemega plan` for 70B on 512 and 405B on 16,384 ranks; the mark is 60 s each."""
+"""Time `pipemega plan` for 70B on 512 and 405B on 16,384 ranks; the target is 60 s each."""
 
 import argparse
 import subprocess

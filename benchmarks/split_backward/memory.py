@@ -65,7 +65,7 @@ def plan(mark: Mark, schedule: str, limit: str) -> Prediction:
 def table() -> list[str]:
     """Return the rows of the table of marks."""
     rows = [
-        "| model | 1f1b, MB | zb-h1, any queue | zb-h1 | mark | step: 1f1b, any queue, zb-h1 |",
+        "| model | 1f1b, MB | zb-h1, any queue | zb-h1 | target | step: 1f1b, any queue, zb-h1 |",
         "| --- | ---: | ---: | ---: | --- | ---: |",
     ]
     for mark in MARKS:

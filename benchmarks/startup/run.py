@@ -139,7 +139,7 @@ def lines_of(report: Mapping[str, Any]) -> Iterator[str]:
     yield "| --- |" + " ---: |" * len(checks)
     for kind in ("seconds", "cpu"):
         cells = (median(one[kind] for one in rounds) for rounds in checks.values())
-        label = "pipemega check" + (", of it processor time" if kind == "cpu" else "")
+        label = "pipemega check" + (", CPU time" if kind == "cpu" else "")
         yield f"| {label} | " + " | ".join(f"{cell:.3f}" for cell in cells) + " |"
     if "baseline" not in starts:
         return

@@ -43,8 +43,8 @@ class CompileSection(_DeepCompileKeys):
     )
     dynamic: bool | None = own(
         None,
-        "Kernels for any size of the inputs: true from the first, false never, null from the "
-        "second size of a layer's inputs.",
+        "Compile kernels that work with any size of the inputs: true: always; false: never; null: "
+        "when a layer gets inputs of a second size.",
     )
     kwargs: Mapping[str, Any] | None = honoured(
         None, "Arguments of torch.compile: `backend`, `mode`, `dynamic`."

@@ -89,10 +89,10 @@ class PipelineSection(Section):
     partition: Partition = honoured(
         "auto",
         'How layers are divided into stages. `"auto"`: so that the simulated step of the schedule '
-        "is shortest, by the times of the layers, which are counted with fixed rates: the same "
-        'config has the same stages everywhere; with schedule `"auto"` by measured times. Or a '
-        'quantity that is divided evenly: `"parameters"` (same as `"best"`), `"uniform"` (layers), '
-        '`"profile"` (measured time), `"type:REGEX"` (layers whose class name matches). Or '
+        "is shortest; the times of the layers come from counted FLOPs and bytes and fixed rates, "
+        'so the same config has the same stages everywhere (schedule `"auto"`: measured times). '
+        'Or a quantity that is divided evenly: `"parameters"` (same as `"best"`), `"uniform"` '
+        '(layers), `"profile"` (measured time), `"type:REGEX"` (layers whose class name matches). Or '
         "explicit bounds such as [0, 5, 9, 14].",
     )
     seed_layers: bool = honoured(
@@ -147,9 +147,9 @@ class PipelineSection(Section):
     vocabulary: Literal["auto", "stage", "parallel"] = own(
         "auto",
         'Where the embedding and the output head are: `"stage"`: in the first and the last stage; '
-        '`"parallel"`: cut over all pipeline ranks, so that no stage has more work than the others '
-        'for a large vocabulary (docs/pipeline.md); `"auto"`: with schedule `"auto"` where the '
-        'simulated step is shorter, otherwise `"stage"`.',
+        '`"parallel"`: sharded over all pipeline ranks, so that with a large vocabulary no stage '
+        'has more work than the others (docs/pipeline.md); `"auto"`: with schedule `"auto"` '
+        '`"parallel"` if its simulated step is at least 10 % shorter, otherwise `"stage"`.',
     )
     shapes: Literal["cached", "declared", "exchanged"] = own(
         "cached",

@@ -65,7 +65,7 @@ class WarmupLRParams(DeepSpeedParams):
     warmup_max_lr: NotNegative | None = honoured(
         None, "Rate after the warm-up; null: that of the optimizer."
     )
-    warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; below 2: 2.")
+    warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; 0 and 1 count as 2.")
     warmup_type: Warmup = honoured("log", "Shape of the warm-up.")
 
 
@@ -88,7 +88,7 @@ class WarmupDecayLRParams(_WithTotal):
 
     warmup_min_lr: NotNegative = honoured(0.0, "Rate of the first step, and of the last.")
     warmup_max_lr: NotNegative = honoured(0.001, "Rate after the warm-up.")
-    warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; below 2: 2.")
+    warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; 0 and 1 count as 2.")
     warmup_type: Warmup = honoured("log", "Shape of the warm-up.")
 
 
@@ -98,7 +98,7 @@ class WarmupCosineLRParams(_WithTotal):
     warmup_min_ratio: Share = honoured(
         0.0, "Rate at the start of the warm-up, relative to that of the optimizer."
     )
-    warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; below 2: 2.")
+    warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; 0 and 1 count as 2.")
     cos_min_ratio: Share = honoured(
         1e-4, "Rate at the end of the cosine, relative to that of the optimizer."
     )

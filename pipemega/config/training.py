@@ -36,7 +36,9 @@ class LossSpikesSection(Section):
 
     window: Whole = own(100, "Compare the loss with that of this many previous steps; 0: no check.")
     factor: Positive = own(
-        10.0, "Warn if the loss is this many standard deviations (1.4826 * MAD) above the median."
+        10.0,
+        "Warn if the loss is this many standard deviations (1.4826 * median absolute deviation) "
+        "above the median.",
     )
 
 
