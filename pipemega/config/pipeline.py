@@ -92,8 +92,8 @@ class PipelineSection(Section):
         "is shortest; the times of the layers come from counted FLOPs and bytes and fixed rates, "
         'so the same config has the same stages everywhere (schedule `"auto"`: measured times). '
         'Or a quantity that is divided evenly: `"parameters"` (same as `"best"`), `"uniform"` '
-        '(layers), `"profile"` (measured time), `"type:REGEX"` (layers whose class name matches). Or '
-        "explicit bounds such as [0, 5, 9, 14].",
+        '(layers), `"profile"` (measured time), `"type:REGEX"` (layers whose class name matches). '
+        "Or explicit bounds such as [0, 5, 9, 14].",
     )
     seed_layers: bool = honoured(
         False,
