@@ -41,7 +41,7 @@ def seed_layer(
         layer: position in the whole model, not in the stage.
         device: device of the layer; its generator is seeded as well as the CPU generator.
     """
-    _seed_torch(derive_seed(seed, step, microbatch, layer), device)
+    seed_torch(derive_seed(seed, step, microbatch, layer), device)
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def sharded_rng(axis: HasRank, device: torch.device = _CPU) -> Iterator[None]:
     # From the CPU generator on every device: reading a number from the GPU would synchronize.
     number = int(torch.randint(1 << 62, ()).item())
     with preserve_rng(device):
-        _seed_torch(derive_seed(number, axis.rank), device)
+        seed_torch(derive_seed(number, axis.rank), device)
         yield
 
 
@@ -122,12 +122,17 @@ def set_rng_state(state: dict[str, Any], device: torch.device = _CPU) -> None:
 
 def seed_rng(seed: int, device: torch.device = _CPU) -> None:
     """Seed all generators of `rng_state` from one number of up to 63 bits."""
-    _seed_torch(seed, device)
+    seed_torch(seed, device)
     numpy.random.seed(derive_seed(seed, "numpy") % 2**32)
     random.seed(seed)
 
 
-def _seed_torch(seed: int, device: torch.device) -> None:
+def seed_torch(seed: int, device: torch.device = _CPU) -> None:
+    """Seed torch's generators of the CPU and of `device`.
+
+    Unlike `torch.manual_seed`, which also seeds all other devices: on a machine without GPUs it
+    stores each of these calls, with a stack trace.
+    """
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         _cuda_generator(device).manual_seed(seed)

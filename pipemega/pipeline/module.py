@@ -358,7 +358,7 @@ def build_layer(spec: LayerSpec, position: int, options: BuildOptions) -> nn.Mod
     if options.seed_layers:
         seed = options.seed + position
     with random.preserve_rng(options.device):
-        torch.manual_seed(seed)
+        random.seed_torch(seed, options.device)
         layer = spec.build(options.tensor, options.device)
     initialize_parameters(layer, name, options.seed)
     return layer
