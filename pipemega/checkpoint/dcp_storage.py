@@ -10,9 +10,11 @@ unpickler that only creates data.
 import io
 import itertools
 import pickle
+import threading
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import IO, Any, NamedTuple, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,16 +36,20 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.checkpoint.utils import _create_file_view
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from pipemega.checkpoint.collective_io import CollectiveIO
-from pipemega.checkpoint.manifest import ChecksumWriter
+from pipemega.checkpoint.in_place_reader import InPlaceReader
+from pipemega.checkpoint.manifest import ChecksumWriter, num_readers
 from pipemega.checkpoint.shards import LocalChunks, OutgoingShard, TensorIndex, TensorShard
 from pipemega.errors import CheckpointError, short_cause
 from pipemega.parameters import Shard
-from pipemega.storage.filesystem import Storage
+from pipemega.storage.filesystem import LocalStorage, Storage
 
 INDEX = ".metadata"
+
+_WantedChunk = tuple[tuple[str, int, int], list[tuple[ReadItem, Tensor]]]
+"""File, offset and length of a stored chunk; what to read of it, and into which tensors."""
 
 
 def write_shards(
@@ -110,6 +116,8 @@ class ShardReader:
     ) -> None:
         """Fill the local tensors of `shards` in place, with one stored chunk in memory at a time.
 
+        Several threads read a local file: the first use of new memory is slow.
+
         Args:
             renamed: key of a shard -> key of its tensor, where it is another one.
 
@@ -126,17 +134,29 @@ class ShardReader:
         incoming = {name: _Incoming(shard) for name, shard in shards.items()}
         planner.state_dict, planner.metadata = incoming, self._metadata
         wanted = sorted(planner.create_local_plan().items, key=self._position)
-        in_place = _InPlaceReader()
-        for file, items in itertools.groupby(wanted, key=lambda item: self._position(item)[0]):
-            with self._storage.open(f"{self._folder}/{file}") as stream:
-                for (_, offset, length), parts in itertools.groupby(items, key=self._position):
-                    into = [(p, _narrowed(p, shards[p.dest_index.fqn].incoming)) for p in parts]
-                    if len(into) == 1 and in_place.read(stream, offset, length, *into[0]):
-                        continue
-                    stream.seek(offset)
-                    chunk = self._load_chunk(file, stream.read(length))
-                    for part, target in into:
-                        _copy_part(chunk, part, target)
+        chunks = [
+            (at, [(part, _narrowed(part, shards[part.dest_index.fqn].incoming)) for part in parts])
+            for at, parts in itertools.groupby(wanted, key=self._position)
+        ]
+        in_place, copying = InPlaceReader(), threading.Lock()
+
+        def read(some: list[_WantedChunk]) -> None:
+            for file, of_file in itertools.groupby(some, key=lambda chunk: chunk[0][0]):
+                with self._storage.open(f"{self._folder}/{file}") as stream:
+                    for (_, offset, length), into in of_file:
+                        if len(into) == 1 and in_place.read(stream, offset, length, *into[0]):
+                            continue
+                        with copying:
+                            stream.seek(offset)
+                            chunk = self._load_chunk(file, stream.read(length))
+                            for part, target in into:
+                                _copy_part(chunk, part, target)
+
+        # Of other storages, chunks are copied, which one thread does at a time.
+        readers = num_readers(len(chunks)) if isinstance(self._storage, LocalStorage) else 1
+        bounds = [len(chunks) * reader // readers for reader in range(readers + 1)]
+        with ThreadPoolExecutor(readers, thread_name_prefix="checkpoint") as pool:
+            list(pool.map(read, (chunks[a:b] for a, b in itertools.pairwise(bounds))))
 
     def _position(self, item: ReadItem) -> tuple[str, int, int]:
         info = self._metadata.storage_data[item.storage_index]
@@ -154,62 +174,6 @@ class ShardReader:
                 f"{where} is damaged: it contains a {type(chunk).__name__}, not a tensor"
             )
         return chunk
-
-
-class _ChunkHeader(NamedTuple):
-    """What precedes the data of a chunk in its zip file; equal headers describe equal tensors."""
-
-    data: bytes
-    shape: torch.Size
-    dtype: torch.dtype
-    is_contiguous: bool
-
-    @classmethod
-    def read(cls, stream: io.BufferedReader, offset: int, length: int) -> "_ChunkHeader":
-        view = cast(IO[bytes], _create_file_view(stream, offset, length))
-        chunk = torch.load(view, map_location="meta", weights_only=True)
-        # torch stores the data uncompressed.
-        start = chunk.untyped_storage()._checkpoint_offset
-        stream.seek(offset)
-        is_plain = chunk.is_contiguous() and start + chunk.nbytes <= length
-        return cls(stream.read(start), chunk.shape, chunk.dtype, is_plain)
-
-
-class _InPlaceReader:
-    """Reads chunks into the memory of tensors, without copies."""
-
-    def __init__(self) -> None:
-        # Reading a header takes torch as long as reading 5 MB; most chunks have the same.
-        self._headers: dict[int, _ChunkHeader] = {}
-
-    def read(
-        self, stream: IO[bytes], offset: int, length: int, item: ReadItem, into: Tensor
-    ) -> bool:
-        """Read a chunk into `into`; return False if this cannot be done.
-
-        Then `into` is unchanged, or partly read.
-
-        Args:
-            offset, length: of the chunk's zip file in the stream.
-        """
-        # Other streams may be remote: one read of the chunk is faster than several small ones.
-        if not isinstance(stream, io.BufferedReader) or not into.is_cpu:
-            return False
-        header = self._headers.get(length)
-        stream.seek(offset)
-        if header is None or stream.read(len(header.data)) != header.data:
-            try:
-                header = self._headers[length] = _ChunkHeader.read(stream, offset, length)
-            # The caller reports damage, and reads chunks of other formats.
-            except Exception:
-                return False
-        same = (header.shape, header.dtype) == (into.shape, into.dtype)
-        plain = header.is_contiguous and into.is_contiguous() and into.numel() > 0
-        if not same or not plain or any(item.storage_offsets):
-            return False
-        target = into.detach().view(-1).view(torch.uint8).numpy().data
-        torch.autograd.graph.increment_version(into)
-        return stream.readinto(target) == into.nbytes
 
 
 @torch.no_grad()
@@ -293,6 +257,9 @@ class _ShardWriter(FileSystemWriter):
     def write(self, plan: SavePlan, planner: DefaultSavePlanner) -> list[WriteResult]:
         self.set_up_storage_writer(self._rank == 0, rank=self._rank, use_collectives=False)
         plan = self.prepare_local_plan(plan)
+        computes_crc32 = get_crc32_options()
+        # The manifest has checksums of the whole file; no reader of torch compares those of torch.
+        set_crc32_options(False)
         try:
             results: list[WriteResult] = self.write_data(plan, planner).wait()
         except RuntimeError as error:
@@ -303,6 +270,8 @@ class _ShardWriter(FileSystemWriter):
             if cause is None:
                 raise
             raise cause from None
+        finally:
+            set_crc32_options(computes_crc32)
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:

@@ -171,7 +171,7 @@ def file_damage(
 def _crc32_of(storage: Storage, path: str, size: int, progress: Progress | None) -> str:
     """Return the CRC-32 of each piece of a file, in hex; several threads read it."""
     pieces = max(1, -(-size // _PIECE))
-    readers = min(pieces, _MOST_READERS, len(os.sched_getaffinity(0)))
+    readers = num_readers(pieces)
     bounds = [_PIECE * (pieces * reader // readers) for reader in range(readers)] + [size]
     lock = threading.Lock()
 
@@ -194,6 +194,11 @@ def _crc32_of(storage: Storage, path: str, size: int, progress: Progress | None)
         return checksums(0, size)
     with ThreadPoolExecutor(readers, thread_name_prefix="checksum") as pool:
         return "".join(pool.map(checksums, *zip(*itertools.pairwise(bounds), strict=True)))
+
+
+def num_readers(parts: int) -> int:
+    """Return the threads that read `parts` parts of a checkpoint."""
+    return max(1, min(parts, _MOST_READERS, len(os.sched_getaffinity(0))))
 
 
 def _sha256_of(storage: Storage, path: str, progress: Progress | None) -> str:

@@ -1,5 +1,6 @@
 """A flat range of a local tensor is a few chunks of the logical one; all ranks cover it once."""
 
+import errno
 import itertools
 from contextlib import contextmanager
 from math import prod
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.serialization import get_crc32_options
 
 from pipemega.checkpoint import shards
 from pipemega.checkpoint.collective_io import CollectiveIO
@@ -17,6 +19,7 @@ from pipemega.checkpoint.dcp_storage import ShardReader, write_shards
 from pipemega.checkpoint.manifest import ChecksumWriter
 from pipemega.checkpoint.shards import TensorShard, assign_writes, chunks_of_range, split_range
 from pipemega.distributed.mesh import Axis
+from pipemega.errors import CheckpointError
 from pipemega.parameters import Shard
 from pipemega.storage.filesystem import LocalStorage
 
@@ -198,3 +201,43 @@ def test_chunks_are_read_into_the_memory_of_the_tensors_without_copies(tmp_path)
     assert all(t._version > versions[name] for name, t in into.items())
     # The other order and the strided target.
     assert copied.call_count == 2
+
+
+def test_torch_computes_no_second_checksum_while_a_checkpoint_is_written(tmp_path):
+    storage, ranks = LocalStorage(tmp_path), CollectiveIO(Axis("world"), LocalStorage(tmp_path))
+    shard = TensorShard(torch.ones(3), Shard((3,)), write_range=(0, 3)).outgoing
+    seen = []
+
+    class Files(ChecksumWriter):
+        def create(self, name):
+            seen.append(get_crc32_options())
+            if name == "full/__0_0.distcp":
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().create(name)
+
+    write_shards(Files(storage, "."), "tensors", {"a": shard}, ranks)
+    assert seen == [False, True]  # tensors, index
+    with pytest.raises(CheckpointError, match="No space left"):
+        write_shards(Files(storage, "."), "full", {"a": shard}, ranks)
+    assert seen == [False, True, False]
+    assert get_crc32_options()
+
+
+def test_the_threads_of_a_load_read_all_chunks_and_pass_on_errors(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipemega.checkpoint.dcp_storage.num_readers", lambda parts: 3)
+    monkeypatch.setattr(shards, "LARGEST_CHUNK", 4 << 10)
+    storage, ranks = LocalStorage(tmp_path), CollectiveIO(Axis("world"), LocalStorage(tmp_path))
+    stored = {name: torch.randn(80, 64) for name in "abc"}
+    outgoing = {
+        name: TensorShard(t, Shard((80, 64)), write_range=(0, t.numel())).outgoing
+        for name, t in stored.items()
+    }
+    write_shards(ChecksumWriter(storage, "."), "tensors", outgoing, ranks)
+    into = {name: torch.zeros(80, 64) for name in stored}
+    incoming = {name: TensorShard(t, Shard((80, 64))) for name, t in into.items()}
+    ShardReader(storage, "tensors").read(incoming)
+    assert all(torch.equal(into[name], t) for name, t in stored.items())
+    reader, file = ShardReader(storage, "tensors"), tmp_path / "tensors" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-30_000])
+    with pytest.raises(CheckpointError, match=r"__0_0\.distcp is damaged"):
+        reader.read(incoming)
