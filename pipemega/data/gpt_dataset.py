@@ -129,7 +129,7 @@ class GPTDataset(Dataset[Sample]):
         self._description = self._describe(seed)
         self.fingerprint = digest_of(self._description)
         mapped = self._load_indices(seed, cache, say)
-        self._mappings = Mappings(*mapped)
+        self._mappings, self._signed = Mappings(*mapped), data.dtype.kind == "i"
         # Plain arrays: each slice of a memmap runs Python code.
         self._indices = SampleIndices(*(array.view(np.ndarray) for array in mapped))
         self._length = len(mapped.shuffle)
@@ -228,8 +228,10 @@ class GPTDataset(Dataset[Sample]):
         (first, start), (last, end) = self._indices.sample[window : window + 2].tolist()
         documents = self._indices.document[first : last + 1].tolist()
         read = self.data.joined(documents, start, end + self._extra)
-        signed = read.dtype.kind == "i"
-        if read.size and (read.max() >= self.format.vocab_size or (signed and read.min() < 0)):
+        # `read.max()` runs Python code of numpy before it calls this.
+        if read.size and int(np.maximum.reduce(read)) >= self.format.vocab_size:
+            self._refuse_foreign_token(documents)
+        if self._signed and read.size and read.min() < 0:
             self._refuse_foreign_token(documents)
         size = self.format.seq_length + self._extra
         if len(read) == size:
@@ -258,7 +260,7 @@ class GPTDataset(Dataset[Sample]):
             inputs, labels = text[:-1].copy(), text[1:]
         else:
             inputs, labels = text, np.append(text[1:], PAD)
-        if labels[-1] == PAD:  # padding is at the end
+        if labels.item(-1) == PAD:  # padding is at the end
             labels[labels == PAD] = IGNORE
             inputs[inputs == PAD] = 0
         if self.format.eod_mask_loss:

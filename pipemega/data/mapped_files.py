@@ -85,14 +85,17 @@ class TokenFile:
 
     def read_ranges(self, ranges: Sequence[tuple[int, int]]) -> Array:
         """Return the numbers of several ranges [start, stop), one after the other."""
-        if len(ranges) == 1:
-            return self.read(*ranges[0])
-        size, handle = self.dtype.itemsize, self._handle
+        size, handle, count = self.dtype.itemsize, self._handle, 0
+        parts = []
         try:
-            raw = b"".join([os.pread(handle, (b - a) * size, a * size) for a, b in ranges])
+            for start, stop in ranges:
+                parts.append(os.pread(handle, (stop - start) * size, start * size))
+                count += stop - start
         except OSError as error:
             raise DataError(f"cannot read {self.path}: {error.strerror}") from error
-        if len(raw) != size * sum(b - a for a, b in ranges):
+        # Of one part, this is no copy.
+        raw = b"".join(parts)
+        if len(raw) != count * size:
             # The file ends here, or it became shorter: `read` tells which.
             return np.concatenate([self.read(*each) for each in ranges])
         return np.frombuffer(raw, dtype=self.dtype)
