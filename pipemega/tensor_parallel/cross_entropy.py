@@ -16,7 +16,11 @@ from torch import Tensor
 
 from pipemega.distributed.mesh import Axis
 from pipemega.tensor_parallel.collectives import start_all_gather
-from pipemega.tensor_parallel.vocabulary import local_range, require_in_vocabulary
+from pipemega.tensor_parallel.vocabulary import (
+    local_range,
+    require_in_vocabulary,
+    require_one_target_per_token,
+)
 
 
 def vocab_parallel_cross_entropy(
@@ -47,11 +51,12 @@ def vocab_parallel_cross_entropy(
         logits [..., padded vocabulary / T], target [...]  ->  [...] in fp32 (fp64 for fp64)
 
     Raises:
-        DataError: a target is outside the vocabulary.
+        DataError: a target is outside the vocabulary, or there are not as many as tokens.
 
     The loss of a token is NaN if all its logits on one rank are -inf.
     """
     require_in_vocabulary(target, vocab_size, "target", ignore_index)
+    require_one_target_per_token(target, logits[..., 0].numel())
     loss: Tensor = _VocabParallelCrossEntropy.apply(  # type: ignore[no-untyped-call]
         logits.reshape(-1, logits.shape[-1]),
         target.reshape(-1),

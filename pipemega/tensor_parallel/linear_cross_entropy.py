@@ -27,7 +27,11 @@ from pipemega.tensor_parallel.chunked_logits import (
 from pipemega.tensor_parallel.collectives import start_all_gather
 from pipemega.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipemega.tensor_parallel.deferred_logits import DeferredLogits, GradientSink
-from pipemega.tensor_parallel.vocabulary import local_range, require_in_vocabulary
+from pipemega.tensor_parallel.vocabulary import (
+    local_range,
+    require_in_vocabulary,
+    require_one_target_per_token,
+)
 
 IGNORE_INDEX = -100
 
@@ -57,10 +61,11 @@ def linear_cross_entropy(
         output.hidden [..., dim], target [...]  ->  scalar in fp32 (fp64 for a head in fp64)
 
     Raises:
-        DataError: a target is outside the vocabulary.
+        DataError: a target is outside the vocabulary, or there are not as many as tokens.
     """
     require_in_vocabulary(target, output.vocab_size, "target", IGNORE_INDEX)
     hidden, weight = output.hidden.reshape(-1, output.hidden.shape[-1]), output.weight
+    require_one_target_per_token(target, len(hidden))
     trains = torch.is_grad_enabled()
     sink = output.sink
     if not (trains and weight.requires_grad) or weight._backward_hooks:

@@ -22,6 +22,19 @@ def local_range(vocab_size: int, rows: int, rank: int) -> tuple[int, int]:
     return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
 
 
+def require_one_target_per_token(target: Tensor, tokens: int) -> None:
+    """Check that the targets are those of all tokens: a part of them would stand for other tokens.
+
+    Raises:
+        DataError: their numbers differ; names both.
+    """
+    if target.numel() != tokens:
+        raise DataError(
+            f"the labels {list(target.shape)} are {target.numel()}, and the model has {tokens} "
+            "tokens: give one label for each token, the id of the next one, or -100"
+        )
+
+
 def require_in_vocabulary(
     ids: Tensor, vocab_size: int, what: str, ignore_index: int | None = None
 ) -> None:

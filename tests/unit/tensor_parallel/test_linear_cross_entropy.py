@@ -377,6 +377,16 @@ def test_logits_are_computed_where_someone_needs_them() -> None:
     assert isinstance(output(LOSS), Tensor)
 
 
+@pytest.mark.parametrize("ignored", [0.0, 0.5])
+def test_labels_of_some_tokens_only_are_an_error(ignored: float) -> None:
+    head, (hidden, labels) = make_head(), data(ignored)
+    message = rf"the labels \[2, 349\] are 698, and the model has {TOKENS} tokens"
+    with pytest.raises(DataError, match=message):
+        linear_cross_entropy(deferred(head, hidden), labels[:, :-1])
+    with pytest.raises(DataError, match=message):
+        vocab_parallel_cross_entropy(head(hidden), labels[:, :-1], axis=ALONE, vocab_size=VOCAB)
+
+
 def test_a_target_outside_the_vocabulary_is_an_error() -> None:
     head, (hidden, labels) = make_head(), data()
     labels[0, 1] = VOCAB
