@@ -28,10 +28,11 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--case", help="only the cases whose name contains this text", default="")
     options = parser.parse_args(argv)
     report: dict[str, Any] = {"machine": machine(), "cases": {}}
     passed = True
-    for name, vocabulary, ranks, mark in CASES:
+    for name, vocabulary, ranks, mark in (case for case in CASES if options.case in case[0]):
         arguments = ["--vocabulary", str(vocabulary), "--rounds", str(options.rounds)]
         results = measure(WORKER, ranks, arguments)
         seconds = {cut: max(rank[cut]["seconds"] for rank in results) for cut in results[0]}

@@ -184,6 +184,8 @@ def main() -> None:
     options = parser.parse_args()
     run = sleeping if not options.vocabulary else lambda n: real(options.vocabulary, n)
     options.out.write_text(json.dumps(run(options.rounds)))
+    # Otherwise C++ may end the process with an error, because threads of gloo still run.
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
