@@ -37,7 +37,9 @@ from pipemega.random import preserve_rng
 # After this many such steps in a row the next ones are not run twice: the run may never recover.
 _MOST_IN_A_ROW = 3
 
-_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+# Steps that change gradients of parameters of a stage, or of a shard of the vocabulary.
+_OF_STAGE = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_OF_SHARD = (Kind.OUTPUT_WEIGHT, Kind.EMBED_WEIGHT)
 
 
 class _Phase(IntEnum):
@@ -180,7 +182,9 @@ class _Probe(Recorder):
             return
         if position == self._num_layers - 1:
             self._check_gradients_of(y, rng_key, position + 1)
-        if _is_finite(y) or not (self._input_finite or position == 0):
+        # With vocabulary parallelism, the input of the first layer is the result of E.
+        is_data = position == 0 and self._executor.vocabulary is None
+        if _is_finite(y) or not (self._input_finite or is_data):
             return
         state = ""
         if self._input_finite:
@@ -225,19 +229,35 @@ class _Probe(Recorder):
         self._at = 0
 
     def end(self) -> None:
-        step = self._program[self._at]
-        if step.kind is Kind.FORWARD and step.stage == self._last_stage:
+        step, passes = self._program[self._at], self._executor.vocabulary
+        loss_kind = Kind.FORWARD if passes is None else Kind.LOSS
+        if step.kind is loss_kind and step.stage == self._last_stage:
             loss = self._executor.results.losses.get(step.microbatch)
             if loss is not None and not _is_finite(loss):
                 text = f"the loss function: returns {loss.item():g}, its input was finite"
                 self._note(_Phase.FORWARD, step.microbatch, self._num_layers, text)
-        elif step.kind in _BACKWARD and not all(map(_is_finite, self._gradients.flats.values())):
-            self._check_parameters(step.stage, step.microbatch)
+        elif passes is not None and step.kind in (Kind.EMBED, Kind.OUTPUT):
+            self._check_pass(*passes.latest(step), step.microbatch)
+        elif step.kind in _OF_STAGE and not self._gradients_are_finite():
+            self._check_parameters(self._executor.stages[step.stage], step.microbatch)
+        elif step.kind in _OF_SHARD and passes is not None and not self._gradients_are_finite():
+            self._check_parameters(passes.shard, step.microbatch)
         self._at += 1
 
-    def _check_parameters(self, stage: int, microbatch: int) -> None:
+    def _check_pass(self, position: int, x: Tensor | None, y: Tensor | None, m: int) -> None:
+        """Check the result of the rows of embedding or head on this rank."""
+        if _is_finite(y) or not _is_finite(x):
+            return
+        state = _non_finite_state(self._layer(position))
+        text = f"{self._layer_name(position)}: output has {_count(y)}, its input was finite{state}"
+        self._note(_Phase.FORWARD, m, position, text, state_is_finite=not state)
+
+    def _gradients_are_finite(self) -> bool:
+        return all(map(_is_finite, self._gradients.flats.values()))
+
+    def _check_parameters(self, stage: nn.Module, microbatch: int) -> None:
         """Find the parameters whose gradient became inf or nan in the backward that just ended."""
-        names = {id(p): name for name, p in self._executor.stages[stage].named_parameters()}
+        names = {id(p): name for name, p in stage.named_parameters()}
         for slot in reversed(self._gradients.slots):
             view = self._gradients.view(slot.parameter)
             if slot.name in self._reported or _is_finite(view):
@@ -255,17 +275,25 @@ class _Probe(Recorder):
         rank = f" (data rank {mesh.data.rank})" if mesh.data.size > 1 else ""
         pass_name = "forward" if phase is _Phase.FORWARD else "backward"
         shard = f", on tensor rank {mesh.tensor.rank}" if mesh.tensor.size > 1 else ""
-        stage = self._program[self._at].stage
-        text = f"in the {pass_name} of micro-batch {microbatch}{rank}, stage {stage}, {what}{shard}"
+        step = self._program[self._at]
+        place = f"{'pipeline rank' if step.kind.has_shard else 'stage'} {step.stage}"
+        text = f"in the {pass_name} of micro-batch {microbatch}{rank}, {place}, {what}{shard}"
         ranks = mesh.data.rank, mesh.tensor.rank
         finding = _Finding(phase, microbatch, depth, state_is_finite, *ranks, text)
         self.first = finding if self.first is None else min(self.first, finding)
 
     def _layer(self, position: int) -> nn.Module:
+        passes = self._executor.vocabulary
+        if passes is not None and str(position) in passes.shard.layers:
+            return passes.shard.layers[str(position)]
         return self._stage_of(position).layers[str(position)]
 
     def _layer_name(self, position: int) -> str:
-        name = self._stage_of(position).name_of(position)
+        passes = self._executor.vocabulary
+        if passes is not None and str(position) in passes.shard.layers:
+            name = type(self._layer(position)).__name__
+        else:
+            name = self._stage_of(position).name_of(position)
         return f"layer {position} 'layers.{position}' ({name})"
 
     def _stage_of(self, position: int) -> Stage:

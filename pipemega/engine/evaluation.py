@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from pipemega.data.loader import BatchLoader
-from pipemega.distributed.mesh import Mesh
+from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.batch_reader import BatchReader, StepData
 from pipemega.engine.loss import mean_of_sums, sum_losses
 from pipemega.errors import ConfigError
@@ -104,6 +104,10 @@ class Evaluator:
     def _forward(self, data: StepData, keep_outputs: bool, on_output: OnOutput | None) -> Results:
         if not data.inputs:  # only other data ranks have samples
             return Results()
+        if self._vocabulary:
+            # Every rank computes a part of the outputs of the last stage.
+            uses = keep_outputs or on_output is not None
+            keep_outputs |= any(gather_objects(uses, self._mesh.pipeline)) and on_output is None
         plan = evaluation_plan(self._rank_of_stage, len(data.inputs), self._vocabulary)
         batch = MicroBatches(
             data.inputs,

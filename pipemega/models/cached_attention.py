@@ -8,10 +8,15 @@ from torch import nn
 from pipemega.models.attention import Attention
 from pipemega.models.block import Block
 from pipemega.models.gpt import FinalNorm, Positions, TokenEmbedding
+from pipemega.models.gpt_vocabulary import EmbeddedTokens, WholeHidden
 from pipemega.models.kv_cache import KeyValueCache
 from pipemega.tensor_parallel import VocabParallelHead
 
-_LAYERS = (TokenEmbedding, Positions, Block, FinalNorm, VocabParallelHead)
+_LAYERS = (
+    TokenEmbedding, Positions, Block, FinalNorm, VocabParallelHead,
+    # In place of embedding and head, with vocabulary parallelism.
+    EmbeddedTokens, WholeHidden,
+)  # fmt: skip
 
 
 def is_cacheable(layers: Iterable[nn.Module]) -> bool:

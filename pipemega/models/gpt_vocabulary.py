@@ -17,6 +17,7 @@ from pipemega.tensor_parallel.collectives import (
     reduce_scatter_sequence,
     sum_in_place,
 )
+from pipemega.tensor_parallel.output_shard import OutputShard
 from pipemega.tensor_parallel.shard_softmax import TokenObjective
 
 
@@ -72,6 +73,8 @@ class WholeHidden(nn.Module):
     def __init__(self, config: GPTConfig, axis: Axis) -> None:
         super().__init__()
         self._axis, self._sequence_parallel = axis, config.sequence_parallel
+        # Of the logits that the passes compute where the caller needs them.
+        self.output_shard = OutputShard(axis, config.vocab_size)
 
     def forward(self, hidden: Tensor) -> Tensor:
         if self._axis.size == 1:

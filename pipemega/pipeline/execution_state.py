@@ -84,6 +84,11 @@ class MicroBatches:
         return self.counted[microbatch] if self.counted else None
 
     @property
+    def uses_outputs(self) -> bool:
+        """Whether the caller gets the outputs of the last layer."""
+        return self.keep_outputs or self.on_output is not None
+
+    @property
     def has_other_shapes(self) -> bool:
         """Whether the messages of a micro-batch may differ from those of a full one."""
         return any(share not in (0, 1) for share in self.shares or ())

@@ -90,6 +90,11 @@ class Executor:
         self._run: ExecutionState  # set by `begin`
 
     @property
+    def vocabulary(self) -> VocabularyRuns | None:
+        """The passes of vocabulary parallelism on this rank, if it has them."""
+        return self._vocabulary
+
+    @property
     def plan(self) -> Plan:
         """The plan of the latest run."""
         return self._run.plan
@@ -238,8 +243,7 @@ class Executor:
     def _output_kind(self, step: Instruction) -> AbstractContextManager[None]:
         """Return the context in which the head defers its logits if only the loss needs them."""
         batch, stage = self._run.batch, self.stages[step.stage]
-        uses_output = batch.keep_outputs or batch.on_output is not None
-        if uses_output or step.microbatch >= len(batch.labels):
+        if batch.uses_outputs or step.microbatch >= len(batch.labels):
             return nullcontext()
         is_read = stage.observer is not None and stage.observer.reads_outputs
         loss_fn = self._model.loss_fn
@@ -272,7 +276,7 @@ class Executor:
             self._vocabulary.keep_hidden(m, output)
             return output
         batch, share = run.batch, run.batch.share(step.microbatch)
-        is_used = share > 0 and (batch.keep_outputs or batch.on_output is not None)
+        is_used = share > 0 and batch.uses_outputs
         detached = pytree.tree_map_only(Tensor, Tensor.detach, output) if is_used else None
         if is_used and batch.keep_outputs:
             run.results.outputs[m] = detached
@@ -382,4 +386,5 @@ def _description(step: Instruction) -> str:
         Kind.BACKWARD_WEIGHT: "weight-gradient backward",
     }
     name = names.get(step.kind, step.kind.name.lower().replace("_", " "))
-    return f"{name} of micro-batch {step.microbatch} at stage {step.stage} ({step})"
+    place = f"{'pipeline rank' if step.kind.has_shard else 'stage'} {step.stage}"
+    return f"{name} of micro-batch {step.microbatch} at {place} ({step})"

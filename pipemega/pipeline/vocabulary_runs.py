@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipemega.errors import PipelineError
 from pipemega.pipeline.execution_state import ExecutionState
 from pipemega.pipeline.messages import TensorMeta
 from pipemega.pipeline.microbatch_loss import Loss, microbatch_loss
@@ -40,7 +39,7 @@ from pipemega.tensor_parallel.shard_softmax import (
     partial_shapes,
     sum_dtype,
 )
-from pipemega.tensor_parallel.vocabulary import require_in_vocabulary
+from pipemega.tensor_parallel.vocabulary import require_in_vocabulary, require_one_target_per_token
 
 
 @dataclass
@@ -96,19 +95,7 @@ class VocabularyRuns:
         }
 
     def begin(self, run: ExecutionState) -> None:
-        """Prepare a run.
-
-        Raises:
-            PipelineError: outputs are wanted; on every rank.
-        """
-        batch = run.batch
-        if batch.keep_outputs or batch.on_output is not None:
-            raise PipelineError(
-                "pipeline.vocabulary 'parallel' computes no logits, so there are no outputs to "
-                "return or to compute metrics from: set pipeline.vocabulary to 'stage'; its "
-                "checkpoints are the same",
-                on_every_rank=True,
-            )
+        """Prepare a run; all pipeline ranks use outputs, or none."""
         self._run, self._batches = run, {}
         self._final = frozenset()
         if run.final_backwards:  # the listener is to be notified
@@ -144,6 +131,22 @@ class VocabularyRuns:
         """Keep the gradient of the input of the first stage for G."""
         self._of(m).row_gradient = gradient
 
+    # Diagnostics
+
+    @property
+    def shard(self) -> VocabularyShard:
+        """Embedding and head with the rows of this rank."""
+        return self._shard
+
+    def latest(self, step: Instruction) -> tuple[int, Tensor | None, Tensor | None]:
+        """Return (position of the layer, hidden, result) of an E or S of training that just ran."""
+        batch, head = self._of(step.microbatch), self._shard.head
+        if step.kind is Kind.EMBED:
+            return 0, None, batch.rows
+        # A shard of padding has no logits.
+        statistics = batch.partial[0] if batch.partial and head.start < head.stop else None
+        return self._shard.stop - 1, batch.hidden, statistics
+
     # Passes
 
     def _embed(self, step: Instruction) -> None:
@@ -159,16 +162,20 @@ class VocabularyRuns:
         if received := self._arrived("hidden", step):
             (batch.hidden,) = received[0]
         assert batch.hidden is not None
-        require_in_vocabulary(self._labels(m), split.token_loss.vocab_size, "target", -100)
-        with torch.no_grad():
-            partial, batch.exponentials = output_pass(
-                self._shard.head_rows(),
-                batch.hidden,
-                self._targets(m),
-                split.token_loss,
-                self._run.train,
-            )
-        batch.partial = partial.tensors()
+        batch.partial = []
+        if self._has_labels(m):
+            require_in_vocabulary(self._labels(m), split.token_loss.vocab_size, "target", -100)
+            with torch.no_grad():
+                partial, batch.exponentials = output_pass(
+                    self._shard.head_rows(),
+                    batch.hidden,
+                    self._targets(m),
+                    split.token_loss,
+                    self._run.train,
+                )
+            batch.partial = partial.tensors()
+        if self._run.batch.uses_outputs:
+            batch.partial.append(batch.hidden @ self._shard.head.weight.detach().t())
         if not self._run.train:
             batch.hidden = None
 
@@ -177,7 +184,12 @@ class VocabularyRuns:
         batch = self._of(m)
         own, batch.partial = batch.partial, None
         assert own is not None
-        parts = [Partial.of(part) for part in self._of_all_shards("partial", step, own)]
+        received = self._of_all_shards("partial", step, own)
+        if run.batch.uses_outputs:
+            self._give_output(m, [part.pop() for part in received])
+        if not self._has_labels(m):
+            return
+        parts = [Partial.of(part) for part in received]
         targets, labels = self._targets(m), self._labels(m)
         with torch.no_grad():
             combined = combine(parts, targets, split.token_loss, self._shard.tensor)
@@ -197,6 +209,15 @@ class VocabularyRuns:
             gradient = hidden_gradient(parts, combined, dloss, split.token_loss)
             batch.hidden_gradient = self._whole(m, gradient)
             batch.normalizers = torch.stack([combined.normalizer.detach(), dloss])
+
+    def _give_output(self, m: int, logits: list[Tensor]) -> None:
+        """Give the caller the logits [batch, sequence, vocabulary (/ T)], from all shards."""
+        batch = self._run.batch
+        output = self._shard.joined(logits).view(*self._ids(m).shape, -1)
+        if batch.share(m) > 0 and batch.keep_outputs:
+            self._run.results.outputs[m] = output
+        if batch.share(m) > 0 and batch.on_output is not None and self._has_labels(m):
+            batch.on_output(output, self._labels(m))
 
     def _whole(self, m: int, gradient: Tensor) -> Tensor:
         """Return the gradient of all tokens [batch, sequence, hidden], 0 for those left out."""
@@ -261,6 +282,9 @@ class VocabularyRuns:
     def _ids(self, m: int) -> Tensor:
         return self._shard.split.token_ids(self._run.batch.inputs[m])
 
+    def _has_labels(self, m: int) -> bool:
+        return m < len(self._run.batch.labels)
+
     def _labels(self, m: int) -> Tensor:
         labels: Tensor = self._run.batch.labels[m]
         return labels
@@ -271,11 +295,15 @@ class VocabularyRuns:
         return flat if counted is None else flat.index_select(0, counted)
 
     def _counted(self, m: int) -> Tensor | None:
-        """Return the positions of the labels that count, at least one; None: all count."""
+        """Return the positions of the labels that count, at least one; None: all tokens count."""
         batch = self._of(m)
         if batch.counted is None:
-            flat = self._labels(m).reshape(-1)
-            counted, _ = counted_rows(flat, self._run.batch.counted_labels(m))
+            counted = None
+            if self._has_labels(m):
+                require_one_target_per_token(self._labels(m), self._ids(m).numel())
+            if not self._run.batch.uses_outputs:
+                flat = self._labels(m).reshape(-1)
+                counted, _ = counted_rows(flat, self._run.batch.counted_labels(m))
             if counted is not None and not len(counted):
                 counted = counted.new_zeros(1)
             batch.counted = (counted,)
@@ -320,14 +348,19 @@ class VocabularyRuns:
             self._of(m).receives[channel] = receive
 
     def _metas(self, direction: Direction, m: int) -> list[TensorMeta]:
-        split, dtype = self._shard.split, self._shard.head.weight.dtype
-        hidden, tokens = split.hidden_size, len(self._targets(m))
+        split, weight, counted = self._shard.split, self._shard.head.weight, self._counted(m)
+        hidden, dtype = split.hidden_size, weight.dtype
+        tokens = self._ids(m).numel() if counted is None else len(counted)
         if direction in ("embedding", "embedding gradient"):
             shapes = [((*self._ids(m).shape, hidden), dtype)]
         elif direction == "hidden":
             shapes = [((tokens, hidden), dtype)]
         elif direction == "partial":
-            shapes = partial_shapes(tokens, hidden, dtype, split.token_loss, self._run.train)
+            shapes = []
+            if self._has_labels(m):
+                shapes = partial_shapes(tokens, hidden, dtype, split.token_loss, self._run.train)
+            if self._run.batch.uses_outputs:
+                shapes.append(((tokens, len(weight)), dtype))
         else:
             shapes = [((2, tokens), sum_dtype(dtype))]
         return [TensorMeta(shape, dtype, False) for shape, dtype in shapes]

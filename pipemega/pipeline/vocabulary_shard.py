@@ -9,10 +9,11 @@ names, `layers.<position>.weight`, so a checkpoint does not depend on the cut.
                       tensor rank 1   rows [3 V / 4, V)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +22,7 @@ from pipemega.errors import ConfigError
 from pipemega.parameters import attach_shard, shard_of
 from pipemega.pipeline.module import BuildOptions, PipelineModule, build_layer
 from pipemega.pipeline.spec import LayerSpec
+from pipemega.tensor_parallel.collectives import start_all_gather
 from pipemega.tensor_parallel.shard_softmax import HeadRows, TokenObjective
 
 
@@ -126,6 +128,22 @@ class VocabularyShard(nn.Module):
         elsewhere = (ids < layer.start) | (ids >= layer.stop)
         local = (ids - layer.start).masked_fill(elsewhere, 0)
         return local, gradient.masked_fill(elsewhere.unsqueeze(-1), 0.0)
+
+    def joined(self, logits: Sequence[Tensor]) -> Tensor:
+        """Return this tensor rank's slice of the whole logits; collective over the tensor ranks.
+
+        Args:
+            logits: of the rows of each pipeline rank and this tensor rank, with padding.
+
+        Shape:
+            [tokens, rows] of each pipeline rank  ->  [tokens, pipeline ranks * rows]
+        """
+        parts, axis = torch.stack(list(logits), 1), self.tensor  # [tokens, pipeline, rows]
+        if axis.size == 1:
+            return parts.flatten(1)
+        gathered = start_all_gather(parts, axis, 0)().view(axis.size, *parts.shape)
+        whole = gathered.permute(1, 2, 0, 3).flatten(1)
+        return whole.chunk(axis.size, 1)[axis.rank]
 
     def head_rows(self) -> HeadRows:
         head = self.head

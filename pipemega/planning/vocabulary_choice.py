@@ -15,8 +15,7 @@ from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.rates import Rates
 from pipemega.planning.schedule_choice import ScheduleChooser
 
-# A cut vocabulary has no logits, and its stages are not measured: it must win more than this share
-# of the time.
+# The stages of a cut vocabulary are not measured: it must win more than this share of the time.
 _LEAST_WIN = 0.1
 
 

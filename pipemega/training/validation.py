@@ -4,11 +4,10 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
-
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError, DataError
 from pipemega.monitor import evaluation_values
+from pipemega.pipeline.module import Stage
 from pipemega.tensor_parallel.layers import ColumnParallelLinear
 from pipemega.tensor_parallel.output_shard import OutputShard
 from pipemega.training.callback import Mode
@@ -121,9 +120,8 @@ def output_shard(engine: Engine) -> OutputShard | None:
     """
     if engine.mesh.pipeline.rank != engine.plan.rank_of_stage[-1]:
         return None
-    layers = engine.module[-1].layers
-    assert isinstance(layers, nn.ModuleDict)
-    last = list(layers.values())[-1]
+    stages = [stage for stage in engine.module if isinstance(stage, Stage)]
+    last = stages[-1].last_layer
     shard: OutputShard | None = getattr(last, "output_shard", None)
     if isinstance(last, ColumnParallelLinear) and shard is None and not last.gather_output:
         raise ConfigError(

@@ -46,12 +46,16 @@ def blocks(engine: Engine) -> Iterator[Block]:
 
 
 def tokens(
-    style: str, temperature: float, mesh: Mapping[str, Any] | None = None
+    style: str,
+    temperature: float,
+    mesh: Mapping[str, Any] | None = None,
+    vocabulary: str = "auto",
 ) -> list[list[int]]:
     """Return the tokens with caches, and without."""
     torch.set_default_dtype(torch.float64)
     try:
-        engine = trained_engine(style, mesh=dict(mesh or {}))
+        pipeline = {"vocabulary": vocabulary}
+        engine = trained_engine(style, mesh=dict(mesh or {}), pipeline=pipeline)
         sizes = {"seq_length": training_runs.LENGTH, "vocab_size": training_runs.VOCAB}
         return [
             generate(engine, [3, 1, 4], 9, temperature=temperature, use_cache=cache, **sizes)

@@ -3,12 +3,16 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from torch import Tensor
 
 from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.config import load
-from pipemega.errors import PipemegaError
+from pipemega.engine.engine import Engine
+from pipemega.errors import NonFiniteError, PipemegaError
 from pipemega.models import GPTConfig, gpt
+from pipemega.training.validation import output_shard
 from tests.ranks import training_runs
 
 
@@ -23,18 +27,59 @@ def move_checkpoint(first: dict[str, Any], second: dict[str, Any], folder: str) 
         other.load_checkpoint(Path(folder))
         one, two = engine.parameter_state(), other.parameter_state()
         equal = one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
+        outputs = [outputs_of(each) for each in (engine, other)]
+        differences = [(a - b).abs().max().item() for a, b in zip(*outputs, strict=True)]
         losses = [each.train_batch(training_runs.data(each, 1)) for each in (engine, other)]
         losses += [each.eval_batch(training_runs.data(each, 2)) for each in (engine, other)]
-        return [equal, *losses]
+        return [equal, differences, *losses]
     finally:
         torch.set_default_dtype(torch.float32)
 
 
-def refused_outputs(config: dict[str, Any]) -> str:
-    """Return the error of an evaluation that wants outputs."""
+def outputs_of(engine: Engine) -> list[Tensor]:
+    """Return the logits of each way to get them, on ranks of the last stage."""
+    found: list[Tensor] = []
+    is_last = engine.mesh.pipeline.rank == engine.plan.rank_of_stage[-1]
+
+    def keep(outputs: Tensor, _: Tensor) -> None:
+        found.append(outputs)
+
+    _, kept = engine.eval_batch(training_runs.data(engine, 2), return_outputs=True)
+    engine.eval_batch(training_runs.data(engine, 3), on_output=keep if is_last else None)
+    inputs = [inputs for inputs, _ in training_runs.data(engine, 4)]
+    inferred = engine.infer(inputs)
+    shard = output_shard(engine)
+    if shard is None:
+        assert kept is None
+        assert inferred is None
+        return []
+    assert kept is not None
+    assert inferred is not None
+    assert len(kept) == len(found) == len(inferred) == len(inputs)
+    return [shard.gather(logits) for logits in (*kept, *found, *inferred)]
+
+
+def origins_of_nan(config: dict[str, Any]) -> list[str]:
+    """Return the errors of steps with a nan in the rows of embedding or head on rank 1."""
+    errors = []
+    for layer in ("embedding", "head"):
+        engine = training_runs.build(config)
+        assert engine._model.vocabulary is not None
+        if engine.mesh.rank == 1:
+            with torch.no_grad():
+                getattr(engine._model.vocabulary, layer).weight[0, 0] = torch.nan
+        with pytest.raises(NonFiniteError) as error:
+            engine.train_batch(training_runs.data(engine, 0))
+        errors.append(str(error.value))
+    return errors
+
+
+def error_of_short_labels(config: dict[str, Any]) -> str:
+    """Return the error of a step whose labels have one token less."""
     engine = training_runs.build(config)
+    batches = [(tokens, labels[:, 1:]) for tokens, labels in training_runs.data(engine, 0)]
     try:
-        engine.eval_batch(training_runs.data(engine, 0), return_outputs=True)
+        engine.train_batch(iter(batches))
     except PipemegaError as error:
         return str(error)
     return ""

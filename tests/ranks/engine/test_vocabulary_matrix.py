@@ -1,5 +1,6 @@
 """Vocabulary parallelism trains like one process on every mesh, with every schedule and setting."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -59,30 +60,53 @@ def test_a_cut_vocabulary_trains_like_one_process_and_all_schedules_give_the_sam
     assert_like_the_oracle(results[0], oracle(choice), choice)
 
 
-def parallel(choice: str) -> dict[str, Any]:
-    config = config_of((1, 1, 2), "1f1b", choice)
+def parallel(choice: str, mesh: tuple[int, int, int] = (1, 1, 2)) -> dict[str, Any]:
+    config = config_of(mesh, "1f1b", choice)
     config["pipeline"]["vocabulary"] = "parallel"
     return config
 
 
-@pytest.mark.parametrize("choice", ["plain", "untied"])
-def test_a_checkpoint_does_not_depend_on_the_cut(
-    pool: RankPool, tmp_path: Path, choice: str
+@pytest.mark.parametrize(
+    ("choice", "mesh"),
+    [
+        ("plain", (1, 1, 2)),
+        ("untied", (1, 1, 2)),
+        pytest.param("sequence parallel", (1, 2, 2), marks=pytest.mark.sweep),
+    ],
+    ids=str,
+)
+def test_checkpoints_and_outputs_do_not_depend_on_the_cut(
+    pool: RankPool, tmp_path: Path, choice: str, mesh: tuple[int, int, int]
 ) -> None:
-    configs = [parallel(choice), config_of((1, 1, 2), "1f1b", choice)]
+    configs = [parallel(choice, mesh), config_of(mesh, "1f1b", choice)]
     for number, (first, second) in enumerate((configs, configs[::-1])):
         folder = str(tmp_path / str(number))
-        results = pool.run(2, cut_vocabulary_runs.move_checkpoint, first, second, folder)
-        for equal, trained, retrained, evaluated, reevaluated in results:
+        world = mesh[1] * mesh[2]
+        results = pool.run(world, cut_vocabulary_runs.move_checkpoint, first, second, folder)
+        assert any(differences for _, differences, *_ in results)
+        for equal, differences, trained, retrained, evaluated, reevaluated in results:
             assert equal
+            assert all(difference < 1e-12 for difference in differences)
             assert retrained == pytest.approx(trained, rel=1e-12)
             assert reevaluated == pytest.approx(evaluated, rel=1e-10)
 
 
-def test_outputs_and_other_models_are_refused(pool: RankPool) -> None:
-    for message in pool.run(2, cut_vocabulary_runs.refused_outputs, parallel("plain")):
-        assert "pipeline.vocabulary 'parallel' computes no logits" in message
-        assert "set pipeline.vocabulary to 'stage'" in message
+def test_the_origin_of_nan_is_the_layer_and_the_rank_of_the_rows(pool: RankPool) -> None:
+    for embedding, head in pool.run(2, cut_vocabulary_runs.origins_of_nan, parallel("untied")):
+        assert re.search(
+            r"in the forward of micro-batch \d+, pipeline rank 1, layer 0 'layers.0' "
+            r"\(TokenEmbedding\): output has \d+ nan .* its parameter 'weight' has 1 nan",
+            embedding,
+        )
+        assert (
+            "in the forward of micro-batch 0, pipeline rank 1, layer 5 'layers.5' "
+            "(VocabParallelHead): output has" in head
+        )
+
+
+def test_other_models_and_labels_of_some_tokens_are_refused(pool: RankPool) -> None:
+    for message in pool.run(2, cut_vocabulary_runs.error_of_short_labels, parallel("plain")):
+        assert "the labels [2, 7] are 14, and the model has 16 tokens" in message
     for message in pool.run(2, cut_vocabulary_runs.refused_model, parallel("plain")):
         assert "pipeline.vocabulary 'parallel' needs a model whose embedding and output" in message
 

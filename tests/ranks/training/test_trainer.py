@@ -62,9 +62,17 @@ def test_a_run_that_ends_in_an_epoch_resumes_on_another_mesh(
         assert found["stopped"] == ""
 
 
-@pytest.mark.parametrize("mesh", [{"tensor": 2}, {"tensor": 2, "pipeline": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "vocabulary"),
+    [
+        ({"tensor": 2}, "stage"),
+        ({"tensor": 2, "pipeline": 2}, "stage"),
+        ({"tensor": 2, "pipeline": 2}, "parallel"),
+    ],
+    ids=str,
+)
 def test_metrics_of_a_sharded_vocabulary_are_those_of_one_process(
-    pool: RankPool, tmp_path: Path, mesh: dict[str, int]
+    pool: RankPool, tmp_path: Path, mesh: dict[str, int], vocabulary: str
 ) -> None:
     """The 50 words are padded to 56 on one rank, and to 64 on two."""
 
@@ -76,7 +84,8 @@ def test_metrics_of_a_sharded_vocabulary_are_those_of_one_process(
 
     expected = trainer_runs.gpt_metrics(settings())
     ranks = np.prod(list(mesh.values()))
-    for found in pool.run(int(ranks), trainer_runs.gpt_metrics, settings(mesh=mesh)):
+    cut = settings(mesh=mesh, pipeline={"vocabulary": vocabulary})
+    for found in pool.run(int(ranks), trainer_runs.gpt_metrics, cut):
         assert found == pytest.approx(expected, rel=1e-10)
     assert 0 < expected["top10"] < expected["top30"] < 1
 
