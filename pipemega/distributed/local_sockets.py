@@ -45,6 +45,8 @@ _RANK = struct.Struct("q")
 # About as long as it takes to wake a thread that sleeps.
 _AWAKE_SECONDS = 6e-5
 _CLOSED = "Connection closed by peer"
+# A lost peer is an error also where the script has set SIGPIPE to end the process. Not on macOS.
+_NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
 _open: "weakref.WeakSet[socket.socket]" = weakref.WeakSet()
 
@@ -115,7 +117,7 @@ class Sender:
             return _SENT
         if self._last is None or self._last.written.is_set():
             try:
-                sent = self._stream.send(data, socket.MSG_DONTWAIT)
+                sent = self._stream.send(data, socket.MSG_DONTWAIT | _NO_SIGNAL)
             except BlockingIOError:
                 pass
             except OSError as error:
@@ -135,7 +137,7 @@ class Sender:
 def _write(stream: socket.socket, jobs: "queue.SimpleQueue[_Queued | None]") -> None:
     while (job := jobs.get()) is not None:
         try:
-            stream.sendall(job.rest)
+            stream.sendall(job.rest, _NO_SIGNAL)
         except OSError as error:
             job.error = error
         job.written.set()
@@ -279,8 +281,8 @@ def open_streams(axis: Axis, streams: Sequence[tuple[int, int]]) -> list[Sender 
     peers = Counter(own.values())
     connected: dict[int, list[socket.socket]] = {}
     with ExitStack() as stack:
-        server = stack.enter_context(socket.socket(socket.AF_UNIX))
-        address = _listen(server, _folder(stack), sum(peers.values()))
+        server = _server(stack)
+        address = "" if server is None else _listen(server, _folder(stack), sum(peers.values()))
         # The lower rank of two listens. No rank waits here before it has sent its address.
         sent = [_isend(axis, address, peer) for peer in peers if peer > axis.rank]
         for peer, count in peers.items():
@@ -288,7 +290,7 @@ def open_streams(axis: Axis, streams: Sequence[tuple[int, int]]) -> list[Sender 
                 connected[peer] = _connect(_receive(axis, peer), count, axis.rank)
                 sent.append(_isend(axis, str(len(connected[peer])), peer))
         counts = {peer: int(_receive(axis, peer)) for peer in peers if peer > axis.rank}
-        connected |= _accept(server, counts)
+        connected |= {peer: [] for peer in counts} if server is None else _accept(server, counts)
         for work in sent:
             work.wait()
     return [
@@ -302,6 +304,14 @@ def _end(connected: list[socket.socket], *, is_source: bool) -> Sender | Receive
     if not connected:
         return None
     return Sender(connected.pop(0)) if is_source else Receiver(connected.pop(0))
+
+
+def _server(stack: ExitStack) -> socket.socket | None:
+    """Return a new socket; None if this process may have none, as in some sandboxes."""
+    try:
+        return stack.enter_context(socket.socket(socket.AF_UNIX))
+    except OSError:
+        return None
 
 
 def _folder(stack: ExitStack) -> Path | None:
@@ -334,7 +344,7 @@ def _connect(address: str, count: int, rank: int) -> list[socket.socket]:
         for _ in range(count):
             connected.append(socket.socket(socket.AF_UNIX))
             connected[-1].connect(address)
-            connected[-1].sendall(_RANK.pack(rank))
+            connected[-1].sendall(_RANK.pack(rank), _NO_SIGNAL)
     except OSError:
         for stream in connected:
             stream.close()

@@ -58,11 +58,12 @@ class ExecutorBuilder:
         """
         config, splits = self._config, self.splits_backward(plan)
         weight_queue, readiness = _backward_listeners(step, model, splits)
+        before_training = None
         if config.compile.enabled:
             # It imports the compiler.
             compiled = import_module("pipemega.pipeline.compiled_layers")
             log = get_logger(self._mesh.rank)
-            compiled.compile_layers(model.stages, config.compile, self._mesh, log)
+            before_training = compiled.compile_layers(model.stages, config.compile, self._mesh, log)
         return Executor(
             RankStages(
                 self._mesh.pipeline.rank,
@@ -76,6 +77,7 @@ class ExecutorBuilder:
             self._timers,
             weight_queue,
             readiness,
+            before_training,
         )
 
     def _transport(self, plan: Plan, bounds: Sequence[int]) -> Transport | None:

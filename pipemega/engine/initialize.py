@@ -365,7 +365,9 @@ def _first_micro_batch(loader: BatchLoader | None) -> tuple[Any, Any]:
 
 def _cost_key(config: Config, mesh: Mesh, model: PipelineModule) -> dict[str, Any]:
     """Return everything that the cost of a micro-batch on a layer depends on."""
-    sections = ("model", "activation_checkpointing", "fp16", "bf16", "data_types")
+    sections = ["model", "activation_checkpointing", "fp16", "bf16", "data_types"]
+    if config.compile.enabled:
+        sections.append("compile")
     whole = config.to_dict()
     return {
         "layers": model.layer_names,

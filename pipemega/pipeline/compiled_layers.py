@@ -39,12 +39,16 @@ from pipemega.tensor_parallel.traced_collectives import allow_tracing
 
 def compile_layers(
     stages: Mapping[int, Stage], section: CompileSection, mesh: Mesh, log: logging.Logger
-) -> None:
+) -> Callable[[], None] | None:
     """Compile the layers of the local stages, when they first run with gradients.  Collective.
 
     A layer names the method that is compiled in `compiled_method`, None for no method; without this
     attribute it is `forward`. `uncompiled_reason` says why there is none. The methods that a module
     names in `uncompiled_methods` are called between two graphs.
+
+    Returns:
+        what the tensor ranks call before each step: layers with hooks on one of them then run
+        uncompiled on all. None: there are no other tensor ranks, or nothing is compiled.
 
     Raises:
         ConfigError: the backend does not exist; the same on every rank.
@@ -56,7 +60,7 @@ def compile_layers(
         # On all ranks: tensor ranks must round equally.
         if mesh.rank == 0:
             log.warning(f"compile.enabled is true, but {reason}: all layers run uncompiled")
-        return
+        return None
     allow_tracing(mesh.tensor)
     _set_up_compiler()
     kinds = _Kinds(section, mesh, log)
@@ -68,6 +72,7 @@ def compile_layers(
                 vars(module)[method] = MethodType(_uncompiled(plain), module)
         for position, layer in enumerate(stage.layers.values(), stage.start):
             kinds.compile(layer, f"{stage.name_of(position)} (layers.{position})")
+    return kinds.agree_on_hooks if mesh.tensor.size > 1 else None
 
 
 @cache
@@ -110,6 +115,8 @@ def _set_up_compiler() -> None:
     torch._functorch.config.force_non_lazy_backward_lowering = True
     # Backward may run twice (`retain_graph`), and the weight-gradient queue keeps tensors.
     torch._functorch.config.donated_buffer = False
+    # Layers that differ in an integer, such as their number, share a graph. For floats it is so.
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True
     # The compiler does both with every stage, and the user can change neither.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", ".*Function'> should not be instantiated")
@@ -157,6 +164,7 @@ class _Kinds:
         self._device, self._tensor = mesh.device, mesh.tensor
         self._log, self._section = log, section
         self._kinds: dict[Any, _Kind] = {}
+        self._methods: list[_CompiledMethod] = []
         self._left_out: set[type[nn.Module]] = set()
 
     def compile(self, layer: nn.Module, name: str) -> None:
@@ -180,7 +188,18 @@ class _Kinds:
             )
         kind = self._kinds[key]
         kind.size += 1
-        vars(layer)[method] = _CompiledMethod(layer, method, kind, self)
+        vars(layer)[method] = compiled = _CompiledMethod(layer, method, kind, self)
+        self._methods.append(compiled)
+
+    def agree_on_hooks(self) -> None:
+        """Let layers with hooks on one tensor rank run uncompiled on all of them.  Collective.
+
+        A rank that compiles a layer alone would wait for the others for ever.
+        """
+        here = [method.has_new_hooks() for method in self._methods]
+        everywhere = gather_objects(here, self._tensor)
+        for method, *found in zip(self._methods, *everywhere, strict=True):
+            method.has_hooks_elsewhere = any(found)
 
     def run(self, kind: _Kind, plain: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Call the compiled function, or `plain` if it cannot be compiled."""
@@ -283,6 +302,7 @@ class _CompiledMethod:
         ]  # fmt: skip
         self._parameters = list(layer.parameters())
         self._num_hooks = self._count_hooks()
+        self.has_hooks_elsewhere = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._kind.failed or not torch.is_grad_enabled() or self._is_observed():
@@ -291,7 +311,11 @@ class _CompiledMethod:
 
     def _is_observed(self) -> bool:
         recording = torch._C._len_torch_dispatch_stack() > 0
-        return recording or self._count_hooks() != self._num_hooks
+        return recording or self.has_hooks_elsewhere or self.has_new_hooks()
+
+    def has_new_hooks(self) -> bool:
+        """Return whether there are other hooks in the layer than when it was built."""
+        return self._count_hooks() != self._num_hooks
 
     def _count_hooks(self) -> int:
         hooks = sum(map(len, self._hooks))

@@ -57,6 +57,7 @@ class Executor:
         timers: measure forward, backward and communication.
         weight_queue: holds the deferred weight gradients; None if no plan splits backward.
         grad_listener: is notified when the last backward of a stage runs; may be None.
+        before_training: called before each run with backwards; may be None.
     """
 
     def __init__(
@@ -66,8 +67,10 @@ class Executor:
         timers: MultiTimer | None = None,
         weight_queue: WeightGradQueue | None = None,
         grad_listener: GradReadyListener | None = None,
+        before_training: Callable[[], None] | None = None,
     ) -> None:
         self._model, self._transport = model, transport
+        self._before_training = before_training
         self.rank, self.stages = model.rank, model.stages
         self._timers = timers or MultiTimer(enabled=False)
         self._weight_queue, self._grad_listener = weight_queue, grad_listener
@@ -128,6 +131,8 @@ class Executor:
         self._run = run = ExecutionState(plan, batch, recorder)
         if self._transport is not None:
             self._transport.exchange_all(plan.forward_only or batch.has_other_shapes)
+        if self._before_training is not None and run.train:
+            self._before_training()
         for stage in self.stages.values():
             stage.train(run.train)
         if self._grad_listener is not None and run.train and not batch.discard_grads:

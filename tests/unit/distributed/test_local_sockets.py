@@ -103,6 +103,21 @@ def test_a_broken_connection_ends_both_sides(how):
         sender.send(torch.ones(1))
 
 
+def test_a_lost_peer_is_an_error_where_the_script_has_changed_sigpipe(stream):
+    """With the default action of SIGPIPE, the rank ended without a message."""
+    seen = []
+    old = signal.signal(signal.SIGPIPE, lambda *_: seen.append("SIGPIPE"))
+    try:
+        queued = stream[0].send(torch.ones(1 << 20))
+        stream[1]._close()
+        for send in (lambda: queued.wait(SECOND), lambda: stream[0].send(torch.ones(1))):
+            with pytest.raises(RuntimeError, match="Connection closed by peer"):
+                send()
+    finally:
+        signal.signal(signal.SIGPIPE, old)
+    assert seen == []
+
+
 def test_unused_streams_are_closed():
     source, target = socket.socketpair()
     sender, receiver = Sender(source), Receiver(target)
@@ -173,6 +188,13 @@ def test_without_a_temporary_folder_there_is_no_address():
         folder = local_sockets._folder(stack)
     with socket.socket(socket.AF_UNIX) as server:
         assert local_sockets._listen(server, folder, 1) == ""
+
+
+def test_where_unix_sockets_are_forbidden_there_are_no_connections():
+    """As in a service with systemd's RestrictAddressFamilies=AF_INET: the run ended."""
+    with mock.patch.object(socket, "socket", side_effect=PermissionError), ExitStack() as stack:
+        assert local_sockets._server(stack) is None
+        assert local_sockets._connect("/tmp/socket", 1, 0) == []
 
 
 def test_an_address_of_another_host_gives_no_connection(tmp_path):
