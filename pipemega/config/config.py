@@ -96,9 +96,9 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     zero_optimization: ZeroSection = section(ZeroSection, "ZeRO stage 1 and optimizer offload.")
     zero_allow_untested_optimizer: bool = honoured(
         False,
-        "true: do not test whether the optimizer of `initialize(optimizer=...)` updates each "
-        "element separately. It must, if it gets slices of parameters (ZeRO, mesh.tensor) or a "
-        "part of them (mesh.pipeline).",
+        "true: do not test whether the optimizer of `initialize(optimizer=...)` works on the mesh: "
+        "with ZeRO or mesh.tensor it must update each element separately, with mesh.pipeline "
+        "each parameter.",
     )
     activation_checkpointing: ActivationCheckpointingSection = section(
         ActivationCheckpointingSection, "Recomputation of activations."

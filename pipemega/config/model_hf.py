@@ -28,8 +28,8 @@ class HFSection(ModelSection):
     )
     seq_length: Count | None = own(
         None,
-        "Tokens per sample, at most the positions of a model with a table of them (GPT-2, OPT); "
-        f"null: the positions of the model, at most {LONGEST_DEFAULT}.",
+        "Tokens per sample; with learned positions (GPT-2, OPT) at most their number; "
+        f"null: the number of positions of the model, at most {LONGEST_DEFAULT}.",
     )
 
     @property

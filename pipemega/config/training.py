@@ -78,8 +78,8 @@ class TrainingSection(Section):
     rampup_batch_size: Rampup | None = own(
         None,
         "`[start, increment, samples]`, as in Megatron-LM: the first steps have `start` samples; "
-        "`increment` samples are added whenever an equal share of `samples` has been consumed, up "
-        "to train_batch_size. Only the number of micro-batches changes.",
+        "the size grows by `increment` at equal intervals of consumed samples, and is "
+        "train_batch_size after `samples` samples. Only the number of micro-batches changes.",
     )
     eval_interval: Whole | None = own(
         None,
