@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -83,6 +84,23 @@ def error_of_short_labels(config: dict[str, Any]) -> str:
     except PipemegaError as error:
         return str(error)
     return ""
+
+
+def train_ignoring(config: dict[str, Any], ignored: str) -> dict[str, Any]:
+    """Train while no label counts in some micro-batches, in one step, or on one of two ranks."""
+    microbatch = training_runs.microbatch
+
+    def ignoring(step: int, place: int) -> tuple[Tensor, Tensor]:
+        tokens, labels = microbatch(step, place)
+        is_ignored = {
+            "micro-batches": place % 3 == 1,
+            "step": step == 1,
+            "data rank": place % 2 == 1,
+        }
+        return tokens, torch.full_like(labels, -100) if is_ignored[ignored] else labels
+
+    with mock.patch.object(training_runs, "microbatch", ignoring):
+        return training_runs.train(config)
 
 
 def refused_model(config: dict[str, Any]) -> str:

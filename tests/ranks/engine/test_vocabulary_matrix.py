@@ -12,10 +12,14 @@ from tests.ranks import training_runs
 from tests.ranks.engine import cut_vocabulary_runs
 from tests.ranks.engine.test_matrix import (
     CHOICES,
+    SCHEDULES,
+    SPLIT,
+    TWO_STAGES_PER_RANK,
     Oracle,
     assert_bitwise,
     assert_like_the_oracle,
     config_of,
+    largest_difference,
     oracle,
 )
 from tests.ranks.pool import RankPool
@@ -58,6 +62,47 @@ def test_a_cut_vocabulary_trains_like_one_process_and_all_schedules_give_the_sam
     results = run_all(pool, mesh, schedules, choice)
     assert_bitwise(results, norm="ZeRO" not in choice)
     assert_like_the_oracle(results[0], oracle(choice), choice)
+
+
+CANNOT_BE_CUT = ("LoRA", "LAMB", "post-validation", "by inductor", "cut by type")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("mesh", [(1, 1, 2), (2, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize(
+    "choice", [c for c in CHOICES if not any(word in c for word in CANNOT_BE_CUT)]
+)
+def test_every_setting_with_a_cut_vocabulary_trains_like_one_process(
+    pool: RankPool, oracle: Oracle, choice: str, mesh: tuple[int, int, int]
+) -> None:
+    for result in run_all(pool, mesh, ["1f1b", "zb-h1"], choice):
+        assert_like_the_oracle(result, oracle(choice), choice)
+
+
+@pytest.mark.sweep
+def test_all_schedules_with_a_cut_vocabulary_give_the_same_bits(
+    pool: RankPool, oracle: Oracle
+) -> None:
+    schedules = [*SCHEDULES, *SPLIT, *TWO_STAGES_PER_RANK]
+    results = run_all(pool, (1, 1, 2), schedules, "plain")
+    assert_bitwise(results)
+    assert_like_the_oracle(results[0], oracle("plain"), "plain")
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("vocabulary", ["stage", "parallel"])
+@pytest.mark.parametrize("ignored", ["micro-batches", "step", "data rank"])
+def test_labels_that_do_not_count_are_those_of_one_process(
+    pool: RankPool, ignored: str, vocabulary: str
+) -> None:
+    alone = config_of((1, 1, 1), "sequential", "clipped")
+    (want,) = pool.run(1, cut_vocabulary_runs.train_ignoring, alone, ignored)
+    config = config_of((2, 1, 2), "zb-h1", "clipped")
+    config["pipeline"]["vocabulary"] = vocabulary
+    for got in pool.run(4, cut_vocabulary_runs.train_ignoring, config, ignored):
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-10, nan_ok=True)
+        assert got["skipped"] == want["skipped"]
+        assert largest_difference(got["parameters"], want["parameters"]) < 1e-10
 
 
 def parallel(choice: str, mesh: tuple[int, int, int] = (1, 1, 2)) -> dict[str, Any]:

@@ -107,6 +107,20 @@ def test_tensor_and_sequence_parallelism_train_as_on_gloo(
     assert_same_as_on_gloo(pool, 4, [Case("gpt", config)])
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("sizes", [{"pipeline": 4}, {"pipeline": 2, "tensor": 2}], ids=str)
+def test_the_passes_of_a_cut_vocabulary_end_and_train_as_on_gloo(
+    pool: RankPool, sizes: dict[str, int]
+) -> None:
+    cases = [
+        Case("gpt", {"mesh": sizes, "pipeline": {"schedule": name, "vocabulary": "parallel"}})
+        for name in ("1f1b", "gpipe", "zb-h1")
+    ]
+    expected = pool.run(4, train_all, cases[:1], backend="gloo")[0]
+    for results in pool.run(4, train_all, cases, backend=LAZY):
+        assert results == expected * 3
+
+
 def test_overlapped_zero_reduces_by_reduce_scatter_and_trains_as_on_gloo(pool: RankPool) -> None:
     zero = {"stage": 1, "overlap_comm": True, "reduce_bucket_size": 50}
     cases = [
