@@ -7,6 +7,7 @@ section `model` or the training data, the layers are counted on the meta device 
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -32,10 +33,11 @@ from pipemega.pipeline.plan_selection import (
     plan_of_size,
     training_plan,
     validated,
+    with_passes,
     with_section_vocabulary,
 )
 from pipemega.pipeline.schedules import AUTO, forward_only, splits_backward
-from pipemega.pipeline.vocabulary_shard import head_ratio
+from pipemega.pipeline.vocabulary_shard import vocabulary_split
 from pipemega.planning.cut_report import explain
 from pipemega.planning.layer_times import measured_layers
 from pipemega.planning.meta_model import MetaModel
@@ -110,8 +112,6 @@ class PlanChooser:
     ) -> None:
         self._config, self._mesh, self._net = config, mesh, net
         self._trains = trains
-        cuts = config.pipeline.vocabulary == "parallel" and mesh.pipeline.size > 1
-        self._head_ratio = head_ratio(net) if cuts else 1.0
         self._num_microbatches, self._loader = num_microbatches, loader
         self._model: MetaModel | None = None
         self._bounds: Bounds | None = None  # of the stages of the run
@@ -135,7 +135,7 @@ class PlanChooser:
         """
         section, ranks = self._config.pipeline, self._mesh.pipeline.size
         count, layers = self._num_microbatches, len(self._net)
-        plan = training_plan(section, ranks, count, layers, self._order, given, self._head_ratio)
+        plan = training_plan(section, ranks, count, layers, self._order, given, self._with_passes)
         if plan.num_stages == 1:
             return ChosenPlan(plan, None)
         limit = section.weight_queue_limit
@@ -143,7 +143,7 @@ class PlanChooser:
         is_own = given is None and section.schedule != AUTO
         limits_queue = may_limit(plan, limit) and (is_own or limit != "auto")
         if section.partition == "auto" or limits_queue:
-            self._model = self._count()
+            self._model = self._counted
         if self._model is None:
             if limits_queue and self._has_only_linears():
                 device: DeviceType = "cuda" if self._mesh.device.type == "cuda" else "cpu"
@@ -191,7 +191,7 @@ class PlanChooser:
         Raises:
             ConfigError, ScheduleError: as `configured_plan`, or no plan keeps the memory limit.
         """
-        self._model = self._count()
+        self._model = self._counted
         if self._model is None:
             first = self.configured_plan(None)
             if measured is None or measured.rank_of_stage != first.plan.rank_of_stage:
@@ -205,7 +205,7 @@ class PlanChooser:
 
     def prefers(self, cut: Config) -> bool:
         """Return whether `cut`, the config with a cut vocabulary, has the shorter step."""
-        model = self._count()
+        model = self._counted
         if model is None:
             return False
         wins, why = cut_wins(model, cut, self._num_microbatches)
@@ -249,10 +249,22 @@ class PlanChooser:
 
     def _validated(self, plan: Plan) -> Plan:
         """Return the lowered `plan` with its passes, proven for the transport of this run."""
-        if self._config.pipeline.vocabulary == "parallel" and not plan.has_vocabulary:
-            passes = with_section_vocabulary(plan, self._config.pipeline, self._head_ratio)
-            plan = lower(passes)
-        return validated(plan, self._config.pipeline, self._order)
+        section = self._config.pipeline
+        if section.vocabulary == "parallel" and not plan.has_vocabulary:
+            plan = lower(with_section_vocabulary(plan, section, self._with_passes))
+        return validated(plan, section, self._order)
+
+    def _with_passes(self, plan: Plan) -> Plan:
+        """Return `plan` with the passes of vocabulary parallelism; counts the model for it.
+
+        Raises:
+            ConfigError: the vocabulary of the model cannot be cut; on every rank.
+        """
+        vocabulary_split(self._net)
+        self._model = self._counted
+        if self._model is None:
+            return with_passes(plan)
+        return self._model.with_passes(plan, self._bounds)
 
     def _choose(self, model: MetaModel, rates: Rates, stages: Stages | None = None) -> Prediction:
         section = self._config.pipeline
@@ -292,8 +304,9 @@ class PlanChooser:
         counted, split = model.layer_costs, measured.split
         return Rates(layers=measured_layers(counted, measured.bounds, measured.costs, split=split))
 
-    def _count(self) -> MetaModel | None:
-        """Return the model on the meta device; None if that is not possible.
+    @cached_property
+    def _counted(self) -> MetaModel | None:
+        """The model on the meta device; None if that is not possible.
 
         Raises:
             ConfigError: a limit of the section pipeline is set, and needs it.

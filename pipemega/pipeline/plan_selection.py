@@ -7,7 +7,7 @@ a name          the schedule of that name
                 plan until the stages are measured
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,14 +43,14 @@ def training_plan(
     num_layers: int,
     order: MessageOrder,
     given: Plan | None = None,
-    head_ratio: float = 1.0,
+    add_passes: Callable[[Plan], Plan] | None = None,
 ) -> Plan:
     """Return the plan of the first training step, lowered and validated for the transport.
 
     Args:
         order: how the backend separates the messages between two ranks.
         given: the plan that the caller of `initialize` passed; it replaces the configured one.
-        head_ratio: see `with_section_vocabulary`.
+        add_passes: see `with_section_vocabulary`.
 
     Raises:
         ConfigError: a file cannot be read or has other sizes; more stages than layers.
@@ -67,16 +67,18 @@ def training_plan(
             f"the plan {plan.name!r} has {plan.num_stages} stages, and the model has {num_layers} "
             "layers: a stage needs at least one"
         )
-    plan = with_section_vocabulary(plan, section, head_ratio)
+    plan = with_section_vocabulary(plan, section, add_passes or with_passes)
     return validated(lower(plan), section, order)
 
 
-def with_section_vocabulary(plan: Plan, section: PipelineSection, head_ratio: float) -> Plan:
+def with_section_vocabulary(
+    plan: Plan, section: PipelineSection, add_passes: Callable[[Plan], Plan]
+) -> Plan:
     """Return the compute steps of `plan`, with the passes of pipeline.vocabulary "parallel".
 
     Args:
-        head_ratio: elements of the output head, divided by those of all layers without it. Only
-            the order of the passes depends on it, no result.
+        add_passes: returns the compute steps of a plan with the passes; with counted costs it is
+            `MetaModel.with_passes`. No result depends on the order of the passes.
 
     Raises:
         ConfigError: the plan has the passes, and the section does not ask for them.
@@ -86,19 +88,17 @@ def with_section_vocabulary(plan: Plan, section: PipelineSection, head_ratio: fl
             f"the plan {plan.name!r} has passes of vocabulary parallelism (E, S, C, T, G): set "
             "pipeline.vocabulary to 'parallel'"
         )
-    return with_passes(plan, head_ratio) if section.vocabulary == "parallel" else plan
-
-
-def with_passes(plan: Plan, head_ratio: float) -> Plan:
-    """Return the compute steps of `plan` with the passes, unless it has them already.
-
-    Args:
-        head_ratio: see `with_section_vocabulary`.
-    """
-    if plan.has_vocabulary or plan.num_ranks == 1:
+    if plan.has_vocabulary or plan.num_ranks == 1 or section.vocabulary != "parallel":
         return plan
-    plan = plan.compute_only()
-    stages, head = plan.num_stages, head_ratio / plan.num_ranks
+    return add_passes(plan)
+
+
+def with_passes(plan: Plan) -> Plan:
+    """Return the compute steps of `plan` with the passes, for costs that are not counted.
+
+    The head is taken to be as large as all other layers.
+    """
+    stages, head = plan.num_stages, 1 / plan.num_ranks
     costs = CostModel.uniform(stages, 1 / stages, 1 / stages, 1 / stages)
     passes = VocabularyCosts(output=2 * head, output_weight=head)
     return with_vocabulary(plan, replace(costs, vocabulary=passes))

@@ -105,6 +105,12 @@ class VocabularyShard(nn.Module):
         return list(zip(names, (self.embedding.weight, self.head.weight), strict=True))
 
     @property
+    def num_rows(self) -> tuple[int, int]:
+        """The local rows of embedding and head, without padding."""
+        first, last = self.embedding, self.head
+        return first.stop - first.start, last.stop - last.start
+
+    @property
     def embedding(self) -> _Rows:
         return self._rows(0)
 
@@ -179,10 +185,3 @@ def shard_axis(mesh: Mesh) -> Axis:
     tensor, pipeline = mesh.tensor, mesh.pipeline
     ranks = tuple(range(pipeline.size * tensor.size))
     return Axis("vocabulary", ranks, pipeline.rank * tensor.size + tensor.rank)
-
-
-def head_ratio(net: PipelineModule) -> float:
-    """Return the elements of the head, divided by those of all layers but embedding and head."""
-    vocabulary_split(net)
-    _, *others, head = net.count_parameters()
-    return head / max(1, sum(others))

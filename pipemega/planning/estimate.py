@@ -246,7 +246,7 @@ def _named_plan(
         num_microbatches,
         len(model.net),
         order,
-        head_ratio=model.head_ratio,
+        add_passes=model.with_passes,
     )
 
 

@@ -7,6 +7,8 @@
                   gradient of the input                 it is sent
     I             tensors that W needs                  W
 
+The gradient of the input counts once if W needs it too.
+
 On the CPU, gloo keeps a sent activation until its gradient arrives and a sent gradient until the
 end of the step. On CUDA a sent tensor is freed after the transfer; here the transfer takes no time.
 """
@@ -52,17 +54,17 @@ def peak_memory(
     rank: int,
     costs: Sequence[StageCosts],
     device: DeviceType,
-    vocabulary: ShardCosts | None = None,
+    vocabulary: Sequence[ShardCosts] = (),
 ) -> PeakMemory:
     """Return the peak memory of `rank` under the lowered `plan`.
 
     Args:
         costs: of every stage of the model.
-        vocabulary: of the passes of vocabulary parallelism, if the plan has them.
+        vocabulary: for each rank, of the passes of vocabulary parallelism; empty: it is off.
     """
     shard = None
-    if vocabulary is not None:
-        shard = ShardMemory(vocabulary, plan.rank_of_stage, rank, plan.num_ranks, device)
+    if vocabulary:
+        shard = ShardMemory(vocabulary[rank], plan.rank_of_stage, rank, plan.num_ranks, device)
     timeline = MemoryTimeline(plan.rank_of_stage, rank, costs, device, shard)
     for step in plan.programs[rank]:
         timeline.run(step)
@@ -108,6 +110,8 @@ class MemoryTimeline:
         self._waiting: Counter[int] = Counter()
         self._most_in_flight = 0
         self._gradient_received: set[Key] = set()
+        # Between I and W: the gradient of the input, as long as it is not freed before W.
+        self._kept_gradients: set[Key] = set()
         # Instruction -> bytes at its peak, and after it.
         self._changes: dict[Kind, Callable[[Instruction], tuple[_Bytes, _Bytes]]] = {
             Kind.FORWARD: self._forward,
@@ -144,6 +148,11 @@ class MemoryTimeline:
             self._gradient_received.add(key)
         if step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             self._waiting[step.stage] -= 1
+            self._kept_gradients.discard((step.stage + 1, step.microbatch))
+        if step.kind is Kind.BACKWARD_INPUT:
+            self._kept_gradients.add(key)
+        elif step.kind is Kind.BACKWARD_WEIGHT or self._frees_gradient(step):
+            self._kept_gradients.discard(key)
         self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
 
     def _change(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
@@ -224,14 +233,29 @@ class MemoryTimeline:
         activations = (0 if is_whole else costs.kept) - (costs.held - self._shared(step.stage))
         if self._waiting[step.stage] > 1:
             activations += costs.held_once
-        return (
-            self._changed(0, messages, working),
-            self._changed(activations, messages + costs.gradient_out - costs.gradient_in),
-        )
+        at_peak = self._changed(0, messages, working)
+        messages += costs.gradient_out - costs.gradient_in
+        if not is_whole:
+            messages -= costs.kept_gradient
+        if self._is_local(step.stage + 1):
+            messages += self._in_kept(step.stage + 1, step.microbatch)
+        return at_peak, self._changed(activations, messages)
 
     def _weight_half(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
-        costs = self._costs[step.stage]
-        return self._changed(working=costs.working[2]), self._changed(-costs.kept)
+        costs, still_needed = self._costs[step.stage], self._in_kept(step.stage, step.microbatch)
+        after = self._changed(-costs.kept, still_needed)
+        return self._changed(working=costs.working[2]), after
 
     def _send_gradient(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
-        return self._sent(-self._costs[step.stage].gradient_out if self._device == "cuda" else 0)
+        if not self._frees_gradient(step):
+            return self._sent(0)
+        kept = self._in_kept(step.stage, step.microbatch)
+        return self._sent(kept - self._costs[step.stage].gradient_out)
+
+    def _frees_gradient(self, step: Instruction) -> bool:
+        return step.kind is Kind.SEND_GRADIENT and self._device == "cuda"
+
+    def _in_kept(self, stage: int, microbatch: int) -> int:
+        """Return the bytes of the gradient of the input of `stage` that count as kept for W."""
+        waits = (stage, microbatch) in self._kept_gradients
+        return self._costs[stage].kept_gradient if waits else 0

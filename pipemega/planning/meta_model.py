@@ -26,8 +26,9 @@ from pipemega.pipeline.plan.stage_cut import Cut, LayerCosts, best_cut, even_ran
 from pipemega.pipeline.plan.weight_queue import limit_weight_queue
 from pipemega.pipeline.recompute import checkpoint_interval
 from pipemega.pipeline.schedules import AUTO
+from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
 from pipemega.pipeline.stage_partition import stage_bounds
-from pipemega.pipeline.vocabulary_shard import VocabularyShard, head_ratio, vocabulary_split
+from pipemega.pipeline.vocabulary_shard import VocabularyShard, vocabulary_split
 from pipemega.planning.footprint import Footprint, count_footprint
 from pipemega.planning.model_source import Sample
 from pipemega.planning.queue_memory import fit_weight_queue, may_limit
@@ -56,7 +57,7 @@ class StageLayout:
         costs: for each stage, of one micro-batch.
         input_bytes, label_bytes: of one micro-batch.
         totals: of the layers of all stages.
-        vocabulary: of the passes of vocabulary parallelism; None: it is off.
+        vocabulary: for each pipeline rank, of the passes of vocabulary parallelism; empty: it is off.
     """
 
     bounds: tuple[int, ...]
@@ -66,12 +67,12 @@ class StageLayout:
     input_bytes: int
     label_bytes: int
     totals: ModelTotals
-    vocabulary: ShardCosts | None = None
+    vocabulary: tuple[ShardCosts, ...] = ()
 
     def batch_bytes(self, rank: int, num_microbatches: int) -> int:
         """Return the bytes of the inputs and labels of a whole step that `rank` needs."""
         first, last = self.rank_of_stage[0], self.rank_of_stage[-1]
-        reads_all = self.vocabulary is not None
+        reads_all = bool(self.vocabulary)
         microbatch = self.input_bytes * (reads_all or first == rank)
         microbatch += self.label_bytes * (reads_all or last == rank)
         return microbatch * num_microbatches
@@ -145,19 +146,23 @@ class MetaModel:
         return fits and number <= len(self.net)
 
     @cached_property
-    def head_ratio(self) -> float:
-        """See `with_section_vocabulary`."""
-        return head_ratio(self.whole) if self.cuts_vocabulary else 1.0
+    def shard_costs(self) -> tuple[ShardCosts, ...]:
+        """For each pipeline rank, the costs of the passes of vocabulary parallelism.
 
-    @cached_property
-    def shard_costs(self) -> ShardCosts | None:
-        """The costs of the passes of vocabulary parallelism; None: it is off."""
-        if not self.cuts_vocabulary:
-            return None
-        mesh = self._mesh(0)
-        with preserve_rng(), unmetered():
-            shard = VocabularyShard(self.whole, mesh, self._options(mesh))
-            return count_shard(shard, self._sample, self._precision, self._rates, self.device)
+        Empty if it is off. The last shards have fewer rows if the vocabulary does not divide.
+        """
+        found: dict[tuple[int, int], ShardCosts] = {}
+        costs = []
+        for rank in range(self.num_ranks if self.cuts_vocabulary else 0):
+            mesh = self._mesh(rank)
+            with preserve_rng(), unmetered():
+                shard = VocabularyShard(self.whole, mesh, self._options(mesh))
+                if shard.num_rows not in found:
+                    found[shard.num_rows] = count_shard(
+                        shard, self._sample, self._precision, self._rates, self.device
+                    )
+            costs.append(found[shard.num_rows])
+        return tuple(costs)
 
     def _mesh(self, pipeline_rank: int) -> Mesh:
         """Return the mesh of the first data and tensor rank of `pipeline_rank`, without groups."""
@@ -276,6 +281,22 @@ class MetaModel:
     def layer_costs(self) -> LayerCosts:
         """The costs of each layer by the fixed table of rates; each distinct layer runs once."""
         return self._counts.of_layers
+
+    def with_passes(self, plan: Plan, bounds: Bounds | None = None) -> Plan:
+        """Return the compute steps of `plan` with the passes of vocabulary parallelism.
+
+        Their order is the best for the times of the fixed table. Without vocabulary parallelism, or
+        if `plan` has the passes, it is returned unchanged.
+
+        Args:
+            bounds: of the stages; None: `bounds_of(plan)`.
+        """
+        if not self.shard_costs or plan.has_vocabulary:
+            return plan
+        plan = plan.compute_only()
+        stages = self._counts.of_stages(bounds or self.bounds_of(plan), _splits_backward(plan))
+        costs = replace(stage_times(stages), vocabulary=self.shard_costs[0].times(1.0))
+        return with_vocabulary(plan, costs)
 
     def limit_weight_queue(self, plan: Plan, bounds: Bounds | None = None) -> Plan:
         """Return `plan` with queues of W within pipeline.weight_queue_limit, by counted bytes.

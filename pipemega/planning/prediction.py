@@ -10,7 +10,6 @@ from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import Timeline, simulate
 from pipemega.pipeline.plan.vocabulary_channels import vocabulary_channels
-from pipemega.pipeline.plan_selection import with_passes
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts, Sizes
 from pipemega.planning.footprint import Footprint
 from pipemega.planning.memory_timeline import PeakMemory, peak_memory
@@ -107,9 +106,8 @@ def predict(
         weight_queue_limit: keep pipeline.weight_queue_limit.
     """
     compute = plan.compute_only()
-    if model.cuts_vocabulary:
-        compute = with_passes(compute, model.head_ratio)
     bounds = bounds or model.bounds_of(compute.without_vocabulary())
+    compute = model.with_passes(compute, bounds)
     if weight_queue_limit:
         compute = model.limit_weight_queue(compute, bounds)
     layout = model.layout(compute, bounds)
@@ -143,10 +141,10 @@ def _sent_bytes(lowered: Plan, layout: StageLayout) -> Iterator[int]:
             yield layout.costs[step.stage].message
         elif step.kind is Kind.SEND_GRADIENT:
             yield layout.costs[step.stage].gradient_out
-        elif step.kind in TRANSFER_OF_SEND and layout.vocabulary is not None:
+        elif step.kind in TRANSFER_OF_SEND and layout.vocabulary:
             transfer = TRANSFER_OF_SEND[step.kind]
             for _ in vocabulary_channels(lowered, transfer, step):
-                yield layout.vocabulary.message_bytes[transfer.name]
+                yield layout.vocabulary[0].message_bytes[transfer.name]
 
 
 def _bubble_by_formula(plan: Plan, message: float, timeline: Timeline) -> float | None:

@@ -1,7 +1,8 @@
 """`pipeline.weight_queue_limit: "auto"`: bounds what queued W add to the memory of a rank.
 
 A schedule with split backward is compared with the same schedule with full backwards, as 1F1B is
-to zb-h1. From I to W a linear keeps its input and the gradient of its output; a B frees both at
+to zb-h1, and with 1F1B on the same stages: a schedule that needs less than that may use the rest
+for W. From I to W a linear keeps its input and the gradient of its output; a B frees both at
 once. In a transformer this is as much as F keeps, in a chain of linears twice as much, and with
 recomputation, where F keeps almost nothing, many times as much.
 
@@ -16,13 +17,14 @@ from dataclasses import replace
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.weight_queue import limit_weight_queue
+from pipemega.pipeline.plan_selection import measurement_plan
 from pipemega.pipeline.schedules import SCHEDULES
 from pipemega.planning.memory_timeline import MemoryTimeline, peak_memory
 from pipemega.profiling.meta_costs import StageCosts
 from pipemega.profiling.meta_kernels import DeviceType
 
-# Most memory of a rank, relative to the fullest rank with full backwards: without weights,
-# gradients and optimizer state,
+# Most memory of a rank, relative to the fullest rank of those two: without weights, gradients and
+# optimizer state,
 _ACTIVATIONS = 1.4
 # and with them, if layers are recomputed: activations are then a small part of the memory.
 _WHOLE_IF_RECOMPUTED = 1.2
@@ -58,8 +60,10 @@ def fit_weight_queue(
         costs: of every stage, with split backward.
         static: for each rank, bytes that do not depend on the plan.
     """
-    fused = lower(limit_weight_queue(plan, [1.0] * plan.num_stages, 0.0))
-    peaks = [peak_memory(fused, rank, costs, device).total for rank in range(plan.num_ranks)]
+    peaks = [
+        max(peak_memory(fused, rank, costs, device).total for fused in _with_full_backwards(plan))
+        for rank in range(plan.num_ranks)
+    ]
     most = [_ACTIVATIONS * max(peaks)] * plan.num_ranks
     if recomputes(costs):
         whole = _WHOLE_IF_RECOMPUTED * max(map(sum, zip(peaks, static, strict=True)))
@@ -69,6 +73,14 @@ def fit_weight_queue(
         _Fitting(lowered, rank, costs, device, limit).program() for rank, limit in enumerate(most)
     )
     return replace(plan.compute_only(), programs=programs)
+
+
+def _with_full_backwards(plan: Plan) -> list[Plan]:
+    """Return `plan`, and 1F1B if it has the same stages, lowered and without I and W."""
+    sizes = plan.num_ranks, plan.num_microbatches, plan.num_stages // plan.num_ranks
+    plain = measurement_plan(*sizes)
+    plans = [plan, *([plain] if plain.rank_of_stage == plan.rank_of_stage else [])]
+    return [lower(limit_weight_queue(each, [1.0] * plan.num_stages, 0.0)) for each in plans]
 
 
 def fit_queue_of_linears(plan: Plan, device: DeviceType) -> Plan:

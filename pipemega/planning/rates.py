@@ -65,8 +65,8 @@ class Rates:
         """Return times and bytes of each stage of `layout` on `ranks` pipeline ranks."""
         unit = self._unit(layout, ranks)
         counted = stage_times(layout.costs, unit)
-        if layout.vocabulary is not None:
-            counted = replace(counted, vocabulary=layout.vocabulary.times(unit))
+        if layout.vocabulary:
+            counted = replace(counted, vocabulary=layout.vocabulary[0].times(unit))
         if self.layers is not None:
             times = self.layers.cost_model(layout.bounds)
             return _with_memory(times, counted)

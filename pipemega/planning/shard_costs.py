@@ -1,6 +1,6 @@
 """Costs of the passes of vocabulary parallelism on one rank, counted on the meta device.
 
-They run as in `pipeline.vocabulary_runs`, on the rows of the first rank; all labels count.
+They run as in `pipeline.vocabulary_runs`; all labels count.
 """
 
 from collections.abc import Callable

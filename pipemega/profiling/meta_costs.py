@@ -43,6 +43,7 @@ class StageCosts:
         message: bytes sent to the next stage; 0 for the last stage.
         gradient_in, gradient_out: bytes of the gradient of the output and of the input.
         kept: bytes kept from I to W.
+        kept_gradient: those bytes of `gradient_out` that are in `kept` too: W uses that gradient.
         working: temporary bytes, beyond those in use at the start: during F, B or I, and W.
         flops: of F, of B or I, of W.
         kernels: number of kernels of F, of B or I, of W.
@@ -66,6 +67,7 @@ class StageCosts:
     kernels: tuple[int, int, int]
     seconds: tuple[float, float, float]
     layer_flops: tuple[float, ...]
+    kept_gradient: int = 0
     held_once: int = 0
     whole_working: int | None = None
 
@@ -166,7 +168,8 @@ class _StageRun:
         gradient_in = meter.now - held
         _, backward = self._metered(lambda: self._backward(live))
         gradient_out = sum(g.value.nbytes for g in live.inputs if g.value is not None)
-        live.x, live.inputs = None, []
+        live.x, with_gradient = None, meter.now
+        live.inputs = []
         kept = meter.now
         _, weight = self._metered(self._weight_half)
         costs = StageCosts(
@@ -182,6 +185,7 @@ class _StageRun:
             kernels=(forward.kernels, backward.kernels, weight.kernels),
             seconds=(forward.seconds, backward.seconds, weight.seconds),
             layer_flops=layer_flops.counts,
+            kept_gradient=0 if first else max(0, gradient_out - (with_gradient - kept)),
             held_once=held_once,
         )
         return costs, header

@@ -1,5 +1,7 @@
 """Plans for tests: hand-made ones, and random valid ones."""
 
+from dataclasses import replace
+
 from hypothesis import strategies as st
 
 from pipemega.pipeline.plan.channels import channels
@@ -89,3 +91,13 @@ def one_queue_per_pair(rank_of_stage, order, vocabulary=False):
         c: frozenset((rank_of_stage[c.source], rank_of_stage[c.target]))
         for c in channels(rank_of_stage, vocabulary)
     }
+
+
+def with_w_last(plan: Plan) -> Plan:
+    """Run all W of each rank at its end, in the opposite order of their I."""
+    weight = Kind.BACKWARD_WEIGHT
+    programs = (
+        (*(s for s in p if s.kind is not weight), *(s for s in reversed(p) if s.kind is weight))
+        for p in plan.programs
+    )
+    return replace(plan, programs=tuple(programs))

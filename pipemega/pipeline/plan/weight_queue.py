@@ -1,8 +1,10 @@
 """Limits the memory that a rank holds between I and W, by running W earlier.
 
 I of a micro-batch queues what W needs. A rank may run a queued W at any time after its I: no other
-rank waits for W, and the messages do not change. The W of a stage keep their order, so gradients
-are added in the order of the micro-batches and the results are bitwise equal.
+rank waits for W, and the messages do not change. In all schedules the W of a stage have the order
+of its I and keep it, so gradients are added in the order of the micro-batches and the results are
+bitwise equal. In a plan file with another order, a W that runs earlier changes the order of
+additions.
 
 The decision is part of the plan, so that all data and tensor ranks run the same instructions in
 the same order, and the plan that runs is the one that was validated, simulated and drawn.

@@ -13,6 +13,7 @@ from pipemega.pipeline.plan.simulate import simulate
 from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.plan.weight_queue import limit_weight_queue, queued_bytes
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, splits_backward
+from tests.paper.hand_made_plans import with_w_last
 
 
 def rank_0(plan: Plan) -> str:
@@ -59,6 +60,17 @@ def test_every_limited_plan_is_valid_and_its_queue_stays_within_the_limit(
                 if step.stage == stage and step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
             ]
             assert order == sorted(order)
+
+
+@pytest.mark.parametrize("limit", [0.0, 1.0, 2.5, 100.0])
+@pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
+def test_a_plan_whose_w_have_another_order_than_its_i_is_valid_within_the_limit(name, limit):
+    plan = Plan.from_json(with_w_last(build_plan(name, 3, 7)).to_json())
+    kept = [1.0, 0.5, 1.0, 0.5, 0.5, 1.0][: plan.num_stages]
+    limited = limit_weight_queue(plan, kept, limit)
+    validate(lower(limited))
+    assert all(queued_bytes(program, kept) <= limit for program in limited.programs)
+    assert (limited == plan) == (limit == 100.0)
 
 
 def test_a_limit_trades_time_for_memory():

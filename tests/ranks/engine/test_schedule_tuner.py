@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from pipemega.engine.schedule_tuner import TIMED, WARM_UP
-from pipemega.pipeline.plan.instructions import Kind
+from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.schedules import build_plan
+from tests.paper.hand_made_plans import with_w_last
 from tests.ranks.pool import RanksFailed
 from tests.ranks.training_runs import build, data, settings
 
@@ -135,8 +137,6 @@ def test_a_memory_limit_that_no_plan_meets_stops_all_ranks_with_the_least_memory
 
 
 def test_a_plan_from_a_file_trains_the_same_bits_as_its_schedule(pool, tmp_path):
-    from pipemega.pipeline.schedules import build_plan
-
     file = tmp_path / "mine.csv"
     file.write_text(build_plan("zb-h1", 2, 12).to_csv())
     named = pool.run(2, run, {"schedule": "zb-h1"}, "", 2, {"mesh": {"pipeline": 2}})
@@ -168,6 +168,20 @@ def test_a_limited_queue_of_w_trains_the_same_bits(pool):
         assert same(found[0], plain[0])
         plans.add(found[0]["plans"][0])
     assert len(plans) == 3
+
+
+def test_a_limited_queue_trains_a_plan_file_whose_w_have_another_order_than_its_i(pool, tmp_path):
+    plan = with_w_last(build_plan("zb-h1", 2, 12))
+    file = tmp_path / "mine.json"
+    file.write_text(plan.to_json())
+    changes = {"mesh": {"pipeline": 2}}
+    plain = pool.run(2, run, {"schedule": "1f1b"}, "", 2, changes)[0]
+    limited = {"schedule": {"file": str(file)}, "weight_queue_limit": 30_000}
+    found = pool.run(2, run, limited, "", 2, changes)[0]
+    assert Plan.from_json(found["plans"][0]).compute_only().programs != plan.programs
+    for name, value in plain["state"].items():
+        # Gradients are added in another order.
+        assert found["state"][name] == pytest.approx(value, rel=1e-5, abs=1e-6)
 
 
 def fail_in_timed_step(cache: str) -> None:

@@ -80,6 +80,20 @@ def test_without_recomputation_no_w_of_equal_blocks_runs_earlier() -> None:
     assert limited.prediction.plan == free.prediction.plan
 
 
+def test_a_schedule_with_less_memory_than_1f1b_keeps_its_order() -> None:
+    """V-Min holds few micro-batches, so that its queue of W is most of its memory."""
+    limited, free, plain = (
+        estimate(Request(load(ROOT / "configs/quickstart.json", changes))).prediction
+        for changes in (
+            ["pipeline.schedule=v-min"],
+            ["pipeline.schedule=v-min", "pipeline.weight_queue_limit=null"],
+            ["pipeline.schedule=1f1b-v"],
+        )
+    )
+    assert limited.plan == free.plan
+    assert step_bytes(limited) < step_bytes(plain)
+
+
 def test_sequence_parallel_ranks_keep_their_slice_of_an_input_for_w() -> None:
     """As a full backward, which gathers it again."""
     split, whole = (
