@@ -57,7 +57,7 @@ class StageLayout:
         costs: for each stage, of one micro-batch.
         input_bytes, label_bytes: of one micro-batch.
         totals: of the layers of all stages.
-        vocabulary: for each pipeline rank, of the passes of vocabulary parallelism; empty: it is off.
+        vocabulary: for each pipeline rank, of the vocabulary passes; empty: there are none.
     """
 
     bounds: tuple[int, ...]
