@@ -141,8 +141,8 @@ class PipelineSection(Section):
         "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
         'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: no rank '
         "needs more than 1.4 times the activations and messages of the fullest rank with full "
-        "backwards, or, if layers are recomputed, 1.2 times its whole memory; not for plans from a "
-        "file. null: no limit.",
+        "backwards, in this schedule or in 1F1B on the same stages, or, if layers are recomputed, "
+        "1.2 times its whole memory; not for plans from a file. null: no limit.",
     )
     vocabulary: Literal["auto", "stage", "parallel"] = own(
         "auto",

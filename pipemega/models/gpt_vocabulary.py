@@ -10,6 +10,7 @@ from pipemega.models.block import Hidden
 from pipemega.models.gpt_config import GPTConfig
 from pipemega.pipeline.microbatch_loss import WeightedLoss
 from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec
+from pipemega.pipeline.stage_input import collect_gradients
 from pipemega.pipeline.vocabulary_shard import EmbeddedInputs, VocabularySplit
 from pipemega.tensor_parallel.collectives import (
     copy_to_tensor,
@@ -45,19 +46,22 @@ class EmbeddedTokens(nn.Module):
         (inputs, rows [batch, sequence, hidden])  ->  the output of the embedding
     """
 
-    def __init__(self, config: GPTConfig, per_token: Any, axis: Axis) -> None:
+    def __init__(
+        self, config: GPTConfig, per_token: Any, axis: Axis, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
         self._per_token, self._axis = per_token, axis
         self._hidden_size, self._sequence_parallel = config.hidden_size, config.sequence_parallel
-        self._dtype = torch.get_default_dtype()
+        self._dtype = dtype or torch.get_default_dtype()
 
     def forward(self, inputs: Any) -> Hidden:
         if isinstance(inputs, EmbeddedInputs):
             (_, *per_token), rows = self._per_token(inputs.inputs), inputs.rows
         else:  # the planner has only the inputs
             ids, *per_token = self._per_token(inputs)
-            shape, dtype = (*ids.shape, self._hidden_size), self._dtype
-            rows = torch.zeros(shape, dtype=dtype, device=ids.device, requires_grad=True)
+            zeros = torch.zeros(*ids.shape, self._hidden_size, dtype=self._dtype, device=ids.device)
+            # As in a run, autograd does not keep rows that no layer saves: they are no leaf.
+            rows, _ = collect_gradients(zeros.requires_grad_())
         if self._axis.size > 1:
             reduce = reduce_scatter_sequence if self._sequence_parallel else sum_in_place
             rows = reduce(rows, self._axis)

@@ -39,6 +39,7 @@ class VocabularySplit:
 
     Args:
         embedding: the layer in place of the embedding: `EmbeddedInputs` -> output of the embedding.
+            Its keyword `dtype` is that of the rows in a plan, which has only the inputs.
         head: the layer in place of the head: hidden -> hidden [batch, sequence, hidden_size], whole
             on every tensor rank.
         mean_loss: (losses of the tokens, labels) -> loss of the micro-batch.
@@ -54,9 +55,16 @@ class VocabularySplit:
     token_loss: TokenObjective
     hidden_size: int
 
-    def without_vocabulary(self, net: PipelineModule) -> PipelineModule:
-        """Return the model of the stages, without the weights of embedding and head."""
-        specs = (self.embedding, *net.specs[1:-1], self.head)
+    def without_vocabulary(
+        self, net: PipelineModule, dtype: torch.dtype | None = None
+    ) -> PipelineModule:
+        """Return the model of the stages, without the weights of embedding and head.
+
+        Args:
+            dtype: of the rows in a plan; None: torch's default dtype.
+        """
+        embedding = LayerSpec(self.embedding.typename, *self.embedding.args, dtype=dtype)
+        specs = (embedding, *net.specs[1:-1], self.head)
         return net.with_specs(specs, loss_fn=self.mean_loss)
 
 

@@ -161,11 +161,11 @@ class MemoryTimeline:
         if shard is None:
             return self._changes[step.kind](step)
         if step.kind.is_vocabulary:
-            activations, messages, working = shard.of_pass(step)
+            activations, messages, working, freed = shard.of_pass(step)
             after = self._changed(activations, messages)
-            more = max(0, working - max(0, after.total - self._now.total))
+            more = max(0, working - freed - max(0, after.total - self._now.total))
             return max(self._now, after, key=_total)._replace(working=more), after
-        activations, messages, before = shard.of_stage(step)
+        activations, messages, before, _ = shard.of_stage(step)
         start = self._changed(working=before)
         if step.kind is Kind.FORWARD:  # what it adds up is freed when it begins
             self._now, messages = self._changed(messages=messages), 0

@@ -107,8 +107,9 @@ class MetaModel:
     ) -> None:
         self.whole, self.device = net, device
         self.cuts_vocabulary = config.pipeline.vocabulary == "parallel" and topology.pipeline > 1
+        precision, rates = precision_of(config), rates_for(config.compute_dtype)
         if self.cuts_vocabulary:
-            net = vocabulary_split(net).without_vocabulary(net)
+            net = vocabulary_split(net).without_vocabulary(net, precision.compute_dtype)
         self.net = net
         self._config, self._sample, self._topology = config, sample, topology
         loss = reduced_loss(config, net.build_loss(self._mesh(0).tensor))
@@ -116,7 +117,6 @@ class MetaModel:
             raise ConfigError(
                 "the model has no loss_fn, and training needs one: give it to PipelineModule"
             )
-        precision, rates = precision_of(config), rates_for(config.compute_dtype)
         self._precision, self._rates = precision, rates
         probe = Probe(device, loss, sample.labels, precision.cast_inputs, rates)
         options, entering = self._options(self._mesh(0)), Header.of(sample.inputs)

@@ -23,11 +23,12 @@ from pipemega.profiling.meta_kernels import DeviceType
 
 
 class ShardChange(NamedTuple):
-    """Bytes that an instruction adds, and its temporary bytes with them."""
+    """Bytes that an instruction adds, its temporary bytes with them, and what it frees first."""
 
     activations: int = 0
     messages: int = 0
     working: int = 0
+    freed: int = 0
 
 
 class ShardMemory:
@@ -67,19 +68,20 @@ class ShardMemory:
             Kind.RECV_NORMALIZER: c.normalizers,
             Kind.RECV_EMBEDDING_GRADIENT: c.rows,
         }.get(step.kind, 0)
-        activations = 0
+        activations = freed = 0
         if step.kind is Kind.OUTPUT:
             activations = c.kept
         elif step.kind is Kind.OUTPUT_WEIGHT:
             activations = -c.kept - (c.hidden if last else 0)
-            messages -= 0 if last else c.hidden + (c.partial if self._gloo else 0)
+            freed = c.partial if self._gloo and not last else 0
+            messages -= freed + (0 if last else c.hidden)
             messages -= 0 if last and self._gloo else c.normalizers
         elif step.kind is Kind.EMBED_WEIGHT:
-            if not first:
-                messages -= c.rows * (2 if self._gloo else 1)
-            elif not self._gloo:
-                messages -= c.rows
-        return ShardChange(activations, messages, c.working.get(step.kind, 0))
+            freed = c.rows if self._gloo and not first else 0
+            messages -= freed + (0 if first and self._gloo else c.rows)
+        # The partial result is several tensors, which are copied into one message.
+        packed = c.partial if step.kind is Kind.SEND_PARTIAL else 0
+        return ShardChange(activations, messages, c.working.get(step.kind, packed), freed)
 
     def of_stage(self, step: Instruction) -> ShardChange:
         """Return the change by F, B or I in addition to that of its stage."""
