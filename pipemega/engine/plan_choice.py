@@ -244,6 +244,7 @@ class PlanChooser:
         """
         plan = plan_of_size(self._config.pipeline, full, num_microbatches)
         if self._model is not None:
+            plan = self._model.with_passes(plan, self._bounds)
             plan = self._model.limit_weight_queue(lower(plan), self._bounds)
         return self._validated(lower(plan))
 

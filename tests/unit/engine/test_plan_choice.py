@@ -152,6 +152,15 @@ def test_the_best_stages_are_searched_once_if_they_are_the_current_ones(monkeypa
     assert choice.next_plan(plan, measured, best) == once
 
 
+@pytest.mark.parametrize("partition", ["auto", "uniform"])
+def test_the_passes_of_a_cut_vocabulary_are_those_of_the_plan_command(partition: str) -> None:
+    settings = config({"schedule": "1f1b", "vocabulary": "parallel", "partition": partition})
+    report = estimate(Request(settings)).prediction
+    chosen = chooser(settings).configured_plan(None)
+    assert chosen.plan == report.plan
+    assert chosen.bounds == report.layout.bounds
+
+
 def test_the_queue_of_w_is_limited_to_the_configured_bytes() -> None:
     free = chooser(config({"schedule": "zb-h1"})).configured_plan(None).plan
     report = estimate(Request(config({"schedule": "zb-h1"})))
@@ -190,6 +199,7 @@ COSTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
         {"schedule": "zb-v"},
         {"schedule": "interleaved", "chunks": 3},
         {"schedule": "zb-h1", "weight_queue_limit": 1},
+        {"schedule": "zb-h1", "vocabulary": "parallel"},
         {"schedule": "auto", "costs": COSTS},
         {"schedule": "auto"},
     ],

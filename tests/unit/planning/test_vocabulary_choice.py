@@ -6,6 +6,9 @@ import pytest
 
 from pipemega.config import load
 from pipemega.models import GPTConfig, gpt
+from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan_selection import with_passes
+from pipemega.pipeline.schedules import build_plan
 from pipemega.planning.advice import advise
 from pipemega.planning.estimate import Report, Request, estimate
 from pipemega.planning.report_json import as_json
@@ -73,6 +76,13 @@ def test_a_vocabulary_is_not_cut_if_the_config_or_the_model_cannot_have_it(
     assert with_cut_vocabulary(load(settings(512, **changes)), net) is None
     net.vocabulary = None
     assert with_cut_vocabulary(plain, net) is None
+
+
+def test_the_passes_are_in_the_best_order_for_the_counted_times() -> None:
+    prediction = planned(512, "1f1b", pipeline={"vocabulary": "parallel"}).prediction
+    assumed = with_passes(build_plan("1f1b", 2, 4))
+    assert prediction.plan.compute_only().programs != assumed.programs
+    assert prediction.timeline.makespan < simulate(assumed, prediction.costs).makespan
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "zb-v", "gpipe", "interleaved"])
