@@ -256,16 +256,10 @@ class PlanChooser:
         return validated(plan, section, self._order)
 
     def _with_passes(self, plan: Plan) -> Plan:
-        """Return `plan` with the passes of vocabulary parallelism; counts the model for it.
-
-        Raises:
-            ConfigError: the vocabulary of the model cannot be cut; on every rank.
-        """
-        vocabulary_split(self._net)
-        self._model = self._counted
-        if self._model is None:
-            return with_passes(plan)
-        return self._model.with_passes(plan, self._bounds)
+        """Return `plan` with the passes of vocabulary parallelism; counts the model for it."""
+        vocabulary_split(self._net)  # or an error on every rank
+        model = self._model = self._counted
+        return with_passes(plan) if model is None else model.with_passes(plan, self._bounds)
 
     def _choose(self, model: MetaModel, rates: Rates, stages: Stages | None = None) -> Prediction:
         section = self._config.pipeline

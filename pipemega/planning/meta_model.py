@@ -32,7 +32,7 @@ from pipemega.pipeline.vocabulary_shard import VocabularyShard, vocabulary_split
 from pipemega.planning.footprint import Footprint, count_footprint
 from pipemega.planning.model_source import Sample
 from pipemega.planning.queue_memory import fit_weight_queue, may_limit
-from pipemega.planning.shard_costs import ShardCosts, count_shard
+from pipemega.planning.shard_costs import ShardCosts, count_shards
 from pipemega.planning.stage_counts import ModelTotals, StageCounts, stage_times
 from pipemega.profiling.kernel_rates import rates_for
 from pipemega.profiling.meta_costs import Probe, StageCosts
@@ -149,20 +149,12 @@ class MetaModel:
     def shard_costs(self) -> tuple[ShardCosts, ...]:
         """For each pipeline rank, the costs of the passes of vocabulary parallelism.
 
-        Empty if it is off. The last shards have fewer rows if the vocabulary does not divide.
+        Empty if it is off.
         """
-        found: dict[tuple[int, int], ShardCosts] = {}
-        costs = []
-        for rank in range(self.num_ranks if self.cuts_vocabulary else 0):
-            mesh = self._mesh(rank)
-            with preserve_rng(), unmetered():
-                shard = VocabularyShard(self.whole, mesh, self._options(mesh))
-                if shard.num_rows not in found:
-                    found[shard.num_rows] = count_shard(
-                        shard, self._sample, self._precision, self._rates, self.device
-                    )
-            costs.append(found[shard.num_rows])
-        return tuple(costs)
+        meshes = map(self._mesh, range(self.num_ranks if self.cuts_vocabulary else 0))
+        with preserve_rng(), unmetered():
+            shards = [VocabularyShard(self.whole, mesh, self._options(mesh)) for mesh in meshes]
+            return count_shards(shards, self._sample, self._precision, self._rates, self.device)
 
     def _mesh(self, pipeline_rank: int) -> Mesh:
         """Return the mesh of the first data and tensor rank of `pipeline_rank`, without groups."""

@@ -3,7 +3,7 @@
 They run as in `pipeline.vocabulary_runs`; all labels count.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,14 +88,32 @@ class _Metered(NamedTuple):
         return cls(result, meter.now - before, meter.peak - before, meter.seconds - seconds)
 
 
-def count_shard(
+def count_shards(
+    shards: Sequence[VocabularyShard],
+    sample: Sample,
+    precision: Precision,
+    rates: KernelRates,
+    device: DeviceType,
+) -> tuple[ShardCosts, ...]:
+    """Return the costs of the passes on the rank of each shard; all are on the meta device.
+
+    The last shards have fewer rows than the others if the vocabulary does not divide.
+    """
+    different = {shard.num_rows: shard for shard in shards}
+    costs = {
+        rows: _count_shard(shard, sample, precision, rates, device)
+        for rows, shard in different.items()
+    }
+    return tuple(costs[shard.num_rows] for shard in shards)
+
+
+def _count_shard(
     shard: VocabularyShard,
     sample: Sample,
     precision: Precision,
     rates: KernelRates,
     device: DeviceType,
 ) -> ShardCosts:
-    """Return the costs of the passes on the rank of `shard`, which is on the meta device."""
     for named in shard.logical_names():
         precision.cast_parameters([named])
     weight, objective, head = shard.head.weight, shard.split.token_loss, shard.head_rows()
