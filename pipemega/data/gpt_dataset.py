@@ -129,9 +129,10 @@ class GPTDataset(Dataset[Sample]):
         self._description = self._describe(seed)
         self.fingerprint = digest_of(self._description)
         mapped = self._load_indices(seed, cache, say)
-        self._mappings, self._signed = Mappings(*mapped), data.dtype.kind == "i"
+        self._mappings = Mappings(*mapped)
         # Plain arrays: each slice of a memmap runs Python code.
         self._indices = SampleIndices(*(array.view(np.ndarray) for array in mapped))
+        self._bounds = self._indices.sample.reshape(-1)
         self._length = len(mapped.shuffle)
 
     def __len__(self) -> int:
@@ -225,13 +226,11 @@ class GPTDataset(Dataset[Sample]):
 
     def _read(self, window: int) -> npt.NDArray[np.int64]:
         """Return the tokens of one window, padded at the end. [seq + extra]"""
-        (first, start), (last, end) = self._indices.sample[window : window + 2].tolist()
+        first, start, last, end = self._bounds[2 * window : 2 * window + 4].tolist()
         documents = self._indices.document[first : last + 1].tolist()
         read = self.data.joined(documents, start, end + self._extra)
-        # `read.max()` runs Python code of numpy before it calls this.
-        if read.size and int(np.maximum.reduce(read)) >= self.format.vocab_size:
-            self._refuse_foreign_token(documents)
-        if self._signed and read.size and read.min() < 0:
+        signed = read.dtype.kind == "i"
+        if read.size and (read.max() >= self.format.vocab_size or (signed and read.min() < 0)):
             self._refuse_foreign_token(documents)
         size = self.format.seq_length + self._extra
         if len(read) == size:

@@ -93,12 +93,12 @@ class IndexedDataset:
         start += offset
         return self._tokens.read(start, stop if length is None else min(start + length, stop))
 
-    def joined(self, sequences: Sequence[int], start: int, last_length: int | None) -> Tokens:
+    def joined(self, sequences: Sequence[int], start: int, last_length: int) -> Tokens:
         """Return the tokens of several sequences, one after the other.
 
         Args:
             start: the first token of the first sequence.
-            last_length: tokens of the last sequence, from its start; None: all.
+            last_length: the most tokens of the last sequence, from its start.
         """
         self._index.refuse_shortened()
         pointers, lengths, size = self.pointers, self.lengths, self.dtype.itemsize
@@ -107,8 +107,7 @@ class IndexedDataset:
             begin = pointers.item(sequence) // size
             ranges.append((begin, begin + lengths.item(sequence)))
         begin, end = ranges[-1]
-        if last_length is not None:
-            ranges[-1] = begin, min(begin + last_length, end)
+        ranges[-1] = begin, min(begin + last_length, end)
         begin, end = ranges[0]
         ranges[0] = begin + start, end
         return self._tokens.read_ranges(ranges)

@@ -32,15 +32,15 @@ class Mappings:
     def __init__(self, *arrays: Any) -> None:
         mapped = [array for array in arrays if isinstance(array, np.memmap)]
         self._files = [
-            (array.filename, array._mmap, array.offset + array.nbytes)  # type: ignore[attr-defined]
+            (array.filename, array._mmap.size, array.offset + array.nbytes)  # type: ignore[attr-defined]
             for array in mapped
         ]
 
     def refuse_shortened(self) -> None:
         """Raise DataError if a file is now shorter than its mapped part."""
-        for path, mapping, needed in self._files:
-            if (size := mapping.size()) < needed:
-                raise _shortened(path, size, needed)
+        for path, size_of, needed in self._files:
+            if size_of() < needed:
+                raise _shortened(path, size_of(), needed)
 
     def __reduce__(self) -> tuple[type["Mappings"], tuple[()]]:
         return Mappings, ()
