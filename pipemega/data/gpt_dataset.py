@@ -132,7 +132,6 @@ class GPTDataset(Dataset[Sample]):
         self._mappings = Mappings(*mapped)
         # Plain arrays: each slice of a memmap runs Python code.
         self._indices = SampleIndices(*(array.view(np.ndarray) for array in mapped))
-        self._bounds = self._indices.sample.reshape(-1)
         self._length = len(mapped.shuffle)
 
     def __len__(self) -> int:
@@ -226,7 +225,7 @@ class GPTDataset(Dataset[Sample]):
 
     def _read(self, window: int) -> npt.NDArray[np.int64]:
         """Return the tokens of one window, padded at the end. [seq + extra]"""
-        first, start, last, end = self._bounds[2 * window : 2 * window + 4].tolist()
+        (first, start), (last, end) = self._indices.sample[window : window + 2].tolist()
         documents = self._indices.document[first : last + 1].tolist()
         read = self.data.joined(documents, start, end + self._extra)
         signed = read.dtype.kind == "i"
