@@ -9,6 +9,7 @@ batch_reader     micro-batches for the first and the last stage
 step_runner      forwards, backwards, optimizer step; post-validation
 step_callbacks   observe steps: tracing, busy time
 flops_profiler   the table of `flops_profiler`; flops_report formats it
+measured_stages  costs of stages for schedule "auto"; when others are worth a move
 schedule_tuner   schedule "auto": measures, then changes the plan
 loss             sums of the loss over micro-batches and ranks
 cpu_allocator    keeps freed memory on CPUs

@@ -6,7 +6,7 @@ section `model` or the training data, the layers are counted on the meta device 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -16,14 +16,15 @@ from torch import nn
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
-from pipemega.errors import ConfigError
+from pipemega.engine.measured_stages import MeasuredStages, is_worth_moving, stages_of
+from pipemega.errors import ConfigError, ScheduleError
 from pipemega.models.build_model import ModelContext, sample_from
 from pipemega.monitor import get_logger
 from pipemega.pipeline.autoschedule import Placement
 from pipemega.pipeline.connections import message_order
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.plan.costs import CostModel
-from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import simulate
@@ -50,26 +51,6 @@ from pipemega.planning.vocabulary_choice import cut_wins
 from pipemega.profiling.meta_kernels import DeviceType
 from pipemega.profiling.tensor_meter import unmetered
 from pipemega.random import preserve_rng
-
-
-@dataclass(frozen=True)
-class MeasuredStages:
-    """Measured costs of stages.
-
-    Args:
-        bounds, rank_of_stage: of the stages.
-        split: I and W were measured, not only B.
-        costs: in seconds and bytes.
-    """
-
-    bounds: Bounds
-    rank_of_stage: tuple[int, ...]
-    split: bool
-    costs: CostModel
-
-    @property
-    def stages(self) -> Stages:
-        return Stages(self.bounds, self.rank_of_stage)
 
 
 class ChosenPlan(NamedTuple):
@@ -198,10 +179,34 @@ class PlanChooser:
                 return first
             best, costs = self.next_plan(first.plan, measured)
             return ChosenPlan(best, measured.bounds, simulate(best, costs).makespan)
-        rates = Rates() if measured is None else self._rates(self._model, measured)
-        chosen = self._chosen(self._choose(self._model, rates), rates)
-        self._bounds = chosen.bounds
-        return chosen
+        if measured is None:
+            choice, seconds = self._choose(self._model, Rates()), None
+        else:
+            choice = self._best_known(self._model, measured)
+            seconds = choice.timeline.makespan
+        self._bounds = choice.layout.bounds
+        return ChosenPlan(self.lowered(choice), self._bounds, seconds)
+
+    def _best_known(self, model: MetaModel, measured: MeasuredStages) -> Prediction:
+        """Return the best plan for measured costs; on the measured stages if others gain little."""
+        allowed = self._allows(model, measured.stages)
+        best = None
+        if not (allowed and measured.tried_others):
+            best = self.best_stages(measured)
+            if not allowed or stages_of(best) == measured.stages:
+                return best
+        try:
+            here = self._choose(model, self._rates(model, measured), measured.stages)
+        except ScheduleError:  # no plan keeps the memory limit
+            return best or self.best_stages(measured)
+        if best is not None and is_worth_moving(best, here.timeline.makespan):
+            return best
+        return here
+
+    def _allows(self, model: MetaModel, stages: Stages) -> bool:
+        """Return whether the config allows the stages of an earlier run."""
+        number, chunks = len(stages.rank_of_stage), self._config.pipeline.stages_per_rank
+        return chunks is None or number == chunks * model.num_ranks
 
     def prefers(self, cut: Config) -> bool:
         """Return whether `cut`, the config with a cut vocabulary, has the shorter step."""
@@ -227,10 +232,6 @@ class PlanChooser:
         """
         assert self._model is not None, "the layers were not counted"
         return self._choose(self._model, self._rates(self._model, measured))
-
-    def _chosen(self, choice: Prediction, rates: Rates) -> ChosenPlan:
-        seconds = choice.timeline.makespan if rates.known else None
-        return ChosenPlan(self.lowered(choice), choice.layout.bounds, seconds)
 
     def lowered(self, choice: Prediction) -> Plan:
         """Return the plan of `choice`, proven for the transport of this run."""
@@ -296,7 +297,8 @@ class PlanChooser:
         return self._validated(best.plan), best.costs
 
     def _rates(self, model: MetaModel, measured: MeasuredStages) -> Rates:
-        counted, split = model.layer_costs, measured.split
+        counted = replace(model.layer_costs, instruction=model.instruction_seconds)
+        split = measured.split
         return Rates(layers=measured_layers(counted, measured.bounds, measured.costs, split=split))
 
     @cached_property
@@ -385,14 +387,3 @@ class PlanChooser:
             size = config.batch(topology.data).micro_batch_size
             tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
             yield lambda: Sample(tokens, tokens)
-
-
-def stages_of(choice: Prediction) -> Stages:
-    """Return the stages of a choice."""
-    return Stages(choice.layout.bounds, choice.plan.rank_of_stage)
-
-
-def split_was_measured(plan: Plan) -> bool:
-    """Return whether a trace of `plan` has the times of I and W of each stage."""
-    stages = {step.stage for step in plan.steps() if step.kind is Kind.BACKWARD_WEIGHT}
-    return len(stages) == plan.num_stages

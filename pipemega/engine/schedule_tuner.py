@@ -13,7 +13,8 @@ If the measured time differs from the predicted one, the plan is searched again.
 slower than before the stages moved, these move back.
 
 The costs are cached in the user's cache folder, one file per model, mesh and machine: the next such
-run starts with the best plan for them, on the best stages of all.
+run starts with the best plan for them. It has the measured stages if the last run compared them
+with others, or if others gain little (`measured_stages`).
 """
 
 import hashlib
@@ -32,13 +33,13 @@ import torch
 
 from pipemega.data.file_cache import atomic_path, user_cache_folder
 from pipemega.distributed.mesh import Mesh, from_first
-from pipemega.engine.plan_choice import (
-    ChosenPlan,
+from pipemega.engine.measured_stages import (
     MeasuredStages,
-    PlanChooser,
+    is_worth_moving,
     split_was_measured,
     stages_of,
 )
+from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
 from pipemega.engine.stage_mover import describe_cut
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.errors import PipemegaError
@@ -57,8 +58,6 @@ TIMED = 4
 _TOLERANCE = 0.15
 # Largest number of plan changes in one run.
 _MAX_CHANGES = 2
-# Stages move if this part of a step is predicted to be saved: measured times vary by about as much.
-_LEAST_GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -87,9 +86,14 @@ class _Next:
 
 @dataclass(frozen=True)
 class _Before:
-    """The measured seconds of a step before the stages moved, and what to return to."""
+    """The measured seconds of a step before the stages moved, and what to return to.
+
+    Args:
+        costs: of the stages; None on other ranks than 0.
+    """
 
     seconds: float
+    costs: MeasuredStages | None
     stages: _Stages
 
 
@@ -123,7 +127,9 @@ class ScheduleTuner(StepCallback):
         self._steps, self._changes, self._done = 0, 0, False
         self._timed: list[Trace] = []
         self._memory_trace: Trace | None = None
-        self._measured = 0.0  # seconds of a step; on rank 0
+        # On rank 0:
+        self._measured = 0.0  # seconds of a step
+        self._costs: MeasuredStages | None = None
         self._moves = True
         self._before: _Before | None = None
 
@@ -170,7 +176,8 @@ class ScheduleTuner(StepCallback):
                     f"{_ms(wanted.moved.seconds)}: {obstacle}"
                 )
             else:
-                used, self._before = wanted.moved, _Before(self._measured, wanted.order)
+                used = wanted.moved
+                self._before = _Before(self._measured, self._costs, wanted.order)
                 step.next_bounds = self._bounds = used.bounds
                 self._chooser.use_stages(used.bounds)
         self._plan = step.next_plan = used.plan
@@ -185,7 +192,8 @@ class ScheduleTuner(StepCallback):
     def _next(self) -> _Next | None:
         """Return what the following steps run, on rank 0; None: keep the current plan."""
         measured = statistics.median(trace.timeline.makespan for trace in self._timed)
-        self._measured = measured
+        stages = self._measured_stages()
+        self._measured, self._costs = measured, stages
         if self._predicted is not None:
             deviation = measured / self._predicted - 1.0
             self._log.info(
@@ -196,13 +204,9 @@ class ScheduleTuner(StepCallback):
             if self._before is not None and measured > self._before.seconds:
                 return self._back(measured, self._before)
             if abs(deviation) <= _TOLERANCE or self._changes >= _MAX_CHANGES:
+                if stages.tried_others:
+                    self._save(stages)
                 return None
-        costs = measured_costs(self._timed)
-        if self._memory_trace is not None:
-            memory = measured_costs([self._memory_trace])
-            costs = replace(costs, activation=memory.activation, kept=memory.kept)
-        split = split_was_measured(self._plan)
-        stages = MeasuredStages(self._bounds, self._plan.rank_of_stage, split, costs)
         self._save(stages)
         free = self._chooser.best_stages(stages) if self._may_move else None
         plan, costs = self._chooser.next_plan(self._plan, stages, free)
@@ -217,6 +221,19 @@ class ScheduleTuner(StepCallback):
         if free is None or stages_of(free) == stages.stages:
             return _Next(order, None)
         return _Next(order, self._better_stages(free, stages, best.makespan))
+
+    def _measured_stages(self) -> MeasuredStages:
+        costs = measured_costs(self._timed)
+        if self._memory_trace is not None:
+            memory = measured_costs([self._memory_trace])
+            costs = replace(costs, activation=memory.activation, kept=memory.kept)
+        return MeasuredStages(
+            self._bounds,
+            self._plan.rank_of_stage,
+            split_was_measured(self._plan),
+            costs,
+            tried_others=self._before is not None,
+        )
 
     @property
     def _may_move(self) -> bool:
@@ -233,7 +250,7 @@ class ScheduleTuner(StepCallback):
         """
         bounds, place = stages_of(best)
         best_seconds = best.timeline.makespan
-        if best_seconds > seconds * (1 - _LEAST_GAIN):
+        if not is_worth_moving(best, seconds):
             return None
         self._log.info(
             f"schedule auto: on other stages a step is predicted to take {_ms(best_seconds)} "
@@ -248,6 +265,8 @@ class ScheduleTuner(StepCallback):
             f"schedule auto: a step took {_ms(before.seconds)} before the stages moved and takes "
             f"{_ms(measured)} now: they move back"
         )
+        if before.costs is not None:
+            self._save(replace(before.costs, tried_others=True))
         current = _Stages(self._plan, self._bounds, measured)
         return _Next(current, before.stages, is_last=True)
 
@@ -311,7 +330,8 @@ def _cached(file: Path) -> MeasuredStages | None:
         ranks = tuple(map(int, found["rank_of_stage"]))
         bounds = tuple(map(int, found["bounds"]))
         if costs.num_stages == len(ranks) == len(bounds) - 1:
-            return MeasuredStages(bounds, ranks, bool(found["split"]), costs)
+            tried = bool(found.get("tried_others"))
+            return MeasuredStages(bounds, ranks, bool(found["split"]), costs, tried)
     return None
 
 

@@ -41,6 +41,7 @@ from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.local_model import LocalModel, build_local_model
 from pipemega.pipeline.module import BuildOptions, PipelineModule
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.planning.units import show_bytes
 from pipemega.random import preserve_all_rng
 
 
@@ -165,7 +166,7 @@ class StageMover:
         self.watch(moved, step)
         total = sum(gather_objects(sent, self._mesh.world))
         get_logger(self._mesh.rank).info(
-            f"moved the stages: layers {describe_cut(bounds, place)}; {total / 1e6:.2f} MB of "
+            f"moved the stages: layers {describe_cut(bounds, place)}; {show_bytes(total)} of "
             f"parameters and optimizer state in {time.perf_counter() - started:.2f} s"
         )
         return moved, executor
@@ -196,8 +197,11 @@ class StageMover:
 
 
 def describe_cut(bounds: Sequence[int], rank_of_stage: Sequence[int]) -> str:
-    """Return the layers of each pipeline rank, as "0-3 | 4-7" or, with chunks, "0-1, 6-7 | 2-5"."""
-    ranges = [f"{start}-{stop - 1}" for start, stop in itertools.pairwise(bounds)]
+    """Return the layers of each pipeline rank, as "0-3 | 4-7" or, with chunks, "0, 6-7 | 1-5"."""
+    ranges = [
+        f"{start}-{stop - 1}" if stop > start + 1 else str(start)
+        for start, stop in itertools.pairwise(bounds)
+    ]
     return " | ".join(
         ", ".join(each for each, on in zip(ranges, rank_of_stage, strict=True) if on == rank)
         for rank in sorted(set(rank_of_stage))

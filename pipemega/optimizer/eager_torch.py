@@ -6,7 +6,7 @@ torch.optim imports it in the constructor and in the step, only to keep `torch.c
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -25,7 +25,7 @@ def build_eagerly(
 
     The type, the hooks and the results are those of torch.
     """
-    with _without_dynamo():
+    with without_dynamo([getattr(Optimizer.add_param_group, "__wrapped__", None)]):
         optimizer: Optimizer = kind([dict(group) for group in groups], **arguments)
     if kind.__module__.startswith("torch.optim") and not optimizer.defaults.get("differentiable"):
         # As torch decorates it, without the graph breaks: they only matter in a compiled function.
@@ -35,14 +35,18 @@ def build_eagerly(
 
 
 @contextmanager
-def _without_dynamo() -> Iterator[None]:
-    """Let `Optimizer.add_param_group` run as it is, if torch._dynamo is not imported yet."""
-    function: Any = getattr(Optimizer.add_param_group, "__wrapped__", None)
-    if "torch._dynamo" in sys.modules or function is None or hasattr(function, _DISABLED):
-        yield
-        return
-    setattr(function, _DISABLED, function)
+def without_dynamo(functions: Iterable[Any]) -> Iterator[None]:
+    """Context in which functions run as they are, if torch._dynamo is not imported yet.
+
+    Args:
+        functions: that `torch._disable_dynamo` decorates; read only if needed. None is skipped.
+    """
+    wanted = [] if "torch._dynamo" in sys.modules else functions
+    eager = [f for f in wanted if f is not None and not hasattr(f, _DISABLED)]
+    for function in eager:
+        setattr(function, _DISABLED, function)
     try:
         yield
     finally:
-        delattr(function, _DISABLED)
+        for function in eager:
+            delattr(function, _DISABLED)

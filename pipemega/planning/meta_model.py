@@ -290,6 +290,11 @@ class MetaModel:
         costs = replace(stage_times(stages), vocabulary=self.shard_costs[0].times(1.0))
         return with_vocabulary(plan, costs)
 
+    @property
+    def instruction_seconds(self) -> float:
+        """What an instruction takes beyond its kernels, by the fixed table of rates."""
+        return self._rates.instruction + self._counts.message_bytes / self._rates.messages
+
     def limit_weight_queue(self, plan: Plan, bounds: Bounds | None = None) -> Plan:
         """Return `plan` with queues of W within pipeline.weight_queue_limit, by counted bytes.
 

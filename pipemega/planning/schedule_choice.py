@@ -321,7 +321,11 @@ class ScheduleChooser:
 
     def _costs_on(self, stages: Stages, limits: tuple[float, ...]) -> Iterator[Placement]:
         """Yield stages with the costs of split backward, and of whole backwards if those differ."""
-        place, split = stages.rank_of_stage, self._layers.cost_model(stages.bounds)
+        layers = self._layers
+        if not self._rates.layers:
+            # The search prefers plans with fewer instructions; measured costs have it already.
+            layers = replace(layers, instruction=self._model.instruction_seconds)
+        place, split = stages.rank_of_stage, layers.cost_model(stages.bounds)
         yield Placement(place, split, limits)
         if any(map(gt, split.held_after_input, split.held_after_forward)):
             # More than any limit, so that the search does not split a backward.

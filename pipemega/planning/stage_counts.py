@@ -100,6 +100,11 @@ class StageCounts:
             sum(sum(layer.kernels) for layer in self._layers),
         )
 
+    @property
+    def message_bytes(self) -> float:
+        """The mean over the layers of what one sends to the next."""
+        return math.fsum(layer.message for layer in self._layers) / len(self._layers)
+
     @cached_property
     def _layers(self) -> tuple[StageCosts, ...]:
         return self.of_stages(tuple(range(len(self._net) + 1)), splits_backward=True)

@@ -24,12 +24,16 @@ class KernelRates:
         attention: FLOP/s of fused attention; a causal one has half of the FLOPs.
         bandwidth: bytes/s that all other work reads and writes.
         launch: seconds of a kernel without work.
+        instruction: seconds of an F, I, W or B beyond its kernels and messages.
+        messages: bytes/s at which ranks handle messages.
     """
 
     products: float
     attention: float
     bandwidth: float
     launch: float
+    instruction: float
+    messages: float
 
     def seconds(self, func: Any, flops: float, size: float) -> float:
         """Return the seconds of operation `func` with `flops` that moves `size` bytes."""
@@ -38,10 +42,21 @@ class KernelRates:
 
 
 # Measured on one of two busy cores of an AMD EPYC, by benchmarks/pipeline_cpu; fp32 and fp64 runs
-# are taken for CPU runs. The attention of the CPU computes the masked half too.
-_FULL: Final = KernelRates(products=115e9, attention=22e9, bandwidth=16e9, launch=4e-6)
+# are taken for CPU runs. The attention of the CPU computes the masked half too. With four stages
+# per rank instead of one, a rank works about 1 ms longer for each further instruction, half of it
+# with messages of 0.5 MB.
+_FULL: Final = KernelRates(
+    products=115e9, attention=22e9, bandwidth=16e9, launch=4e-6, instruction=3e-4, messages=1e9
+)
 # What kernels of an H100 reach in bf16: about half of its FLOP/s, 3/4 of its bandwidth.
-_HALF: Final = KernelRates(products=500e12, attention=300e12, bandwidth=2.5e12, launch=4e-6)
+_HALF: Final = KernelRates(
+    products=500e12,
+    attention=300e12,
+    bandwidth=2.5e12,
+    launch=4e-6,
+    instruction=5e-5,
+    messages=1e11,
+)
 
 
 def rates_for(dtype: str | None) -> KernelRates:

@@ -15,7 +15,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from pipemega.optimizer.eager_torch import without_dynamo
 from pipemega.profiling.kernel_rates import KernelRates, bytes_moved, runs_kernel
+from pipemega.profiling.python_meta_kernels import protected_functions
 
 _aten = torch.ops.aten
 # torch has no FLOP formula for the CPU attention kernel; it does the same work as the CUDA kernel.
@@ -57,6 +59,11 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in ignoring:
             self._track(tensor.untyped_storage(), counted=False)
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch wraps `__torch_dispatch__` in `torch._dynamo.disable`, and imports it.
+        return False
+
     def reset_peak(self) -> None:
         """Set the peak to the current bytes."""
         self.peak = self.now
@@ -95,12 +102,12 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextmanager
 def unmetered() -> Iterator[None]:
-    """Context whose operations no enclosing TensorMeter counts.
+    """Context whose operations no enclosing TensorMeter counts, and that imports no torch._dynamo.
 
     For models on the meta device that a run builds to count them: they need no memory, and belong
     to no step.
     """
-    with _disable_current_modes():
+    with _disable_current_modes(), without_dynamo(protected_functions()):
         yield
 
 

@@ -35,6 +35,7 @@ class LayerCosts:
         kept: bytes from I to W.
         message: seconds from the end of a step to the start of the step on another rank that uses
             its result.
+        instruction: seconds that each F, I, W and B takes beyond those of its layers.
     """
 
     forward: tuple[float, ...]
@@ -44,6 +45,7 @@ class LayerCosts:
     held: tuple[float, ...]
     kept: tuple[float, ...]
     message: float = 0.0
+    instruction: float = 0.0
 
     @property
     def total(self) -> tuple[float, ...]:
@@ -53,15 +55,16 @@ class LayerCosts:
     def cost_model(self, bounds: Sequence[int]) -> CostModel:
         """Return the costs of the stages: stage s is layers bounds[s] to bounds[s + 1] - 1."""
 
-        def by_stage(costs: Sequence[float]) -> tuple[float, ...]:
+        def by_stage(costs: Sequence[float], more: float = 0.0) -> tuple[float, ...]:
             # fsum: the order of the layers in a stage does not change the sum.
-            return tuple(math.fsum(costs[a:b]) for a, b in pairwise(bounds))
+            return tuple(math.fsum(costs[a:b]) + more for a, b in pairwise(bounds))
 
+        more = self.instruction
         return CostModel(
-            by_stage(self.forward),
-            by_stage(self.backward_input),
-            by_stage(self.backward_weight),
-            by_stage(self.backward),
+            by_stage(self.forward, more),
+            by_stage(self.backward_input, more),
+            by_stage(self.backward_weight, more),
+            by_stage(self.backward, more),
             by_stage(self.held),
             by_stage(self.kept),
             self.message,

@@ -3,6 +3,7 @@
 import itertools
 import random
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -129,10 +130,29 @@ def test_measured_stages_give_the_times_of_their_layers():
     counted = layers([1, 3, 2, 2])
     costs = CostModel((8.0, 2.0), (4.0, 1.0), (4.0, 3.0), backward=(10.0, 4.0), message=0.5)
     found = measured_layers(counted, (0, 2, 4), costs, split=True)
-    assert found.forward == (2.0, 6.0, 1.0, 1.0)
-    assert found.backward_weight == (1.0, 3.0, 1.5, 1.5)
+    # Nothing shows how a stage divides its time among its layers: as counted.
+    assert found.forward == pytest.approx((2.0, 6.0, 1.0, 1.0))
+    assert found.backward_weight == pytest.approx((1.0, 3.0, 1.5, 1.5))
     assert found.held == counted.held
     assert found.message == 0.5
     whole = measured_layers(counted, (0, 2, 4), costs, split=False)
     # The counted halves of B are equal.
-    assert whole.backward_input == whole.backward_weight == (1.25, 3.75, 1.0, 1.0)
+    assert whole.backward_input == pytest.approx((1.25, 3.75, 1.0, 1.0))
+    assert whole.backward_weight == pytest.approx(whole.backward_input)
+
+
+@pytest.mark.parametrize("bounds", [(0, 5, 10), (0, 6, 10), (0, 2, 5, 8, 10)], ids=str)
+def test_stages_of_blocks_show_how_much_of_the_last_stage_is_the_head(bounds):
+    # The head takes 1.5 times as long as counted.
+    counted, real = (layers([0.02, *[1] * 8, head]) for head in (2.0, 3.0))
+    found = measured_layers(counted, bounds, real.cost_model(bounds), split=True)
+    assert found.forward == pytest.approx(real.forward, rel=0.04, abs=0.01)
+    assert found.cost_model(bounds).forward == pytest.approx(real.cost_model(bounds).forward)
+    # What each instruction takes beyond its layers is not divided among them.
+    slow, real_slow = (replace(model, instruction=0.1) for model in (counted, real))
+    found = measured_layers(slow, bounds, real_slow.cost_model(bounds), split=True)
+    assert found.instruction == pytest.approx(0.1)
+    assert found.forward == pytest.approx(real.forward, rel=0.04, abs=0.01)
+    # No negative time, whatever was measured.
+    odd = CostModel(*[(9.0, *[0.1] * (len(bounds) - 2))] * 3)
+    assert min(measured_layers(counted, bounds, odd, split=True).forward) > 0

@@ -80,6 +80,24 @@ def save_all(cases: list[tuple[Mapping[str, Any], str]]) -> None:
         engine.save_checkpoint(folder)
 
 
+def resume_under_another_cut(
+    config: Mapping[str, Any], other: Mapping[str, Any]
+) -> tuple[list[tuple[int, ...]], int, dict[str, Any]]:
+    """Save after `BEFORE` steps of a run, and resume it with another config.
+
+    Returns:
+        the bounds of the stages of both; the step at which the second starts; its next step.
+    """
+    first = build(config)
+    for _ in range(BEFORE):
+        first.train_batch()
+    first.save_checkpoint(config["checkpoint"]["save"])
+    first.close()
+    then = build(other)
+    bounds = [tuple(engine._model.bounds) for engine in (first, then)]
+    return bounds, then.global_steps, next_step(then)
+
+
 def load_and_save(config: Mapping[str, Any], source: str, target: str) -> None:
     """Load, and save without a step between."""
     engine = build(config)

@@ -157,3 +157,18 @@ def test_from_every_mesh_to_every_other(pool: RankPool, tmp_path):
     pairs, started = list(itertools.product(MESHES, MESHES)), time.perf_counter()
     assert wrong_after(pool, pairs, tmp_path) == []
     print(f"{len(pairs)} pairs in {time.perf_counter() - started:.0f} s")
+
+
+def test_a_run_of_the_old_default_cut_resumes_under_the_new_default(
+    pool: RankPool, tmp_path: Path
+) -> None:
+    """Before, stages had even numbers of parameters."""
+    run = {"checkpoint": {"save": str(tmp_path)}, "training": {"resume": "auto"}}
+    new = {**config_of("pp2"), **run, "pipeline": {}}
+    old = {**new, "pipeline": {"partition": "parameters"}}
+    expected = pool.run(1, reshard_runs.unbroken, config_of("alone"))[0]
+    for bounds, step, found in pool.run(2, reshard_runs.resume_under_another_cut, old, new):
+        assert bounds[0] != bounds[1]
+        assert step == reshard_runs.BEFORE
+        for name in found:
+            assert found[name] == pytest.approx(expected[name], rel=1e-10)

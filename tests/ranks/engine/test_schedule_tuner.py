@@ -119,7 +119,7 @@ def test_the_next_run_starts_with_the_best_plan_for_the_cached_costs(pool, tmp_p
     auto = {"schedule": "auto", "chunks": 1}
     first = pool.run(2, run, auto, str(tmp_path), ROUND + 1, changes)
     second = pool.run(2, run, auto, str(tmp_path), 1, changes)
-    assert "from cached costs" in second[0]["logged"][2]
+    assert any("from cached costs" in line for line in second[0]["logged"])
     assert second[0]["plans"] == second[1]["plans"]
     assert second[0]["plans"][0] == first[0]["plans"][ROUND]
     (file,) = (tmp_path / "pipemega" / "schedules").glob("*.json")

@@ -1,20 +1,20 @@
 """Costs of an earlier run in the user's cache."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipemega.engine import schedule_tuner
-from pipemega.engine.schedule_tuner import MeasuredStages
+from pipemega.engine.measured_stages import MeasuredStages
 from pipemega.pipeline.plan.costs import CostModel
 
 
 def test_cached_costs_are_those_that_were_written(tmp_path: Path) -> None:
     """The costs of the vocabulary became a dict, and the next run ended with an AttributeError."""
-    written = MeasuredStages((0, 2, 4), (0, 1), True, CostModel.uniform(2))
+    written = MeasuredStages((0, 2, 4), (0, 1), True, CostModel.uniform(2), tried_others=True)
     values, file = asdict(written), tmp_path / "costs.json"
     file.write_text(json.dumps(values), encoding="utf-8")
     assert schedule_tuner._cached(file) == written
-    del values["costs"]["vocabulary"]  # an earlier version
+    del values["costs"]["vocabulary"], values["tried_others"]  # an earlier version
     file.write_text(json.dumps(values), encoding="utf-8")
-    assert schedule_tuner._cached(file) == written
+    assert schedule_tuner._cached(file) == replace(written, tried_others=False)

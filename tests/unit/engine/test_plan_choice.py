@@ -1,5 +1,7 @@
 """The plans that `initialize` chooses, on one process without groups."""
 
+import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,16 +14,19 @@ from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.config import Config, load
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
-from pipemega.engine.plan_choice import MeasuredStages, PlanChooser, split_was_measured
+from pipemega.engine.measured_stages import MeasuredStages, split_was_measured
+from pipemega.engine.plan_choice import PlanChooser
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.stage_cut import Cut, LayerCosts
 from pipemega.pipeline.plan.weight_queue import queued_bytes
 from pipemega.pipeline.plan_selection import measurement_plan
 from pipemega.pipeline.schedules import SCHEDULES, Sizes, build_plan
+from pipemega.planning.cut_report import explain
 from pipemega.planning.estimate import Request, estimate
 from tests.paper.hand_made_plans import one_queue_per_pair
 
@@ -138,6 +143,58 @@ def test_measured_costs_choose_among_all_placements_in_the_next_run() -> None:
     assert same_run.rank_of_stage == first.rank_of_stage
     assert predicted is not None
     assert predicted < simulate(same_run, costs).makespan <= simulate(first, costs).makespan
+
+
+def test_the_log_says_what_the_cut_gains_and_how_to_keep_the_old_default() -> None:
+    # The head takes longer than all blocks, and has the parameters of the embedding.
+    model = {"model": {**MODEL, "vocab_size": 4096}}
+    settings = config({"schedule": "1f1b"}, **model)
+    old = config({"schedule": "1f1b", "partition": "parameters"}, **model)
+    even, cut = (estimate(Request(each)).prediction for each in (old, settings))
+    net = gpt(GPTConfig.of(settings, 4096))
+    reason = chooser(settings, net).configured_plan(None).reason
+    assert reason is not None
+    found = re.fullmatch(
+        r"partition auto: stages (.+) \(bounds of layers\) for the shortest simulated step of "
+        r"1f1b; share of the work by stage: (\d+)%, (\d+)%; with even numbers of parameters "
+        r"\((.+)\) it is (.+)% longer \(pipeline\.partition 'parameters' divides the parameters "
+        r"evenly, the default before\)",
+        reason,
+    )
+    assert found is not None
+    bounds, *shares, others, longer = found.groups()
+    assert bounds == str(list(cut.layout.bounds))
+    assert others == str(list(even.layout.bounds))
+    assert sum(map(int, shares)) == 100
+    ratio = even.timeline.makespan / cut.timeline.makespan
+    assert float(longer) / 100 == pytest.approx(ratio - 1, abs=0.01)
+    one = (1.0, 1.0)
+    only = Cut.of((0, 1, 2), build_plan("1f1b", 2, 8), LayerCosts(one, one, one, one, one, one))
+    assert explain(only, only).endswith("; even numbers of parameters give the same stages")
+
+
+@pytest.mark.parametrize("slower", [1.03, 1.5])
+def test_the_next_run_keeps_the_measured_stages_if_others_gain_little(slower: float) -> None:
+    settings = config({"schedule": "auto", "chunks": 1})
+    choice = chooser(settings)
+    counted = estimate(Request(settings)).prediction.costs
+    place, bounds = (0, 1), (0, 5, 8)
+    costs = replace(counted, forward=(slower * counted.forward[0], counted.forward[1]))
+    measured = MeasuredStages(bounds, place, True, costs)
+    plan, found, seconds, _ = choice.first_plan(measured)
+    best = choice.best_stages(measured)
+    here = simulate(*choice.next_plan(plan, measured)).makespan
+    assert found is not None
+    assert seconds == pytest.approx(simulate(plan, costs).makespan)
+    gain = 1 - best.timeline.makespan / here
+    assert 0 < gain < 0.02 or gain > 0.05
+    assert (found == bounds) == (gain < 0.02)
+    # A run has tried the others.
+    tried = replace(measured, tried_others=True)
+    assert choice.first_plan(tried).bounds == bounds
+    # The config excludes stages of an earlier run.
+    two = chooser(config({"schedule": "auto", "chunks": 2}))
+    assert two.first_plan(tried).plan.num_stages == 4
 
 
 def test_the_best_stages_are_searched_once_if_they_are_the_current_ones(monkeypatch: Any) -> None:
