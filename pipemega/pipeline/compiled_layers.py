@@ -115,8 +115,6 @@ def _set_up_compiler() -> None:
     torch._functorch.config.force_non_lazy_backward_lowering = True
     # Backward may run twice (`retain_graph`), and the weight-gradient queue keeps tensors.
     torch._functorch.config.donated_buffer = False
-    # Layers that differ in an integer, such as their number, share a graph. For floats it is so.
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True
     # The compiler does both with every stage, and the user can change neither.
     warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     warnings.filterwarnings("ignore", ".*Function'> should not be instantiated")
