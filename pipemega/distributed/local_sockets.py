@@ -262,7 +262,7 @@ def break_local_sockets() -> None:
 
 
 def open_streams(axis: Axis, streams: Sequence[tuple[int, int]]) -> list[Sender | Receiver | None]:
-    """Connect the streams of this rank; collective over the ranks that have streams in common.
+    """Connect the streams of this rank.  Collective.
 
     Args:
         axis: its group runs gloo.
@@ -273,26 +273,33 @@ def open_streams(axis: Axis, streams: Sequence[tuple[int, int]]) -> list[Sender 
         connect, as on two hosts or in two containers.
 
     Raises:
-        PipelineError: a rank did not take part; names both ranks.
+        PipelineError: a rank did not take part; names the ranks that had to.
     """
     if not hasattr(socket, "AF_UNIX"):  # Windows
         return [None] * len(streams)
     own = {at: sum(pair) - axis.rank for at, pair in enumerate(streams) if axis.rank in pair}
     peers = Counter(own.values())
+    with named_collective(_EXCHANGE, axis.ranks):
+        # The folder of a rank that is killed stays. From here on no rank waits for a late one.
+        dist.barrier(axis.group)
     connected: dict[int, list[socket.socket]] = {}
     with ExitStack() as stack:
         server = _server(stack)
-        address = "" if server is None else _listen(server, _folder(stack), sum(peers.values()))
         # The lower rank of two listens. No rank waits here before it has sent its address.
-        sent = [_isend(axis, address, peer) for peer in peers if peer > axis.rank]
-        for peer, count in peers.items():
-            if peer < axis.rank:
-                connected[peer] = _connect(_receive(axis, peer), count, axis.rank)
-                sent.append(_isend(axis, str(len(connected[peer])), peer))
-        counts = {peer: int(_receive(axis, peer)) for peer in peers if peer > axis.rank}
+        higher = {peer: count for peer, count in peers.items() if peer > axis.rank}
+        with ExitStack() as until_connected:
+            address = ""
+            if server is not None and higher:
+                address = _listen(server, _folder(until_connected), sum(higher.values()))
+            sent = [_isend(axis, address, peer) for peer in higher]
+            for peer, count in peers.items():
+                if peer < axis.rank:
+                    connected[peer] = _connect(_receive(axis, peer), count, axis.rank)
+                    sent.append(_isend(axis, str(len(connected[peer])), peer))
+            counts = {peer: int(_receive(axis, peer)) for peer in higher}
         connected |= {peer: [] for peer in counts} if server is None else _accept(server, counts)
-        for work in sent:
-            work.wait()
+    for work in sent:
+        work.wait()
     return [
         _end(connected[own[at]], is_source=pair[0] == axis.rank) if at in own else None
         for at, pair in enumerate(streams)
