@@ -38,6 +38,7 @@ TWO_STAGES_PER_RANK = (
 
 # Changes to the plain config, and the default dtype of the run.
 Choice = tuple[dict[str, Any], str]
+# For low precision: Adam turns a gradient that is only rounding error into a full step.
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 RAMP_UP = {
     "training": {"rampup_batch_size": [8, 8, 16]},
@@ -138,7 +139,8 @@ CHOICES: dict[str, Choice] = {
     ),
     "compiled": ({"compile": {"enabled": True, "backend": "aot_eager"}}, "float64"),
     "compiled by inductor, bf16": (
-        {"compile": {"enabled": True}, "bf16": {"enabled": True}, "model": {"recompute": "full"}},
+        SGD
+        | {"compile": {"enabled": True}, "bf16": {"enabled": True}, "model": {"recompute": "full"}},
         "float32",
     ),
     "exchanged shapes": ({"pipeline": {"shapes": "exchanged"}}, "float64"),
@@ -172,7 +174,6 @@ CHOICES: dict[str, Choice] = {
         "float64",
     ),
     "fp32": ({}, "float32"),
-    # With SGD: Adam turns a gradient that is only rounding error into a full step.
     "bf16": (SGD | {"bf16": {"enabled": True}}, "float32"),
     "fp16": (SGD | {"fp16": {"enabled": True, "initial_scale_power": 8}}, "float32"),
 }
