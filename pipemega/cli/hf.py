@@ -31,10 +31,11 @@ _HF_EXAMPLES = """examples:
 
 _EXPORT = """Write the model of a checkpoint as a folder that transformers loads.
 
-The checkpoint may be of any mesh, of a Hugging Face model or of the GPT of model.type "gpt" (as
-GPT2, Llama or Qwen2). One process streams the tensors, so the model need not fit into memory.
-FOLDER gets model*.safetensors, config.json, generation_config.json and the tokenizer. LoRA adapters
-are merged into the weights; with --adapter, FOLDER gets the adapter alone, in peft's format."""
+The checkpoint may be of any mesh, of a Hugging Face model, of the GPT of model.type "gpt" (as
+GPT2, Llama or Qwen2), or of the ViT of model.type "vit". One process streams the tensors, so the
+model need not fit into memory. FOLDER gets model*.safetensors, config.json, generation_config.json
+and the tokenizer. LoRA adapters are merged into the weights; with --adapter, FOLDER gets the
+adapter alone, in peft's format."""
 
 _EXPORT_EXAMPLES = """examples:
   python -m pipemega hf export runs/mine exported

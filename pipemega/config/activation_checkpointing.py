@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipemega.config.key_kinds import Section, honoured, ignored
-from pipemega.config.model import GPTSection
+from pipemega.config.model_transformer import TransformerSection
 from pipemega.config.value_types import Count
 
 
@@ -44,7 +44,7 @@ def errors_of_recompute(config: Any) -> Iterator[str]:
             f"activation_checkpointing.number_checkpoints ({segments}) are two ways to set the "
             "same thing: keep one"
         )
-    method = config.model.recompute_method if isinstance(config.model, GPTSection) else None
+    method = config.model.recompute_method if isinstance(config.model, TransformerSection) else None
     if method is not None and (interval or segments):
         yield (
             f"model.recompute_method {method!r} chooses the blocks to recompute, and activation "
@@ -62,7 +62,7 @@ def errors_of_stored_activations(config: Any) -> Iterator[str]:
             f"{config.mesh.tensor}: set mesh.sequence_parallel to true, which splits activations "
             "too"
         )
-    recompute = isinstance(config.model, GPTSection) and config.model.recompute != "none"
+    recompute = isinstance(config.model, TransformerSection) and config.model.recompute != "none"
     if stored.cpu_checkpointing and (recompute or any(_checkpoints_of_all_layers(config))):
         yield (
             "activation_checkpointing.cpu_checkpointing is not supported: activations stay on the "
@@ -72,8 +72,8 @@ def errors_of_stored_activations(config: Any) -> Iterator[str]:
 
 
 def warnings_of_recompute(config: Any) -> Iterator[str]:
-    """Yield a warning if a `Config` chooses the blocks of the GPT, and all layers."""
-    full = isinstance(config.model, GPTSection) and config.model.recompute == "full"
+    """Yield a warning if a `Config` chooses the blocks of a built-in model, and all layers."""
+    full = isinstance(config.model, TransformerSection) and config.model.recompute == "full"
     if full and any(_checkpoints_of_all_layers(config)):
         yield (
             "model.recompute 'full' recomputes each block, and activation checkpointing recomputes "

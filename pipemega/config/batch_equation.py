@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipemega.config.key_kinds import Section, honoured, ignored
-from pipemega.config.model import near_multiples
+from pipemega.config.model_transformer import near_multiples
 from pipemega.config.value_types import Count
 from pipemega.errors import ConfigError
 from pipemega.printing import percent

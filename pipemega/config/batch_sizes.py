@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipemega.config.batch_equation import MICRO, TRAIN, Batch
-from pipemega.config.model import near_multiples
+from pipemega.config.model_transformer import near_multiples
 from pipemega.config.scheduler import RunLength
 from pipemega.config.training import TrainingSection
 

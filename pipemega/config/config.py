@@ -35,6 +35,8 @@ from pipemega.config.mesh import MeshSection
 from pipemega.config.model import GPTSection
 from pipemega.config.model_hf import HFSection, errors_of_positions
 from pipemega.config.model_registry import ModelSection, section_of_type
+from pipemega.config.model_transformer import TransformerSection
+from pipemega.config.model_vit import ViTSection
 from pipemega.config.monitors import (
     CsvSection,
     MonitorSection,
@@ -54,7 +56,7 @@ from pipemega.config.value_types import Count, Name, Whole
 from pipemega.config.zero import ParameterBytes, ZeroOnMesh, ZeroSection
 
 # The types of `model` that pipemega has itself.
-MODEL_TYPES = (GPTSection, HFSection)
+MODEL_TYPES = (GPTSection, HFSection, ViTSection)
 
 
 class RunKeys(Section):
@@ -260,23 +262,24 @@ def _one_precision(config: Config) -> Iterator[str]:
 
 
 def _model_on_mesh(config: Config) -> Iterator[str]:
-    if isinstance(config.model, GPTSection):
+    if isinstance(config.model, TransformerSection):
         yield from config.model.mesh_errors(config.mesh)
 
 
 def _a_layer_for_each_stage(config: Config) -> Iterator[str]:
     model, mesh = config.model, config.mesh
-    if not isinstance(model, GPTSection):
+    if not isinstance(model, TransformerSection):
         return
     layers = model.layer_count()
     chunks = config.pipeline.stages_per_rank or 1
     if mesh.pipeline * chunks > layers:
+        *others, last = model.other_layers
         stages = f"mesh.pipeline ({mesh.pipeline})"
         if chunks > 1:
             stages += f" * pipeline.chunks ({chunks}) = {mesh.pipeline * chunks}"
         yield (
             f"{stages} is more than the number of layers: "
-            f"model.num_layers + embedding, positions, norm and head = {model.num_layers} + "
+            f"model.num_layers + {', '.join(others)} and {last} = {model.num_layers} + "
             f"{layers - model.num_layers} = {layers}, and each stage needs at least one"
         )
 

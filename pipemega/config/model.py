@@ -1,16 +1,14 @@
 """`model`: sizes and options of the built-in GPT, with Megatron's names."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from pipemega.config.key_kinds import own, rule
 from pipemega.config.mesh import MeshSection
-from pipemega.config.model_registry import ModelSection, register_model
+from pipemega.config.model_registry import register_model
+from pipemega.config.model_transformer import TransformerSection, near_multiples
 from pipemega.config.rope_scaling import RopeScalingSection
 from pipemega.config.value_types import Auto, Count, Fraction, NotNegative, Positive
-
-# The layers besides the blocks: token embedding, positions, final norm, head.
-_OTHER_LAYERS = 4
 
 # SwiGLU has three matrices and GELU two: 2/3 * 4h gives the same number of parameters. GEMM kernels
 # are fast for multiples of this.
@@ -18,14 +16,12 @@ _SWIGLU_MULTIPLE = 64
 
 
 @register_model("gpt")
-class GPTSection(ModelSection):
+class GPTSection(TransformerSection):
     """The built-in GPT."""
 
     builder = "pipemega.models.registered_gpt"
+    other_layers = ("embedding", "positions", "norm", "head")
 
-    num_layers: Count = own(..., "Number of transformer blocks.")
-    hidden_size: Count = own(..., "Hidden size of the transformer.")
-    num_attention_heads: Count = own(..., "Number of attention (query) heads.")
     ffn_hidden_size: Count | None = own(
         None,
         "Feed-forward size; null: 4 * hidden_size (swiglu: 8/3 * hidden_size, rounded up to a "
@@ -69,19 +65,7 @@ class GPTSection(ModelSection):
     add_bias_linear: bool = own(True, "Add biases to the linear layers.")
     add_qkv_bias: bool = own(False, "Add QKV biases even if add_bias_linear is false.")
     untie_embeddings_and_output_weights: bool = own(False, "Give the output head its own weight.")
-    attention_dropout: Fraction = own(0.1, "Dropout probability of the attention weights.")
-    hidden_dropout: Fraction = own(0.1, "Dropout probability of embeddings and residuals.")
     init_method_std: NotNegative = own(0.02, "Standard deviation of the initial weights.")
-    recompute: Literal["none", "selective", "full"] = own(
-        "none", "Activations to recompute: none, of attention (selective), of whole blocks (full)."
-    )
-    recompute_method: Literal["uniform", "block"] | None = own(
-        None,
-        'With recompute `"full"`: `"uniform"` stores the input of every recompute_num_layers '
-        'blocks; `"block"` recomputes only the first recompute_num_layers blocks of each stage, '
-        "one by one; null recomputes all blocks, one by one.",
-    )
-    recompute_num_layers: Count = own(1, "Number of blocks for recompute_method.")
     label_smoothing: Fraction = own(
         0.0, "Share of the target probability that is spread over the vocabulary."
     )
@@ -92,10 +76,8 @@ class GPTSection(ModelSection):
     @property
     def feed_forward_size(self) -> int:
         """`ffn_hidden_size`, or its default if it is null."""
-        if self.ffn_hidden_size is not None:
-            return self.ffn_hidden_size
-        if not self.swiglu:
-            return 4 * self.hidden_size
+        if self.ffn_hidden_size is not None or not self.swiglu:
+            return super().feed_forward_size
         return -(-8 * self.hidden_size // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
 
     @property
@@ -113,33 +95,21 @@ class GPTSection(ModelSection):
         """`kv_channels`, or its default if it is null."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
-    def layer_count(self) -> int:
-        return self.num_layers + _OTHER_LAYERS
-
     def sample(self, context: Any) -> Any:
         return self.above("sample")(self, context)
 
     def flops_per_token(self, context: Any) -> Any:
         return self.above("flops_per_token")(self, context)
 
-    def mesh_errors(self, mesh: MeshSection) -> Iterator[str]:
-        """Yield why the model cannot be sharded over this mesh."""
-        sharded = {
-            "num_attention_heads": self.num_attention_heads,
-            "ffn_hidden_size": self.feed_forward_size,
-        }
+    def sharded_sizes(self, mesh: MeshSection) -> Mapping[str, int]:
+        sharded = {**super().sharded_sizes(mesh)}
         if mesh.sequence_parallel:
             sharded["seq_length"] = self.seq_length
         if self.query_groups != self.num_attention_heads:
             sharded["num_query_groups"] = self.query_groups
         if self.pad_vocab_size_to is not None:
             sharded["pad_vocab_size_to"] = self.pad_vocab_size_to
-        for name, size in sharded.items():
-            if size % mesh.tensor:
-                yield (
-                    f"model.{name} ({size}) must be a multiple of mesh.tensor ({mesh.tensor}), "
-                    f"over which it is sharded; the nearest {near_multiples(size, mesh.tensor)}"
-                )
+        return sharded
 
     def padding_errors(self, vocab_size: int) -> Iterator[str]:
         """Yield why a vocabulary of this size cannot be padded to `pad_vocab_size_to`."""
@@ -202,20 +172,6 @@ class GPTSection(ModelSection):
                 "feed-forward layers: set one of them to false"
             )
 
-    @rule("recompute", "recompute_method", "recompute_num_layers")
-    def _method_fits_recompute(self) -> Iterator[str]:
-        method, number = self.recompute_method, self.recompute_num_layers
-        if method is not None and self.recompute != "full":
-            yield (
-                f"model.recompute_method {method!r} recomputes whole blocks, and model.recompute "
-                f"is {self.recompute!r}: set it to 'full', or remove recompute_method"
-            )
-        if method is None and number != 1:
-            yield (
-                f"model.recompute_num_layers ({number}) has no effect without "
-                "model.recompute_method: set it to 'uniform' or 'block'"
-            )
-
     @rule("rope_scaling", "position_embedding_type")
     def _scaling_needs_rope(self) -> Iterator[str]:
         if self.rope_scaling is not None and self.position_embedding_type != "rope":
@@ -234,13 +190,3 @@ class GPTSection(ModelSection):
                 f"rotated (head size {self.head_size} * model.rotary_percent "
                 f"{self.rotary_percent}): this number must be even"
             )
-
-
-def near_multiples(size: int, of: int, base: int = 0) -> str:
-    """Return "that fits is 4" or "that fit are 12 and 16": multiples of `of` next to `size`.
-
-    Args:
-        base: added to both.
-    """
-    below, above = base + size // of * of, base - (-size // of) * of
-    return f"that fit are {below} and {above}" if below else f"that fits is {above}"

@@ -10,7 +10,6 @@ from pydantic.fields import FieldInfo
 from pipemega.config import optimizer, scheduler
 from pipemega.config.config import MODEL_TYPES, Config
 from pipemega.config.key_kinds import Section, key_info, section_type
-from pipemega.config.model_hf import HFSection
 from pipemega.config.model_registry import ModelSection
 from pipemega.config.source import KeyPath, dotted
 from pipemega.config.value_types import type_text
@@ -82,7 +81,7 @@ def _topic_tables(topic: str, topics: Sequence[str]) -> str:
     rows, params = [], []
     for title, path, kind in all_sections():
         supported = {name: field for name, field in kind.model_fields.items() if _supported(field)}
-        if path[-1:] == ("params",) or kind is HFSection:
+        if path[-1:] == ("params",) or kind in MODEL_TYPES[1:]:
             if _topic_of(path, topics) == topic:
                 prefix = "" if path[-1:] == ("params",) else f"{dotted(path)}."
                 supported.pop("type", None)  # it has a row already

@@ -51,7 +51,7 @@ class RunLogger:
         folder: the run folder.
         history: counters of the run, over all its restarts.
         policy: for steps with inf or nan.
-        tokens_per_sample, flops_per_token: for tokens/s, TFLOP/s and MFU; 0: do not record them.
+        tokens_per_sample, flops_per_sample: for tokens/s, TFLOP/s and MFU; 0: do not record them.
     """
 
     def __init__(self, engine: StepEngine, log: logging.Logger, *, keeps_files: bool) -> None:
@@ -60,7 +60,7 @@ class RunLogger:
         self.folder = RunFolder(self._config, engine.mesh, log)
         model = self._config.model
         self.tokens_per_sample = (model.sample_tokens() if model else None) or 0
-        self.flops_per_token = 0.0
+        self.flops_per_sample = 0.0
         self._peak_tflops = self._config.monitor.peak_tflops
         if not self._peak_tflops and engine.mesh.device.type == "cuda":
             self._peak_tflops = peak_tflops(torch.cuda.get_device_name(engine.mesh.device))
@@ -186,10 +186,9 @@ class RunLogger:
         """Return the record of the last step, without what its report has."""
         engine = self._engine
         memory = self._peak_memory() if self._prints() else {}
-        tokens = samples * self.tokens_per_sample
         tflops = None
-        if self.flops_per_token:
-            flops = self.flops_per_token * tokens
+        if self.flops_per_sample:
+            flops = self.flops_per_sample * samples
             tflops = tflops_per_device(flops, seconds, engine.mesh.world.size)
         return StepRecord(
             step=engine.global_steps,

@@ -13,6 +13,7 @@ from pipemega.checkpoint.save_load import CheckpointReader
 from pipemega.checkpoint.shards import TensorIndex
 from pipemega.config.lora import LoraSection
 from pipemega.config.model import GPTSection
+from pipemega.config.model_vit import ViTSection
 from pipemega.errors import CheckpointError
 from pipemega.hf.export import (
     CheckpointTensor,
@@ -27,6 +28,7 @@ from pipemega.hf.gpt_export import gpt_to_export
 from pipemega.hf.hf_module import HFPipelineModule
 from pipemega.hf.installed_transformers import import_transformers
 from pipemega.hf.load_model import from_pretrained
+from pipemega.hf.vit_export import vit_to_export
 from pipemega.hf.weight_source import is_transposed
 from pipemega.lora.merging import is_adapter, merged
 
@@ -78,7 +80,7 @@ def model_to_export(reader: CheckpointReader) -> ModelToExport:
     """Return the model that a checkpoint contains, with adapters merged into its weights.
 
     Raises:
-        CheckpointError: it has neither a model of transformers nor our own GPT.
+        CheckpointError: it has neither a model of transformers nor our own GPT or ViT.
     """
     exported = _base_model(reader)
     section, tensors = lora_of(reader), reader.tensors
@@ -105,17 +107,20 @@ def _base_model(reader: CheckpointReader) -> ModelToExport:
     if saved is not None:
         return _hf_to_export(module_of(saved), stored)
     section = (state.get("config") or {}).get("model") or {}
-    if state.get("weights_only") and "parameters/layers.0.weight" not in stored:
+    own_names = {"parameters/layers.0.weight", "parameters/layers.0.projection.weight"}
+    if state.get("weights_only") and not own_names & stored.keys():
         raise CheckpointError(
             f"{reader.full_path} contains only weights ({state['weights_only']}), by other names "
-            f"than those of a model of type 'hf' or 'gpt': load them in a run with this model "
-            f"(checkpoint.load_module_only true), save it, and export what it saved"
+            f"than those of a model of type 'hf', 'gpt' or 'vit': load them in a run with this "
+            f"model (checkpoint.load_module_only true), save it, and export what it saved"
         )
+    if section.get("type") == "vit":
+        return vit_to_export(ViTSection.model_validate(section))
     if section.get("type", "gpt") != "gpt" or "num_layers" not in section:
         kind = repr(section.get("type")) if section else "none: the script built the model itself"
         raise CheckpointError(
             f"{reader.full_path} contains no model that transformers has: model.type is {kind}; "
-            f"models of type 'hf' and 'gpt' can be exported"
+            f"models of type 'hf', 'gpt' and 'vit' can be exported"
         )
     (vocab_size, _), _ = stored["parameters/layers.0.weight"]
     return gpt_to_export(GPTSection.model_validate(section), vocab_size)

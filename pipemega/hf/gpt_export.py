@@ -100,16 +100,16 @@ def _as_gpt2(s: GPTSection, vocab_size: int) -> ModelToExport:
         at, to = FIRST_BLOCK + number, f"transformer.h.{number}"
         return {
             **_norm(at, "attention_norm", f"{to}.ln_1", True),
-            **_linear(at, "attention.qkv", f"{to}.attn.c_attn", True, transposed=True),
-            **_linear(at, "attention.output", f"{to}.attn.c_proj", True, transposed=True),
+            **linear_at(at, "attention.qkv", f"{to}.attn.c_attn", True, transposed=True),
+            **linear_at(at, "attention.output", f"{to}.attn.c_proj", True, transposed=True),
             **_norm(at, "mlp_norm", f"{to}.ln_2", True),
-            **_linear(at, "mlp.up", f"{to}.mlp.c_fc", True, transposed=True),
-            **_linear(at, "mlp.down", f"{to}.mlp.c_proj", True, transposed=True),
+            **linear_at(at, "mlp.up", f"{to}.mlp.c_fc", True, transposed=True),
+            **linear_at(at, "mlp.down", f"{to}.mlp.c_proj", True, transposed=True),
         }
 
     tensors = {
-        "transformer.wte.weight": _parameter(0, "weight"),
-        "transformer.wpe.weight": _parameter(_POSITIONS, "weight"),
+        "transformer.wte.weight": parameter_at(0, "weight"),
+        "transformer.wpe.weight": parameter_at(_POSITIONS, "weight"),
         **_blocks(s, block),
         **_after_blocks(s, "transformer.ln_f", bias=True),
     }
@@ -158,9 +158,9 @@ def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
         at, to = FIRST_BLOCK + number, f"model.layers.{number}"
         found = {
             **_norm(at, "attention_norm", f"{to}.input_layernorm", False),
-            **_linear(at, "attention.output", f"{to}.self_attn.o_proj", all_biases),
+            **linear_at(at, "attention.output", f"{to}.self_attn.o_proj", all_biases),
             **_norm(at, "mlp_norm", f"{to}.post_attention_layernorm", False),
-            **_linear(at, "mlp.down", f"{to}.mlp.down_proj", all_biases),
+            **linear_at(at, "mlp.down", f"{to}.mlp.down_proj", all_biases),
         }
         if s.qk_layernorm:
             found |= _norm(at, "attention.query_norm", f"{to}.self_attn.q_norm", False)
@@ -168,14 +168,14 @@ def _as_llama(s: GPTSection, vocab_size: int) -> ModelToExport:
         start = 0
         for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
             rows = (start, start + size)
-            found |= _linear(at, "attention.qkv", f"{to}.self_attn.{name}", qkv_bias, rows=rows)
+            found |= linear_at(at, "attention.qkv", f"{to}.self_attn.{name}", qkv_bias, rows=rows)
             start += size
-        found |= _linear(at, "mlp.up", f"{to}.mlp.gate_proj", all_biases, rows=(0, ffn))
-        found |= _linear(at, "mlp.up", f"{to}.mlp.up_proj", all_biases, rows=(ffn, 2 * ffn))
+        found |= linear_at(at, "mlp.up", f"{to}.mlp.gate_proj", all_biases, rows=(0, ffn))
+        found |= linear_at(at, "mlp.up", f"{to}.mlp.up_proj", all_biases, rows=(ffn, 2 * ffn))
         return found
 
     tensors = {
-        "model.embed_tokens.weight": _parameter(0, "weight"),
+        "model.embed_tokens.weight": parameter_at(0, "weight"),
         **_blocks(s, block),
         **_after_blocks(s, "model.norm", bias=False),
     }
@@ -210,19 +210,19 @@ def _after_blocks(s: GPTSection, norm: str, bias: bool) -> Tensors:
     at = FIRST_BLOCK + s.num_layers
     found = _norm(at, "norm", norm, bias)
     if s.untie_embeddings_and_output_weights:
-        found["lm_head.weight"] = _parameter(at + 1, "weight")
+        found["lm_head.weight"] = parameter_at(at + 1, "weight")
     return found
 
 
-def _parameter(position: int, name: str, **options: Any) -> CheckpointTensor:
+def parameter_at(position: int, name: str, **options: Any) -> CheckpointTensor:
     return CheckpointTensor(f"parameters/layers.{position}.{name}", **options)
 
 
 def _norm(position: int, ours: str, name: str, bias: bool) -> Tensors:
-    return _linear(position, ours, name, bias)
+    return linear_at(position, ours, name, bias)
 
 
-def _linear(
+def linear_at(
     position: int,
     ours: str,
     name: str,
@@ -231,8 +231,8 @@ def _linear(
     rows: tuple[int, int] | None = None,
     transposed: bool = False,
 ) -> Tensors:
-    weight = _parameter(position, f"{ours}.weight", rows=rows, transposed=transposed)
+    weight = parameter_at(position, f"{ours}.weight", rows=rows, transposed=transposed)
     found = {f"{name}.weight": weight}
     if bias:
-        found[f"{name}.bias"] = _parameter(position, f"{ours}.bias", rows=rows)
+        found[f"{name}.bias"] = parameter_at(position, f"{ours}.bias", rows=rows)
     return found

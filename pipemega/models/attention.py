@@ -1,16 +1,17 @@
-"""Causal self-attention of a GPT."""
+"""Self-attention of the transformer blocks."""
 
 import torch
 from einops import rearrange
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from pipemega.distributed.mesh import Axis
 from pipemega.kernels import Kernels
+from pipemega.models.block_config import BlockConfig
+from pipemega.models.block_linear import column_parallel, row_parallel
+from pipemega.models.block_norm import head_norm
 from pipemega.models.causal_attention import causal_attention
 from pipemega.models.document_mask import document_mask
-from pipemega.models.gpt_config import GPTConfig
-from pipemega.models.gpt_linear import column_parallel, row_parallel
-from pipemega.models.gpt_norm import head_norm
 from pipemega.models.kv_cache import KeyValueCache
 from pipemega.models.rotary import Rotary
 from pipemega.pipeline.recompute import recompute
@@ -18,7 +19,7 @@ from pipemega.random import sharded_rng
 
 
 class Attention(nn.Module):
-    """Causal self-attention; the heads are sharded over the tensor ranks.
+    """Self-attention, causal or not; the heads are sharded over the tensor ranks.
 
     Attributes:
         cache: keys and values of earlier positions; x then has only the positions after them.
@@ -30,12 +31,13 @@ class Attention(nn.Module):
         the tokens of its document, None for one document
     """
 
-    def __init__(self, config: GPTConfig, kernels: Kernels, axis: Axis) -> None:
+    def __init__(self, config: BlockConfig, kernels: Kernels, axis: Axis) -> None:
         super().__init__()
         c = config
         self._axis, self._head = axis, c.kv_channels
         self._heads = c.num_attention_heads // axis.size
         self._groups = c.num_query_groups // axis.size
+        self._causal, self._padded_from = c.causal, c.padded_from
         self._dropout, self._selective = c.attention_dropout, c.recompute == "selective"
         queries = c.num_attention_heads * c.kv_channels
         keys = c.num_query_groups * c.kv_channels
@@ -64,6 +66,11 @@ class Attention(nn.Module):
     def _attend(self, qkv: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
         """Return the attention output [batch, sequence, heads / T * head]."""
         d, h, g = self._head, self._heads, self._groups
+        padding = 0
+        if self._padded_from is not None:
+            # Without padding no position needs a mask, which flash attention does not take.
+            padding = qkv.shape[1] - self._padded_from
+            qkv = qkv[:, : self._padded_from]
         q, k, v = (
             rearrange(part, "b s (h d) -> b s h d", d=d)
             for part in torch.split(qkv, [h * d, g * d, g * d], dim=-1)
@@ -79,8 +86,16 @@ class Attention(nn.Module):
         if self._dropout > 0 and self.training:
             mixed = self._attend_with_dropout(q, k, v, mask)
         else:
-            mixed = causal_attention(q, k, v, mask)
-        return rearrange(mixed, "b h s d -> b s (h d)")
+            mixed = self._mix(q, k, v, mask)
+        mixed = rearrange(mixed, "b h s d -> b s (h d)")
+        return F.pad(mixed, (0, 0, 0, padding)) if padding else mixed
+
+    def _mix(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0
+    ) -> Tensor:
+        if self._causal:
+            return causal_attention(q, k, v, mask, dropout)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout)
 
     # It seeds generators, which a graph of torch.compile cannot contain.
     uncompiled_methods = ("_attend_with_dropout",)
@@ -88,4 +103,4 @@ class Attention(nn.Module):
     def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
         # Tensor ranks have different heads, so they need different masks.
         with sharded_rng(self._axis, q.device):
-            return causal_attention(q, k, v, mask, self._dropout)
+            return self._mix(q, k, v, mask, self._dropout)

@@ -1,4 +1,4 @@
-"""The block of a GPT: norms, attention and MLP."""
+"""The block of a transformer: norms, attention and MLP."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -6,9 +6,9 @@ from torch.nn import functional as F
 from pipemega.distributed.mesh import Axis
 from pipemega.kernels import Kernels
 from pipemega.models.attention import Attention
-from pipemega.models.gpt_config import GPTConfig
-from pipemega.models.gpt_linear import column_parallel, row_parallel
-from pipemega.models.gpt_norm import hidden_norm
+from pipemega.models.block_config import BlockConfig
+from pipemega.models.block_linear import column_parallel, row_parallel
+from pipemega.models.block_norm import hidden_norm
 from pipemega.tensor_parallel import Dropout
 
 Hidden = Tensor | tuple[Tensor, ...]
@@ -22,14 +22,19 @@ class Block(nn.Module):
         hidden [batch, sequence (/ T), hidden]  ->  the same
     """
 
-    def __init__(self, config: GPTConfig, kernels: Kernels, axis: Axis) -> None:
+    def __init__(self, config: BlockConfig, kernels: Kernels, axis: Axis) -> None:
         super().__init__()
         c = config
         self.attention_norm = hidden_norm(c, kernels)
         self.attention = Attention(c, kernels, axis)
         self.mlp_norm = hidden_norm(c, kernels)
         self.mlp = MLP(c, axis)
-        self.dropout = Dropout(c.hidden_dropout, axis=axis, sequence_parallel=c.sequence_parallel)
+        self.dropout: nn.Module = Dropout(
+            c.hidden_dropout,
+            axis=axis,
+            sequence_parallel=c.sequence_parallel,
+            padded_from=c.padded_from,
+        )
 
     def forward(self, inputs: Hidden) -> Hidden:
         hidden, *per_token = inputs if isinstance(inputs, tuple) else (inputs,)
@@ -46,7 +51,7 @@ class MLP(nn.Module):
         x [batch, sequence (/ T), hidden]  ->  the same
     """
 
-    def __init__(self, config: GPTConfig, axis: Axis) -> None:
+    def __init__(self, config: BlockConfig, axis: Axis) -> None:
         super().__init__()
         c = config
         self._swiglu, self._squared_relu = c.swiglu, c.squared_relu

@@ -25,9 +25,9 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import DataError
 from pipemega.kernels import Kernels
 from pipemega.models.block import Block, Hidden
+from pipemega.models.block_norm import hidden_norm
 from pipemega.models.document_mask import documents_of
 from pipemega.models.gpt_config import GPTConfig
-from pipemega.models.gpt_norm import hidden_norm
 from pipemega.models.gpt_vocabulary import gpt_vocabulary
 from pipemega.parameters import Shard, attach_shard, normal
 from pipemega.pipeline.microbatch_loss import WeightedLoss

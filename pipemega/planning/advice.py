@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipemega.config import Batch, Config, load
-from pipemega.config.model import GPTSection
+from pipemega.config.model_transformer import TransformerSection
 from pipemega.errors import PipemegaError
 from pipemega.pipeline.schedules import SCHEDULES
 from pipemega.planning.estimate import Report, Request, estimate
@@ -294,13 +294,13 @@ def _faster_changes(report: Report) -> Iterator[list[list[str]]]:
         yield [["pipeline.activation_checkpoint_interval=0"]]
     elif config.activation_checkpointing.number_checkpoints:
         yield [["activation_checkpointing.number_checkpoints=null"]]
-    elif isinstance(config.model, GPTSection) and report.request.model is None:
+    elif isinstance(config.model, TransformerSection) and report.request.model is None:
         lighter = {"full": ("selective", "none"), "selective": ("none",), "none": ()}
         reset = _all_blocks(config.model)
         yield [[f"model.recompute={name}", *reset] for name in lighter[config.model.recompute]]
 
 
-def _all_blocks(model: GPTSection) -> list[str]:
+def _all_blocks(model: TransformerSection) -> list[str]:
     """Return the overrides that remove the choice of blocks to recompute."""
     if model.recompute_method is None:
         return []
@@ -338,7 +338,7 @@ def _changes(report: Report) -> Iterator[tuple[list[str], int | None]]:
     """Yield (overrides of config keys, number of ranks) of the changes to try."""
     request = report.request
     config, world = request.config, request.world
-    if request.model is None and isinstance(config.model, GPTSection):
+    if request.model is None and isinstance(config.model, TransformerSection):
         if config.model.recompute == "none":
             yield ["model.recompute=selective"], world
         if config.model.recompute != "full" or config.model.recompute_method is not None:

@@ -24,12 +24,22 @@ def flops_per_token(context: ModelContext) -> float:
     known, tokens = section.flops_per_token(context), section.sample_tokens()
     if known is not None or tokens is None:
         return known or 0.0
+    return _counted_per_sample(context) / tokens
+
+
+def flops_per_sample(context: ModelContext) -> float:
+    """Return the FLOPs of forward and backward per sample, such as an image; 0: unknown."""
+    tokens = model_section(context.config).sample_tokens()
+    return _counted_per_sample(context) if tokens is None else tokens * flops_per_token(context)
+
+
+def _counted_per_sample(context: ModelContext) -> float:
     try:
         inputs, _ = sample_from(context)
         forward = forward_flops(build_from(context).on_meta(), inputs)
     except (PipemegaError, RuntimeError, TypeError):
         return 0.0  # a layer reads values, which the meta device does not have
-    return (1 + _BACKWARD) * forward / (tokens * context.micro_batch_size)
+    return (1 + _BACKWARD) * forward / context.micro_batch_size
 
 
 def forward_flops(net: PipelineModule, inputs: Any) -> float:

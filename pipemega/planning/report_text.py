@@ -4,7 +4,7 @@ import textwrap
 from collections.abc import Mapping
 from itertools import zip_longest
 
-from pipemega.config.model import GPTSection
+from pipemega.config.model_transformer import TransformerSection
 from pipemega.planning.advice import Advice, better_cut
 from pipemega.planning.estimate import Report
 from pipemega.planning.units import (
@@ -139,7 +139,7 @@ def summary(report: Report) -> dict[str, str]:
     stages = f"{prediction.chunks} stages" if prediction.chunks > 1 else "1 stage"
     model = request.config.model
     recompute = "none"
-    if isinstance(model, GPTSection) and request.model is None:
+    if isinstance(model, TransformerSection) and request.model is None:
         recompute = model.recompute
         if model.recompute_method is not None:
             recompute += f", {model.recompute_method} {model.recompute_num_layers}"

@@ -21,28 +21,46 @@ class Dropout(nn.Module):
         p: probability of an element to become 0.
         axis: the tensor axis of the mesh.
         sequence_parallel: x is this rank's slice of the sequence.
+        padded_from: first position of the whole sequence that is padding; None: there is none.
 
     Shape:
         x [...]  ->  the same;  sequence_parallel: x [batch, seq / T, ...]  ->  the same
     """
 
-    def __init__(self, p: float, *, axis: Axis, sequence_parallel: bool = False) -> None:
+    def __init__(
+        self,
+        p: float,
+        *,
+        axis: Axis,
+        sequence_parallel: bool = False,
+        padded_from: int | None = None,
+    ) -> None:
         super().__init__()
         self.p, self.axis, self.sequence_parallel = p, axis, sequence_parallel
+        self.padded_from = padded_from
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.sequence_parallel:
             return F.dropout(x, self.p, self.training)
-        return sequence_dropout(self.axis, x, self.p, self.training)
+        return sequence_dropout(self.axis, x, self.p, self.training, padded_from=self.padded_from)
 
     def extra_repr(self) -> str:
         return f"p={self.p}"
 
 
 def sequence_dropout(
-    axis: Axis, x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+    axis: Axis,
+    x: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    padded_from: int | None = None,
 ) -> Tensor:
     """F.dropout of this rank's slice of the sequence, with the mask of the unsharded model.
+
+    Args:
+        padded_from: first position of the whole sequence that is padding, for which no random
+            numbers are drawn.
 
     Shape:
         x [batch, seq / T, ...]  ->  the same
@@ -51,9 +69,14 @@ def sequence_dropout(
         return F.dropout(x, p, training, inplace)
     length = x.shape[SEQUENCE_DIM]
     full_shape = list(x.shape)
-    full_shape[SEQUENCE_DIM] *= axis.size
+    full_shape[SEQUENCE_DIM] = whole = length * axis.size
+    if padded_from is not None:
+        full_shape[SEQUENCE_DIM] = padded_from
     with torch.no_grad():
         mask = F.dropout(x.new_ones(full_shape), p)  # 0 or 1 / (1 - p)
+        if padded_from is not None:
+            inner_dims = (0, 0) * (x.dim() - SEQUENCE_DIM - 1)
+            mask = F.pad(mask, (*inner_dims, 0, whole - padded_from))
         # A copy: a view would keep the full mask alive until backward.
         mask = mask.narrow(SEQUENCE_DIM, axis.rank * length, length).clone()
     return x * mask

@@ -95,6 +95,13 @@ def flops_per_token(config: Config, mesh: Mesh, vocab_size: int) -> float:
     )
 
 
+def flops_per_sample(config: Config, mesh: Mesh) -> float:
+    """Return the model's FLOPs of forward and backward per image; 0: unknown, or not rank 0."""
+    if mesh.rank > 0:  # only rank 0 records them
+        return 0.0
+    return model_flops.flops_per_sample(ModelContext.of(config, mesh.topology))
+
+
 def print_results(trainer: Trainer, datasets: Datasets) -> None:
     """Print the validation loss, that of a bigram model, and a sample text if configured.
 

@@ -36,6 +36,7 @@ class Trainer:
         metrics: of each evaluation, by name: `pipemega.training.Metric`, or of torchmetrics.
         callbacks: called in this order at each point.
         tokens_per_sample, flops_per_token: for tokens/s, TFLOP/s and MFU; 0: do not record them.
+        flops_per_sample: the same for samples that are not tokens, such as images.
 
     Attributes:
         callbacks: as given.
@@ -61,12 +62,13 @@ class Trainer:
         callbacks: Sequence[Callback] = (),
         tokens_per_sample: int = 0,
         flops_per_token: float = 0.0,
+        flops_per_sample: float = 0.0,
     ) -> None:
         self.engine, self.config, self._run = engine, engine.config, engine.run
         self.stopped = ""
         logger = self._run.logger
         logger.tokens_per_sample = tokens_per_sample or logger.tokens_per_sample
-        logger.flops_per_token = flops_per_token
+        logger.flops_per_sample = flops_per_sample or flops_per_token * logger.tokens_per_sample
         if epochs is not None:
             engine.set_epochs(epochs)
         if train is not None:

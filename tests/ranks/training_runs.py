@@ -1,6 +1,6 @@
 """Trains a small GPT for a few steps on any mesh, and returns everything to compare."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -78,7 +78,7 @@ def train(config: Mapping[str, Any], dtype: str = "float64", steps: int = STEPS)
     """Return losses, norms, gradients of each step, and parameters after the last."""
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        return _train(config, steps)
+        return train_engine(build(config), data, steps)
     finally:
         torch.set_default_dtype(torch.float32)
 
@@ -96,8 +96,14 @@ def build(config: Mapping[str, Any]) -> Engine:
     return engine
 
 
-def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    engine = build(config)
+def train_engine(
+    engine: Engine, microbatches: Callable[[Engine, int], Iterator[Any]], steps: int = STEPS
+) -> dict[str, Any]:
+    """Return what `train` returns.
+
+    Args:
+        microbatches: (engine, step) -> those of this data rank.
+    """
     gradients: list[dict[str, Tensor]] = []
     assert engine.optimizer is not None
     assert engine._step is not None
@@ -111,7 +117,7 @@ def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
     result: dict[str, Any] = {"loss": [], "norm": [], "scale": [], "skipped": []}
     result |= {"params_norm": [], "num_zeros": []}
     for step in range(steps):
-        given = data(engine, step) if engine.loader is None else None
+        given = microbatches(engine, step) if engine.loader is None else None
         result["loss"].append(engine.train_batch(given))
         assert engine.last_step is not None
         result["norm"].append(engine.last_step.grad_norm)
@@ -122,7 +128,7 @@ def _train(config: Mapping[str, Any], steps: int) -> dict[str, Any]:
         result["num_zeros"].append(engine.last_step.num_zeros)
     result["gradients"] = [gather_full_tensors(g, engine._model, engine.mesh) for g in gradients]
     result["parameters"] = engine.parameter_state()
-    result["eval"] = engine.eval_batch(data(engine, 99))
+    result["eval"] = engine.eval_batch(microbatches(engine, 99))
     # Arrays are sent between processes without shared memory.
     result["gradients"] = [
         {n: g.double().numpy() for n, g in gs.items()} for gs in result["gradients"]

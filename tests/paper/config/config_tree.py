@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from pipemega.config import optimizer, scheduler
-from pipemega.config.config import Config
+from pipemega.config.config import MODEL_TYPES, Config
 from pipemega.config.key_kinds import Section, key_info
 from pipemega.config.model_hf import HFSection
 from pipemega.config.reference import all_sections
@@ -16,8 +16,9 @@ BASE: dict[str, Any] = {
     "training": {"train_steps": 100},
 }
 
-# Required keys of `params`, by class.
+# Required keys of `params` and of types of `model`, by class.
 REQUIRED: dict[type[Section], dict[str, Any]] = {
+    HFSection: {"path": "folder"},
     scheduler.OneCycleParams: {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
     scheduler.WsdParams: {"wsd_decay_steps": 10},
 }
@@ -40,8 +41,9 @@ def _containing(path: tuple[str, ...], kind: type[Section]) -> dict[str, Any]:
         return {**BASE, path[0]: {"type": name, "params": REQUIRED.get(kind, {})}}
     if path in (("optimizer",), ("scheduler",)):
         return {**BASE, path[0]: {"type": "Adam" if path[0] == "optimizer" else "constant"}}
-    if kind is HFSection:
-        return {**BASE, "model": {"type": "hf", "path": "folder"}}
+    if kind in MODEL_TYPES[1:]:
+        word = kind.model_fields["type"].default
+        return {**BASE, "model": {"type": word, **REQUIRED.get(kind, {})}}
     return BASE if kind is Config or path == ("model",) else _put(BASE, path, {})
 
 

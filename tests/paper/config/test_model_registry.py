@@ -17,7 +17,7 @@ from pipemega.config import load, model_registry
 from pipemega.config.json_schema import schema
 from pipemega.config.model import GPTSection
 from pipemega.config.model_hf import HFSection
-from pipemega.config.model_registry import ModelSection, register_model
+from pipemega.config.model_registry import ModelSection, model_types, register_model
 from pipemega.errors import ConfigError
 from tests.paper.config.config_tree import BASE, MODEL
 
@@ -128,12 +128,14 @@ def test_a_missing_key_is_reported_with_its_description(vit: type[MyViT]) -> Non
 def test_an_unknown_type_is_refused_with_the_known_ones(vit: type[MyViT]) -> None:
     with pytest.raises(ConfigError) as refusal:
         load({**BASE, "model": {"type": "my-vti", "width": 64}})
+    known = ", ".join(model_types())
+    assert known.startswith("gpt, hf")
     assert str(refusal.value) == (
-        "model.type 'my-vti' is not registered; did you mean 'my-vit'? Known: gpt, hf, my-vit. For "
-        "a type of yours, name the module that registers it in the top-level key 'imports'"
+        f"model.type 'my-vti' is not registered; did you mean 'my-vit'? Known: {known}. For a "
+        "type of yours, name the module that registers it in the top-level key 'imports'"
     )
-    with pytest.raises(ConfigError, match="'resnet' is not registered; known: gpt, hf, my-vit"):
-        load({**BASE, "model": {"type": "resnet"}})
+    with pytest.raises(ConfigError, match=f"'mixer' is not registered; known: {known}"):
+        load({**BASE, "model": {"type": "mixer"}})
     with pytest.raises(ConfigError, match=r"model.type must be text, not 3; known: gpt"):
         load({**BASE, "model": {"type": 3}})
 

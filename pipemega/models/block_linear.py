@@ -1,15 +1,15 @@
-"""The linears of a GPT block, sharded over the tensor ranks."""
+"""The linears of a transformer block, sharded over the tensor ranks."""
 
 import math
 
 from pipemega.distributed.mesh import Axis
-from pipemega.models.gpt_config import GPTConfig
+from pipemega.models.block_config import BlockConfig
 from pipemega.parameters import normal
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 
 def column_parallel(
-    c: GPTConfig, out_features: int | tuple[int, ...], axis: Axis, bias: bool
+    c: BlockConfig, out_features: int | tuple[int, ...], axis: Axis, bias: bool
 ) -> ColumnParallelLinear:
     """Return the linear hidden -> out_features, whose output features are sharded over `axis`."""
     return ColumnParallelLinear(
@@ -22,7 +22,7 @@ def column_parallel(
     )
 
 
-def row_parallel(c: GPTConfig, in_features: int, axis: Axis) -> RowParallelLinear:
+def row_parallel(c: BlockConfig, in_features: int, axis: Axis) -> RowParallelLinear:
     """Return the linear in_features -> hidden, whose input features are sharded over `axis`."""
     return RowParallelLinear(
         in_features,
