@@ -6,8 +6,9 @@ from typing import Any, Literal
 
 from pydantic import ValidationInfo, field_validator
 
+from pipemega.config.data_images import ImageSource, ImageTransforms, errors_of_images
 from pipemega.config.data_paths import DataPaths, TokenFiles, parse_data_paths
-from pipemega.config.key_kinds import Section, own, rule
+from pipemega.config.key_kinds import Section, own, rule, section
 from pipemega.config.value_types import Count, Name, Whole
 
 # 256 bytes and the end-of-document token.
@@ -28,7 +29,7 @@ RECORD_KEYS = (
 
 class DataSection(Section):
     """The training data: text (`corpus`), token files (`data_path`), examples to fine-tune on
-    (`format` and `path`) or random tokens (`mock`)."""
+    (`format` and `path`), images with classes (`images`) or random tokens (`mock`)."""
 
     corpus: Name | tuple[Name, ...] | None = own(
         None, "Text files, folders, globs (tokenized once), or `python-stdlib`: Python's sources."
@@ -54,11 +55,24 @@ class DataSection(Section):
         "Fine-tune on the records of `path`: conversations, prompts with responses, or texts. The "
         "loss counts answers only (texts: all tokens).",
     )
+    images: ImageSource | None = own(
+        None,
+        "Images with a class each: the files of CIFAR-10 or CIFAR-100 in `path`, a folder with a "
+        "sub-folder per class, or without files: `digits`, the handwritten digits of scikit-learn, "
+        "and if that is not installed `glyphs`, digits that pipemega draws.",
+    )
+    transforms: ImageTransforms = section(
+        ImageTransforms, "How the images of `images` become samples.", own=True
+    )
     path: Name | tuple[Name, ...] | None = own(
-        None, "Files of records: JSON lines or parquet; a list and globs are allowed."
+        None,
+        "Files of records: JSON lines or parquet; a list and globs are allowed. With `images`: the "
+        "folder; null: the environment variable `DATA`.",
     )
     valid_path: Name | tuple[Name, ...] | None = own(
-        None, "Files of validation records; null: a share of `path`, by `split`."
+        None,
+        "Files of validation records, or folder of validation images; null: a share of `path`, by "
+        "`split`. A folder of images with `train` and `val` (or `valid`, `test`) needs neither.",
     )
     key: Name | None = own(
         None,
@@ -215,9 +229,11 @@ class DataSection(Section):
             )
         return given
 
-    @rule("corpus", "data_path", "train_data_path", "mock", "path")
+    @rule("corpus", "data_path", "train_data_path", "mock", "images", "path")
     def _one_source(self) -> Iterator[str]:
-        sources = ("corpus", "data_path", "train_data_path", "mock", "path")
+        sources = ["corpus", "data_path", "train_data_path", "mock", "images"]
+        if self.images is None:  # which `path` may belong to
+            sources.append("path")
         given = [f"data.{name}" for name in sources if getattr(self, name)]
         if len(given) > 1:
             yield f"{' and '.join(given)} are set: keep one"
@@ -252,11 +268,17 @@ class DataSection(Section):
                 "data.reset_position_ids to true too"
             )
 
-    @rule(*RECORD_KEYS)
+    @rule("images", "transforms", "path", "valid_path", "split", "format")
+    def _images_have_their_keys(self) -> Iterator[str]:
+        yield from errors_of_images(self, _SPLIT)
+
+    @rule(*RECORD_KEYS, "images")
     def _records_have_a_format(self) -> Iterator[str]:
         if self.format is not None:
             return
-        given = [f"data.{name}" for name in RECORD_KEYS if getattr(self, name) not in (None, True)]
+        own_keys = {"path", "valid_path"} if self.images is not None else set()
+        keys = [name for name in RECORD_KEYS if name not in own_keys]
+        given = [f"data.{name}" for name in keys if getattr(self, name) not in (None, True)]
         if given:
             yield (
                 f"{' and '.join(given)} need data.format: set it to 'chat', 'instruction' or 'text'"

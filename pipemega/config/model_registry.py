@@ -109,6 +109,10 @@ class ModelSection(JsonSection):
         """Return the vocabulary size; "auto": that of the tokenizer; None: it has none."""
         return getattr(self, "vocab_size", None)
 
+    def number_of_classes(self) -> int | None:
+        """Return the number of classes of a model of images; None: it does not tell."""
+        return getattr(self, "num_classes", None)
+
     def layer_count(self) -> int | None:
         """Return the number of pipeline layers; None if only `build` can tell it."""
         return None

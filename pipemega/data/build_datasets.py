@@ -25,10 +25,13 @@ from pipemega.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from pipemega.data.finetuning import build_finetuning as finetuning
     from pipemega.data.finetuning.finetuning_dataset import FineTuningDataset
+    from pipemega.data.images.image_dataset import ImageDataset
 else:
     finetuning = deferred("pipemega.data.finetuning.build_finetuning")
 
-AnyDataset: TypeAlias = Union[GPTDataset, BlendedDataset, MockDataset, "FineTuningDataset"]
+AnyDataset: TypeAlias = Union[
+    GPTDataset, BlendedDataset, MockDataset, "FineTuningDataset", "ImageDataset"
+]
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Datasets:
 
     Attributes:
         train, valid, test: None if no samples were requested.
-        vocab_size: vocabulary size of the model.
+        vocab_size: vocabulary size of the model; None: samples are not tokens.
         tokenizer: None if the data has no tokenizer.
         description: lines that say what is read, its size and the number of epochs.
     """
@@ -45,7 +48,7 @@ class Datasets:
     train: AnyDataset | None
     valid: AnyDataset | None
     test: AnyDataset | None
-    vocab_size: int
+    vocab_size: int | None
     tokenizer: Tokenizer | None
     description: tuple[str, ...]
 
@@ -54,6 +57,11 @@ class Datasets:
         """32 hex digits that identify the training data and its order."""
         return self.train.fingerprint if self.train is not None else ""
 
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """Names of the classes of images; empty for other data."""
+        return getattr(self.train or self.valid or self.test, "classes", ())
+
     def bigram(self) -> BigramLoss | None:
         """Return the bigram model's loss on the validation tokens.
 
@@ -61,6 +69,7 @@ class Datasets:
         """
         if not (isinstance(self.train, GPTDataset) and isinstance(self.valid, GPTDataset)):
             return None
+        assert self.vocab_size is not None, "both are token files"
         return bigram_loss(self.train.split_tokens(), self.valid.split_tokens(), self.vocab_size)
 
 
@@ -119,8 +128,8 @@ def build_datasets(
     if not (section.corpus or section.keyed_token_files or section.mock):
         raise ConfigError(
             "the config names no data: set data.corpus (text; 'python-stdlib' needs no download), "
-            "data.data_path (token files), data.format and data.path (records to fine-tune on) or "
-            "data.mock"
+            "data.data_path (token files), data.format and data.path (records to fine-tune on), "
+            "data.images (with a model of images) or data.mock"
         )
     if section.mock:
         return _build_mock(section, request)

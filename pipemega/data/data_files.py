@@ -10,10 +10,11 @@ from pipemega.config.data import DataSection
 from pipemega.data.corpus import Corpus, find_corpus
 from pipemega.data.file_cache import digest_of, user_cache_folder
 from pipemega.data.finetuning.record_files import find_records
+from pipemega.data.images.image_paths import image_folders
 from pipemega.data.prepared_files import files_of, prefix_of, read_manifest, tokenizer_of
 from pipemega.data.tokenizer import UNKNOWN_EOD, Tokenizer
 from pipemega.deferred_import import deferred
-from pipemega.errors import DataError, PipemegaError
+from pipemega.errors import ConfigError, DataError, PipemegaError
 
 if TYPE_CHECKING:
     from pipemega.data import indexed, load_tokenizer, tiktoken_tokenizer
@@ -51,6 +52,9 @@ def data_inputs(section: DataSection) -> Iterator[DataInput]:
             yield DataInput("data.corpus", name, find_corpus(name).num_bytes)
         except DataError as error:
             yield DataInput("data.corpus", name, error=f"data.corpus: {error}")
+    if section.images is not None:
+        yield from _image_folders(section)
+        return
     for key in ("path", "valid_path"):
         yield from _record_files(f"data.{key}", getattr(section, key))
     if section.chat_template is not None:
@@ -61,6 +65,17 @@ def data_inputs(section: DataSection) -> Iterator[DataInput]:
             yield DataInput("data.tokenizer", section.tokenizer, size)
         except PipemegaError as error:
             yield DataInput("data.tokenizer", section.tokenizer, error=f"data.tokenizer: {error}")
+
+
+def _image_folders(section: DataSection) -> Iterator[DataInput]:
+    try:
+        folders = image_folders(section)
+    except ConfigError as error:
+        yield DataInput("data.path", "", error=str(error))
+        return
+    for key, path in folders.items():
+        missing = "" if path.is_dir() else f"{key}: the folder {path} does not exist"
+        yield DataInput(key, str(path), error=missing)
 
 
 def _record_files(key: str, names: str | tuple[str, ...] | None) -> Iterator[DataInput]:

@@ -3,7 +3,7 @@
 trainer          Trainer: trains steps or epochs, and evaluates
 callback         Callback; callbacks: those that are ready to use; callback_list calls them
 metrics          Metric, Accuracy, ...; metric_set reduces them over micro-batches and ranks
-pretrain         data, model and results of pretrain_gpt.py
+pretrain         data, model and results of pretrain_gpt.py; image_data: images for a model
 generate         generates text; sampling chooses the next token
 """
 
@@ -16,7 +16,7 @@ from pipemega.training.callbacks import (
     Timing,
 )
 from pipemega.training.generate import generate
-from pipemega.training.metrics import Accuracy, Loss, Metric, Perplexity
+from pipemega.training.metrics import Accuracy, Loss, Metric, MixupAccuracy, Perplexity
 from pipemega.training.trainer import Trainer
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "LRLogger",
     "Loss",
     "Metric",
+    "MixupAccuracy",
     "Perplexity",
     "SampleText",
     "SaveBest",

@@ -179,6 +179,31 @@ class Accuracy(Metric):
         return right.sum(), counted.sum()
 
 
+class MixupAccuracy(Metric):
+    """The share that the label gives to the class with the largest logit, 0 to 1.
+
+    Of images that are mixed from two (`data.transforms.mixup`): the accuracy for each of the two
+    classes, weighted by their shares. Labels may also be class indices.
+
+    Shape:
+        outputs [..., classes], labels float [..., classes] or class indices [...]
+    """
+
+    higher_is_better = True
+
+    def sums(self, outputs: Any, labels: Any) -> Sequence[Tensor | float]:
+        if not isinstance(labels, Tensor) or not labels.is_floating_point():
+            return Accuracy().sums(outputs, labels)
+        if not isinstance(outputs, Tensor) or outputs.shape != labels.shape:
+            got = list(outputs.shape) if isinstance(outputs, Tensor) else type(outputs).__name__
+            raise DataError(
+                f"MixupAccuracy takes logits and shares of the same shape [..., classes], and got "
+                f"outputs {got} with labels {list(labels.shape)}"
+            )
+        shares = labels.double().gather(-1, outputs.argmax(-1, keepdim=True))
+        return shares.sum(), shares.numel()
+
+
 def _summed(x: Tensor, shard: OutputShard | None) -> Tensor:
     return x if shard is None else start_all_reduce(x.contiguous(), shard.axis)()
 

@@ -16,6 +16,8 @@ from pipemega.planning import model_flops
 from pipemega.printing import percent
 from pipemega.training.callbacks import SampleText
 from pipemega.training.generate import generate
+from pipemega.training.image_data import load_images
+from pipemega.training.metrics import Accuracy, Metric
 from pipemega.training.trainer import Trainer
 
 
@@ -35,12 +37,12 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     training = config.training
     if config.model is None:
         raise ConfigError("model is missing: pretraining needs it")
-    length, vocabulary = config.model.sample_tokens(), config.model.vocabulary()
-    if length is None:
+    length, images = config.model.sample_tokens(), config.data.images
+    if length is None and images is None:
         raise ConfigError(
             f"pretraining reads token ids, and model.type {config.model.type!r} has no tokens per "
-            f"sample: give it a key seq_length, or train it with your own data and "
-            f"pipemega.Trainer"
+            f"sample: give it a key seq_length, set data.images for a model of images, or train it "
+            f"with your own data and pipemega.Trainer"
         )
     if not training.has_length:
         raise ConfigError(
@@ -51,28 +53,37 @@ def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     log = get_logger(mesh.rank)
     for key, value, why in config.model.computed_values():
         log.info(f"{key} is {value}: {why}")
-    batch = config.batch(mesh.data.size)
     epochs = training.epochs
     eval_batches = training.eval_batches(epochs) if training.evaluates(epochs) else 0
-    request = DataRequest(
-        seq_length=length,
-        seed=config.seed,
-        train_samples=training.train_samples or _train_samples(config, mesh),
-        valid_samples=_samples(eval_batches, batch),
-        vocab_size=vocabulary if isinstance(vocabulary, int) else "auto",
-    )
-    datasets = build_datasets(
-        config.data,
-        request,
-        say=log.info if mesh.rank == 0 else None,
-        progress=mesh.rank == 0 and config.training.progress,
-    )
+    if length is None or images is not None:
+        splits = ("train",) if eval_batches == 0 else ("train", "valid")
+        datasets = load_images(config, config.data, splits)
+    else:
+        datasets = _tokens(config, mesh, length, eval_batches)
     for line in datasets.description:
         log.info(line)
     if epochs is not None and datasets.train is not None:
         # The dataset has one order; the loader shuffles it in each epoch.
         datasets.train.already_shuffled = False
     return datasets
+
+
+def _tokens(config: Config, mesh: Mesh, length: int, eval_batches: int | None) -> Datasets:
+    assert config.model is not None, "checked by the caller"
+    vocabulary = config.model.vocabulary()
+    request = DataRequest(
+        seq_length=length,
+        seed=config.seed,
+        train_samples=config.training.train_samples or _train_samples(config, mesh),
+        valid_samples=_samples(eval_batches, config.batch(mesh.data.size)),
+        vocab_size=vocabulary if isinstance(vocabulary, int) else "auto",
+    )
+    return build_datasets(
+        config.data,
+        request,
+        say=get_logger(mesh.rank).info if mesh.rank == 0 else None,
+        progress=mesh.rank == 0 and config.training.progress,
+    )
 
 
 def _train_samples(config: Config, mesh: Mesh) -> int | None:
@@ -86,7 +97,7 @@ def _samples(steps: int | None, batch: Batch) -> int | None:
     return None if steps is None else steps * batch.train_batch_size
 
 
-def flops_per_token(config: Config, mesh: Mesh, vocab_size: int) -> float:
+def flops_per_token(config: Config, mesh: Mesh, vocab_size: int | None = None) -> float:
     """Return the model's FLOPs of forward and backward per token; 0: unknown, or not rank 0."""
     if mesh.rank > 0:  # only rank 0 records them
         return 0.0
@@ -102,14 +113,25 @@ def flops_per_sample(config: Config, mesh: Mesh) -> float:
     return model_flops.flops_per_sample(ModelContext.of(config, mesh.topology))
 
 
+def image_metrics(datasets: Datasets) -> dict[str, Metric]:
+    """Return the metrics of images: "top1", and "top5" if there are more than 5 classes."""
+    ks = [k for k in (1, 5) if k < len(datasets.classes)]
+    return {f"top{k}": Accuracy(k) for k in ks}
+
+
 def print_results(trainer: Trainer, datasets: Datasets) -> None:
     """Print the validation loss, that of a bigram model, and a sample text if configured.
+
+    For images: the validation loss and the metrics.
 
     Prints nothing if the run was stopped early, so that the process exits soon.
     """
     if trainer.stopped:
         return
-    _print_losses(trainer, datasets)
+    if datasets.classes:
+        _print_accuracy(trainer)
+    else:
+        _print_losses(trainer, datasets)
     _print_texts(trainer)
 
 
@@ -134,12 +156,21 @@ def _print_losses(trainer: Trainer, datasets: Datasets) -> None:
         )
 
 
+def _print_accuracy(trainer: Trainer) -> None:
+    if trainer.engine.mesh.rank != 0 or not trainer.evaluations:
+        return
+    last = trainer.evaluations[-1].values
+    shares = [f"{name} {percent(last[name], 1)}" for name in trainer.metric_names]
+    print(", ".join([f"validation loss {last['loss']:.4f}", *shares]))
+
+
 def sample_texts(engine: Engine, datasets: Datasets) -> list[SampleText]:
     """Return a callback that generates texts if `training.generate_tokens` is set, else none."""
     config, tokenizer = engine.config, datasets.tokenizer
     count, prompt = config.training.generate_tokens, config.training.generate_prompt
-    if not count or tokenizer is None or config.model is None:
+    if not count or tokenizer is None or config.model is None or datasets.vocab_size is None:
         return []
+    vocab_size = datasets.vocab_size
     start = tokenizer.encode(prompt) or [tokenizer.eod or 0]
     length = config.model.sample_tokens()
     assert length is not None, "checked by load_datasets"
@@ -150,7 +181,7 @@ def sample_texts(engine: Engine, datasets: Datasets) -> list[SampleText]:
             start,
             count,
             seq_length=length,
-            vocab_size=datasets.vocab_size,
+            vocab_size=vocab_size,
             temperature=config.training.generate_temperature,
             seed=config.seed,
         )

@@ -128,6 +128,11 @@ class Trainer:
         return self._run.logger.monitor
 
     @property
+    def metric_names(self) -> list[str]:
+        """Names of the metrics."""
+        return self._valid.metric_names
+
+    @property
     def value_names(self) -> list[str]:
         """Names of the values of `Callback.after_evaluation`; [] if the run does not evaluate."""
         return self._valid.value_names if evaluates(self.engine) else []

@@ -92,7 +92,7 @@ NEEDS_TORCH = (
 OPTIONAL = {
     "apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "ortools",
     "fsspec", "transformers", "safetensors", "huggingface_hub", "peft", "sentencepiece",
-    "tiktoken", "pyarrow", "jinja2",
+    "tiktoken", "pyarrow", "jinja2", "PIL", "sklearn", "torchvision",
 }  # fmt: skip
 # Module names that may occur in several packages: one section of the config, one command.
 SAME_NAME_ALLOWED = ("config/", "cli/")
