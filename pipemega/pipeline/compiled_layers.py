@@ -163,6 +163,10 @@ class _Kinds:
         self._log, self._section = log, section
         self._kinds: dict[Any, _Kind] = {}
         self._methods: list[_CompiledMethod] = []
+        # Layers that differ in an integer, such as their number, share a graph, as torch does it for
+        # floats. Otherwise each has its own, and after eight of them layers run uncompiled. Not for
+        # the whole process: the user may compile other modules.
+        self._share_graphs = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
         self._left_out: set[type[nn.Module]] = set()
 
     def compile(self, layer: nn.Module, name: str) -> None:
@@ -207,7 +211,8 @@ class _Kinds:
             self._log.info(f"compiling {kind.name}; the first step waits for it")
         graphs, started = _graph_count(), time.perf_counter()
         try:
-            result = kind.function(layer, *args, **kwargs)
+            with self._share_graphs:
+                result = kind.function(layer, *args, **kwargs)
         except torch._dynamo.exc.TorchDynamoException as error:
             if states is not None:
                 random.set_rng_state(states, self._device)

@@ -235,6 +235,33 @@ def test_a_graph_that_another_tensor_rank_cannot_compile_runs_uncompiled_on_this
     )
 
 
+class Numbered(Wave):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x) / self.number
+
+
+@pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.sweep)]
+)
+def test_layers_that_differ_in_an_integer_have_two_graphs(
+    backend: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One for the first integer and one for any: each had its own, and from the ninth on none."""
+    layers = [LayerSpec(Numbered, number) for number in range(1, 11)]
+    want = steps(engine_of(layers, {"enabled": False}))
+    assert steps(engine_of(layers, {"enabled": True, "backend": backend})) == pytest.approx(
+        want, rel=1e-6
+    )
+    assert graphs() == 2
+    assert [r for r in caplog.records if r.levelno == logging.WARNING] == []
+    # Other modules of the user have torch's rule.
+    assert not torch._dynamo.config.allow_unspec_int_on_nn_module
+
+
 def test_without_a_compiler_all_layers_run_uncompiled_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
