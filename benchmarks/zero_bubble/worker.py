@@ -20,12 +20,11 @@ from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.kernels import Kernels
 from pipemega.models.block import Block
-from pipemega.models.gpt import FinalNorm, GPTLoss, Positions, TokenEmbedding
+from pipemega.models.gpt import gpt
 from pipemega.models.gpt_config import GPTConfig
 from pipemega.parameters import mark_partial_gradient
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec
-from pipemega.tensor_parallel import VocabParallelHead
 
 WARM_UP_SCALE = 0.05
 
@@ -106,18 +105,9 @@ def _model(task: dict[str, Any], log: SleepLog) -> PipelineModule:
         sequence_parallel=task["mesh"].get("sequence_parallel", False),
     )
     kernels = Kernels.detect("cpu")
-    words = {"axis": TENSOR_AXIS, "sequence_parallel": config.sequence_parallel}
+    net = gpt(config, kernels)
     block = LayerSpec(SleepingBlock, config, kernels, TENSOR_AXIS, Seconds(*task["block"]), log)
-    return PipelineModule(
-        [
-            LayerSpec(TokenEmbedding, config.vocab_size, hidden, **words),
-            LayerSpec(Positions, config, TENSOR_AXIS),
-            *([block] * config.num_layers),
-            LayerSpec(FinalNorm, config, kernels, TENSOR_AXIS),
-            LayerSpec(VocabParallelHead, config.vocab_size, hidden, **words),
-        ],
-        loss_fn=LayerSpec(GPTLoss, config, TENSOR_AXIS),
-    )
+    return net.with_specs(block if spec.typename is Block else spec for spec in net.specs)
 
 
 def _config(task: dict[str, Any], schedule: str, data_ranks: int) -> dict[str, Any]:

@@ -1,9 +1,13 @@
 """The command-line arguments of a training script: the config file, and changes of its keys."""
 
 import argparse
+from collections.abc import Mapping
+from typing import Any
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_arguments(
+    parser: argparse.ArgumentParser, config: Mapping[str, Any] | None = None
+) -> argparse.ArgumentParser:
     """Add `--config`, `--set` and `--local-rank` to the parser of a script; return the parser.
 
         parser = pipemega.add_arguments(argparse.ArgumentParser())
@@ -13,9 +17,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
     `--local-rank` is what torch.distributed.launch and DeepSpeed's launcher pass; it is ignored,
     because they also set LOCAL_RANK.
+
+    Args:
+        config: the value of `args.config` if there is no `--config`; without it, `--config` is
+            required.
     """
     group = parser.add_argument_group("pipemega")
-    group.add_argument("--config", required=True, help="the JSON file; see docs/config.md")
+    group.add_argument(
+        "--config",
+        required=config is None,
+        default=config,
+        help="the JSON file; see docs/config.md"
+        + ("" if config is None else " (default: the config in the script)"),
+    )
     group.add_argument(
         "--set",
         action="append",

@@ -39,3 +39,13 @@ def test_a_missing_config_is_an_error(capsys: pytest.CaptureFixture[str]) -> Non
     with pytest.raises(SystemExit):
         _parser().parse_args([])
     assert "the following arguments are required: --config" in capsys.readouterr().err
+
+
+def test_a_script_may_have_a_config_of_its_own() -> None:
+    own = {"train_batch_size": 4}
+    parser = pipemega.add_arguments(argparse.ArgumentParser(prog="train.py"), own)
+    args = parser.parse_args(["--set", "seed=7"])
+    assert pipemega.load_config(args.config, args.set).seed == 7
+    assert pipemega.load_config(args.config, args.set).train_batch_size == 4
+    assert parser.parse_args(["--config", "ds.json"]).config == "ds.json"
+    assert "default: the config in the script" in " ".join(parser.format_help().split())

@@ -1,4 +1,4 @@
-"""docs/other_engines.md: the loops of Colossal-AI and Paddle, on one and two ranks."""
+"""docs/coming_from.md: the loops of Colossal-AI and Paddle, on one and two ranks."""
 
 import re
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from tests.ranks.pool import RankPool
 from tests.ranks.training.long_runs import handlers_restored
 
-PAGE = Path(__file__).parents[3] / "docs/other_engines.md"
+PAGE = Path(__file__).parents[3] / "docs/coming_from.md"
 
 
 def run_block(name: str, folder: str, pipeline: int) -> Any:
