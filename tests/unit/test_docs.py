@@ -132,7 +132,10 @@ CONTEXTS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES if blocks(page, "python")], ids=lambda page: page.stem
+    "page",
+    # The blocks of the tutorial need its commands: tests/ranks/training/test_tutorial.py.
+    [page for page in PAGES if blocks(page, "python") and page.stem != "tutorial"],
+    ids=lambda page: page.stem,
 )
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_the_python_blocks_of_a_page_run_in_order(
