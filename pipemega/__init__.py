@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from pipemega.config.script_arguments import add_arguments
     from pipemega.data.finetuning.build_finetuning import finetuning_dataset
     from pipemega.engine.engine import Engine
-    from pipemega.engine.initialize import build_mesh_of as build_mesh
     from pipemega.engine.initialize import initialize
     from pipemega.engine.module_state import module_state_dict
+    from pipemega.engine.run_mesh import build_mesh_of as build_mesh
     from pipemega.errors import PipemegaError, StopTraining
     from pipemega.fault_tolerance.run import run
     from pipemega.hf.load_model import from_pretrained
@@ -68,7 +68,7 @@ _MODULE_AND_NAME = {
     "Trainer": ("pipemega.training", "Trainer"),
     "WeightedLoss": ("pipemega.pipeline.microbatch_loss", "WeightedLoss"),
     "add_arguments": ("pipemega.config.script_arguments", "add_arguments"),
-    "build_mesh": ("pipemega.engine.initialize", "build_mesh_of"),
+    "build_mesh": ("pipemega.engine.run_mesh", "build_mesh_of"),
     "build_model": ("pipemega.models.build_model", "build_model"),
     "finetuning_dataset": (
         "pipemega.data.finetuning.build_finetuning",

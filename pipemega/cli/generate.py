@@ -25,7 +25,7 @@ from tqdm import tqdm
 from pipemega.cli.run_options import Subparsers, add_command
 from pipemega.cli.trained_model_options import add_model_options, launched, positive_count
 from pipemega.distributed.mesh import launched_world_size
-from pipemega.engine.initialize import build_mesh_of
+from pipemega.engine.run_mesh import build_mesh_of
 from pipemega.errors import ConfigError
 from pipemega.training.prompts import PromptEncoder
 from pipemega.training.sampling import Sampling

@@ -32,6 +32,7 @@ from pipemega.config.key_kinds import (
 )
 from pipemega.config.lora import LoraSection
 from pipemega.config.mesh import MeshSection
+from pipemega.config.mixed_devices import errors_of_mixed_devices
 from pipemega.config.model import GPTSection
 from pipemega.config.model_hf import HFSection, errors_of_positions
 from pipemega.config.model_registry import ModelSection, section_of_type
@@ -347,6 +348,10 @@ _RULES = (
         ("data.reset_position_ids", "data.reset_attention_mask", "model.type"), errors_of_positions
     ),
     Rule(("data.pad_to_multiple_of", "pipeline.shapes", "mesh"), errors_of_padding),
+    Rule(
+        ("mesh.device", "pipeline.schedule", "pipeline.partition", "pipeline.vocabulary"),
+        errors_of_mixed_devices,
+    ),
 )  # fmt: skip
 
 

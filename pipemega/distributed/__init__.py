@@ -6,6 +6,7 @@ rendezvous      a unique name for each incarnation of a restarted run
 backends        the backends of a process group
 comm_errors     errors that name the collective, its tensor, ranks and caller
 cuda_events     events in the current stream
+mixed_mesh      the mesh of a pipeline whose ranks have different devices
 device_waits    waits of the host for the device, with a deadline
 stream_clock    a clock of the current stream
 abort           aborts the communicators of a failed process

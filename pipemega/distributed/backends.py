@@ -22,6 +22,21 @@ def sends_by_gloo(group: dist.ProcessGroup | None, device: torch.device) -> bool
     return group is not None and backend_names(group).get(device.type) == "gloo"
 
 
+def goes_through_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Return whether messages of tensors on `device` are copied to the host.
+
+    So it is if some ranks of the group are on CPUs: they have gloo in common, and no other backend.
+    """
+    if group is None or device.type in ("cpu", "meta"):
+        return False
+    return device.type not in backend_names(group)
+
+
+def message_device(group: dist.ProcessGroup | None, device: torch.device) -> torch.device:
+    """Return the device of tensors that the group can transfer, on a rank on `device`."""
+    return torch.device("cpu") if goes_through_host(group, device) else device
+
+
 def backends_except_gloo(group: dist.ProcessGroup) -> list[Any]:
     """Return the backends of the group other than gloo: those whose operations `abort` ends."""
     return [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from pipemega.distributed import device_waits
-from pipemega.distributed.backends import backend_names, nccl_backend
+from pipemega.distributed.backends import backend_names, message_device, nccl_backend
 from pipemega.distributed.comm_errors import collective_error
 from pipemega.distributed.rendezvous import agree_on_incarnation
 from pipemega.distributed.topology import AXES, AxisName, Topology
@@ -38,12 +38,14 @@ class Axis:
         rank: index of this process in `ranks`.
         group: the process group; None for an axis of one rank, which does not communicate. On a GPU
             it has two backends: NCCL for its tensors, and gloo for values of the host.
+        devices: types of the devices of the ranks if they differ, else empty.
     """
 
     name: str
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
+    devices: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -184,47 +186,57 @@ def build_mesh(
         MeshError: the number of ranks is not the size of the topology, ranks share a GPU, or the
             caller has created process groups of some ranks only.
     """
-    world_size = launched_world_size()
-    if world_size != topology.world_size:
-        raise MeshError(
-            f"{world_size} ranks were started, and the mesh {topology} takes {topology.world_size}"
-        )
-    if world_size == 1 and not dist.is_initialized():
+    check_world_size(topology)
+    if topology.world_size == 1 and not dist.is_initialized():
         return Mesh.single(device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         device_waits.watch_device(timeout)
     if dist.is_initialized():
-        _check_group_counts(device)
+        check_group_counts(device)
     else:
-        # Without device_id: with it, NCCL runs all single sends and receives of a group in one
-        # queue, and a receive that is posted early blocks the sends after it.
-        backend = _CUDA_BACKEND if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, timeout=timeout, **_fresh_store(timeout))
+        init_process_group(_CUDA_BACKEND if device.type == "cuda" else "gloo", timeout)
     rank = dist.get_rank()
-    axes = {name: _axis(name, topology, rank, device, timeout) for name in AXES}
+    axes = {name: new_axis(name, topology, rank, device, timeout) for name in AXES}
     world = _world(rank, device, timeout)
     if device.type == "cuda":
-        _refuse_shared_gpus(gather_objects(_gpu(device), world))
-    _create_communicators([*axes.values(), world], device)
-    # A rank that fails after this breaks connections; all must be established by then.
-    dist.barrier(group=world.group)
+        refuse_shared_gpus(gather_objects(gpu_of(device), world))
+    open_axes([*axes.values(), world], device)
     return Mesh(topology, **axes, world=world, device=device, timeout=timeout)
 
 
-def _gpu(device: torch.device) -> tuple[str, str]:
+def check_world_size(topology: Topology) -> None:
+    """Raise MeshError if another number of ranks was started than `topology` has."""
+    if (world_size := launched_world_size()) != topology.world_size:
+        raise MeshError(
+            f"{world_size} ranks were started, and the mesh {topology} takes {topology.world_size}"
+        )
+
+
+def init_process_group(backend: str, timeout: timedelta) -> None:
+    """Initialize torch.distributed from torchrun's variables.
+
+    Without device_id: with it, NCCL runs all single sends and receives of a group in one queue, and
+    a receive that is posted early blocks the sends after it.
+    """
+    dist.init_process_group(backend, timeout=timeout, **_fresh_store(timeout))
+
+
+def gpu_of(device: torch.device) -> tuple[str, str]:
     """Return the name of this host and the id of the GPU, which no other GPU has."""
     return socket.gethostname(), str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
+def refuse_shared_gpus(gpus: Sequence[tuple[str, str] | None]) -> None:
     """Refuse two ranks on one GPU: NCCL would fail, and name neither of them.
 
     Args:
-        gpus: of each rank, as from `_gpu`.
+        gpus: of each rank, as from `gpu_of`; None for a rank on a CPU.
     """
     first_rank: dict[tuple[str, str], int] = {}
     for rank, gpu in enumerate(gpus):
+        if gpu is None:
+            continue
         other = first_rank.setdefault(gpu, rank)
         if other != rank:
             host, gpu_id = gpu
@@ -237,7 +249,7 @@ def _refuse_shared_gpus(gpus: Sequence[tuple[str, str]]) -> None:
             )
 
 
-def _check_group_counts(device: torch.device) -> None:
+def check_group_counts(device: torch.device) -> None:
     """Check that all ranks are in equally many process groups, which the caller may have created.
 
     torch names a locally synchronized group by its ranks and this number. With different numbers
@@ -265,8 +277,10 @@ def _check_group_counts(device: torch.device) -> None:
         )
 
 
-def _create_communicators(axes: Sequence[Axis], device: torch.device) -> None:
+def open_axes(axes: Sequence[Axis], device: torch.device) -> None:
     """Run one collective on every group, in the same order of axes on all ranks.
+
+    A rank that fails after this breaks connections; all are established by then.
 
     NCCL creates the communicator of a group in the group's first operation. For a batch of sends
     and receives that is the communicator of all its ranks, so a batch in which only some of them
@@ -275,10 +289,12 @@ def _create_communicators(axes: Sequence[Axis], device: torch.device) -> None:
     for axis in axes:
         if axis.size > 1 and axis.group is not None:
             # The default dtype may differ between ranks.
-            element = torch.zeros(1, dtype=torch.float32, device=device)
+            on = message_device(axis.group, device)
+            element = torch.zeros(1, dtype=torch.float32, device=on)
             dist.all_reduce(element, group=axis.group)
             device_waits.mark(collective_error("all_reduce", element, axis.group))
     device_waits.synchronize()
+    dist.barrier(group=axes[-1].group)
 
 
 def _fresh_store(timeout: timedelta) -> dict[str, Any]:
@@ -323,6 +339,7 @@ def new_group(
     description: str,
     *,
     host: bool = True,
+    backend: str | None = None,
 ) -> dist.ProcessGroup:
     """Create a process group for tensors on `device`; collective over its ranks only.
 
@@ -333,9 +350,9 @@ def new_group(
         timeout: of each wait. That of NCCL is longer, so that the errors of `device_waits` come
             before NCCL aborts the process.
         host: on CUDA, the group also has gloo for tensors and objects on the host.
+        backend: None: that of the device.
     """
-    backend = None
-    if device.type == "cuda":
+    if backend is None and device.type == "cuda":
         backend = _CUDA_BACKEND if host else "nccl"
     group = dist.new_group(
         list(ranks),
@@ -354,9 +371,10 @@ def _lengthen_nccl_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None
         nccl._set_default_timeout(device_waits.nccl_timeout(timeout))
 
 
-def _axis(
+def new_axis(
     name: AxisName, topology: Topology, rank: int, device: torch.device, timeout: timedelta
 ) -> Axis:
+    """Return the axis of `rank`, with a new process group if it has several ranks."""
     ranks = topology.along(name, rank)
     group = new_group(ranks, device, timeout, name) if len(ranks) > 1 else None
     return Axis(name, ranks, ranks.index(rank), group)

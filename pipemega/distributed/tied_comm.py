@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.backends import goes_through_host
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.comm_recorder import recorded
-from pipemega.distributed.device_waits import wait
+from pipemega.distributed.device_waits import synchronize, wait
 from pipemega.distributed.mesh import Axis
 
 # Larger than the tags of the pipeline's channels, which count stages.
@@ -58,6 +59,14 @@ def _exchange(
     source: Sequence[int] = (),
 ) -> list[Tensor]:
     """Send and receive in one batch; return the received tensors, shaped like `receive`."""
+    device = (*send, *receive)[0].device
+    if goes_through_host(holders.group, device):
+        synchronize()
+        host = partial(map, Tensor.cpu)
+        on_host = _exchange(
+            holders, send=[*host(send)], to=to, receive=[*host(receive)], source=source
+        )
+        return [tensor.to(device) for tensor in on_host]
     received = [torch.empty_like(like, memory_format=torch.contiguous_format) for like in receive]
     operations = [
         dist.P2POp(dist.isend, tensor.contiguous(), peer, holders.group, tag=_TAG)

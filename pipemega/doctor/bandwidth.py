@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipemega.distributed.backends import message_device
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.doctor.connection_checks import Tell, exchange_in_ring
 from pipemega.doctor.findings import Finding, ranges
@@ -59,7 +60,7 @@ def measure(mesh: Mesh, tell: Tell) -> list[dict[str, Any]]:
     rates: list[Rate] = []
     for axis in axes:
         dist.barrier(mesh.world.group)
-        rates += _measure_axis(axis, mesh.device, tell)
+        rates += _measure_axis(axis, message_device(axis.group, mesh.device), tell)
     return [asdict(rate) for rate in rates]
 
 

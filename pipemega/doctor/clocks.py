@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from pipemega.distributed.backends import message_device
 from pipemega.distributed.mesh import Mesh
 from pipemega.doctor.findings import Finding, listed
 from pipemega.planning.units import show_time
@@ -18,12 +19,13 @@ _SKEW_SECONDS = 1.0
 
 def sample(mesh: Mesh, clock: Callable[[], int] = time.time_ns) -> list[ClockSample]:
     """Return when this rank entered and left a few all-reduces over all ranks; collective."""
-    token, samples = torch.zeros(1, device=mesh.device), []
+    device = message_device(mesh.world.group, mesh.device)
+    token, samples = torch.zeros(1, device=device), []
     for _ in range(NUM_SAMPLES):
         enter = clock()
         dist.all_reduce(token, group=mesh.world.group)
-        if mesh.device.type == "cuda":
-            torch.cuda.synchronize(mesh.device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         samples.append(ClockSample(enter, clock()))
     return samples
 

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pipemega.config import Config
+from pipemega.distributed.backends import message_device
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
 from pipemega.errors import PipelineError
@@ -31,8 +32,8 @@ def check_axes(mesh: Mesh, tell: Tell) -> list[str]:
     """
     names = []
     for axis in _axes(mesh):
-        devices = {"": mesh.device}
-        if mesh.device.type == "cuda":
+        devices = {"": message_device(axis.group, mesh.device)}
+        if devices[""].type == "cuda":
             # The groups of GPUs transfer host memory, too.
             devices[" (gloo)"] = torch.device("cpu")
         for suffix, device in devices.items():

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from pipemega.config import Config
+from pipemega.distributed.backends import message_device
 from pipemega.distributed.mesh import Mesh, build_mesh, pick_device
+from pipemega.distributed.mixed_mesh import build_mixed_mesh
 from pipemega.distributed.topology import Topology
 from pipemega.doctor import bandwidth, clocks, compare_facts, connection_checks, disk_speed
 from pipemega.doctor.attendance import AbsentRanks, Attendance, Outcome
@@ -219,9 +221,12 @@ class Examination:
     def _connect(self, topology: Topology) -> None:
         self._at(f"the process groups of the mesh {topology}")
         config = self.options.config
-        device = pick_device("auto" if config is None else config.mesh.device)
-        seconds = self.attendance.seconds + _LONGER_SECONDS
-        self._mesh = build_mesh(topology, device, timedelta(seconds=seconds))
+        timeout = timedelta(seconds=self.attendance.seconds + _LONGER_SECONDS)
+        if config is not None and config.mesh.mixed_devices:
+            self._mesh = build_mixed_mesh(topology, config.mesh.mixed_devices, timeout)
+            return
+        device = pick_device("auto" if config is None else config.mesh.first_device)
+        self._mesh = build_mesh(topology, device, timeout)
 
     def _ready_mesh(self) -> Mesh:
         assert self._mesh is not None, "the step 'process groups' comes first"
@@ -232,7 +237,8 @@ class Examination:
 
     def _ring(self) -> int:
         mesh = self._ready_mesh()
-        return connection_checks.check_ring(mesh.world, mesh.device, self._at)
+        device = message_device(mesh.world.group, mesh.device)
+        return connection_checks.check_ring(mesh.world, device, self._at)
 
     def _pipeline(self, topology: Topology) -> int:
         assert self.options.config is not None, "the topology is that of the config"

@@ -13,7 +13,9 @@ from typing import Any
 import torch
 
 from pipemega.config import Config
-from pipemega.distributed.mesh import pick_device
+from pipemega.distributed.mesh import launched_rank, launched_world_size, pick_device
+from pipemega.distributed.mixed_mesh import pick_mixed_device
+from pipemega.distributed.topology import Topology
 from pipemega.errors import MeshError
 from pipemega.version import __version__
 
@@ -59,10 +61,9 @@ def read_facts(config: Config | None) -> RankFacts:
     Args:
         config: of the run; its `mesh.device` selects the device.
     """
-    wish = "auto" if config is None else config.mesh.device
     device, error = None, ""
     try:
-        device = pick_device(wish)
+        device = _device_of(config)
     except MeshError as problem:
         error = str(problem)
     network = {k: v for k, v in os.environ.items() if k.startswith(_NETWORK_VARIABLES)}
@@ -80,6 +81,24 @@ def read_facts(config: Config | None) -> RankFacts:
         config=hashlib.sha256(text.encode()).hexdigest()[:12] if text else "",
         **(_gpu(device) if device is not None and device.type == "cuda" else {}),
     )
+
+
+def _device_of(config: Config | None) -> torch.device:
+    """Return the device of this rank.
+
+    Raises:
+        MeshError: there is none.
+    """
+    if config is None or not config.mesh.mixed_devices:
+        return pick_device("auto" if config is None else config.mesh.first_device)
+    world, mesh = launched_world_size(), config.mesh
+    topology = Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data)
+    wishes = [mesh.mixed_devices[topology.coordinate(r).pipeline] for r in range(world)]
+    # The ranks of a node follow one another.
+    rank, host = launched_rank(), socket.gethostname()
+    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    hosts = [host if first <= r <= rank else "" for r in range(world)]
+    return pick_mixed_device(rank, wishes, hosts)
 
 
 def _versions() -> dict[str, str]:

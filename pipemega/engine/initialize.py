@@ -1,9 +1,7 @@
 """`initialize`: builds an engine from a config and a model."""
 
-import multiprocessing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,16 +13,7 @@ from torch.optim import Optimizer
 from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.exit_hooks import register_exit_hook
-from pipemega.distributed.mesh import (
-    Mesh,
-    build_mesh,
-    from_first,
-    launched_world_size,
-    on_all_ranks,
-    pick_device,
-    set_world_timeout,
-)
-from pipemega.distributed.topology import Topology
+from pipemega.distributed.mesh import Mesh, from_first, on_all_ranks, set_world_timeout
 from pipemega.engine.build_loader import training_loader
 from pipemega.engine.check_arguments import check_arguments, optimizer_arguments
 from pipemega.engine.components import build_components
@@ -34,6 +23,11 @@ from pipemega.engine.engine import Engine
 from pipemega.engine.loop_engine import LoopEngine
 from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
 from pipemega.engine.resume import resume, with_saved_schedule
+from pipemega.engine.run_mesh import (
+    build_mesh_of,
+    refuse_worker_process,
+    with_devices_of_layers,
+)
 from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.schedule_tuner import ScheduleTuner, first_tuned_plan
 from pipemega.engine.stage_mover import StageMover
@@ -58,23 +52,6 @@ from pipemega.pipeline.vocabulary_shard import vocabulary_split
 from pipemega.planning.vocabulary_choice import with_cut_vocabulary
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
-
-
-def build_mesh_of(config: Config) -> Mesh:
-    """Connect the launched ranks and return the mesh of the config.
-
-    Raises:
-        ConfigError, MeshError: the config does not fit the number of ranks; before they connect.
-    """
-    _refuse_worker_process()
-    topology = Topology.fit(
-        launched_world_size(), config.mesh.pipeline, config.mesh.tensor, config.mesh.data
-    )
-    config.batch_sizes(topology.data)
-    device = pick_device(config.mesh.device)
-    # Before the ranks connect: NCCL reads its environment then.
-    use_deterministic_algorithms(config, device, get_logger(0))
-    return build_mesh(topology, device, timedelta(seconds=config.mesh.timeout_seconds))
 
 
 def initialize(
@@ -125,7 +102,7 @@ def initialize(
             PipelineModule; the optimizer or the scheduler cannot train this model on this mesh.
         MeshError: the number of launched ranks does not fit the mesh.
     """
-    _refuse_worker_process()
+    refuse_worker_process()
     check_arguments(model, training_data, unsupported)
     arguments = optimizer_arguments(optimizer, lr_scheduler, model_parameters)
     data = training_data, collate_fn
@@ -177,6 +154,7 @@ def _initialize(
     Args:
         data: the training data, and its collate_fn.
     """
+    config = with_devices_of_layers(config, model, mesh, plan)
     mesh = mesh or build_mesh_of(config)
     with failure_reporter().propagate_errors("initialize"):
         use_deterministic_algorithms(config, mesh.device, get_logger(mesh.rank))
@@ -199,15 +177,6 @@ def _initialize(
     resume(engine, log)
     register_exit_hook(engine.close)
     return engine
-
-
-def _refuse_worker_process() -> None:
-    """Refuse to start a rank while multiprocessing imports the script in a new process."""
-    if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigError(
-            "initialize() was called in a worker process, which imports the script: put the "
-            "statements of the script below `if __name__ == '__main__':`"
-        )
 
 
 def _build_engine(

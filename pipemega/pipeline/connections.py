@@ -1,6 +1,6 @@
 """Process groups and tags of the channels of one pipeline, opened before the first step."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -30,12 +30,14 @@ class Route(NamedTuple):
     Args:
         peer: the global rank at the other end.
         local: this rank's end of a stream for small messages, if both ranks are on one host.
+        on_host: gloo transfers the messages from and to host memory, so the host waits for them.
     """
 
     peer: int
     group: dist.ProcessGroup
     tag: int
     local: Sender | Receiver | None = None
+    on_host: bool = False
 
 
 def message_order(pipeline: Axis, device: torch.device) -> MessageOrder:
@@ -45,6 +47,9 @@ def message_order(pipeline: Axis, device: torch.device) -> MessageOrder:
     """
     if pipeline.group is None:
         return "tags"  # no messages
+    if pipeline.devices:
+        # Proven for queues, a plan also runs where some of the channels have tags.
+        return "queues" if pipeline.devices.count("cuda") > 1 else "tags"
     return "tags" if backend_names(pipeline.group).get(device.type) == "gloo" else "queues"
 
 
@@ -89,19 +94,34 @@ def connect(
     ends = {c: c.ranks(rank_of_stage) for c in channels(rank_of_stage, vocabulary)}
     # Of a channel without this rank, the sender.
     peers = {c: pipeline.ranks[ends[c][ends[c][0] == pipeline.rank]] for c in ends}
-    if message_order(pipeline, device) == "tags":
-        streams: Sequence[Sender | Receiver | None] = [None] * len(ends)
-        if device.type == "cpu":
-            streams = open_streams(pipeline, list(ends.values()))
-        rows = enumerate(zip(ends, streams, strict=True))
-        return {c: Route(peers[c], group, tag, local) for tag, (c, local) in rows}
-    _refuse_bound_device(group)
-    links = connections(rank_of_stage, vocabulary)
-    groups = [] if groups is None else groups
-    missing = range(len(groups), 1 + max(link.group for link in links))
-    groups += _make_groups(pipeline, missing, device, timeout)
-    _open(pipeline, links, groups, device)
-    return {link.channel: Route(peers[link.channel], groups[link.group], 0) for link in links}
+    routes: dict[Channel, Route] = {}
+    tagged = _tagged_channels(pipeline, device, ends)
+    on_host = device.type == "cpu" or bool(pipeline.devices)
+    streams: Sequence[Sender | Receiver | None] = [None] * len(tagged)
+    if on_host:
+        streams = open_streams(pipeline, [ends[channel] for channel in tagged])
+    for tag, (c, local) in enumerate(zip(tagged, streams, strict=True)):
+        routes[c] = Route(peers[c], group, tag, local, on_host)
+    links = [c for c in connections(rank_of_stage, vocabulary) if c.channel not in routes]
+    if links:
+        _refuse_bound_device(group)
+        groups = [] if groups is None else groups
+        missing = range(len(groups), 1 + max(link.group for link in links))
+        groups += _make_groups(pipeline, missing, device, timeout)
+        _open(pipeline, links, groups, device)
+        for link in links:
+            routes[link.channel] = Route(peers[link.channel], groups[link.group], 0)
+    return routes
+
+
+def _tagged_channels(
+    pipeline: Axis, device: torch.device, ends: Mapping[Channel, tuple[int, int]]
+) -> list[Channel]:
+    """Return the channels whose messages gloo transfers, which separates them by tag."""
+    if not pipeline.devices:
+        return list(ends) if message_order(pipeline, device) == "tags" else []
+    on_gpus = {rank for rank, name in enumerate(pipeline.devices) if name == "cuda"}
+    return [channel for channel, ranks in ends.items() if not on_gpus.issuperset(ranks)]
 
 
 def _refuse_bound_device(group: dist.ProcessGroup) -> None:
@@ -122,10 +142,17 @@ def _make_groups(
 
     With local synchronization only these ranks take part. torch then names a group by its ranks and
     by the number of groups that a process is in. All ranks are in equally many: `build_mesh` checks
-    it, and every rank is in one group of each axis of the mesh and in one pipeline.
+    it, and every rank is in one group of each axis of the mesh and in one pipeline. If only some
+    ranks have GPUs, each of the others is in as many groups, of itself alone.
     """
+    ranks = pipeline.ranks
+    if pipeline.devices:
+        pairs = zip(ranks, pipeline.devices, strict=True)
+        ranks = tuple(rank for rank, name in pairs if name == "cuda")
+        if pipeline.devices[pipeline.rank] != "cuda":
+            ranks = (pipeline.ranks[pipeline.rank],)
     return [
-        new_group(pipeline.ranks, device, timeout, f"pipeline messages {number}", host=False)
+        new_group(ranks, device, timeout, f"pipeline messages {number}", host=False)
         for number in numbers
     ]
 
@@ -158,7 +185,8 @@ def _open(
     name = "the end of opening the pipeline connections"
     with named_collective(name, pipeline.ranks):
         # A barrier that works on every device, once the host has waited for it.
-        work = dist.all_reduce(element, group=pipeline.group, async_op=True)
+        token = element.cpu() if pipeline.devices else element
+        work = dist.all_reduce(token, group=pipeline.group, async_op=True)
     assert work is not None
     wait(work, name, pipeline.ranks)
     synchronize()

@@ -159,3 +159,17 @@ class _Star:
 
 
 _STAR = _Star()
+
+
+def wire_format(tensor: Tensor) -> Tensor:
+    """Return `tensor` contiguous, and bool viewed as bytes, which every backend supports.
+
+    A tensor that torch conjugates or negates only when it is read, as `z.conj()` and the gradient
+    of one, is copied: a message has the bytes of the memory.
+    """
+    return as_bytes(tensor.contiguous().resolve_conj().resolve_neg())
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a bool tensor viewed as bytes; any other as it is."""
+    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

@@ -38,12 +38,20 @@ class LayerSpec:
     Args:
         typename: the class of the layer, or a callable that returns an `nn.Module`.
         args, kwargs: its arguments; `TENSOR_AXIS` is replaced by the tensor axis.
+        device: "cpu" or "cuda": the layer is in a stage on such a device; None: on any. It is not
+            an argument of the layer, which is built on the device of its stage.
 
     Raises:
-        ConfigError: `typename` is not callable, or is a built module.
+        ConfigError: `typename` is not callable, or is a built module; `device` is another one.
     """
 
-    def __init__(self, typename: Callable[..., nn.Module], *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        typename: Callable[..., nn.Module],
+        *args: Any,
+        device: str | torch.device | None = None,
+        **kwargs: Any,
+    ) -> None:
         if isinstance(typename, nn.Module):
             name = type(typename).__name__
             raise ConfigError(
@@ -59,6 +67,7 @@ class LayerSpec:
                 on_every_rank=True,
             )
         self.typename, self.args, self.kwargs = typename, args, kwargs
+        self.device = _device_name(device, self)
 
     # Specs with equal keys are known to build equal layers; None: the arguments decide.
     equality_key: object = None
@@ -115,6 +124,7 @@ class LayerSpec:
     def __repr__(self) -> str:
         arguments = [repr(arg) for arg in self.args]
         arguments += [f"{key}={arg!r}" for key, arg in self.kwargs.items()]
+        arguments += [f"device={self.device!r}"] * (self.device is not None)
         return f"{type(self).__name__}({', '.join([self.name, *arguments])})"
 
 
@@ -152,6 +162,24 @@ class TiedLayerSpec(LayerSpec):
     @property
     def ties(self) -> Mapping[str, tuple[str, str]]:
         return {name: (self.key, name) for name in self.tied_weight_attr}
+
+
+def _device_name(device: Any, spec: LayerSpec) -> str | None:
+    """Return the `device` of a spec as a name.
+
+    Raises:
+        ConfigError: it is neither "cpu" nor "cuda".
+    """
+    if isinstance(device, torch.device):
+        device = str(device)
+    if device in (None, "cpu", "cuda"):
+        name: str | None = device
+        return name
+    raise ConfigError(
+        f"{type(spec).__name__}({spec.name}, device={device!r}): device is 'cpu' or 'cuda', the "
+        f"kind of device of the layer's stage; which GPU it is depends on the rank of the stage",
+        on_every_rank=True,
+    )
 
 
 class Function(nn.Module):

@@ -13,6 +13,9 @@ Gradients have no header: the receiver has the shapes of the activation that it 
 
 The tensors of a micro-batch are one message: several are copied into one buffer. Small messages
 between two processes of one host go through a socket (`distributed.local_sockets`), not gloo.
+
+Between a GPU and a CPU, gloo transfers the messages: the rank on the GPU copies them to the host
+before it sends them, and to the device once they have arrived.
 """
 
 import pickle
@@ -35,7 +38,14 @@ from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
 from pipemega.host_memory import HostMemory
 from pipemega.pipeline.connections import Route, connect
-from pipemega.pipeline.messages import Header, Packed, TensorMeta, tensors_of
+from pipemega.pipeline.messages import (
+    Header,
+    Packed,
+    TensorMeta,
+    as_bytes,
+    tensors_of,
+    wire_format,
+)
 from pipemega.pipeline.plan.channels import Channel, ShapeMode
 from pipemega.pipeline.plan.instructions import Instruction, Kind
 from pipemega.pipeline.stage_input import changed_in_place, version_of
@@ -47,6 +57,7 @@ LOCAL_BYTES = 1 << 16
 # A header of up to this size is one message.
 _HEADER_BYTES = 1024
 _LENGTH = struct.Struct("q")
+_HOST = torch.device("cpu")
 
 Metas = Callable[[], list[TensorMeta] | None]
 
@@ -144,7 +155,7 @@ class Transport:
         # A gradient is a list with one tensor for each input, even if it is the same for several.
         tensors = tensors_of(message) if channel.direction == "activation" else list(message)
         if len(tensors) == 1:
-            self._start_send(channel, microbatch, _wire_format(tensors[0].detach()))
+            self._start_send(channel, microbatch, wire_format(tensors[0].detach()))
         elif tensors:
             self._start_send(channel, microbatch, self._pack(tensors))
 
@@ -189,6 +200,8 @@ class Transport:
             self._post_known(receive.channel)
         if receive.work is not None:
             self._finish(receive.work, receive.channel, receive.microbatch)
+            if self._routes[receive.channel].on_host:  # no copy on a CPU
+                receive.tensors = [t.to(self._device, non_blocking=True) for t in receive.tensors]
         if receive.header is None:
             return receive.tensors
         return receive.header.fill(receive.tensors)
@@ -247,15 +260,21 @@ class Transport:
     def _post(self, receive: Receive, metas: Sequence[TensorMeta]) -> None:
         if len(metas) == 1:
             (meta,) = metas
-            payload = torch.empty(meta.shape, dtype=meta.dtype, device=self._device)
+            payload = self._empty(receive.channel, meta.shape, meta.dtype)
             receive.tensors = [payload]
-            receive.work = self._irecv(receive.channel, _as_bytes(payload))
+            receive.work = self._irecv(receive.channel, as_bytes(payload))
         elif metas:
             layout = Packed(metas)
-            buffer = torch.empty(layout.nbytes, dtype=torch.uint8, device=self._device)
+            buffer = self._empty(receive.channel, (layout.nbytes,), torch.uint8)
             receive.tensors = layout.views(buffer)
             receive.work = self._irecv(receive.channel, buffer)
         receive.posted = True
+
+    def _empty(self, channel: Channel, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return memory for a message of `channel`."""
+        on_host = self._routes[channel].on_host
+        device, pins = (_HOST, self._memory.pins) if on_host else (self._device, False)
+        return torch.empty(shape, dtype=dtype, device=device, pin_memory=pins)
 
     def _send_header(self, channel: Channel, microbatch: int, header: Header) -> None:
         pickled = pickle.dumps(header)
@@ -263,8 +282,9 @@ class Transport:
         message += bytes(max(0, _HEADER_BYTES - len(message)))
         for part in (message[:_HEADER_BYTES], message[_HEADER_BYTES:]):
             if part:
-                tensor = self._memory.pinned(torch.frombuffer(part, dtype=torch.uint8))
-                tensor = tensor.to(self._device, non_blocking=True)
+                tensor = torch.frombuffer(part, dtype=torch.uint8)
+                if not self._routes[channel].on_host:
+                    tensor = self._memory.pinned(tensor).to(self._device, non_blocking=True)
                 self._start_send(channel, microbatch, tensor)
 
     def _receive_header(self, receive: Receive) -> Header:
@@ -279,14 +299,19 @@ class Transport:
         return header
 
     def _receive_bytes(self, receive: Receive, count: int) -> bytes:
-        tensor = torch.empty(count, dtype=torch.uint8, device=self._device)
+        tensor = self._empty(receive.channel, (count,), torch.uint8)
         work = self._irecv(receive.channel, tensor)
         self._finish(work, receive.channel, receive.microbatch)
         synchronize()
         return bytes(tensor.tolist())
 
     def _start_send(self, channel: Channel, microbatch: int, tensor: Tensor) -> None:
-        peer, group, tag, local = self._routes[channel]
+        peer, group, tag, local, on_host = self._routes[channel]
+        if on_host and tensor.device.type != "cpu":
+            copy = self._empty(channel, tensor.shape, tensor.dtype)
+            self._memory.copy(copy, tensor)
+            synchronize(self._memory.record())  # gloo reads the copy from now on
+            tensor = copy
         if isinstance(local, Sender) and tensor.nbytes <= LOCAL_BYTES:
             start: Callable[[], Work | None] = partial(local.send, tensor)
         else:
@@ -305,7 +330,7 @@ class Transport:
                 del self._sends[key]
 
     def _irecv(self, channel: Channel, tensor: Tensor) -> Work:
-        peer, group, tag, local = self._routes[channel]
+        peer, group, tag, local, _ = self._routes[channel]
         if isinstance(local, Receiver) and tensor.nbytes <= LOCAL_BYTES:
             start: Callable[[], Work | None] = partial(local.receive, tensor)
         else:
@@ -316,7 +341,7 @@ class Transport:
 
     def _finish(self, work: Work, channel: Channel, microbatch: int) -> None:
         try:
-            if self._device.type == "cuda":
+            if self._device.type == "cuda" and not self._routes[channel].on_host:
                 # Only the stream waits; with a timeout the host would, too.
                 work.wait()
             else:
@@ -368,16 +393,3 @@ class Transport:
         if sends:
             return f"{waited} {peer} to receive {name} ({peer_step})"
         return f"{waited} {name} from {peer} ({peer_step})"
-
-
-def _wire_format(tensor: Tensor) -> Tensor:
-    """Return `tensor` contiguous, and bool viewed as bytes, which every backend supports.
-
-    A tensor that torch conjugates or negates only when it is read, as `z.conj()` and the gradient
-    of one, is copied: a message has the bytes of the memory.
-    """
-    return _as_bytes(tensor.contiguous().resolve_conj().resolve_neg())
-
-
-def _as_bytes(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor

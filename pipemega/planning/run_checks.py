@@ -88,8 +88,12 @@ def layers_of(config: Config, topology: Topology) -> int | None:
 
 
 def planned_order(config: Config) -> MessageOrder:
-    """Return how messages are separated on the device of the run: NCCL's way, unless it is CPU."""
-    return "tags" if config.mesh.device == "cpu" else "queues"
+    """Return how messages are separated on the devices of the run: NCCL's way between two GPUs."""
+    ranks = range(config.mesh.pipeline)
+    on_gpus = [rank for rank in ranks if config.mesh.device_of(rank) == "cuda"]
+    # As in the run: gloo transfers the messages of a rank on a CPU.
+    one_gpu = len(on_gpus) < len(ranks) and len(on_gpus) < 2
+    return "tags" if one_gpu else "queues"
 
 
 def run_rules(world: int | None) -> tuple[Rule, ...]:

@@ -79,7 +79,7 @@ class ModelSource:
         # For samples of different lengths.
         kept["pipeline"] = {"shapes": "exchanged"}
         # A checkpoint of GPUs can be opened on CPUs.
-        kept["mesh"] = {"device": "auto" if device == "cuda" else device}
+        kept["mesh"] = {"device": "cpu" if device == "cpu" else "auto"}
         tree = override(read(kept), overrides).tree
         if not {"pipeline", "tensor"} & tree["mesh"].keys() and world_size > 1:
             tree["mesh"] |= {key: mesh.get(key, 1) for key in ("pipeline", "tensor")}

@@ -16,8 +16,9 @@ from pipemega.compat.deepspeed.engine_settings import EngineSettings, missing_na
 from pipemega.compat.deepspeed.launch_calls import CONFIG_CHANGES
 from pipemega.compat.deepspeed.schedule_adapter import given_schedule, schedule_maker
 from pipemega.config import Config, load
-from pipemega.engine.initialize import build_mesh_of, initialize_loop
+from pipemega.engine.initialize import initialize_loop
 from pipemega.engine.loop_engine import LoopEngine
+from pipemega.engine.run_mesh import build_mesh_of
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger

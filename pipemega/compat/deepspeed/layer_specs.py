@@ -26,6 +26,12 @@ class PipeLayerSpec(LayerSpec):
     ranks that have the layer, and on the others only to learn the shapes.
     """
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        # An argument of the layer here, as all others.
+        device = {"device": kwargs.pop("device")} if "device" in kwargs else {}
+        super().__init__(*args, **kwargs)
+        self.kwargs |= device
+
     @property
     def module_args(self) -> tuple[Any, ...]:
         return self.args

@@ -9,11 +9,11 @@ import torch.distributed as dist
 
 from pipemega.distributed.mesh import (
     Mesh,
-    _refuse_shared_gpus,
     _world,
     build_mesh,
     new_group,
     pick_device,
+    refuse_shared_gpus,
 )
 from pipemega.distributed.topology import AXES, Topology
 from pipemega.errors import MeshError
@@ -166,9 +166,9 @@ def test_more_ranks_than_gpus_on_a_node_are_refused(monkeypatch):
 
 def test_two_ranks_on_one_gpu_are_refused_by_their_numbers():
     # Two nodes may number their GPUs alike.
-    _refuse_shared_gpus([("node0", "a"), ("node0", "b"), ("node1", "a"), ("node1", "b")])
+    refuse_shared_gpus([("node0", "a"), ("node0", "b"), ("node1", "a"), ("node1", "b")])
     with pytest.raises(MeshError) as error:
-        _refuse_shared_gpus([("node0", "a"), ("node0", "b"), ("node1", "c"), ("node1", "c")])
+        refuse_shared_gpus([("node0", "a"), ("node0", "b"), ("node1", "c"), ("node1", "c")])
     assert str(error.value) == (
         "ranks 2 and 3 on node1 use the same GPU (c): start at most as many ranks per node as it "
         "has GPUs; a launcher other than torchrun must set LOCAL_RANK to the index of the rank on "

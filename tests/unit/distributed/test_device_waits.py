@@ -14,7 +14,7 @@ from pipemega.distributed import device_waits
 from pipemega.distributed.comm_errors import comm_error, describe_comm_error, is_connection_loss
 from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.device_waits import DeviceWaits, nccl_timeout
-from pipemega.distributed.mesh import Axis, _create_communicators, build_mesh
+from pipemega.distributed.mesh import Axis, build_mesh, open_axes
 from pipemega.distributed.topology import Topology
 from pipemega.errors import PipelineError, Stopped
 
@@ -180,9 +180,7 @@ def test_a_collective_is_named_as_with_gloo(device: Device) -> None:
     [
         (lambda device: build_mesh(Topology(data=2), device), "2 int64"),
         (
-            lambda device: _create_communicators(
-                [Axis("data", (0, 1), 1, dist.group.WORLD)], device
-            ),
+            lambda device: open_axes([Axis("data", (0, 1), 1, dist.group.WORLD)], device),
             "1 float32",
         ),
     ],

@@ -1,0 +1,114 @@
+"""A pipeline whose ranks have different devices trains like one process."""
+
+import socket
+from typing import Any
+
+import numpy
+import pytest
+
+from tests.ranks import mixed_devices
+from tests.ranks.fake_device import load_fake_device, needs_compiler
+from tests.ranks.pool import RankPool
+
+ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
+THREE = {"pipeline": 3, "device": ["cpu", "cuda", "cuda"]}
+CASES: dict[str, dict[str, Any]] = {
+    "1f1b": {"net": "plain", "mesh": THREE, "gradient_clipping": 0.05},
+    "zb-h1": {"net": "tied_thrice", "mesh": THREE, "pipeline": {"schedule": "zb-h1"}},
+    "zb-v": {
+        "net": "tied_thrice",
+        "mesh": {"pipeline": 2, "device": ["cuda", "cpu"]},
+        "pipeline": {"schedule": "zb-v", "partition": "uniform"},
+        "optimizer": ADAM,
+    },
+    "interleaved": {
+        "net": "tree_model",
+        "mesh": {"pipeline": 2, "device": ["cpu", "cuda"]},
+        "pipeline": {"schedule": "interleaved", "shapes": "exchanged"},
+    },
+    "post-validation": {
+        "net": "plain",
+        "mesh": THREE,
+        "pipeline": {"optimizer_sync": "post_validate"},
+        "gradient_clipping": 0.05,
+    },
+    "devices of layers": {"net": "placed", "mesh": {"pipeline": 3}, "optimizer": ADAM},
+}
+ZERO = {
+    "net": "plain",
+    "mesh": {"pipeline": 2, "data": 2, "device": ["cpu", "cuda"]},
+    "gradient_accumulation_steps": 2,
+    "train_micro_batch_size_per_gpu": 3,
+    "zero_optimization": {"stage": 1},
+    "optimizer": ADAM,
+}
+
+
+def _assert_like_one_process(pool: RankPool, case: dict[str, Any], found: dict[str, Any]) -> None:
+    single = {**case, "mesh": {"device": "cpu"}, "pipeline": {}, "zero_optimization": {}}
+    single["gradient_accumulation_steps"] = 4
+    (oracle,) = pool.run(1, mixed_devices.train_each, [single])[0]
+    numpy.testing.assert_allclose(found["losses"], oracle["losses"], rtol=1e-10)
+    numpy.testing.assert_allclose(found["norm"], oracle["norm"], rtol=1e-10)
+    assert found["parameters"].keys() == oracle["parameters"].keys()
+    for name, parameter in oracle["parameters"].items():
+        numpy.testing.assert_allclose(found["parameters"][name], parameter, 1e-10, 1e-12, name)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_on_cpus_and_gpus_train_like_one_process(pool, name):
+    ranks = CASES[name]["mesh"]["pipeline"]
+    for (found,) in pool.run(ranks, mixed_devices.train_each, [CASES[name]]):
+        _assert_like_one_process(pool, CASES[name], found)
+
+
+def test_zero_shards_the_state_of_each_device_over_its_data_ranks(pool):
+    for (found,) in pool.run(4, mixed_devices.train_each, [ZERO]):
+        _assert_like_one_process(pool, ZERO, found)
+
+
+def test_a_gpu_where_there_is_none_is_one_message_on_every_rank(pool):
+    errors = pool.run(3, mixed_devices.without_gpus, ["cpu", "cuda", "cuda"])
+    host = socket.gethostname()
+    assert set(errors) == {
+        'MeshError: mesh.device ["cpu", "cuda", "cuda"], mesh pipeline 3 x data 1 x tensor 1: '
+        f"rank 1 is to use a GPU, and torch sees no CUDA device on {host}: write "
+        '"cpu" in its place'
+    }
+
+
+@pytest.fixture(scope="module")
+def fake_device(tmp_path_factory):
+    """The folder of the fake device, compiled."""
+    folder = tmp_path_factory.mktemp("fake_device")
+    load_fake_device(str(folder))
+    return str(folder)
+
+
+@pytest.mark.sweep
+@needs_compiler
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_are_on_the_device_of_their_rank(pool, fake_device, name):
+    case = CASES[name]
+    ranks = case["mesh"]["pipeline"]
+    devices = case["mesh"].get("device", ["cpu", "cuda", "cuda"])
+    found = pool.run(ranks, mixed_devices.train_each, [case], fake_device)
+    for (run,), device in zip(found, devices, strict=True):
+        kind = "cpu" if device == "cpu" else "privateuseone"
+        assert run["device"] == kind
+        assert run["of parameters"] == [kind]
+        assert run["of state"] in ([kind], [])
+        _assert_like_one_process(pool, case, run)
+
+
+@pytest.mark.sweep
+@needs_compiler
+def test_checkpoints_load_on_other_devices(pool, fake_device, tmp_path):
+    meshes = [THREE, {"pipeline": 2, "device": ["cuda", "cpu"]}, {"pipeline": 1}]
+    runs = []
+    for number, mesh in enumerate(meshes):
+        folder = str(tmp_path / str(number))
+        run = pool.run(mesh["pipeline"], mixed_devices.save_and_load, folder, fake_device, mesh)
+        runs.append(run[0])
+    numpy.testing.assert_allclose(runs[0], runs[2], rtol=1e-10)
+    numpy.testing.assert_allclose(runs[1], runs[2], rtol=1e-10)

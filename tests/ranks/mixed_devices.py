@@ -1,0 +1,124 @@
+"""Trains on ranks with different devices, on a machine without a GPU.
+
+"pretended"   tensors of a rank on "cuda" are on the CPU; groups, routes and bounds are those of
+              a rank on a GPU, with gloo in place of NCCL
+"fake"        they are on the device of `tests.ranks.fake_device`, so that a tensor on the wrong
+              device is an error; all messages go through host memory
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+
+from pipemega import LayerSpec, PipelineModule, initialize
+from pipemega.distributed import mixed_mesh
+from pipemega.engine import run_mesh
+from pipemega.engine.engine import Engine
+from pipemega.pipeline import connections
+from tests.ranks import small_models
+from tests.ranks.fake_device import load_fake_device
+
+FAKE = torch.device("privateuseone", 0)
+
+
+@contextmanager
+def gpus(folder: str = "") -> Iterator[None]:
+    """Pretend that this machine has GPUs; with the folder of the fake device, ranks use that."""
+    device = torch.device("cpu")
+    with mock.patch.object(run_mesh, "_auto_device", return_value="cuda"):
+        if folder:
+            load_fake_device(folder)
+            device = FAKE
+
+        def pick(rank: int, wishes: Any, hosts: Any) -> torch.device:
+            return device if wishes[rank] == "cuda" else torch.device("cpu")
+
+        with mock.patch.object(mixed_mesh, "pick_mixed_device", pick):
+            if not folder:
+                yield
+                return
+            # gloo cannot transfer tensors of the fake device, even between two of its ranks.
+            by_host = mock.patch.object(connections, "_tagged_channels", lambda p, d, ends: [*ends])
+            with by_host:
+                yield
+
+
+def train_each(configs: list[dict[str, Any]], folder: str = "") -> list[dict[str, Any]]:
+    """Train a model for each config; return losses, parameters and devices by logical name.
+
+    Args:
+        configs: each with "net", the name of a function of `small_models` or of this module.
+        folder: see `gpus`.
+    """
+    results = []
+    torch.set_default_dtype(torch.float64)
+    try:
+        for config in configs:
+            with gpus(folder):
+                results.append(_train(**config))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return results
+
+
+def _train(net: str, steps: int = 3, **config: Any) -> dict[str, Any]:
+    make = globals().get(net) or getattr(small_models, net)
+    engine = small_models.engine_of(make(), **config)
+    count, rank = engine.batch.num_microbatches, engine.mesh.data.rank
+    losses = []
+    for step in range(steps):
+        data = [*small_models.microbatches(step, 4)][rank * count :][:count]
+        losses.append(engine.train_batch(iter(data)))
+        losses.append(engine.eval_batch(small_models.microbatches(50 + step, 3), 3))
+    state = engine.optimizer.state.values() if engine.optimizer else ()
+    return {
+        "losses": losses,
+        "norm": engine.get_global_grad_norm(),
+        "parameters": {n: p.numpy() for n, p in engine.parameter_state().items()},
+        "device": engine.mesh.device.type,
+        "of parameters": sorted({p.device.type for p in engine.module.parameters()}),
+        "of state": sorted({t.device.type for s in state for t in s.values() if t.ndim}),
+    }
+
+
+def placed() -> PipelineModule:
+    """A model whose first layer asks for the CPU."""
+    specs = list(small_models.plain().specs)
+    first = specs[0]
+    specs[0] = LayerSpec(first.typename, *first.args, device="cpu")
+    return PipelineModule(specs, small_models.squares)
+
+
+def save_and_load(folder: str, fake: str, mesh: dict[str, Any]) -> list[float]:
+    """Train two steps, save; load in a new engine, and train a third step."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with gpus(fake):
+            engine = _saved_engine(mesh)
+            losses = [engine.train_batch(small_models.microbatches(step, 4)) for step in range(2)]
+            engine.save_checkpoint(folder)
+            again = _saved_engine(mesh)
+            again.load_checkpoint(folder)
+            return [*losses, again.train_batch(small_models.microbatches(2, 4))]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def _saved_engine(mesh: dict[str, Any]) -> Engine:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
+    return small_models.engine_of(small_models.tied_thrice(), mesh=mesh, optimizer=optimizer)
+
+
+def without_gpus(device: list[str]) -> str:
+    """Return the error of a list with GPUs where there are none."""
+    try:
+        initialize(
+            small_models.plain(),
+            {"train_batch_size": 4, "mesh": {"pipeline": len(device), "device": device}},
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
