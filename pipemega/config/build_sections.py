@@ -238,7 +238,8 @@ def _explained(
 
 
 def _wrong(field: FieldInfo, value: Any, path: KeyPath) -> str:
-    words = [word for word in literal_values(field.annotation) if isinstance(word, str)]
+    known = dict.fromkeys(literal_values(field.annotation))
+    words = [word for word in known if isinstance(word, str)]
     near = nearest(value, words) if isinstance(value, str) else []
     hint = suggestion(near) if near else ""
     expected = type_text(field.annotation, field.metadata)

@@ -1,16 +1,13 @@
 """What a pipeline whose ranks have different devices cannot do.  Imports no torch."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pipemega.config.pipeline import CostsSection
 
-if TYPE_CHECKING:
-    from pipemega.config.config import Config
 
-
-def errors_of_mixed_devices(config: "Config") -> Iterator[str]:
-    """Yield the keys that need equal devices on all pipeline ranks."""
+def errors_of_mixed_devices(config: Any) -> Iterator[str]:
+    """Yield the keys of a `Config` that need equal devices on all pipeline ranks."""
     devices, section = config.mesh.mixed_devices, config.pipeline
     if not devices:
         return

@@ -98,7 +98,7 @@ def connect(
     tagged = _tagged_channels(pipeline, device, ends)
     on_host = device.type == "cpu" or bool(pipeline.devices)
     streams: Sequence[Sender | Receiver | None] = [None] * len(tagged)
-    if on_host:
+    if on_host and tagged:
         streams = open_streams(pipeline, [ends[channel] for channel in tagged])
     for tag, (c, local) in enumerate(zip(tagged, streams, strict=True)):
         routes[c] = Route(peers[c], group, tag, local, on_host)

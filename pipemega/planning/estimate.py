@@ -14,11 +14,18 @@ from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline import plan_selection
 from pipemega.pipeline.connections import nccl_communicators
 from pipemega.pipeline.local_model import fold_equal_names
+from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
+from pipemega.pipeline.stage_devices import with_stage_devices
 from pipemega.planning.cut_report import CutReport, report_cut
 from pipemega.planning.meta_model import MetaModel
-from pipemega.planning.model_source import model_and_sample, user_model_and_sample, vocabulary_of
+from pipemega.planning.model_source import (
+    Sample,
+    model_and_sample,
+    user_model_and_sample,
+    vocabulary_of,
+)
 from pipemega.planning.prediction import Prediction, predict
 from pipemega.planning.rates import Rates
 from pipemega.planning.run_checks import planned_order
@@ -53,8 +60,10 @@ class Request:
 
     @property
     def device(self) -> DeviceType:
-        """The device whose kernels are assumed: CUDA, unless mesh.device is "cpu"."""
-        return "cpu" if self.config.mesh.device == "cpu" else "cuda"
+        """The device whose kernels are assumed: CUDA, unless all ranks are on CPUs."""
+        mesh = self.config.mesh
+        on_gpus = any(mesh.device_of(rank) == "cuda" for rank in range(mesh.pipeline))
+        return "cuda" if on_gpus else "cpu"
 
     @property
     def topology(self) -> Topology:
@@ -173,9 +182,12 @@ def estimate(request: Request) -> Report:
         ConfigError, MeshError, ScheduleError: the config cannot run, or the model cannot run on the
             meta device.
     """
-    config, topology = request.config, request.topology
-    batch = config.batch(topology.data)
-    model = _meta_model(request, topology, batch)
+    topology = request.topology
+    batch = request.config.batch(topology.data)
+    net, sample = _net_and_sample(request, topology, batch)
+    config = with_stage_devices(request.config, net, batch.num_microbatches, request.device)
+    request = replace(request, config=config)
+    model = _meta_model(request, topology, net, sample)
     try:
         model = _with_chosen_vocabulary(request, model, batch.num_microbatches)
         prediction = _predict_section(request, model, config.pipeline, batch.num_microbatches)
@@ -198,15 +210,24 @@ def estimate(request: Request) -> Report:
         compared=compared,
         refused=refused,
         notes=tuple(_notes(request, prediction, compared)),
-        cut=None if request.quick else report_cut(model, prediction, request.rates),
+        # Other cuts might put a layer on another device.
+        cut=None
+        if request.quick or config.mesh.mixed_devices
+        else report_cut(model, prediction, request.rates),
     )
 
 
-def _meta_model(request: Request, topology: Topology, batch: Batch) -> MetaModel:
+def _net_and_sample(
+    request: Request, topology: Topology, batch: Batch
+) -> tuple[PipelineModule, Sample]:
     if request.model is None:
-        net, sample = model_and_sample(request.config, topology)
-    else:
-        net, sample = user_model_and_sample(request.model, batch.micro_batch_size)
+        return model_and_sample(request.config, topology)
+    return user_model_and_sample(request.model, batch.micro_batch_size)
+
+
+def _meta_model(
+    request: Request, topology: Topology, net: PipelineModule, sample: Sample
+) -> MetaModel:
     try:
         if request.config.lora is not None:
             net = add_lora(net, section_of(request.config.lora))

@@ -92,6 +92,7 @@ class MetaModel:
         whole: the model.
         net: the layers of the stages; with vocabulary parallelism without embedding and head.
         cuts_vocabulary: it has vocabulary parallelism.
+        devices: of each pipeline rank.
 
     Raises:
         ConfigError: the model has no loss, or its vocabulary cannot be cut.
@@ -106,6 +107,7 @@ class MetaModel:
         device: DeviceType,
     ) -> None:
         self.whole, self.device = net, device
+        self.devices = config.mesh.mixed_devices or (device,) * topology.pipeline
         self.cuts_vocabulary = config.pipeline.vocabulary == "parallel" and topology.pipeline > 1
         precision, rates = precision_of(config), rates_for(config.compute_dtype)
         if self.cuts_vocabulary:
@@ -334,7 +336,8 @@ class MetaModel:
 
     def _with_whole_backwards(self, layout: StageLayout) -> StageLayout:
         """Return `layout`, of stages that split backward, with the costs of their B."""
-        whole = self._counts.of_stages(layout.bounds, splits_backward=False)
+        devices = self._devices_of(layout.rank_of_stage)
+        whole = self._counts.of_stages(layout.bounds, False, devices)
         pairs = zip(layout.costs, whole, strict=True)
         costs = tuple(replace(one, whole_working=other.working[1]) for one, other in pairs)
         return replace(layout, costs=costs)
@@ -349,6 +352,9 @@ class MetaModel:
             with preserve_rng(), unmetered():
                 self._layouts[key] = self._measure(*key)
         return self._layouts[key]
+
+    def _devices_of(self, rank_of_stage: Sequence[int]) -> list[DeviceType]:
+        return [self.devices[rank] for rank in rank_of_stage]
 
     def _options(self, mesh: Mesh) -> BuildOptions:
         return BuildOptions(
@@ -365,19 +371,14 @@ class MetaModel:
         for number in range(self._topology.pipeline):
             mesh = self._mesh(number)
             local = build_local_model(
-                self.whole,
-                mesh,
-                bounds,
-                rank_of_stage,
-                self._options(mesh),
-                self.cuts_vocabulary,
+                self.whole, mesh, bounds, rank_of_stage, self._options(mesh), self.cuts_vocabulary
             )
-            footprints.append(count_footprint(self._config, mesh, local, self.device))
+            footprints.append(count_footprint(self._config, mesh, local, self.devices[number]))
         return StageLayout(
             bounds,
             rank_of_stage,
             tuple(footprints),
-            self._counts.of_stages(bounds, splits_backward),
+            self._counts.of_stages(bounds, splits_backward, self._devices_of(rank_of_stage)),
             _bytes(self._sample.inputs),
             _bytes(self._sample.labels),
             self._counts.totals,

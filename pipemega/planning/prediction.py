@@ -15,6 +15,7 @@ from pipemega.planning.footprint import Footprint
 from pipemega.planning.memory_timeline import PeakMemory, peak_memory
 from pipemega.planning.meta_model import MetaModel, StageLayout
 from pipemega.planning.rates import Rates
+from pipemega.profiling.meta_kernels import DeviceType
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,13 @@ class RankMemory:
         footprint: memory that does not depend on the schedule.
         schedule_peak: peak of the memory that depends on the schedule.
         batch: inputs and labels of a whole step.
+        device: of the rank.
     """
 
     footprint: Footprint
     schedule_peak: PeakMemory
     batch: int
+    device: DeviceType
 
     @property
     def _peak_is_in_optimizer_step(self) -> bool:
@@ -83,8 +86,9 @@ class Prediction:
 
     @property
     def peak(self) -> int:
-        """Memory in bytes of the rank that needs most."""
-        return max(rank.total for rank in self.memory)
+        """Memory in bytes of the rank that needs most; of those on GPUs, if there are some."""
+        on_gpus = [rank.total for rank in self.memory if rank.device == "cuda"]
+        return max(on_gpus or [rank.total for rank in self.memory])
 
     def fits(self, limit: int | None) -> bool | None:
         """Return whether each rank needs at most `limit` bytes; None without a limit."""
@@ -124,8 +128,9 @@ def predict(
         memory=tuple(
             RankMemory(
                 layout.footprints[rank],
-                peak_memory(lowered, rank, layout.costs, model.device, layout.vocabulary),
+                peak_memory(lowered, rank, layout.costs, model.devices[rank], layout.vocabulary),
                 layout.batch_bytes(rank, lowered.num_microbatches),
+                model.devices[rank],
             )
             for rank in range(plan.num_ranks)
         ),

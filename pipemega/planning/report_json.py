@@ -82,6 +82,7 @@ def _prediction(prediction: Prediction, report: Report) -> dict[str, Any]:
         "memory": [
             {
                 "rank": rank,
+                "device": memory.device,
                 "parameters": memory.footprint.parameters,
                 "weights": memory.footprint.weights,
                 "gradients": memory.footprint.gradients,

@@ -73,12 +73,13 @@ def stage_table(report: Report) -> Rows:
 def memory_table(report: Report) -> Rows:
     """Return the table of memory by pipeline rank, in one unit."""
     memory = report.prediction.memory
+    mixed = len({rank.device for rank in memory}) > 1
     _, unit = unit_of([rank.total for rank in memory])
     rows = []
     for number, rank in enumerate(memory):
         parts = rank.footprint
         row = {
-            "rank": str(number),
+            "rank": f"{number} ({rank.device})" if mixed else str(number),
             "weights": three(parts.weights / unit),
             "gradients": three(parts.gradients / unit),
             "optimizer": three((parts.masters + parts.optimizer) / unit),

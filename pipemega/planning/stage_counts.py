@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -16,6 +16,7 @@ from pipemega.pipeline.plan.stage_cut import LayerCosts
 from pipemega.pipeline.spec import LayerSpec
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.profiling.meta_costs import Probe, StageCosts
+from pipemega.profiling.meta_kernels import DeviceType
 from pipemega.profiling.tensor_meter import unmetered
 from pipemega.random import preserve_rng
 
@@ -43,6 +44,7 @@ class _CostKey:
     splits_backward: bool
     is_first: bool
     is_last: bool
+    device: DeviceType
 
     def same_as(self, other: "_CostKey") -> bool:
         return (
@@ -109,8 +111,13 @@ class StageCounts:
     def _layers(self) -> tuple[StageCosts, ...]:
         return self.of_stages(tuple(range(len(self._net) + 1)), splits_backward=True)
 
-    def of_stages(self, bounds: Bounds, splits_backward: bool) -> tuple[StageCosts, ...]:
+    def of_stages(
+        self, bounds: Bounds, splits_backward: bool, devices: Sequence[DeviceType] = ()
+    ) -> tuple[StageCosts, ...]:
         """Return the costs of stages; equal stages run once.
+
+        Args:
+            devices: of each stage, if they differ.
 
         Raises:
             PipelineError: a layer failed, for example because it reads a tensor value.
@@ -121,7 +128,14 @@ class StageCounts:
         with preserve_rng(), unmetered():
             for number in range(last + 1):
                 specs = self._net.specs[bounds[number] : bounds[number + 1]]
-                key = _CostKey(specs, entering, splits_backward, number == 0, number == last)
+                key = _CostKey(
+                    specs,
+                    entering,
+                    splits_backward,
+                    is_first=number == 0,
+                    is_last=number == last,
+                    device=devices[number] if devices else self._probe.device,
+                )
                 stage, entering = self._costs_of(key, partial(self._build, bounds, number))
                 costs.append(stage)
         return tuple(costs)
@@ -145,7 +159,8 @@ class StageCounts:
         if key.splits_backward:
             weights = WeightGradQueue(gradients)
             enable_split_backward([stage], weights)
-        result = self._probe.measure(stage, key.entering, gradients, weights, key.is_last)
+        probe = replace(self._probe, device=key.device)
+        result = probe.measure(stage, key.entering, gradients, weights, key.is_last)
         self._costs.append((key, result))
         return result
 

@@ -19,9 +19,7 @@ from pipemega.engine import run_mesh
 from pipemega.engine.engine import Engine
 from pipemega.pipeline import connections
 from tests.ranks import small_models
-from tests.ranks.fake_device import load_fake_device
-
-FAKE = torch.device("privateuseone", 0)
+from tests.ranks.fake_device import NAME, load_fake_device
 
 
 @contextmanager
@@ -31,7 +29,7 @@ def gpus(folder: str = "") -> Iterator[None]:
     with mock.patch.object(run_mesh, "_auto_device", return_value="cuda"):
         if folder:
             load_fake_device(folder)
-            device = FAKE
+            device = torch.device(NAME, 0)
 
         def pick(rank: int, wishes: Any, hosts: Any) -> torch.device:
             return device if wishes[rank] == "cuda" else torch.device("cpu")

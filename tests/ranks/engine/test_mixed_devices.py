@@ -7,7 +7,7 @@ import numpy
 import pytest
 
 from tests.ranks import mixed_devices
-from tests.ranks.fake_device import load_fake_device, needs_compiler
+from tests.ranks.fake_device import NAME, load_fake_device, needs_compiler
 from tests.ranks.pool import RankPool
 
 ADAM = {"type": "AdamW", "params": {"lr": 0.01}}
@@ -94,7 +94,7 @@ def test_tensors_are_on_the_device_of_their_rank(pool, fake_device, name):
     devices = case["mesh"].get("device", ["cpu", "cuda", "cuda"])
     found = pool.run(ranks, mixed_devices.train_each, [case], fake_device)
     for (run,), device in zip(found, devices, strict=True):
-        kind = "cpu" if device == "cpu" else "privateuseone"
+        kind = "cpu" if device == "cpu" else NAME
         assert run["device"] == kind
         assert run["of parameters"] == [kind]
         assert run["of state"] in ([kind], [])

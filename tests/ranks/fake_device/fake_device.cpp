@@ -4,6 +4,7 @@
 // a read of the host without a copy, as on a GPU.
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_copy_from_and_resize_native.h>
@@ -52,7 +53,21 @@ struct Memory final : c10::Allocator {
   }
 };
 Memory memory;
-const bool registered = [] { c10::SetAllocator(kType, &memory); return true; }();
+
+struct Hooks final : at::PrivateUse1HooksInterface {
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return 1; }
+  c10::DeviceIndex getCurrentDevice() const override { return 0; }
+};
+Hooks hooks;
+
+const bool registered = [] {
+  c10::SetAllocator(kType, &memory);
+  at::RegisterPrivateUse1HooksInterface(&hooks);
+  return true;
+}();
 
 const c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
 
