@@ -1,5 +1,8 @@
 """A ViT on every mesh and schedule trains like the ViT in one process (the oracle)."""
 
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from tests.ranks.engine.vit_runs import settings
 from tests.ranks.pool import RankPool
 
 Mesh = tuple[int, int, int]
+Oracle = Callable[[str, bool], dict[str, Any]]
 
 CHOICES: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -44,13 +48,30 @@ def config_of(mesh: Mesh, schedule: str, choice: str) -> dict[str, Any]:
     return config
 
 
+@pytest.fixture(scope="module")
+def oracle(pool: RankPool) -> Oracle:
+    """Train the unsharded model in one process, for each choice and kind of labels."""
+
+    @cache
+    def run(choice: str, soft: bool) -> dict[str, Any]:
+        config = config_of((1, 1, 1), "sequential", choice)
+        config.pop("compile", None)
+        ((result,),) = pool.run(1, vit_runs.train_all, [config], soft)
+        return result  # type: ignore[no-any-return]
+
+    return run
+
+
 def assert_like_one_process(
-    pool: RankPool, mesh: Mesh, schedules: tuple[str, ...], choice: str, soft: bool = False
+    pool: RankPool,
+    oracle: Oracle,
+    mesh: Mesh,
+    schedules: tuple[str, ...],
+    choice: str,
+    soft: bool = False,
 ) -> None:
     """Train under each schedule: all have the same bits, and 1e-10 to one process."""
-    one = config_of((1, 1, 1), "sequential", choice)
-    one.pop("compile", None)
-    ((want,),) = pool.run(1, vit_runs.train_all, [one], soft)
+    want = oracle(choice, soft)
     configs = [config_of(mesh, schedule, choice) for schedule in schedules]
     data, tensor, pipeline = mesh
     by_rank = pool.run(data * tensor * pipeline, vit_runs.train_all, configs, soft, timeout=300.0)
@@ -73,28 +94,34 @@ def assert_like_one_process(
         ((1, 1, 2), ("1f1b", "zb-h1", "interleaved", "zb-v"), "plain"),
         ((1, 2, 2), ("1f1b", "zb-v"), "plain"),
         ((1, 4, 1), ("1f1b",), "sequence parallel"),
-        ((1, 2, 2), ("1f1b", "zb-v"), "sequence parallel, mean of the patches"),
-        ((2, 2, 1), ("1f1b",), "declared shapes"),
+        ((1, 2, 2), ("zb-v",), "sequence parallel, mean of the patches"),
     ],
     ids=str,
 )
 def test_a_vit_trains_like_one_process_and_all_schedules_give_the_same_bits(
-    pool: RankPool, mesh: Mesh, schedules: tuple[str, ...], choice: str
+    pool: RankPool, oracle: Oracle, mesh: Mesh, schedules: tuple[str, ...], choice: str
 ) -> None:
-    assert_like_one_process(pool, mesh, schedules, choice)
+    assert_like_one_process(pool, oracle, mesh, schedules, choice)
 
 
-def test_soft_labels_train_like_one_process(pool: RankPool) -> None:
-    assert_like_one_process(pool, (2, 1, 2), ("zb-h1",), "mean of the patches", soft=True)
+def test_soft_labels_train_like_one_process(pool: RankPool, oracle: Oracle) -> None:
+    assert_like_one_process(pool, oracle, (2, 1, 2), ("zb-h1",), "mean of the patches", soft=True)
+
+
+def test_a_vit_resumes_on_another_mesh(pool: RankPool, tmp_path: Path) -> None:
+    sharded = config_of((1, 2, 2), "zb-h1", "sequence parallel")
+    losses = pool.run(4, vit_runs.save, sharded, str(tmp_path))
+    resumed = pool.run(2, vit_runs.resume, config_of((2, 1, 1), "1f1b", "plain"), str(tmp_path))
+    assert resumed == pytest.approx(losses[:2], rel=1e-12)
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("choice", CHOICES)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_every_setting_of_a_vit_on_every_mesh_and_schedule_trains_like_one_process(
-    pool: RankPool, mesh: Mesh, choice: str
+    pool: RankPool, oracle: Oracle, mesh: Mesh, choice: str
 ) -> None:
     if mesh[0] == 3:
-        pytest.skip("8 micro-batches are not a multiple of 3 data ranks")
+        pytest.skip("4 micro-batches are not a multiple of 3 data ranks")
     schedules = SCHEDULES + SPLIT * (mesh[2] > 1) + TWO_STAGES_PER_RANK * (mesh[2] == 2)
-    assert_like_one_process(pool, mesh, schedules, choice)
+    assert_like_one_process(pool, oracle, mesh, schedules, choice)

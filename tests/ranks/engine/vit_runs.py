@@ -1,6 +1,7 @@
 """Trains a small ViT on any mesh, and returns everything to compare."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from pipemega.engine.initialize import build_mesh_of, initialize
 from pipemega.models import build_model
 from tests.ranks.training_runs import train_engine
 
-MICRO, NUM_MICROBATCHES, STEPS = 3, 8, 2
+MICRO, NUM_MICROBATCHES, STEPS = 3, 4, 2
 SIZE, CHANNELS, CLASSES = 9, 2, 5
 
 # 9 patches and a class token: 10 positions, which are no multiple of 4 tensor ranks.
@@ -60,22 +61,42 @@ def microbatch(step: int, place: int, soft: bool = False) -> tuple[Tensor, Tenso
     return images, torch.randint(CLASSES, (MICRO,), generator=generator)
 
 
-def train(config: Mapping[str, Any], soft: bool = False) -> dict[str, Any]:
-    """Return losses, norms, gradients of each step, and parameters after the last."""
+def data(engine: Engine, step: int, soft: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the micro-batches of this data rank."""
+    ranks, rank = engine.mesh.data.size, engine.mesh.data.rank
+    for m in range(engine.batch.num_microbatches):
+        yield microbatch(step, m * ranks + rank, soft)
 
-    def microbatches(engine: Engine, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        ranks, rank = engine.mesh.data.size, engine.mesh.data.rank
-        for m in range(engine.batch.num_microbatches):
-            yield microbatch(step, m * ranks + rank, soft)
 
+def build(config: Mapping[str, Any]) -> Engine:
     torch.set_default_dtype(torch.float64)
     try:
         loaded = load(config)
         mesh = build_mesh_of(loaded)
         engine, *_ = initialize(build_model(loaded, mesh), loaded, mesh=mesh)
-        return train_engine(engine, microbatches, STEPS)
+        return engine
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def train(config: Mapping[str, Any], soft: bool = False) -> dict[str, Any]:
+    """Return losses, norms, gradients of each step, and parameters after the last."""
+    return train_engine(build(config), partial(data, soft=soft), STEPS)
+
+
+def save(config: Mapping[str, Any], folder: str) -> float:
+    """Save after one step; return the loss of the next one."""
+    engine = build(config)
+    engine.train_batch(data(engine, 0))
+    engine.save_checkpoint(folder)
+    return engine.train_batch(data(engine, 1))
+
+
+def resume(config: Mapping[str, Any], folder: str) -> float:
+    """Load a checkpoint; return the loss of the next step."""
+    engine = build(config)
+    engine.load_checkpoint(folder)
+    return engine.train_batch(data(engine, 1))
 
 
 def train_all(configs: list[Mapping[str, Any]], soft: bool = False) -> list[dict[str, Any]]:
