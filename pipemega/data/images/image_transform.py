@@ -66,7 +66,7 @@ class ImageTransform:
         self._padding = section.random_crop if training else 0
         self._resized_crop: Transform | None = None
         self._augment: Transform | None = None
-        if training and section.scales:
+        if training and section.random_resized_crop:
             v2 = _torchvision("random_resized_crop")
             self._resized_crop = v2.RandomResizedCrop(self._size, scale=section.scales)
         if training and section.auto_augment:
