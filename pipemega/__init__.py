@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pipemega.hf.load_model import from_pretrained
     from pipemega.models.build_model import ModelContext, build_model
     from pipemega.monitor import MultiTimer
+    from pipemega.pipeline.deferred_batch_norm import DeferredBatchNorm
     from pipemega.pipeline.execution_sequence import SPLIT
     from pipemega.pipeline.microbatch_loss import WeightedLoss
     from pipemega.pipeline.module import PipelineModule
@@ -30,6 +31,7 @@ __all__ = [
     "SPLIT",
     "TENSOR_AXIS",
     "Config",
+    "DeferredBatchNorm",
     "Engine",
     "LayerSpec",
     "ModelContext",
@@ -57,6 +59,7 @@ _MODULE_AND_NAME = {
     "SPLIT": ("pipemega.pipeline.execution_sequence", "SPLIT"),
     "TENSOR_AXIS": ("pipemega.pipeline.spec", "TENSOR_AXIS"),
     "Config": ("pipemega.config", "Config"),
+    "DeferredBatchNorm": ("pipemega.pipeline.deferred_batch_norm", "DeferredBatchNorm"),
     "Engine": ("pipemega.engine.engine", "Engine"),
     "LayerSpec": ("pipemega.pipeline.spec", "LayerSpec"),
     "ModelContext": ("pipemega.models.build_model", "ModelContext"),

@@ -36,6 +36,7 @@ from pipemega.config.mixed_devices import errors_of_mixed_devices
 from pipemega.config.model import GPTSection
 from pipemega.config.model_hf import HFSection, errors_of_positions
 from pipemega.config.model_registry import ModelSection, section_of_type
+from pipemega.config.model_resnet import ResNetSection
 from pipemega.config.model_transformer import TransformerSection
 from pipemega.config.model_vit import ViTSection
 from pipemega.config.monitors import (
@@ -57,7 +58,7 @@ from pipemega.config.value_types import Count, Name, Whole
 from pipemega.config.zero import ParameterBytes, ZeroOnMesh, ZeroSection
 
 # The types of `model` that pipemega has itself.
-MODEL_TYPES = (GPTSection, HFSection, ViTSection)
+MODEL_TYPES = (GPTSection, HFSection, ResNetSection, ViTSection)
 
 
 class RunKeys(Section):

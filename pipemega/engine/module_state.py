@@ -1,4 +1,4 @@
-"""The state_dict of the module that was given to `PipelineModule.from_module`."""
+"""The state_dict of a model under other names: those of the module of `from_module`."""
 
 import os
 from pathlib import Path
@@ -18,6 +18,8 @@ def module_state_dict(
 ) -> dict[str, Tensor]:
     """Return the state_dict of the module of `from_module`, for `module.load_state_dict`.
 
+    A ResNet (`model.type` "resnet") has the names of torchvision's models.
+
     From an engine it is collective, and every rank gets all tensors. From a checkpoint of any mesh
     it runs in one process without torch.distributed.
 
@@ -31,15 +33,15 @@ def module_state_dict(
         Tensors that no layer uses are missing.
 
     Raises:
-        ConfigError: `net` is not made by `from_module`.
+        ConfigError: `net` has no other names.
         CheckpointError: the checkpoint cannot be read, or belongs to another model.
     """
-    if net.origin is None:
+    names = net.state_names()
+    if names is None:
         raise ConfigError(
-            "module_state_dict: the model was not made by PipelineModule.from_module, so there is "
-            "no module with other names: use engine.parameter_state()"
+            "module_state_dict: the model was not made by PipelineModule.from_module, and is no "
+            "ResNet, so there is no module with other names: use engine.parameter_state()"
         )
-    names = net.origin.state_names()
     if isinstance(source, Engine):
         tensors = source.parameter_state() | source.buffer_state()
         return {name: tensors[logical] for name, logical in names.items()}

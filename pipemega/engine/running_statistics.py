@@ -6,6 +6,7 @@ from torch import nn
 
 from pipemega.config import Batch, Config
 from pipemega.errors import ConfigError
+from pipemega.pipeline.deferred_batch_norm import DeferredBatchNorm
 from pipemega.pipeline.module import PipelineModule
 
 # Number of layers that a message names.
@@ -61,16 +62,20 @@ def running_statistics_warning(
         return None
     return (
         f"{_listed(names)}: {type(layers[0][1]).__name__} {'; '.join(problems)}. So evaluation "
-        f"differs from that of a model trained on whole batches; GroupNorm and LayerNorm have no "
-        f"running statistics"
+        f"differs from that of a model trained on whole batches. To update BatchNorms once per "
+        f"step, from the whole batch, set model.batch_norm to 'deferred' if the model type has "
+        f"this key, or give PipelineModule(..., deferred_batch_norm=True); GroupNorm and LayerNorm "
+        f"have no running statistics"
     )
 
 
 def _layers_with_statistics(net: PipelineModule) -> Iterator[tuple[str, "nn.BatchNorm1d"]]:
-    """Yield (logical name, module) of each module that updates running statistics."""
+    """Yield (logical name, module) of each module that updates statistics in its forward."""
     for position, layer in enumerate(net.meta_layers):
         for name, module in layer.named_modules(prefix=f"layers.{position}"):
-            if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
+            deferred = isinstance(module, DeferredBatchNorm)
+            tracks = getattr(module, "track_running_stats", False) and not deferred
+            if isinstance(module, nn.modules.batchnorm._NormBase) and tracks:
                 yield name, module  # type: ignore[misc]
 
 

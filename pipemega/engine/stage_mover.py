@@ -229,6 +229,11 @@ def _modules(model: LocalModel) -> dict[str, tuple[Any, ...]]:
     }
 
 
+def _step_buffers(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of the buffers that are empty between two steps."""
+    return getattr(module, "step_buffers", ())
+
+
 def _identities(module: nn.Module) -> Iterator[Any]:
     """Yield what a new module in place of this one would not have."""
     yield id(module)
@@ -239,7 +244,7 @@ def _identities(module: nn.Module) -> Iterator[Any]:
             # The executor sets `training` in each run.
             if isinstance(value, bool | int | float | str) and key != "training":
                 yield key, value
-    for name in sorted(module._non_persistent_buffers_set):
+    for name in sorted(module._non_persistent_buffers_set.difference(_step_buffers(module))):
         # No checkpoint has it: a new module would have its first value.
         buffer = getattr(module, name)
         yield id(buffer), None if buffer is None else buffer._version

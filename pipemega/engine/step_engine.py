@@ -19,6 +19,7 @@ from pipemega.diagnostics.nan_origin import NonFiniteLocator
 from pipemega.diagnostics.replica_check import check_replicas
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh
+from pipemega.engine.batch_norm_updates import BatchNormUpdates
 from pipemega.engine.batch_reader import BatchReader, StepData
 from pipemega.engine.build_loader import share_of
 from pipemega.engine.comms_logger import CommsLogger
@@ -115,6 +116,7 @@ class StepEngine:
         """Run, read, evaluate, trace, profile and save with these stages from now on."""
         config, mesh, step = self.config, self.mesh, self._step
         self._model, self._executor = model, executor
+        self._batch_norms = BatchNormUpdates(model, mesh.data)
         self.module._modules.clear()
         self.module.extend(model.modules)
         self._runner: StepRunner | None = None
@@ -260,7 +262,8 @@ class StepEngine:
         self, data_iter: Iterator[Any] | None, batch: Any, keep_outputs: bool
     ) -> tuple[float, list[Any] | None]:
         """Train one step, as `Engine.train_batch`; return the loss, and the outputs if kept."""
-        with self._failures.propagate_errors("train_batch"), self._locator.add_origin_to_errors():
+        located, kept = self._locator.add_origin_to_errors(), self._batch_norms.dropped_on_error()
+        with self._failures.propagate_errors("train_batch"), located, kept:
             runner = self._training_runner("train_batch")
             if self._model.loss_fn is None:
                 raise ConfigError(
@@ -300,6 +303,7 @@ class StepEngine:
         self, runner: StepRunner, step: TrainStep, data: StepData, results: Results
     ) -> StepReport:
         """Update the parameters after all backwards of `step`, and count it."""
+        self._batch_norms.end_step()
         with self.timers("optimizer"):
             report = runner.optimizer_step(results, data.num_samples)
         self._report_final_steps()
@@ -378,6 +382,7 @@ class StepEngine:
         for unchecked in self._step.take_reports() if self._step else ():
             report = replace(unchecked, origin=self._locator.check(unchecked))
             self._reports.append(report)
+            self._batch_norms.on_report(report)
             for callback in self._callbacks:
                 callback.on_report(report)
 

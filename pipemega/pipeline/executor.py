@@ -20,6 +20,7 @@ from pipemega.errors import PipelineError
 from pipemega.monitor import MultiTimer
 from pipemega.pipeline.backward_pass import run_backward
 from pipemega.pipeline.buffers import keep_buffers
+from pipemega.pipeline.deferred_batch_norm import uncounted
 from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
 from pipemega.pipeline.execution_state import RankStages as RankStages
 from pipemega.pipeline.messages import TensorMeta, tensors_of
@@ -238,7 +239,7 @@ class Executor:
         if batch.shares is None or batch.shares[m] > 0:
             return stage(x, rng_key)
         # A micro-batch without samples must not change running statistics.
-        with keep_buffers(stage):
+        with keep_buffers(stage), uncounted():
             return stage(x, rng_key)
 
     def _run_last_stage(self, step: Instruction, x: Any) -> Any:
@@ -331,7 +332,9 @@ class Executor:
         gradients = self._output_gradients(step)
         state = run.in_flight.pop(key)
         if state.edges:
-            self._run_backward(step, run_backward, state.edges, gradients)
+            counts = run.batch.share(step.microbatch) > 0
+            with nullcontext() if counts else uncounted():
+                self._run_backward(step, run_backward, state.edges, gradients)
         if step.stage == 0 and self._vocabulary is not None:
             self._vocabulary.keep_row_gradient(step.microbatch, state.inputs[0].take())
         elif step.stage > 0:

@@ -14,6 +14,7 @@ from pipemega.distributed.device_collectives import broadcast
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.tied_comm import broadcast_tied
 from pipemega.parameters import shard_of
+from pipemega.pipeline.deferred_batch_norm import join_data_ranks
 from pipemega.pipeline.microbatch_loss import Loss
 from pipemega.pipeline.module import BuildOptions, PipelineModule, Stage, build_stages
 from pipemega.pipeline.tied_layers import TiedParameter, check_tied_layers
@@ -101,6 +102,7 @@ def build_local_model(
         net = vocabulary_split(net).without_vocabulary(net)
     local_stages = [s for s, rank in enumerate(rank_of_stage) if rank == mesh.pipeline.rank]
     stages = dict(build_stages(net, bounds, local_stages, options))
+    join_data_ranks(stages.values(), mesh.data)
     parameters: dict[str, nn.Parameter] = {}
     copies: dict[str, list[nn.Parameter]] = {}
     for stage in stages.values():

@@ -18,14 +18,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from pipemega import random
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
-from pipemega.parameters import attach_shard, initialize_parameters, shard_of
+from pipemega.parameters import initialize_parameters, shard_of
 from pipemega.pipeline.deepspeed_arguments import refuse_arguments
+from pipemega.pipeline.deferred_batch_norm import Deferral, check_deferral, defer_batch_norms
 from pipemega.pipeline.from_module import ModuleLayers, trace_layers
 from pipemega.pipeline.microbatch_loss import Loss, check_loss
 from pipemega.pipeline.recompute import ActivationCheckpoints, recompute
-from pipemega.pipeline.spec import Layer, LayerSpec, as_specs, dtype_remedy
+from pipemega.pipeline.spec import Layer, LayerSpec, as_specs, remedy
 from pipemega.pipeline.stage_input import InputGuard
-from pipemega.pipeline.tied_layers import TiedParameter, find_tied_parameters
+from pipemega.pipeline.tied_layers import TiedParameter, find_tied_parameters, share_tied_parameters
 
 
 class PipelineModule:
@@ -44,6 +45,8 @@ class PipelineModule:
         boundary: the message between two stages as a tree of meta tensors, or a function that
             returns this tree for the position of the first layer of the later stage; used only by
             `pipeline.shapes: "declared"`.
+        deferred_batch_norm: convert each BatchNorm to a DeferredBatchNorm; "sync": which joins its
+            statistics over the data ranks.
         unsupported: refused; for DeepSpeed's arguments the error names the config key to use.
 
     Raises:
@@ -57,10 +60,13 @@ class PipelineModule:
         loss_fn: Loss | LayerSpec | None = None,
         *,
         boundary: Any | Callable[[int], Any] = None,
+        deferred_batch_norm: Deferral = False,
         **unsupported: Any,
     ) -> None:
-        refuse_arguments("PipelineModule()", unsupported, ("layers", "loss_fn", "boundary"))
+        known = ("layers", "loss_fn", "boundary", "deferred_batch_norm")
+        refuse_arguments("PipelineModule()", unsupported, known)
         self.specs = as_specs(layers)
+        self.deferred_batch_norm = check_deferral(deferred_batch_norm)
         check_loss(loss_fn)
         self._loss_fn, self._boundary = loss_fn, boundary
 
@@ -71,6 +77,7 @@ class PipelineModule:
         example_inputs: Any = None,
         exec_seq: Sequence[Any] | None = None,
         loss_fn: Loss | LayerSpec | None = None,
+        deferred_batch_norm: Deferral = False,
     ) -> "PipelineModule":
         """Return a pipeline of one module, whose forward torch.fx traces and cuts into layers.
 
@@ -84,14 +91,14 @@ class PipelineModule:
             exec_seq: names of submodules in the order of their calls, instead of a trace;
                 (function, "front") and (function, "behind") belong to the next and the last name,
                 a function alone is a layer, and at `pipemega.SPLIT` a stage starts.
-            loss_fn: as for `PipelineModule`.
+            loss_fn, deferred_batch_norm: as for `PipelineModule`.
 
         Raises:
             ConfigError: the forward cannot be traced (names the line), a name does not exist, ...;
                 the same on every rank.
         """
         origin = trace_layers(module_or_factory, example_inputs, exec_seq)
-        net = cls(origin.specs, loss_fn)
+        net = cls(origin.specs, loss_fn, deferred_batch_norm=deferred_batch_norm)
         net.origin = origin
         return net
 
@@ -125,6 +132,10 @@ class PipelineModule:
     def module_name(self, logical: str) -> str:
         """Return the name of `layers.<position>...` in the model that this one was made from."""
         return logical if self.origin is None else logical.split(".", 2)[2]
+
+    def state_names(self) -> dict[str, str] | None:
+        """Return name in the original model's state_dict -> logical name; None: it has none."""
+        return None if self.origin is None else self.origin.state_names()
 
     def other_names(self, name: str) -> tuple[str, ...]:
         """Return the other names of tensor `name` in the original model, which ties them."""
@@ -166,7 +177,8 @@ class PipelineModule:
     def meta_layers(self) -> tuple[nn.Module, ...]:
         """The unsharded layers on the meta device; modules that the user built as they are."""
         with _disable_current_modes():  # a mode that counts the tensors of a run
-            return tuple(spec.build(Axis("tensor"), device="meta") for spec in self.specs)
+            layers = (spec.build(Axis("tensor"), device="meta") for spec in self.specs)
+            return tuple(defer_batch_norms(layer, self.deferred_batch_norm) for layer in layers)
 
     def count_parameters(self, *, trainable: bool = False) -> list[int]:
         """Return the (trainable) elements of each unsharded layer; each tied copy counts."""
@@ -276,6 +288,7 @@ class Stage(nn.Module):
             str(p): build_layer(spec, p, options) for p, spec in enumerate(self._specs, start)
         }
         self.layers = nn.ModuleDict(layers)
+        defer_batch_norms(self.layers, net.deferred_batch_norm)
 
     @property
     def last_layer(self) -> nn.Module:
@@ -337,7 +350,7 @@ class Stage(nn.Module):
                     raise
                 raise PipelineError(
                     f"layers.{position} ({spec.name}) failed: {type(error).__name__}: {error}"
-                    f"{dtype_remedy(layer, x)}"
+                    f"{remedy(layer, x, error)}"
                 ) from error
             if self.observer is not None:
                 self.observer.leave(position, x, rng_key)
@@ -364,36 +377,21 @@ def build_layer(spec: LayerSpec, position: int, options: BuildOptions) -> nn.Mod
     return layer
 
 
-def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    *path, last = name.split(".")
-    setattr(module.get_submodule(".".join(path)), last, parameter)
-
-
 def build_stages(
     net: PipelineModule, bounds: Sequence[int], numbers: Sequence[int], options: BuildOptions
 ) -> Mapping[int, Stage]:
     """Build the stages `numbers` of `net`; stage s is layers bounds[s] to bounds[s + 1] - 1.
 
-    Tied layers of one stage share one parameter. Tied layers in different stages of this rank
-    have separate parameters with shared storage: each stage accumulates its own gradient, as it
-    would on a separate rank, so the placement of stages does not change the sum.
+    Tied layers share their parameters as `share_tied_parameters` says.
     """
     if net.origin is not None and options.device.type != "meta":
         local = [p for n in numbers for p in range(bounds[n], bounds[n + 1])]
         net.origin.prepare(local, options.seed)
     stages = {n: Stage(net, n, bounds[n], bounds[n + 1], options) for n in numbers}
-    stage_of = {p: stage for stage in stages.values() for p in range(stage.start, stage.stop)}
-    for tied in net.tied_parameters:
-        here = [place for place in tied.places if place[0] in stage_of]
-        in_stage: dict[int, nn.Parameter] = {}
-        for position, name in here:
-            (first, first_name), stage = here[0], stage_of[position]
-            if stage.number not in in_stage:
-                shared = stage_of[first].layers[str(first)].get_parameter(first_name)
-                if stage is not stage_of[first]:
-                    copy = nn.Parameter(shared.data, shared.requires_grad)
-                    shared = attach_shard(copy, shard_of(shared))
-                in_stage[stage.number] = shared
-            if (position, name) != here[0]:
-                _set_parameter(stage.layers[str(position)], name, in_stage[stage.number])
+    layers = {
+        stage.start + i: (number, layer)
+        for number, stage in stages.items()
+        for i, layer in enumerate(stage.layers.values())
+    }
+    share_tied_parameters(net.tied_parameters, layers)
     return stages

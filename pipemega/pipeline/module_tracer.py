@@ -18,6 +18,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from pipemega.errors import ConfigError, PipelineError
+from pipemega.pipeline.deferred_batch_norm import DeferredBatchNorm
 from pipemega.pipeline.module_source import copy_structure
 
 TRAINING = "training"
@@ -133,7 +134,7 @@ class _Tracer(fx.Tracer):
         return forward, [self.root, *proxies]
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        if m in self._opaque_modules or has_hooks(m):
+        if m in self._opaque_modules or has_hooks(m) or isinstance(m, DeferredBatchNorm):
             return True
         return super().is_leaf_module(m, module_qualified_name)
 

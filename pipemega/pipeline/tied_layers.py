@@ -1,12 +1,12 @@
 """Finds the parameters that several layers share, and checks them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from pipemega.errors import ConfigError
-from pipemega.parameters import shard_of
+from pipemega.parameters import attach_shard, shard_of
 from pipemega.pipeline.spec import LayerSpec
 
 
@@ -90,3 +90,36 @@ def _check_shared_parameters(specs: Sequence[LayerSpec], layers: Sequence[nn.Mod
                     f"contain only the parameters they use",
                     on_every_rank=True,
                 )
+
+
+def share_tied_parameters(
+    tied_parameters: Sequence[TiedParameter], layers: Mapping[int, tuple[int, nn.Module]]
+) -> None:
+    """Let the tied layers on this rank share their parameters.
+
+    In one stage they share the parameter. In different stages they have separate parameters with
+    shared storage: each stage accumulates its own gradient, as it would on a separate rank, so the
+    placement of stages does not change the sum.
+
+    Args:
+        layers: position of a local layer -> (number of its stage, layer).
+    """
+    for tied in tied_parameters:
+        here = [place for place in tied.places if place[0] in layers]
+        in_stage: dict[int, nn.Parameter] = {}
+        for position, name in here:
+            (first, first_name), (stage, layer) = here[0], layers[position]
+            first_stage, first_layer = layers[first]
+            if stage not in in_stage:
+                shared = first_layer.get_parameter(first_name)
+                if stage != first_stage:
+                    copy = nn.Parameter(shared.data, shared.requires_grad)
+                    shared = attach_shard(copy, shard_of(shared))
+                in_stage[stage] = shared
+            if (position, name) != here[0]:
+                _set_parameter(layer, name, in_stage[stage])
+
+
+def _set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    *path, last = name.split(".")
+    setattr(module.get_submodule(".".join(path)), last, parameter)
