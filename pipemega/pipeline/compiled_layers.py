@@ -163,7 +163,7 @@ class _Kinds:
         self._log, self._section = log, section
         self._kinds: dict[Any, _Kind] = {}
         self._methods: list[_CompiledMethod] = []
-        # Layers that differ in an integer, such as their number, share a graph, as torch does it for
+        # Layers that differ in an integer, such as their number, share a graph, as they do for
         # floats. Otherwise each has its own, and after eight of them layers run uncompiled. Not for
         # the whole process: the user may compile other modules.
         self._share_graphs = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
