@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -29,7 +30,7 @@ def all_reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.Re
 def all_gather(gathered: Sequence[Tensor], tensor: Tensor, axis: Axis) -> None:
     """Copy the `tensor` of each rank to its place in `gathered`."""
     if goes_through_host(axis.group, tensor.device):
-        on_host = [each.cpu() for each in gathered]
+        on_host = [torch.empty_like(each, device="cpu") for each in gathered]
         synchronize()
         all_gather(on_host, tensor.cpu(), axis)
         for target, each in zip(gathered, on_host, strict=True):

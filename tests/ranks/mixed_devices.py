@@ -7,7 +7,7 @@
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -44,18 +44,18 @@ def gpus(folder: str = "") -> Iterator[None]:
                 yield
 
 
-def train_each(configs: list[dict[str, Any]], folder: str = "") -> list[dict[str, Any]]:
+def train_each(configs: list[dict[str, Any]], folder: str | None = "") -> list[dict[str, Any]]:
     """Train a model for each config; return losses, parameters and devices by logical name.
 
     Args:
         configs: each with "net", the name of a function of `small_models` or of this module.
-        folder: see `gpus`.
+        folder: see `gpus`; None: on the GPUs of this machine.
     """
     results = []
     torch.set_default_dtype(torch.float64)
     try:
         for config in configs:
-            with gpus(folder):
+            with nullcontext() if folder is None else gpus(folder):
                 results.append(_train(**config))
     finally:
         torch.set_default_dtype(torch.float32)
@@ -98,9 +98,19 @@ def save_and_load(folder: str, fake: str, mesh: dict[str, Any]) -> list[float]:
             engine = _saved_engine(mesh)
             losses = [engine.train_batch(small_models.microbatches(step, 4)) for step in range(2)]
             engine.save_checkpoint(folder)
-            again = _saved_engine(mesh)
-            again.load_checkpoint(folder)
-            return [*losses, again.train_batch(small_models.microbatches(2, 4))]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    return losses + resume(folder, fake, mesh)
+
+
+def resume(folder: str, fake: str, mesh: dict[str, Any]) -> list[float]:
+    """Load what `save_and_load` has saved, and train the third step."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        with gpus(fake):
+            engine = _saved_engine(mesh)
+            engine.load_checkpoint(folder)
+            return [engine.train_batch(small_models.microbatches(2, 4))]
     finally:
         torch.set_default_dtype(torch.float32)
 

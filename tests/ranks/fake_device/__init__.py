@@ -1,13 +1,19 @@
 """Ranks whose GPU is a fake one: host memory that torch takes for another device."""
 
 import shutil
+import subprocess
+import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch.utils import backend_registration, cpp_extension
 
 NAME = "fake_gpu"
+ROOT = Path(__file__).parents[3]
 SOURCE = Path(__file__).parent / "fake_device.cpp"
 
 needs_compiler = pytest.mark.skipif(
@@ -16,11 +22,26 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+class FakeModule(backend_registration._DummyBackendModule):
+    """`torch.fake_gpu`; its streams have completed all work."""
+
+    def current_stream(self) -> Any:
+        return SimpleNamespace(synchronize=lambda: None, wait_stream=lambda stream: None)
+
+    def stream(self, stream: Any) -> Any:
+        return nullcontext()
+
+
+def compile_fake_device(folder: str) -> None:
+    """Compile the fake device in a process of its own (1 minute)."""
+    command = f"from tests.ranks.fake_device import load_fake_device as load; load({folder!r})"
+    subprocess.run([sys.executable, "-c", command], cwd=ROOT, check=True)
+
+
 def load_fake_device(folder: str) -> None:
-    """Let this process use the device NAME; the first call compiles it (1 minute)."""
-    flags = ["-O0"]
-    module = cpp_extension.load("fake_device", [str(SOURCE)], flags, build_directory=folder)
+    """Let this process use the device NAME; before its first backward, which counts the devices."""
+    module = cpp_extension.load("fake_device", [str(SOURCE)], ["-O0"], build_directory=folder)
     assert module.ready()
     if not hasattr(torch, NAME):
         torch.utils.rename_privateuse1_backend(NAME)
-        torch._register_device_module(NAME, backend_registration._DummyBackendModule())
+        torch._register_device_module(NAME, FakeModule())

@@ -71,6 +71,13 @@ def test_the_bounds_of_the_user_stay():
     assert resolved(net, config) == (("cpu", "cuda", "cuda"), (0, 1, 2, 4))
 
 
+def test_bounds_that_put_two_devices_in_one_stage_are_refused():
+    net = net_of("cpu", "cuda", "cuda")
+    for device in ("auto", ["cpu", "cuda"]):
+        with pytest.raises(ConfigError, match="stage 0 has layers on two devices: layer 0"):
+            resolved(net, config_of(2, device, partition=[0, 2, 3]))
+
+
 def test_a_list_in_the_config_decides_where_layers_without_a_device_are():
     net = net_of("cpu", None, None, None, None, None)
     listed = ["cpu", "cpu", "cuda"]
