@@ -1,4 +1,4 @@
-"""docs/coming_from.md: the loops of Colossal-AI and Paddle, on one and two ranks."""
+"""docs/coming_from.md: loops of Colossal-AI, Paddle and torchgpipe, on one and two ranks."""
 
 import re
 from collections.abc import Callable
@@ -44,6 +44,8 @@ RESULTS: dict[str, Callable[[Any], Any]] = {
         None if pair[1] is None else [output.tolist() for output in pair[1]],
     ),
     "train_from_dataset": evaluated,
+    "train_module": lambda losses: losses,
+    "train_by_gpipe": lambda loss: loss,
 }
 
 
@@ -105,3 +107,10 @@ def test_an_epoch_over_a_generator_takes_the_place_of_train_from_dataset(
     first, *others = run_on(pool, "train_from_dataset", tmp_path, ranks)
     assert (first["steps"], first["samples"]) == (2, 64)
     assert all(other == first for other in others)
+
+
+@pytest.mark.parametrize("name", ["train_module", "train_by_gpipe"])
+def test_a_pipeline_has_the_losses_of_one_rank(pool: RankPool, tmp_path: Path, name: str) -> None:
+    (alone,) = run_on(pool, name, tmp_path, 1)
+    first, second = run_on(pool, name, tmp_path, 2)
+    assert first == second == pytest.approx(alone, rel=1e-5)
