@@ -1,4 +1,4 @@
-"""Evaluate a trained model: loss, perplexity and tokens of each data set.
+"""Evaluate a trained model: loss, perplexity and tokens, or accuracy, of each data set.
 
   CHECKPOINT   a folder of checkpoints, one checkpoint, or a URL that fsspec opens; or a folder of
                transformers with config.json and safetensors, such as `pipemega hf export` writes
@@ -6,6 +6,7 @@
                  PREFIX        token files PREFIX.bin and PREFIX.idx
                  PATH          text as in data.corpus, or the records of --format; the tokenizer
                                is that of the model
+                 FOLDER        for a model of images: as data.valid_path, or CIFAR's files
                  MODULE:NAME   a dataset of (inputs, labels), or a function that returns one
                Default: the validation set of the run; see --split.
 
@@ -30,7 +31,7 @@ from pipemega.cli.trained_model_options import add_model_options, launched, posi
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, launched_world_size
 from pipemega.engine.run_mesh import build_mesh_of
-from pipemega.printing import aligned
+from pipemega.printing import aligned, percent
 from pipemega.training.evaluation_sets import FORMATS, EvaluationSet, EvaluationSets
 from pipemega.training.set_evaluation import SetResult, evaluate_set
 from pipemega.training.trained_model import ModelSource, find_model, open_model
@@ -130,13 +131,25 @@ def _print(source: ModelSource, results: Sequence[SetResult], *, as_json: bool) 
         return
     step = "" if source.step is None else f", step {source.step}"
     print(f"{source.path}{step}")
-    rows: list[tuple[str, ...]] = [("data", "loss", "perplexity", "tokens", "samples", "seconds")]
+    rows: list[tuple[str, ...]] = [
+        ("data", "loss", "accuracy", "samples", "seconds")
+        if results[0].accuracy is not None
+        else ("data", "loss", "perplexity", "tokens", "samples", "seconds")
+    ]
     rows += [_row(result) for result in results]
     print(aligned(rows))
 
 
 def _row(result: SetResult) -> tuple[str, ...]:
     perplexity = result.perplexity
+    if result.accuracy is not None:
+        return (
+            result.name,
+            f"{result.loss:.4f}",
+            percent(result.accuracy, 1),
+            f"{result.samples:,}",
+            f"{result.seconds:.1f}",
+        )
     return (
         result.name,
         f"{result.loss:.4f}",

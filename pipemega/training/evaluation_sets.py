@@ -11,11 +11,12 @@ from typing import Any, Literal, get_args
 
 from pipemega.config import Config, load
 from pipemega.config.data import PATH_KEYS, RECORD_KEYS, DataSection
-from pipemega.data.build_datasets import DataRequest, build_datasets
+from pipemega.data.build_datasets import DataRequest, Datasets, build_datasets
 from pipemega.data.data_files import check_data_inputs
 from pipemega.data.loader import is_map_style
 from pipemega.data.prepared_files import files_of, prefix_of
 from pipemega.errors import ConfigError, DataError, short_cause
+from pipemega.training.image_data import load_images
 from pipemega.training.prompts import model_tokenizer
 
 SplitName = Literal["train", "valid", "test"]
@@ -125,6 +126,10 @@ class EvaluationSets:
     def _section(self, source: str) -> DataSection:
         """Return the section `data` whose only source is `source`, all of it in one split."""
         tree = self._config.to_dict()
+        if (images := self._config.data.images) is not None:
+            # The classes of a folder are those of the training images.
+            key = "valid_path" if images == "folder" else "path"
+            return load({**tree, "data": {**self._config.given()["data"], key: source}}).data
         dropped, sources = set(_SOURCES), dict[str, Any]()
         if all(path.is_file() for path in files_of(prefix_of(source))):
             sources["data_path"] = source
@@ -143,6 +148,20 @@ class EvaluationSets:
         return load({**tree, "data": {**kept, "split": "0,1,0", **sources}}).data
 
     def _built(self, name: str, section: DataSection, split: SplitName) -> EvaluationSet:
+        if section.images is None:
+            datasets = self._tokens(section, split)
+        else:
+            datasets = load_images(self._config, section, (split,))
+        found = getattr(datasets, split)
+        if found is None:
+            raise ConfigError(
+                f"the data of the run has no {split} set (data.split, data.{split}_data_path): "
+                "name files with --data",
+                on_every_rank=True,
+            )
+        return EvaluationSet(name, found)
+
+    def _tokens(self, section: DataSection, split: SplitName) -> Datasets:
         model = self._config.model
         length = model.sample_tokens() if model is not None else None
         if length is None or self._vocab_size is None:
@@ -168,15 +187,7 @@ class EvaluationSets:
             vocab_size=self._vocab_size,
             keep_partial=True,
         )
-        datasets = build_datasets(section, request, say=self._say, progress=self._progress)
-        found = getattr(datasets, split)
-        if found is None:
-            raise ConfigError(
-                f"the data of the run has no {split} set (data.split, data.{split}_data_path): "
-                "name files with --data",
-                on_every_rank=True,
-            )
-        return EvaluationSet(name, found)
+        return build_datasets(section, request, say=self._say, progress=self._progress)
 
 
 class _FirstSamples:
@@ -184,7 +195,7 @@ class _FirstSamples:
 
     def __init__(self, whole: Any, count: int) -> None:
         self._whole, self._count = whole, count
-        for name in ("collate_fn", "deterministic"):
+        for name in ("collate_fn", "deterministic", "classes"):
             if hasattr(whole, name):
                 setattr(self, name, getattr(whole, name))
 

@@ -1,4 +1,4 @@
-"""Loss, perplexity and counts of a model on one data set."""
+"""Loss, perplexity or accuracy, and counts of a model on one data set."""
 
 import math
 import time
@@ -12,6 +12,9 @@ from pipemega.distributed.mesh import gather_objects
 from pipemega.engine.engine import Engine
 from pipemega.monitor.records import evaluation_values
 from pipemega.training.evaluation_sets import EvaluationSet
+from pipemega.training.metric_set import MetricSet
+from pipemega.training.metrics import Accuracy
+from pipemega.training.validation import output_shard
 
 IGNORE = -100
 
@@ -25,6 +28,7 @@ class SetResult:
         tokens: labels that count; 0 if labels are not tokens.
         samples: samples of the data set.
         seconds: wall time.
+        accuracy: share of the images whose class has the largest logit; None: no images.
     """
 
     name: str
@@ -32,6 +36,7 @@ class SetResult:
     tokens: int
     samples: int
     seconds: float
+    accuracy: float | None = None
 
     @property
     def perplexity(self) -> float | None:
@@ -47,6 +52,8 @@ class SetResult:
             "samples": self.samples,
             "seconds": round(self.seconds, 3),
         }
+        if self.accuracy is not None:
+            values["accuracy"] = self.accuracy
         return {key: value if _is_json(value) else None for key, value in values.items()}
 
 
@@ -68,7 +75,13 @@ def evaluate_set(
     # All tensor ranks have the same labels.
     counts_tokens = engine.mesh.tensor.rank == 0
 
+    last, accuracy = engine.plan.rank_of_stage[-1], {"accuracy": Accuracy()}
+    has_classes = bool(getattr(data.data, "classes", ()))
+    metrics = MetricSet(accuracy, engine.mesh, last, output_shard(engine)) if has_classes else None
+
     def count_tokens(outputs: Any, labels: Any) -> None:
+        if metrics is not None:
+            metrics.update(outputs, labels)
         if counts_tokens and isinstance(labels, Tensor) and _are_tokens(labels):
             counts["tokens"] += int((labels != IGNORE).sum())
 
@@ -82,7 +95,8 @@ def evaluate_set(
     )
     seconds = time.perf_counter() - started
     tokens = sum(gather_objects(counts["tokens"], engine.mesh.world))
-    return SetResult(data.name, loss, tokens, counts["samples"], seconds)
+    found = metrics.compute() if metrics is not None else {}
+    return SetResult(data.name, loss, tokens, counts["samples"], seconds, found.get("accuracy"))
 
 
 def _are_tokens(labels: Tensor) -> bool:

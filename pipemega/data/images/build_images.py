@@ -100,14 +100,14 @@ def _parts(section: DataSection, splits: Sequence[str], lines: list[str]) -> dic
     training, validation = split_folders(path)
     valid_key = key
     if len(folders) > 1:
-        training = path
         valid_key, validation = folders[1]
     source = read_folder(training, key)
     if validation is None:
         return _cut(source, section, splits)
     parts = {"train": _whole(source)} if "train" in splits else {}
     if "valid" in splits:
-        parts["valid"] = _whole(read_folder(validation, valid_key, source))
+        part = _whole(read_folder(validation, valid_key, source))
+        parts["valid"] = part._replace(chosen=_in_mixed_order(part.chosen))
     return parts
 
 
@@ -145,4 +145,12 @@ def _cut(source: LabelledImages, section: DataSection, splits: Sequence[str]) ->
                     "data.split, set data.valid_path, or add images"
                 )
             lists.append(order[ranges[name].start : ranges[name].stop])
-    return {name: _Part(source, np.sort(np.concatenate(lists))) for name, lists in chosen.items()}
+    return {
+        name: _Part(source, _in_mixed_order(np.concatenate(lists)))
+        for name, lists in chosen.items()
+    }
+
+
+def _in_mixed_order(chosen: Labels) -> Labels:
+    """Return numbers of images in a fixed order, so that the first ones are not of one class."""
+    return np.random.default_rng(0).permutation(np.sort(chosen))

@@ -1,10 +1,12 @@
 """Training on images: every mesh sees the same samples; a damaged file; the shipped configs."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.ranks.pool import RankPool, RanksFailed
+from tests.ranks.trained_models import command
 from tests.ranks.training import vision_runs
 from tests.unit.data.image_files import write_folder
 
@@ -16,7 +18,7 @@ def test_every_mesh_trains_on_the_same_images(pool: RankPool) -> None:
     assert "validation loss" in alone["printed"]
     assert "top1 " in alone["printed"]
     assert "top5 " in alone["printed"]
-    for size, mesh in [(2, {"pipeline": 2}), (2, {"data": 2}), (4, {"tensor": 2, "pipeline": 2})]:
+    for size, mesh in [(2, {"data": 2}), (4, {"tensor": 2, "pipeline": 2})]:
         changed = vision_runs.settings(mesh={"device": "cpu", **mesh})
         for found in pool.run(size, vision_runs.train, changed):
             assert found["losses"] == pytest.approx(alone["losses"], rel=1e-5), mesh
@@ -39,6 +41,33 @@ def test_a_damaged_image_ends_the_run_of_all_ranks(pool: RankPool, tmp_path: Pat
     for text, _ in failed.value.errors.values():
         assert "b/2.jpg cannot be read as an image (" in text
         assert "repair the file, or remove it" in text
+
+
+def test_a_trained_model_is_evaluated_on_images(pool: RankPool, tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    write_folder(tmp_path / "train", {"a": 6, "b": 6})
+    write_folder(tmp_path / "val", {"b": 2, "a": 3})
+    data = {"images": "folder", "path": str(tmp_path), "transforms": {}}
+    given = vision_runs.settings(
+        data=data,
+        model={"num_channels": 3, "num_classes": 2, "hidden_dropout": 0.0},
+        mesh={"pipeline": 2},
+        training={"eval_steps": None},
+        checkpoint={"save": str(tmp_path / "run")},
+    )
+    del given["data"]["split"]
+    trained, _ = pool.run(2, vision_runs.train, given)
+    for words in ([], ["--data", f"valid={tmp_path / 'val'}"]):
+        code, text = command("evaluate", tmp_path / "run", "--json", *words)
+        assert code == 0
+        found = json.loads(text)["data"]["valid"]
+        assert found["samples"] == 5
+        assert found["accuracy"] == pytest.approx(trained["values"]["top1"])
+        assert found["loss"] == pytest.approx(trained["values"]["loss"], rel=1e-5)
+    code, text = command("evaluate", tmp_path / "run", "--samples", 2)
+    assert (code, text.splitlines()[1].split()) == (
+        0, ["data", "loss", "accuracy", "samples", "seconds"],
+    )  # fmt: skip
 
 
 @pytest.mark.sweep

@@ -52,6 +52,9 @@ def train(given: Any, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
     losses = []
     while not engine.is_complete:
         losses.append(trainer.train_step())
+    if config.checkpoint.save:
+        trainer.save()
+    engine.run.release()
     printed = io.StringIO()
     with redirect_stdout(printed):
         pretrain.print_results(trainer, data)

@@ -10,7 +10,7 @@ from pipemega import WeightedLoss
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import ConfigError, DataError, PipelineError, PipemegaError
 from pipemega.tensor_parallel import ColumnParallelLinear, VocabParallelHead
-from pipemega.training import Accuracy, Loss, Metric, Perplexity
+from pipemega.training import Accuracy, Loss, Metric, MixupAccuracy, Perplexity
 from pipemega.training.metric_set import MetricSet, checked_metrics
 
 
@@ -217,3 +217,20 @@ def test_metrics_of_torchmetrics_work():
     assert values["top1"] == pytest.approx(values["own"], abs=1e-6)
     assert {f"per_class/{i}" for i in range(10)} <= set(values)
     assert {"both/f1", "both/auroc"} <= set(values)
+
+
+def test_mixup_accuracy_is_the_share_of_the_predicted_class() -> None:
+    outputs = torch.tensor([[2.0, 0.0, 1.0], [0.0, 3.0, 1.0]])
+    shares = torch.tensor([[0.7, 0.3, 0.0], [0.0, 0.2, 0.8]])
+    metric = MixupAccuracy()
+    right, count = metric.sums(outputs, shares)
+    assert float(right) == pytest.approx(0.7 + 0.2)
+    assert metric.value(float(right), float(count)) == pytest.approx(0.45)
+    # As Colossal-AI's: the accuracies for both classes, weighted.
+    both = 0.7 * Accuracy().sums(outputs[:1], torch.tensor([0]))[0]
+    assert float(both) == pytest.approx(0.7)
+    assert [float(x) for x in metric.sums(outputs, torch.tensor([0, 2]))] == [1, 2]
+    with pytest.raises(
+        DataError, match=r"of the same shape .*outputs \[2, 3\] with labels \[2, 2\]"
+    ):
+        metric.sums(outputs, shares[:, :2])
