@@ -1,6 +1,6 @@
 """Train a model of images from a config: a ViT or a ResNet on CIFAR, digits or a folder of images.
 
-The config has the model, the data and the mesh; see docs/vision.md. torchrun starts one process per
+The config has the model, the data and the mesh; see docs/data.md. torchrun starts one process per
 GPU; without GPUs the processes train on the CPU.
 
     torchrun --nproc_per_node=2 examples/train_vision.py --config configs/vit_digits.json
