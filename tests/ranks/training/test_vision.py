@@ -71,7 +71,7 @@ def test_a_trained_model_is_evaluated_on_images(pool: RankPool, tmp_path: Path) 
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("name", ["vit_digits"])
+@pytest.mark.parametrize("name", ["vit_digits", "resnet_digits"])
 @pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"pipeline": 4}, {"data": 2, "pipeline": 2}])
 def test_the_shipped_configs_learn_the_digits(
     pool: RankPool, name: str, mesh: dict[str, int], tmp_path: Path
