@@ -138,3 +138,16 @@ def train_plain(
         return {"losses": losses, "gradients": gradients, "end": module.state_dict()}
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def train_epoch(config: dict[str, Any]) -> dict[str, Tensor]:
+    """Train an epoch with a partial step of 4 samples; return the state of the module."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        data = [(x[0], y[0]) for x, y in (images(n, 1) for n in range(MICRO * COUNT + 4))]
+        engine, net = engine_of({"training": {"epochs": 1}, **config}, data)
+        while not engine.is_complete:
+            engine.train_batch()
+        return module_state_dict(net, engine)
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -95,8 +95,9 @@ def test_statistics_are_counted_once_with_each_setting(
     assert_like_one_process(results[0])
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("changes", [{}, RECOMPUTED], ids=["stored", "recomputed"])
+@pytest.mark.parametrize(
+    ("schedule", "changes"), [("1f1b", {}), ("zb-h1", RECOMPUTED)], ids=["stored", "recomputed"]
+)
 def test_sync_joins_the_micro_batches_of_the_data_ranks(
     pool: RankPool, schedule: str, changes: dict[str, Any]
 ) -> None:
@@ -105,3 +106,15 @@ def test_sync_joins_the_micro_batches_of_the_data_ranks(
     results = pool.run(2 * pipeline, batch_norm_runs.train, config(schedule, **sizes, **changes))
     assert_bitwise(list(results))
     assert_like_one_process(results[0], joined=2)
+
+
+@pytest.mark.parametrize("changes", [{}, RECOMPUTED], ids=["stored", "recomputed"])
+def test_sync_in_a_partial_step_counts_the_samples_of_each_rank(
+    pool: RankPool, changes: dict[str, Any]
+) -> None:
+    """One rank has 3 samples and the other 1; then both have none."""
+    model = {"model": {"sync": True}}
+    joined = config(train_micro_batch_size_per_gpu=6, **model, **changes)
+    (want,) = pool.run(1, batch_norm_runs.train_epoch, joined)
+    for got in pool.run(2, batch_norm_runs.train_epoch, config(**model, **changes)):
+        assert_close(got, want)
