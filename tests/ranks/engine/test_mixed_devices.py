@@ -110,19 +110,16 @@ def test_tensors_are_on_the_device_of_their_rank(pool, new_ranks, fake_device, n
 
 
 @pytest.mark.sweep
-@needs_compiler
-def test_checkpoints_load_on_other_devices(pool, new_ranks, fake_device, tmp_path):
-    run = mixed_devices.save_and_load
-    meshes = [THREE, {"pipeline": 2, "device": ["cuda", "cpu"]}]
-    folders = [str(tmp_path / str(number)) for number in range(2)]
-    saved = [
-        new_ranks.run(mesh["pipeline"], run, folder, fake_device, mesh)[0]
+def test_checkpoints_load_on_other_devices(pool, tmp_path):
+    meshes = [{"pipeline": 1}, THREE, {"pipeline": 2, "device": ["cuda", "cpu"]}]
+    folders = [str(tmp_path / str(number)) for number in range(3)]
+    oracle, *saved = [
+        pool.run(mesh["pipeline"], mixed_devices.save_and_load, folder, "", mesh)[0]
         for folder, mesh in zip(folders, meshes, strict=True)
     ]
-    (oracle,) = pool.run(1, run, str(tmp_path / "one"), "", {"pipeline": 1})
     for losses in saved:
         numpy.testing.assert_allclose(losses, oracle, rtol=1e-10)
-    # The checkpoint of three ranks on two, and in one process.
-    for ranks, mesh, of in ((new_ranks, meshes[1], fake_device), (pool, {"pipeline": 1}, "")):
-        losses = ranks.run(mesh["pipeline"], mixed_devices.resume, folders[0], of, mesh)[0]
+    # The checkpoint of three ranks in one process, and on two.
+    for mesh in (meshes[0], meshes[2]):
+        losses = pool.run(mesh["pipeline"], mixed_devices.resume, folders[1], "", mesh)[0]
         numpy.testing.assert_allclose(losses, oracle[2:], rtol=1e-10)
