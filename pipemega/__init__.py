@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from pipemega.engine.engine import Engine
     from pipemega.engine.initialize import initialize
     from pipemega.engine.module_state import module_state_dict
+    from pipemega.engine.rank_logging import rank_logger
     from pipemega.engine.run_mesh import build_mesh_of as build_mesh
     from pipemega.errors import PipemegaError, StopTraining
     from pipemega.fault_tolerance.run import run
@@ -51,6 +52,7 @@ __all__ = [
     "load_config",
     "module_state_dict",
     "pretrain",
+    "rank_logger",
     "register_model",
     "run",
 ]
@@ -82,6 +84,7 @@ _MODULE_AND_NAME = {
     "load_config": ("pipemega.config", "load"),
     "module_state_dict": ("pipemega.engine.module_state", "module_state_dict"),
     "pretrain": ("pipemega.training.pretrain", ""),
+    "rank_logger": ("pipemega.engine.rank_logging", "rank_logger"),
     "register_model": ("pipemega.config.model_registry", "register_model"),
     "run": ("pipemega.fault_tolerance.run", "run"),
 }

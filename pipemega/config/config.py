@@ -41,6 +41,7 @@ from pipemega.config.model_transformer import TransformerSection
 from pipemega.config.model_vit import ViTSection
 from pipemega.config.monitors import (
     CsvSection,
+    LoggingSection,
     MonitorSection,
     TensorboardSection,
     TimersSection,
@@ -54,6 +55,7 @@ from pipemega.config.scheduler import SchedulerSection, count_samples, errors_of
 from pipemega.config.source import KeyPath, all_problems
 from pipemega.config.training import TrainingSection
 from pipemega.config.unsupported import UnsupportedKeys
+from pipemega.config.user_values import UserValues
 from pipemega.config.value_types import Count, Name, Whole
 from pipemega.config.zero import ParameterBytes, ZeroOnMesh, ZeroSection
 
@@ -82,8 +84,10 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
         "Python modules to import before the config is read, such as those that register model "
         "types; they are searched in the current folder and in that of the config too.",
     )
-    user: Mapping[str, Any] = own(
-        {}, "Keys of your own, of any form; `config.user` returns them, and checkpoints keep them."
+    user: UserValues = own(
+        UserValues(),
+        'Keys of your own, of any form: `config.user.lr` or `config.user["lr"]`; checkpoints keep '
+        "them.",
     )
     model: SerializeAsAny[ModelSection | None] = own(
         None, "The model, by its `type`; null: you pass your own model."
@@ -110,6 +114,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     compile: CompileSection = section(CompileSection, "torch.compile for each layer.")
     checkpoint: CheckpointSection = section(CheckpointSection, "Saving and loading of checkpoints.")
     monitor: MonitorSection = section(MonitorSection, "Metrics that every run records.", own=True)
+    logging: LoggingSection = section(LoggingSection, "Messages of the logger.", own=True)
     tensorboard: TensorboardSection = section(TensorboardSection, "TensorBoard.")
     wandb: WandbSection = section(WandbSection, "Weights & Biases.")
     csv_monitor: CsvSection = section(CsvSection, "CSV files.")

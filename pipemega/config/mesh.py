@@ -1,12 +1,17 @@
 """`mesh`: the number of ranks on each axis."""
 
-from collections.abc import Iterable, Iterator
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Literal
 
-from pipemega.config.key_kinds import Section, own, rule
+from pipemega.config.key_kinds import Section, own, refused, rule
+from pipemega.config.source import show
 from pipemega.config.value_types import Auto, Count, Positive
 
 DeviceName = Literal["cpu", "cuda"]
+
+_DEVICE_OF_BACKEND = {"gloo": "cpu", "nccl": "cuda"}
+
+ONLY_1D = "tensor mode 2d, 2.5d and 3d are not supported, 1d is"
 
 
 class MeshSection(Section):
@@ -25,10 +30,48 @@ class MeshSection(Section):
         'Device of the model; `"auto"`: CUDA if it is available, else the CPU. A list gives the '
         'device of each pipeline rank: `["cpu", "cuda", "cuda"]`.',
     )
+    backend: Literal["auto", "gloo", "nccl"] = own(
+        "auto",
+        "Backend of torch.distributed: gloo for a model on the CPU, nccl on GPUs (with gloo for "
+        'values of the host); with `device` "auto" it chooses the device. `"auto"`: by the device.',
+    )
     keep_cpu_memory: bool = own(
         True, "On a CPU: keep freed memory for the next micro-batch, do not return it to the OS."
     )
     timeout_seconds: Positive = own(600.0, "Longest wait for another rank before the run fails.")
+    tensor_mode: Literal["1d", "2d", "2.5d", "3d"] = refused(
+        "1d",
+        'How matrices are cut over the tensor ranks: `"1d"`, by rows or by columns, as in '
+        "Megatron-LM. Colossal-AI's other modes are not supported.",
+        dict.fromkeys(
+            ("2d", "2.5d", "3d"),
+            f"{ONLY_1D}: remove the mode, and set mesh.tensor to the number of tensor ranks",
+        ),
+        own=True,
+    )
+
+    @classmethod
+    def prepare(cls, raw: Any) -> Any:
+        if not isinstance(raw, Mapping):
+            return raw
+        raw = dict(raw)
+        tensor = raw.get("tensor")
+        if isinstance(tensor, Mapping) and "mode" in tensor:
+            # Colossal-AI's form.
+            raw |= {"tensor": tensor.get("size", 1), "tensor_mode": tensor["mode"] or "1d"}
+        if raw.get("device", "auto") == "auto" and raw.get("backend") in _DEVICE_OF_BACKEND:
+            raw["device"] = _DEVICE_OF_BACKEND[raw["backend"]]
+        return raw
+
+    @rule("backend", "device")
+    def _backend_of_device(self) -> Iterator[str]:
+        device = _DEVICE_OF_BACKEND.get(self.backend)
+        found = {*self.device} if isinstance(self.device, tuple) else {self.device}
+        if device is not None and found != {device}:
+            yield (
+                f"mesh.backend {self.backend!r} is for mesh.device {device!r}, and mesh.device is "
+                f'{show(self.device)}: set mesh.device to {device!r}, or mesh.backend to "auto"'
+            )
 
     @rule("device", "pipeline")
     def _one_device_per_pipeline_rank(self) -> Iterator[str]:

@@ -40,6 +40,29 @@ class MonitorSection(Section):
     trace: TraceSection = section(TraceSection, "Measured timelines of single steps.", own=True)
 
 
+class LoggingSection(Section):
+    """Messages of the Python logger `pipemega`."""
+
+    level: Literal["debug", "info", "warning", "error"] = own("info", "Lowest level to log.")
+    ranks: tuple[Whole, ...] | Literal["all"] = own(
+        (0,), "Ranks that show messages of `level`; the others show only warnings and errors."
+    )
+    log_to_file: Name | None = own(
+        None,
+        "Folder of log files: each rank appends its messages to `rank_N.log`, rank 0 also the "
+        "lines of the console; null: no files.",
+    )
+    file_ranks: tuple[Whole, ...] | Literal["all"] = own("all", "Ranks that write a log file.")
+
+    def shows(self, rank: int) -> bool:
+        """Return whether the rank shows messages below a warning."""
+        return self.ranks == "all" or rank in self.ranks
+
+    def writes_file(self, rank: int) -> bool:
+        """Return whether the rank writes a log file, if there are any."""
+        return self.file_ranks == "all" or rank in self.file_ranks
+
+
 class TensorboardSection(Section):
     """TensorBoard event files."""
 

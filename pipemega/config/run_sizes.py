@@ -1,6 +1,5 @@
 """Rules about the size of the run: the batch equation, and the stage of ZeRO on the data ranks."""
 
-import os
 from collections.abc import Collection, Iterable, Iterator
 
 from pipemega.config.batch_equation import MICRO, STEPS, TRAIN
@@ -9,6 +8,7 @@ from pipemega.config.config import Config
 from pipemega.config.key_kinds import Rule
 from pipemega.config.source import KeyPath
 from pipemega.errors import ConfigError
+from pipemega.launch_variables import launch_variables
 
 _SIZES = (TRAIN, MICRO, STEPS)
 
@@ -18,7 +18,7 @@ def size_rules(autos: Collection[KeyPath], world: int | None = None) -> tuple[Ru
 
     Args:
         autos: keys that are "auto" and have their default therefore.
-        world: number of ranks; None: that of the launcher (WORLD_SIZE), if there is one.
+        world: number of ranks; None: that of the launcher, if there is one.
     """
     unfilled = [name for name in _SIZES if (name,) in autos]
 
@@ -59,8 +59,7 @@ def _data_size(config: Config, world: int | None) -> int | None:
     mesh = config.mesh
     if mesh.data != "auto":
         return mesh.data
-    given = os.environ.get("WORLD_SIZE", "")
-    ranks = world or (int(given) if given.isdecimal() else 0)
+    ranks = world or launch_variables().number("WORLD_SIZE", 0)
     ranks_per_copy = mesh.tensor * mesh.pipeline
     if ranks and ranks % ranks_per_copy == 0:
         return ranks // ranks_per_copy

@@ -1,7 +1,7 @@
 """Read a config file: JSON values, and the line of each key for error messages.
 
 A file is JSON with //, /* */ and # comments and trailing commas, as DeepSpeed reads it. Keys that
-start with `_`, such as `_comment`, are dropped at any depth.
+start with `_`, such as `_comment`, are dropped at any depth. A python file: see `python_source`.
 """
 
 import base64
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import json5
 
+from pipemega.config.python_source import run_python
 from pipemega.errors import ConfigError
 
 KeyPath = tuple[str, ...]
@@ -100,8 +101,10 @@ def all_problems(problems: Sequence[str], name: str = "") -> ConfigError:
 def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     """Read a path, a text that starts with `{` (also in base64, as DeepSpeed), or a mapping.
 
+    A file that ends with .py runs.
+
     Raises:
-        ConfigError: the file does not exist, is not JSON, or contains itself.
+        ConfigError: the file does not exist, is not JSON, or contains itself; a python file fails.
     """
     if isinstance(source, Mapping):
         return _plain(Source(source))
@@ -115,6 +118,14 @@ def read(source: str | os.PathLike[str] | Mapping[str, Any]) -> Source:
     if isinstance(source, str) and (decoded := _decoded(source)) is not None:
         return _plain(_parsed(decoded, "the given base64 text"))
     path = Path(source)
+    if path.suffix == ".py":
+        tree, lines = run_python(path)
+        return _plain(Source(tree, str(path), lines))
+    if path.suffix in (".yaml", ".yml", ".toml"):
+        raise ConfigError(
+            f"the config {str(path)!r} has the format of {path.suffix}: write JSON, JSON5, or a "
+            "python file with the same keys"
+        )
     try:
         # utf-8-sig: Windows editors write a byte order mark, which JSON does not allow.
         text = path.read_text(encoding="utf-8-sig")

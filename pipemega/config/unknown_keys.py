@@ -5,13 +5,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from pipemega.config.key_kinds import Section, key_info, section_type
+from pipemega.config.mesh import ONLY_1D
 from pipemega.config.name_suggestions import did_you_mean, edit_distance, nearest, suggestion
-from pipemega.config.source import Invalid, KeyPath, dotted
+from pipemega.config.source import Invalid, KeyPath, dotted, show
 
 # Names of other systems, without `_`, `-` and upper case -> our key.
 _OTHER_NAMES = {
     "maxgradnorm": "gradient_clipping",
     "clipgrad": "gradient_clipping",
+    "clipgradnorm": "gradient_clipping",
     "gradclip": "gradient_clipping",
     "gradientclip": "gradient_clipping",
     "learningrate": "optimizer.params.lr",
@@ -22,6 +24,9 @@ _OTHER_NAMES = {
     "perdevicetrainbatchsize": "train_micro_batch_size_per_gpu",
     "nummicrobatches": "gradient_accumulation_steps",
     "microbatches": "gradient_accumulation_steps",
+    "gradientaccumulation": "gradient_accumulation_steps",
+    "numchunks": "pipeline.chunks",
+    "tensorshape": "pipeline.shapes",
     "numstages": "pipeline.stages",
     "pipelineparallelsize": "mesh.pipeline",
     "pipeparallelsize": "mesh.pipeline",
@@ -64,6 +69,9 @@ def unknown_key(
         kind: section of the object.
         raw: the object.
     """
+    if not path and (mesh := _mesh_of_colossal(key, raw[key])):
+        text = f"'{key}' is a section of Colossal-AI: write \"mesh\": {show(mesh)} in its place"
+        return Invalid((key,), f"{text}; {ONLY_1D}"), [("mesh",)]
     names = probably_meant(root, kind, key, raw, path)
     hint = suggestion(names) if names else did_you_mean(key, kind.model_fields)
     if not names and not path:
@@ -96,6 +104,22 @@ def probably_meant(
         f"{name}.{key}" for name, part in _sections_below(root, {}) if key in part.model_fields
     )
     return list(elsewhere)[:_MOST_PLACES]
+
+
+def _mesh_of_colossal(key: str, value: Any) -> dict[str, Any]:
+    """Return our section `mesh` for Colossal-AI's `parallel` or `tensor`; {} if it is neither."""
+    parts = value if key == "parallel" else {key: value} if key == "tensor" else None
+    if not isinstance(parts, Mapping):
+        return {}
+    sizes = {
+        axis: part.get("size", 1) if isinstance(part, Mapping) else part
+        for axis, part in parts.items()
+        if axis in ("pipeline", "tensor", "data")
+    }
+    tensor = parts.get("tensor")
+    if isinstance(tensor, Mapping) and tensor.get("mode") == "sequence":
+        sizes["sequence_parallel"] = True
+    return sizes
 
 
 def _sections_below(

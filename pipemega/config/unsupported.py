@@ -138,7 +138,7 @@ _OTHERS = {
     "log_level": (
         str | None,
         ignored(
-            None, "DeepSpeed's log level.", "set the level of Python's logger 'pipemega' instead"
+            None, "DeepSpeed's log level.", "set logging.level instead"
         ),
     ),
     "zero_force_ds_cpu_optimizer": (

@@ -9,14 +9,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.rendezvous import rendezvous
 
 from pipemega.distributed import device_waits
 from pipemega.distributed.backends import backend_names, message_device, nccl_backend
 from pipemega.distributed.comm_errors import collective_error
-from pipemega.distributed.rendezvous import agree_on_incarnation
+from pipemega.distributed.connect_ranks import connect_ranks
 from pipemega.distributed.topology import AXES, AxisName, Topology
 from pipemega.errors import ConfigError, MeshError, PipemegaError
+from pipemega.launch_variables import launch_variables
 
 T = TypeVar("T")
 
@@ -91,15 +91,15 @@ class Mesh:
 
 
 def launched_world_size() -> int:
-    """Return the number of ranks: from torch.distributed, else torchrun's variables, else 1."""
+    """Return the number of ranks: from torch.distributed, else the launcher's variables, else 1."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    return launch_variables().number("WORLD_SIZE", 1)
 
 
 def launched_rank() -> int:
     """Return the global rank of this process: from the same sources, else 0."""
-    return dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    return dist.get_rank() if dist.is_initialized() else launch_variables().number("RANK", 0)
 
 
 def gather_objects(value: T, axis: Axis) -> list[T]:
@@ -153,7 +153,7 @@ def on_all_ranks(world: Axis, make: Callable[[], T]) -> T:
 def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
     """Return the device of this process.
 
-    If it sees several GPUs: the one whose index is LOCAL_RANK, or SLURM_LOCALID under plain srun.
+    If it sees several GPUs: the one whose index is LOCAL_RANK, or what srun or mpirun set for it.
     If it sees one, as with `srun --gpus-per-task=1`: that one.
 
     Raises:
@@ -163,7 +163,8 @@ def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise MeshError("mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu'")
-    local_rank = int(os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or 0)
+    slurm_id = os.environ.get("SLURM_LOCALID", "")
+    local_rank = launch_variables().number("LOCAL_RANK", int(slurm_id or 0))
     if (found := torch.cuda.device_count()) == 1:
         # Several ranks may see the same one: `build_mesh` refuses this.
         return torch.device("cuda", 0)
@@ -180,11 +181,11 @@ def build_mesh(
 ) -> Mesh:
     """Create the process groups of `topology`; collective.
 
-    Initializes torch.distributed from torchrun's variables unless the caller has done so.
+    Initializes torch.distributed from the launcher's variables unless the caller has done so.
 
     Raises:
-        MeshError: the number of ranks is not the size of the topology, ranks share a GPU, or the
-            caller has created process groups of some ranks only.
+        MeshError: the number of ranks is not the size of the topology, ranks share a GPU, the
+            caller has created process groups of some ranks only, or rank 0 cannot be found.
     """
     check_world_size(topology)
     if topology.world_size == 1 and not dist.is_initialized():
@@ -195,7 +196,7 @@ def build_mesh(
     if dist.is_initialized():
         check_group_counts(device)
     else:
-        init_process_group(_CUDA_BACKEND if device.type == "cuda" else "gloo", timeout)
+        connect_ranks(_CUDA_BACKEND if device.type == "cuda" else "gloo", timeout)
     rank = dist.get_rank()
     axes = {name: new_axis(name, topology, rank, device, timeout) for name in AXES}
     world = _world(rank, device, timeout)
@@ -211,15 +212,6 @@ def check_world_size(topology: Topology) -> None:
         raise MeshError(
             f"{world_size} ranks were started, and the mesh {topology} takes {topology.world_size}"
         )
-
-
-def init_process_group(backend: str, timeout: timedelta) -> None:
-    """Initialize torch.distributed from torchrun's variables.
-
-    Without device_id: with it, NCCL runs all single sends and receives of a group in one queue, and
-    a receive that is posted early blocks the sends after it.
-    """
-    dist.init_process_group(backend, timeout=timeout, **_fresh_store(timeout))
 
 
 def gpu_of(device: torch.device) -> tuple[str, str]:
@@ -295,19 +287,6 @@ def open_axes(axes: Sequence[Axis], device: torch.device) -> None:
             device_waits.mark(collective_error("all_reduce", element, axis.group))
     device_waits.synchronize()
     dist.barrier(group=axes[-1].group)
-
-
-def _fresh_store(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of init_process_group: a new store prefix for each restart by torchrun.
-
-    So ranks never read stale keys. Without torchrun: no arguments.
-    """
-    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:
-        return {}
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    incarnation = agree_on_incarnation(store, rank, world_size, timeout.total_seconds())
-    prefixed = dist.PrefixStore(f"run {incarnation}", store)  # type: ignore[attr-defined]
-    return {"store": prefixed, "rank": rank, "world_size": world_size}
 
 
 def with_timeout(mesh: Mesh, timeout: timedelta) -> Mesh:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pipemega.distributed import device_waits
 from pipemega.distributed.backends import backend_names
+from pipemega.distributed.connect_ranks import connect_ranks
 from pipemega.distributed.mesh import (
     DEFAULT_TIMEOUT,
     Axis,
@@ -25,7 +26,6 @@ from pipemega.distributed.mesh import (
     check_world_size,
     gather_objects,
     gpu_of,
-    init_process_group,
     new_axis,
     new_group,
     open_axes,
@@ -51,7 +51,7 @@ def build_mixed_mesh(
     """
     check_world_size(topology)
     if not dist.is_initialized():
-        init_process_group(HOST_BACKEND, timeout)
+        connect_ranks(HOST_BACKEND, timeout)
     check_group_counts(HOST)
     rank = dist.get_rank()
     world = _world(rank, timeout)

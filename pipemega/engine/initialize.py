@@ -22,6 +22,7 @@ from pipemega.engine.determinism import use_deterministic_algorithms
 from pipemega.engine.engine import Engine
 from pipemega.engine.loop_engine import LoopEngine
 from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
+from pipemega.engine.rank_logging import open_log
 from pipemega.engine.resume import resume, with_saved_schedule
 from pipemega.engine.run_mesh import (
     build_mesh_of,
@@ -157,6 +158,7 @@ def _initialize(
     config = with_devices_of_layers(config, model, mesh, plan)
     mesh = mesh or build_mesh_of(config)
     with failure_reporter().propagate_errors("initialize"):
+        open_log(config, mesh)
         use_deterministic_algorithms(config, mesh.device, get_logger(mesh.rank))
         batch = config.batch(mesh.data.size)
         config = with_saved_schedule(config, mesh, get_logger(mesh.rank))

@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 
 from pipemega.config import Config
+from pipemega.distributed.backends import backend_names
 from pipemega.distributed.mesh import (
     Mesh,
     build_mesh,
@@ -16,7 +17,8 @@ from pipemega.distributed.mesh import (
 from pipemega.distributed.mixed_mesh import build_mixed_mesh
 from pipemega.distributed.topology import Topology
 from pipemega.engine.determinism import use_deterministic_algorithms
-from pipemega.errors import ConfigError
+from pipemega.engine.rank_logging import open_log
+from pipemega.errors import ConfigError, MeshError
 from pipemega.monitor import get_logger
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.plan.instructions import Plan
@@ -36,6 +38,11 @@ def build_mesh_of(config: Config) -> Mesh:
     config.batch_sizes(topology.data)
     timeout = timedelta(seconds=config.mesh.timeout_seconds)
     devices = config.mesh.mixed_devices
+    if config.mesh.backend == "nccl" and not torch.cuda.is_available():
+        raise MeshError(
+            "mesh.backend is 'nccl', and torch sees no CUDA device: set it to 'gloo', which trains "
+            "on the CPU, or to 'auto'"
+        )
     if devices:
         device = torch.device(devices[topology.coordinate(launched_rank()).pipeline])
     else:
@@ -43,8 +50,26 @@ def build_mesh_of(config: Config) -> Mesh:
     # Before the ranks connect: NCCL reads its environment then.
     use_deterministic_algorithms(config, device, get_logger(0))
     if devices:
-        return build_mixed_mesh(topology, devices, timeout)
-    return build_mesh(topology, device, timeout)
+        mesh = build_mixed_mesh(topology, devices, timeout)
+    else:
+        mesh = build_mesh(topology, device, timeout)
+    _check_backend(config, mesh)
+    open_log(config, mesh)
+    return mesh
+
+
+def _check_backend(config: Config, mesh: Mesh) -> None:
+    """Refuse process groups of the caller whose backend is not that of the config."""
+    if config.mesh.backend == "auto" or mesh.world.group is None:
+        return
+    found = backend_names(mesh.world.group).get(mesh.device.type)
+    if found != config.mesh.backend:
+        raise ConfigError(
+            f"mesh.backend is {config.mesh.backend!r}, and the caller has initialized "
+            f"torch.distributed with {found!r} for {mesh.device.type}: make them equal, or set "
+            'mesh.backend to "auto"',
+            on_every_rank=True,
+        )
 
 
 def with_devices_of_layers(

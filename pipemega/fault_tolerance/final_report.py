@@ -6,6 +6,7 @@ ranks raise the same error, rank 0. If that rank does not print in time, another
 
 import hashlib
 import json
+import logging
 import os
 import re
 import sys
@@ -26,6 +27,7 @@ from pipemega.fault_tolerance.failure_store import (
     call_with_deadline,
 )
 from pipemega.fault_tolerance.run_progress import describe_checkpoint, describe_restart
+from pipemega.monitor import write_to_log_file
 
 # How long the ranks wait for each other: torchrun stops all as soon as one has exited.
 _BARRIER_SECONDS = 2.0
@@ -112,6 +114,7 @@ def describe_error(error: BaseException) -> str:
 
 def print_error(text: str) -> None:
     """Write `text` to stderr, and its error message to the file that torchrun prints at its end."""
+    write_to_log_file(text, logging.ERROR)
     # In one write: the ranks share the terminal, and print() writes the newline separately.
     with suppress(OSError, ValueError):
         sys.stderr.write(f"{text}\n")

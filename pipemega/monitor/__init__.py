@@ -21,7 +21,12 @@ from pipemega.monitor.console import (
     timeline_line,
 )
 from pipemega.monitor.flops import gpt_flops_per_token, peak_tflops, tflops_per_device
-from pipemega.monitor.logger import get_logger
+from pipemega.monitor.logger import (
+    RankLogger,
+    configure_logging,
+    get_logger,
+    write_to_log_file,
+)
 from pipemega.monitor.records import (
     EpochRecord,
     EvalRecord,
@@ -56,6 +61,7 @@ __all__ = [
     "Monitor",
     "MultiTimer",
     "Phase",
+    "RankLogger",
     "Record",
     "ResumePoint",
     "SampleRecord",
@@ -71,6 +77,7 @@ __all__ = [
     "breakdown_line",
     "breakdown_scalars",
     "build_sinks",
+    "configure_logging",
     "epoch_line",
     "eval_line",
     "evaluation_values",
@@ -82,4 +89,5 @@ __all__ = [
     "step_line",
     "tflops_per_device",
     "timeline_line",
+    "write_to_log_file",
 ]

@@ -8,6 +8,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from pipemega.monitor.logger import write_to_log_file
 from pipemega.monitor.records import (
     EpochRecord,
     EvalRecord,
@@ -142,6 +143,7 @@ class Console(Sink):
         self._bar.update(record.step - self._bar.n)
 
     def _print(self, line: str) -> None:
+        write_to_log_file(line)
         if self._lines.isatty():
             line = fit(line, line_width(self._lines, len(line)))
         tqdm.write(line, file=self._lines)

@@ -21,6 +21,7 @@ LAYERS = [
     "version",
     "errors",
     "printing",
+    "launch_variables",
     "storage",
     "pipeline/plan",
     "pipeline/schedules",
@@ -56,8 +57,8 @@ LAYERS = [
     "__main__",
 ]
 LEAF_MODULES = {
-    "deferred_import", "version", "errors", "printing", "random", "kernels", "host_memory",
-    "parameters",
+    "deferred_import", "version", "errors", "printing", "launch_variables", "random", "kernels",
+    "host_memory", "parameters",
 }  # fmt: skip
 # Every package up to `compat/megatron` runs without torch, and so do these.
 NO_TORCH_LAYERS = LAYERS[: LAYERS.index("compat/megatron") + 1]

@@ -1,7 +1,6 @@
 """What a DeepSpeed script calls before it builds a model: arguments, and the process group."""
 
 import argparse
-import os
 from datetime import timedelta
 from typing import Any, Final
 
@@ -9,7 +8,12 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from pipemega.distributed.mesh import DEFAULT_TIMEOUT, pick_device
+from pipemega.distributed.connect_ranks import connect_ranks
+from pipemega.distributed.mesh import (
+    DEFAULT_TIMEOUT,
+    launched_world_size,
+    pick_device,
+)
 from pipemega.monitor import get_logger
 
 # What scripts compare: the version whose interface this package has.
@@ -51,7 +55,7 @@ def init_distributed(
 ) -> None:
     """Connect the launched ranks, unless torch.distributed is initialized.  Collective.
 
-    Works under torchrun, plain srun with its variables, and in one process.
+    Works under torchrun, srun and mpirun, and in one process.
 
     Args:
         dist_backend: ignored but for a warning: the ranks use NCCL and gloo on GPUs, gloo on CPUs.
@@ -68,10 +72,11 @@ def init_distributed(
         torch.cuda.set_device(device)
     wait = DEFAULT_TIMEOUT if timeout is None else timeout
     given: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
-    if init_method is None:
-        given = {} if rank < 0 else {"rank": rank, "world_size": world_size}
-        if "RANK" not in os.environ and rank < 0:
-            given = {"store": HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=wait, **given)
+    if init_method is None and rank < 0:
+        if launched_world_size() > 1:
+            connect_ranks(backend, wait)
+        given = {"store": HashStore(), "rank": 0, "world_size": 1}
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=wait, **given)
     if dist_backend not in (None, "gloo", "nccl"):
         get_logger(dist.get_rank()).info(f"dist_backend {dist_backend!r} is not used: {backend} is")

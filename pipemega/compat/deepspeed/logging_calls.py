@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any
 
 from pipemega.distributed.mesh import launched_rank
-from pipemega.monitor import get_logger
+from pipemega.monitor import RankLogger, get_logger
 
 logger = get_logger(launched_rank())
 
@@ -14,8 +14,8 @@ logger = get_logger(launched_rank())
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
     """Log on these ranks; None or -1 in them: on all."""
     rank = launched_rank()
-    if not ranks or -1 in ranks or rank in ranks:
-        get_logger(rank).log(level, f"[Rank {rank}] {message}")
+    shown = [rank] if not ranks or -1 in ranks else ranks
+    RankLogger(rank).log(level, f"[Rank {rank}] {message}", ranks=shown)
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: Any = None) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipemega.engine.initialize import build_mesh_of, initialize
+from pipemega.engine.initialize import initialize
+from pipemega.engine.run_mesh import build_mesh_of
 from pipemega.errors import ConfigError, DataError
 from tests.ranks.pool import PRELOAD
 from tests.unit.data.augmented_data import (

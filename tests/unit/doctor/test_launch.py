@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipemega.doctor.launch import first_host, read_launch
+from pipemega.doctor.launch import read_launch
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -36,19 +36,12 @@ def test_without_variables_it_is_one_process():
     assert launch.findings[0].status == "ok"
 
 
-def test_srun_without_torchrun_is_used_with_a_warning():
+def test_srun_without_torchrun_needs_no_variables():
     launch = read_launch(SLURM)
-    assert launch.variables == {
-        "RANK": "5",
-        "WORLD_SIZE": "8",
-        "LOCAL_RANK": "1",
-        "MASTER_ADDR": "gpu03",
-        "MASTER_PORT": "24567",
-    }
+    assert launch.launcher == "srun"
+    assert launch.variables["RANK"] == "5"
     (finding,) = launch.findings
-    assert finding.status == "warning"
-    assert "derived them from Slurm's variables (8 tasks, gpu03:24567)" in finding.text
-    assert "torchrun" in finding.remedy
+    assert (finding.status, finding.text) == ("ok", "srun: 8 ranks, store at gpu03:24567")
 
 
 @pytest.mark.parametrize(
@@ -71,17 +64,3 @@ def test_a_missing_or_wrong_variable_is_named_with_a_remedy(change, status, text
     assert finding.status == status
     assert text in finding.text
     assert "torchrun" in finding.remedy
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [
-        ("node0", "node0"),
-        ("node0,node1", "node0"),
-        ("node[01-04,07],gpu5", "node01"),
-        ("rack[2,4]-a", "rack2-a"),
-        ("n-1.cluster", "n-1.cluster"),
-    ],
-)
-def test_the_first_host_of_a_node_list_of_slurm(nodes, first):
-    assert first_host(nodes) == first
