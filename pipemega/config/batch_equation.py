@@ -31,7 +31,8 @@ class BatchKeys(Section):
         False,
         "Drop the last samples of an epoch if they do not fill a step. false: with "
         "`training.epochs` they are a partial step. Without `training.epochs` the step is filled "
-        "from the next epoch; a generator is read only once, so such samples are an error.",
+        "from the next epoch; a generator has no next epoch, so its incomplete last step is an "
+        "error.",
     )
     vocabulary_size: Count | None = ignored(
         None,

@@ -58,8 +58,9 @@ class DataSection(Section):
     images: ImageSource | None = own(
         None,
         "Images with a class each: the files of CIFAR-10 or CIFAR-100 in `path`, a folder with a "
-        "sub-folder per class, or without files: `digits`, the handwritten digits of scikit-learn, "
-        "and if that is not installed `glyphs`, digits that pipemega draws.",
+        "sub-folder per class, or without files: `glyphs`, digits that pipemega draws, or "
+        "`digits`, the handwritten digits of scikit-learn (if it is not installed, the same as "
+        "`glyphs`).",
     )
     transforms: ImageTransforms = section(
         ImageTransforms, "How the images of `images` become samples.", own=True
@@ -76,7 +77,8 @@ class DataSection(Section):
     )
     key: Name | None = own(
         None,
-        "Key of a record that has the messages, the response or the text; null: the usual names.",
+        "Key under which a record has its messages, response or text; null: the usual keys "
+        "(docs/finetuning.md).",
     )
     prompt_template: str | None = own(
         None,

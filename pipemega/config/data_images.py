@@ -49,8 +49,8 @@ class ImageTransforms(Section):
     )
     center_crop: _PartOfSide = own(
         1.0,
-        "Part of the shorter side that the centre has: 0.875 scales to 256 pixels for a model of "
-        "224.",
+        "Size of the centre that is cut out / shorter side of the scaled image; 0.875: a model of "
+        "224 pixels gets the centre of an image of 256.",
     )
     mean: tuple[float, ...] | None = own(
         None,
@@ -58,7 +58,9 @@ class ImageTransforms(Section):
         "folder that of ImageNet.",
     )
     std: tuple[_Spread, ...] | None = own(
-        None, "Divisor of each channel after `mean`; null: as `mean`."
+        None,
+        "Divisor of each channel after `mean` is subtracted; null: that of the data set, for a "
+        "folder that of ImageNet.",
     )
 
     @property

@@ -33,7 +33,8 @@ class MeshSection(Section):
     backend: Literal["auto", "gloo", "nccl"] = own(
         "auto",
         "Backend of torch.distributed: gloo for a model on the CPU, nccl on GPUs (with gloo for "
-        'values of the host); with `device` "auto" it chooses the device. `"auto"`: by the device.',
+        'values of the host). With `device` "auto", `"gloo"` selects the CPU and `"nccl"` the '
+        'GPUs. `"auto"`: that of the device.',
     )
     keep_cpu_memory: bool = own(
         True, "On a CPU: keep freed memory for the next micro-batch, do not return it to the OS."

@@ -39,7 +39,7 @@ class ResNetSection(ModelSection):
     batch_norm: Literal["plain", "deferred"] = own(
         "plain",
         '`"plain"`: each micro-batch updates the running statistics; `"deferred"`: each step '
-        "does, once, from the values of the whole batch.",
+        "updates them once, from the values of the whole batch.",
     )
     sync: bool = own(
         False,

@@ -41,7 +41,9 @@ class CostsSection(Section):
     """Costs of the steps of one micro-batch, for all stages of one rank together or per stage."""
 
     forward: Costs = own(
-        ..., "Time of F in any unit: for all stages of a rank together, or a list per stage."
+        ...,
+        "Time of F in any unit: one number for all stages of a rank together, or a list with one "
+        "number per stage.",
     )
     backward_input: Costs = own(..., "Time of I, in the same form.")
     backward_weight: Costs = own(..., "Time of W, in the same form.")
@@ -139,10 +141,11 @@ class PipelineSection(Section):
         "auto",
         "Limit for each rank, in bytes, of tensors stored for queued W, for schedules with split "
         "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
-        'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: no rank '
-        "needs more than 1.4 times the activations and messages of the fullest rank with full "
-        "backwards, in this schedule or in 1F1B on the same stages, or, if layers are recomputed, "
-        "1.2 times its whole memory; not for plans from a file. null: no limit.",
+        'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: the '
+        "limit is 1.4 times the activations and messages of the fullest rank with full backwards "
+        "(in this schedule, or in 1F1B on the same stages if that needs more). If layers are "
+        "recomputed, a rank may also use 1.2 times the whole memory of that fullest rank. Plans "
+        "from a file have no limit. null: no limit.",
     )
     vocabulary: Literal["auto", "stage", "parallel"] = own(
         "auto",

@@ -99,7 +99,7 @@ _BLOCKS = {
     ),
     "tensor_parallel": block(
         "DeepSpeed's automatic tensor parallelism.",
-        "set mesh.tensor to that size instead",
+        "set mesh.tensor to the value of autotp_size instead",
         "autotp_size preset_model tp_overlap_comm partition_config tp dtype tensor_parallel "
         "vocab_parallel_lm_head vocab_parallel_ce_backend injection_policy_tuple "
         "keep_module_on_host replace_with_kernel_inject",

@@ -18,7 +18,7 @@ _WEIGHTS_STAY = (
     "zero_optimization.offload_optimizer.device 'cpu' offloads master weights and optimizer state"
 )
 _SECTION_OF_OLD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
-_NO_DISK = "only 'none' and 'cpu' are supported; each step reads and writes the whole state"
+_NO_DISK = "only 'none' and 'cpu' are supported, because each step reads and writes the whole state"
 
 
 class _Offload(Section):
