@@ -52,7 +52,7 @@ def main() -> None:
                 seconds[name].append(time.perf_counter() - started)
     size = 12 * layers * (options.width**2 + options.width) / 1e6
     print(f"{size:.0f} MB; {machine()}\n")
-    print("| | MB/s | ratio of pipemega's to it |")
+    print("| | MB/s | bandwidth of pipemega / this |")
     print("| --- | ---: | ---: |")
     for name, times in seconds.items():
         mine = seconds[f"pipemega {name.rsplit(' ', 1)[1]}"]

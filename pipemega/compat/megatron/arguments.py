@@ -45,8 +45,8 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
         A("max-position-embeddings", "int", "model.max_position_embeddings",
           "if it differs from `--seq-length` and positions are learned"),
         A("position-embedding-type", "text", "model.position_embedding_type",
-          "`learned_absolute`, `rope`, `rotary`; other values are refused: `alibi` with "
-          '`model.type` `"hf"` and a BLOOM config'),
+          "`learned_absolute`, `rope`, `rotary`; other values are refused (for `alibi`, use "
+          '`model.type` `"hf"` with a BLOOM config)'),
         A("use-rotary-position-embeddings", "flag", "model.position_embedding_type"),
         A("no-position-embedding", "flag", "",
           "with rotary positions, as older versions wrote it; without them it is refused"),
@@ -108,7 +108,8 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
           "`transformer` and `embedding` in `type:` become the names of pipemega's layers"),
         A("use-distributed-optimizer", "flag", "zero_optimization.stage", "1"),
         A("zero-stage", "int", "zero_optimization.stage",
-          "the file of `--deepspeed_config` counts"),
+          "with `--deepspeed`; `zero_optimization` in the file of `--deepspeed_config` "
+          "overrides it"),
         A("overlap-param-gather", "flag", "zero_optimization.overlap_comm",
           "with `--use-distributed-optimizer`", ("overlap-grad-reduce",)),
         A("optimizer-cpu-offload", "flag", "zero_optimization.offload_optimizer.device", '`"cpu"`',
@@ -190,7 +191,8 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
         A("test-data-path", "list", "data.test_data_path"),
         A("per-split-data-args-path", "text",
           "data.train_data_path data.valid_data_path data.test_data_path", "the file is read"),
-        A("train-weighted-split-paths", "list", "data.train_data_path", "one group"),
+        A("train-weighted-split-paths", "list", "data.train_data_path",
+          "one group; several groups are refused"),
         A("valid-weighted-split-paths", "list", "data.valid_data_path"),
         A("test-weighted-split-paths", "list", "data.test_data_path"),
         A("train-weighted-split-paths-path", "text", "data.train_data_path", "the file is read"),
@@ -240,8 +242,10 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
         A("wandb-save-dir", "text", "wandb.dir"),
     ),
     "DeepSpeed": (
-        A("deepspeed", "flag", "", "the keys of `--deepspeed_config` count"),
-        A("deepspeed-config", "text", "", "the JSON file is read; its keys override arguments"),
+        A("deepspeed", "flag", "", "the settings are in the file of `--deepspeed_config`"),
+        A("deepspeed-config", "text", "",
+          "the keys of the JSON file override arguments; but its `optimizer` and `scheduler` are "
+          "ignored, and batch sizes in the arguments override those of the file"),
     ),
 }  # fmt: skip
 
