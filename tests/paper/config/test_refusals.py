@@ -497,7 +497,7 @@ def test_a_disabled_feature_or_a_default_behaviour_gives_no_warning(change):
         ),
         ({"managed_gradient_accumulation": False}, "managed_gradient_accumulation is ignored"),
         ({"disable_allgather": True}, "disable_allgather is ignored"),
-        ({"log_level": "info"}, "set the level of Python's logger 'pipemega' instead"),
+        ({"log_level": "info"}, "set logging.level instead"),
         ({"pipeline": {"use_reentrant": True}}, "pipeline.use_reentrant is ignored"),
         ({"pipeline": {"pipe_partitioned": True}}, "pipeline.pipe_partitioned is ignored"),
         ({"activation_checkpointing": {"profile": True}}, "use wall_clock_breakdown"),
