@@ -44,10 +44,7 @@ class MeshSection(Section):
         "1d",
         'How matrices are cut over the tensor ranks: `"1d"`, by rows or by columns, as in '
         "Megatron-LM. Colossal-AI's other modes are not supported.",
-        dict.fromkeys(
-            ("2d", "2.5d", "3d"),
-            f"{ONLY_1D}: remove the mode, and set mesh.tensor to the number of tensor ranks",
-        ),
+        f"{ONLY_1D}: remove the mode, and set mesh.tensor to the number of tensor ranks",
         own=True,
     )
 

@@ -54,10 +54,6 @@ class LoggingSection(Section):
     )
     file_ranks: tuple[Whole, ...] | Literal["all"] = own("all", "Ranks that write a log file.")
 
-    def shows(self, rank: int) -> bool:
-        """Return whether the rank shows messages below a warning."""
-        return self.ranks == "all" or rank in self.ranks
-
     def writes_file(self, rank: int) -> bool:
         """Return whether the rank writes a log file, if there are any."""
         return self.file_ranks == "all" or rank in self.file_ranks

@@ -29,7 +29,7 @@ def open_log(config: Config, mesh: Mesh) -> None:
 
     def configure() -> None:
         try:
-            configure_logging(mesh.rank, section.level, section.shows(mesh.rank), file)
+            configure_logging(mesh.rank, section.level, section.ranks, file)
         except OSError as error:
             raise ConfigError(
                 f"logging.log_to_file: rank {mesh.rank} cannot write {file}: "

@@ -6,15 +6,17 @@
 import logging
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tqdm import tqdm
 
 from pipemega.printing import coloured
 
 NAME = "pipemega"
+
+Ranks = Collection[int] | Literal["all"]
 
 
 class _RankHandler(logging.Handler):
@@ -25,16 +27,17 @@ class _RankHandler(logging.Handler):
 
     Attributes:
         lowest: level of all messages.
-        shows: the rank shows messages below WARNING; None: it does if it is rank 0.
+        ranks: that show messages below WARNING.
+        shown_level: the lowest level that this rank shows.
     """
 
     lowest = logging.INFO
-    shows: bool | None = None
+    ranks: Ranks = (0,)
     shown_level = logging.NOTSET
 
     def level_on(self, rank: int) -> int:
-        """Return the lowest level that this rank shows."""
-        shows = rank == 0 if self.shows is None else self.shows
+        """Return the lowest level that a rank shows."""
+        shows = self.ranks == "all" or rank in self.ranks
         return self.lowest if shows else max(self.lowest, logging.WARNING)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -79,19 +82,19 @@ def get_logger(rank: int = 0) -> logging.Logger:
     return logger
 
 
-def configure_logging(rank: int, level: str, shows: bool, file: Path | None) -> None:
+def configure_logging(rank: int, level: str, ranks: Ranks, file: Path | None) -> None:
     """Set up the logger of this rank by the config; replaces what an earlier call set.
 
     Args:
         level: lowest level: "debug", "info", "warning" or "error".
-        shows: show messages below a warning.
+        ranks: that show messages below a warning.
         file: the log file of this rank, which is appended to; None: none.
 
     Raises:
         OSError: the file cannot be opened.
     """
     logger, handler = logging.getLogger(NAME), _rank_handler()
-    handler.lowest, handler.shows = logging.getLevelName(level.upper()), shows
+    handler.lowest, handler.ranks = logging.getLevelName(level.upper()), ranks
     for old in _files():
         if file is None or old.baseFilename != os.path.abspath(file):
             logger.removeHandler(old)

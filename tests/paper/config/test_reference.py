@@ -84,10 +84,10 @@ def test_every_honoured_key_is_read_outside_of_the_config_package():
     files = [path for path in package.rglob("*.py") if path.parent.name != "config"]
     text = "\n".join(path.read_text(encoding="utf-8") for path in files)
     # By Config.batch, by `load`, by DataSection.token_files, by ViTSection.prepare,
-    # and by ResNetSection.blocks. mesh.tensor_mode accepts one value only.
+    # and by ResNetSection.blocks.
     solved = {
         "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "imports",
-        "valid_data_path", "test_data_path", "variant", "depth", "tensor_mode",
+        "valid_data_path", "test_data_path", "variant", "depth",
     }  # fmt: skip
     dead = [
         ".".join((*path, name))
