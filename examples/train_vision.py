@@ -8,17 +8,12 @@ GPU; without GPUs the processes train on the CPU.
         --set mesh.pipeline=4
 """
 
-import argparse
-
 import pipemega
 from pipemega import pretrain
 
 
 def main() -> None:
-    parser = pretrain.ScriptParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    pipemega.add_arguments(parser)
+    parser = pipemega.add_arguments(pretrain.ScriptParser(description=__doc__))
 
     with pipemega.run():
         args = parser.parse_args()

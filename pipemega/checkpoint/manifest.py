@@ -152,9 +152,9 @@ def file_damage(
     try:
         size = storage.size(path)
         if size is None:
-            return f"is missing, {entry.size} bytes were written"
+            return f"is missing; {entry.size} bytes were saved"
         if size != entry.size:
-            return f"has {size} bytes, {entry.size} bytes were written"
+            return f"has {size} bytes; {entry.size} bytes were saved"
         if not checksum:
             return None
         if entry.checksum.startswith(_CRC32):
@@ -162,7 +162,7 @@ def file_damage(
         else:
             kind, found = "SHA-256", _sha256_of(storage, path, progress)
         if found != entry.checksum:
-            return f"has the right size but other content: its {kind} differs from the written one"
+            return f"has the right size but other content: its {kind} differs from the saved one"
     except OSError as error:
         return f"cannot be read: {error.strerror or error}"
     return None

@@ -13,7 +13,7 @@ from pipemega.version import __version__
 # A command's module is imported when the command is called: importing torch would slow --help.
 COMMANDS: Mapping[str, str] = {
     "check": "validate a config and print it with all defaults",
-    "config": "print the JSON Schema and reference pages; convert Megatron-LM launch scripts",
+    "config": "print the JSON Schema and reference pages; convert from DeepSpeed and Megatron-LM",
     "plan": "predict memory, bubble and step time of a config before it runs",
     "schedule": "draw, time or export a pipeline schedule without running it",
     "timeline": "draw a measured training step and compare it with the simulation",

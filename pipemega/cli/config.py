@@ -27,7 +27,8 @@ def add_parser(subparsers: Subparsers) -> None:
     """Add the command `config`."""
     parser = subparsers.add_parser(
         "config",
-        description="Print the JSON Schema, a reference page, or the config of another engine.",
+        description="Print the JSON Schema or a reference page, or convert a run of DeepSpeed or "
+        "Megatron-LM to a config.",
         epilog="example: pipemega config schema > pipemega.schema.json",
     )
     pages = parser.add_subparsers(title="pages", metavar="PAGE", required=True)
@@ -38,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
             page.add_argument(
                 "--config",
                 metavar="FILE",
-                help="a config whose `imports` register model types, which the schema then has",
+                help="a config with `imports`: the schema includes the types of these modules",
             )
     add_from_deepspeed(pages)
     add_from_megatron(pages)

@@ -45,9 +45,13 @@ def add_parser(subparsers: Subparsers) -> None:
 def _add_prepare(commands: Subparsers) -> None:
     summary = "tokenize text into token files"
     parser = add_command(commands, "prepare", PREPARE, EXAMPLES, summary)
-    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="input files")
+    parser.add_argument("--input", nargs="+", required=True, metavar="PATH", help="text, see above")
     parser.add_argument(
-        "--output-prefix", type=Path, required=True, metavar="PREFIX", help="output prefix"
+        "--output-prefix",
+        type=Path,
+        required=True,
+        metavar="PREFIX",
+        help="path of the token files without .bin and .idx",
     )
     choice = parser.add_mutually_exclusive_group()
     choice.add_argument(
@@ -103,7 +107,7 @@ def _add_info(commands: Subparsers) -> None:
         help="show the content of token files",
         description="Show statistics of PREFIX.bin and PREFIX.idx, and the first document.",
     )
-    parser.add_argument("prefix", type=Path, help="common path of the files")
+    parser.add_argument("prefix", type=Path, help="path of the token files without .bin and .idx")
     parser.add_argument(
         "--tokenizer",
         metavar="PATH",

@@ -44,12 +44,15 @@ _MEGABYTE = 10**6
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command `doctor`."""
     parser = add_command(subparsers, "doctor", __doc__, _EPILOG)
-    parser.add_argument("--config", metavar="CONFIG", help="path of the JSON config of the run")
+    parser.add_argument(
+        "--config", metavar="CONFIG", help="path of the config of the run: JSON, JSON5 or Python"
+    )
     add_overrides(parser, "override a key of the config")
     parser.add_argument(
         "--folder",
         metavar="PATH",
-        help="folder for checkpoints (default: checkpoint.save of the config, or this folder)",
+        help="folder for checkpoints (default: checkpoint.save of the config, or the current "
+        "folder)",
     )
     parser.add_argument(
         "--timeout",

@@ -60,8 +60,8 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--format",
         choices=FORMATS,
-        help="of the files in --data: text (corpus), or records as in data.format (default: as the "
-        "data of the run)",
+        help="format of the files in --data: text (corpus), or records as in data.format (default: "
+        "that of the run's data)",
     )
     parser.add_argument(
         "--split",

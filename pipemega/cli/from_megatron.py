@@ -7,7 +7,7 @@ stdout. stderr has a line for each argument that has no counterpart:
 
   refused    the config would train something else without it; the reason and the way out
   unknown    its value is not known, or a file was not found
-  changed    the training is the same but for a detail
+  changed    the training is the same except for a detail
   ignored    no key is needed
   note       something else to know
 

@@ -8,8 +8,8 @@ The text is printed without the prompt. Generation ends at the end-of-document t
 
 One process holds the whole model; keys and values of earlier tokens are cached. Under torchrun the
 mesh is that of the run, with more or fewer data ranks; set mesh.pipeline and mesh.tensor for
-another one. There a GPT has caches too, and a model of transformers computes the whole sequence for
-each token.
+another one. On several ranks a GPT has these caches too; a model of transformers computes the whole
+sequence for each token.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def add_parser(subparsers: Subparsers) -> None:
         action="append",
         required=True,
         metavar="TEXT",
-        help="the text to continue; repeatable, then each prompt gets a text",
+        help="the text to continue; repeatable: one text is generated for each prompt",
     )
     parser.add_argument(
         "--chat",
@@ -94,7 +94,9 @@ def _add_sampling(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--top-k", type=int, metavar="K", help="sample from the K most likely tokens"
     )
-    parser.add_argument("--seed", type=int, default=1234, metavar="N", help="default: 1234")
+    parser.add_argument(
+        "--seed", type=int, default=1234, metavar="N", help="random seed (default: 1234)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

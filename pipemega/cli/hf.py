@@ -17,10 +17,10 @@ from pipemega.hf.checkpoint_model import export_checkpoint
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 
-_HF = """Check that a Hugging Face model trains as in transformers, and export checkpoints to it.
+_HF = """Check that a Hugging Face model trains as in transformers; export to its format.
 
 To train such a model, set "model": {"type": "hf", "path": FOLDER} in the config. `evaluate` and
-`generate` take its folders and its checkpoints.
+`generate` take the folder of such a model, and the checkpoints of its training.
 """
 
 _HF_EXAMPLES = """examples:
@@ -31,11 +31,11 @@ _HF_EXAMPLES = """examples:
 
 _EXPORT = """Write the model of a checkpoint as a folder that transformers loads.
 
-The checkpoint may be of any mesh, of a Hugging Face model, of the GPT of model.type "gpt" (as
-GPT2, Llama or Qwen2), or of the ViT of model.type "vit". One process streams the tensors, so the
-model need not fit into memory. FOLDER gets model*.safetensors, config.json, generation_config.json
-and the tokenizer. LoRA adapters are merged into the weights; with --adapter, FOLDER gets the
-adapter alone, in peft's format."""
+The checkpoint may be of any mesh. Its model is a Hugging Face model, the GPT of model.type "gpt"
+(written as GPT2, Llama or Qwen2), or the ViT of model.type "vit". One process streams the tensors,
+so the model need not fit into memory. FOLDER gets model*.safetensors, config.json,
+generation_config.json and the tokenizer. LoRA adapters are merged into the weights; with --adapter,
+FOLDER gets the adapter alone, in peft's format."""
 
 _EXPORT_EXAMPLES = """examples:
   python -m pipemega hf export runs/mine exported
@@ -129,5 +129,5 @@ def _export(arguments: argparse.Namespace) -> int:
     if written.tokenizer:
         print(f"tokenizer: {', '.join(written.tokenizer)}")
     else:
-        print("no tokenizer was copied: name the folder that has it with --source")
+        print("no tokenizer was copied: give its folder by --source")
     return 0

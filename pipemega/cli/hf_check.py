@@ -20,8 +20,8 @@ Check that pipemega trains a Hugging Face model as transformers does, on the ins
 
 The config is shrunk: fewer layers, heads, experts and tokens, narrower. With random weights in
 float64, transformers' own model computes loss and gradients in this process, and the split model
-on P x T processes of this machine (gloo, no GPU). Every gradient is compared. That every layer of
-the full size can be split over T tensor ranks is checked too. The weights are not read.
+on P x T processes of this machine (gloo, no GPU). Every gradient is compared. The command also
+checks that every layer of the full size can be split over T tensor ranks. It reads no weights.
 
 Exit code 1: a loss or a gradient differs.
 """
@@ -46,9 +46,15 @@ def add_check(commands: Subparsers) -> None:
         commands, "check", _CHECK, _EXAMPLE, "compare the split model with transformers' own"
     )
     parser.add_argument("path", help="folder with config.json, or this file")
-    parser.add_argument("--pipeline", type=_size, default=2, metavar="P", help="(default: 2)")
-    parser.add_argument("--tensor", type=_size, default=1, metavar="T", help="(default: 1)")
-    parser.add_argument("--schedule", default="1f1b", metavar="S", help="(default: 1f1b)")
+    parser.add_argument(
+        "--pipeline", type=_size, default=2, metavar="P", help="pipeline ranks (default: 2)"
+    )
+    parser.add_argument(
+        "--tensor", type=_size, default=1, metavar="T", help="tensor ranks (default: 1)"
+    )
+    parser.add_argument(
+        "--schedule", default="1f1b", metavar="S", help="as pipeline.schedule (default: 1f1b)"
+    )
     parser.add_argument(
         "--sequence-parallel", action="store_true", help="as mesh.sequence_parallel"
     )
@@ -90,7 +96,9 @@ def add_table(commands: Subparsers) -> None:
     parser = add_command(
         commands, "table", _TABLE, "", "measure what works for each family, as Markdown"
     )
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="(default: all)")
+    parser.add_argument(
+        "families", nargs="*", metavar="FAMILY", help="families to measure (default: all)"
+    )
     parser.set_defaults(func=_table)
 
 

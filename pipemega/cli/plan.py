@@ -42,7 +42,7 @@ examples:
 
 _PAGE_HELP = """\
   With --compare, pictures show all compared schedules. The page starts with the verdict and the
-  memory of each rank; without --compare it compares all named schedules, and draws that of the
+  memory of each rank; without --compare it compares all schedules, and draws that of the
   config and the best alternative.
 """
 

@@ -25,7 +25,9 @@ def add_command(
 
 def add_config(parser: argparse.ArgumentParser) -> None:
     """Add CONFIG, --world and --set (as `overrides`)."""
-    parser.add_argument("config", metavar="CONFIG", help="path of the JSON config")
+    parser.add_argument(
+        "config", metavar="CONFIG", help="path of the config: JSON, JSON5 or Python (.py)"
+    )
     parser.add_argument(
         "--world",
         type=int,

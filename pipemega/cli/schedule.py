@@ -48,7 +48,7 @@ from pipemega.printing import percent
 
 _NAMES = textwrap.fill("schedules: " + ", ".join(SCHEDULES), 79, break_on_hyphens=False)
 _AUTO = """\
-auto: searches the best plan for the given costs within --memory-limit, on 1, 2 or 4 stages per
+auto: searches for the best plan for the given costs within --memory-limit, on 1, 2 or 4 stages per
 rank (or --chunks); takes some seconds for 8 ranks
 """
 _EXAMPLES = """\

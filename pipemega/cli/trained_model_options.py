@@ -13,7 +13,7 @@ from pipemega.fault_tolerance.run import run
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """Add CHECKPOINT, --tag, --set (as `overrides`), --json and --verbose."""
     parser.add_argument(
-        "checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or of transformers"
+        "checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or of a Hugging Face model"
     )
     parser.add_argument("--tag", help="the checkpoint in the folder; default: the newest")
     add_overrides(parser, "change a key of the config in the checkpoint")

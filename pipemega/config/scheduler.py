@@ -261,8 +261,8 @@ class WsdParams(DecayParams):
         if self._tail is not None and self._tail > falling:
             raise ValueError(
                 f"{self._key('wsd_decay')} ({self._tail}) must be at most "
-                f"{self._key('decay').rsplit('.')[-1]} minus the warm-up ({falling}): the rate "
-                "decays in the last of them"
+                f"{self._key('decay').rsplit('.')[-1]} minus the warm-up ({falling}): the decay "
+                "is the end of the schedule"
             )
 
 

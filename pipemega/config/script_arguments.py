@@ -27,7 +27,7 @@ def add_arguments(
         "--config",
         required=config is None,
         default=config,
-        help="the JSON file; see docs/config.md"
+        help="path of the config: JSON, JSON5 or Python (.py); see docs/config.md"
         + ("" if config is None else " (default: the config in the script)"),
     )
     group.add_argument(
@@ -35,7 +35,7 @@ def add_arguments(
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change one key of the file, as in --set mesh.pipeline=2 (repeatable)",
+        help="change one key of the config, as in --set mesh.pipeline=2 (repeatable)",
     )
     group.add_argument(
         "--local-rank",

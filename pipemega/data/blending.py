@@ -81,7 +81,10 @@ def blend_exhaustively(sizes: Sequence[int]) -> Blend:
     """
     array = np.array(sizes, dtype=np.int64)
     if not 1 <= len(array) <= MAX_DATASETS or array.min() < 0 or array.sum() < 1:
-        raise DataError(f"datasets of {list(sizes)} samples cannot be blended")
+        raise DataError(
+            f"datasets of {list(sizes)} samples cannot be blended: give 1 to {MAX_DATASETS} "
+            "datasets, and at least one sample"
+        )
     total = int(array.sum())
     return _greedy(array / np.float64(total), total, array)
 

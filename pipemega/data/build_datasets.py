@@ -305,7 +305,7 @@ class _SplitBuilder:
             if num_samples is None:
                 raise ConfigError(
                     f"data.{self._key(name)} has weights, so the number of {name} samples must be "
-                    "given"
+                    "known: give it, or remove the weights"
                 )
             # Normalised twice, as in Megatron, to get the same last bits.
             weights = normalized(weights).tolist()

@@ -175,7 +175,8 @@ class IndexedDataset:
         if code not in DTYPES:
             known = ", ".join(f"{key} {name}" for key, name in DTYPES.items())
             raise DataError(
-                f"{self.idx_path} has dtype code {code} for {self.bin_path}; known are {known}"
+                f"{self.idx_path} has dtype code {code} for {self.bin_path}; known are {known}; "
+                "prepare both again"
             )
         return code, num_sequences, num_bounds
 

@@ -52,7 +52,7 @@ class IterableSource(DataSource):
                     raise self.exhausted(len(positions))
                 return
             for j in range(share.num_microbatches):
-                which = f"samples of step positions {consumed} to {consumed + unit - 1}"
+                which = f"samples {consumed} to {consumed + unit - 1} of the run"
                 samples = mine[j * size : (j + 1) * size]
                 batch = self._reader.together(samples, which, consumed, share.data_rank)
                 consumed += unit
@@ -112,7 +112,7 @@ class IterableSource(DataSource):
             # Without samples it is full: its messages then have the shapes of the others.
             mine = samples[at : at + size] if size else samples[:1] * share.micro_batch_size
             consumed = start.consumed + j * unit
-            which = f"samples of step positions {consumed} to {consumed + unit - 1}"
+            which = f"samples {consumed} to {consumed + unit - 1} of the run"
             batch = self._reader.together(mine, which, consumed, share.data_rank)
             if j == share.num_microbatches - 1:
                 position = after

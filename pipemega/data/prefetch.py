@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 def data_timeout(seconds: float, current: str) -> DataError:
     """Return the error of a data wait that timed out; `current` says what was being read."""
-    return DataError(f"no data came within {seconds:g} s: {current}")
+    return DataError(
+        f"no data came within {seconds:g} s: {current}; if the data is only slow, raise "
+        "mesh.timeout_seconds"
+    )
 
 
 @dataclass(frozen=True)

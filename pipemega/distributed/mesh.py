@@ -210,7 +210,8 @@ def check_world_size(topology: Topology) -> None:
     """Raise MeshError if another number of ranks was started than `topology` has."""
     if (world_size := launched_world_size()) != topology.world_size:
         raise MeshError(
-            f"{world_size} ranks were started, and the mesh {topology} takes {topology.world_size}"
+            f"{world_size} ranks were started, and the mesh {topology} takes "
+            f"{topology.world_size}: start {topology.world_size} ranks, or change the mesh"
         )
 
 
@@ -263,8 +264,8 @@ def check_group_counts(device: torch.device) -> None:
     if most != least:
         raise MeshError(
             f"rank {dist.get_rank()} is in {count} process groups, and other ranks are in {least} "
-            f"to {most}: torch cannot create the groups of the mesh then; create groups of some "
-            f"ranks after pipemega.initialize()",
+            f"to {most}, with which torch cannot create the groups of the mesh: if a process group "
+            f"has only some of the ranks, create it after pipemega.initialize()",
             on_every_rank=True,
         )
 

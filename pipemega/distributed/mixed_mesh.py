@@ -126,7 +126,7 @@ def pick_mixed_device(rank: int, wishes: Sequence[str], hosts: Sequence[str]) ->
     index = here.index(rank)
     if index >= found:
         raise MeshError(
-            f"{len(here)} ranks on {hosts[rank]} are to use a GPU, and it has {found}: start fewer "
-            f'ranks there, or write "cpu" in more places'
+            f"{len(here)} ranks on {hosts[rank]} are to use a GPU, and it has {found} GPUs: start "
+            f'fewer ranks there, or write "cpu" in more places'
         )
     return torch.device("cuda", index)

@@ -133,4 +133,4 @@ def _axes(mesh: Mesh) -> list[Axis]:
 def _compare(what: str, tensor: torch.Tensor, expected: float) -> None:
     found = float(tensor.item())
     if found != expected:
-        raise PipelineError(f"{what} is {found:g} and not {expected:g}: the data is changed")
+        raise PipelineError(f"{what} is {found:g} and not {expected:g}: wrong data arrived")

@@ -198,7 +198,7 @@ class Examination:
         """Return why no rank should open connections; empty if they should."""
         fatal = {"configs", "devices", "versions"}
         failed = sorted({f.check for f in self.findings if f.status == "failed"} & fatal)
-        return f"not checked before {listed(failed)} are repaired" if failed else ""
+        return f"not checked: repair {listed(failed)} first" if failed else ""
 
     def _network_steps(
         self, topology: Topology | None
@@ -347,7 +347,7 @@ def _absent_finding(error: AbsentRanks, world_size: int) -> Finding:
     names = f"rank{'s' if len(error.ranks) > 1 else ''} {ranges(error.ranks)} of {world_size}"
     if error.topic == "start":
         hosts = ", ".join(sorted({str(outcome.value) for outcome in error.present.values()}))
-        text = f"{names} did not come within {error.seconds:g} s; came: ranks on {hosts}"
+        text = f"{names} did not connect within {error.seconds:g} s; connected: ranks on {hosts}"
         remedy = "start them, and check that they reach MASTER_ADDR and MASTER_PORT"
     else:
         text = f"{names} answered before, but not in the step {error.topic!r}"

@@ -42,7 +42,7 @@ def summary(findings: Sequence[Finding]) -> str:
     if not any(counts.values()):
         return "ok: nothing to repair"
     parts = [f"{count} {name}" for name, count in counts.items() if count]
-    return f"{', '.join(parts)}: repair what failed before a run" if counts["failed"] else parts[0]
+    return f"{', '.join(parts)}: repair the failed checks first" if counts["failed"] else parts[0]
 
 
 def has_failed(findings: Sequence[Finding]) -> bool:

@@ -149,7 +149,9 @@ class FlopsProfiler(StepCallback):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text + "\n", encoding="utf-8")
         except OSError as error:
-            log.warning("flops_profiler.output_file cannot be written, so it follows: %s", error)
+            log.warning(
+                "flops_profiler.output_file cannot be written (%s): the table is printed", error
+            )
             print_table(text)
         else:
             log.info("the flops profile of step %d is in %s", step, path)

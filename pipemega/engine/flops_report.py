@@ -102,7 +102,7 @@ class FlopsProfile:
         }
         if not all(rank.only_timed for rank in self.ranks):
             lines["note"] = (
-                "FLOPs were counted in this step, which takes time: for its speed set "
+                "this step counted FLOPs and is slower than others: for their speed set "
                 f"flops_profiler.profile_step to {self.step + 1} or more"
             )
         title = f"flops profile of step {self.step}"

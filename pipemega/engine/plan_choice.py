@@ -266,7 +266,7 @@ class PlanChooser:
         section = self._config.pipeline
         costs = "measured" if rates.layers else "counted"
         where = "" if stages is None else " on these stages"
-        self._log.info(f"schedule auto: rank 0 searches the best plan{where}, by {costs} times")
+        self._log.info(f"schedule auto: rank 0 searches for the best plan{where}, by {costs} times")
         choice = ScheduleChooser(model, section, self._num_microbatches, rates, stages).choose()
         if choice.prediction.note is not None:
             self._log.info(choice.prediction.note)

@@ -258,7 +258,7 @@ def _find_stacks(model: Any, known: tuple[str, ...]) -> tuple[str, ...]:
         raise ConfigError(
             f"{type(model).__name__} cannot be split into a pipeline: it has "
             f"{len(found) or 'no'} lists of layers{': ' + ', '.join(found) if found else ''}; a "
-            f"model with one stack of layers, or an encoder and a decoder, can",
+            f"model needs one stack of layers, or an encoder and a decoder",
             on_every_rank=True,
         )
     return tuple(sorted(found, key=lambda name: "decoder" in name.split(".")))
@@ -274,10 +274,13 @@ def _check_hidden(
         hint: added to the message.
     """
     x, others = given
-    if x.shape != shape or any(type(leaf).__name__.endswith("Cache") for leaf in others):
+    gets = f"hidden states {list(x.shape)}, and the first layer {list(shape)}"
+    if x.shape == shape:
+        gets = "a cache" * any(type(leaf).__name__.endswith("Cache") for leaf in others)
+    if gets:
         raise ConfigError(
             f"{d.class_name} cannot be split into a pipeline: layer {index} "
-            f"({d.places[index][1]}) gets {list(x.shape)} as hidden states, or a cache{hint}",
+            f"({d.places[index][1]}) gets {gets}{hint}",
             on_every_rank=True,
         )
 
@@ -378,7 +381,8 @@ def _refuse_other_state(
     """Raise ConfigError if a layer gets tensors that other layers have computed."""
     if len(first_run) != len(d.layers):
         raise ConfigError(
-            f"{d.class_name} calls {len(first_run)} layers, and has {len(d.layers)}",
+            f"{d.class_name} cannot be split into a pipeline: its forward calls "
+            f"{len(first_run)} layers, and it has {len(d.layers)}",
             on_every_rank=True,
         )
     for index, (first, second) in enumerate(zip(first_run, second_run, strict=True)):

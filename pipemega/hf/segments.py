@@ -185,8 +185,8 @@ class Segment(nn.Module):
             floats = (*_FLOAT_INPUTS, *d.special.float_inputs)
             if value.is_floating_point() and name not in floats:
                 raise DataError(
-                    f"input {name!r} is {value.dtype}: besides {', '.join(floats)}, inputs "
-                    f"are integers or bool, because every stage gets them unchanged"
+                    f"input {name!r} is {value.dtype}: only {', '.join(floats)} may be floating "
+                    f"point; other inputs are integers or bool"
                 )
         if d.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
             raise DataError(

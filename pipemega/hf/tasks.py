@@ -71,7 +71,7 @@ def _default_task(config: Any, classes: dict[str, Any]) -> str | None:
     if len(classes) > 1:
         raise ConfigError(
             f"the config of family {config.model_type!r} names no architecture of a task, and "
-            f"there are models for {', '.join(classes)}: give task",
+            f"there are models for {', '.join(classes)}: set the task (model.task)",
             on_every_rank=True,
         )
     return next(iter(classes), None)

@@ -108,7 +108,7 @@ def _entries(exec_seq: Sequence[Any], module: nn.Module) -> tuple[list[_Entry], 
             elif entries and len(entries) not in splits:
                 entries[-1].calls.append(item[0])
             else:
-                raise _error(f"{where}: no layer before it, so nothing to be behind of")
+                raise _error(f"{where}: 'behind' needs a layer before it")
         elif callable(item) and not isinstance(item, nn.Module | type):
             _check_function(item, where)
             entries.append(_Entry(getattr(item, "__name__", "function"), [*in_front, item]))
@@ -119,7 +119,7 @@ def _entries(exec_seq: Sequence[Any], module: nn.Module) -> tuple[list[_Entry], 
                 f"'front'), (function, 'behind') or SPLIT"
             )
     if in_front:
-        raise _error("exec_seq ends with a function in front of nothing: write 'behind'")
+        raise _error("exec_seq ends with a 'front' function, and no layer follows: write 'behind'")
     if len(entries) in splits:
         raise _error(f"exec_seq[{len(exec_seq) - 1}]: SPLIT must be between two layers")
     if not entries:

@@ -205,5 +205,5 @@ def _taken_over(folder: str, by: Holder) -> FolderLockedError:
     since = f" at {by.since}" if by.since else ""
     return FolderLockedError(
         f"another run took {folder} over{since}: {who}. This run writes nothing there any more; "
-        f"its checkpoints of before are complete"
+        f"its earlier checkpoints are complete"
     )

@@ -2,7 +2,7 @@
 
 import argparse
 import math
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from pipemega.config import Batch, Config
 from pipemega.data.build_datasets import DataRequest, Datasets, build_datasets
@@ -22,7 +22,14 @@ from pipemega.training.trainer import Trainer
 
 
 class ScriptParser(argparse.ArgumentParser):
-    """Raises an error for wrong arguments, so that `pipemega.run` prints it on one rank only."""
+    """Raises an error for wrong arguments, so that `pipemega.run` prints it on one rank only.
+
+    The help shows the lines of `description` as they are.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(*args, **options)
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; {self.format_usage().strip()}")

@@ -59,5 +59,5 @@ def test_more_ranks_than_gpus_are_counted_on_this_machine() -> None:
         pytest.skip("a rank that sees one GPU may have it for itself")
     wishes = ["cuda"] * (count + 1)
     assert pick_mixed_device(count - 1, wishes, ["a"] * len(wishes)).index == count - 1
-    with pytest.raises(Exception, match=f"and it has {count}"):
+    with pytest.raises(Exception, match=f"and it has {count} GPUs"):
         pick_mixed_device(count, wishes, ["a"] * len(wishes))

@@ -100,7 +100,7 @@ def test_a_config_that_one_rank_cannot_read_stops_the_checks_of_the_network(
     (failed,) = [text for check, status, text in found if status == "failed"]
     assert failed.startswith("the configs of the ranks differ (hashes): ")
     assert failed.endswith("none on rank 1")
-    skipped = "not checked before configs are repaired"
+    skipped = "not checked: repair configs first"
     assert ("connections", "skipped", skipped) in found
 
 
@@ -118,5 +118,5 @@ def broken_ring(folder: str) -> list[tuple[str, str, str]]:
 def test_a_changed_element_has_failed_and_names_the_ranks(pool: RankPool, tmp_path: Path) -> None:
     found = pool.run(2, broken_ring, str(tmp_path))[0]
     (failed,) = [text for _, status, text in found if status == "failed"]
-    assert failed.startswith("rank 1: the element from rank 0 is 1 and not 0")
+    assert failed.startswith("rank 1: the element from rank 0 is 1 and not 0: wrong data arrived")
     assert found[-1] == ("connections", "skipped", "the checks after 'ring'")

@@ -265,7 +265,8 @@ def join_along(
         shapes = " and ".join(str(list(shard.shape)) for shard in shards)
         into = f" of parts {list(parts)}" if parts else ""
         raise CheckpointError(
-            f"the shards of {name} cannot be joined along dim {dim}{into}: {shapes}"
+            f"the shards of {name} cannot be joined along dim {dim}{into}: {shapes}; name "
+            f"another rule with pipemega checkpoint import-deepspeed --shards"
         )
     for rank, shard in enumerate(shards):
         segments, first = [], 0

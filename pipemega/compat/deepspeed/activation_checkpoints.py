@@ -48,8 +48,8 @@ def check_checkpoint_function(function: Any) -> None:
     if function not in known:
         raise ConfigError(
             f"PipelineModule(activation_checkpoint_func={getattr(function, '__name__', function)}) "
-            "is not called: the engine recomputes groups of layers itself. Remove the argument, or "
-            "set activation_checkpoint_interval to 0 and call the function in the forward of a "
+            "is not supported: the engine recomputes groups of layers itself. Remove the argument, "
+            "or set activation_checkpoint_interval to 0 and call the function in the forward of a "
             "layer",
             on_every_rank=True,
         )
@@ -84,7 +84,7 @@ def configure(
                 f"{size} tensor ranks is not supported: remove it",
                 on_every_rank=True,
             )
-        get_logger().info("partition_activations: there is one tensor rank, so nothing is cut")
+        get_logger().info("partition_activations has no effect on one tensor rank")
     _configuration.mpu, _configuration.done = mpu_, True
 
 

@@ -319,9 +319,9 @@ def _refuse_model_parallel(mpu: Any) -> None:
         if size > 1:
             raise ConfigError(
                 f"initialize(mpu=...) has a {name} parallel size of {size}, and the model is an "
-                "nn.Module, whose parameters the engine takes to be whole on each rank: write the "
-                "model as a PipelineModule, with pipemega.tensor_parallel's layers or a model of "
-                "`pipemega.hf`, and set mesh.tensor and mesh.pipeline",
+                "nn.Module, which the engine does not shard: write the model as a PipelineModule, "
+                "with pipemega.tensor_parallel's layers or a model of `pipemega.hf`, and set "
+                "mesh.tensor and mesh.pipeline",
                 on_every_rank=True,
             )
 

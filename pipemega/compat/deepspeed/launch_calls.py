@@ -34,7 +34,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         if name not in known:
             group.add_argument(name, **options)
 
-    add("--deepspeed", action="store_true", help="accepted; a script that calls initialize uses it")
+    add("--deepspeed", action="store_true", help="a flag for the script; no effect on the engine")
     add("--deepspeed_config", type=str, default=None, help="the JSON file")
     add("--deepscale", action="store_true", help=argparse.SUPPRESS)
     add("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
@@ -79,4 +79,5 @@ def init_distributed(
     if not dist.is_initialized():
         dist.init_process_group(backend, timeout=wait, **given)
     if dist_backend not in (None, "gloo", "nccl"):
-        get_logger(dist.get_rank()).info(f"dist_backend {dist_backend!r} is not used: {backend} is")
+        text = f"dist_backend {dist_backend!r} is not used: the backend is {backend}"
+        get_logger(dist.get_rank()).info(text)

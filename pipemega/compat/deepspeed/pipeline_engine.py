@@ -22,8 +22,8 @@ _ADVICE: Mapping[str, str] = {
     "set_gradient_accumulation_boundary": "train_batch() runs all micro-batches of a step",
     "is_gradient_accumulation_boundary": "train_batch() runs all micro-batches of a step",
     "deepspeed_io": "give initialize() training_data, or engine.set_dataloader() a DataLoader",
-    "save_16bit_model": "`pipemega hf export` and `pipemega checkpoint` read save_checkpoint()'s",
-    "save_fp16_model": "`pipemega hf export` and `pipemega checkpoint` read save_checkpoint()'s",
+    "save_16bit_model": "call save_checkpoint(); `pipemega hf export` reads its checkpoints",
+    "save_fp16_model": "call save_checkpoint(); `pipemega hf export` reads its checkpoints",
     "total_loss": "train_batch() and eval_batch() return the loss",
     "fwd_outputs": "eval_batch(compute_loss=False) returns the outputs",
 }
@@ -147,7 +147,9 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
                 on_every_rank=True,
             )
         if not torch.is_grad_enabled():
-            raise RuntimeError("train_batch() needs gradients: call eval_batch() under no_grad")
+            raise RuntimeError(
+                "train_batch() is called under no_grad(): call it outside, or use eval_batch()"
+            )
         if data_iter is not None:
             self.set_dataiterator(data_iter)
         loss = self.pipemega_engine.train_batch(self._micro_batches())

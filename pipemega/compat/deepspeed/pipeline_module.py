@@ -105,8 +105,8 @@ class DeepSpeedPipelineModule(nn.Module):
             if kind.lower() not in (*_PARTITIONS, "type"):
                 raise ConfigError(
                     f"PipelineModule(partition_method={method!r}): the methods are 'parameters', "
-                    "'uniform' and 'type:REGEX'; 'profile' measures the layers with a "
-                    "pipemega.PipelineModule and pipeline.partition in the config",
+                    "'uniform' and 'type:REGEX'; for 'profile' use pipemega.PipelineModule and set "
+                    "pipeline.partition in the config",
                     on_every_rank=True,
                 )
         net = PipelineModule(self._pipemega_specs)
@@ -141,7 +141,7 @@ class DeepSpeedPipelineModule(nn.Module):
             raise ConfigError(
                 f"self.parts gives stage {self.stage_id} the layers "
                 f"{self.parts[self.stage_id : self.stage_id + 2]}, and _set_bounds() got "
-                f"[{self._local_start}, {self._local_stop}]"
+                f"[{self._local_start}, {self._local_stop}]: give both the same bounds"
             )
         specs: list[LayerSpec] = list(self._pipemega_specs)
         if self.seed_layers:

@@ -39,7 +39,7 @@ class ProcessTopology:
         if set(coord_kwargs) != set(self.axes):
             raise ValueError(
                 f"get_rank() needs the index on each of the axes {self.axes}, and got "
-                f"{sorted(coord_kwargs)}: filter_match() takes some of them"
+                f"{sorted(coord_kwargs)}: give all, or use filter_match()"
             )
         key = self.ProcessCoord(**coord_kwargs)
         if key not in self.mapping:

@@ -125,7 +125,7 @@ ABSENT_OF_MODEL: tuple[Absent, ...] = (
     ),
     R(
         "none",
-        "the weight of the norm is 1 + w, which trains equally: norms are not decayed",
+        "training is equal: Megatron stores the weight minus 1, and norms are not decayed",
         "apply-layernorm-1p",
     ),
     R(

@@ -107,7 +107,8 @@ def _with_deepspeed(
         value = content.pop(key, None)
         if value is None or key in ("optimizer", "scheduler"):
             if value is not None:
-                given.say("ignored", "deepspeed-config", f"its {key}: Megatron's arguments set it")
+                given.say("ignored", "deepspeed-config", f"its key {key}: Megatron's arguments "
+                          "count")  # fmt: skip
         elif key not in config and not (
             key == "gradient_accumulation_steps" and "train_batch_size" in config
         ):

@@ -48,7 +48,7 @@ def _in_samples(given: Given, name: str) -> int | None:
     if tokens is None or not length:
         return None
     samples: int = -(-int(tokens) // length)
-    given.say("changed", name, f"/ --seq-length {length} = {samples:,} samples")
+    given.say("changed", name, f"divided by --seq-length {length}: {samples:,} samples")
     return samples
 
 
@@ -151,7 +151,8 @@ def _lengths(given: Given, unit: str) -> dict[str, Any]:
         if fraction is not None and what == "warmup":
             params["warmup_fraction"] = fraction
             if steps or samples:
-                given.say("refused", "lr-warmup-fraction", "the warm-up has a second length")
+                given.say("refused", "lr-warmup-fraction", "the warm-up has a second length, "
+                          "--lr-warmup-iters, -samples or -tokens: keep one")  # fmt: skip
         elif unit == "samples" and steps:
             given.say("refused", f"lr-{what}-iters", "with a length in samples Megatron takes "
                       f"--lr-{what}-samples")  # fmt: skip

@@ -87,7 +87,7 @@ def _check_classes(path: Path, key: str, found: tuple[str, ...], train: Labelled
     unknown = [name for name in found if name not in train.classes]
     if missing:
         raise DataError(
-            f"{key}: {path} has no sub-folder for {_listed(missing)}, and {train.name} has: "
+            f"{key}: {path} has no sub-folder for {_listed(missing)} of {train.name}: "
             "validation needs images of every class; add them, or remove the class from both"
         )
     if unknown:

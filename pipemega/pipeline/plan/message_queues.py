@@ -112,7 +112,7 @@ class MessageQueues:
             return  # two sends or two receives: both ranks wait
         sent, received = (own, other) if rank == sender else (other, own)
         problem = (
-            f"rank {sender} sends {self._name(sent, sender)} next to rank {receiver}, which posts "
+            f"rank {sender} sends {self._name(sent, sender)} when rank {receiver} receives "
             f"{self._name(received, receiver)}, in one queue"
         )
         self._fail("mixes messages", [problem], {})

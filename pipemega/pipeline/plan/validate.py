@@ -273,7 +273,7 @@ def _check_order(plan: Plan, sends: list[Instruction], receives: list[Instructio
             sender, receiver = (plan.rank_of(step) for step in (send, receive))
             _fail(
                 plan,
-                f"rank {sender} sends {send} next to rank {receiver}, which posts {receive}: "
+                f"rank {sender} sends {send} when rank {receiver} receives {receive}: "
                 f"sends and receives of a channel must have the same order",
                 {
                     sender: plan.programs[sender].index(send),

@@ -192,7 +192,7 @@ def test_a_message_that_arrives_as_another_one_is_shown_with_both_ranks():
     per_way = {c: ranks[c.source] < ranks[c.target] for c in channels(ranks)}
     lines = _verdict(plan, per_way).splitlines()
     assert lines[0].startswith("schedule 'interleaved' mixes messages if the messages between two")
-    assert lines[1] == "  rank 1 sends SG0@3 next to rank 0, which posts RG0@0, in one queue"
+    assert lines[1] == "  rank 1 sends SG0@3 when rank 0 receives RG0@0, in one queue"
 
 
 def test_a_rank_that_waits_at_the_end_of_the_step_or_for_a_header_is_shown():

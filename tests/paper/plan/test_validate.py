@@ -197,7 +197,7 @@ def test_a_channel_with_different_orders_is_shown_at_both_ends():
     with pytest.raises(ScheduleError) as refused:
         validate(_with_row(plan, 1, row))
     assert str(refused.value) == (
-        "schedule 'hand-made': rank 0 sends SA0@0 next to rank 1, which posts RA1@1: sends and "
+        "schedule 'hand-made': rank 0 sends SA0@0 when rank 1 receives RA1@1: sends and "
         "receives of a channel must have the same order\n"
         "    rank 0   F0@0 > SA0@0 F1@0 SA1@0\n"
         "    rank 1   > RA1@1 RA0@1 F0@1 F1@1"

@@ -90,9 +90,9 @@ def test_groups_of_some_ranks_before_the_mesh_are_refused(pool):
     """Their ranks would give the groups of the mesh other names, and wait for ever."""
     refused = [
         (
-            f"rank {rank} is in {count} process groups, and other ranks are in 1 to 2: torch "
-            "cannot create the groups of the mesh then; create groups of some ranks after "
-            "pipemega.initialize()",
+            f"rank {rank} is in {count} process groups, and other ranks are in 1 to 2, with "
+            "which torch cannot create the groups of the mesh: if a process group has only some of "
+            "the ranks, create it after pipemega.initialize()",
             True,
         )
         for rank, count in enumerate((2, 2, 1, 1))
@@ -108,7 +108,10 @@ def refused_mesh():
 
 
 def test_a_world_size_that_does_not_fit_is_refused_on_every_rank(pool):
-    message = "2 ranks were started, and the mesh pipeline 2 x data 1 x tensor 2 takes 4"
+    message = (
+        "2 ranks were started, and the mesh pipeline 2 x data 1 x tensor 2 takes 4: start 4 ranks, "
+        "or change the mesh"
+    )
     assert pool.run(2, refused_mesh) == [message] * 2
 
 

@@ -94,8 +94,8 @@ def test_auto_changes_the_plan_and_trains_the_same_bits(pool, tmp_path, mesh, ch
     first, then = (json.loads(found[0]["plans"][at]) for at in (0, ROUND))
     assert len(first["rank_of_stage"]) == len(then["rank_of_stage"]) == 2 * chunks
     searches, chosen, first_line, searches_again, again, *later = found[0]["logged"]
-    assert searches == "schedule auto: rank 0 searches the best plan, by counted times"
-    assert searches_again == "schedule auto: rank 0 searches the best plan, by measured times"
+    assert searches == "schedule auto: rank 0 searches for the best plan, by counted times"
+    assert searches_again == "schedule auto: rank 0 searches for the best plan, by measured times"
     assert chosen.startswith("schedule auto is ")
     assert again.startswith("schedule auto is ")
     assert f"the first {ROUND} steps run auto and are measured" in first_line

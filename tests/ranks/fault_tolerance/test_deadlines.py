@@ -195,7 +195,10 @@ def train_on_hanging_data(workers: int) -> None:
 def test_all_ranks_name_a_sample_that_hangs_on_one_rank(pool: RankPool, workers: int) -> None:
     # In the second step, whose samples 2, 3, 6, 7, 10, 11, 14 and 15 are rank 1's.
     raised = messages(pool, 2, train_on_hanging_data, workers)
-    cause = "no data came within 0.54 s: sample 26 of HangingDataset is being read"
+    cause = (
+        "no data came within 0.54 s: sample 26 of HangingDataset is being read; if the data is "
+        "only slow, raise mesh.timeout_seconds"
+    )
     assert raised[1] == f"DataError: {cause}"
     assert raised[0].startswith(f"PeerError: rank 1 failed first: {cause}")
 

@@ -246,11 +246,11 @@ def test_a_truncated_or_missing_file_is_named_with_both_sizes(storage, tmp_path)
     save(storage, "a")
     file = tmp_path / save(storage, "b") / "tensors" / "file"
     file.write_text("tex")
-    wanted = "b is damaged: tensors/file has 3 bytes, 4 bytes were written"
+    wanted = "b is damaged: tensors/file has 3 bytes; 4 bytes were saved"
     with pytest.raises(DamagedCheckpoint, match=wanted):
         layout.find_checkpoint(storage, "b")
     file.unlink()
-    with pytest.raises(DamagedCheckpoint, match="tensors/file is missing, 4 bytes were written"):
+    with pytest.raises(DamagedCheckpoint, match="tensors/file is missing; 4 bytes were saved"):
         layout.find_checkpoint(storage, "b")
     assert layout.describe_complete(storage, "b") == (
         "complete checkpoints there: a: name one of them as the tag"

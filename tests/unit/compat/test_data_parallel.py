@@ -438,8 +438,7 @@ def raises(call: Any) -> str:
     [
         ({"model": 3}, "initialize() takes an nn.Module or a PipelineModule as model, not a int"),
         ({"mpu": Grid()}, "initialize(mpu=...) has a model parallel size of 2, and the model is an "
-         "nn.Module, whose parameters the engine takes to be whole on each rank: write the model "
-         "as a PipelineModule"),
+         "nn.Module, which the engine does not shard: write the model as a PipelineModule"),
         ({"optimizer": 3}, "initialize(optimizer=...) takes a torch.optim.Optimizer, or a function "
          "of the parameters that returns one, not a int"),
         ({"optimizer": lambda parameters: None},

@@ -171,7 +171,7 @@ def test_validation_images_are_cut_off_class_by_class_always_the_same(tmp_path: 
             {"a": 2, "b": 2},
             {"a": 1},
             {},
-            r"data.valid_path: .* has no sub-folder for class 'b', and .*train has: validation "
+            r"data.valid_path: .* has no sub-folder for class 'b' of .*train: validation "
             r"needs images of every class",
         ),
         (

@@ -39,6 +39,6 @@ def test_a_host_without_gpus_is_named(monkeypatch):
 def test_more_ranks_than_gpus_on_a_host_are_refused_with_both_numbers(monkeypatch):
     found(monkeypatch, 2)
     with pytest.raises(
-        MeshError, match=r"4 ranks on a are to use a GPU, and it has 2: start fewer"
+        MeshError, match=r"4 ranks on a are to use a GPU, and it has 2 GPUs: start fewer"
     ):
         pick_mixed_device(5, WISHES, ["a"] * 6)

@@ -82,7 +82,7 @@ def test_a_config_that_cannot_run_has_failed_and_the_rest_is_checked(
     out = capsys.readouterr().out
     assert "1 ranks were started, and one copy of the model takes" in out
     assert "ok       versions" in out
-    assert "1 failed: repair what failed before a run" in out
+    assert "1 failed: repair the failed checks first" in out
 
 
 def test_a_rank_that_does_not_come_is_named(
@@ -91,7 +91,10 @@ def test_a_rank_that_does_not_come_is_named(
     launched(monkeypatch, rank=0, world_size=4)
     assert main(["doctor", "--timeout", "0.5"]) == 1
     out = capsys.readouterr().out
-    assert f"ranks 1-3 of 4 did not come within 0.5 s; came: ranks on {socket.gethostname()}" in out
+    assert (
+        f"ranks 1-3 of 4 did not connect within 0.5 s; connected: ranks on {socket.gethostname()}"
+        in out
+    )
     assert "remedy: start them, and check that they reach MASTER_ADDR and MASTER_PORT" in out
 
 

@@ -175,7 +175,7 @@ def test_tasks_are_chosen_by_name_or_by_the_architecture():
     with pytest.raises(ConfigError, match="no model of the family 'llama' for task 'seq2seq'"):
         model_class_of(tiny_models.config_of("llama"), "seq2seq")
     bert.architectures = None
-    with pytest.raises(ConfigError, match="models for causal-lm, masked-lm: give task"):
+    with pytest.raises(ConfigError, match="models for causal-lm, masked-lm: set the task"):
         model_class_of(bert, None)
 
 

@@ -374,8 +374,8 @@ weight = nn.Linear(2, 2)
         (["conv1", SPLIT], r"exec_seq\[1\]: SPLIT must be between two layers"),
         ([SPLIT, "conv1"], r"exec_seq\[0\]: SPLIT must be between"),
         (["conv1", SPLIT, SPLIT, "bn1"], r"exec_seq\[2\]: SPLIT must be between"),
-        ([(torch.tanh, "behind"), "conv1"], r"exec_seq\[0\]: no layer before it"),
-        (["conv1", (torch.tanh, "front")], "ends with a function in front of nothing: write 'beh"),
+        ([(torch.tanh, "behind"), "conv1"], r"exec_seq\[0\]: 'behind' needs a layer"),
+        (["conv1", (torch.tanh, "front")], "a 'front' function, and no layer follows: write 'beh"),
         (
             ["conv1", (torch.tanh, "before")],
             r"exec_seq\[1\] is \(.*'before'\): an entry is the nam",

@@ -246,6 +246,11 @@ def test_lengths_in_samples_and_tokens_become_samples(arguments: str) -> None:
     load(conversion.config)
 
 
+def test_the_line_of_a_length_in_tokens_says_how_it_becomes_samples() -> None:
+    lines = lines_of(conversion_of(SAMPLES + "--train-tokens 12800"))
+    assert "changed: --train-tokens 12800: divided by --seq-length 32: 400 samples" in lines
+
+
 @pytest.mark.parametrize(("tokens", "steps", "decay"), [(1280, 5, 100), (10**6, 100, None)])
 def test_a_run_ends_at_the_first_of_its_iterations_and_tokens(
     tokens: int, steps: int, decay: int | None
@@ -355,7 +360,8 @@ REFUSED = {
         "refused: --lr-decay-samples 5: with a length in iterations Megatron takes --lr-decay-iters"
     ),
     "--lr-warmup-fraction 0.1 --lr-warmup-iters 5": (
-        "refused: --lr-warmup-fraction 0.1: the warm-up has a second length"
+        "refused: --lr-warmup-fraction 0.1: the warm-up has a second length, --lr-warmup-iters, "
+        "-samples or -tokens: keep one"
     ),
     "--lr $RATE": "unknown: --lr $RATE: $RATE has no value in the script: give --var RATE=VALUE",
     "--deepspeed_config ds.json": (
