@@ -34,7 +34,7 @@ def test_a_flipped_bit_in_any_piece_of_a_large_file_is_found(tmp_path, monkeypat
         (tmp_path / "a" / "file").write_bytes(data)
         damage = file_damage(storage, "a/file", entry, checksum=True)
         assert damage is not None
-        assert "its CRC-32 differs from the written one" in damage
+        assert "its CRC-32 differs from the saved one" in damage
         data[place] ^= 1
 
 
@@ -53,4 +53,4 @@ def test_the_sha_256_of_a_checkpoint_of_format_2_is_still_compared(tmp_path):
     file.write_text("next")
     damage = file_damage(storage, "a/tensors/file", entry, checksum=True)
     assert damage is not None
-    assert "its SHA-256 differs from the written one" in damage
+    assert "its SHA-256 differs from the saved one" in damage
