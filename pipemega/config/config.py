@@ -104,9 +104,9 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     zero_optimization: ZeroSection = section(ZeroSection, "ZeRO stage 1 and optimizer offload.")
     zero_allow_untested_optimizer: bool = honoured(
         False,
-        "true: do not test whether the optimizer of `initialize(optimizer=...)` works on the mesh: "
-        "with ZeRO or mesh.tensor it must update each element separately, with mesh.pipeline "
-        "each parameter.",
+        "true: do not test whether the optimizer of `initialize(optimizer=...)` works on the mesh. "
+        "With ZeRO or mesh.tensor, the update of an element must not depend on other elements; "
+        "with mesh.pipeline, the update of a parameter must not depend on other parameters.",
     )
     activation_checkpointing: ActivationCheckpointingSection = section(
         ActivationCheckpointingSection, "Recomputation of activations."

@@ -72,8 +72,9 @@ class DataSection(Section):
     )
     valid_path: Name | tuple[Name, ...] | None = own(
         None,
-        "Files of validation records, or folder of validation images; null: a share of `path`, by "
-        "`split`. A folder of images with `train` and `val` (or `valid`, `test`) needs neither.",
+        "Files of validation records, or folder of validation images; null: CIFAR's test images; "
+        "for a folder of images with `train`, the sub-folder `val` (or `valid`, `validation`, "
+        "`test`) beside it; otherwise a share of `path`, by `split`.",
     )
     key: Name | None = own(
         None,

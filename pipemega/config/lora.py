@@ -16,8 +16,8 @@ class LoraSection(Section):
     targets: Name | tuple[Name, ...] = own(
         "all-linear",
         'Linear layers with an adapter: `"all-linear"`, all except the output head and layers with '
-        "tied weights; a list of names, each the whole name of a layer or its end after a dot; or "
-        "a regular expression that matches whole names.",
+        "tied weights; a list of names, each a whole name or its last parts (`q_proj` matches "
+        "`model.layers.0.self_attn.q_proj`); or a regular expression that matches whole names.",
     )
     dropout: Fraction = own(0.0, "Dropout probability of the input of A.")
     rslora: bool = own(False, "Multiply by alpha / sqrt(r) (rank-stabilized LoRA).")

@@ -43,8 +43,8 @@ class ResNetSection(ModelSection):
     )
     sync: bool = own(
         False,
-        'With batch_norm `"deferred"`: normalize with the statistics of a micro-batch joined over '
-        "the data ranks.",
+        'With batch_norm `"deferred"`: normalize each micro-batch with the joint statistics of all '
+        "data ranks, as nn.SyncBatchNorm does.",
     )
     zero_init_residual: bool = own(
         False, "Start with blocks that are identities: the last norm of each has weight 0."

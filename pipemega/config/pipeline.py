@@ -141,18 +141,19 @@ class PipelineSection(Section):
         "auto",
         "Limit for each rank, in bytes, of tensors stored for queued W, for schedules with split "
         "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
-        'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: the '
-        "limit is 1.4 times the activations and messages of the fullest rank with full backwards "
-        "(in this schedule, or in 1F1B on the same stages if that needs more). If layers are "
-        "recomputed, a rank may also use 1.2 times the whole memory of that fullest rank. Plans "
-        "from a file have no limit. null: no limit.",
+        'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: these '
+        "tensors, activations and messages together need at most 1.4 times the memory that "
+        "activations and messages need on the fullest rank with full backwards (in this schedule, "
+        "or in 1F1B on the same stages if that needs more). If layers are recomputed, a rank may "
+        "need more, as long as its whole memory is at most 1.2 times that of the fullest rank with "
+        "full backwards. Plans from a file have no limit. null: no limit.",
     )
     vocabulary: Literal["auto", "stage", "parallel"] = own(
         "auto",
         'Where the embedding and the output head are: `"stage"`: in the first and the last stage; '
         '`"parallel"`: sharded over all pipeline ranks, so that with a large vocabulary no stage '
-        'has more work than the others (docs/pipeline.md); `"auto"`: with schedule `"auto"` '
-        '`"parallel"` if its simulated step is at least 10 % shorter, otherwise `"stage"`.',
+        'has more work than the others (docs/pipeline.md); `"auto"`: `"stage"`, except that '
+        'schedule `"auto"` takes `"parallel"` if the simulated step is then at least 10 % shorter.',
     )
     shapes: Literal["cached", "declared", "exchanged"] = own(
         "cached",

@@ -106,7 +106,7 @@ _BLOCKS = {
         on="autotp_size",
     ),
     "expert_parallel": block(
-        "Expert parallelism.", "mixture-of-experts is not supported; remove the block", on="any"
+        "Expert parallelism.", "expert parallelism is not supported; remove the block", on="any"
     ),
 }
 # The types of these keys, and their declarations.

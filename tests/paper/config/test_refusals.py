@@ -455,7 +455,7 @@ def test_costs_select_the_schedule_auto():
         ({"elasticity": {"enabled": True}}, "set train_batch_size and its factors"),
         ({"compile": {"deepcompile": True}}, "compile.deepcompile cannot be true"),
         ({"tensor_parallel": {"autotp_size": 2}}, "set mesh.tensor to the value of autotp_size"),
-        ({"expert_parallel": {"ep": 2}}, "mixture-of-experts is not supported"),
+        ({"expert_parallel": {"ep": 2}}, "expert parallelism is not supported"),
         ({"sparse_attention": {"mode": "fixed"}}, "attention is dense"),
         (
             {"compression_training": {"weight_quantization": {"a": {"enabled": True}}}},
