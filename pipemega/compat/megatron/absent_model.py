@@ -222,7 +222,7 @@ ABSENT_OF_MODEL: tuple[Absent, ...] = (
         "distribute-saved-activations distribute-checkpointed-activations "
         "deepspeed-activation-checkpointing partition-activations contigious-checkpointing "
         "checkpoint-in-cpu empty-unused-memory-level cpu-offloading* fine-grained-* "
-        "offload-modules min-offloaded-* delta-offload-* activation-offload-* no-initialization "
+        "offload-modules min-offloaded-* delta-offload-* activation-offload-* "
         "use-cpu-initialization no-pin-cpu-* use-torch-optimizer-for-cpu-offload "
         "overlap-cpu-optimizer-* optimizer-offload-fraction cpu-torch-adam ds-inference",
     ),

@@ -13,7 +13,7 @@ ABSENT_OF_RUN: tuple[Absent, ...] = (
     ),
     R(
         "differs",
-        "the batch size must divide by micro-batch size x data ranks",
+        "the batch size must be a multiple of micro-batch size x data ranks",
         "decrease-batch-size-if-needed",
     ),
     R(

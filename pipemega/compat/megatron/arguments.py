@@ -49,7 +49,7 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
           '`model.type` `"hf"` with a BLOOM config)'),
         A("use-rotary-position-embeddings", "flag", "model.position_embedding_type"),
         A("no-position-embedding", "flag", "",
-          "with rotary positions, as older versions wrote it; without them it is refused"),
+          "no effect with rotary positions (older versions of Megatron needed it); else refused"),
         A("rotary-base", "float", "model.rotary_base", "",
           ("rotary-position-embeddings-theta", "rope-theta")),
         A("rotary-percent", "float", "model.rotary_percent"),
@@ -86,7 +86,7 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
           ("checkpoint-num-layers", "activations-checkpoint-num-layers")),
         A("checkpoint-activations", "flag", "model.recompute", '`"full"`'),
         A("activations-checkpoint-method", "text", "model.recompute model.recompute_method",
-          '`"full"` with this method: the name before Megatron-LM 3.0'),
+          '`"full"`, and this method; the older name of `--recompute-method`'),
     ),
     "Parallelism": (
         A("tensor-model-parallel-size", "int", "mesh.tensor", "", ("model-parallel-size",)),
@@ -125,8 +125,8 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
         A("train-iters", "int", "training.train_steps"),
         A("train-samples", "int", "training.train_samples"),
         A("train-tokens", "int", "training.train_samples",
-          "divided by `--seq-length`; the run ends at the first of it and `--train-samples` or "
-          "`--train-iters`"),
+          "divided by `--seq-length`; if `--train-samples` or `--train-iters` is also given, the "
+          "shorter length is used"),
         A("exit-interval", "int", "training.exit_interval"),
         A("exit-duration-in-mins", "float", "training.exit_after_minutes"),
         A("kill-switch-path", "text", "training.kill_switch_path", "", ("kill-switch-file",)),
