@@ -104,8 +104,8 @@ class TrainingSection(Section):
     )
     generate_tokens: Whole = own(
         0,
-        "Tokens to generate after each evaluation, except that before the first step, and to "
-        "print after training; 0: none.",
+        "Tokens to generate after each evaluation (not after the evaluation before the first "
+        "step), and to print after training; 0: none.",
     )
     generate_prompt: str = own("", "Prompt of the generated text.")
     generate_temperature: NotNegative = own(

@@ -3,14 +3,25 @@
 With real torchruns and a c10d rendezvous, on one machine; see docs/multinode.md.
 """
 
+import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.ranks.fault_tolerance.two_nodes import CONFIG, Node, TwoNodes, can_cut_cables, rows_of
+from tests.ranks.fault_tolerance.two_nodes import (
+    CONFIG,
+    ROOT,
+    Node,
+    TwoNodes,
+    can_cut_cables,
+    rows_of,
+)
 
 cable = pytest.mark.skipif(
     not can_cut_cables(), reason="needs the right to make network namespaces (ip netns add)"
@@ -35,14 +46,26 @@ def losses(folder: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows_of(folder / "run" / "metrics.jsonl")}
 
 
+def train_in_one_process(folder: Path) -> None:
+    folder.mkdir()
+    settings = config(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(settings | {"mesh": {**settings["mesh"], "pipeline": 1}}))
+    script = [sys.executable, str(ROOT / "pretrain_gpt.py"), "--config", str(file)]
+    subprocess.run(script, cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)}, check=True)
+
+
 @pytest.mark.sweep
-def test_two_torchruns_on_two_addresses_train_as_one_run(tmp_path: Path) -> None:
+def test_two_torchruns_on_two_addresses_train_as_one_process(tmp_path: Path) -> None:
     with TwoNodes(tmp_path) as both:
         nodes = both.start(config(tmp_path))
         wait_for_success(nodes)
         assert not both.left()
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4]
     assert "step 4/4" in nodes[0].output + nodes[1].output
+    one_process = tmp_path / "one_process"
+    train_in_one_process(one_process)
+    assert losses(tmp_path) == pytest.approx(losses(one_process), rel=1e-6)
 
 
 def losses_without_fault(folder: Path, steps: int) -> dict[int, float]:
