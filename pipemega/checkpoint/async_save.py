@@ -21,9 +21,9 @@ from torch import Tensor
 
 from pipemega.checkpoint.shards import OutgoingShard
 from pipemega.distributed.exit_hooks import exit_hooks_enabled
+from pipemega.distributed.host_memory import CopyEvent, HostMemory
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import CheckpointError
-from pipemega.host_memory import CopyEvent, HostMemory
 
 _log = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.deferred_import import deferred
 from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
 from pipemega.errors import CheckpointError, DataError
-from pipemega.host_memory import HostMemory
 from pipemega.optimizer import OptimizerStep
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.random import derive_seed, rng_state, seed_rng, set_rng_state

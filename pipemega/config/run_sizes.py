@@ -6,9 +6,9 @@ from pipemega.config.batch_equation import MICRO, STEPS, TRAIN
 from pipemega.config.batch_sizes import RAMPUP
 from pipemega.config.config import Config
 from pipemega.config.key_kinds import Rule
+from pipemega.config.launch_variables import launch_variables
 from pipemega.config.source import KeyPath
 from pipemega.errors import ConfigError
-from pipemega.launch_variables import launch_variables
 
 _SIZES = (TRAIN, MICRO, STEPS)
 

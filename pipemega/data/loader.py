@@ -27,8 +27,8 @@ from pipemega.data.sample_order import Cyclic, Share
 from pipemega.data.sample_reader import SampleReader
 from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position
 from pipemega.data.torch_loader import TorchLoaderSource
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.errors import ConfigError, DataError
-from pipemega.host_memory import HostMemory
 from pipemega.random import preserve_all_rng
 
 

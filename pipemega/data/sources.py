@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 from pipemega.data.collate import MicroBatch
 from pipemega.data.sample_order import Cyclic, Share
 from pipemega.data.sample_reader import SampleReader
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.errors import DataError
-from pipemega.host_memory import HostMemory
 
 
 @dataclass(frozen=True)

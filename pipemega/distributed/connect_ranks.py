@@ -7,9 +7,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
+from pipemega.config.launch_variables import launch_variables
 from pipemega.distributed.rendezvous import agree_on_incarnation
 from pipemega.errors import MeshError
-from pipemega.launch_variables import launch_variables
 
 
 def connect_ranks(backend: str, timeout: timedelta) -> None:

@@ -10,13 +10,13 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 
+from pipemega.config.launch_variables import launch_variables
 from pipemega.distributed import device_waits
 from pipemega.distributed.backends import backend_names, message_device, nccl_backend
 from pipemega.distributed.comm_errors import collective_error
 from pipemega.distributed.connect_ranks import connect_ranks
 from pipemega.distributed.topology import AXES, AxisName, Topology
 from pipemega.errors import ConfigError, MeshError, PipemegaError
-from pipemega.launch_variables import launch_variables
 
 T = TypeVar("T")
 

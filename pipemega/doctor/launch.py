@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from pipemega.config.launch_variables import START, Launcher, LaunchVariables, launch_variables
 from pipemega.doctor.findings import Finding
-from pipemega.launch_variables import START, Launcher, LaunchVariables, launch_variables
 
 
 @dataclass(frozen=True)

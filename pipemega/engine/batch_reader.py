@@ -14,11 +14,11 @@ from pipemega.config.batch_equation import TRAIN
 from pipemega.config.batch_sizes import RAMPUP, BatchSizes
 from pipemega.data.loader import BatchLoader, LoadedStep
 from pipemega.data.sample_order import Share
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.data_comparison import DataComparison
 from pipemega.engine.whole_batch import count_samples, split_batch
 from pipemega.errors import ConfigError, DataError
-from pipemega.host_memory import HostMemory
 from pipemega.tensor_parallel.linear_cross_entropy import count_labels
 
 # Larger than any number that ranks agree on: the ranks that know none contribute it.

@@ -8,9 +8,9 @@ from pipemega.config import Config
 from pipemega.data.loader import BatchLoader, is_map_style
 from pipemega.data.sample_order import Cyclic, Share
 from pipemega.data.sources import LoaderOptions
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import ConfigError
-from pipemega.host_memory import HostMemory
 from pipemega.monitor import get_logger
 
 

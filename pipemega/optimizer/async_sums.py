@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.comm_recorder import recorded
-from pipemega.host_memory import HostCopy, HostMemory
+from pipemega.distributed.host_memory import HostCopy, HostMemory
 from pipemega.optimizer.step_outcome import GlobalStats
 
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from pipemega.config import Config
 from pipemega.config.group_keys import GroupSpec, option_errors, read_groups
 from pipemega.config.scheduler import By, RunLength
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh, gather_objects, on_all_ranks
 from pipemega.errors import ConfigError
-from pipemega.host_memory import HostMemory
 from pipemega.kernels import Kernels
 from pipemega.monitor import get_logger
 from pipemega.optimizer import (

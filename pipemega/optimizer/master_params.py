@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Axis, Mesh
-from pipemega.host_memory import HostMemory
 from pipemega.optimizer.grad_layout import DataBucket, GradLayout, GradSlot, Named, whole_layout
 from pipemega.optimizer.grad_norm import GradientNorms, is_counted
 from pipemega.optimizer.gradients import (

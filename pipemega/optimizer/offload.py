@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipemega.distributed.device_waits import synchronize
-from pipemega.host_memory import CopyEvent, HostMemory
+from pipemega.distributed.host_memory import CopyEvent, HostMemory
 from pipemega.optimizer.grad_layout import GradLayout, GradSlot
 
 _Shape = tuple[int, ...]

@@ -29,8 +29,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh
-from pipemega.host_memory import HostMemory
 from pipemega.optimizer.async_sums import AsyncSums, HostSums
 from pipemega.optimizer.backup import Backup
 from pipemega.optimizer.step import OptimizerStep

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.host_memory import CopyEvent
 from pipemega.errors import ConfigError, NonFiniteError
-from pipemega.host_memory import CopyEvent
 from pipemega.monitor import StepPhases
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.lr_schedules import LRSchedule

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from pipemega.distributed.device_collectives import all_reduce
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh
-from pipemega.host_memory import HostMemory
 from pipemega.optimizer.grad_layout import GradLayout, ShardingSpec, bucketed_layout
 from pipemega.optimizer.grad_ready import BucketReadiness
 from pipemega.optimizer.gradients import DataReduction, reduce_tied

@@ -33,10 +33,10 @@ from torch import Tensor
 from pipemega.distributed.comm_errors import comm_error
 from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import mark, synchronize
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.local_sockets import Receiver, Sender, Work
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import PipelineError
-from pipemega.host_memory import HostMemory
 from pipemega.pipeline.connections import Route, connect
 from pipemega.pipeline.messages import (
     Header,

@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import Dataset
 
 from pipemega import LayerSpec, PipelineModule
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
-from pipemega.host_memory import HostMemory
 from pipemega.models.causal_attention import causal_attention, takes_grouped_queries
 from pipemega.models.rotary import Rotary
 from tests.gpu.devices import ONE_DEVICE, needs_gpus, one_gpu, only_on_a_gpu

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from pipemega.distributed.host_memory import HostCopy, HostMemory
 from pipemega.distributed.mesh import Axis
-from pipemega.host_memory import HostCopy, HostMemory
 from pipemega.optimizer.grad_norm import GradientNorms
 from tests.gpu.devices import ONE_DEVICE, one_gpu, only_on_a_gpu
 from tests.ranks.training_runs import build, data, settings

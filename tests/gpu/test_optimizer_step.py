@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pipemega.config.optimizer import PARAMS
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh
-from pipemega.host_memory import HostMemory
 from pipemega.kernels import Kernels
 from pipemega.optimizer import (
     ModelParams,

@@ -21,7 +21,6 @@ LAYERS = [
     "version",
     "errors",
     "printing",
-    "launch_variables",
     "storage",
     "pipeline/plan",
     "pipeline/schedules",
@@ -31,7 +30,6 @@ LAYERS = [
     "distributed",
     "random",
     "kernels",
-    "host_memory",
     "parameters",
     "monitor",
     "data",
@@ -57,8 +55,7 @@ LAYERS = [
     "__main__",
 ]
 LEAF_MODULES = {
-    "deferred_import", "version", "errors", "printing", "launch_variables", "random", "kernels",
-    "host_memory", "parameters",
+    "deferred_import", "version", "errors", "printing", "random", "kernels", "parameters",
 }  # fmt: skip
 # Every package up to `compat/megatron` runs without torch, and so do these.
 NO_TORCH_LAYERS = LAYERS[: LAYERS.index("compat/megatron") + 1]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipemega.host_memory import HostMemory
+from pipemega.distributed.host_memory import HostMemory
 
 
 class LateHostMemory(HostMemory):

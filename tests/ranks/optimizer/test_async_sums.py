@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.errors import PipelineError
-from pipemega.host_memory import HostMemory
 from pipemega.optimizer.async_sums import HostSums
 from pipemega.optimizer.step_outcome import GlobalStats
 from tests.ranks.pool import RankPool

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from pipemega import LayerSpec, PipelineModule
 from pipemega.config import Config
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import PipelineError
-from pipemega.host_memory import HostMemory
 from pipemega.optimizer import ZeroMasterParams, build_step, zero_comm
 from pipemega.optimizer.grad_layout import ShardingSpec, bucketed_layout
 from pipemega.optimizer.gradients import DataReduction, GradientBuffer

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from pipemega import LayerSpec, PipelineModule, host_memory
+from pipemega import LayerSpec, PipelineModule
+from pipemega.distributed import host_memory
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
-from pipemega.host_memory import HostMemory
 
 STEPS, COUNT = 3, 2
 

@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from pipemega.host_memory import HostMemory
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.optimizer import post_validate
 from pipemega.optimizer.async_sums import HostSums
 from pipemega.optimizer.mixed_precision import Precision

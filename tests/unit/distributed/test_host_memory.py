@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from pipemega import host_memory
+from pipemega.distributed import host_memory
+from pipemega.distributed.host_memory import HostCopy, HostMemory
 from pipemega.errors import PipemegaError
-from pipemega.host_memory import HostCopy, HostMemory
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipemega.launch_variables import first_host, launch_variables
+from pipemega.config.launch_variables import first_host, launch_variables
 
 SLURM = {
     "ENVIRONMENT": "BATCH",  # every task of a batch job has this too
