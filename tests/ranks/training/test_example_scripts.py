@@ -1,6 +1,5 @@
 """The scripts of examples/: small versions on several meshes, and the commands as they are."""
 
-import importlib.util
 import os
 import re
 import runpy
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.optional_packages import can_be_imported
 from tests.ranks.pool import RankPool
 from tests.ranks.training.long_runs import handlers_restored
 
@@ -108,7 +108,7 @@ def commands(name: str) -> list[list[str]]:
     text = (EXAMPLES / name).read_text(encoding="utf-8").split('"""')[1]
     lines = re.findall(r"^    torchrun (.*)$", text.replace("\\\\\n", " "), re.M)
     missing = ["/data/", "cuda"]
-    if importlib.util.find_spec("torchvision") is None:
+    if not can_be_imported("torchvision"):
         missing.append("--torchvision")
     return [shlex.split(line) for line in lines if not any(part in line for part in missing)]
 

@@ -19,6 +19,7 @@ from pipemega.data.images.labelled_images import ArrayPixels, LabelledImages
 from pipemega.data.loader import BatchLoader, LoaderOptions
 from pipemega.data.sample_order import Share
 from pipemega.errors import ConfigError, DataError, PipemegaError
+from tests.optional_packages import imported
 from tests.unit.data.image_files import cifar_images, dump, write_cifar, write_folder
 
 pytest.importorskip("PIL")
@@ -415,10 +416,7 @@ def test_without_torchvision_its_keys_are_refused(
 
 
 def test_torchvision_augments_training_images() -> None:
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"torchvision: {error}")
+    imported("torchvision")
     source = built(images="glyphs", shape=(3, 20, 20))["train"].source
     for keys in ({"auto_augment": "cifar10"}, {"random_resized_crop": [0.3, 1.0]}):
         train = dataset(source, (3, 16, 16), **keys)

@@ -44,6 +44,8 @@ def test_the_warning_names_the_layers_and_what_is_wrong_in_this_run(
     assert text is not None
     assert text.startswith("layers.0.1 (BatchNorm2d), layers.1 (InstanceNorm2d): BatchNorm2d ")
     assert words in text
+    assert "set model.batch_norm to 'deferred' if the model type has this key, or give " in text
+    assert "PipelineModule(..., deferred_batch_norm=True)" in text
 
 
 def test_there_is_no_warning_if_nothing_is_wrong() -> None:

@@ -10,6 +10,7 @@ from pipemega import build_mesh, build_model, initialize, load_config, module_st
 from pipemega.config.model_resnet import BLOCKS
 from pipemega.errors import ConfigError
 from pipemega.models.resnet import ResNet, resnet_from_torchvision
+from tests.optional_packages import imported
 from tests.torch_resnet import TorchResNet
 
 
@@ -52,7 +53,7 @@ def test_weights_of_a_torch_module_give_its_outputs_and_return(depth: int, stem:
 
 @pytest.mark.parametrize("depth", BLOCKS)
 def test_weights_of_torchvision_give_its_outputs_and_return(depth: int) -> None:
-    models = pytest.importorskip("torchvision.models", exc_type=ImportError)
+    models = imported("torchvision.models")
     module = getattr(models, f"resnet{depth}")(num_classes=6)
     assert_equal_to(module, depth=depth, width=64)
 

@@ -18,6 +18,7 @@ from pipemega.models.vit import ViTBlock
 from pipemega.models.vit_weights import vit_from_torchvision, vit_to_torchvision
 from pipemega.pipeline.local_model import LocalModel, build_local_model
 from pipemega.pipeline.module import BuildOptions, PipelineModule
+from tests.optional_packages import imported
 from tests.unit.models.vit_reference import ReferenceViT
 
 MODEL = {
@@ -118,7 +119,7 @@ def test_weights_that_do_not_fit_are_refused_by_name() -> None:
 
 
 def test_a_vit_has_the_names_and_the_logits_of_torchvisions() -> None:
-    torchvision = pytest.importorskip("torchvision", reason="needs torchvision")
+    torchvision = imported("torchvision")
     theirs = torchvision.models.VisionTransformer(8, 4, 2, 4, 16, 64, num_classes=5)
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=0.1)

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from pipemega import SPLIT, PipelineModule, module_state_dict
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import CheckpointError, ConfigError, PipelineError
 from pipemega.pipeline.module import BuildOptions, build_stages
+from tests.optional_packages import imported
 from tests.ranks.small_models import engine_of
 from tests.ranks.traced_models import (
     RESNET_SEQUENCE,
@@ -70,14 +70,6 @@ class Unet(nn.Module):
         for layer in self.up:
             x = layer(x) + skips.pop()
         return x
-
-
-def imported(name: str) -> Any:
-    """Import an optional package; skip the test if it is missing or does not fit to torch."""
-    try:
-        return import_module(name)
-    except (ImportError, RuntimeError) as error:
-        pytest.skip(f"{name} cannot be imported: {error}")
 
 
 def resnet50() -> nn.Module:
