@@ -216,14 +216,10 @@ def _build_engine(
     if chosen.reason is not None:
         log.info(chosen.reason)
     options = _build_options(config, mesh, model)
+    # What "auto" means if the layers cannot be counted.
+    by = "parameters" if config.pipeline.partition == "auto" else config.pipeline.partition
     bounds = chosen.bounds or stage_bounds(
-        staged,
-        # What "auto" means if the layers cannot be counted.
-        "parameters" if config.pipeline.partition == "auto" else config.pipeline.partition,
-        plan.num_stages,
-        mesh,
-        options,
-        lambda: _first_micro_batch(loader),
+        staged, by, plan.num_stages, mesh, options, lambda: _first_micro_batch(loader)
     )
     tuner: ScheduleTuner | None = None
     if is_tuned:
