@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -107,7 +107,7 @@ class FilePixels:
         path = self.root / self.files[index]
         try:
             with Image.open(path) as image:
-                rgb = np.array(image.convert("RGB"))
+                rgb = _rgb(image)
         # Damaged files raise errors of many kinds, SyntaxError among them.
         except Exception as error:
             raise DataError(
@@ -115,6 +115,18 @@ class FilePixels:
                 "file, or remove it"
             ) from error
         return torch.from_numpy(rgb).permute(2, 0, 1)
+
+
+def _rgb(image: Any) -> Bytes:
+    """Return the pixels of a Pillow image; Pillow would clip values of 16 bits at 255."""
+    mode = image.mode
+    # Pillow has 16 bits of these formats in 32.
+    if mode == "F" or (mode == "I" and image.format not in ("PNG", "PPM")):
+        raise ValueError("its values have 32 bits, and their range is not known: use 8 or 16")
+    if mode.startswith("I"):
+        grey = (np.asarray(image) >> 8).astype(np.uint8)
+        return grey[..., None].repeat(3, -1)
+    return np.array(image.convert("RGB"))
 
 
 def require_pillow() -> None:

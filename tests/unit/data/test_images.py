@@ -214,6 +214,26 @@ def test_a_damaged_image_is_named_when_it_is_read(tmp_path: Path) -> None:
             loader.next_step()
 
 
+@pytest.mark.parametrize("name", ["0.png", "0.tif", "0.pgm"])
+def test_images_of_16_bits_are_scaled_to_8(tmp_path: Path, name: str) -> None:
+    """Pillow's conversion to RGB clips them: almost all pixels were white."""
+    from PIL import Image
+
+    values = np.arange(16, dtype=np.uint16).reshape(4, 4) * 4000
+    (tmp_path / "a").mkdir()
+    Image.fromarray(values).save(tmp_path / "a" / name)
+    raw = {"mean": [0.0] * 3, "std": [1 / 255] * 3}
+    keys = {"images": "folder", "path": str(tmp_path), "transforms": raw, "splits": ("train",)}
+    image, _ = built(shape=(3, 4, 4), split="1,0,0", **keys)["train"][0]
+    expected = torch.from_numpy(values // 256).float()
+    torch.testing.assert_close(image, expected.expand(3, 4, 4))
+    Image.fromarray(values.astype(np.float32)).save(tmp_path / "a" / "0.tif")
+    other = built(shape=(3, 4, 4), split="1,0,0", **keys)["train"]
+    at = other.source.pixels.files.index("a/0.tif")  # type: ignore[attr-defined]
+    with pytest.raises(DataError, match=r"0.tif cannot be .* values have 32 bits, and their range"):
+        other.source.pixels[at]
+
+
 def test_the_environment_variable_data_is_the_default_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
