@@ -138,8 +138,8 @@ class DataSection(Section):
     num_workers: Whole = own(
         0,
         "Number of worker processes that read samples of a map-style dataset; 0: none. If the "
-        "dataset has `deterministic = True`, as the datasets of this section have, the workers are "
-        "threads.",
+        "dataset has `deterministic = True`, the workers are threads. All datasets of this section "
+        "have this attribute, except training images with random transforms.",
     )
     prefetch: Whole = own(
         2, "Micro-batches to read ahead, if `num_workers` or a deterministic dataset allows it."

@@ -304,7 +304,8 @@ class SchedulerSection(Section):
         "step",
         "What advances the schedule, and the unit of its lengths: each step that is not skipped, "
         'each epoch, or each sample of the steps that are not skipped. `"sample"` is the default '
-        "if a length of `params` is in samples, or only `training.train_samples` gives a length.",
+        "if a length of `params` is in samples. For Megatron's types it is also the default if "
+        "`training.train_samples` is set and no length of `params` is in steps.",
     )
 
     @classmethod

@@ -68,7 +68,8 @@ class TrainingSection(Section):
     train_samples: Count | None = own(
         None,
         "Instead of `train_steps`: samples of the whole run. As in Megatron-LM, the run ends before"
-        " the step that would exceed it, and a schedule of Megatron's types counts samples.",
+        " the step that would exceed it, and a schedule of Megatron's types counts samples, unless "
+        "one of its lengths is in steps.",
     )
     epochs: Count | None = own(
         None,
@@ -105,7 +106,7 @@ class TrainingSection(Section):
     generate_tokens: Whole = own(
         0,
         "Tokens to generate after each evaluation (not after the evaluation before the first "
-        "step), and to print after training; 0: none.",
+        "step); the last text is printed after training; 0: none.",
     )
     generate_prompt: str = own("", "Prompt of the generated text.")
     generate_temperature: NotNegative = own(
