@@ -18,8 +18,7 @@ ABSENT_OF_RUN: tuple[Absent, ...] = (
     ),
     R(
         "differs",
-        "steps cannot be skipped; training.on_nonfinite and training.loss_spikes handle bad "
-        "batches",
+        "steps cannot be skipped by number; training.on_nonfinite skips steps with inf or nan",
         "iterations-to-skip skip-train-iteration-range",
     ),
     R(
@@ -53,7 +52,7 @@ ABSENT_OF_RUN: tuple[Absent, ...] = (
     # Optimizer.
     R(
         "refused",
-        "all layers have one learning rate; optimizer.groups sets others",
+        "there is no key for these rates; optimizer.groups gives some parameters another rate",
         "decoupled-lr decoupled-min-lr",
     ),
     R(
