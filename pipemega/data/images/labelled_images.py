@@ -108,12 +108,13 @@ class FilePixels:
         try:
             with Image.open(path) as image:
                 rgb = _rgb(image)
-        # Damaged files raise errors of many kinds, SyntaxError among them.
+        # Damaged files raise errors of many kinds, SyntaxError among them. The message has all that
+        # is of use: a worker process would add the traceback of the cause to it.
         except Exception as error:
             raise DataError(
                 f"{path} cannot be read as an image ({type(error).__name__}: {error}): repair the "
                 "file, or remove it"
-            ) from error
+            ) from None
         return torch.from_numpy(rgb).permute(2, 0, 1)
 
 
