@@ -1,5 +1,6 @@
 """ResNet with deferred batch norms trains like one process, with the statistics of whole steps."""
 
+import math
 from typing import Any
 
 import pytest
@@ -51,70 +52,72 @@ def assert_bitwise(results: list[dict[str, Any]]) -> None:
             assert torch.equal(other["end"][name], value), name
 
 
-@pytest.mark.parametrize(
-    ("ranks", "data", "schedules"),
-    [
-        (2, 1, ("1f1b", "zb-h1", "interleaved", "zb-v")),
-        (2, 2, ("1f1b", "gpipe")),
-        pytest.param(2, 1, ONE_STAGE + SPLIT + TWO_STAGES, marks=pytest.mark.sweep),
-        pytest.param(2, 2, ONE_STAGE, marks=pytest.mark.sweep),
-        pytest.param(4, 2, ONE_STAGE + SPLIT + TWO_STAGES, marks=pytest.mark.sweep),
-        pytest.param(4, 1, ONE_STAGE + SPLIT, marks=pytest.mark.sweep),
-    ],
-)
-def test_a_resnet_trains_like_one_process(
-    pool: RankPool, ranks: int, data: int, schedules: tuple[str, ...]
+RECOMPUTED = {"activation_checkpoint_interval": 1}
+POST_VALIDATED = {"optimizer_sync": "post_validate", "optimizer_sync_after": 0}
+
+
+def assert_all_like_one_process(
+    pool: RankPool, mesh: dict[str, int], configs: list[dict[str, Any]]
 ) -> None:
-    mesh = {"data": data, "pipeline": ranks // data}
-    configs = [config(schedule, mesh=mesh) for schedule in schedules]
-    by_rank = pool.run(ranks, batch_norm_runs.train_all, configs, timeout=300.0)
+    """Train each config: all have the same bits, on all ranks, and are equal to one process."""
+    configs = [each | {"mesh": mesh} for each in configs]
+    by_rank = pool.run(math.prod(mesh.values()), batch_norm_runs.train_all, configs, timeout=300.0)
     for results in by_rank:
         assert_bitwise([by_rank[0][0], *results])
     assert_like_one_process(by_rank[0][0])
 
 
-RECOMPUTED = {"pipeline": {"activation_checkpoint_interval": 1}}
-
-
 @pytest.mark.parametrize(
-    ("ranks", "data", "changes"),
+    ("mesh", "configs"),
     [
-        (1, 1, RECOMPUTED),
-        (2, 1, RECOMPUTED | {"schedule": "zb-h1"}),
-        (2, 1, {"pipeline": {"optimizer_sync": "post_validate", "optimizer_sync_after": 0}}),
-        (2, 2, {"zero_optimization": {"stage": 1}}),
+        ({"pipeline": 2}, [config("1f1b"), config("interleaved"), config("zb-v"),
+                           config("zb-h1", pipeline=RECOMPUTED),
+                           config("1f1b", pipeline=POST_VALIDATED)]),
+        ({"data": 2}, [config("1f1b"),
+                       config("gpipe", pipeline=RECOMPUTED, zero_optimization={"stage": 1})]),
+    ],
+    ids=["pipeline", "data"],
+)  # fmt: skip
+def test_a_resnet_trains_like_one_process(
+    pool: RankPool, mesh: dict[str, int], configs: list[dict[str, Any]]
+) -> None:
+    assert_all_like_one_process(pool, mesh, configs)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("mesh", "schedules"),
+    [
+        ({"pipeline": 2}, ONE_STAGE + SPLIT + TWO_STAGES),
+        ({"data": 2}, ONE_STAGE),
+        ({"data": 2, "pipeline": 2}, ONE_STAGE + SPLIT + TWO_STAGES),
+        ({"pipeline": 4}, ONE_STAGE + SPLIT),
     ],
     ids=str,
 )
-def test_statistics_are_counted_once_with_each_setting(
-    pool: RankPool, ranks: int, data: int, changes: dict[str, Any]
+def test_a_resnet_trains_like_one_process_under_every_schedule(
+    pool: RankPool, mesh: dict[str, int], schedules: tuple[str, ...]
 ) -> None:
-    mesh = {"data": data, "pipeline": ranks // data}
-    results = pool.run(ranks, batch_norm_runs.train, config(mesh=mesh, **changes))
-    assert_bitwise(list(results))
-    assert_like_one_process(results[0])
+    configs = [config(name, pipeline=how) for name in schedules for how in ({}, RECOMPUTED)]
+    assert_all_like_one_process(pool, mesh, configs)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "changes"), [("1f1b", {}), ("zb-h1", RECOMPUTED)], ids=["stored", "recomputed"]
-)
-def test_sync_joins_the_micro_batches_of_the_data_ranks(
-    pool: RankPool, schedule: str, changes: dict[str, Any]
-) -> None:
-    pipeline = 2 if schedule == "zb-h1" else 1
-    sizes = {"mesh": {"data": 2, "pipeline": pipeline}, "model": {"sync": True}}
-    results = pool.run(2 * pipeline, batch_norm_runs.train, config(schedule, **sizes, **changes))
+def test_sync_joins_the_micro_batches_of_the_data_ranks(pool: RankPool) -> None:
+    mesh, model = {"data": 2, "pipeline": 2}, {"sync": True}
+    given = config("zb-h1", pipeline=RECOMPUTED, mesh=mesh, model=model)
+    results = pool.run(4, batch_norm_runs.train, given)
     assert_bitwise(list(results))
     assert_like_one_process(results[0], joined=2)
 
 
-@pytest.mark.parametrize("changes", [{}, RECOMPUTED], ids=["stored", "recomputed"])
+@pytest.mark.parametrize("how", [{}, RECOMPUTED], ids=["stored", "recomputed"])
 def test_sync_in_a_partial_step_counts_the_samples_of_each_rank(
-    pool: RankPool, changes: dict[str, Any]
+    pool: RankPool, how: dict[str, Any]
 ) -> None:
     """One rank has 3 samples and the other 1; then both have none."""
-    model = {"model": {"sync": True}}
-    joined = config(train_micro_batch_size_per_gpu=6, **model, **changes)
-    (want,) = pool.run(1, batch_norm_runs.train_epoch, joined)
-    for got in pool.run(2, batch_norm_runs.train_epoch, config(**model, **changes)):
+    given = config(model={"sync": True}, pipeline=how)
+    (want,) = pool.run(
+        1, batch_norm_runs.train_epoch, given | {"train_micro_batch_size_per_gpu": 6}
+    )
+    for got in pool.run(2, batch_norm_runs.train_epoch, given):
         assert_close(got, want)

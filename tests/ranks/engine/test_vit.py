@@ -50,16 +50,18 @@ def config_of(mesh: Mesh, schedule: str, choice: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def oracle(pool: RankPool) -> Oracle:
-    """Train the unsharded model in one process, for each choice and kind of labels."""
+    """Train the unsharded model in one process, for each kind of model and labels."""
 
     @cache
-    def run(choice: str, soft: bool) -> dict[str, Any]:
-        config = config_of((1, 1, 1), "sequential", choice)
-        config.pop("compile", None)
-        ((result,),) = pool.run(1, vit_runs.train_all, [config], soft)
+    def run(soft: bool, model: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
+        ((result,),) = pool.run(1, vit_runs.train_all, [settings(model=dict(model))], soft)
         return result  # type: ignore[no-any-return]
 
-    return run
+    def of_choice(choice: str, soft: bool) -> dict[str, Any]:
+        model = CHOICES[choice].get("model", {})
+        return run(soft, tuple((key, value) for key, value in model.items() if key != "recompute"))
+
+    return of_choice
 
 
 def assert_like_one_process(

@@ -85,6 +85,41 @@ def test_without_a_momentum_the_statistics_are_means_over_the_steps() -> None:
     assert norm_of(engine).num_batches_tracked == 3
 
 
+class TwiceNormed(nn.Module):
+    """A BatchNorm that is called twice, then one that never trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.frozen = nn.BatchNorm1d(3, momentum=0.3), nn.BatchNorm1d(3)
+
+    def train(self, mode: bool = True) -> "TwiceNormed":
+        super().train(mode)
+        self.frozen.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.frozen(self.norm(self.norm(x) * 2 + 1))  # type: ignore[no-any-return]
+
+
+def test_each_batch_norm_is_updated_from_all_of_its_inputs_in_training() -> None:
+    volume = nn.Sequential(nn.Unflatten(1, (3, 1, 1, 1)), nn.BatchNorm3d(3, momentum=0.5))
+    layers = [nn.BatchNorm1d(3, affine=False), TwiceNormed(), volume]
+    inputs: dict[Any, list[Tensor]] = {}
+    for norm in nn.Sequential(*layers).modules():
+        if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm3d):
+            inputs[norm] = []
+            norm.register_forward_pre_hook(lambda m, x: inputs[m].append(x[0].detach().clone()))
+    engine = engine_of(PipelineModule(layers, mean_loss, deferred_batch_norm=True))
+    engine.train_batch(iter(batches()))
+    assert [len(given) for given in inputs.values()] == [2, 4, 2, 2]
+    for norm, given in inputs.items():
+        wanted = type(norm).__mro__[2](3, momentum=norm.momentum).train(norm.training)
+        wanted(torch.cat(given))
+        torch.testing.assert_close(norm.running_mean, wanted.running_mean)
+        torch.testing.assert_close(norm.running_var, wanted.running_var)
+        assert norm.num_batches_tracked == norm.training
+
+
 @pytest.mark.parametrize("half", ["fp16", "bf16"])
 def test_statistics_are_fp32_in_half_precision(half: str) -> None:
     net = PipelineModule([nn.BatchNorm1d(3)], mean_loss, deferred_batch_norm=True)
