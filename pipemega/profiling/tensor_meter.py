@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from pipemega.optimizer.eager_torch import without_dynamo
 from pipemega.profiling.kernel_rates import KernelRates, bytes_moved, runs_kernel
+from pipemega.profiling.meta_results import run_operation
 from pipemega.profiling.python_meta_kernels import protected_functions
 
 _aten = torch.ops.aten
@@ -72,7 +73,13 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = run_operation(func, args, kwargs)
+        # Otherwise a TorchFunctionMode sees each attribute of a tensor that is read.
+        with torch._C.DisableTorchFunction():
+            self._count(func, args, kwargs, result)
+        return result
+
+    def _count(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
@@ -85,7 +92,6 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.seconds += self._rates.seconds(
                 func, flops, bytes_moved(func, args, kwargs, result)
             )
-        return result
 
     def _track(self, storage: torch.UntypedStorage, counted: bool) -> None:
         key, size = storage._cdata, storage.nbytes() if counted else 0

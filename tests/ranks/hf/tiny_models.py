@@ -150,7 +150,8 @@ def batch_of(config: Any, side: str = "plain", length: int = LENGTH) -> tuple[An
 
     Args:
         side: "plain"; "packed": two documents in each sample; "padded": the last tokens are
-            padding; "long decoder": an even number of tokens for a decoder.
+            padding; "long decoder": an even number of tokens for a decoder; "ignored": no label
+            of the second sample counts.
     """
     generator = torch.Generator().manual_seed(3)
 
@@ -172,6 +173,8 @@ def batch_of(config: Any, side: str = "plain", length: int = LENGTH) -> tuple[An
     labels[:, :2] = -100
     # Unequal numbers of tokens: the mean of the means is not the mean.
     labels[0, :5] = -100
+    if side == "ignored":
+        labels[1] = -100
     if config.is_encoder_decoder:
         labels = ids(6 if side == "long decoder" else 5)
         inputs["decoder_input_ids"] = labels.roll(1, 1)
@@ -195,12 +198,24 @@ def microbatches(batch: tuple[Any, Tensor]) -> list[tuple[Any, Tensor]]:
     return parts
 
 
-def oracle(config: Any, side: str = "plain", length: int = LENGTH) -> dict[str, Any]:
-    """Return loss, logits and gradients by HF's names of the unsplit model, in float64."""
+def oracle(
+    config: Any, side: str = "plain", length: int = LENGTH, rotary_base: float | None = None
+) -> dict[str, Any]:
+    """Return loss, logits and gradients by HF's names of the unsplit model, in float64.
+
+    Args:
+        rotary_base: computes the frequencies of rotary positions in float64; transformers computes
+            them in fp32 whatever the dtype of the model is.
+    """
     torch.set_default_dtype(torch.float64)
     try:
         model = whole_model(config)
         inputs, labels = batch_of(config, side, length)
+        if rotary_base is not None:
+            rotary: Any = model.get_submodule("model.rotary_emb")
+            count = len(rotary.inv_freq)
+            rotary.inv_freq = rotary_base ** -(torch.arange(count) / count)
+            inputs["position_ids"] = torch.arange(float(length)).unsqueeze(0)
         with KeepFloat64():
             output = model(**inputs, **({} if config.model_type == "vit" else {"use_cache": False}))
             logits = output.logits

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import pipemega
+from pipemega.hf.gpt_export import gpt_to_export
 from pipemega.hf.gpt_import import gpt_from_pretrained, gpt_section
 from pipemega.hf_check.float64 import KeepFloat64
 from tests.ranks.hf import tiny_models
@@ -69,3 +70,47 @@ def built_in_gpt(folder: str, mesh: tuple[int, int]) -> dict[str, Any]:
     parameters = {name: value.numpy() for name, value in engine.parameter_state().items()}
     engine.close()
     return parameters
+
+
+def built_in_gpt_step(
+    folder: str, family: str, mesh: tuple[int, int], pipeline: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return loss and gradients, by HF's names, of one SGD step of the built-in GPT.
+
+    As in `split_runs`, weights that transformers stores transposed are as in a linear.
+
+    Args:
+        mesh: pipeline and tensor ranks.
+        pipeline: the section of the config.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        section = gpt_section(folder) | {"make_vocab_size_divisible_by": 4}
+        config = pipemega.load_config(
+            {
+                "train_batch_size": tiny_models.NUM_MICROBATCHES,
+                "train_micro_batch_size_per_gpu": 1,
+                "gradient_clipping": 0,
+                "mesh": {"pipeline": mesh[0], "tensor": mesh[1], "data": 1, "device": "cpu"},
+                "pipeline": dict(pipeline),
+                "model": section,
+                "training": {"loss_reduction": "token"},
+                "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+            }
+        )
+        engine, *_ = pipemega.initialize(gpt_from_pretrained(folder, config), config)
+        before = {name: value.clone() for name, value in engine.parameter_state().items()}
+        batch = tiny_models.batch_of(tiny_models.config_of(family), "ignored")
+        loss = engine.train_batch(iter(tiny_models.microbatches(batch)))
+        after = engine.parameter_state()
+        engine.close()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    gradients = {}
+    assert config.model is not None
+    for name, place in gpt_to_export(config.model, tiny_models.VOCAB).tensors.items():
+        key = place.key.removeprefix("parameters/")
+        gradient = before[key] - after[key]
+        rows = slice(None) if place.rows is None else slice(*place.rows)
+        gradients[name] = gradient[rows].numpy()
+    return {"loss": loss, "gradients": gradients}
