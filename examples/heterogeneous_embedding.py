@@ -20,6 +20,7 @@ CONFIG = {
     "train_batch_size": 256,
     "gradient_accumulation_steps": 4,
     "mesh": {"pipeline": 2, "device": ["cpu", FAST]},
+    "data": {"prefetch": 64},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "training": {"epochs": 2},
 }
@@ -27,6 +28,8 @@ CONFIG = {
 
 class Clicks(torch.utils.data.IterableDataset):
     """Samples (word ids, class); most ids of a sample are ids of its class."""
+
+    deterministic = True  # a sample depends only on its number: a thread reads ahead
 
     def __init__(self, count, seed):
         self.count, self.seed = count, seed

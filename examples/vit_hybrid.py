@@ -27,7 +27,7 @@ CONFIG = {
         "hidden_size": 64,
         "num_layers": 4,
         "num_attention_heads": 4,
-        "init": "jax",
+        "init": "torch",
         "drop_path": 0.1,
         "label_smoothing": 0.1,
     },
@@ -35,6 +35,7 @@ CONFIG = {
     "optimizer": {"type": "Lamb", "params": {"lr": 1e-2, "weight_decay": 0.1}},
     "scheduler": {"type": "cosine", "params": {"warmup_steps": 20}},
     "training": {"train_steps": 200, "eval_interval": 50},
+    "steps_per_print": 25,
 }
 
 

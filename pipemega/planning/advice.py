@@ -112,10 +112,9 @@ def _balance(report: Report) -> Iterator[str]:
     )
     last = report.prediction.layout.costs[-1].layer_flops
     if stages[-1].rank == rank and last and last[-1] > 0.1 * sum(last):
-        text += (
-            f"; the head takes {percent(last[-1] / sum(last), 0)} of its forward: give this stage "
-            f"fewer blocks"
-        )
+        text += f"; the head takes {percent(last[-1] / sum(last), 0)} of its forward"
+        if sum(last[:-1]) > 0.01 * sum(last):
+            text += ": give this stage fewer blocks"
     better = better_cut(report)
     yield text if better is None else f"{text}; {better}"
 

@@ -91,13 +91,15 @@ def _pipeline(config: Config, topology: Topology) -> Iterator[Resolved]:
         yield Resolved("pipeline.memory_limit", "that of 1F1B", "its largest activation memory")
     if not isinstance(section.partition, tuple) and topology.pipeline > 1:
         why = {
-            "uniform": "layers",
-            "profile": "time, measured when the run starts",
-        }.get(section.partition, "parameters")
+            "auto": "for the shortest simulated step",
+            "uniform": "equal in layers",
+            "profile": "equal in time, measured when the run starts",
+        }.get(section.partition, "equal in parameters")
         if section.partition.startswith("type:"):
-            why = f"layers whose class matches {section.partition.removeprefix('type:')!r}"
+            pattern = section.partition.removeprefix("type:")
+            why = f"equal in layers whose class matches {pattern!r}"
         stages = "stages" if plan is None else f"{plan.num_stages} stages"
-        yield Resolved("pipeline.partition", stages, f"equal in {why}; 'pipemega plan' shows them")
+        yield Resolved("pipeline.partition", stages, f"{why}; 'pipemega plan' shows them")
 
 
 def _training(config: Config, topology: Topology) -> Iterator[Resolved]:

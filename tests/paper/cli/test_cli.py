@@ -38,7 +38,7 @@ def test_check_prints_ranks_batch_and_computed_values_and_warnings(config_file, 
         "model.ffn_hidden_size 256 hidden_size 64 x 4",
         "model.kv_channels 16 hidden_size 64 / 4 heads",
         "pipeline.chunks 1 1f1b",
-        "pipeline.partition 2 stages equal in parameters; 'pipemega plan' shows them",
+        "pipeline.partition 2 stages for the shortest simulated step; 'pipemega plan' shows them",
     ):
         assert line in lines
     warnings = [line for line in lines if line.startswith(("warning", "note", "ok"))]
@@ -46,6 +46,23 @@ def test_check_prints_ranks_batch_and_computed_values_and_warnings(config_file, 
     assert warnings[1].startswith("warning: 1 micro-batches for 2 pipeline stages")
     assert warnings[2].startswith("note: gradient_clipping is not set; its default is 1")
     assert warnings[3] == "ok: this config can run on 8 ranks"
+
+
+@pytest.mark.parametrize(
+    ("partition", "meaning"),
+    [
+        ("auto", "for the shortest simulated step"),
+        ("best", "equal in parameters"),
+        ("uniform", "equal in layers"),
+        ("type:Block", "equal in layers whose class matches 'Block'"),
+        ("profile", "equal in time, measured when the run starts"),
+    ],
+)
+def test_check_says_what_the_partition_balances(config_file, capsys, partition, meaning):
+    words = ["--set", "data.mock=true", "--set", f"pipeline.partition={partition}"]
+    assert main(["check", str(config_file), *words]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f" 2 stages {meaning}; 'pipemega plan' shows them " in printed
 
 
 def test_check_prints_the_epochs_of_a_run_whose_steps_depend_on_the_data(config_file, capsys):

@@ -59,6 +59,18 @@ def test_every_config_can_be_planned(path: Path, capsys: pytest.CaptureFixture[s
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(("bounds", "has_advice"), [([0, 5, 8], True), ([0, 6, 8], False)])
+def test_only_a_stage_with_blocks_is_advised_to_have_fewer(
+    config_file: Path, capsys: pytest.CaptureFixture[str], bounds: list[int], has_advice: bool
+) -> None:
+    words = ["--set", f"pipeline.partition={bounds}", "--set", "model.vocab_size=16384"]
+    code, out, _ = plan(capsys, config_file, *words)
+    text = " ".join(out.split())
+    assert code == 0
+    assert "; the head takes " in text
+    assert ("give this stage fewer blocks" in text) is has_advice
+
+
 def test_a_model_of_175_billion_parameters_is_planned_in_seconds_and_without_its_memory(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
