@@ -32,7 +32,7 @@ def test_the_local_rank_of_a_launcher_is_accepted(spelling: str) -> None:
 def test_help_says_that_the_local_rank_is_ignored() -> None:
     text = " ".join(_parser().format_help().split())
     assert "ignored, LOCAL_RANK is used" in text
-    assert "--set KEY=VALUE change one key of the file" in text
+    assert "--set KEY=VALUE change one key of the config" in text
 
 
 def test_a_missing_config_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
