@@ -11,9 +11,9 @@ _EFFECTS = {
     "refused": ("Refused", "With these arguments Megatron-LM trains something that a config of "
                 "pipemega cannot describe. `from-megatron` prints the reason, and its exit code "
                 "is 1."),
-    "differs": ("Not here: a detail of the training differs", "The training is the same, "
+    "differs": ("Without a key: a detail of the training differs", "The training is the same, "
                 "except for the detail that the reason names."),
-    "none": ("Not here, because no key is needed", "The results do not depend on these."),
+    "none": ("Without a key, because none is needed", "The results do not depend on these."),
 }  # fmt: skip
 
 
