@@ -69,8 +69,8 @@ class CheckpointSection(_Async):
     override_opt_param_scheduler: bool | None = own(
         None,
         "true, null: in a resumed run the learning rate, its schedule and the weight decay are "
-        "those of this config. false: a checkpoint with other values is refused, as by Megatron-LM "
-        "without its argument of this name.",
+        "those of this config. false: a checkpoint with other values is refused; this is the "
+        "default of Megatron-LM.",
     )
     use_checkpoint_opt_param_scheduler: bool = own(
         False,

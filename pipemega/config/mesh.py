@@ -11,7 +11,7 @@ DeviceName = Literal["cpu", "cuda"]
 
 _DEVICE_OF_BACKEND = {"gloo": "cpu", "nccl": "cuda"}
 
-ONLY_1D = "tensor mode 2d, 2.5d and 3d are not supported, 1d is"
+ONLY_1D = "only tensor mode 1d is supported, not 2d, 2.5d or 3d"
 
 
 class MeshSection(Section):

@@ -86,7 +86,9 @@ class _WithTotal(DeepSpeedParams):
 class WarmupDecayLRParams(_WithTotal):
     """Rises from min to max, then falls linearly."""
 
-    warmup_min_lr: NotNegative = honoured(0.0, "Rate of the first step, and of the last.")
+    warmup_min_lr: NotNegative = honoured(
+        0.0, "Rate of the first step, and at the end of the decay."
+    )
     warmup_max_lr: NotNegative = honoured(0.001, "Rate after the warm-up.")
     warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; 0 and 1 count as 2.")
     warmup_type: Warmup = honoured("log", "Shape of the warm-up.")
