@@ -34,12 +34,10 @@ class LaunchVariables(NamedTuple):
     Args:
         launcher: "variables" if RANK or WORLD_SIZE is set, but not by torchrun.
         values: of those of torchrun's variables that are set or follow from others.
-        derived: names of the variables in `values` that are not set.
     """
 
     launcher: Launcher
     values: Mapping[str, str]
-    derived: tuple[str, ...] = ()
 
     def problem(self) -> tuple[str, str] | None:
         """Return why the ranks cannot find each other, and what to do; None if they can."""
@@ -59,6 +57,9 @@ class LaunchVariables(NamedTuple):
         wrong = [f"{n}={values[n]!r}" for n in _NUMBERS if not values.get(n, "0").isdecimal()]
         if wrong:
             return f"not a number: {', '.join(wrong)}", START
+        if not 0 < int(values.get("MASTER_PORT", "1")) < 65536:
+            port = values["MASTER_PORT"]
+            return f"MASTER_PORT={port} is no port", "set it to a free port, 1024 to 65535"
         if int(values.get("RANK", "0")) >= int(values["WORLD_SIZE"]):
             text = f"RANK={values['RANK']} is not below WORLD_SIZE={values['WORLD_SIZE']}"
             return text, f"number the ranks from 0, or {START}"
@@ -73,6 +74,9 @@ class LaunchVariables(NamedTuple):
 def launch_variables(environment: Mapping[str, str] = os.environ) -> LaunchVariables:
     """Return the variables of torchrun, as set or as derived from those of srun or mpirun."""
     given = {name: environment[name] for name in _NAMES if environment.get(name)}
+    local = environment.get("OMPI_COMM_WORLD_LOCAL_RANK") or environment.get("SLURM_LOCALID")
+    if local:
+        given.setdefault("LOCAL_RANK", local)
     if "TORCHELASTIC_RUN_ID" in environment:
         return LaunchVariables("torchrun", given)
     if "RANK" in given:
@@ -81,8 +85,7 @@ def launch_variables(environment: Mapping[str, str] = os.environ) -> LaunchVaria
     for launcher, derive in (("mpirun", _of_open_mpi), ("srun", _of_slurm)):
         derived = {name: value for name, value in derive(environment).items() if value}
         if derived:
-            names = tuple(name for name in _NAMES if name in derived and name not in given)
-            return LaunchVariables(launcher, derived | given, names)  # type: ignore[arg-type]
+            return LaunchVariables(launcher, derived | given)  # type: ignore[arg-type]
     return LaunchVariables("variables" if "WORLD_SIZE" in given else "none", given)
 
 
@@ -98,7 +101,6 @@ def _of_slurm(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         "RANK": environment["SLURM_PROCID"],
         "WORLD_SIZE": tasks,
-        "LOCAL_RANK": environment.get("SLURM_LOCALID", ""),
         "MASTER_ADDR": _first_host_of_slurm(environment),
         "MASTER_PORT": _port(_number(job) + 101 * _number(step)),
     }
@@ -116,7 +118,6 @@ def _of_open_mpi(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         "RANK": environment["OMPI_COMM_WORLD_RANK"],
         "WORLD_SIZE": size,
-        "LOCAL_RANK": environment.get("OMPI_COMM_WORLD_LOCAL_RANK", ""),
         "MASTER_ADDR": "127.0.0.1" if one_node else _first_host_of_slurm(environment),
         "MASTER_PORT": _port(zlib.crc32(job.encode())),
     }

@@ -1,15 +1,19 @@
 """Connect the launched ranks: torch.distributed with the variables of the launcher."""
 
 import os
+import socket
+import time
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from pipemega.config.launch_variables import launch_variables
+from pipemega.config.launch_variables import LaunchVariables, launch_variables
 from pipemega.distributed.rendezvous import agree_on_incarnation
 from pipemega.errors import MeshError
+
+_POLL_SECONDS = 0.1
 
 
 def connect_ranks(backend: str, timeout: timedelta) -> None:
@@ -19,32 +23,77 @@ def connect_ranks(backend: str, timeout: timedelta) -> None:
     a receive that is posted early blocks the sends after it.
 
     Raises:
-        MeshError: some are missing or wrong, or the port of the store is taken.
+        MeshError: some are missing or wrong, or the ranks do not find each other.
+    """
+    launch = checked_launch()
+    rank, size = int(launch.values["RANK"]), int(launch.values["WORLD_SIZE"])
+    store = launch_store(launch, timeout)
+    if "TORCHELASTIC_RESTART_COUNT" in os.environ:
+        # A new prefix for each restart: ranks never read stale keys.
+        incarnation = agree_on_incarnation(store, rank, size, timeout.total_seconds())
+        store = dist.PrefixStore(f"run {incarnation}", store)  # type: ignore[attr-defined]
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+
+
+def checked_launch() -> LaunchVariables:
+    """Return the variables of the launcher.
+
+    Raises:
+        MeshError: some are missing or wrong.
     """
     launch = launch_variables()
-    values = launch.values
-    if problem := launch.problem():
+    if launch.launcher != "none" and (problem := launch.problem()):
         raise MeshError("variables of the launcher: {}; {}".format(*problem))
-    host = values["MASTER_ADDR"]
-    address = f"{f'[{host}]' if ':' in host else host}:{values['MASTER_PORT']}"  # [] for IPv6
-    given: dict[str, Any] = {"rank": int(values["RANK"]), "world_size": int(values["WORLD_SIZE"])}
+    return launch
+
+
+def launch_store(launch: LaunchVariables, timeout: timedelta) -> Any:
+    """Return the store of torchrun; with another launcher that of rank 0, when all ranks have come.
+
+    Raises:
+        MeshError: it cannot be reached, its port is taken, or ranks do not come in time.
+    """
+    host, port = launch.values["MASTER_ADDR"], int(launch.values["MASTER_PORT"])
+    rank, size = int(launch.values["RANK"]), int(launch.values["WORLD_SIZE"])
+    address = f"{f'[{host}]' if ':' in host else host}:{port}"  # [] for IPv6
     try:
-        if "TORCHELASTIC_RESTART_COUNT" in os.environ:
-            store = _fresh_store(timeout)
-            dist.init_process_group(backend, timeout=timeout, store=store, **given)
-        else:
-            dist.init_process_group(backend, f"tcp://{address}", timeout=timeout, **given)
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
+        if rank and not is_store_of_torchrun():
+            wait_for_store(rank, host, port, timeout.total_seconds())
+        return next(rendezvous(f"tcp://{address}", rank, size, timeout=timeout))[0]
+    except (dist.DistStoreError, dist.DistNetworkError, MeshError) as error:
+        if "EADDRINUSE" in str(error):
+            raise MeshError(
+                f"rank {rank}: the port of the store, {address}, is used by another process: "
+                "set MASTER_PORT to a free port, the same on all ranks"
+            ) from None
+        reason = str(error).splitlines()[0].rstrip(".")
         raise MeshError(
-            f"rank {given['rank']}: the port of the store, {address}, is used by another process: "
-            "set MASTER_PORT to a free port, the same on all ranks"
-        ) from error
+            f"rank {rank} of {size}: no connection of all ranks through the store at {address} "
+            f"within {timeout.total_seconds():g} s (mesh.timeout_seconds): {reason}; check that "
+            "all ranks were started, and MASTER_ADDR and MASTER_PORT (pipemega doctor)"
+        ) from None
 
 
-def _fresh_store(timeout: timedelta) -> Any:
-    """Return torchrun's store with a new prefix for each restart: ranks never read stale keys."""
-    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    incarnation = agree_on_incarnation(store, rank, world_size, timeout.total_seconds())
-    return dist.PrefixStore(f"run {incarnation}", store)  # type: ignore[attr-defined]
+def is_store_of_torchrun() -> bool:
+    """Return whether torchrun hosts the store, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def wait_for_store(rank: int, host: str, port: int, seconds: float) -> None:
+    """Wait until something listens at the address of the store; torch's own wait prints stacks.
+
+    Raises:
+        MeshError: nothing does.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with socket.create_connection((host, port), timeout=seconds):
+                return
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise MeshError(
+                    f"rank {rank}: no store at {host}:{port} within {seconds:g} s "
+                    f"({error.strerror or error})"
+                ) from error
+        time.sleep(_POLL_SECONDS)

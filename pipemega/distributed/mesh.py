@@ -1,6 +1,5 @@
 """The mesh of this process: one process group per axis, and the device."""
 
-import os
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -163,8 +162,7 @@ def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise MeshError("mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu'")
-    slurm_id = os.environ.get("SLURM_LOCALID", "")
-    local_rank = launch_variables().number("LOCAL_RANK", int(slurm_id or 0))
+    local_rank = launch_variables().number("LOCAL_RANK", 0)
     if (found := torch.cuda.device_count()) == 1:
         # Several ranks may see the same one: `build_mesh` refuses this.
         return torch.device("cuda", 0)

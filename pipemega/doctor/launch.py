@@ -33,17 +33,17 @@ def read_launch(environment: Mapping[str, str]) -> Launch:
         max(1, found.number("WORLD_SIZE", 1)),
         found.number("LOCAL_RANK", 0),
         dict(found.values),
-        (_finding(found, environment),),
+        (_finding(found),),
     )
 
 
-def _finding(launch: LaunchVariables, environment: Mapping[str, str]) -> Finding:
+def _finding(launch: LaunchVariables) -> Finding:
     found = launch.values
     if launch.launcher == "none":
         return Finding("ok", "launch", f"one process; for several ranks, {START}")
     if problem := launch.problem():
         return Finding("failed", "launch", *problem)
-    if "LOCAL_RANK" not in found and "SLURM_LOCALID" not in environment:
+    if "LOCAL_RANK" not in found:
         return Finding(
             "warning",
             "launch",

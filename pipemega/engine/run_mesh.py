@@ -4,9 +4,11 @@ import multiprocessing
 from datetime import timedelta
 
 import torch
+import torch.distributed as dist
 
 from pipemega.config import Config
 from pipemega.distributed.backends import backend_names
+from pipemega.distributed.connect_ranks import checked_launch
 from pipemega.distributed.mesh import (
     Mesh,
     build_mesh,
@@ -32,6 +34,8 @@ def build_mesh_of(config: Config) -> Mesh:
         ConfigError, MeshError: the config does not fit the number of ranks; before they connect.
     """
     refuse_worker_process()
+    if not dist.is_initialized():
+        checked_launch()
     topology = Topology.fit(
         launched_world_size(), config.mesh.pipeline, config.mesh.tensor, config.mesh.data
     )

@@ -6,6 +6,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from pipemega.config.launch_variables import launch_variables
 from pipemega.distributed.mesh import launched_rank
 from pipemega.fault_tolerance.failure_store import call_with_deadline, own_identity
 from pipemega.fault_tolerance.run_progress import run_progress
@@ -32,7 +33,7 @@ def append_to_error_log(text: str) -> Path | None:
 
 def launch_file(kind: str) -> Path:
     """Return a temporary file that all ranks of this node and of this launch have in common."""
-    port = os.environ.get("MASTER_PORT", "0")
+    port = launch_variables().values.get("MASTER_PORT", "0")
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     name = f"pipemega-{os.getuid()}-{os.getppid()}-{port}-{restart}-{kind}"
     return Path(tempfile.gettempdir(), name)

@@ -1,6 +1,5 @@
 """What a DeepSpeed engine says about its config and its optimizer."""
 
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -9,6 +8,7 @@ import torch
 from torch.optim import Optimizer
 
 from pipemega.config import Batch, Config
+from pipemega.config.launch_variables import launch_variables
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
@@ -88,7 +88,7 @@ class EngineSettings(ABC):
 
     @property
     def local_rank(self) -> int:
-        return int(os.environ.get("LOCAL_RANK", "0"))
+        return launch_variables().number("LOCAL_RANK", 0)
 
     @property
     def is_model_parallel(self) -> bool:

@@ -1,6 +1,7 @@
 """What a DeepSpeed script calls before it builds a model: arguments, and the process group."""
 
 import argparse
+import os
 from datetime import timedelta
 from typing import Any, Final
 
@@ -8,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from pipemega.distributed.connect_ranks import connect_ranks
+from pipemega.distributed.connect_ranks import checked_launch, connect_ranks
 from pipemega.distributed.mesh import (
     DEFAULT_TIMEOUT,
     launched_world_size,
@@ -55,7 +56,8 @@ def init_distributed(
 ) -> None:
     """Connect the launched ranks, unless torch.distributed is initialized.  Collective.
 
-    Works under torchrun, srun and mpirun, and in one process.
+    Works under torchrun, srun and mpirun, and in one process. As DeepSpeed does, it sets RANK,
+    LOCAL_RANK and torchrun's other variables if srun or mpirun has started the ranks.
 
     Args:
         dist_backend: ignored but for a warning: the ranks use NCCL and gloo on GPUs, gloo on CPUs.
@@ -73,6 +75,7 @@ def init_distributed(
     wait = DEFAULT_TIMEOUT if timeout is None else timeout
     given: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
     if init_method is None and rank < 0:
+        os.environ |= checked_launch().values
         if launched_world_size() > 1:
             connect_ranks(backend, wait)
         given = {"store": HashStore(), "rank": 0, "world_size": 1}

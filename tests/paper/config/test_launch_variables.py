@@ -104,6 +104,8 @@ def test_variables_that_are_set_are_kept(launcher):
         ({"SLURM_PROCID": "first"}, "not a number: RANK='first'"),
         ({"SLURM_STEP_NUM_TASKS": "many"}, "not a number: WORLD_SIZE='many'"),
         ({"WORLD_SIZE": "4"}, "RANK=5 is not below WORLD_SIZE=4"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 is no port"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000 is no port"),
         (dict.fromkeys(["SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"], ""), "MASTER_ADDR not set"),
     ],
 )
@@ -111,7 +113,7 @@ def test_wrong_variables_are_named_with_a_remedy(change, text):
     problem = launch_variables(SLURM | change).problem()
     assert problem is not None
     assert problem[0].startswith(text)
-    assert "rank" in problem[1]
+    assert "rank" in problem[1] or "free port" in problem[1]
 
 
 @pytest.mark.parametrize(
@@ -126,3 +128,11 @@ def test_wrong_variables_are_named_with_a_remedy(change, text):
 )
 def test_the_first_host_of_a_node_list_of_slurm(nodes, first):
     assert first_host(nodes) == first
+
+
+def test_the_rank_on_the_node_is_read_where_a_script_has_set_rank_itself():
+    by_hand = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+    assert launch_variables(by_hand | {"SLURM_LOCALID": "1"}).number("LOCAL_RANK", 0) == 1
+    mpirun = by_hand | {"OMPI_COMM_WORLD_LOCAL_RANK": "2", "SLURM_LOCALID": "0"}
+    assert launch_variables(mpirun).number("LOCAL_RANK", 0) == 2
+    assert launch_variables(mpirun | {"LOCAL_RANK": "3"}).number("LOCAL_RANK", 0) == 3

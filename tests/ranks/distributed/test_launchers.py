@@ -78,6 +78,20 @@ def test_ranks_that_srun_or_mpirun_has_started_need_no_torchrun(
     assert "of each rank" not in second[2]
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("variables", [SLURM, OPEN_MPI], ids=["srun", "mpirun"])
+def test_deepspeed_s_call_sets_the_variables_that_its_scripts_read(
+    variables: dict[str, str],
+) -> None:
+    script = """
+import os
+import pipemega.compat.deepspeed as deepspeed
+deepspeed.init_distributed()
+print(os.environ["RANK"], os.environ["LOCAL_RANK"], os.environ["WORLD_SIZE"])
+"""
+    assert [rank[:2] for rank in start(script, variables)] == [(0, "0 0 2\n"), (0, "1 1 2\n")]
+
+
 def spawned(rank: int, port: int) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = pipemega.build_mesh(
