@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from pipemega.cli.run_options import add_overrides
 from pipemega.distributed.mesh import launched_world_size
+from pipemega.fault_tolerance.process_exit import skip_teardown
 from pipemega.fault_tolerance.run import run
 
 
@@ -25,14 +26,19 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 def launched(arguments: argparse.Namespace) -> Iterator[None]:
     """Run the body on all launched ranks; with several, an error ends all with one message.
 
-    Without --verbose only warnings are logged.
+    Without --verbose only warnings are logged. Several ranks exit without the teardown of the
+    interpreter: a thread of torch that needs the interpreter at that moment would abort a rank, and
+    torchrun would report an error after the result.
     """
+    has_ranks = launched_world_size() > 1
     disabled = logging.root.manager.disable
     if not arguments.verbose:
         logging.disable(max(disabled, logging.INFO))
     try:
-        with run() if launched_world_size() > 1 else nullcontext():
+        with run() if has_ranks else nullcontext():
             yield
+        if has_ranks:
+            skip_teardown(0)
     finally:
         logging.disable(disabled)
 

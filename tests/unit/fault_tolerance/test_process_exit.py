@@ -57,6 +57,38 @@ def test_a_process_with_threads_in_the_store_exits_with_its_code_and_loses_nothi
     assert (tmp_path / "file").read_text() == "buffered"
 
 
+RANK_OF_A_COMMAND = """
+import argparse, threading
+import torch.distributed as dist
+from pipemega.cli.trained_model_options import launched
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+def poll():
+    while True:
+        store.add("key", 1)
+
+for _ in range(4):
+    threading.Thread(target=poll, daemon=True).start()
+with launched(argparse.Namespace(verbose=False)):
+    print("result")
+"""
+
+
+def test_a_rank_of_evaluate_exits_with_0_although_a_thread_is_in_a_call_of_torch() -> None:
+    """A rank was aborted after the result, and torchrun reported an error."""
+    environment = {
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", RANK_OF_A_COMMAND],
+        env=os.environ | environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (0, "result\n", "")
+
+
 @pytest.fixture
 def under_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 2 of four, on one node."""
