@@ -100,7 +100,10 @@ def _balance(report: Report) -> Iterator[str]:
     stages, p = report.stages, report.topology.pipeline
     if p == 1:
         return
-    work = [sum(s.flops for s in stages if s.rank == rank) for rank in range(p)]
+    if report.cut is not None:
+        work = list(report.cut.work)
+    else:
+        work = [sum(s.flops for s in stages if s.rank == rank) for rank in range(p)]
     mean = sum(work) / p
     if not mean or max(work) <= _UNEVEN_WORK * mean:
         return

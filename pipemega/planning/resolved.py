@@ -40,8 +40,9 @@ def resolved_values(config: Config, topology: Topology) -> Iterator[Resolved]:
 def _batch(config: Config, topology: Topology) -> Iterator[Resolved]:
     batch = config.batch(topology.data)
     if config.mesh.data == "auto":
+        ranks = "rank" if topology.world_size == 1 else "ranks"
         why = (
-            f"{topology.world_size} ranks / (tensor {topology.tensor} x pipeline "
+            f"{topology.world_size} {ranks} / (tensor {topology.tensor} x pipeline "
             f"{topology.pipeline})"
         )
         yield Resolved("mesh.data", str(topology.data), why)

@@ -478,3 +478,12 @@ def test_the_steps_of_a_growing_batch_count_by_their_samples(
     # Two half steps, and three full ones.
     assert report["train_steps"] == 5
     assert report["run_seconds"] == pytest.approx(4 * report["outcome"]["makespan"])
+
+
+def test_the_warning_about_uneven_work_has_the_number_of_the_cut(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--set", "pipeline.partition=[0,6,8]"]
+    report = json.loads(plan(capsys, config_file, *words, "--format", "json")[1])
+    (warning,) = [text for text in report["warnings"] if "times the mean work" in text]
+    assert f"has {1 + report['cut']['imbalance']:.2f} times the mean work" in warning
