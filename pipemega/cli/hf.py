@@ -129,5 +129,8 @@ def _export(arguments: argparse.Namespace) -> int:
     if written.tokenizer:
         print(f"tokenizer: {', '.join(written.tokenizer)}")
     else:
-        print("no tokenizer was copied: give its folder by --source")
+        print(
+            "no tokenizer was copied: give its folder by --source, or copy a tokenizer file to "
+            f"{arguments.folder}/tokenizer.json"
+        )
     return 0

@@ -14,7 +14,7 @@ from pipemega.distributed import device_waits
 from pipemega.distributed.backends import backend_names, message_device, nccl_backend
 from pipemega.distributed.comm_errors import collective_error
 from pipemega.distributed.connect_ranks import connect_ranks
-from pipemega.distributed.topology import AXES, AxisName, Topology
+from pipemega.distributed.topology import AXES, AxisName, Topology, started
 from pipemega.errors import ConfigError, MeshError, PipemegaError
 
 T = TypeVar("T")
@@ -208,7 +208,7 @@ def check_world_size(topology: Topology) -> None:
     """Raise MeshError if another number of ranks was started than `topology` has."""
     if (world_size := launched_world_size()) != topology.world_size:
         raise MeshError(
-            f"{world_size} ranks were started, and the mesh {topology} takes "
+            f"{started(world_size)}, and the mesh {topology} takes "
             f"{topology.world_size}: start {topology.world_size} ranks, or change the mesh"
         )
 

@@ -54,14 +54,14 @@ class Topology:
         if data == "auto":
             if world_size % per_copy or world_size < per_copy:
                 raise MeshError(
-                    f"{world_size} ranks were started, and one copy of the model takes "
+                    f"{started(world_size)}, and one copy of the model takes "
                     f"mesh.pipeline * mesh.tensor = {pipeline} * {tensor} = {per_copy}: start a "
                     f"multiple of {per_copy} ranks (torchrun --nproc_per_node), or change the mesh"
                 )
             return cls(pipeline, world_size // per_copy, tensor)
         if per_copy * data != world_size:
             raise MeshError(
-                f"{world_size} ranks were started, and the mesh takes mesh.pipeline * mesh.data * "
+                f"{started(world_size)}, and the mesh takes mesh.pipeline * mesh.data * "
                 f"mesh.tensor = {pipeline} * {data} * {tensor} = {per_copy * data}: start "
                 f"{per_copy * data} ranks (torchrun --nproc_per_node), or set mesh.data to 'auto'"
             )
@@ -97,3 +97,8 @@ class Topology:
         """Return the topology whose `str` is `text`."""
         sizes = dict(part.split(" ") for part in text.split(" x "))
         return cls(**{axis: int(sizes[axis]) for axis in AXES})
+
+
+def started(world_size: int) -> str:
+    """Return "1 rank was started", or "4 ranks were started"."""
+    return "1 rank was started" if world_size == 1 else f"{world_size} ranks were started"

@@ -122,7 +122,7 @@ def test_keys_of_the_config_can_be_changed(folder):
             ["{folder}/run", "--set", "data.split=1,0"],
             "the data of the run has no valid set (data.split, data.valid_data_path): name files",
         ),
-        (["{folder}/run", "--set", "mesh.pipeline=2"], "1 ranks were started, and one copy"),
+        (["{folder}/run", "--set", "mesh.pipeline=2"], "1 rank was started, and one copy"),
         (["{folder}/run", "--set", "model.hidden_size=24"], "has another model"),
     ],
 )

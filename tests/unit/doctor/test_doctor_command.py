@@ -80,7 +80,7 @@ def test_a_config_that_cannot_run_has_failed_and_the_rest_is_checked(
     Path("ds.json").write_text('{"train_batch_size": 2, "mesh": {"pipeline": 2}}')
     assert main(["doctor", "--config", "ds.json", "--disk-mb", "0"]) == 1
     out = capsys.readouterr().out
-    assert "1 ranks were started, and one copy of the model takes" in out
+    assert "1 rank was started, and one copy of the model takes" in out
     assert "ok       versions" in out
     assert "1 failed: repair the failed checks first" in out
 
