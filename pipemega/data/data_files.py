@@ -10,7 +10,7 @@ from pipemega.config.data import DataSection
 from pipemega.data.corpus import Corpus, find_corpus
 from pipemega.data.file_cache import digest_of, user_cache_folder
 from pipemega.data.finetuning.record_files import find_records
-from pipemega.data.images.image_paths import image_folders
+from pipemega.data.images.image_paths import class_names, folder_error, image_folders, split_folders
 from pipemega.data.prepared_files import files_of, prefix_of, read_manifest, tokenizer_of
 from pipemega.data.tokenizer import UNKNOWN_EOD, Tokenizer
 from pipemega.deferred_import import deferred
@@ -32,6 +32,7 @@ class DataInput(NamedTuple):
         name: as in the config.
         size: bytes of its files.
         tokens: of token files; 0 for other files.
+        classes: of a folder of images; 0 for other files.
         error: why it cannot be read; empty if it can.
     """
 
@@ -40,6 +41,7 @@ class DataInput(NamedTuple):
     size: int = 0
     tokens: int = 0
     error: str = ""
+    classes: int = 0
 
 
 def data_inputs(section: DataSection) -> Iterator[DataInput]:
@@ -74,8 +76,22 @@ def _image_folders(section: DataSection) -> Iterator[DataInput]:
         yield DataInput("data.path", "", error=str(error))
         return
     for key, path in folders.items():
-        missing = "" if path.is_dir() else f"{key}: the folder {path} does not exist"
-        yield DataInput(key, str(path), error=missing)
+        if section.images == "folder":
+            problem = _image_folder_error(key, path, has_validation=len(folders) > 1)
+            count = 0 if problem else len(class_names(split_folders(path)[0]))
+            yield DataInput(key, str(path), error=problem, classes=count)
+        else:
+            problem = "" if path.is_dir() else f"{key}: the folder {path} does not exist"
+            yield DataInput(key, str(path), error=problem)
+
+
+def _image_folder_error(key: str, path: Path, *, has_validation: bool) -> str:
+    """Return why the images of `path` cannot be read; "" if they can."""
+    if key == "data.valid_path":
+        return folder_error(path, key)
+    training, validation = split_folders(path)
+    error = folder_error(training, key)
+    return error if error or validation is None or has_validation else folder_error(validation, key)
 
 
 def _record_files(key: str, names: str | tuple[str, ...] | None) -> Iterator[DataInput]:

@@ -140,6 +140,7 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
         Rule(("pipeline.schedule", "pipeline", "model", "imports", RAMPUP, *_SIZES), plan),
         Rule(("model.vocab_size", "data"), _vocabulary_fits),
         Rule(("data.eod_id", "data", "model.vocab_size"), _eod_is_known),
+        Rule(("model.num_classes", "data"), _classes_fit),
     )
 
 
@@ -151,6 +152,17 @@ def _vocabulary_fits(config: Config) -> Iterator[str]:
         yield (
             f"model.vocab_size is {size}, but the {found.origin} has {found.size} tokens: make it "
             f"at least {found.size}, or 'auto'"
+        )
+
+
+def _classes_fit(config: Config) -> Iterator[str]:
+    known = getattr(config.model, "num_classes", None)
+    folders = data_inputs(config.data) if config.data.images == "folder" else ()
+    needed = max((found.classes for found in folders), default=0)
+    if isinstance(known, int) and known < needed:
+        yield (
+            f"model.num_classes is {known}, and data.path has {needed} classes: set "
+            f"model.num_classes to {needed}"
         )
 
 
@@ -177,8 +189,10 @@ def _model_files(config: Config) -> Iterator[RunFile]:
 
 def _run_files(config: Config) -> Iterator[RunFile]:
     for found in data_inputs(config.data):
-        state = "missing" if found.error else f"exists, {show_bytes(found.size)}"
+        state = "missing" if found.error else "exists"
+        state += f", {show_bytes(found.size)}" if found.size else ""
         state += f", {found.tokens:,} tokens" if found.tokens else ""
+        state += f", {found.classes:,} classes" if found.classes else ""
         yield RunFile(found.key, found.name, state, found.error)
     if isinstance(config.pipeline.schedule, PlanFile):
         path = config.pipeline.schedule.file

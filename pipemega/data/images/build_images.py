@@ -10,8 +10,8 @@ from pipemega.config.data import DataSection
 from pipemega.data.images.cifar import read_cifar
 from pipemega.data.images.drawn_digits import drawn_digits, scikit_digits
 from pipemega.data.images.image_dataset import ImageDataset
-from pipemega.data.images.image_folder import read_folder, split_folders
-from pipemega.data.images.image_paths import image_folders
+from pipemega.data.images.image_folder import read_folder
+from pipemega.data.images.image_paths import image_folders, split_folders
 from pipemega.data.images.labelled_images import EXTRA, LabelledImages, Labels
 from pipemega.data.samples import SPLITS, split_ranges
 from pipemega.errors import ConfigError, DataError

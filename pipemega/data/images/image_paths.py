@@ -1,6 +1,7 @@
 """The folders of images that the config section `data` names; imports no torch."""
 
 import os
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipemega.config.data import DataSection
@@ -8,6 +9,12 @@ from pipemega.config.data_images import SOURCES_OF_FILES
 from pipemega.errors import ConfigError
 
 PATH_VARIABLE = "DATA"
+
+ENDINGS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+
+_VALID = ("val", "valid", "validation", "test")
+# Classes that a message names.
+_SHOWN = 5
 
 
 def image_folders(section: DataSection) -> dict[str, Path]:
@@ -31,3 +38,59 @@ def image_folders(section: DataSection) -> dict[str, Path]:
     if section.valid_path is not None:
         found["data.valid_path"] = Path(str(section.valid_path)).expanduser()
     return found
+
+
+def split_folders(path: Path) -> tuple[Path, Path | None]:
+    """Return the folders of training and validation images: `train` and `val` in `path`, or it.
+
+    None: `path` has no validation images of its own.
+    """
+    if (path / "train").is_dir():
+        for name in _VALID:
+            if (path / name).is_dir():
+                return path / "train", path / name
+    return path, None
+
+
+def class_names(path: Path) -> tuple[str, ...]:
+    """Return the sub-folders of a folder of images, in order."""
+    entries = (entry for entry in os.scandir(path) if entry.is_dir())
+    return tuple(sorted(entry.name for entry in entries if not entry.name.startswith(".")))
+
+
+def image_files(folder: Path) -> Iterator[Path]:
+    """Yield the image files below a folder, in no order."""
+    for path in folder.rglob("*"):
+        if path.suffix.lower() in ENDINGS and path.is_file():
+            yield path
+
+
+def folder_error(path: Path, key: str) -> str:
+    """Return why a folder with a sub-folder per class cannot be read; "" if it can.
+
+    Args:
+        key: names `path` in the message.
+    """
+    if not path.is_dir():
+        return f"{key}: the folder {path} does not exist"
+    found = class_names(path)
+    empty = [name for name in found if next(image_files(path / name), None) is None]
+    if len(empty) == len(found):
+        return (
+            f"{key}: {path} has no images: it needs a sub-folder per class with files "
+            f"{', '.join(ENDINGS)} in it"
+        )
+    if empty:
+        return (
+            f"{key}: {path} has no images of {listed(empty)}: add files {', '.join(ENDINGS)}, or "
+            "remove the sub-folder"
+        )
+    return ""
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return "class 'a'", or "3 classes ('a', 'b', ...)"."""
+    if len(names) == 1:
+        return f"class {names[0]!r}"
+    shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
+    return f"{len(names)} classes ({shown})"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipemega.cli import main
 from pipemega.config import load
 from pipemega.config.data import DataSection
 from pipemega.data.data_files import check_data_inputs
@@ -23,6 +24,8 @@ from tests.optional_packages import imported
 from tests.unit.data.image_files import cifar_images, dump, write_cifar, write_folder
 
 pytest.importorskip("PIL")
+
+ROOT = Path(__file__).parents[3]
 BOTH = ("train", "valid")
 
 
@@ -199,6 +202,30 @@ def test_a_class_without_images_is_named(
         keys = {**keys, "valid_path": str(write_folder(tmp_path / "v", valid))}
     with pytest.raises(DataError, match=message):
         built(images="folder", path=str(tmp_path / "train"), **keys)
+
+
+def test_the_check_of_the_files_names_a_class_without_images(tmp_path: Path) -> None:
+    for name in ("train", "val"):
+        write_folder(tmp_path / name, {"a": 1, "b": 1})
+    check_data_inputs(section(images="folder", path=str(tmp_path)))
+    (tmp_path / "val" / "b" / "0.png").unlink()
+    with pytest.raises(DataError, match=r"data.path: .*val has no images of class 'b': add files"):
+        check_data_inputs(section(images="folder", path=str(tmp_path)))
+    other = str(tmp_path / "train")
+    check_data_inputs(section(images="folder", path=str(tmp_path), valid_path=other))
+
+
+def test_check_compares_the_classes_of_a_folder_with_those_of_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_folder(tmp_path, {"a": 2, "b": 2, "c": 2})
+    words = ["check", str(ROOT / "configs/vit_digits.json"), "--set", "data.images=folder"]
+    words += ["--set", f"data.path={tmp_path}", "--set", "model.num_channels=3"]
+    assert main(words) == 0
+    assert "exists, 3 classes" in capsys.readouterr().out
+    assert main([*words, "--set", "model.num_classes=2"]) == 1
+    message = "model.num_classes is 2, and data.path has 3 classes: set model.num_classes to 3"
+    assert message in capsys.readouterr().err
 
 
 def test_a_damaged_image_is_named_when_it_is_read(tmp_path: Path) -> None:
