@@ -29,6 +29,9 @@ _WHOLE = ("config", "CONFIG")
 # Upper-case names with a meaning in configs of Colossal-AI: as keys they are errors that name ours.
 _COLOSSAL = ("NUM_MICRO_BATCHES", "NUM_CHUNKS", "TENSOR_SHAPE")
 
+# Modules that configs have imported from their own folders -> the folder.
+_NEIGHBOURS: dict[str, str] = {}
+
 
 def run_python(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], list[int]]]:
     """Run the file; return the config as a dict, and the lines of its keys.
@@ -55,17 +58,32 @@ def run_python(path: Path) -> tuple[dict[str, Any], dict[tuple[str, ...], list[i
 def _run(path: Path) -> dict[str, Any]:
     """Run the file, which may import modules of its own folder; return its public names."""
     folder = str(path.absolute().parent)
+    _forget_neighbours_of_others(folder)
+    before = set(sys.modules)
     sys.path.insert(0, folder)
     try:
         names = runpy.run_path(str(path), run_name="config")
     finally:
         sys.path.remove(folder)
+        imported = {name for name in set(sys.modules) - before if _is_in(name, folder)}
+        _NEIGHBOURS.update(dict.fromkeys(imported, folder))
     return {
         name: value
         for name, value in names.items()
         if not name.startswith("_")
         and (isinstance(value, Mapping) or not (callable(value) or isinstance(value, ModuleType)))
     }
+
+
+def _forget_neighbours_of_others(folder: str) -> None:
+    """Remove modules that configs of other folders have imported, where this folder has its own."""
+    names = {name for name, of in _NEIGHBOURS.items() if of != folder and _is_in(name, folder)}
+    for module in [name for name in sys.modules if name.partition(".")[0] in names]:
+        del sys.modules[module]
+
+
+def _is_in(name: str, folder: str) -> bool:
+    return any(Path(folder, file).exists() for file in (f"{name}.py", f"{name}/__init__.py"))
 
 
 def _reason(error: BaseException, path: Path) -> str:

@@ -55,6 +55,18 @@ def test_a_python_config_may_import_modules_of_its_folder(tmp_path):
     assert load(path).train_batch_size == 8
 
 
+def test_each_config_imports_the_module_of_its_own_folder(tmp_path):
+    """The second config got the module of the first one, which has the same name."""
+    text = "from neighbour_of_config import HIDDEN\ntrain_batch_size = 2\n"
+    found = []
+    for hidden in (8, 16):
+        folder = tmp_path / str(hidden)
+        folder.mkdir()
+        write(folder, f"HIDDEN = {hidden}\n", "neighbour_of_config.py")
+        found.append(load(write(folder, text)).user.HIDDEN)
+    assert found == [8, 16]
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
