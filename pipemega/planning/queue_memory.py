@@ -60,14 +60,15 @@ def fit_weight_queue(
         costs: of every stage, with split backward.
         static: for each rank, bytes that do not depend on the plan.
     """
+    whole_plans = _with_full_backwards(plan)
     peaks = [
-        max(peak_memory(fused, rank, costs, device).total for fused in _with_full_backwards(plan))
+        max(peak_memory(whole, rank, costs, device).total for whole in whole_plans)
         for rank in range(plan.num_ranks)
     ]
     most = [_ACTIVATIONS * max(peaks)] * plan.num_ranks
     if recomputes(costs):
-        whole = _WHOLE_IF_RECOMPUTED * max(map(sum, zip(peaks, static, strict=True)))
-        most = [max(limit, whole - known) for limit, known in zip(most, static, strict=True)]
+        total = _WHOLE_IF_RECOMPUTED * max(map(sum, zip(peaks, static, strict=True)))
+        most = [max(limit, total - known) for limit, known in zip(most, static, strict=True)]
     lowered = lower(plan)
     programs = tuple(
         _Fitting(lowered, rank, costs, device, limit).program() for rank, limit in enumerate(most)
