@@ -85,6 +85,7 @@ def test_a_resnet_trains_like_one_process(
 
 
 @pytest.mark.sweep
+@pytest.mark.parametrize("how", [{}, RECOMPUTED], ids=["stored", "recomputed"])
 @pytest.mark.parametrize(
     ("mesh", "schedules"),
     [
@@ -93,13 +94,12 @@ def test_a_resnet_trains_like_one_process(
         ({"data": 2, "pipeline": 2}, ONE_STAGE + SPLIT + TWO_STAGES),
         ({"pipeline": 4}, ONE_STAGE + SPLIT),
     ],
-    ids=str,
+    ids=["pipeline 2", "data 2", "data 2 x pipeline 2", "pipeline 4"],
 )
 def test_a_resnet_trains_like_one_process_under_every_schedule(
-    pool: RankPool, mesh: dict[str, int], schedules: tuple[str, ...]
+    pool: RankPool, mesh: dict[str, int], schedules: tuple[str, ...], how: dict[str, Any]
 ) -> None:
-    configs = [config(name, pipeline=how) for name in schedules for how in ({}, RECOMPUTED)]
-    assert_all_like_one_process(pool, mesh, configs)
+    assert_all_like_one_process(pool, mesh, [config(name, pipeline=how) for name in schedules])
 
 
 def test_sync_joins_the_micro_batches_of_the_data_ranks(pool: RankPool) -> None:
