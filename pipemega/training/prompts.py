@@ -16,9 +16,15 @@ def model_tokenizer(config: Config) -> tuple[str, Tokenizer]:
     """Return path and tokenizer of the run, or of the folder of a model of transformers.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none; or the model takes images.
         DataError: it does not exist, or cannot be read.
     """
+    if config.data.images is not None:
+        raise ConfigError(
+            f"the model was trained on images (data.images {config.data.images!r}): it takes no "
+            "text, and has no tokenizer",
+            on_every_rank=True,
+        )
     try:
         found = run_tokenizer(config)
     except DataError as error:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipemega.cli import main
 from tests.ranks.pool import RankPool, RanksFailed
 from tests.ranks.trained_models import command
 from tests.ranks.training import vision_runs
@@ -43,7 +44,9 @@ def test_a_damaged_image_ends_the_run_of_all_ranks(pool: RankPool, tmp_path: Pat
         assert "repair the file, or remove it" in text
 
 
-def test_a_trained_model_is_evaluated_on_images(pool: RankPool, tmp_path: Path) -> None:
+def test_a_trained_model_is_evaluated_on_images(
+    pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("PIL")
     write_folder(tmp_path / "train", {"a": 6, "b": 6})
     write_folder(tmp_path / "val", {"b": 2, "a": 3})
@@ -64,6 +67,9 @@ def test_a_trained_model_is_evaluated_on_images(pool: RankPool, tmp_path: Path) 
         assert found["samples"] == 5
         assert found["accuracy"] == pytest.approx(trained["values"]["top1"])
         assert found["loss"] == pytest.approx(trained["values"]["loss"], rel=1e-5)
+    assert main(["generate", str(tmp_path / "run"), "--prompt", "cat"]) == 2
+    expected = "the model was trained on images (data.images 'folder'): it takes no text, and has"
+    assert expected in capsys.readouterr().err
     code, text = command("evaluate", tmp_path / "run", "--samples", 2)
     assert (code, text.splitlines()[1].split()) == (
         0, ["data", "loss", "accuracy", "samples", "seconds"],
