@@ -50,6 +50,10 @@ class Axis:
     def size(self) -> int:
         return len(self.ranks)
 
+    def __deepcopy__(self, memo: object) -> "Axis":
+        # So that layers with an axis can be copied, such as by AveragedModel: a group cannot.
+        return self
+
 
 @dataclass(frozen=True, eq=False)
 class Mesh:

@@ -1,5 +1,6 @@
 """DeferredBatchNorm in one process: conversion, precision, skipped and partial steps, errors."""
 
+import threading
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipemega import DeferredBatchNorm, Engine, LayerSpec, PipelineModule, initialize
+from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, PipelineError
 from pipemega.pipeline.deferred_batch_norm import DeferredBatchNorm2d, defer_batch_norms
 
@@ -61,6 +63,16 @@ def test_conversion_keeps_names_and_hooks_and_leaves_other_classes() -> None:
     assert calls == [1]
     with pytest.raises(ValueError, match="4D"):
         net[0](torch.randn(2, 3))
+
+
+def test_layers_on_several_data_ranks_can_be_copied() -> None:
+    """The process group cannot be, so AveragedModel failed."""
+    group: Any = threading.Lock()
+    layer = DeferredBatchNorm(3)
+    layer.axis = Axis("data", (0, 1), group=group)
+    copied = torch.optim.swa_utils.AveragedModel(layer).module
+    assert copied is not layer
+    assert copied.axis is layer.axis
 
 
 def test_a_step_updates_the_statistics_once_from_all_micro_batches() -> None:
