@@ -149,6 +149,24 @@ def test_the_origin_of_nan_is_the_layer_and_the_rank_of_the_rows(pool: RankPool)
         )
 
 
+@pytest.mark.parametrize(("vocabulary", "mesh"), [("parallel", (1, 1, 2)), ("stage", (1, 2, 2))])
+def test_an_overflow_in_a_head_without_logits_skips_the_step(
+    pool: RankPool, vocabulary: str, mesh: tuple[int, int, int]
+) -> None:
+    """The head multiplies by the loss scale in F or C, before the backward of the stages."""
+    fp16 = {"enabled": True, "initial_scale_power": 40, "hysteresis": 1}
+    config = config_of(mesh, "zb-h1", "plain") | {"fp16": fp16}
+    config["pipeline"]["vocabulary"] = vocabulary
+    alone = config_of((1, 1, 1), "sequential", "plain") | {"fp16": fp16}
+    (want,) = pool.run(1, training_runs.train, alone, "float32")
+    assert want["skipped"] == [True] * training_runs.STEPS
+    for got in pool.run(mesh[1] * mesh[2], training_runs.train, config, "float32"):
+        assert got["skipped"] == want["skipped"]
+        assert got["scale"] == want["scale"]
+        assert got["loss"] == pytest.approx(want["loss"], rel=1e-2)
+        assert largest_difference(got["parameters"], want["parameters"]) == 0
+
+
 def test_other_models_and_labels_of_some_tokens_are_refused(pool: RankPool) -> None:
     for message in pool.run(2, cut_vocabulary_runs.error_of_short_labels, parallel("plain")):
         assert "the labels [2, 7] are 14, and the model has 16 tokens" in message
