@@ -61,6 +61,8 @@ class TracedSpec(LayerSpec):
     def __init__(self, parts: ModuleParts, layer: LayerGraph, copied: Sequence[str]) -> None:
         super().__init__(fx.GraphModule)
         self.parts, self.layer, self.copied = parts, layer, copied
+        # Class and arguments, which are the same for all layers, say nothing.
+        self.equality_key = layer
         self._ties: dict[str, tuple[str, str]] = {}
 
     @property

@@ -22,7 +22,7 @@ from pipemega.pipeline.schedules import SCHEDULES
 from pipemega.planning.estimate import Request, estimate
 from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.model_flops import flops_per_token, forward_flops
-from pipemega.planning.model_source import model_and_sample
+from pipemega.planning.model_source import Sample, model_and_sample
 
 BASE: dict[str, Any] = {
     "train_batch_size": 16,
@@ -210,6 +210,37 @@ def test_equal_layers_of_a_hugging_face_model_are_measured_once(hf_folder: Path)
     # The layers are these stages, so the times of the layers need no further run.
     assert len(model.layer_costs.forward) == 8
     assert len(model._counts._costs) == 3
+
+
+class SameShapes(nn.Module):
+    """Its layers have messages of one shape, and different costs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Conv1d(8, 8, k, padding=k // 2) for k in (1, 5, 3))
+        self.d, self.e = nn.Conv1d(8, 8, 1), nn.AvgPool1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.e(self.d(self.c(self.b(self.a(x)))))
+
+
+@pytest.mark.parametrize("sequence", [None, ["a", "b", "c", "d", "e"]])
+def test_layers_of_a_factory_that_get_equal_messages_are_counted_one_by_one(
+    sequence: list[str] | None,
+) -> None:
+    """All layers with inputs of one shape had the costs and the output of the first of them."""
+    config, images = load(BASE), torch.zeros(2, 8, 16)
+
+    def costs_of(module: Any) -> Any:
+        net = PipelineModule.from_module(module, exec_seq=sequence, loss_fn=nn.functional.l1_loss)
+        labels = torch.zeros(2, 8, 4)
+        sample = Sample.like(images, labels)
+        return MetaModel(config, net.on_meta(), sample, Topology(2, 1, 1), "cpu").layer_costs
+
+    found = costs_of(SameShapes)
+    assert found == costs_of(SameShapes())
+    one, five, three, *_ = found.forward
+    assert one < three < five
 
 
 def test_check_reads_the_folder_of_a_hugging_face_model(
