@@ -33,7 +33,7 @@ MIN_CORE_SHARE = 0.97
 
 REFERENCE, LIMIT = "one-process", "one-process:twice"
 OURS = ("1f1b", "1f1b@hand-cut", "auto", "auto@zb-h2-bytes")
-# What the goals compare.
+# The systems of --short; the references are added to them.
 SHORT = ("torch:1f1b", *(f"pipemega:{name}" for name in OURS))
 DEFAULT = (
     *(f"torch:{name}" for name in ("1f1b", "interleaved", "interleaved-zb", "zb-v", "dualpipe-v")),
@@ -116,7 +116,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         f"(default: {' '.join(DEFAULT)})",
     )
     parser.add_argument(
-        "--short", action="store_true", help=f"only what the goals compare: {' '.join(SHORT)}"
+        "--short",
+        action="store_true",
+        help=f"measure only the references and {' '.join(SHORT)}",
     )
     options = parser.parse_args(argv)
     if options.resume and options.json is None:
