@@ -164,15 +164,27 @@ def defer_batch_norms(module: nn.Module, deferral: Deferral) -> nn.Module:
 
     Names, parameters and hooks stay. A SyncBatchNorm joins its statistics over the data ranks.
     Subclasses of the user are not changed: they may compute something else.
+
+    Raises:
+        ConfigError: statistics shall be joined, and a BatchNorm has no running ones; on every rank.
     """
     for each in module.modules() if deferral else ():
         if isinstance(each, DeferredBatchNorm):
             each.sync = each.sync or deferral == "sync"
-        elif type(each) in _CLASSES and each.track_running_stats:
+        elif type(each) not in _CLASSES:
+            continue
+        elif each.track_running_stats:
             is_sync = isinstance(each, nn.SyncBatchNorm)
             each.__class__ = _CLASSES[type(each)]
             assert isinstance(each, DeferredBatchNorm)
             each._defer(is_sync or deferral == "sync")
+        elif deferral == "sync":
+            raise ConfigError(
+                f"deferred_batch_norm='sync' joins the statistics of layers with running ones, and "
+                f"not those of {each}: remove track_running_stats=False, or use "
+                f"deferred_batch_norm=True",
+                on_every_rank=True,
+            )
     return module
 
 

@@ -216,3 +216,13 @@ def test_another_value_of_the_argument_is_refused() -> None:
     given: Any = "yes"
     with pytest.raises(ConfigError, match=r"True, False or 'sync'.*not 'yes'"):
         PipelineModule([nn.ReLU()], deferred_batch_norm=given)
+
+
+def test_statistics_that_cannot_be_joined_are_refused() -> None:
+    """Each data rank used its own ones, without a word."""
+    layers = [LayerSpec(nn.BatchNorm1d, 3, track_running_stats=False)]
+    engine_of(PipelineModule(layers, mean_loss, deferred_batch_norm=True))
+    with pytest.raises(
+        ConfigError, match=r"of BatchNorm1d\(3.*track_running_stats=False"
+    ):
+        engine_of(PipelineModule(layers, mean_loss, deferred_batch_norm="sync"))
