@@ -222,7 +222,5 @@ def test_statistics_that_cannot_be_joined_are_refused() -> None:
     """Each data rank used its own ones, without a word."""
     layers = [LayerSpec(nn.BatchNorm1d, 3, track_running_stats=False)]
     engine_of(PipelineModule(layers, mean_loss, deferred_batch_norm=True))
-    with pytest.raises(
-        ConfigError, match=r"of BatchNorm1d\(3.*track_running_stats=False"
-    ):
+    with pytest.raises(ConfigError, match=r"of BatchNorm1d\(3.*track_running_stats=False"):
         engine_of(PipelineModule(layers, mean_loss, deferred_batch_norm="sync"))
