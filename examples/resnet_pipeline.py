@@ -4,6 +4,8 @@
     torchrun --nproc_per_node=2 examples/resnet_pipeline.py --set data.images=cifar10 \\
         --set data.path=/data/cifar
     torchrun --nproc_per_node=2 examples/resnet_pipeline.py --torchvision
+
+`--torchvision` needs `pip install torchvision`.
 """
 
 from functools import partial

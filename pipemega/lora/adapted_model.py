@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipemega.config.lora import LoraSection
+from pipemega.errors import ConfigError
 from pipemega.lora.low_rank import A, B, add_adapter
 from pipemega.lora.targets import Named, find_targets, find_trained
 from pipemega.pipeline.module import PipelineModule
@@ -20,9 +21,16 @@ def add_lora(net: PipelineModule, section: LoraSection) -> PipelineModule:
     A module that the user has built is changed itself, as peft changes it.
 
     Raises:
-        ConfigError: `lora.targets`, `lora.train_also` or `lora.r` do not fit the model; on every
-            rank.
+        ConfigError: `lora.targets`, `lora.train_also` or `lora.r` do not fit the model, or it is
+            one of `from_module`; on every rank.
     """
+    if net.origin is not None:
+        raise ConfigError(
+            "lora: the layers of PipelineModule.from_module cannot get adapters: give "
+            "PipelineModule the list of the layers, or take a model of transformers "
+            "(pipemega.from_pretrained)",
+            on_every_rank=True,
+        )
     targets = _by_position(find_targets(net, section))
     trained = _with_tied_copies(net, _by_position(find_trained(net, section)))
     factories: dict[tuple[Any, ...], _Factory] = {}

@@ -231,3 +231,11 @@ def test_modules_that_the_user_has_built_get_adapters_too() -> None:
     }  # fmt: skip
     assert first.lora_B.weight.abs().max() > 0  # type: ignore[union-attr]
     assert torch.equal(last.weight, weight)
+
+
+@pytest.mark.parametrize("module", [lambda: nn.Linear(4, 4), nn.Linear(4, 4)])
+def test_a_traced_module_is_refused(module: Any) -> None:
+    """The names of its layers ended in an IndexError."""
+    net = PipelineModule.from_module(module, loss_fn=squares)
+    with pytest.raises(ConfigError, match=r"lora: the layers of PipelineModule\.from_module"):
+        add_lora(net, LoraSection())
