@@ -18,17 +18,18 @@ _SHARED_BYTES = 10**9
 _FREE_SHARE = 0.9
 
 
-def compare(facts: Facts, topology: Topology | None) -> list[Finding]:
+def compare(facts: Facts, topology: Topology | None, mixed: bool = False) -> list[Finding]:
     """Return the findings about the facts of the ranks that could read theirs, at least one.
 
     Args:
         topology: of the config; None without a valid config.
+        mixed: mesh.device of the config gives some ranks a GPU and some the CPU.
     """
     return [
         *_nodes(facts, topology),
         *_versions(facts),
         *_configs(facts),
-        *_devices(facts),
+        *_devices(facts, mixed),
         *_memory(facts),
         *_variables(facts),
     ]
@@ -105,7 +106,7 @@ def _configs(facts: Facts) -> Iterator[Finding]:
         )
 
 
-def _devices(facts: Facts) -> Iterator[Finding]:
+def _devices(facts: Facts, mixed: bool) -> Iterator[Finding]:
     errors = _groups(facts, lambda fact: fact.device_error)
     for error, ranks in errors.items():
         if error:
@@ -113,7 +114,7 @@ def _devices(facts: Facts) -> Iterator[Finding]:
                 "failed", "devices", f"{_ranks(ranks)}: {error}", "see the message, or nvidia-smi"
             )
     kinds = _groups(facts, lambda fact: fact.device.partition(":")[0])
-    if len({kind for kind in kinds if kind}) > 1:
+    if len({kind for kind in kinds if kind}) > 1 and not mixed:
         yield Finding(
             "failed",
             "devices",
@@ -147,15 +148,17 @@ def _devices(facts: Facts) -> Iterator[Finding]:
             "check LOCAL_RANK and CUDA_VISIBLE_DEVICES: each rank needs its own GPU",
         )
     names = _groups(facts, lambda fact: fact.device_name or fact.device)
-    if len(names) > 1 and all(fact.device_name for fact in facts.values()):
+    gpus = {name: ranks for name, ranks in names.items() if facts[ranks[0]].device_name}
+    if len(gpus) > 1:
         yield Finding(
             "warning",
             "devices",
-            f"different GPUs: {_described(names)}",
+            f"different GPUs: {_described(gpus)}",
             "the slowest GPU sets the speed of a step: use one model of GPU",
         )
     elif not (shared or any(errors)):
-        yield Finding("ok", "devices", f"{len(facts)} x {next(iter(names))}")
+        found = ", ".join(f"{len(ranks)} x {name}" for name, ranks in names.items())
+        yield Finding("ok", "devices", found)
 
 
 def _memory(facts: Facts) -> Iterator[Finding]:

@@ -174,7 +174,9 @@ class Examination:
     def _check_network(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
         attendance = self.attendance
         if attendance.rank == 0:
-            found = compare_facts.compare(facts, topology) if facts else []
+            config = self.options.config
+            mixed = config is not None and bool(config.mesh.mixed_devices)
+            found = compare_facts.compare(facts, topology, mixed) if facts else []
             self._add(*found)
         if attendance.world_size == 1:
             self._add(Finding("skipped", "connections", "one rank has none"))
@@ -259,7 +261,8 @@ class Examination:
             self._add(Finding("ok", "connections", text))
         elif topic == "bandwidth":
             self.measured["bandwidth"] = values[0] if len(values) == 1 else values
-            is_nccl = bool(facts) and facts[0].device.startswith("cuda")
+            cuda = [fact.device.startswith("cuda") for fact in facts.values()]
+            is_nccl = bool(cuda) and all(cuda)
             self._add(*bandwidth.judge(values, is_nccl))
         elif topic == "clocks":
             samples: dict[int, list[ClockSample]] = values
@@ -318,6 +321,7 @@ def judge_memory(needed: dict[int, int], facts: dict[int, RankFacts]) -> Iterato
             "python -m pipemega plan CONFIG --device-memory SIZE lists changes that fit",
         )
     else:
+        highest = max(needed[rank] for rank in free)
         text = f"pipemega plan predicts at most {show_bytes(highest)} for a rank"
         yield Finding(
             "ok", "plan", f"{text}; each GPU has at least {show_bytes(min(free.values()))} free"

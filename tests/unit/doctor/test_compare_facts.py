@@ -139,6 +139,19 @@ def test_the_free_host_memory_is_within_the_limit_of_the_cgroup():
     assert host_free(files.__getitem__) == 9 * 1024
 
 
+def test_ranks_on_the_cpu_are_right_if_the_config_gives_them_the_cpu():
+    """The doctor refused every list of different devices."""
+    facts = gpus()
+    facts[0] = replace(facts[0], device="cpu", device_name="", device_id="", device_free=None)
+    statuses = {found.check: found for found in compare(facts, Topology(pipeline=4), mixed=True)}
+    assert {found.status for found in statuses.values()} == {"ok"}
+    assert statuses["devices"].text == "3 x NVIDIA H100, 1 x cpu"
+    assert bad(facts, Topology(pipeline=4))[0].text.startswith("some ranks use a GPU")
+    (fits,) = judge_memory({0: 300 * GIB, 1: 60 * GIB, 2: 60 * GIB, 3: 60 * GIB}, facts)
+    assert fits.status == "ok"
+    assert fits.text.startswith("pipemega plan predicts at most 64.4 GB for a rank; each GPU has")
+
+
 def test_a_predicted_memory_that_does_not_fit_is_named_by_rank():
     (fits,) = judge_memory(dict.fromkeys(range(4), 60 * GIB), gpus())
     assert (fits.status, fits.check) == ("ok", "plan")
