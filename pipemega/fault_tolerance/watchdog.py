@@ -71,7 +71,8 @@ class _Watchdog:
 
     def close(self) -> None:
         self._finished.set()
-        self._thread.join(2 * _POLL_SECONDS)
+        # A thread that is in a call of the store while the interpreter ends aborts the process.
+        self._thread.join(_GRACE_SECONDS)
 
     def _poll(self) -> None:
         try:
