@@ -115,10 +115,10 @@ class ModelDescription:
         except ConfigError:
             raise
         except Exception as error:
-            raise ConfigError(
-                f"{self.class_name} cannot be split into a pipeline: its forward fails with "
-                f"placeholders in the place of its layers: {type(error).__name__}: {error}",
-                on_every_rank=True,
+            raise _no_pipeline(
+                self.model,
+                f"its forward fails with placeholders in the place of its layers: "
+                f"{type(error).__name__}: {error}",
             ) from error
 
     @property
@@ -215,10 +215,8 @@ def _loose_parameters(d: ModelDescription) -> list[str]:
     ]
     for name in loose:
         if name not in d.special.segments:
-            raise ConfigError(
-                f"{d.class_name} cannot be split into a pipeline: the module that contains its "
-                f"layers has a parameter of its own, {name}",
-                on_every_rank=True,
+            raise _no_pipeline(
+                d.model, f"the module that contains its layers has a parameter of its own, {name}"
             )
     return loose
 
@@ -255,11 +253,11 @@ def _find_stacks(model: Any, known: tuple[str, ...]) -> tuple[str, ...]:
         number = getattr(model.config, "num_hidden_layers", None)
         found = [n for n, m in lists.items() if len(m) == number]
     if not found or len(found) > 2:
-        raise ConfigError(
-            f"{type(model).__name__} cannot be split into a pipeline: it has "
-            f"{len(found) or 'no'} lists of layers{': ' + ', '.join(found) if found else ''}; a "
-            f"model needs one stack of layers, or an encoder and a decoder",
-            on_every_rank=True,
+        raise _no_pipeline(
+            model,
+            f"it has {len(found) or 'no'} lists of layers"
+            f"{': ' + ', '.join(found) if found else ''}; a model needs one stack of layers, or an "
+            f"encoder and a decoder",
         )
     return tuple(sorted(found, key=lambda name: "decoder" in name.split(".")))
 
@@ -278,11 +276,7 @@ def _check_hidden(
     if x.shape == shape:
         gets = "a cache" * any(type(leaf).__name__.endswith("Cache") for leaf in others)
     if gets:
-        raise ConfigError(
-            f"{d.class_name} cannot be split into a pipeline: layer {index} "
-            f"({d.places[index][1]}) gets {gets}{hint}",
-            on_every_rank=True,
-        )
+        raise _no_pipeline(d.model, f"layer {index} ({d.places[index][1]}) gets {gets}{hint}")
 
 
 def _find_segments(description: ModelDescription) -> list[set[str]]:
@@ -325,10 +319,9 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
             with torch.enable_grad(), torch.device("cpu"):
                 output = d.run(shell, d.stand_in_inputs(torch.zeros(1, 4, 1), inputs))
         except (NotImplementedError, RuntimeError, TypeError) as error:
-            raise ConfigError(
-                f"{d.class_name} cannot be split into a pipeline: its forward does not run without "
-                f"its layers: {type(error).__name__}: {error}",
-                on_every_rank=True,
+            raise _no_pipeline(
+                d.model,
+                f"its forward does not run without its layers: {type(error).__name__}: {error}",
             ) from error
         runs.append(given)
     _refuse_other_state(d, *runs[:2])
@@ -380,10 +373,8 @@ def _refuse_other_state(
 ) -> None:
     """Raise ConfigError if a layer gets tensors that other layers have computed."""
     if len(first_run) != len(d.layers):
-        raise ConfigError(
-            f"{d.class_name} cannot be split into a pipeline: its forward calls "
-            f"{len(first_run)} layers, and it has {len(d.layers)}",
-            on_every_rank=True,
+        raise _no_pipeline(
+            d.model, f"its forward calls {len(first_run)} layers, and it has {len(d.layers)}"
         )
     for index, (first, second) in enumerate(zip(first_run, second_run, strict=True)):
         stack = d.places[index][0]
@@ -392,9 +383,14 @@ def _refuse_other_state(
         for t, u in zip(first, second, strict=True):
             computed = t.requires_grad or not torch.equal(t, u)
             if computed and not (t.requires_grad and id(t) in carried):
-                raise ConfigError(
-                    f"{d.class_name} cannot be split into a pipeline: layer {index} "
-                    f"({d.places[index][1]}) gets a tensor {list(t.shape)} that other layers have "
-                    f"computed, besides its hidden states",
-                    on_every_rank=True,
+                raise _no_pipeline(
+                    d.model,
+                    f"layer {index} ({d.places[index][1]}) gets a tensor {list(t.shape)} that "
+                    f"other layers have computed, besides its hidden states",
                 )
+
+
+def _no_pipeline(model: nn.Module, why: str) -> ConfigError:
+    return ConfigError(
+        f"{type(model).__name__} cannot be split into a pipeline: {why}", on_every_rank=True
+    )
