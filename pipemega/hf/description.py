@@ -6,8 +6,7 @@
 
 An encoder-decoder has two stacks of layers and three segments; the second one contains the norm of
 the encoder and the embeddings of the decoder. A shell is the model with placeholders for layers and
-for the modules of other segments. HF's own forward runs in it, so masks, positions, scaling and
-soft caps of a family are not written again here.
+for the modules of other segments. HF's own forward runs in it, with the masks of each family.
 """
 
 import copy
