@@ -98,7 +98,7 @@ class CheckpointSection(_Async):
         "DeepSpeed: save to each node's disk.",
         "a checkpoint is one folder that the ranks of all nodes can access",
     )
-    parallel_write: ParallelWriteSection = section(ParallelWriteSection, "DeepSpeed's; see there.")
+    parallel_write: ParallelWriteSection = section(ParallelWriteSection, "DeepSpeed only.")
     writer: Mapping[str, Any] | None = ignored(
         None, "DeepSpeed: the engine that writes the files.", "torch.distributed.checkpoint writes"
     )

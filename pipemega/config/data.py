@@ -227,8 +227,8 @@ class DataSection(Section):
         files = () if given is None else parse_data_paths(key, given)
         if key == "data.data_path" and any(part.documents for part in files):
             raise ValueError(
-                "data.data_path is divided by data.split: give START:END in data.train_data_path "
-                "and data.valid_data_path"
+                "data.data_path cannot have START:END, because data.split divides it: give "
+                "START:END in data.train_data_path and data.valid_data_path"
             )
         return given
 

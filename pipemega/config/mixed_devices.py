@@ -14,7 +14,7 @@ def errors_of_mixed_devices(config: Any) -> Iterator[str]:
     listed = f"mesh.device [{', '.join(devices)}] has ranks of different speed"
     if section.schedule == "auto" and not isinstance(section.costs, CostsSection):
         yield (
-            f"pipeline.schedule 'auto' searches for ranks of equal speed, and {listed}: name a "
+            f"pipeline.schedule 'auto' assumes ranks of equal speed, and {listed}: name a "
             f"schedule, such as '1f1b' or 'zb-h1'"
         )
     if section.partition == "profile":

@@ -233,8 +233,8 @@ class OptimizerSection(Section):
     groups: tuple[Mapping[str, Any], ...] = own(
         (),
         'Options for some parameters: [{"params": "norm|bias", "weight_decay": 0.0}, ...]. '
-        "`params` is a regular expression that is searched in logical names; the first group that "
-        "matches counts.",
+        "`params` is a regular expression that is searched in logical names; the first "
+        "matching group is used.",
     )
     legacy_fusion: bool = ignored(
         False, "DeepSpeed: the old fused step.", "the kernel depends on what is installed"

@@ -226,7 +226,7 @@ class PipelineSection(Section):
         if self.memory_limit != "auto" and self.partition != "auto":
             yield (
                 f"pipeline.memory_limit is for pipeline.schedule or pipeline.partition 'auto'; "
-                f"{why}, and partition {self.partition!r} has no choice: remove "
+                f"{why}, and partition {self.partition!r} does not use it: remove "
                 f"pipeline.memory_limit, or set one of the two to 'auto'"
             )
 

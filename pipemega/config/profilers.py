@@ -14,7 +14,9 @@ class FlopsProfilerSection(Section):
 
     enabled: bool = honoured(False, "Profile the modules in one training step.")
     profile_step: Whole = honoured(
-        1, "Number of this step; 0 and 1 are the first step. Its times may include warm-up."
+        1,
+        "Number of the step to profile; 0 and 1 are the first step, whose times may include "
+        "warm-up.",
     )
     module_depth: Annotated[int, Field(ge=-1)] = honoured(
         -1, "Deepest level of modules in the table; the whole model is level 0; -1: all levels."

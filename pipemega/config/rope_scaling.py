@@ -49,8 +49,12 @@ class RopeScalingSection(Section):
     )
     beta_fast: Positive = own(32.0, "yarn: rotations from which channels are not scaled.")
     beta_slow: Positive = own(1.0, "yarn: rotations up to which channels are scaled by factor.")
-    mscale: Positive | None = own(None, "yarn: weight of log(factor) in the attention factor.")
-    mscale_all_dim: Positive | None = own(None, "yarn: the same for the denominator.")
+    mscale: Positive | None = own(
+        None, "yarn: weight of log(factor) in the numerator of the attention factor."
+    )
+    mscale_all_dim: Positive | None = own(
+        None, "yarn: weight of log(factor) in the denominator of the attention factor."
+    )
     truncate: bool = own(True, "yarn: round the range of channels to integers.")
     low_freq_factor: Positive | None = own(
         None, "llama3: wavelengths above original length / this are scaled by factor."

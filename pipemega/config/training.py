@@ -26,7 +26,7 @@ class NonFiniteSection(Section):
     )
     budget: Count = own(
         10,
-        "Largest number of steps that the policies skip and rollback may discard in the whole run; "
+        "Largest number of steps that the whole run may discard by `skip` and `rollback`; "
         "the next one ends the run.",
     )
 

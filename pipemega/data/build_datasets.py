@@ -264,6 +264,14 @@ def _vocab_size(
     return requested
 
 
+# Split -> what sets its number of samples.
+_KEYS_OF_SAMPLES = {
+    "train": "training.train_steps in place of training.epochs",
+    "valid": "training.eval_steps",
+    "test": "test_samples of the DataRequest",
+}
+
+
 @dataclass(frozen=True)
 class _SplitBuilder:
     """Builds the dataset of each split.
@@ -305,7 +313,7 @@ class _SplitBuilder:
             if num_samples is None:
                 raise ConfigError(
                     f"data.{self._key(name)} has weights, so the number of {name} samples must be "
-                    "known: give it, or remove the weights"
+                    f"given: set {_KEYS_OF_SAMPLES[name]}, or remove the weights"
                 )
             # Normalised twice, as in Megatron, to get the same last bits.
             weights = normalized(weights).tolist()

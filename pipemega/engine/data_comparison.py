@@ -21,7 +21,7 @@ _PARTS = ("inputs", "labels")
 
 _REMEDY = (
     "all pipeline and tensor ranks of a data rank must read the same. Give them the same files, "
-    "and seed what is shuffled or drawn before reading equally on all ranks. Random numbers in "
+    "and the same seed for what they shuffle or draw before reading. Random numbers in "
     "__getitem__, __iter__ or collate_fn must come from the default generators of torch, numpy or "
     "random, which are seeded for each sample of training_data, or from a generator that is seeded "
     "with the index of the sample"

@@ -215,8 +215,7 @@ class PlanChooser:
             return False
         wins, why = cut_wins(model, cut, self._num_microbatches)
         self._log.info(
-            f"pipeline.vocabulary auto: {'parallel' if wins else 'stage'}; a vocabulary cut over "
-            f"the pipeline ranks: {why}"
+            f"pipeline.vocabulary auto: takes {'parallel' if wins else 'stage'!r}: {why}"
         )
         return wins
 
@@ -334,8 +333,8 @@ class PlanChooser:
                 )
         if section.schedule == AUTO:
             self._log.info(
-                f"schedule auto: stages cannot be counted before the run ({why}): the search is "
-                f"limited to {section.stages_per_rank or 1} stages per rank"
+                f"schedule auto: the FLOPs and bytes of the layers cannot be counted ({why}): the "
+                f"search is limited to pipeline.chunks {section.stages_per_rank or 1}"
             )
         elif section.weight_queue_limit == "auto" and self._splits_backward:
             self._log.info(

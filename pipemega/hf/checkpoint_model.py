@@ -110,9 +110,9 @@ def _base_model(reader: CheckpointReader) -> ModelToExport:
     own_names = {"parameters/layers.0.weight", "parameters/layers.0.projection.weight"}
     if state.get("weights_only") and not own_names & stored.keys():
         raise CheckpointError(
-            f"{reader.full_path} contains only weights ({state['weights_only']}), by other names "
-            f"than those of a model of type 'hf', 'gpt' or 'vit': load them in a run with this "
-            f"model (checkpoint.load_module_only true), save it, and export what it saved"
+            f"{reader.full_path} contains only weights ({state['weights_only']}), and their "
+            f"names are not those of a model of type 'hf', 'gpt' or 'vit': load them in a run "
+            f"with this model (checkpoint.load_module_only true), save it, and export what it saved"
         )
     if section.get("type") == "vit":
         return vit_to_export(ViTSection.model_validate(section))

@@ -87,9 +87,9 @@ def check_cuts(
                 problem = _problem(make, options, dims, layout, device)
             if problem is not None:
                 raise ConfigError(
-                    f"{problem}. On this mesh {layout.what}, so it must update {layout.needs}. "
-                    f"{layout.advice}, or use an optimizer such as AdamW or SGD; if the test is "
-                    "wrong, set zero_allow_untested_optimizer to true"
+                    f"{problem}. On this mesh {layout.what}, so the optimizer must update "
+                    f"{layout.needs}. {layout.advice}, or use an optimizer such as AdamW or SGD; "
+                    "if the test is wrong, set zero_allow_untested_optimizer to true"
                 )
 
     # The function of a user may differ between ranks.

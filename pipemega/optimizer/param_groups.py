@@ -82,7 +82,7 @@ def check_specs(specs: Sequence[GroupSpec], names: Sequence[str]) -> None:
             raise ConfigError(
                 f"{spec.key}.params {spec.pattern!r} matches only parameters that an earlier group "
                 f"has: {earlier.key}.params {earlier.pattern!r} matches {listed(taken)}. The first "
-                "group that matches counts: reorder the groups, or remove one",
+                "matching group is used: reorder the groups, or remove one",
                 on_every_rank=True,
             )
         raise ConfigError(

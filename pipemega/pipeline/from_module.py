@@ -288,7 +288,7 @@ def _check_equal(want: Any, got: Any, name: str) -> None:
     found, other = pytree.tree_flatten(got)
     problem = None
     if structure != other:
-        problem = f"another structure: {other} instead of {structure}"
+        problem = f"the structure {other} instead of {structure}"
     for mine, theirs in zip(found, wanted, strict=False):
         if problem is not None or not isinstance(theirs, Tensor):
             continue
@@ -298,8 +298,9 @@ def _check_equal(want: Any, got: Any, name: str) -> None:
             problem = f"values that differ by up to {float((mine - theirs).abs().max()):.3g}"
     if problem is not None:
         raise ConfigError(
-            f"from_module: on the example inputs the layers return {problem} ({name}.forward): "
-            f"check exec_seq, or put what depends on the type of a value into a submodule",
+            f"from_module: on the example inputs the layers do not return what {name}.forward "
+            f"returns, but {problem}: check exec_seq, or move code that depends on the type of a "
+            f"value into a submodule",
             on_every_rank=True,
         )
 

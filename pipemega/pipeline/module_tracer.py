@@ -60,7 +60,7 @@ def trace(
         if tracer.read_mode is not None:
             evaluated, _ = _Tracer(module, arguments, examples, training=False).record()
             if graph.python_code("self").src != evaluated.python_code("self").src:
-                raise _NotTraceable(f"{tracer.read_mode}: train() and eval() make other calls")
+                raise _NotTraceable(f"{tracer.read_mode}: train() and eval() make different calls")
     except Exception as error:
         shapes = "" if examples else ", or give example_inputs if it depends on shapes only"
         raise ConfigError(

@@ -227,7 +227,7 @@ def _placements(
             per_rank = section.stages_per_rank
             times = " times any number" if per_rank is None else f" * pipeline.chunks ({per_rank})"
             raise ConfigError(
-                f"pipeline.costs has {stages} numbers for each step, and the stages are "
+                f"pipeline.costs has {stages} numbers for each of F, I and W, and the stages are "
                 f"mesh.pipeline ({pp_size}){times}: write one number for each stage"
             )
         return autoschedule.placements_of_stage_costs(pp_size, _per_stage(costs, [1.0] * stages))

@@ -43,7 +43,7 @@ def cut_wins(whole: MetaModel, cut: Config, num_microbatches: int) -> tuple[bool
     """
     layers, ranks = whole.layer_costs.total, whole.num_ranks
     if layers[-1] * ranks <= (1 + _LEAST_WIN) * sum(layers):
-        return False, "the head takes no longer than the share of a rank"
+        return False, f"the head takes at most {1 + _LEAST_WIN:.2g} times the mean work of a rank"
     section = cut.pipeline
     try:
         other = whole.with_config(cut)
@@ -56,12 +56,12 @@ def cut_wins(whole: MetaModel, cut: Config, num_microbatches: int) -> tuple[bool
     except PipemegaError as error:
         return False, str(error)
     times = [choice.prediction.timeline.makespan for choice in (stage, parallel)]
-    text = f"{times[1] / times[0]:.2f} times the simulated step with the head in the last stage"
+    text = f"the simulated step takes {times[1] / times[0]:.2f} times as long with 'parallel'"
     limit = stage.limit
     if limit.total is not None:
         # Without a limit of the user the whole memory counts: what S keeps for T is less than what
         # a smaller head and embedding save.
         limit = replace(limit, activations=math.inf)
     if not limit.keeps(parallel.prediction):
-        return False, f"{text}, but more memory than the limit"
+        return False, f"{text}, and needs more memory than the limit"
     return times[1] < (1 - _LEAST_WIN) * times[0], text

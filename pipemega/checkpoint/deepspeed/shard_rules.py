@@ -27,9 +27,9 @@ Rule = Literal["rows", "columns", "halves", "thirds", "blocks", "replicated", "m
 RULES: Mapping[Rule, str] = {
     "rows": "the shards are consecutive rows (a column-parallel linear, a vocabulary)",
     "columns": "the shards are consecutive columns (the weight of a row-parallel linear)",
-    "halves": "as rows, and each shard has a part of both halves (gate and up of SwiGLU)",
-    "thirds": "as halves, with three parts: queries, keys and values, if they are not by heads",
-    "blocks": "as thirds, with grouped queries: as many rows of queries as the weight has columns",
+    "halves": "each shard has rows of both halves (gate and up of SwiGLU), the first half first",
+    "thirds": "each shard has its queries, then its keys, then its values (not head by head)",
+    "blocks": "like thirds, for grouped queries; the whole query weight is square",
     "replicated": "each shard is the whole parameter",
     "mean": "each shard is the whole parameter, and they have drifted apart: take the mean",
 }
@@ -117,8 +117,9 @@ class ShardRules:
         rest = length - queries
         if len(weight.shape) < 2 or rest <= 0 or rest % 2:
             raise CheckpointError(
-                f"{name} has shards of {length} rows, and the rule 'blocks' needs more than "
-                f"{queries}, its columns / {len(shards)}: queries, and as many keys as values"
+                f"{name} has shards of {length} rows, and by the rule 'blocks' a shard has "
+                f"{queries} rows of queries (columns / {len(shards)}), and then equal numbers of "
+                f"rows for keys and values: name another rule with --shards"
             )
         return (queries, rest // 2, rest // 2)
 

@@ -109,10 +109,10 @@ def _refuse_other_parts(
         parts = stored[name].parts if name in stored else 1
         if parts > 1:
             raise CheckpointError(
-                f"each tensor-parallel shard of {name} in {path} has a slice of {parts} parts "
-                f"(such as gate and up), and the layer of this run takes consecutive slices on "
-                f"{tensor_size} tensor ranks: load it on as many tensor ranks as DeepSpeed had, or "
-                f"on 1"
+                f"each tensor-parallel shard of {name} in {path} has a slice of each of "
+                f"{parts} parts (such as gate and up), and each of the {tensor_size} tensor ranks "
+                f"of this run needs one consecutive slice of the whole: load it on as many tensor "
+                f"ranks as DeepSpeed had, or on 1"
             )
 
 

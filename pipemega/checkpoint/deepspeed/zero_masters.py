@@ -46,8 +46,8 @@ def read_masters(files: Sequence[Path]) -> tuple[FlatMasters | None, list[TorchF
             for name, (start, length) in ranges.items():
                 if start + length > flat.numel():
                     raise CheckpointError(
-                        f"{file.path} is damaged: '{name}' has elements {start} to "
-                        f"{start + length} of a slice of {flat.numel()}"
+                        f"{file.path} is damaged: '{name}' should be the elements {start} to "
+                        f"{start + length} of a slice that has only {flat.numel()}: copy it again"
                     )
                 found.setdefault(name, []).append(flat.detach().narrow(0, start, length))
     return found, read

@@ -99,7 +99,7 @@ def _config(given: Given, folder: Path | None) -> dict[str, Any]:
 def _with_deepspeed(
     given: Given, config: dict[str, Any], files: Mapping[str, str], folder: Path | None
 ) -> dict[str, Any]:
-    """Add the keys of the DeepSpeed JSON, which count before Megatron's arguments."""
+    """Add the keys of the DeepSpeed JSON, which take precedence over Megatron's arguments."""
     content = _deepspeed_json(given, files, folder)
     if content is None:
         return config
@@ -108,20 +108,22 @@ def _with_deepspeed(
         if value is None or key in ("optimizer", "scheduler"):
             if value is not None:
                 given.say("ignored", "deepspeed-config", f"its key {key}: Megatron's arguments "
-                          "count")  # fmt: skip
+                          "are used")  # fmt: skip
         elif key not in config and not (
             key == "gradient_accumulation_steps" and "train_batch_size" in config
         ):
             config[key] = value
         elif key in config and config[key] != value and value != "auto":
-            given.say("changed", "deepspeed-config", f"its {key} is {value}; Megatron's arguments "
-                      f"say {config[key]}, which counts")  # fmt: skip
+            given.say("changed", "deepspeed-config", f"its {key} is {value}; {config[key]} from "
+                      "Megatron's arguments is used")  # fmt: skip
     _report_differences(given, content)
     if any(key in content for key in _ONE_WHOLE):
         config = {key: value for key, value in config.items() if key not in ("fp16", "bf16")}
     clip = content.get("gradient_clipping")
     if clip is not None and "clip-grad" in given and clip != config["gradient_clipping"]:
-        given.say("changed", "clip-grad", f"gradient_clipping of the DeepSpeed file counts: {clip}")
+        given.say(
+            "changed", "clip-grad", f"gradient_clipping of the DeepSpeed file is used: {clip}"
+        )
     if "zero_optimization" in content:
         config.pop("zero_optimization", None)
     if given.values.get("log-interval"):
@@ -139,12 +141,12 @@ def _report_differences(given: Given, content: Mapping[str, Any]) -> None:
     for name in ("bf16", "fp16"):
         if sections and given.flag(name) and name not in enabled:
             precision = " and ".join(sorted(enabled)) or "fp32"
-            given.say("changed", name, f"the DeepSpeed file counts: {precision}")
+            given.say("changed", name, f"the precision of the DeepSpeed file is used: {precision}")
     zero = content.get("zero_optimization")
     stage = zero.get("stage") if isinstance(zero, dict) else None
     if stage is not None and "zero-stage" in given and stage != given.number("zero-stage"):
-        given.say("changed", "zero-stage", f"zero_optimization.stage of the DeepSpeed file counts: "
-                  f"{stage}")  # fmt: skip
+        given.say("changed", "zero-stage", "zero_optimization.stage of the DeepSpeed file is "
+                  f"used: {stage}")  # fmt: skip
 
 
 def _deepspeed_json(

@@ -138,9 +138,10 @@ def _check_places(plan: Plan) -> None:
         for at, step in enumerate(program):
             if step.kind.has_shard:
                 if step.stage != rank:
-                    _fail(
-                        plan, f"{step} is on rank {rank}, but its shard is {step.stage}", {rank: at}
+                    problem = (
+                        f"{step} is on rank {rank}, but it is for the shard of rank {step.stage}"
                     )
+                    _fail(plan, problem, {rank: at})
             elif not 0 <= step.stage < plan.num_stages:
                 _fail(plan, f"{step}: the stages are 0 to {plan.num_stages - 1}", {rank: at})
             if not 0 <= step.microbatch < plan.num_microbatches:

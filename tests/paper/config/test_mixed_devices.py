@@ -44,7 +44,7 @@ def test_other_devices_are_refused(devices):
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"schedule": "auto"}, "pipeline.schedule 'auto' searches for ranks of equal speed, and"),
+        ({"schedule": "auto"}, "pipeline.schedule 'auto' assumes ranks of equal speed, and"),
         ({"partition": "profile"}, "measures all layers on the device of rank 0"),
         ({"vocabulary": "parallel"}, "gives each rank an equal part of the vocabulary"),
     ],

@@ -205,7 +205,7 @@ def test_a_split_that_is_not_three_shares_is_refused(split):
         (["0.3", "a", "b", "c"], "or such words in one text), not ['0.3', 'a', 'b', 'c']"),
         (["a", ""], "data.data_path"),
         ([True, "a"], "data.data_path must be"),
-        ("train: 0.3 0:1 a", "data.data_path is divided by data.split: give START:END in"),
+        ("train: 0.3 0:1 a", "data.data_path cannot have START:END, because data.split divides it"),
     ],
 )
 def test_an_invalid_blend_is_refused(given, message):
@@ -341,7 +341,7 @@ COSTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
         (
             {"schedule": {"file": "my.csv"}, "memory_limit": 5, "partition": "uniform"},
             "pipeline.memory_limit is for pipeline.schedule or pipeline.partition 'auto'; 'my.csv' "
-            "is already a plan, and partition 'uniform' has no choice",
+            "is already a plan, and partition 'uniform' does not use it",
         ),
         ({"costs": {**COSTS, "forward": -1.0}}, "pipeline.costs.forward"),
         ({"costs": {**COSTS, "kept": float("nan")}}, "numbers must be finite"),

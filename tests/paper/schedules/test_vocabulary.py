@@ -135,7 +135,7 @@ def test_a_pass_on_the_rank_of_another_shard_is_an_error() -> None:
     plan, _ = with_passes("1f1b", 2, 3)
     moved = Instruction.parse("S0@1")
     programs = tuple(tuple(s for s in program if s != moved) for program in plan.programs)
-    with pytest.raises(ScheduleError, match="S0@1 is on rank 0, but its shard is 1"):
+    with pytest.raises(ScheduleError, match="S0@1 is on rank 0, but it is for the shard of rank 1"):
         validate(replace(plan, programs=((*programs[0], moved), programs[1])))
 
 

@@ -72,4 +72,4 @@ def test_each_tensor_rank_of_a_script_loads_the_shard_that_the_same_rank_saved(
     (_, first), (_, other) = pool.run(RANKS, loaded_from_deepspeed, str(tmp_path / "four"))
     assert first == other
     assert "each tensor-parallel shard of parameters/layers.0.up in" in first
-    assert "takes consecutive slices on 2 tensor ranks: load it on as many" in first
+    assert "each of the 2 tensor ranks of this run needs one consecutive slice" in first

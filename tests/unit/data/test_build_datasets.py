@@ -99,7 +99,7 @@ def test_prefixes_are_blended_with_weights_and_without(prefixes, tmp_path):
     assert len(plain.train) == sum(len(part) for part in plain.train.datasets)
     assert plain.valid is None
     assert plain.bigram() is None
-    with pytest.raises(ConfigError, match="has weights, so the number of train samples must be"):
+    with pytest.raises(ConfigError, match=r"set training.train_steps in place of training.epochs"):
         build(section(tmp_path, data_path=[1, prefixes[0]]), train=None)
 
 

@@ -82,8 +82,8 @@ def matrices(params: Any) -> Optimizer:
         (user_optimizers.Shampoo, "tensor", ["differ"]),
         (Late, "tensor", ["differ"]),
         (user_optimizers.GlobalNorm, "pipeline", ["mesh.pipeline (2) gives each rank the "
-         "parameters of its stages, so it must update each parameter without the others. Set "
-         "mesh.pipeline"]),
+         "parameters of its stages, so the optimizer must update each parameter without the "
+         "others. Set mesh.pipeline"]),
         (user_optimizers.Stochastic, "pipeline", ["if the test is wrong, set "
          "zero_allow_untested_optimizer to true"]),
     ],

@@ -70,7 +70,7 @@ def test_a_group_without_parameters_in_the_whole_model_is_refused() -> None:
         check_specs(specs({"params": "layers"}, {"params": "bias"}), list(NAMED))
     assert str(caught.value) == (
         "groups[1].params 'bias' matches only parameters that an earlier group has: "
-        "groups[0].params 'layers' matches 'layers.0.bias'. The first group that matches counts: "
+        "groups[0].params 'layers' matches 'layers.0.bias'. The first matching group is used: "
         "reorder the groups, or remove one"
     )
 

@@ -412,9 +412,10 @@ def test_every_argument_without_a_counterpart_has_a_line(arguments: str) -> None
     ("content", "expected"),
     [
         ('{"fp16": {"enabled": true}, "zero_optimization": {"stage": 1}}',
-         ["changed: --bf16: the DeepSpeed file counts: fp16",
-          "changed: --zero-stage 2: zero_optimization.stage of the DeepSpeed file counts: 1"]),
-        ('{"fp16": {"enabled": false}}', ["changed: --bf16: the DeepSpeed file counts: fp32"]),
+         ["changed: --bf16: the precision of the DeepSpeed file is used: fp16",
+          "changed: --zero-stage 2: zero_optimization.stage of the DeepSpeed file is used: 1"]),
+        ('{"fp16": {"enabled": false}}',
+         ["changed: --bf16: the precision of the DeepSpeed file is used: fp32"]),
         ('{"bfloat16": {"enabled": true}, "zero_optimization": {"stage": 2}}', []),
         ('{"steps_per_print": 3}', []),
     ],
@@ -446,7 +447,7 @@ def test_the_keys_of_the_deepspeed_file_count_before_arguments() -> None:
     assert "fp16" not in config
     assert config["optimizer"]["type"] == "AdamW"
     assert conversion.is_complete
-    assert "changed: --clip-grad 1.0: gradient_clipping of the DeepSpeed file counts: 0.5" in (
+    assert "changed: --clip-grad 1.0: gradient_clipping of the DeepSpeed file is used: 0.5" in (
         lines_of(conversion)
     )
     load(config)
