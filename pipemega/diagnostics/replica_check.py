@@ -4,9 +4,9 @@
     tensor ranks     parameters that are not sharded
     pipeline ranks   tied parameters, on the ranks that hold a copy
 
-Replicas are not synchronized during training: each rank computes the same step. A bit that a
-hardware fault or a race in a kernel has flipped stays flipped. So each rank computes a 64-bit hash
-of each parameter, and the hashes are compared.
+Replicas on equal devices are not synchronized during training: each rank computes the same step. A
+bit that a hardware fault or a race in a kernel has flipped stays flipped. So each rank computes a
+64-bit hash of each parameter, and the hashes are compared.
 """
 
 from collections.abc import Iterable

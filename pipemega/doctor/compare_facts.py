@@ -182,10 +182,12 @@ def _memory(facts: Facts) -> Iterator[Finding]:
     free = [fact.host_free for fact in hosts.values() if fact.host_free is not None]
     if free:
         yield Finding("ok", "memory", f"at least {show_bytes(min(free))} of host memory per node")
+    with_gpus = {fact.host for fact in facts.values() if fact.device_name}
     small = [
         host
         for host, fact in hosts.items()
-        if fact.device_name and fact.shared_free is not None and fact.shared_free < _SHARED_BYTES
+        if host in with_gpus and (free_bytes := fact.shared_free) is not None
+        if free_bytes < _SHARED_BYTES
     ]
     if small:
         left = min(hosts[host].shared_free or 0 for host in small)

@@ -269,7 +269,7 @@ class Examination:
             self._add(clocks.judge(samples, compare_facts.ranks_of_hosts(facts)))
 
     def _check_memory(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
-        """Compare the memory that `pipemega plan` predicts with that of the GPUs."""
+        """Compare the memory that `pipemega plan` predicts with that of the GPUs and the hosts."""
         report = self._plan()
         if topology is None or report is None:
             return
@@ -304,12 +304,11 @@ class Examination:
 
 
 def judge_memory(needed: dict[int, int], facts: dict[int, RankFacts]) -> Iterator[Finding]:
-    """Yield one finding: does the predicted memory fit into that of the GPUs."""
+    """Yield findings: does the predicted memory fit into that of the GPUs and of the hosts."""
+    crowded = list(_crowded_hosts(needed, facts))
+    yield from crowded
     free = {r: f.device_free for r, f in facts.items() if f.device_free is not None}
     highest = max(needed.values())
-    if not free:
-        yield Finding("ok", "plan", f"pipemega plan predicts {show_bytes(highest)} for a rank")
-        return
     short = [rank for rank in free if needed[rank] > free[rank]]
     if short:
         rank = max(short, key=lambda r: needed[r] - free[r])
@@ -320,12 +319,29 @@ def judge_memory(needed: dict[int, int], facts: dict[int, RankFacts]) -> Iterato
             f"{show_bytes(free[rank])} free (too little on ranks {ranges(short)})",
             "python -m pipemega plan CONFIG --device-memory SIZE lists changes that fit",
         )
-    else:
+    elif free:
         highest = max(needed[rank] for rank in free)
-        text = f"pipemega plan predicts at most {show_bytes(highest)} for a rank"
+        text = f"pipemega plan predicts at most {show_bytes(highest)} for a rank on a GPU"
         yield Finding(
             "ok", "plan", f"{text}; each GPU has at least {show_bytes(min(free.values()))} free"
         )
+    elif not crowded:
+        yield Finding("ok", "plan", f"pipemega plan predicts {show_bytes(highest)} for a rank")
+
+
+def _crowded_hosts(needed: dict[int, int], facts: dict[int, RankFacts]) -> Iterator[Finding]:
+    """Yield a warning for each host with less free memory than its ranks on CPUs need."""
+    for host, ranks in compare_facts.ranks_of_hosts(facts).items():
+        on_cpu = [rank for rank in ranks if facts[rank].device == "cpu"]
+        total, free = sum(needed[rank] for rank in on_cpu), facts[ranks[0]].host_free
+        if on_cpu and free is not None and total > free:
+            yield Finding(
+                "warning",
+                "plan",
+                f"pipemega plan predicts {show_bytes(total)} for ranks {ranges(on_cpu)} on the CPU "
+                f"of {host}, which has {show_bytes(free)} of memory free",
+                "start fewer of these ranks on this node, or give mesh.device a GPU for some",
+            )
 
 
 def checkpoint_bytes(config: Config | None, plan: Report | None) -> int | None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from pipemega.config import Config
+from pipemega.config.launch_variables import launch_variables
 from pipemega.distributed.mesh import launched_rank, launched_world_size, pick_device
 from pipemega.distributed.mixed_mesh import pick_mixed_device
 from pipemega.distributed.topology import Topology
@@ -96,7 +97,7 @@ def _device_of(config: Config | None) -> torch.device:
     wishes = [mesh.mixed_devices[topology.coordinate(r).pipeline] for r in range(world)]
     # The ranks of a node follow one another.
     rank, host = launched_rank(), socket.gethostname()
-    first = rank - int(os.environ.get("LOCAL_RANK", "0"))
+    first = rank - launch_variables().number("LOCAL_RANK", 0)
     hosts = [host if first <= r <= rank else "" for r in range(world)]
     return pick_mixed_device(rank, wishes, hosts)
 

@@ -311,7 +311,8 @@ def _log_config(config: Config, batch: Batch, mesh: Mesh) -> None:
             log.warning(warning)
         for note in config.zero_notes(mesh.data.size):
             log.info(note)
-        if config.zero_optimization.offloads and mesh.device.type == "cpu":
+        on_cpus = mesh.device.type == "cpu" and not mesh.pipeline.devices
+        if config.zero_optimization.offloads and on_cpus:
             log.info(
                 "zero_optimization.offload_optimizer.device 'cpu': the model is on the CPU, so "
                 "nothing is moved"

@@ -42,7 +42,12 @@ class _RankHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         is_for_rank = getattr(record, "is_for_rank", False)
-        if logging.getLogger().handlers or (record.levelno < self.shown_level and not is_for_rank):
+        if record.levelno < self.shown_level and not is_for_rank:
+            return
+        root = logging.getLogger()
+        if root.handlers:
+            if not logging.getLogger(NAME).propagate:
+                root.callHandlers(record)
             return
         try:
             prefix, message = self.format(record).split(":", 1)
@@ -78,7 +83,9 @@ def get_logger(rank: int = 0) -> logging.Logger:
     prefix = "" if rank == 0 else f"rank {rank} "
     handler.setFormatter(logging.Formatter(f"[{NAME}] {prefix}%(levelname)s: %(message)s"))
     handler.shown_level = handler.level_on(rank)
+    # With a file, the logger takes messages that the rank does not show: not for root handlers.
     logger.setLevel(handler.lowest if _files() else handler.shown_level)
+    logger.propagate = not _files()
     return logger
 
 

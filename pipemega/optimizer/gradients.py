@@ -9,7 +9,7 @@ shards of the logical parameters (with ZeRO, of its slices of these); grad_norm.
 norm.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.mesh import Axis
 from pipemega.distributed.tied_comm import all_reduce_tied, broadcast_tied
-from pipemega.optimizer.grad_layout import GradLayout, GradSlot, whole_layout
+from pipemega.optimizer.grad_layout import GradLayout, GradSlot, Named, whole_layout
 from pipemega.parameters import shard_of
 
 
@@ -199,3 +199,22 @@ def reduce_data(gradients: GradientBuffer, data: Axis, reduction: DataReduction)
             all_reduce(sent, data)
             flat.copy_(sent)
     return after
+
+
+@torch.no_grad()
+def equalize_replicas(
+    parameters: Named, tied: Mapping[str, Axis], wait: Callable[[], None] = lambda: None
+) -> None:
+    """Copy tied parameters from their first replica, if replicas are on different devices.
+
+    A CPU and a GPU round the same step differently, and replicas on both would drift apart.
+
+    Args:
+        tied: as for `reduce_tied`.
+        wait: called before the first copy.
+    """
+    mixed = {name: p for name, p in parameters if name in tied and tied[name].devices}
+    if mixed:
+        wait()
+    for name in sorted(mixed):
+        broadcast_tied(mixed[name], tied[name])

@@ -24,6 +24,7 @@ from pipemega.optimizer.grad_norm import GradientNorms, is_counted
 from pipemega.optimizer.gradients import (
     DataReduction,
     GradientBuffer,
+    equalize_replicas,
     equalize_tied,
     reduce_data,
     reduce_partial,
@@ -225,7 +226,10 @@ class MasterParams(ABC):
 
     @abstractmethod
     def copy_to_model(self) -> None:
-        """Copy the masters to the model parameters, on all data ranks."""
+        """Copy the masters to the model parameters, on all data ranks.
+
+        Collective over the holders of a tied parameter, if they are on different devices.
+        """
 
     @torch.no_grad()
     def sync_from_model(self) -> None:
@@ -353,6 +357,7 @@ class PlainMasterParams(MasterParams):
 
     def copy_to_model(self) -> None:
         self._copy_masters()
+        equalize_replicas(self._model.trainable, self._model.tied)
 
     def wait(self) -> None:
         """Return at once: no copy is asynchronous."""

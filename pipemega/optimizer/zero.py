@@ -23,7 +23,7 @@ from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh
 from pipemega.optimizer.grad_layout import GradLayout, ShardingSpec, bucketed_layout
 from pipemega.optimizer.grad_ready import BucketReadiness
-from pipemega.optimizer.gradients import DataReduction, reduce_tied
+from pipemega.optimizer.gradients import DataReduction, equalize_replicas, reduce_tied
 from pipemega.optimizer.master_params import MasterParams, ModelParams
 from pipemega.optimizer.mixed_precision import Precision
 from pipemega.optimizer.zero_comm import AllGather, ReduceScatter
@@ -123,6 +123,7 @@ class ZeroMasterParams(MasterParams):
         self.wait()
         self._copy_masters()
         self._all_gather.start()
+        equalize_replicas(self._model.trainable, self._model.tied, self.wait)
 
     def wait(self) -> None:
         self._all_gather.wait()

@@ -139,7 +139,14 @@ def _tied_axes(
             continue
         ranks = tuple(mesh.pipeline.ranks[r] for r in holders)
         place = holders.index(mesh.pipeline.rank)
-        axes[tied.logical_name] = Axis(f"tied {tied.key}", ranks, place, mesh.pipeline.group)
+        devices = tuple(mesh.pipeline.devices[r] for r in holders) if mesh.pipeline.devices else ()
+        axes[tied.logical_name] = Axis(
+            f"tied {tied.key}",
+            ranks,
+            place,
+            mesh.pipeline.group,
+            devices if len(set(devices)) > 1 else (),
+        )
     return axes
 
 

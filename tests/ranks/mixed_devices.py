@@ -90,6 +90,34 @@ def placed() -> PipelineModule:
     return PipelineModule(specs, small_models.squares)
 
 
+def replicas_with_rounding(config: dict[str, Any]) -> list[float]:
+    """Train where each "GPU" rounds the optimizer step differently; return the losses.
+
+    `check_replicas` raises if the replicas of the tied matrix are not equal.
+    """
+    torch.set_default_dtype(torch.float64)
+    try:
+        with gpus():
+            engine = small_models.engine_of(small_models.tied_thrice(), **config)
+            mesh, optimizer, losses = engine.mesh, engine.optimizer, []
+            assert optimizer is not None
+
+            def round_differently(*_: Any) -> None:
+                if mesh.pipeline.devices[mesh.pipeline.rank] == "cuda":
+                    for group in optimizer.param_groups:
+                        torch._foreach_mul_([p.data for p in group["params"]], 1 + 1e-12)
+
+            optimizer.register_step_post_hook(round_differently)
+            count, rank = engine.batch.num_microbatches, mesh.data.rank
+            for step in range(4):
+                data = [*small_models.microbatches(step, 4)][rank * count :][:count]
+                losses.append(engine.train_batch(iter(data)))
+                engine.check_replicas()
+            return losses
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def save_and_load(folder: str, fake: str, mesh: dict[str, Any]) -> list[float]:
     """Train two steps, save; load in a new engine, and train a third step."""
     torch.set_default_dtype(torch.float64)

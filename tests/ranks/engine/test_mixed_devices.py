@@ -67,6 +67,23 @@ def test_zero_shards_the_state_of_each_device_over_its_data_ranks(pool):
         _assert_like_one_process(pool, ZERO, found)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"mesh": THREE},
+        {"mesh": THREE, "pipeline": {"optimizer_sync": "post_validate", "optimizer_sync_after": 0}},
+        {"mesh": ZERO["mesh"], "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1}},
+    ],
+    ids=["1f1b", "post-validation", "ZeRO"],
+)
+def test_replicas_of_a_tied_parameter_stay_equal_though_their_devices_round_differently(pool, case):
+    ranks = 4 if "zero_optimization" in case else 3
+    # With clipping, post-validation repeats each step.
+    case = {**case, "optimizer": ADAM, "gradient_clipping": 0.05}
+    losses = pool.run(ranks, mixed_devices.replicas_with_rounding, case)
+    assert all(each == losses[0] for each in losses)
+
+
 def test_a_gpu_where_there_is_none_is_one_message_on_every_rank(pool):
     errors = pool.run(3, mixed_devices.without_gpus, ["cpu", "cuda", "cuda"])
     host = socket.gethostname()

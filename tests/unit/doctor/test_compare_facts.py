@@ -149,7 +149,30 @@ def test_ranks_on_the_cpu_are_right_if_the_config_gives_them_the_cpu():
     assert bad(facts, Topology(pipeline=4))[0].text.startswith("some ranks use a GPU")
     (fits,) = judge_memory({0: 300 * GIB, 1: 60 * GIB, 2: 60 * GIB, 3: 60 * GIB}, facts)
     assert fits.status == "ok"
-    assert fits.text.startswith("pipemega plan predicts at most 64.4 GB for a rank; each GPU has")
+    assert fits.text.startswith("pipemega plan predicts at most 64.4 GB for a rank on a GPU; each")
+
+
+def test_the_ranks_of_a_node_that_use_the_cpu_are_compared_with_its_free_memory():
+    facts = gpus()
+    for rank in (0, 1):
+        facts[rank] = replace(facts[rank], device="cpu", device_free=None, host_free=100 * GIB)
+    needed = {0: 60 * GIB, 1: 60 * GIB, 2: 60 * GIB, 3: 60 * GIB}
+    warning, fits = judge_memory(needed, facts)
+    assert (warning.status, fits.status) == ("warning", "ok")
+    assert warning.text == (
+        "pipemega plan predicts 129 GB for ranks 0-1 on the CPU of node0, which has 107 GB of "
+        "memory free"
+    )
+    facts = {rank: replace(facts[rank], host_free=130 * GIB) for rank in facts}
+    (fits,) = judge_memory(needed, facts)
+    assert fits.status == "ok"
+
+
+def test_a_small_shared_memory_is_found_if_the_first_rank_of_the_node_uses_the_cpu():
+    facts = {rank: replace(fact, shared_free=1 << 26) for rank, fact in gpus().items()}
+    facts[0] = replace(facts[0], device="cpu", device_name="", device_id="", device_free=None)
+    warnings = [found.text for found in compare(facts, Topology(pipeline=4), mixed=True)]
+    assert any(text.startswith("/dev/shm has 67.1 MB free on node0") for text in warnings)
 
 
 def test_a_predicted_memory_that_does_not_fit_is_named_by_rank():
