@@ -34,6 +34,23 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "devices of layers": {"net": "placed", "mesh": {"pipeline": 3}, "optimizer": ADAM},
 }
+# Run with the fake device only.
+SWEPT: dict[str, dict[str, Any]] = {
+    "recomputation": {
+        "net": "tied_thrice",
+        "mesh": THREE,
+        "pipeline": {"activation_checkpoint_interval": 1},
+        "optimizer": ADAM,
+    },
+    "offload": {
+        "net": "tied_thrice",
+        "mesh": {"pipeline": 3, "device": ["cuda", "cpu", "cuda"]},
+        "pipeline": {"schedule": "zb-h1", "optimizer_sync": "post_validate"},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": ADAM,
+        "gradient_clipping": 0.05,
+    },
+}
 ZERO = {
     "net": "plain",
     "mesh": {"pipeline": 2, "data": 2, "device": ["cpu", "cuda"]},
@@ -112,9 +129,9 @@ def new_ranks():
 
 @pytest.mark.sweep
 @needs_compiler
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *SWEPT])
 def test_tensors_are_on_the_device_of_their_rank(pool, new_ranks, fake_device, name):
-    case = CASES[name]
+    case = {**CASES, **SWEPT}[name]
     ranks = case["mesh"]["pipeline"]
     devices = case["mesh"].get("device", ["cpu", "cuda", "cuda"])
     found = new_ranks.run(ranks, mixed_devices.train_each, [case], fake_device)
@@ -122,6 +139,7 @@ def test_tensors_are_on_the_device_of_their_rank(pool, new_ranks, fake_device, n
         kind = "cpu" if device == "cpu" else NAME
         assert run["device"] == kind
         assert run["of parameters"] == [kind]
+        kind = "cpu" if "zero_optimization" in case else kind
         assert run["of state"] in ([kind], [])
         _assert_like_one_process(pool, case, run)
 

@@ -31,6 +31,9 @@ class FakeModule(backend_registration._DummyBackendModule):
     def stream(self, stream: Any) -> Any:
         return nullcontext()
 
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
 
 def compile_fake_device(folder: str) -> None:
     """Compile the fake device in a process of its own (1 minute)."""
