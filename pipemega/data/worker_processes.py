@@ -16,7 +16,6 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
-from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
 from typing import Any, NamedTuple
 
@@ -52,9 +51,10 @@ class WorkerProcesses:
     def __init__(self, reader: SampleReader, num_workers: int, prefetch: int) -> None:
         self._reader, self._number, self._prefetch = reader, num_workers, prefetch
         self._running: deque[list[SampleKey]] = deque()
-        self._processes: list[BaseProcess] = []
+        # DataLoader's iterators.
+        self._started: list[Any] = []
         # Also called when the interpreter exits, before it waits for its child processes.
-        self.kill = Finalize(self, _kill, (self._processes,), exitpriority=10)
+        self.kill = Finalize(self, _kill, (self._started,), exitpriority=10)
 
     @property
     def current(self) -> str:
@@ -117,8 +117,7 @@ class WorkerProcesses:
                 f"cannot be sent to a worker process: {error}; define their classes and functions "
                 "at the top of a module, and open files on first use, or set data.num_workers to 0"
             ) from error
-        # torch has no public name for them, and waits for a worker that hangs before it ends it.
-        self._processes += outcomes._workers  # type: ignore[attr-defined]
+        self._started.append(outcomes)
         return outcomes
 
     def _died(self, error: Exception) -> DataError:
@@ -192,6 +191,11 @@ def _block_signals() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _kill(processes: list[BaseProcess]) -> None:
-    for process in processes:
-        process.kill()
+def _kill(started: list[Any]) -> None:
+    """Kill the processes; torch would wait for those that hang, and has no public name for them."""
+    for outcomes in started:
+        # A process that is killed while it reads this event keeps its lock, and the iterator would
+        # wait for the lock when it is deleted.
+        outcomes._workers_done_event = threading.Event()
+        for process in outcomes._workers:
+            process.kill()

@@ -5,6 +5,7 @@ model repeat a few operations, whose results differ only in their memory.
 """
 
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,11 @@ from torch import Tensor, nn
 
 # Of all models and micro-batch sizes that a process counts.
 _MAX_RESULTS = 20_000
+
+_PLAIN = (
+    NoneType, bool, int, float, complex, str,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
 
 
 class _Result(NamedTuple):
@@ -46,7 +52,7 @@ def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any
             named = tuple(kwargs.items())
             key = (func, torch.get_default_dtype(), _key_of(args), _key_of(named))
         found = _known.get(key)
-    except (_UnknownError, TypeError):  # TypeError: not hashable
+    except _UnknownError:
         return func(*args, **kwargs)
     if found is not None:
         return _build(found)
@@ -70,6 +76,9 @@ def _key_of(value: Any) -> Any:
         return value.shape, value.stride(), value.dtype
     if isinstance(value, list | tuple):
         return type(value), *map(_key_of, value)
+    if not isinstance(value, _PLAIN):
+        # Such as the record of torch's profiler, which has an effect.
+        raise _UnknownError
     # The type: 1, 1.0 and True are equal.
     return type(value), value
 
@@ -92,9 +101,9 @@ def _describe(result: Any, shared: set[int]) -> Any:
         if type(result) not in (list, tuple):
             raise _UnknownError
         return type(result)(_describe(each, shared) for each in result)
+    _key_of(result)
     if not isinstance(result, Tensor):
         return result
-    _key_of(result)
     storage = result.untyped_storage()
     kept = _Result(tuple(result.shape), result.stride(), result.dtype)
     if storage._cdata in shared or storage.nbytes() != kept.build().untyped_storage().nbytes():

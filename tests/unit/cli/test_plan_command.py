@@ -63,7 +63,8 @@ def test_every_config_can_be_planned(path: Path, capsys: pytest.CaptureFixture[s
 def test_only_a_stage_with_blocks_is_advised_to_have_fewer(
     config_file: Path, capsys: pytest.CaptureFixture[str], bounds: list[int], has_advice: bool
 ) -> None:
-    words = ["--set", f"pipeline.partition={bounds}", "--set", "model.vocab_size=16384"]
+    changes = [f"pipeline.partition={bounds}", "model.vocab_size=65536", "model.hidden_size=256"]
+    words = [w for change in (*changes, "model.seq_length=512") for w in ("--set", change)]
     code, out, _ = plan(capsys, config_file, *words)
     text = " ".join(out.split())
     assert code == 0

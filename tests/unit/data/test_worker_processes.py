@@ -1,15 +1,18 @@
 """Worker processes: their samples, their errors, and their end."""
 
+import gc
 import multiprocessing
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pipemega.engine.initialize import initialize
 from pipemega.engine.run_mesh import build_mesh_of
@@ -77,6 +80,25 @@ def test_a_killed_worker_is_an_error_that_names_the_samples():
     ):
         rows_of(loader)
     loader.close()
+
+
+def iterators():
+    """Return all iterators with worker processes."""
+    return [each for each in gc.get_objects() if type(each) is _MultiProcessingDataLoaderIter]
+
+
+def test_a_loader_is_deleted_although_a_killed_worker_holds_a_lock():
+    """A worker was killed while it read the event of its iterator, which waited for it forever."""
+    before = iterators()
+    loader = make_loader(Augmented(8), num_workers=1)
+    rows_of(loader)
+    (iterator,) = (each for each in iterators() if each not in before)
+    iterator._workers_done_event._cond.acquire()
+    loader.close()
+    thread = threading.Thread(target=iterator._shutdown_workers, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_a_timeout_names_the_samples_and_ends_the_workers(tmp_path):

@@ -88,3 +88,11 @@ def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for size in range(10):
             meta(size).mul(2.0)
     assert 0 < len(meta_results._known) <= 4
+
+
+def test_the_profiler_records_operations_on_the_meta_device() -> None:
+    """Its calls have an effect, and arguments without a hash: an optimizer step failed."""
+    with _Remembered():
+        for _ in range(2):
+            with torch.autograd.profiler.record_function("a step"):
+                meta(3).mul(2.0)
