@@ -3,8 +3,11 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
+from pipemega.config import load
 from pipemega.distributed.topology import Topology
+from pipemega.doctor import rank_facts
 from pipemega.doctor.compare_facts import compare
 from pipemega.doctor.examination import judge_memory
 from pipemega.doctor.rank_facts import RankFacts, host_free, read_facts
@@ -126,6 +129,20 @@ def test_the_facts_of_this_process():
     facts = read_facts(None)
     assert set(facts.versions) == set(VERSIONS)
     assert facts.host_free is not None
+
+
+def test_ranks_of_srun_get_the_gpus_of_their_node_in_their_order(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    variables = {"STEP_NUM_TASKS": "3", "PROCID": "2", "LOCALID": "2", "STEP_NODELIST": "node0"}
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(rank_facts, "_gpu", lambda device: {})
+    monkeypatch.setattr(rank_facts, "_nccl", lambda: "none")
+    mesh = {"pipeline": 3, "device": ["cpu", "cuda", "cuda"]}
+    assert read_facts(load({"train_batch_size": 1, "mesh": mesh})).device == "cuda:1"
 
 
 def test_the_free_host_memory_is_within_the_limit_of_the_cgroup():
