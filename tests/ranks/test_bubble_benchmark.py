@@ -70,6 +70,7 @@ def test_a_full_backward_sleeps_for_i_and_w_with_and_without_the_queue() -> None
     assert torch.equal(*gradients)
 
 
+@pytest.mark.sweep
 def test_every_system_sleeps_as_planned_and_holds_the_simulated_memory(pool: RankPool) -> None:
     # `measure` checks each log against the plan, sleep by sleep.
     task = Task(2, 4, SECONDS)

@@ -102,6 +102,7 @@ SLOW = (
     "1f1b, uniform recompute",
     "1f1b, selective, bf16",
     "ZeRO",
+    "ZeRO, tensor 2, overlapped",
     "zb-h1, large vocabulary",
     "1f1b, large vocabulary, bf16",
 )

@@ -64,7 +64,9 @@ def chooser(settings: Config, net: PipelineModule | None = None) -> PlanChooser:
     return PlanChooser(settings, mesh(), net, 8, loader=None)
 
 
-@pytest.mark.parametrize("pipeline", [{}, {"chunks": 2}])
+@pytest.mark.parametrize(
+    "pipeline", [pytest.param({}, marks=pytest.mark.sweep), {"chunks": 2}], ids=str
+)
 def test_initialize_chooses_the_same_plan_as_the_plan_command(pipeline: dict[str, Any]) -> None:
     settings = config({"schedule": "auto", **pipeline})
     planned = estimate(Request(settings)).prediction
