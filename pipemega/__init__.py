@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pipemega.deferred_import import import_first
-from pipemega.version import __version__ as __version__
+from pipemega.startup.deferred_import import import_first
+from pipemega.startup.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from pipemega.config import Config

@@ -21,7 +21,6 @@ from pipemega.checkpoint.schedule_values import refuse_other_values
 from pipemega.checkpoint.shards import TensorShard
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
-from pipemega.deferred_import import deferred
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
@@ -29,6 +28,7 @@ from pipemega.errors import CheckpointError, DataError
 from pipemega.optimizer import OptimizerStep
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.random import derive_seed, rng_state, seed_rng, set_rng_state
+from pipemega.startup.deferred_import import deferred
 from pipemega.storage.filesystem import LocalStorage, Storage, is_remote, storage_at
 from pipemega.storage.folder_lock import LockOptions, folder_locks
 

@@ -17,9 +17,9 @@ from pipemega.checkpoint.free_space import outgoing_bytes, warn_if_short
 from pipemega.checkpoint.layout import Retention, StoredCheckpoint
 from pipemega.checkpoint.manifest import ChecksumWriter, DamagedCheckpoint, FileEntry, Progress
 from pipemega.checkpoint.shards import OutgoingShard
-from pipemega.deferred_import import deferred
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import CheckpointError, FolderLockedError, short_cause
+from pipemega.startup.deferred_import import deferred
 from pipemega.storage.filesystem import LocalStorage, Storage
 
 if TYPE_CHECKING:

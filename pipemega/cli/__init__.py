@@ -5,10 +5,10 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 
-from pipemega.deferred_import import import_first
 from pipemega.errors import PipemegaError
 from pipemega.printing import coloured
-from pipemega.version import __version__
+from pipemega.startup.deferred_import import import_first
+from pipemega.startup.version import __version__
 
 # A command's module is imported when the command is called: importing torch would slow --help.
 COMMANDS: Mapping[str, str] = {

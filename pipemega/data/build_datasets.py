@@ -19,8 +19,8 @@ from pipemega.data.prepare import PrepareOptions, prepare
 from pipemega.data.prepared_files import prefix_of
 from pipemega.data.samples import SPLITS, Split, index_folder, split_ranges
 from pipemega.data.tokenizer import Tokenizer
-from pipemega.deferred_import import deferred
 from pipemega.errors import ConfigError, DataError
+from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     from pipemega.data.finetuning import build_finetuning as finetuning

@@ -13,8 +13,8 @@ from pipemega.data.finetuning.record_files import find_records
 from pipemega.data.images.image_paths import class_names, folder_error, image_folders, split_folders
 from pipemega.data.prepared_files import files_of, prefix_of, read_manifest, tokenizer_of
 from pipemega.data.tokenizer import UNKNOWN_EOD, Tokenizer
-from pipemega.deferred_import import deferred
 from pipemega.errors import ConfigError, DataError, PipemegaError
+from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     from pipemega.data import indexed, load_tokenizer, tiktoken_tokenizer

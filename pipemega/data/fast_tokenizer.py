@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pipemega.data.tokenizer import EOD, Tokenizer
-from pipemega.deferred_import import deferred
 from pipemega.errors import ConfigError, DataError
+from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     import numpy as np

@@ -16,8 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from pipemega.deferred_import import deferred
+from pipemega.config.launch_variables import launch_variables
 from pipemega.errors import DataError
+from pipemega.startup.deferred_import import deferred
 from pipemega.storage.filesystem import LocalStorage, fsync_path
 from pipemega.storage.heartbeat_lock import HeartbeatLock, LockObserver
 

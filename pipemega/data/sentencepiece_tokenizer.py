@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipemega.data.tokenizer import EOD, Tokenizer
-from pipemega.deferred_import import deferred
 from pipemega.errors import ConfigError, DataError
+from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     import numpy as np

@@ -5,8 +5,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from pipemega.deferred_import import deferred
 from pipemega.errors import DataError
+from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     import numpy as np

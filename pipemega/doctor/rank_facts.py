@@ -18,7 +18,7 @@ from pipemega.distributed.mesh import launched_rank, launched_world_size, pick_d
 from pipemega.distributed.mixed_mesh import pick_mixed_device
 from pipemega.distributed.topology import Topology
 from pipemega.errors import MeshError
-from pipemega.version import __version__
+from pipemega.startup.version import __version__
 
 # Variables that change how ranks communicate; they should be equal on all ranks.
 _NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipemega.config.pipeline import CostsSection, PipelineSection, PlanFile
-from pipemega.deferred_import import deferred
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.pipeline.plan.channels import MessageOrder
 from pipemega.pipeline.plan.costs import CostModel, VocabularyCosts
@@ -23,6 +22,7 @@ from pipemega.pipeline.plan.validate import validate_messages
 from pipemega.pipeline.schedules import build_plan, forward_only
 from pipemega.pipeline.schedules.placement import loop, v
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
+from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     from pipemega.pipeline import autoschedule

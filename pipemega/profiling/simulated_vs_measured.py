@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipemega.deferred_import import deferred
 from pipemega.monitor.step_phases import OTHER, PIPELINE, Phase
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.simulate import Timeline, simulate
 from pipemega.printing import aligned, percent
 from pipemega.profiling.cost_estimation import measured_costs
 from pipemega.profiling.trace import Trace
+from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     from pipemega.pipeline import visualize

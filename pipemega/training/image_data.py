@@ -8,10 +8,10 @@ from torch import Tensor
 from pipemega.config import Config
 from pipemega.config.data import DataSection
 from pipemega.data.build_datasets import Datasets
-from pipemega.deferred_import import deferred
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError
 from pipemega.models.build_model import ModelContext, model_section, sample_from
+from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     from pipemega.data.images import build_images

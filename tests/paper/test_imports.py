@@ -17,8 +17,7 @@ PACKAGE = Path(__file__).parents[2] / "pipemega"
 
 # From low to high. A nested package that has a line of its own does not belong to its parent's.
 LAYERS = [
-    "deferred_import",
-    "version",
+    "startup",
     "errors",
     "printing",
     "storage",
@@ -54,9 +53,7 @@ LAYERS = [
     "__init__",
     "__main__",
 ]
-LEAF_MODULES = {
-    "deferred_import", "version", "errors", "printing", "random", "kernels", "parameters",
-}  # fmt: skip
+LEAF_MODULES = {"errors", "printing", "random", "kernels", "parameters"}
 # Every package up to `compat/megatron` runs without torch, and so do these.
 NO_TORCH_LAYERS = LAYERS[: LAYERS.index("compat/megatron") + 1]
 NO_TORCH = (

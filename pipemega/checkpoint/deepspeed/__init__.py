@@ -14,7 +14,7 @@ deepspeed_import.py   writes the weights as a checkpoint of pipemega
 
 from typing import TYPE_CHECKING
 
-from pipemega.deferred_import import names_of
+from pipemega.startup.deferred_import import names_of
 
 if TYPE_CHECKING:
     from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed

@@ -1,0 +1,1 @@
+"""What a process needs first: the version, and imports of modules on first use."""
