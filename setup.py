@@ -27,6 +27,8 @@ setup(
         "pydantic>=2.7,<3",
         "numpy>=1.24",
         "einops>=0.7",
+        # Checksums of checkpoints; where it is missing, zlib computes them.
+        'isal>=1.5; platform_machine in "x86_64 AMD64 aarch64 arm64"',
         "json5>=0.9.14",
         "tokenizers>=0.15.1",
         "tqdm>=4.60",

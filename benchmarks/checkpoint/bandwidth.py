@@ -5,8 +5,10 @@
 One rank saves fp32 linear layers with Adam's state, 1 GB, to a local disk. All files are synced.
 As in a run, the previous checkpoint is deleted after the new one is complete. pipemega also
 computes checksums in a save, and compares them in a load before it overwrites a tensor; the
-others compare nothing, so its load is also measured without. Each round has another order: the
-first use of memory of the page cache is slow, and hits any of them.
+others compare nothing, so its load is also measured without. Each load is measured twice: from the
+page cache, which still holds the files, and from the disk, after the page cache has dropped them.
+Each round has another order: the first use of memory of the page cache is slow, and hits any of
+them.
 """
 
 import argparse
@@ -17,6 +19,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -27,6 +30,17 @@ from torch import Tensor, nn
 import pipemega
 from benchmarks.ranks import machine
 from pipemega import LayerSpec, PipelineModule
+
+SAVE, LOAD, DISK = "save", "load", "load from disk"
+UNVERIFIED, DCP = "pipemega, checkpoint.verify false", "torch.distributed.checkpoint"
+
+# What each system loads, in the folder.
+FILES = {
+    "pipemega": "pipemega",
+    UNVERIFIED: "pipemega",
+    DCP: "dcp",
+    "torch.load": "state.pt",
+}
 
 
 def main() -> None:
@@ -43,25 +57,28 @@ def main() -> None:
         actions = systems(folder, options.width, layers)
         for action in actions.values():
             action()
-        seconds: dict[str, list[float]] = {name: [] for name in actions}
+        cases = [*actions, *((system, DISK) for system, kind in actions if kind == LOAD)]
+        seconds: dict[tuple[str, str], list[float]] = {case: [] for case in cases}
         order = random.Random(0)
         for _ in range(options.rounds):
-            for name in order.sample(list(actions), len(actions)):
+            for system, kind in order.sample(cases, len(cases)):
+                if kind == DISK:
+                    _drop_from_page_cache(Path(folder, FILES[system]))
                 started = time.perf_counter()
-                actions[name]()
-                seconds[name].append(time.perf_counter() - started)
+                actions[system, LOAD if kind == DISK else kind]()
+                seconds[system, kind].append(time.perf_counter() - started)
     size = 12 * layers * (options.width**2 + options.width) / 1e6
     print(f"{size:.0f} MB; {machine()}\n")
     print("| | MB/s | bandwidth of pipemega / this |")
     print("| --- | ---: | ---: |")
-    for name, times in seconds.items():
-        mine = seconds[f"pipemega {name.rsplit(' ', 1)[1]}"]
+    for (system, kind), times in seconds.items():
+        mine = seconds["pipemega", kind]
         ratio = median(other / own for own, other in zip(mine, times, strict=True))
-        print(f"| {name} | {size / median(times):.0f} | {ratio:.2f} |")
+        print(f"| {system}: {kind} | {size / median(times):.0f} | {ratio:.2f} |")
 
 
-def systems(folder: str, width: int, layers: int) -> dict[str, Callable[[], Any]]:
-    """Return the saves and loads, by name; each load reads what the save of its system wrote."""
+def systems(folder: str, width: int, layers: int) -> dict[tuple[str, str], Callable[[], Any]]:
+    """Return the saves and loads by system and kind; a load reads what its system saved."""
     engine, *_ = pipemega.initialize(
         PipelineModule(
             [LayerSpec(nn.Linear, width, width) for _ in range(layers)], nn.functional.mse_loss
@@ -93,16 +110,24 @@ def systems(folder: str, width: int, layers: int) -> dict[str, Callable[[], Any]
         os.rename(f"{folder}/new", f"{folder}/dcp")
 
     return {
-        "pipemega save": lambda: engine.save_checkpoint(f"{folder}/pipemega", tag="step"),
-        "torch.distributed.checkpoint save": dcp_save,
-        "torch.save save": lambda: _torch_save(state, f"{folder}/state.pt"),
-        "pipemega load": lambda: load(verify=True),
-        "pipemega, checkpoint.verify false, load": lambda: load(verify=False),
-        "torch.distributed.checkpoint load": lambda: dcp.load(
-            target, checkpoint_id=f"{folder}/dcp", no_dist=True
-        ),
-        "torch.load load": lambda: _torch_load(target, f"{folder}/state.pt"),
+        ("pipemega", SAVE): lambda: engine.save_checkpoint(f"{folder}/pipemega", tag="step"),
+        (DCP, SAVE): dcp_save,
+        ("torch.save", SAVE): lambda: _torch_save(state, f"{folder}/state.pt"),
+        ("pipemega", LOAD): lambda: load(verify=True),
+        (UNVERIFIED, LOAD): lambda: load(verify=False),
+        (DCP, LOAD): lambda: dcp.load(target, checkpoint_id=f"{folder}/dcp", no_dist=True),
+        ("torch.load", LOAD): lambda: _torch_load(target, f"{folder}/state.pt"),
     }
+
+
+def _drop_from_page_cache(path: Path) -> None:
+    """Make the next read of a file, or of all files of a folder, come from the disk."""
+    for file in [path, *path.rglob("*")]:
+        if file.is_file():
+            descriptor = os.open(file, os.O_RDONLY)
+            # Only synced pages can be dropped; all systems have synced them.
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
 
 
 def _torch_save(state: dict[str, Tensor], path: str) -> None:

@@ -10,7 +10,6 @@ import itertools
 import json
 import os
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,6 +17,12 @@ from typing import IO, Any, NamedTuple
 
 from pipemega.errors import CheckpointError
 from pipemega.storage.filesystem import Storage
+
+try:
+    # The same CRC-32 as zlib's, at 4 to 9 times its speed.
+    from isal.isal_zlib import crc32
+except ImportError:  # it has no wheel for every processor
+    from zlib import crc32
 
 STATE_FILE = "state.json"
 FORMAT = 3
@@ -90,7 +95,7 @@ class _PieceChecksums:
             if self._size and self._size % _PIECE == 0:
                 self._pieces.append(0)
             part = rest[: _PIECE - self._size % _PIECE]
-            self._pieces[-1] = zlib.crc32(part, self._pieces[-1])
+            self._pieces[-1] = crc32(part, self._pieces[-1])
             self._size, rest = self._size + len(part), rest[len(part) :]
 
     def hexdigest(self) -> str:

@@ -15,6 +15,7 @@ from torch import nn
 from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.checkpoint.async_save import BackgroundTask
 from pipemega.checkpoint.differences import check_config_changes, config_changes
+from pipemega.checkpoint.save_load import throughput
 from pipemega.config import load
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
@@ -188,8 +189,20 @@ def test_a_save_logs_size_and_speed_and_applies_the_retention(tmp_path, caplog):
         f"global_step{step}" for step in (2, 4, 6, 7)
     ]
     for what in ("saved", "loaded"):
-        line = rf"{what} {tmp_path}/global_step7: [\d.]+ MB in [\d.]+ s, \d+ MB/s"
+        line = rf"{what} {tmp_path}/global_step7: [\d.]+ [kM]B in [\d.]+ s, \d+ [kM]B/s"
         assert re.search(line, caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("size", "seconds", "text"),
+    [
+        (123_000_000, 0.5, "123.0 MB in 0.50 s, 246 MB/s"),
+        (1_200, 0.04, "1.2 kB in 0.04 s, 30 kB/s"),
+        (200_000, 0.5, "0.2 MB in 0.50 s, 400 kB/s"),
+    ],
+)
+def test_a_small_checkpoint_has_a_speed_above_0(size, seconds, text):
+    assert throughput(size, seconds) == text
 
 
 GPT = {
@@ -290,7 +303,7 @@ def test_other_data_is_refused_unless_it_is_allowed(tmp_path):
     first.train_batch()
     first.save_checkpoint(tmp_path)
     other = initialize(net(), CONFIG, Numbers("new"))[0]
-    with pytest.raises(DataError, match=r'in a config, set checkpoint.allow_changes \["data"\]'):
+    with pytest.raises(DataError, match=r'in a run: checkpoint.allow_changes \["data"\]'):
         other.load_checkpoint(tmp_path)
     allowed = initialize(
         net(), {**CONFIG, "checkpoint": {"allow_changes": ["data"]}}, Numbers("new")

@@ -3,6 +3,8 @@
 import hashlib
 import zlib
 
+import pytest
+
 from pipemega.checkpoint import layout, manifest
 from pipemega.checkpoint.manifest import (
     ChecksumWriter,
@@ -14,7 +16,10 @@ from pipemega.checkpoint.manifest import (
 from pipemega.storage.filesystem import LocalStorage
 
 
-def test_a_flipped_bit_in_any_piece_of_a_large_file_is_found(tmp_path, monkeypatch):
+@pytest.mark.parametrize("crc32", [zlib.crc32, manifest.crc32], ids=["zlib", "installed"])
+def test_a_flipped_bit_in_any_piece_of_a_large_file_is_found(tmp_path, monkeypatch, crc32):
+    """Where isal is installed, its checksums are those of zlib."""
+    monkeypatch.setattr(manifest, "crc32", crc32)
     monkeypatch.setattr(manifest, "_PIECE", 1 << 10)
     monkeypatch.setattr(manifest, "_LARGE_WRITE", 1 << 12)
     storage, data = LocalStorage(tmp_path), bytearray(range(256)) * 100
