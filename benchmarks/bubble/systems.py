@@ -151,7 +151,7 @@ def _pipemega(
     buffer = GradientBuffer(named)
     weights = None
     # As in `initialize`.
-    if any(step.kind is Kind.BACKWARD_INPUT for step in plan.steps()):
+    if plan.splits_backward:
         weights = WeightGradQueue(buffer)
         enable_split_backward(stages.values(), weights)
     axis = Axis("pipeline", tuple(range(task.ranks)), rank, group)

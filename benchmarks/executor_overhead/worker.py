@@ -11,7 +11,7 @@ from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.execution_state import MicroBatches
 from pipemega.pipeline.executor import Executor, RankStages
 from pipemega.pipeline.module import BuildOptions, PipelineModule, RngKey, build_stages
-from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.schedules import build_plan
 from pipemega.pipeline.spec import LayerSpec
@@ -34,7 +34,7 @@ def make_run(plan: Plan, layer: str = "scale") -> Callable[[], None]:
     stages = build_stages(net, range(plan.num_stages + 1), plan.stages_of(rank), build_options)
     buffer = GradientBuffer([p for stage in stages.values() for p in stage.named_parameters()])
     weights = None
-    if any(step.kind is Kind.BACKWARD_INPUT for step in plan.steps()):
+    if plan.splits_backward:
         weights = WeightGradQueue(buffer)
         enable_split_backward(stages.values(), weights)
     axis = Axis("pipeline", tuple(range(world)), rank, dist.new_group())

@@ -50,16 +50,17 @@ def markdown(report: dict[str, Any]) -> str:
         f"Python {machine['python']}; one thread a process, gloo, "
         f"hand cut: {report['options']['split']} of {sizes['layers']} blocks on the first of two "
         f"stages; "
-        f"median of {report['options']['rounds']} rounds of {report['options']['steps']} steps.",
+        f"medians of {report['options']['rounds']} rounds, each with {report['options']['steps']} "
+        f"step(s) of every system.",
         "",
-        "| system | tokens/s | rounds | of the limit | × torch:1f1b | live tensors, MB per rank "
-        "| resident growth, MB per rank | loss − reference |",
+        "| system | tokens/s | slowest, fastest | of the limit | × torch:1f1b "
+        "| live tensors, MB per rank | resident growth, MB per rank | loss − reference |",
         "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         lines.append(
             f"| {row['system']} | {row['tokens_per_second']:.0f} "
-            f"| {', '.join(f'{rate:.0f}' for rate in row['rounds'])} "
+            f"| {row['slowest']:.0f}, {row['fastest']:.0f} "
             f"| {_ratio(row['over_limit'])} | {_ratio(row['over_torch_1f1b'])} "
             f"| {', '.join(f'{mb:.0f}' for mb in row['live_mb'])} "
             f"| {', '.join(f'{mb:.0f}' for mb in row['rss_growth_mb'])} "

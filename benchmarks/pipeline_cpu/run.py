@@ -2,10 +2,10 @@
 
     python -m benchmarks.pipeline_cpu.run            from the root of the repository
 
-Every measurement starts new processes with one thread each, connected by gloo. The rounds are
-interleaved, and each starts with another system, so that a slow minute or a cold cache affects all
-systems equally. Results are medians over the rounds; ratios are medians of the ratios within a
-round.
+Each system has its own processes with one thread each, connected by gloo. All systems are alive at
+the same time and take turns: in each round each system trains one step, while the others sleep. So
+a slow minute of the machine affects all systems equally. Each round starts with another system.
+Results are medians over the rounds; ratios are medians of the ratios within a round.
 """
 
 import argparse
@@ -13,6 +13,7 @@ import importlib.util
 import json
 import math
 import sys
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -21,7 +22,7 @@ from typing import Any
 from benchmarks.pipeline_cpu.model import Sizes
 from benchmarks.pipeline_cpu.peers import TORCH_SCHEDULES
 from benchmarks.pipeline_cpu.report import markdown
-from benchmarks.ranks import Failed, machine, measure
+from benchmarks.ranks import Failed, Ranks, machine, measure
 from pipemega.pipeline.schedules import AUTO, SCHEDULES
 
 # The JSON of each rank of one measurement.
@@ -46,16 +47,10 @@ def main(argv: list[str] | None = None) -> int:
     options = _parse(argv)
     sizes = Sizes()
     systems, notes = _available(options)
-    state: dict[str, Any] = {"memory": {}, "rounds": []}
-    if options.resume:
-        state = json.loads(options.json.read_text(encoding="utf-8"))["raw"]
-        if state["rounds"] and set(state["rounds"][0]) != set(systems):
-            raise SystemExit(f"{options.json} has other systems: {' '.join(state['rounds'][0])}")
+    raw: dict[str, Any] = {"memory": {}, "warmup": {}, "rounds": []}
     for system in list(systems):
-        if system in state["memory"]:
-            continue
         try:
-            state["memory"][system] = _measure(system, "memory", sizes, options)
+            raw["memory"][system] = measure(WORKER, *_processes(system, sizes, options))
         except Failed as error:
             if not system.startswith("deepspeed"):
                 raise
@@ -67,14 +62,20 @@ def main(argv: list[str] | None = None) -> int:
         "machine": machine(),
         "sizes": asdict(sizes),
         "options": {k: v for k, v in vars(options).items() if type(v) is int},
-        "raw": state,
+        "raw": raw,
     }
-    while len(state["rounds"]) < options.rounds:
-        state["rounds"].append(_round(len(state["rounds"]), systems, sizes, options))
-        _write(report, options)
-    report["rows"] = [_row(system, state, sizes) for system in systems]
-    report["notes"] = notes + _busy(state["rounds"])
-    _write(report, options)
+    with ExitStack() as stack:
+        alive = {}
+        for system in systems:
+            alive[system] = Ranks(WORKER, *_processes(system, sizes, options))
+            stack.callback(alive[system].close)
+            raw["warmup"][system] = alive[system].ready()
+        for turn in range(options.rounds):
+            raw["rounds"].append(_round(turn, alive, sizes))
+            report["rows"] = [_row(system, raw, sizes) for system in systems]
+            report["notes"] = notes + _busy(raw["rounds"])
+            if options.json is not None:
+                options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(markdown(report))
     return 1 if any(row["loss_difference"] > LOSS_TOLERANCE for row in report["rows"]) else 0
 
@@ -83,9 +84,9 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--warmup", type=int, default=2, help="steps before the clock starts")
-    parser.add_argument("--steps", type=int, default=4, help="timed steps of a round")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--warmup", type=int, default=2, help="steps before the first round")
+    parser.add_argument("--steps", type=int, default=1, help="steps of each system in a round")
     parser.add_argument(
         "--split",
         type=int,
@@ -95,11 +96,6 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         "(default: 5); four stages are partitioned by matrix products",
     )
     parser.add_argument("--json", type=Path, help="write the whole result to this file")
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="measure only the rounds that are missing in the --json file; a round is always whole",
-    )
     parser.add_argument(
         "--deepspeed-python",
         metavar="PATH",
@@ -120,10 +116,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help=f"measure only the references and {' '.join(SHORT)}",
     )
-    options = parser.parse_args(argv)
-    if options.resume and options.json is None:
-        parser.error("--resume needs --json")
-    return options
+    return parser.parse_args(argv)
 
 
 def _available(options: argparse.Namespace) -> tuple[list[str], list[str]]:
@@ -150,36 +143,30 @@ def _available(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     return chosen, notes
 
 
-def _round(
-    turn: int, systems: list[str], sizes: Sizes, options: argparse.Namespace
-) -> dict[str, Results]:
-    """Measure every system once; each round starts with another system."""
-    first = turn % len(systems)
-    results = {}
-    for system in systems[first:] + systems[:first]:
-        results[system] = _measure(system, "time", sizes, options)
-        rate = _rate(system, results[system], sizes)
-        print(f"round {turn + 1}: {system}: {rate:.0f} tokens/s", file=sys.stderr, flush=True)
+def _round(turn: int, systems: dict[str, Ranks], sizes: Sizes) -> dict[str, Results]:
+    """Let every system take its turn; each round starts with another system."""
+    names = list(systems)
+    first = turn % len(names)
+    results = {name: systems[name].turn() for name in names[first:] + names[:first]}
+    rates = (f"{name} {_rate(name, results[name], sizes):.0f}" for name in names)
+    print(f"round {turn + 1}, tokens/s: {', '.join(rates)}", file=sys.stderr, flush=True)
     return results
 
 
-def _measure(system: str, phase: str, sizes: Sizes, options: argparse.Namespace) -> Results:
-    """Run one set of processes and return their results by rank.  Raises: Failed."""
-    arguments = ["--system", system.removesuffix(":twice"), "--phase", phase]
+def _processes(
+    system: str, sizes: Sizes, options: argparse.Namespace
+) -> tuple[int, list[str], str | None]:
+    """Return the number of ranks of a system, their arguments and their interpreter."""
+    arguments = ["--system", system.removesuffix(":twice")]
     arguments += ["--sizes", json.dumps(asdict(sizes)), "--split", str(options.split)]
     arguments += ["--warmup", str(options.warmup), "--steps", str(options.steps)]
     python = options.deepspeed_python if system == "deepspeed" else None
-    return measure(WORKER, 1 if system == REFERENCE else 2, arguments, python)
-
-
-def _write(report: dict[str, Any], options: argparse.Namespace) -> None:
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return 1 if system == REFERENCE else 2, arguments, python
 
 
 def _rate(system: str, results: Results, sizes: Sizes) -> float:
     """Return the tokens per second of all processes together."""
-    tokens = sizes.tokens * len(results[0]["step_seconds"])
+    tokens = sizes.tokens * len(results[0]["losses"])
     seconds = [float(result["seconds"]) for result in results]
     if system in (REFERENCE, LIMIT):
         # Each process trains on its own.
@@ -187,34 +174,34 @@ def _rate(system: str, results: Results, sizes: Sizes) -> float:
     return tokens / max(seconds)
 
 
-def _row(system: str, state: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    rounds = [turn[system] for turn in state["rounds"]]
+def _row(system: str, raw: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
+    rounds = [turn[system] for turn in raw["rounds"]]
     rates = [_rate(system, results, sizes) for results in rounds]
-    expected = state["rounds"][0][REFERENCE][0]["losses"]
     differences = [
         _distance(loss, right)
-        for results in rounds
-        for result in results
-        for loss, right in zip(result["losses"], expected, strict=True)
+        for turn in (raw["warmup"], *raw["rounds"])
+        for result in turn[system]
+        for loss, right in zip(result["losses"], turn[REFERENCE][0]["losses"], strict=True)
         if loss is not None
     ]
 
     def over(other: str) -> float | None:
         """Return the median over the rounds of the ratio to `other`."""
-        if any(other not in turn for turn in state["rounds"]):
+        if other not in raw["memory"]:
             return None
-        others = [_rate(other, turn[other], sizes) for turn in state["rounds"]]
+        others = [_rate(other, turn[other], sizes) for turn in raw["rounds"]]
         return median(own / their for own, their in zip(rates, others, strict=True))
 
     return {
         "system": system,
         "processes": len(rounds[0]),
         "tokens_per_second": median(rates),
-        "rounds": rates,
+        "slowest": min(rates),
+        "fastest": max(rates),
         "over_limit": over(LIMIT),
         "over_torch_1f1b": over("torch:1f1b"),
         "over_own_1f1b": over("pipemega:1f1b@hand-cut"),
-        "live_mb": [result["live_mb"] for result in state["memory"][system]],
+        "live_mb": [result["live_mb"] for result in raw["memory"][system]],
         "rss_growth_mb": _by_rank(rounds, "rss_growth_mb"),
         "ru_maxrss_mb": _by_rank(rounds, "ru_maxrss_mb"),
         "loss_difference": max(differences, default=math.inf),

@@ -1,4 +1,4 @@
-"""One rank of one measurement: `run.py` starts it as a process and reads its JSON."""
+"""One rank of one system: `run.py` starts it as a process and reads its JSON."""
 
 import argparse
 import ctypes
@@ -6,8 +6,9 @@ import gc
 import json
 import os
 import resource
+import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -34,12 +35,13 @@ MB = 1e6
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--system", required=True, help="FAMILY or FAMILY:SCHEDULE")
-    parser.add_argument("--phase", choices=["time", "memory"], required=True)
     parser.add_argument("--sizes", type=json.loads, required=True)
     parser.add_argument("--split", type=int, required=True)
     parser.add_argument("--warmup", type=int, required=True)
     parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--out", type=Path, help="measure the live tensors and write them here")
+    what.add_argument("--turns", type=int, metavar="FD", help="take turns over this socket")
     options = parser.parse_args()
 
     torch.set_num_threads(1)
@@ -60,34 +62,37 @@ def main() -> None:
 
         return train(sizes, place, schedule)
 
-    if options.phase == "time":
-        result = measure_time(build, options.warmup, options.steps)
-    else:
+    if options.out:
         result = {"live_mb": peak_live_bytes(build, MEMORY_STEPS) / MB}
-    options.out.write_text(json.dumps(result), encoding="utf-8")
+        options.out.write_text(json.dumps(result), encoding="utf-8")
+    else:
+        with socket.socket(fileno=options.turns).makefile("rw") as lines:
+            for answer in take_turns(build, options.warmup, options.steps, lines):
+                lines.write(json.dumps(answer) + "\n")
+                lines.flush()
     dist.barrier()
     dist.destroy_process_group()
 
 
-def measure_time(build: Callable[[], Step], warmup: int, steps: int) -> dict[str, Any]:
-    """Return the times of the timed steps, the losses of all steps, and the memory growth."""
+def take_turns(
+    build: Callable[[], Step], warmup: int, steps: int, orders: Iterable[str]
+) -> Iterator[dict[str, Any]]:
+    """Yield the losses of the warm-up steps; then, for each order, the results of `steps` steps."""
     before = _reset_peak_rss()
     step = build()
-    losses = [step(number) for number in range(warmup)]
-    dist.barrier()
-    start, cpu_start = time.perf_counter(), time.process_time()
-    ends = []
-    for number in range(warmup, warmup + steps):
-        losses.append(step(number))
-        ends.append(time.perf_counter() - start)
-    return {
-        "seconds": ends[-1],
-        "cpu_seconds": time.process_time() - cpu_start,
-        "step_seconds": [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)],
-        "losses": losses,
-        "rss_growth_mb": (_peak_rss() - before) / MB,
-        "ru_maxrss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB,
-    }
+    yield {"losses": [step(number) for number in range(warmup)]}
+    for turn, _ in enumerate(orders):
+        first = warmup + turn * steps
+        dist.barrier()
+        start, cpu_start = time.perf_counter(), time.process_time()
+        losses = [step(number) for number in range(first, first + steps)]
+        yield {
+            "seconds": time.perf_counter() - start,
+            "cpu_seconds": time.process_time() - cpu_start,
+            "losses": losses,
+            "rss_growth_mb": (_peak_rss() - before) / MB,
+            "ru_maxrss_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / MB,
+        }
 
 
 def peak_live_bytes(build: Callable[[], Step], steps: int) -> int:
