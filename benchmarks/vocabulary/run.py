@@ -41,6 +41,12 @@ def main(argv: list[str] | None = None) -> int:
         ratio = best / parallel
         passed &= _mark(f"{name}: best cut / parallel", ratio, ratio >= mark, f">= {mark:.2f}")
         print("  " + ", ".join(f"{cut} {time * 1e3:.0f} ms" for cut, time in seconds.items()))
+        for cut, found in results[0].items() if vocabulary else ():
+            measured, simulated = found["pipeline"], found["simulated"]
+            print(
+                f"  {cut}: forwards and backwards {measured * 1e3:.0f} ms, simulated "
+                f"{simulated * 1e3:.0f} ms, measured / simulated {measured / simulated:.2f}"
+            )
         for quantity in ("parameters", "live") if vocabulary else ():
             values = [rank["parallel"][quantity] for rank in results]
             spread = max(values) / min(values) - 1

@@ -21,6 +21,10 @@ from pipemega.pipeline.plan.costs import CostModel, VocabularyCosts
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.schedules import build_plan
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
+from pipemega.planning.meta_model import MetaModel
+from pipemega.planning.model_source import model_and_sample
+from pipemega.planning.prediction import predict
+from pipemega.planning.rates import Rates
 from pipemega.tensor_parallel import VocabParallelHead
 
 BLOCKS, SEQUENCE, MICRO_BATCHES = 8, 128, 8
@@ -101,8 +105,16 @@ def real(vocabulary: int, rounds: int) -> dict[str, Any]:
         shared: list[Any] = [memory]
         dist.broadcast_object_list(shared)
         live = 16 * held + shared[0][dist.get_rank()]
-        results[name] |= {"parameters": held, "live": live}
+        results[name] |= {"parameters": held, "live": live, "simulated": simulated(engine)}
     return results
+
+
+def simulated(engine: Engine) -> float:
+    """Return the seconds of the forwards and backwards of a step, by the fixed table of rates."""
+    topology = engine.mesh.topology
+    model = MetaModel(engine.config, *model_and_sample(engine.config, topology), topology, "cpu")
+    rates = Rates(layers=model.layer_costs)
+    return predict(model, engine.plan, rates, engine._model.bounds).timeline.makespan
 
 
 def sleeping(rounds: int) -> dict[str, Any]:
@@ -168,12 +180,19 @@ def _let_layers_sleep() -> None:
 def _interleaved(engines: dict[str, Engine], rounds: int) -> dict[str, Any]:
     steps = {name: step_of(engine) for name, engine in engines.items()}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
+    pipeline: dict[str, list[float]] = {name: [] for name in engines}
     for round_number in range(rounds + 1):
         for name, step in steps.items():
+            engines[name].trace_next_step()
             taken = step()
             if round_number:  # the first step opens connections
                 seconds[name].append(taken)
-    return {name: {"seconds": median(times)} for name, times in seconds.items()}
+                timeline = engines[name].last_timeline
+                pipeline[name].append(timeline.makespan if timeline else 0.0)
+    return {
+        name: {"seconds": median(times), "pipeline": median(pipeline[name])}
+        for name, times in seconds.items()
+    }
 
 
 def main() -> None:

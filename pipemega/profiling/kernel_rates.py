@@ -23,6 +23,7 @@ class KernelRates:
         products: FLOP/s of matrix products.
         attention: FLOP/s of fused attention; a causal one has half of the FLOPs.
         bandwidth: bytes/s that all other work reads and writes.
+        streams: the same for sums, differences, products and copies of large tensors.
         launch: seconds of a kernel without work.
         instruction: seconds of an F, I, W or B beyond its kernels and messages.
         messages: bytes/s at which ranks handle messages.
@@ -31,6 +32,7 @@ class KernelRates:
     products: float
     attention: float
     bandwidth: float
+    streams: float
     launch: float
     instruction: float
     messages: float
@@ -38,7 +40,8 @@ class KernelRates:
     def seconds(self, func: Any, flops: float, size: float) -> float:
         """Return the seconds of operation `func` with `flops` that moves `size` bytes."""
         rate = self.attention if "attention" in func._schema.name else self.products
-        return max(flops / rate, size / self.bandwidth) + self.launch
+        streams = func._overloadpacket in _STREAMS
+        return max(flops / rate, size / (self.streams if streams else self.bandwidth)) + self.launch
 
 
 # Measured on one of two busy cores of an AMD EPYC, by benchmarks/pipeline_cpu; fp32 and fp64 runs
@@ -46,13 +49,20 @@ class KernelRates:
 # per rank instead of one, a rank works about 1 ms longer for each further instruction, half of it
 # with messages of 0.5 MB.
 _FULL: Final = KernelRates(
-    products=115e9, attention=22e9, bandwidth=16e9, launch=4e-6, instruction=3e-4, messages=1e9
+    products=115e9,
+    attention=22e9,
+    bandwidth=16e9,
+    streams=48e9,
+    launch=4e-6,
+    instruction=3e-4,
+    messages=1e9,
 )
 # What kernels of an H100 reach in bf16: about half of its FLOP/s, 3/4 of its bandwidth.
 _HALF: Final = KernelRates(
     products=500e12,
     attention=300e12,
     bandwidth=2.5e12,
+    streams=2.5e12,
     launch=4e-6,
     instruction=5e-5,
     messages=1e11,
@@ -68,6 +78,12 @@ def rates_for(dtype: str | None) -> KernelRates:
 _NO_KERNEL = frozenset(
     (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
 ) | {_aten._unsafe_view, _aten.detach}
+
+
+# Simple arithmetic: the speed of the memory limits them on every device.
+_STREAMS = frozenset(
+    (_aten.add, _aten.add_, _aten.sub, _aten.sub_, _aten.mul, _aten.mul_, _aten.copy_, _aten.clone)
+) | {_aten.zero_, _aten.zeros_like, _aten.new_zeros, _aten.zeros, _aten.fill_}
 
 
 def runs_kernel(func: Any) -> bool:

@@ -120,11 +120,18 @@ def unmetered() -> Iterator[None]:
 def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
     """Return the FLOPs of an operation that a TorchDispatchMode sees; see `TensorMeter`."""
     packet = func._overloadpacket
-    formula = _FORMULAS.get(packet) or flop_registry.get(packet)
+    formula = _FORMULAS.get(packet) or flop_registry.get(packet) or _of_functional(packet)
     if formula is None:
         return 0.0
     flops: float = formula(*args, **kwargs, out_val=result)
     return flops / 2 if _is_causal(func, args, kwargs) else flops
+
+
+def _of_functional(packet: Any) -> Any:
+    """Return the formula of `addmm` for `addmm_`: torch has none for operations in place."""
+    name: str = packet.__name__
+    functional = getattr(_aten, name[:-1], None) if name.endswith("_") else None
+    return flop_registry.get(functional)
 
 
 def _is_causal(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -57,6 +57,18 @@ def test_flops_are_counted_as_in_the_monitor() -> None:
         assert meter.flops == 2 * 8 * 16 * 4 + 2 * 4 * (2 * 2 * 32 * 16 * 32) / 2
 
 
+def test_products_in_place_count_as_others() -> None:
+    """The weight gradient of a head cut over the ranks had no FLOPs."""
+    x, y, z = (torch.empty(size, device="meta") for size in ((3, 8, 16), (3, 16, 4), (3, 8, 4)))
+    with TensorMeter() as meter:
+        z[0].addmm_(x[0], y[0])
+        assert meter.flops == 2 * 8 * 16 * 4
+        z.baddbmm_(x, y)
+        assert meter.flops == 4 * 2 * 8 * 16 * 4
+        z.add_(z)
+    assert meter.flops == 4 * 2 * 8 * 16 * 4
+
+
 def saved_bytes(device: Any, function: Any, x: Tensor) -> int:
     """Return the bytes saved for backward, without `x` and the output."""
     with TensorMeter([x]) as meter, DeviceKernels(device):
