@@ -18,7 +18,7 @@ from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.messages import Header
 from pipemega.pipeline.microbatch_loss import reduced_loss
 from pipemega.pipeline.module import PipelineModule
-from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.pipeline.transport import Transport
 
@@ -47,8 +47,7 @@ class ExecutorBuilder:
         """Return whether an executor for `plan` runs I and W."""
         # With the queue in every plan, a compiled layer rounds equally under all schedules.
         compiled = self._config.compile.enabled and self._mesh.pipeline.size > 1
-        splits = any(i.kind is Kind.BACKWARD_INPUT for i in plan.steps())
-        return self._plan_may_change or compiled or splits
+        return self._plan_may_change or compiled or plan.splits_backward
 
     def build(self, model: LocalModel, plan: Plan, step: OptimizerStep | None) -> Executor:
         """Return the executor for the local stages `model`; collective over the pipeline.

@@ -225,7 +225,7 @@ def _build_engine(
     if is_tuned:
         tuner = ScheduleTuner(mesh, plan, bounds, chosen.seconds, chooser, cache, log)
     plans = StepPlans(mesh, plan, chooser if sizes.changes else None)
-    plans.check([size // batch.samples_per_slice for size in sizes.sizes[:-1]])
+    plans.check(bounds, [size // batch.samples_per_slice for size in sizes.sizes[:-1]])
     local = build_local_model(model, mesh, bounds, plan.rank_of_stage, options, cut)
     if config.lora is not None and config.lora.path is not None:
         load_adapter(Path(config.lora.path), model, local)

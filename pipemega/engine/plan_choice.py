@@ -31,6 +31,7 @@ from pipemega.pipeline.plan.simulate import simulate
 from pipemega.pipeline.plan.stage_cut import Cut
 from pipemega.pipeline.plan_selection import (
     best_plan,
+    plan_is_provisional,
     plan_of_size,
     training_plan,
     validated,
@@ -46,7 +47,7 @@ from pipemega.planning.model_source import Sample
 from pipemega.planning.prediction import Prediction
 from pipemega.planning.queue_memory import fit_queue_of_linears, may_limit
 from pipemega.planning.rates import Rates
-from pipemega.planning.schedule_choice import ScheduleChooser, Stages
+from pipemega.planning.schedule_choice import ScheduleChooser, Stages, within_memory_limit
 from pipemega.planning.vocabulary_choice import cut_wins
 from pipemega.profiling.meta_kernels import DeviceType
 from pipemega.profiling.tensor_meter import unmetered
@@ -219,10 +220,6 @@ class PlanChooser:
         )
         return wins
 
-    def use_stages(self, bounds: Bounds) -> None:
-        """Note that the stages of the run have moved to those of `bounds`."""
-        self._bounds = bounds
-
     def best_stages(self, measured: MeasuredStages) -> Prediction:
         """Return the best plan for measured costs, on any stages that the config allows.
 
@@ -236,16 +233,22 @@ class PlanChooser:
         """Return the plan of `choice`, proven for the transport of this run."""
         return self._validated(choice.plan)
 
-    def smaller_plan(self, full: Plan, num_microbatches: int) -> Plan:
-        """Return the plan of a step with fewer micro-batches, lowered, on the stages of `full`.
+    def plan_of_size(self, current: Plan, bounds: Bounds, num_microbatches: int) -> Plan:
+        """Return the plan of a step of another size, lowered, on the stages of `current`.
+
+        Args:
+            bounds: of the stages; they may have moved.
 
         Raises:
             ConfigError, ScheduleError: there is none.
         """
-        plan = plan_of_size(self._config.pipeline, full, num_microbatches)
+        self._bounds = bounds
+        plan = plan_of_size(self._config.pipeline, current, num_microbatches)
         if self._model is not None:
             plan = self._model.with_passes(plan, self._bounds)
             plan = self._model.limit_weight_queue(lower(plan), self._bounds)
+            if plan_is_provisional(self._config.pipeline, plan.num_ranks):
+                plan = within_memory_limit(self._model, self._config.pipeline, plan, bounds)
         return self._validated(lower(plan))
 
     def _validated(self, plan: Plan) -> Plan:

@@ -179,7 +179,6 @@ class ScheduleTuner(StepCallback):
                 used = wanted.moved
                 self._before = _Before(self._measured, self._costs, wanted.order)
                 step.next_bounds = self._bounds = used.bounds
-                self._chooser.use_stages(used.bounds)
         self._plan = step.next_plan = used.plan
         self._predicted = used.seconds
         self._done = wanted.is_last

@@ -293,7 +293,7 @@ class StepEngine:
     def _begin_step(
         self, runner: StepRunner, data: StepData, *, keep_outputs: bool = False
     ) -> TrainStep:
-        self.plan = self._plans.of(self.plan, len(data.inputs))
+        self.plan = self._plans.of(self.plan, self._model.bounds, len(data.inputs))
         step = runner.new_step(self.global_steps + 1, self.plan, data, keep_outputs=keep_outputs)
         for callback in self._callbacks:
             callback.before_step(step)

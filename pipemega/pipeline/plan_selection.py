@@ -20,7 +20,7 @@ from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.validate import validate_messages
 from pipemega.pipeline.schedules import build_plan, forward_only
-from pipemega.pipeline.schedules.placement import loop, v
+from pipemega.pipeline.schedules.placement import loop_and_v
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
 from pipemega.startup.deferred_import import deferred
 
@@ -166,33 +166,34 @@ def measurement_plan(pp_size: int, num_microbatches: int, chunks: int) -> Plan:
     return _with_split_backward(build_plan(name, pp_size, num_microbatches, chunks))
 
 
-def plan_of_size(section: PipelineSection, full: Plan, num_microbatches: int) -> Plan:
-    """Return the plan of a smaller step of `training.rampup_batch_size`, compute steps only.
+def plan_of_size(section: PipelineSection, current: Plan, num_microbatches: int) -> Plan:
+    """Return the plan of a step of `training.rampup_batch_size`, compute steps only.
 
     Args:
-        full: of a step of train_batch_size; the plan has its stages.
+        current: of a step of another size; the plan has its stages.
 
     Raises:
         ConfigError: the plan is read from a file, for one number of micro-batches.
         ScheduleError: the schedule does not support this number.
     """
-    ranks, stages = full.num_ranks, full.num_stages
+    ranks, stages = current.num_ranks, current.num_stages
     try:
         if isinstance(section.schedule, PlanFile):
             raise ConfigError(
                 f"the plan in pipeline.schedule.file {section.schedule.file!r} is for "
-                f"{full.num_microbatches}: name a schedule"
+                f"{current.num_microbatches}: name a schedule"
             )
         if section.schedule == "auto" and isinstance(section.costs, CostsSection):
             placements = _placements(section, section.costs, ranks, stages)
-            same = [p for p in placements if p.rank_of_stage == full.rank_of_stage]
-            return best_plan(same, num_microbatches, section.memory_limit).plan
+            same = [p for p in placements if p.rank_of_stage == current.rank_of_stage]
+            if same:
+                return best_plan(same, num_microbatches, section.memory_limit).plan
         plan = first_plan(section, ranks, num_microbatches, stages)
-        if plan.rank_of_stage == full.rank_of_stage:
+        if plan.rank_of_stage == current.rank_of_stage:
             return plan
-        # Schedule `auto` has chosen other stages for the full steps.
+        # Schedule `auto` has chosen other stages for the full steps, or a callback has moved them.
         equal = (1.0,) * stages
-        placement = autoschedule.Placement(full.rank_of_stage, CostModel(equal, equal, equal))
+        placement = autoschedule.Placement(current.rank_of_stage, CostModel(equal, equal, equal))
         return best_plan([placement], num_microbatches, "auto").plan
     except (ConfigError, ScheduleError) as error:
         raise type(error)(
@@ -211,11 +212,9 @@ def best_plan(
     Raises:
         ScheduleError: no plan fits the limit; names the smallest limit that fits.
     """
-    if not isinstance(memory_limit, str):
-        return autoschedule.find_plan(placements, num_microbatches, memory_limit)
-    return autoschedule.find_plan(
-        placements, num_microbatches, autoschedule.limit_of_1f1b(placements, num_microbatches)
-    )
+    if isinstance(memory_limit, str):
+        memory_limit = autoschedule.limit_of_1f1b(placements, num_microbatches)
+    return autoschedule.find_plan(placements, num_microbatches, memory_limit)
 
 
 def _placements(
@@ -237,7 +236,7 @@ def _placements(
         if pp_size * count > max(num_layers, pp_size):
             continue
         share = [1.0 / count] * (pp_size * count)
-        for place in dict.fromkeys((loop(pp_size, count), v(pp_size, count))):
+        for place in loop_and_v(pp_size, count):
             found.append(autoschedule.Placement(place, _per_stage(costs, share)))
     if not found:
         raise ConfigError(

@@ -15,7 +15,7 @@ from pipemega.pipeline import plan_selection
 from pipemega.pipeline.connections import nccl_communicators
 from pipemega.pipeline.local_model import fold_equal_names
 from pipemega.pipeline.module import PipelineModule
-from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
 from pipemega.pipeline.stage_devices import with_stage_devices
 from pipemega.planning.cut_report import CutReport, report_cut
@@ -28,7 +28,7 @@ from pipemega.planning.model_source import (
 )
 from pipemega.planning.prediction import Prediction, predict
 from pipemega.planning.rates import Rates
-from pipemega.planning.run_checks import planned_order
+from pipemega.planning.run_checks import planned_order, topology_of
 from pipemega.planning.schedule_choice import ScheduleChooser
 from pipemega.planning.vocabulary_choice import cut_wins, with_cut_vocabulary
 from pipemega.profiling.meta_kernels import DeviceType
@@ -67,10 +67,7 @@ class Request:
 
     @property
     def topology(self) -> Topology:
-        mesh = self.config.mesh
-        if self.world is None:
-            return Topology(mesh.pipeline, self.config.smallest_data_size, mesh.tensor)
-        return Topology.fit(self.world, mesh.pipeline, mesh.tensor, mesh.data)
+        return topology_of(self.config, self.world)
 
 
 @dataclass(frozen=True)
@@ -319,7 +316,6 @@ def _compare(
 
 def _stages(model: MetaModel, prediction: Prediction, counts: Sequence[int]) -> list[StageSummary]:
     layout, names = prediction.layout, model.net.layer_names
-    splits_backward = any(step.kind is Kind.BACKWARD_INPUT for step in prediction.plan.steps())
     per_kind = zip(prediction.costs.forward, prediction.costs.whole_backward, strict=True)
     times, stages = [*map(sum, per_kind)], []
     for number, costs in enumerate(layout.costs):
@@ -335,7 +331,7 @@ def _stages(model: MetaModel, prediction: Prediction, counts: Sequence[int]) -> 
                 flops=sum(costs.flops),
                 time=times[number] / (sum(times) or 1.0),
                 held=costs.held,
-                kept=costs.kept if splits_backward else None,
+                kept=costs.kept if prediction.plan.splits_backward else None,
             )
         )
     return stages

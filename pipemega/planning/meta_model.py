@@ -250,7 +250,7 @@ class MetaModel:
         tried = limit
         for _ in range(_MAX_LIMITS):
             cut = self.cut_within(plan, layers, tried)
-            stages = self._counts.of_stages(cut.bounds, _splits_backward(plan))
+            stages = self._counts.of_stages(cut.bounds, plan.splits_backward)
             counted = replace(cut, timeline=simulate(plan, stage_times(stages)))
             if counted.peak <= limit:
                 return cut
@@ -264,7 +264,7 @@ class MetaModel:
         """
         if cut.timeline.makespan < (1 - _SAME_TIME) * other.timeline.makespan:
             return cut
-        plan, splits = cut.timeline.plan, _splits_backward(cut.timeline.plan)
+        plan, splits = cut.timeline.plan, cut.timeline.plan.splits_backward
         here, there = (
             simulate(plan, stage_times(self._counts.of_stages(c.bounds, splits))).makespan
             for c in (cut, other)
@@ -288,7 +288,7 @@ class MetaModel:
         if not self.shard_costs or plan.has_vocabulary:
             return plan
         plan = plan.compute_only()
-        stages = self._counts.of_stages(bounds or self.bounds_of(plan), _splits_backward(plan))
+        stages = self._counts.of_stages(bounds or self.bounds_of(plan), plan.splits_backward)
         costs = replace(stage_times(stages), vocabulary=self.shard_costs[0].times(1.0))
         return with_vocabulary(plan, costs)
 
@@ -328,7 +328,7 @@ class MetaModel:
             PipelineError: a layer failed, for example because it reads a tensor value.
         """
         bounds = bounds or self.bounds_of(plan.without_vocabulary())
-        layout = self.layout_of(bounds, plan.rank_of_stage, _splits_backward(plan))
+        layout = self.layout_of(bounds, plan.rank_of_stage, plan.splits_backward)
         kinds = {step.kind for step in plan.steps()}
         if {Kind.BACKWARD, Kind.BACKWARD_INPUT} <= kinds:
             return self._with_whole_backwards(layout)
@@ -384,10 +384,6 @@ class MetaModel:
             self._counts.totals,
             self.shard_costs,
         )
-
-
-def _splits_backward(plan: Plan) -> bool:
-    return any(step.kind is Kind.BACKWARD_INPUT for step in plan.steps())
 
 
 def _bytes(tree: Any) -> int:

@@ -43,7 +43,7 @@ def may_limit(plan: Plan, limit: float | str | None) -> bool:
         return False
     if limit == "auto" and (plan.name not in SCHEDULES or plan.has_vocabulary):
         return False
-    return any(step.kind is Kind.BACKWARD_INPUT for step in plan.steps())
+    return plan.splits_backward
 
 
 def recomputes(costs: Sequence[StageCosts]) -> bool:

@@ -19,8 +19,8 @@ from pipemega.pipeline.autoschedule import Placement, chunk_counts, find_plan
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.simulate import Timeline, simulate
-from pipemega.pipeline.schedules import AUTO, SCHEDULES, Sizes
-from pipemega.pipeline.schedules.placement import loop, v
+from pipemega.pipeline.schedules import AUTO, SCHEDULES, Sizes, named_plans
+from pipemega.pipeline.schedules.placement import loop_and_v
 from pipemega.pipeline.schedules.sequential import sequential_on
 from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.prediction import Prediction, predict
@@ -178,19 +178,13 @@ class ScheduleChooser:
         for count in counts:
             most = 2 if self._quick else _MAX_STEPS // steps_per_chunk
             if count <= max(2, chunks or 0, most) and self._model.allows_stages(ranks * count):
-                yield from dict.fromkeys((loop(ranks, count), v(ranks, count)))
+                yield from loop_and_v(ranks, count)
 
     def _named(self, limit: MemoryLimit) -> Iterator[_Candidate]:
         for place in self._placements:
-            sizes = Sizes(
-                self._model.num_ranks, self._num_microbatches, len(place) // self._model.num_ranks
-            )
-            for family in SCHEDULES.values():
-                if family.chunks_error(sizes.chunks) is None:
-                    plan = family.plan(sizes)
-                    if plan.rank_of_stage == place:
-                        for bounds in self._cuts_of(plan, limit):
-                            yield self._candidate(plan, family.name, bounds)
+            for plan in named_plans(place, self._model.num_ranks, self._num_microbatches):
+                for bounds in self._cuts_of(plan, limit):
+                    yield self._candidate(plan, plan.name, bounds)
 
     def _cuts_of(
         self, plan: Plan, limit: MemoryLimit, starts: tuple[Bounds, ...] = ()
@@ -345,3 +339,26 @@ class ScheduleChooser:
             min(limit.activations, limit.total - (rank.total - peak))
             for rank, peak in zip(known.memory, known.timeline.peak, strict=True)
         )
+
+
+def within_memory_limit(
+    model: MetaModel, section: PipelineSection, plan: Plan, bounds: Bounds
+) -> Plan:
+    """Return `plan`, or one on the same stages that keeps `memory_limit` if `plan` does not.
+
+    Args:
+        bounds: of the stages.
+
+    Raises:
+        ScheduleError: no plan keeps it.
+    """
+    limit, rates = section.memory_limit, Rates()
+    if isinstance(limit, str) or MemoryLimit(limit).keeps(predict(model, plan, rates, bounds)):
+        return plan
+    stages = Stages(bounds, plan.rank_of_stage)
+    arguments = model, section, plan.num_microbatches, rates, stages
+    try:
+        choice = ScheduleChooser(*arguments, quick=True).choose()
+    except ScheduleError:
+        choice = ScheduleChooser(*arguments).choose()
+    return choice.prediction.plan

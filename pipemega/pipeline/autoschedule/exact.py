@@ -102,7 +102,7 @@ def _tick(placement: Placement) -> float:
         if min(steps) > 0 and all(abs(time - round(time)) < 1e-6 for time in scaled):
             return 1 / divisor
     raise ScheduleError(
-        "the exact search uses integers: give every step a time above 0 that is a "
+        "the exact search uses integers: give every instruction a time above 0 that is a "
         f"multiple of 1 / {_DIVISORS[-1]}"
     )
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.schedules import RankCosts
-from pipemega.pipeline.schedules.placement import loop, v
+from pipemega.pipeline.schedules.placement import loop_and_v
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def placements_of_rank_costs(
     for what, size in (("pipeline ranks", pp_size), *(("chunks", count) for count in counts)):
         if size < 1:
             raise ScheduleError(f"placements for {size} {what}: give at least 1")
-    places = [place for count in counts for place in _loop_and_v(pp_size, count)]
+    places = [place for count in counts for place in loop_and_v(pp_size, count)]
     return [Placement(place, CostModel.from_rank_costs(place, *costs)) for place in places]
 
 
@@ -137,8 +137,4 @@ def placements_of_stage_costs(pp_size: int, costs: CostModel) -> list[Placement]
             f"{costs.num_stages} stages cannot be divided evenly among {pp_size} pipeline ranks: "
             f"give a multiple of the number of ranks"
         )
-    return [Placement(place, costs) for place in _loop_and_v(pp_size, chunks)]
-
-
-def _loop_and_v(pp_size: int, chunks: int) -> list[tuple[int, ...]]:
-    return list(dict.fromkeys((loop(pp_size, chunks), v(pp_size, chunks))))
+    return [Placement(place, costs) for place in loop_and_v(pp_size, chunks)]

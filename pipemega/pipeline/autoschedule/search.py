@@ -18,9 +18,7 @@ from pipemega.pipeline.autoschedule.greedy import construct
 from pipemega.pipeline.autoschedule.priorities import PriorityRule
 from pipemega.pipeline.autoschedule.problem import INPUT, ROUNDING, WEIGHT, WHOLE, Orders, Problem
 from pipemega.pipeline.autoschedule.replay import NEVER, Measure, Run, makespan, replay_all
-from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.schedules import SCHEDULES, Sizes
-from pipemega.pipeline.schedules.placement import loop, v
+from pipemega.pipeline.schedules import named_plans
 
 # For a pipeline with this many steps: the number of steps of all constructions and of all replays
 # together, which take some seconds on one core; smaller pipelines get a larger share.
@@ -137,7 +135,8 @@ class Search:
 
     def _add_named(self, pool: CandidatePool) -> None:
         problem = pool.problem
-        for plan in named_plans(problem):
+        place, ranks = problem.rank_of_stage, problem.num_ranks
+        for plan in named_plans(place, ranks, problem.num_microbatches):
             orders = problem.orders_of(plan)
             self._add(pool, orders, plan.name)
             if not problem.whole_backward_helps:
@@ -209,16 +208,6 @@ def _best_of_each_origin(found: Sequence[Candidate]) -> list[Candidate]:
     for one in found:
         kinds.setdefault(one.rule is None, one)
     return list(kinds.values())
-
-
-def named_plans(problem: Problem) -> list[Plan]:
-    """Return the plans of all named schedules with the placement of the problem."""
-    ranks, rank_of_stage = problem.num_ranks, problem.rank_of_stage
-    chunks, rest = divmod(problem.num_stages, ranks)
-    sizes = Sizes(ranks, problem.num_microbatches, chunks)
-    families = [f for f in SCHEDULES.values() if not rest and f.chunks_error(sizes.chunks) is None]
-    places = {"loop": loop(ranks, chunks), "v": v(ranks, chunks)}
-    return [f.plan(sizes) for f in families if places[f.placement] == rank_of_stage]
 
 
 def _split_backward(problem: Problem, orders: Orders) -> Orders:

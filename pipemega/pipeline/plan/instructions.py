@@ -109,6 +109,11 @@ class Plan:
         return not any(step.kind in backward for step in self.steps())
 
     @cached_property
+    def splits_backward(self) -> bool:
+        """Whether the plan has I and W, not only B."""
+        return any(step.kind is Kind.BACKWARD_INPUT for step in self.steps())
+
+    @cached_property
     def is_lowered(self) -> bool:
         """Whether the plan has its messages."""
         return any(step.kind.is_message for step in self.steps())
@@ -323,8 +328,8 @@ def _is_row(row: object) -> bool:
 def _parse_torch(text: str) -> Instruction:
     if (found := _TORCH_NOTATION.fullmatch(text)) is None:
         raise ScheduleError(
-            f"{text!r} is not a step of a plan in CSV: write stage, kind, micro-batch, as in 1F3; "
-            f"the kinds are F, B, I and W, and in vocabulary parallelism "
+            f"{text!r} is not an instruction of a plan in CSV: write stage, kind, micro-batch, as "
+            f"in 1F3; the kinds are F, B, I and W, and in vocabulary parallelism "
             f"{', '.join(kind.value for kind in VOCABULARY_PASSES)}"
         )
     stage, kind, microbatch = found.groups()

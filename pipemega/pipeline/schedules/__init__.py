@@ -6,11 +6,12 @@ file with a `ScheduleFamily` and list it in `SCHEDULES`; config, command line, d
 that registry.
 """
 
+from collections.abc import Iterator
 from difflib import get_close_matches
 from typing import Final
 
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.schedules.controllable_memory import ONE_F_ONE_B_V, V_HALF, V_MIN
 from pipemega.pipeline.schedules.dual_pipe import DUALPIPE_V
 from pipemega.pipeline.schedules.family import Formula, RankCosts, ScheduleFamily, Sizes
@@ -18,6 +19,7 @@ from pipemega.pipeline.schedules.forward_only import forward_only
 from pipemega.pipeline.schedules.gpipe import GPIPE
 from pipemega.pipeline.schedules.interleaved import INTERLEAVED, LOOPED_BFS
 from pipemega.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
+from pipemega.pipeline.schedules.placement import loop, v
 from pipemega.pipeline.schedules.sequential import SEQUENTIAL
 from pipemega.pipeline.schedules.zero_bubble import INTERLEAVED_ZB, ZB_H1, ZB_H2
 from pipemega.pipeline.schedules.zero_bubble_v import ZB_V
@@ -55,6 +57,7 @@ __all__ = [
     "build_plan",
     "find_schedule",
     "forward_only",
+    "named_plans",
     "splits_backward",
 ]
 
@@ -89,8 +92,18 @@ def find_schedule(name: str) -> ScheduleFamily:
 def splits_backward(name: str) -> bool:
     """Return whether the plans of schedule `name` have I and W."""
     family = SCHEDULES[name]
-    steps = family.plan(Sizes(2, 4, family.default_chunks)).steps()
-    return any(step.kind is Kind.BACKWARD_INPUT for step in steps)
+    return family.plan(Sizes(2, 4, family.default_chunks)).splits_backward
+
+
+def named_plans(
+    rank_of_stage: tuple[int, ...], pp_size: int, num_microbatches: int
+) -> Iterator[Plan]:
+    """Yield the plans of all named schedules that place the stages so."""
+    chunks, rest = divmod(len(rank_of_stage), pp_size)
+    places = {"loop": loop(pp_size, chunks), "v": v(pp_size, chunks)}
+    for family in SCHEDULES.values() if not rest else ():
+        if places[family.placement] == rank_of_stage and family.chunks_error(chunks) is None:
+            yield family.plan(Sizes(pp_size, num_microbatches, chunks))
 
 
 def build_plan(name: str, pp_size: int, num_microbatches: int, chunks: int | None = None) -> Plan:

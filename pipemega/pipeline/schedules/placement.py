@@ -24,3 +24,8 @@ def v(pp_size: int, chunks: int = 2) -> tuple[int, ...]:
     """
     down = tuple(range(pp_size))
     return tuple(rank for chunk in range(chunks) for rank in (down[::-1] if chunk % 2 else down))
+
+
+def loop_and_v(pp_size: int, chunks: int) -> list[tuple[int, ...]]:
+    """Return both placements, or the one if they are equal."""
+    return list(dict.fromkeys((loop(pp_size, chunks), v(pp_size, chunks))))

@@ -135,7 +135,7 @@ def test_a_plan_survives_a_round_trip_through_a_file(tmp_path, suffix):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0X0\n1F0,1B0", "rank 0: '0X0' is not a step of a plan in CSV"),
+        ("0F0,0X0\n1F0,1B0", "rank 0: '0X0' is not an instruction of a plan in CSV"),
         ("0F0,0B0\n1F0,1B0", "for 1 micro-batches, and gradient_accumulation_steps is 2"),
         ("0F0,0B0,0F1,0B1", "for 1 pipeline ranks, and mesh.pipeline is 2: make them equal"),
         ("0F0,0F1\n1F0,1F1", "has no backward"),

@@ -4,6 +4,8 @@
 """
 
 import math
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,9 @@ from torch import nn
 from pipemega import LayerSpec
 from pipemega.data.sample_order import EpochOrder
 from pipemega.engine.engine import Engine
+from pipemega.engine.step_callbacks import StepCallback, TrainStep
+from pipemega.pipeline.plan.lowering import lower
+from pipemega.pipeline.schedules import build_plan
 from tests.ranks.engine.epoch_runs import (
     SAMPLES,
     SEED,
@@ -69,12 +74,22 @@ def given_data(kind: str, engine: Engine) -> Config:
 
 
 def train(
-    kind: str, config: Config, length: Config, folder: str = "", save_at: int = 0
+    kind: str,
+    config: Config,
+    length: Config,
+    folder: str = "",
+    save_at: int = 0,
+    watch: Callable[[Engine], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Train until the run is complete, from the checkpoint in `folder` if there is one."""
+    """Train until the run is complete, from the checkpoint in `folder` if there is one.
+
+    Args:
+        watch: called with the engine before the first step.
+    """
     torch.set_default_dtype(torch.float64)
     try:
         engine = start_of(kind, config, length)
+        watch(engine)
         if folder and any(Path(folder).iterdir()):
             engine.load_checkpoint(folder)
         result: dict[str, Any] = {"steps": [], "total": engine.total_steps}
@@ -142,6 +157,7 @@ def reference(kind: str, length: Config) -> dict[str, Any]:
         optimizer = torch.optim.SGD(net.parameters(), LR, momentum=0.9)
         data: list[Pair] = pairs()
         steps: list[tuple[float, int, float]] = []
+        gradients: list[dict[str, Any]] = []
         consumed = 0
         for indices in steps_of(kind, length):
             rate = optimizer.param_groups[0]["lr"] = rate_at(consumed)
@@ -150,10 +166,71 @@ def reference(kind: str, length: Config) -> dict[str, Any]:
             x, y = (torch.stack(part) for part in zip(*chosen, strict=True))
             loss = nn.functional.mse_loss(net(x), y)
             loss.backward()
+            named = net.named_parameters()
+            gradients.append({f"layers.{n}": _gradient(p) for n, p in named})
             optimizer.step()
             steps.append((loss.item(), len(indices), rate))
             consumed += len(indices)
         parameters = {f"layers.{n}": p.detach().numpy() for n, p in net.named_parameters()}
-        return {"steps": steps, "parameters": parameters, "samples": consumed}
+        found = {"steps": steps, "parameters": parameters, "samples": consumed}
+        return found | {"gradients": gradients}
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def _gradient(parameter: nn.Parameter) -> Any:
+    assert parameter.grad is not None
+    return parameter.grad.clone().numpy()
+
+
+# Runs whose stages move
+
+
+# Schedule, chunks, and the bounds of the seven layers.
+Cut = tuple[str, int, list[int]]
+
+
+class Moves(StepCallback):
+    """Lets the engine move its stages after some steps, as schedule `auto` does."""
+
+    def __init__(self, cuts: Mapping[int, Cut]) -> None:
+        self._cuts = cuts
+
+    def after_step(self, step: TrainStep) -> None:
+        if step.number not in self._cuts:
+            return
+        name, chunks, bounds = self._cuts[step.number]
+        plan = build_plan(name, step.plan.num_ranks, step.plan.num_microbatches, chunks)
+        step.next_plan, step.next_bounds = lower(plan), tuple(bounds)
+        assert step.obstacle(step.next_plan, step.next_bounds) == ""
+
+
+def train_on_moving_stages(
+    kind: str,
+    config: Config,
+    length: Config,
+    cuts: Mapping[int, Cut],
+    folder: str = "",
+    save_at: int = 0,
+) -> dict[str, Any]:
+    """Train as `train`; after step n the stages move to those of `cuts[n]`.
+
+    Returns:
+        as `train`, the bounds of each step, and the gradients that this rank has in it.
+    """
+
+    def watch(engine: Engine) -> None:
+        engine.add_callback(Moves(cuts))
+        assert engine.optimizer is not None
+        engine.optimizer.register_step_pre_hook(partial(record, engine))
+
+    def record(engine: Engine, *_: Any) -> None:
+        assert engine._step is not None
+        bounds.append(engine._model.bounds)
+        named = engine._step.masters.named.items()
+        gradients.append({n: p.grad.clone().numpy() for n, p in named if p.grad is not None})
+
+    bounds: list[tuple[int, ...]] = []
+    gradients: list[dict[str, Any]] = []
+    result = train(kind, config, length, folder, save_at, watch=watch)
+    return result | {"bounds": bounds, "gradients": gradients}

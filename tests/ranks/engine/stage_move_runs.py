@@ -349,17 +349,8 @@ def tuned(
     schedule: str, cache: str, steps: int, changes: Mapping[str, Any], *, hook: bool = False
 ) -> dict[str, Any]:
     """Train four layers, of which the first two are slow; return what the ranks did."""
-    os.environ["XDG_CACHE_HOME"] = cache
-    layers = [LayerSpec(Slow, 0.006 if number < 2 else 0.0) for number in range(4)]
-    x = torch.rand(8 * 4, WIDTH, generator=torch.Generator().manual_seed(3))
-    samples = list(zip(x, x.flip(1), strict=True))
-    changes = {"model": None, "mesh": {"pipeline": 2}, **changes}
-    config = settings(train_batch_size=8, **changes)
-    # Without a limit of 1F1B's bytes: fewer slow layers on a rank means more layers on the other.
-    limit = {"memory_limit": 1e9, "chunks": 1} if schedule == "auto" else {}
-    config["pipeline"] = {"schedule": schedule, **limit, **config.get("pipeline", {})}
     with logged() as lines:
-        engine, optimizer, *_ = initialize(PipelineModule(layers, F.mse_loss), config, samples)
+        engine, optimizer = _slow_engine(schedule, cache, changes)
         if hook and engine.mesh.rank == 1:
             engine.module[0].register_forward_hook(lambda *_: None)
         losses, stages = [], []
@@ -370,6 +361,63 @@ def tuned(
     log = [line for line in lines if "schedule auto" in line or "moved" in line]
     follows = optimizer is engine.optimizer
     return {"losses": losses, "stages": stages, "state": state, "log": log, "follows": follows}
+
+
+def _slow_engine(
+    schedule: str, cache: str, changes: Mapping[str, Any]
+) -> tuple[Engine, torch.optim.Optimizer | None]:
+    os.environ["XDG_CACHE_HOME"] = cache
+    layers = [LayerSpec(Slow, 0.006 if number < 2 else 0.0) for number in range(4)]
+    x = torch.rand(8 * 4, WIDTH, generator=torch.Generator().manual_seed(3))
+    samples = list(zip(x, x.flip(1), strict=True))
+    changes = {"model": None, "mesh": {"pipeline": 2}, **changes}
+    config = settings(train_batch_size=8, **changes)
+    # Without a limit of 1F1B's bytes: fewer slow layers on a rank means more layers on the other.
+    limit = {"memory_limit": 1e9, "chunks": 1} if schedule == "auto" else {}
+    config["pipeline"] = {"schedule": schedule, **limit, **config.get("pipeline", {})}
+    return initialize(PipelineModule(layers, F.mse_loss), config, samples)[:2]
+
+
+def tuned_in_a_ramp_up(schedule: str, cache: str, folder: str, measured: int) -> dict[str, Any]:
+    """Return twice to the ramp-up: within the measured steps, and after the stages have moved.
+
+    Steps of 2, 2, 4, 6 and then 8 samples.
+
+    Args:
+        folder: of the checkpoints of step 2 and, at the end, of step 3.
+        measured: steps of a full batch after which schedule `auto` moves the stages.
+    """
+    changes = {"training": {"rampup_batch_size": [2, 2, 12]}, "train_micro_batch_size_per_gpu": 1}
+    engine, _ = _slow_engine(schedule, cache, changes)
+    losses, stages, sizes = list[float](), list[Any](), list[int]()
+
+    def train(steps: int) -> None:
+        for _ in range(steps):
+            stages.append(engine._model.bounds)
+            losses.append(engine.train_batch())
+            sizes.append(engine.step_samples)
+
+    train(2)
+    engine.save_checkpoint(f"{folder}/2")
+    train(2 + measured - 2)
+    engine.load_checkpoint(f"{folder}/2")
+    train(2 + 2 + 2)
+    engine.load_checkpoint(f"{folder}/2")
+    train(1)
+    engine.save_checkpoint(f"{folder}/3")
+    train(3)
+    state = {name: p.numpy() for name, p in engine.parameter_state().items()}
+    return {"losses": losses, "stages": stages, "sizes": sizes, "state": state}
+
+
+def resumed_in_a_ramp_up(schedule: str, cache: str, folder: str, steps: int) -> dict[str, Any]:
+    """Train from the checkpoint of step 3 that `tuned_in_a_ramp_up` has saved."""
+    changes = {"training": {"rampup_batch_size": [2, 2, 12]}, "train_micro_batch_size_per_gpu": 1}
+    engine, _ = _slow_engine(schedule, cache, changes)
+    engine.load_checkpoint(f"{folder}/3")
+    losses = [engine.train_batch() for _ in range(steps)]
+    state = {name: p.numpy() for name, p in engine.parameter_state().items()}
+    return {"losses": losses, "state": state}
 
 
 class MoveAfterStep(StepCallback):

@@ -18,7 +18,9 @@ from tests.ranks.engine.stage_move_runs import (
     obstacle,
     obstacles_by_caller,
     own_optimizer,
+    resumed_in_a_ramp_up,
     tuned,
+    tuned_in_a_ramp_up,
     used_over_a_move,
 )
 from tests.ranks.pool import RanksFailed
@@ -164,6 +166,28 @@ def test_auto_moves_the_stages_if_the_measured_times_differ_from_the_counted_one
     # The next run starts on the stages for these costs.
     (again,) = pool.run(2, tuned, "auto", str(tmp_path), 1, {})[0]["stages"]
     assert again == after
+
+
+@pytest.mark.sweep
+def test_auto_moves_the_stages_of_a_run_that_returns_to_its_ramp_up(pool, tmp_path):
+    measured, folders = WARM_UP + TIMED, [str(tmp_path / name) for name in ("plain", "auto")]
+    cache = str(tmp_path)
+    plain = pool.run(2, tuned_in_a_ramp_up, "1f1b", cache, folders[0], measured)[0]
+    for rank in pool.run(2, tuned_in_a_ramp_up, "auto", cache, folders[1], measured):
+        first, moved = rank["stages"][0], rank["stages"][-1]
+        sizes = [2, 2, 4, 6, *[8] * 4, 4, 6, *[8] * 4, 4, 6, 8, 8]
+        assert rank["sizes"] == plain["sizes"] == sizes
+        # The last two of the measured steps come after the return to steps of 4 and 6 samples.
+        assert rank["stages"] == [first] * 12 + [moved] * 6
+        assert first != moved
+        assert rank["losses"] == plain["losses"]
+        assert all((rank["state"][name] == value).all() for name, value in plain["state"].items())
+    # With schedule "auto" it has the moved stages from its first step.
+    for schedule in ("1f1b", "auto"):
+        for rank in pool.run(2, resumed_in_a_ramp_up, schedule, cache, folders[1], 3):
+            assert rank["losses"] == plain["losses"][-3:]
+            state = rank["state"]
+            assert all((state[name] == value).all() for name, value in plain["state"].items())
 
 
 @pytest.mark.sweep
