@@ -8,6 +8,8 @@ READY := $(VENV)/.ready
 WORKERS ?= 2
 # One thread per rank: several ranks share the cores.
 export OMP_NUM_THREADS ?= 1
+# Tests start scripts: without .pyc files each of them would compile pipemega again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup train test faults fuzz gpu hf lint bench pictures docs clean
 .DEFAULT_GOAL := help

@@ -1,5 +1,6 @@
-"""Hypothesis, the pool of ranks, and signal handlers."""
+"""Hypothesis, the pool of ranks, signal handlers, and the collector of garbage."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -21,6 +22,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=["gloo", *BACKENDS],
         help="process group of the ranks of the pool; see tests/ranks/nccl_like/process_group.py",
     )
+
+
+def pytest_sessionstart() -> None:
+    # Modules and tests are a million objects, none of them garbage. The collector of garbage reads
+    # them again and again: half of the time until the first test, and some of each test.
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

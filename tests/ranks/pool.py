@@ -7,6 +7,7 @@ in less than 1 s. If a rank hangs or dies, only its test fails: the pool is rest
 import importlib.util
 import multiprocessing
 import os
+import signal
 import tempfile
 import traceback
 import warnings
@@ -31,6 +32,7 @@ PRELOAD = [
 # Optional; its import takes 4 s.
 if importlib.util.find_spec("transformers") is not None:
     PRELOAD += ["transformers", "transformers.models.llama.modeling_llama"]
+PRELOAD.append("tests.ranks.frozen_modules")
 
 
 class RanksFailed(AssertionError):
@@ -125,6 +127,8 @@ def _serve(pipe: Connection) -> None:
     from tests.ranks.nccl_like import process_group
 
     process_group.register()
+    # A test of data workers may have started the fork server, which then blocks signals.
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # CPU ranks, also on a machine with GPUs, which they would otherwise share.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     warnings.simplefilter("error")

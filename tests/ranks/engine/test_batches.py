@@ -70,8 +70,8 @@ def test_an_evaluation_averages_over_all_samples_of_the_data(
         (
             "one rank",
             "batch has 7 samples along dim 0, and needs train_batch_size / mesh.data (8 / 1 = 8), "
-            "the samples of one data rank: give it 8, or set train_batch_size to 7; for a smaller "
-            "last batch drop it, or give initialize() the data and set training.epochs",
+            "the samples of one data rank: give it 8, or set train_batch_size to 7; drop a smaller "
+            "last batch, or give initialize() the data and set training.epochs",
         ),
         (
             "one rank without a batch",

@@ -169,7 +169,7 @@ def test_an_overflow_in_a_head_without_logits_skips_the_step(
 
 def test_other_models_and_labels_of_some_tokens_are_refused(pool: RankPool) -> None:
     for message in pool.run(2, cut_vocabulary_runs.error_of_short_labels, parallel("plain")):
-        assert "the labels [2, 7] are 14, and the model has 16 tokens" in message
+        assert "the labels [2, 7] are 14, and the inputs have 16 tokens" in message
     for message in pool.run(2, cut_vocabulary_runs.refused_model, parallel("plain")):
         assert "pipeline.vocabulary 'parallel' needs a model whose embedding and output" in message
 

@@ -95,7 +95,7 @@ def test_a_partial_step_with_smaller_micro_batches_ends_and_trains_as_on_gloo(
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_ties_of_some_pipeline_ranks_end(pool: RankPool, ranks: int) -> None:
     """The exchange of a tied parameter was the first operation of the pipeline's group."""
-    gpt = Case("gpt", {"mesh": {"pipeline": ranks}})
+    gpt = Case("gpt", {"mesh": {"pipeline": ranks}, "train_batch_size": 16})
     assert_same_as_on_gloo(pool, ranks, [gpt, case("tied_thrice", ranks, depth=8)])
 
 
@@ -103,7 +103,7 @@ def test_ties_of_some_pipeline_ranks_end(pool: RankPool, ranks: int) -> None:
 def test_tensor_and_sequence_parallelism_train_as_on_gloo(
     pool: RankPool, sizes: dict[str, int]
 ) -> None:
-    config = {"mesh": {**sizes, "sequence_parallel": True}}
+    config = {"mesh": {**sizes, "sequence_parallel": True}, "train_batch_size": 16}
     assert_same_as_on_gloo(pool, 4, [Case("gpt", config)])
 
 

@@ -17,7 +17,8 @@ ALWAYS = {"optimizer_sync_after": 0}
 
 
 def config_of(schedule: str, mesh: dict[str, int], **changes: Any) -> dict[str, Any]:
-    return settings(mesh=mesh, pipeline={"schedule": schedule}, **changes)
+    batch = {"train_batch_size": 16}
+    return settings(**batch, mesh=mesh, pipeline={"schedule": schedule}, **changes)
 
 
 def both(

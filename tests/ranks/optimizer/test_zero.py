@@ -22,8 +22,10 @@ def zero(bucket: int = 1500, **keys: Any) -> dict[str, Any]:
 
 
 def config(schedule: str, mesh: dict[str, int], **changes: Any) -> dict[str, Any]:
+    # 16 is no multiple for 3 data ranks; the overflow of fp16 is one of 12 micro-batches.
+    batch = {"train_batch_size": 24 if mesh.get("data") == 3 or "fp16" in changes else 16}
     # Without a schedule: its warm-up would not change the parameters for two steps.
-    return settings(mesh=mesh, pipeline={"schedule": schedule}, scheduler=None, **changes)
+    return settings(**batch, mesh=mesh, pipeline={"schedule": schedule}, scheduler=None, **changes)
 
 
 def assert_equal(mine: Any, theirs: Any, but: tuple[str, ...] = ()) -> None:
