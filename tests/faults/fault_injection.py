@@ -198,7 +198,7 @@ class Wandb:
     def define_metric(self, *_: Any, **__: Any) -> None:
         pass
 
-    def log(self, point: Any) -> None:
+    def log(self, point: Any, step: int) -> None:
         pass
 
     def finish(self) -> None:

@@ -67,9 +67,9 @@ def test_a_signal_after_a_restart_is_not_taken_for_the_earlier_failure(
         replace(job, fault=Fault("SIGTERM", "step", None, 4, fraction=0.5)), store
     )
     assert ended.codes == [0, 0], str(ended)
-    # On a busy machine the signal may come in the step after.
-    assert re.search(r"stopped \(SIGTERM on all ranks\) after step [567]", ended.texts[0]), str(
-        ended
-    )
+    # On a busy machine the signal may come in the step after, and reach one rank first.
+    assert re.search(
+        r"stopped \(SIGTERM on (all ranks|rank [01])\) after step [567]", ended.texts[0]
+    ), str(ended)
     assert launch_runs.run(replace(job, fault=None), store).codes == [0, 0]
     assert EventLogs(job).losses == fault_free.of(job).losses
