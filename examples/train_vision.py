@@ -18,6 +18,7 @@ def main() -> None:
     with pipemega.run():
         args = parser.parse_args()
         config = pipemega.load_config(args.config, args.set)
+        pretrain.require_images(config)
         mesh = pipemega.build_mesh(config)
         data = pretrain.load_datasets(config, mesh)
         model = pipemega.build_model(config, mesh)

@@ -35,6 +35,20 @@ class ScriptParser(argparse.ArgumentParser):
         raise ConfigError(f"{message}; {self.format_usage().strip()}")
 
 
+def require_images(config: Config) -> None:
+    """Check that the data of the config are images.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if config.data.images is None:
+        raise ConfigError(
+            "the config has no image data, because data.images is not set: set it, or train a "
+            "model of text with pretrain_gpt.py",
+            on_every_rank=True,
+        )
+
+
 def load_datasets(config: Config, mesh: Mesh) -> Datasets:
     """Load the datasets of the config, and prepare them first if needed; collective.
 
