@@ -304,7 +304,13 @@ def serialize_client_state(client: Any) -> bytes:
 
 def throughput(size: int, seconds: float) -> str:
     """Return for example '123 MB in 0.8 s, 150 MB/s'."""
-    return f"{size / 1e6:.1f} MB in {seconds:.2f} s, {size / 1e6 / max(seconds, 1e-9):.0f} MB/s"
+    return f"{_bytes(size, 1)} in {seconds:.2f} s, {_bytes(size / max(seconds, 1e-9), 0)}/s"
+
+
+def _bytes(number: float, decimals: int) -> str:
+    # A size or a speed that is not 0 is not shown as 0 MB.
+    unit, name = (1e6, "MB") if number >= 10 ** (6 - decimals) else (1e3, "kB")
+    return f"{number / unit:.{decimals}f} {name}"
 
 
 def _rank_file(rank: int) -> str:

@@ -20,7 +20,7 @@ from pipemega.config.launch_variables import launch_variables
 from pipemega.errors import DataError
 from pipemega.startup.deferred_import import deferred
 from pipemega.storage.filesystem import LocalStorage, fsync_path
-from pipemega.storage.heartbeat_lock import HeartbeatLock, LockObserver
+from pipemega.storage.heartbeat_lock import HeartbeatLock, Holder, LockObserver
 
 if TYPE_CHECKING:
     import numpy as np
@@ -127,6 +127,13 @@ def _holder_is_gone(observer: LockObserver) -> bool:
     return observer.silent_seconds >= SILENCE_SECONDS
 
 
+def _name_of(holder: Holder) -> str:
+    several = launch_variables().number("WORLD_SIZE", 1) > 1
+    if several and holder.process is not None and holder.process.is_sibling():
+        return f"another rank of this run ({holder})"
+    return str(holder)
+
+
 def build_once(
     lock_path: Path,
     *,
@@ -170,11 +177,12 @@ def build_once(
         waited = time.monotonic() - started
         if waited > deadline_seconds:
             raise DataError(
-                f"{observer.holder} has been building {what} for more than {waited:.0f} s; "
+                f"{_name_of(observer.holder)} has been building {what} for more than "
+                f"{waited:.0f} s; "
                 f"if it no longer runs, remove {lock_path}"
             )
         if say is not None and not said and waited > NOTICE_SECONDS:
-            say(f"waiting for {observer.holder} to build {what}")
+            say(f"waiting for {_name_of(observer.holder)} to build {what}")
             said = True
         time.sleep(0.05)
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 
 @dataclass(frozen=True)
@@ -50,14 +50,13 @@ class ProcessIdentity:
         environ = os.environ
         job = environ.get("SLURM_JOB_ID", "")
         requeues = environ.get("SLURM_RESTART_COUNT", "")
-        _, start_ticks = _state_of(pid)
         return cls(
             host=socket.gethostname(),
             pid=pid,
             user=user,
             boot=_boot_id(),
             namespace=_pid_namespace(),
-            start_ticks=start_ticks,
+            start_ticks=_status_of(pid).start_ticks,
             job=f"{environ.get('SLURM_CLUSTER_NAME', '')}/{job}" if job else "",
             requeues=int(requeues) if requeues.isdigit() else 0,
         )
@@ -101,6 +100,11 @@ class ProcessIdentity:
         """Return True if the process runs, and can be seen from this process."""
         return self._is_on_this_host(ProcessIdentity.current()) and self._is_running()
 
+    def is_sibling(self) -> bool:
+        """Return True if the process runs here, with the same parent process as this one."""
+        is_other = self.pid != os.getpid() and self.is_running_here()
+        return is_other and _status_of(self.pid).parent == os.getppid()
+
     def _is_on_this_host(self, now: "ProcessIdentity") -> bool:
         return (self.host, self.boot, self.namespace) == (now.host, now.boot, now.namespace)
 
@@ -111,20 +115,29 @@ class ProcessIdentity:
             return False
         except (OSError, OverflowError):
             pass  # a process of another user
-        state, start_ticks = _state_of(self.pid)
-        reused = self.start_ticks and start_ticks and self.start_ticks != start_ticks
+        status = _status_of(self.pid)
+        ticks = self.start_ticks, status.start_ticks
+        reused = all(ticks) and ticks[0] != ticks[1]
         # Z: it has ended, and its parent has not read its exit code yet.
-        return state != "Z" and not reused
+        return status.state != "Z" and not reused
 
 
-def _state_of(pid: int) -> tuple[str, int]:
-    """Return state and start time of a process, from Linux's /proc; ("", 0) if unknown."""
+class _Status(NamedTuple):
+    """State, parent and start time of a process; "" and 0: unknown."""
+
+    state: str = ""
+    parent: int = 0
+    start_ticks: int = 0
+
+
+def _status_of(pid: int) -> _Status:
+    """Return the status of a process, from Linux's /proc."""
     try:
         # The name is in parentheses, and may contain spaces and parentheses.
         values = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        return values[0], int(values[19])
+        return _Status(values[0], int(values[1]), int(values[19]))
     except (OSError, ValueError, IndexError):
-        return "", 0
+        return _Status()
 
 
 def _boot_id() -> str:

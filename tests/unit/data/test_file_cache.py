@@ -4,8 +4,10 @@ import json
 import multiprocessing
 import os
 import socket
+import subprocess
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -168,6 +170,22 @@ def test_several_threads_build_once_and_waiting_ones_name_the_builder(tmp_path, 
     assert (
         said == [f"waiting for process {os.getpid()} on {socket.gethostname()} to build seven"] * 2
     )
+
+
+def test_another_rank_of_the_run_is_named_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr(file_cache, "NOTICE_SECONDS", 0.0)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    said = []
+    with subprocess.Popen(["sleep", "60"]) as other:
+        identity = replace(ProcessIdentity.current(), pid=other.pid, start_ticks=0)
+        # What is a child here is a sibling, as under torchrun.
+        monkeypatch.setattr(os, "getppid", os.getpid)
+        (tmp_path / "lock").write_text(json.dumps(identity.to_dict()))
+        find = lambda: 7 if said else None  # noqa: E731
+        build_once(tmp_path / "lock", find=find, build=int, what="seven", say=said.append)
+        other.kill()
+    name = f"process {other.pid} on {socket.gethostname()}"
+    assert said == [f"waiting for another rank of this run ({name}) to build seven"]
 
 
 def test_an_error_of_the_builder_releases_the_lock(tmp_path):

@@ -34,6 +34,24 @@ def test_a_process_that_has_ended_is_recognised_before_and_after_its_parent_noti
         assert identity.has_ended()
 
 
+def test_a_sibling_is_another_running_process_of_the_same_parent():
+    here = ProcessIdentity.current()
+    code = (
+        "import sys; from dataclasses import replace;"
+        "from pipemega.storage.process_identity import ProcessIdentity;"
+        "now = ProcessIdentity.current();"
+        "print([replace(now, pid=int(p), start_ticks=0).is_sibling() for p in sys.argv[1:]])"
+    )
+    with subprocess.Popen(["sleep", "60"]) as sibling:
+        pids = [str(sibling.pid), str(os.getpid())]
+        try:
+            done = subprocess.run([sys.executable, "-c", code, *pids], capture_output=True)
+        finally:
+            sibling.kill()
+        assert done.stdout.decode().strip() == "[True, False]", done.stderr
+    assert not here.is_sibling(), "the process itself is none"
+
+
 def test_another_process_with_the_same_pid_is_not_the_holder():
     now = ProcessIdentity.current()
     assert now.start_ticks > 0
