@@ -1,4 +1,4 @@
-"""Formats what people read: percentages, tables, colour, the width of the terminal."""
+"""Formats what people read: percentages, counts, tables, colour, the width of the terminal."""
 
 import os
 import re
@@ -21,6 +21,11 @@ def percent(fraction: float, decimals: int = 1, *, signed: bool = False) -> str:
     # Adding 0.0 makes -0.0 positive. The format option "z" needs Python 3.11.
     number = round(100 * fraction, decimals) + 0.0
     return f"{number:{'+' if signed else ''}.{decimals}f}%"
+
+
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """Return for example "1 rank" or "2 micro-batches"; `plural` is the ending."""
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -353,10 +353,7 @@ class Checkpointer:
         try:
             self._loader.load_state_dict(stored, same_data=not allowed)
         except DataError as error:
-            raise DataError(
-                f'{error}; in a config, set checkpoint.allow_changes ["data"]',
-                on_every_rank=True,
-            ) from error
+            raise DataError(str(error), on_every_rank=True) from error
 
 
 def run_lock_options(config: Config, mesh: Mesh) -> LockOptions:

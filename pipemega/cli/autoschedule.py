@@ -45,8 +45,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--objective",
         choices=("makespan", "span"),
         default="makespan",
-        help="auto only: minimise the time from the first step of any rank to the end of the last "
-        "(makespan), or the longest time of any rank (span); default: makespan",
+        help="auto only: minimise the time from the first instruction of any rank to the end of "
+        "the last (makespan), or the longest time of any rank (span); default: makespan",
     )
     parser.add_argument(
         "--exact",
@@ -129,9 +129,9 @@ def text(found: AutoPlan, costs: RankCosts | None, objective: str, width: int) -
             "",
             draw_text(timeline, width),
             "",
-            f"makespan   {timeline.makespan:g}   (from the first step to the last)",
-            f"span       {timeline.span:g}   (longest time of a rank, from its own first step to "
-            f"its own last)",
+            f"makespan   {timeline.makespan:g}   (from the first instruction to the last)",
+            f"span       {timeline.span:g}   (longest time of a rank, from its own first "
+            f"instruction to its own last)",
             f"bubble     {percent(timeline.bubble, 2)}",
             f"memory     {peaks(timeline.peak)} held at most, per rank",
             f"bound      {found.bound:g}   (lower limit of the {objective} within this memory; "

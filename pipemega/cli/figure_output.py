@@ -15,8 +15,8 @@ _WIDE: Final = 120
 
 FORMATS_HELP: Final = """\
   png, svg   a picture (needs matplotlib: pip install -e '.[pictures]')
-  html       one self-contained page: zoom to warm-up, steady phase and cool-down; select a step to
-             see its times, its wait and the memory of its rank
+  html       one self-contained page: zoom to warm-up, steady phase and cool-down; select an
+             instruction to see its times, its wait and the memory of its rank
   trace      a Chrome trace, for ui.perfetto.dev
 """
 

@@ -164,10 +164,10 @@ def _text(
             "",
             draw_text(timeline, text_width(arguments.output)),
             "",
-            f"makespan   {timeline.makespan:g}   (from the first step to the last; formula: "
+            f"makespan   {timeline.makespan:g}   (from the first instruction to the last; formula: "
             f"{family.makespan})",
-            f"span       {timeline.span:g}   (longest time of a rank, from its own first step to "
-            f"its own last)",
+            f"span       {timeline.span:g}   (longest time of a rank, from its own first "
+            f"instruction to its own last)",
             f"bubble     {percent(timeline.bubble, 2)} simulated{by_formula}",
             f"memory     {autoschedule.peaks(timeline.peak)} micro-batches held at most, per rank "
             f"(formula: {family.peak})",

@@ -6,7 +6,7 @@ from pipemega.config.key_kinds import Section, honoured, ignored
 from pipemega.config.model_transformer import near_multiples
 from pipemega.config.value_types import Count
 from pipemega.errors import ConfigError
-from pipemega.printing import percent
+from pipemega.printing import counted, percent
 
 TRAIN = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
@@ -92,7 +92,7 @@ class Batch:
         if m >= p or not self.has_1f1b_bubble:
             return ()
         return (
-            f"{m} micro-batches for {p} pipeline stages: the ranks are idle for "
+            f"{counted(m, 'micro-batch', 'es')} for {p} pipeline stages: the ranks are idle for "
             f"(p - 1) / (m + p - 1) = {p - 1} / {m + p - 1} = {percent(self.bubble, 0)} of each "
             f"step; {STEPS} {p} makes it {percent((p - 1) / (2 * p - 1), 0)}, {4 * (p - 1)} makes "
             f"it 20%",

@@ -126,7 +126,10 @@ def rampup_errors(rampup: tuple[int, int, int] | None, batch: Batch) -> Iterator
     (start, increment, _), full = rampup, batch.train_batch_size
     name = f"{RAMPUP} {list(rampup)}"
     if start > full:
-        yield f"{name} starts with {start} samples, more than {TRAIN} ({full}): lower the first"
+        yield (
+            f"{name} starts with {start} samples, more than {TRAIN} ({full}): lower the number of "
+            "samples of the first steps"
+        )
         return
     if (full - start) % increment:
         yield (

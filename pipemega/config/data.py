@@ -148,7 +148,7 @@ class DataSection(Section):
         100,
         "Compare what the pipeline and tensor ranks of a data rank have read, in the first three "
         "calls of `train_batch` (and of `eval_batch`), and then once per this many calls; "
-        "deterministic datasets are not compared; 0: never.",
+        "datasets with `deterministic = True` are not compared; 0: never.",
     )
     eod_mask_loss: bool = own(False, "Mask the loss where the input is the end-of-document token.")
     reset_position_ids: bool = own(

@@ -7,6 +7,7 @@ from pydantic import Field
 
 from pipemega.config.key_kinds import Section, own, rule
 from pipemega.config.value_types import NotNegative, Whole
+from pipemega.printing import counted
 
 ImageSource = Literal["cifar10", "cifar100", "folder", "digits", "glyphs"]
 
@@ -81,8 +82,8 @@ class ImageTransforms(Section):
             yield f"data.transforms.{here} is set without data.transforms.{there}: set both"
         elif self.mean is not None and self.std is not None and len(self.mean) != len(self.std):
             yield (
-                f"data.transforms.mean has {len(self.mean)} channels, and data.transforms.std "
-                f"{len(self.std)}: give one number of each per channel"
+                f"data.transforms.mean has {counted(len(self.mean), 'number')}, and "
+                f"data.transforms.std has {len(self.std)}: give both one number per channel"
             )
 
     @rule("random_crop", "random_resized_crop")

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pipemega.config.key_kinds import Section, own, refused, rule
 from pipemega.config.source import show
 from pipemega.config.value_types import Auto, Count, Positive
+from pipemega.printing import counted
 
 DeviceName = Literal["cpu", "cuda"]
 
@@ -75,9 +76,9 @@ class MeshSection(Section):
     def _one_device_per_pipeline_rank(self) -> Iterator[str]:
         if isinstance(self.device, tuple) and len(self.device) != self.pipeline:
             yield (
-                f"mesh.device has {len(self.device)} entries, and mesh.pipeline is "
-                f"{self.pipeline}: give one device for each pipeline rank, or one for all: "
-                f'"device": "cuda"'
+                f"mesh.device is a list of {counted(len(self.device), 'device')}, and "
+                f"mesh.pipeline is {self.pipeline}: give one device for each pipeline rank, or one "
+                f'for all: "device": "cuda"'
             )
 
     @property

@@ -117,7 +117,7 @@ class GPTSection(TransformerSection):
         if size is not None and size < vocab_size:
             yield (
                 f"model.pad_vocab_size_to ({size}) must be at least the size of the vocabulary "
-                f"({vocab_size}), which it includes"
+                f"({vocab_size})"
             )
 
     def computed_values(self) -> Iterator[tuple[str, str, str]]:

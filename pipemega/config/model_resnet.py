@@ -73,6 +73,6 @@ class ResNetSection(ModelSection):
     def _only_deferred_statistics_are_joined(self) -> Iterable[str]:
         if self.sync and self.batch_norm != "deferred":
             yield (
-                "model.sync joins the statistics of model.batch_norm 'deferred', and it is "
-                f"{self.batch_norm!r}: set it to 'deferred', or model.sync to false"
+                f"model.sync needs model.batch_norm 'deferred', and model.batch_norm is "
+                f"{self.batch_norm!r}: set model.batch_norm to 'deferred', or model.sync to false"
             )

@@ -29,6 +29,7 @@ from pipemega.data.samples import (
 )
 from pipemega.data.tokenizer import UNKNOWN_EOD
 from pipemega.errors import DataError
+from pipemega.printing import counted
 
 IGNORE = -100
 # Padding; it becomes token 0 with an ignored label, as in Megatron.
@@ -168,8 +169,8 @@ class GPTDataset(Dataset[Sample]):
     def _refuse_too_little(self) -> None:
         if not len(self.sequences):
             raise DataError(
-                f"{self._key} leaves no document of {self.data.prefix} for {self.name}: it has "
-                f"{len(self.data)} sequences; give {self.name} a larger share"
+                f"{self._key} leaves no document of {self.data.prefix} for {self.name}: the "
+                f"file has {counted(len(self.data), 'sequence')}; give {self.name} a larger share"
             )
         if self.data.dtype.kind == "f":
             raise DataError(f"{self.data.bin_path} contains {self.data.dtype.name}, not token ids")
@@ -180,7 +181,7 @@ class GPTDataset(Dataset[Sample]):
         if self.tokens_per_epoch < 2 or (self.num_samples is None and not enough):
             raise DataError(
                 f"{self.name} has {self.tokens_per_epoch} tokens in {self.data.prefix}, but one "
-                f"sample needs {needed}: give it a larger part with {self._key}"
+                f"sample needs {needed}: give {self.name} a larger part with {self._key}"
             )
 
     def _describe(self, seed: int) -> dict[str, object]:

@@ -266,8 +266,8 @@ class BatchLoader:
                 f"the data differs from the checkpoint's: {self.fingerprint} now, "
                 f"{state['fingerprint']} in the checkpoint, so sample {state['consumed_samples']} "
                 "would be a different one (files, split, seq_length, seed, blend or number of "
-                "epochs changed); restore the old settings, or load with same_data=False to "
-                "continue with the new data"
+                "epochs changed); restore the old settings, or load with same_data=False "
+                '(in a run: checkpoint.allow_changes ["data"]) to continue with the new data'
             )
         saved = state.get("cyclic")
         cyclic = Cyclic(**saved) if saved else None
@@ -298,8 +298,8 @@ class BatchLoader:
             if now != then:
                 raise DataError(
                     f"{key} is {now!r}, and was {then!r} in the checkpoint, so the samples would "
-                    "have another order: restore it, or load with same_data=False to continue with "
-                    "the new order"
+                    "have another order: restore it, or load with same_data=False (in a run: "
+                    'checkpoint.allow_changes ["data"]) to continue with the new order'
                 )
 
     def _start_at(self, position: Position) -> None:

@@ -151,7 +151,7 @@ class DataSource(ABC):
         return DataError(
             f"{self.name} ended within a batch: the step needs {self._share.train_batch_size} "
             f"samples (train_batch_size), and {had} were left; choose a train_batch_size that "
-            "divides the data, drop the last samples, or let it repeat"
+            "divides the data, set dataloader_drop_last to true, or give data that repeats"
         )
 
     def too_short(self, epoch: int, had: int) -> DataError:

@@ -202,7 +202,7 @@ class BatchReader:
         other = (
             f"{RAMPUP} determines the samples of a step from engine.consumed_samples"
             if grows
-            else f"or set {TRAIN} to {found * ranks}; for a smaller last batch drop it, or give "
+            else f"or set {TRAIN} to {found * ranks}; drop a smaller last batch, or give "
             "initialize() the data and set training.epochs"
         )
         return (
@@ -266,7 +266,7 @@ class BatchReader:
             raise DataError(
                 f"epoch {first} of {loader.name} ends with this step on some data ranks, and not "
                 "on others: all data ranks need the same number of micro-batches per epoch "
-                "(torch's DistributedSampler gives them as many)",
+                "(torch's DistributedSampler gives all ranks equally many samples)",
                 on_every_rank=True,
             )
         # Only the last micro-batch with samples may be smaller.
@@ -309,7 +309,7 @@ class BatchReader:
         """
         if fewest == 0 and self._min_over_ranks(-had if self._reads else 0) == [0]:
             return StopIteration(
-                "the iterator has no micro-batch left: end the loop there (except StopIteration), "
+                "the iterator has no micro-batch left: end the loop there (catch StopIteration), "
                 "or make the data repeat, for example by giving initialize() the dataset"
             )
         return DataError(

@@ -102,8 +102,8 @@ class FlopsProfile:
         }
         if not all(rank.only_timed for rank in self.ranks):
             lines["note"] = (
-                "this step counted FLOPs and is slower than others: for their speed set "
-                f"flops_profiler.profile_step to {self.step + 1} or more"
+                "FLOPs were counted in this step, so it is slower than others: for the speed of "
+                f"the others set flops_profiler.profile_step to {self.step + 1} or more"
             )
         title = f"flops profile of step {self.step}"
         return "\n".join([title, *(f"{name:12}{text}" for name, text in lines.items())])

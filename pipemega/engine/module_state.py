@@ -40,7 +40,7 @@ def module_state_dict(
     if names is None:
         raise ConfigError(
             "module_state_dict: the model was not made by PipelineModule.from_module, and is no "
-            "ResNet, so there is no module with other names: use engine.parameter_state()"
+            "ResNet, so its parameters have only their logical names: use engine.parameter_state()"
         )
     if isinstance(source, Engine):
         tensors = source.parameter_state() | source.buffer_state()

@@ -49,8 +49,8 @@ def running_statistics_warning(
         problems.append("updates them again when activation checkpointing recomputes a layer")
     if batch.data_size > 1 and not all(isinstance(m, nn.SyncBatchNorm) for _, m in layers):
         problems.append(
-            f"has other running statistics on each of the {batch.data_size} data ranks (another "
-            f"mesh loads those of the first)"
+            f"has different running statistics on each of the {batch.data_size} data ranks (a run "
+            f"on another mesh loads those of data rank 0)"
         )
     if (config.fp16.enabled or config.bf16.enabled) and any(m.affine for _, m in layers):
         narrow = "fp16" if config.fp16.enabled else "bf16"

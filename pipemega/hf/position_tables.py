@@ -50,8 +50,8 @@ def untrained_rotary_positions(config: Any, seq_length: int) -> str | None:
         return None
     return (
         f"model.seq_length is {seq_length}, and config.json of the model has {key} {positions}: "
-        f"rotary positions above it were not trained; increase {key} there (and scale them with "
-        f"rope_parameters) if you mean it"
+        f"rotary positions above it were not trained; if this is intended, increase {key} there "
+        f"(rope_parameters can scale the positions)"
     )
 
 

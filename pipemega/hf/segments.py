@@ -168,8 +168,8 @@ class Segment(nn.Module):
         if bool((positions[..., 1:] < positions[..., :-1]).any()):
             raise DataError(
                 f"the position_ids restart within a sample (packed documents), but the layers of "
-                f"{self._description.class_name} do not follow them, so they would see other "
-                f"documents: train with one document in each sample (data.packing, or "
+                f"{self._description.class_name} do not keep documents separate: train with "
+                f"one document in each sample (data.packing, or "
                 f"data.reset_position_ids and data.reset_attention_mask, false)"
             )
 

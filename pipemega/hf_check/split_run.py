@@ -91,8 +91,8 @@ def _gradients(split: SplitSettings, batch: RandomBatch) -> Gradients:
     )
     if batch.kind == "packed" and not net.follows_positions:
         raise ConfigError(
-            "the layers of this family do not follow position_ids that restart, so they would see "
-            "other documents",
+            "the position_ids restart within a sample (packed documents), but the layers of this "
+            "family do not keep documents separate",
             on_every_rank=True,
         )
     engine, *_ = initialize(net, split.config(len(batch.labels)))

@@ -169,8 +169,8 @@ def load_adapter(folder: Path, net: PipelineModule, model: LocalModel) -> None:
             same = other in keys and torch.equal(full, opened.get_tensor(keys[other]))
             if not same and (other in keys or parameter.requires_grad):
                 raise CheckpointError(
-                    f"{path} has changed {name} and not {other} in the same way, and the model "
-                    "ties them: train the adapter with peft's ensure_weight_tying, or set "
+                    f"the adapter {path} changes {name} but not {other} in the same way, and the "
+                    "model ties them: train the adapter with peft's ensure_weight_tying, or set "
                     "tie_word_embeddings to false in the model's config.json",
                     on_every_rank=True,
                 )

@@ -95,7 +95,8 @@ class DynamicLossScale(LossScale):
             raise LossScaleError(
                 f"fp16 gradients overflowed at step {self._step} with the loss scale at "
                 f"fp16.min_loss_scale ({self._minimum:g}), so it cannot be lowered further; the "
-                f"scale was {path}. The gradients themselves are not finite or exceed 65504: "
+                f"scale was {path}. The gradients are not finite, or exceed "
+                f"{torch.finfo(torch.float16).max / self._minimum:g} without the scale: "
                 "lower the learning rate, use bf16 instead of fp16, or lower fp16.min_loss_scale",
                 on_every_rank=True,
             )

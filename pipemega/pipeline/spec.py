@@ -323,11 +323,12 @@ class _FunctionSpec(LayerSpec):
 def remedy(layer: nn.Module, x: Any, error: Exception) -> str:
     """Return what to do about the error of a layer with input `x`, if it is a known one."""
     if "more than 1 value per channel" in str(error):
+        joined = any(getattr(m, "sync", isinstance(m, nn.SyncBatchNorm)) for m in layer.modules())
+        join = "join the statistics over data ranks (deferred_batch_norm='sync'), "
         return (
             "; BatchNorm needs at least 2 values per channel in each micro-batch: raise "
             "train_micro_batch_size_per_gpu, set dataloader_drop_last if only the last "
-            "micro-batch of an epoch is smaller, join the statistics over data ranks "
-            "(deferred_batch_norm='sync'), or use GroupNorm"
+            f"micro-batch of an epoch is smaller, {'' if joined else join}or use GroupNorm"
         )
     dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
     if dtype is None or not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == dtype:

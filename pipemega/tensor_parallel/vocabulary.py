@@ -30,7 +30,7 @@ def require_one_target_per_token(target: Tensor, tokens: int) -> None:
     """
     if target.numel() != tokens:
         raise DataError(
-            f"the labels {list(target.shape)} are {target.numel()}, and the model has {tokens} "
+            f"the labels {list(target.shape)} are {target.numel()}, and the inputs have {tokens} "
             "tokens: give one label for each token, the id of the next one, or -100"
         )
 

@@ -7,6 +7,7 @@ from typing import Any
 from pipemega.config.name_suggestions import did_you_mean
 from pipemega.errors import ConfigError
 from pipemega.monitor import EpochRecord, get_logger
+from pipemega.printing import counted
 from pipemega.training.callback import Callback, Mode
 from pipemega.training.trainer import Trainer
 
@@ -155,7 +156,8 @@ class EarlyStopping(_WatchesValue):
         if self.waited >= self._patience:
             best = "nan" if self.best is None else f"{self.best:.6g}"
             trainer.stop(
-                f"EarlyStopping: no {self.value} better than {best} in {self.waited} evaluations"
+                f"EarlyStopping: no {self.value} better than {best} in "
+                f"{counted(self.waited, 'evaluation')}"
             )
 
     def state_dict(self) -> dict[str, Any]:

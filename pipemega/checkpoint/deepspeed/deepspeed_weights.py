@@ -265,8 +265,8 @@ class _Reader:
         ):
             found = ", ".join(f"{name} {list(shape)}" for name, shape in tables.items())
             raise CheckpointError(
-                f"--vocab-size {rows}: no tensor has at least so many rows and is named "
-                f"{', '.join(_VOCABULARY)}; the checkpoint has: {found or 'none of these'}"
+                f"--vocab-size {rows}: no tensor with a name such as {', '.join(_VOCABULARY)} has "
+                f"{rows} rows or more; the checkpoint has: {found or 'none of these'}"
             )
 
     def _without_padding(self, name: str, tensor: StoredTensor) -> StoredTensor:

@@ -29,9 +29,9 @@ RULES: Mapping[Rule, str] = {
     "columns": "the shards are consecutive columns (the weight of a row-parallel linear)",
     "halves": "each shard has rows of both halves (gate and up of SwiGLU), the first half first",
     "thirds": "each shard has its queries, then its keys, then its values (not head by head)",
-    "blocks": "like thirds, for grouped queries; the whole query weight is square",
+    "blocks": "as thirds, for grouped queries, if the whole query weight is square",
     "replicated": "each shard is the whole parameter",
-    "mean": "each shard is the whole parameter, and they have drifted apart: take the mean",
+    "mean": "each shard is the whole parameter, but the values differ: take the mean",
 }
 
 _PARTS: Mapping[Rule, int] = {"halves": 2, "thirds": 3}
@@ -117,9 +117,9 @@ class ShardRules:
         rest = length - queries
         if len(weight.shape) < 2 or rest <= 0 or rest % 2:
             raise CheckpointError(
-                f"{name} has shards of {length} rows, and by the rule 'blocks' a shard has "
-                f"{queries} rows of queries (columns / {len(shards)}), and then equal numbers of "
-                f"rows for keys and values: name another rule with --shards"
+                f"{name} has shards of {length} rows, which do not fit the rule 'blocks': "
+                f"{queries} rows of queries (columns / {len(shards)}), then equal numbers of rows "
+                f"for keys and values. Name another rule with --shards"
             )
         return (queries, rest // 2, rest // 2)
 

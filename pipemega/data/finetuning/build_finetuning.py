@@ -18,6 +18,7 @@ from pipemega.data.load_tokenizer import load_tokenizer
 from pipemega.data.samples import SPLITS, split_ranges
 from pipemega.data.tokenizer import Tokenizer
 from pipemega.errors import ConfigError, DataError
+from pipemega.printing import counted
 
 
 class Reporting(NamedTuple):
@@ -113,8 +114,9 @@ def build_finetuning(
         examples, chosen = sources[name]
         if not len(chosen):
             raise DataError(
-                f"data.split leaves no example of {section.path} for {name}: it has {number}; give "
-                f"{name} a larger share, or name other records with data.valid_path"
+                f"data.split leaves no example of {section.path} for {name}: the files have "
+                f"{counted(number, 'example')}; give {name} a larger share, or name other "
+                f"records with data.valid_path"
             )
         dataset = builder.dataset(examples, name, chosen)
         splits[name] = dataset

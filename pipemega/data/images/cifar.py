@@ -136,8 +136,10 @@ def _read_pickled(files: _Files, path: Path) -> tuple[Bytes, Labels]:
         pixels = np.asarray(content[b"data"])
         labels = np.asarray(content[files.key], dtype=np.int64)
     except (KeyError, TypeError, ValueError) as error:
-        keys = sorted(map(str, content)) if isinstance(content, dict) else type(content).__name__
-        raise _wrong(files, path, f"it has {keys}, and not 'data' and {files.key!r}") from error
+        found = f"the keys {sorted(content, key=str)}" if isinstance(content, dict) else "no dict"
+        raise _wrong(
+            files, path, f"it has {found}; expected are the keys b'data' and {files.key!r}"
+        ) from error
     if pixels.dtype != np.uint8 or pixels.ndim != 2 or pixels.shape[1] != _PIXELS:
         raise _wrong(files, path, f"its images are {pixels.dtype} {list(pixels.shape)}")
     return _checked(files, path, pixels, labels)

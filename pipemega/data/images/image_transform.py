@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from pipemega.config.data_images import ImageTransforms
 from pipemega.data.images.labelled_images import EXTRA, ChannelStatistics
 from pipemega.errors import ConfigError
+from pipemega.printing import counted
 
 Transform = Callable[[Tensor], Tensor]
 
@@ -55,8 +56,8 @@ class ImageTransform:
         mean, std = section.mean or statistics.mean, section.std or statistics.std
         if section.mean and len(section.mean) != channels:
             raise ConfigError(
-                f"data.transforms.mean has {len(section.mean)} channels, and the images of the "
-                f"model have {channels}: give one number per channel",
+                f"data.transforms.mean has {counted(len(section.mean), 'number')}, and the images "
+                f"of the model have {counted(channels, 'channel')}: give one number per channel",
                 on_every_rank=True,
             )
         self._channels, self._size = channels, (size[0], size[1])

@@ -77,8 +77,8 @@ def check_stage_devices(
         if first is not None and given[first] != stages[stage]:
             raise ConfigError(
                 f"layer {first} ({names[first]}) is for device {given[first]!r}, and its pipeline "
-                f"rank is on {stages[stage]!r}: change mesh.device, which may give the device of "
-                f"each pipeline rank, the bounds in pipeline.partition, or the LayerSpec",
+                f"rank is on {stages[stage]!r}: change mesh.device (it may be a list, one device "
+                f"for each pipeline rank), the bounds in pipeline.partition, or the LayerSpec",
                 on_every_rank=True,
             )
 

@@ -135,7 +135,7 @@ def draw_memory(axes: "Axes", panel: Panel, theme: Theme, unit: str) -> None:
             )
     else:
         _draw_shades(axes, panel, theme, profiles, highest)
-        scale = "; more contrast is more"
+        scale = "; higher contrast: more memory"
     axes.set_title(f"memory ({unit}){scale}", loc="left", fontsize=9, pad=4)
     axes.set_title(f"peak {highest:.4g}", loc="right", fontsize=9, pad=4)
 

@@ -229,7 +229,7 @@ function build(panel) {
   const summary = Object.assign(document.createElement("span"), { textContent: panel.summary });
   panel.canvas = Object.assign(document.createElement("canvas"), { tabIndex: 0 });
   panel.canvas.setAttribute("role", "application");
-  panel.canvas.setAttribute("aria-label", `timeline of ${panel.title}, ${panel.summary}; arrow keys select a step`);
+  panel.canvas.setAttribute("aria-label", `timeline of ${panel.title}, ${panel.summary}; arrow keys select an instruction`);
   if (panel.mark) {
     title.append(Object.assign(document.createElement("span"), { className: "mark", textContent: panel.mark }));
     section.className = "marked";

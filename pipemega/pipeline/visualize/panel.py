@@ -9,7 +9,7 @@ from pipemega.monitor.step_phases import Phase, PhasesByRank
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Instruction
 from pipemega.pipeline.plan.simulate import MemorySpan, Timeline, memory_spans
-from pipemega.printing import percent
+from pipemega.printing import counted, percent
 
 
 class Wait(NamedTuple):
@@ -52,8 +52,8 @@ class Panel:
         if self.title is not None:
             return self.title
         return (
-            f"{plan.name}, {_counted(plan.num_ranks, 'rank')}, "
-            f"{_counted(plan.num_microbatches, 'micro-batch', 'es')}"
+            f"{plan.name}, {counted(plan.num_ranks, 'rank')}, "
+            f"{counted(plan.num_microbatches, 'micro-batch', 'es')}"
         )
 
     @cached_property
@@ -135,7 +135,3 @@ def as_panels(
         *panels[1:],
         Panel(measured, f"measured: {heading}", costs),
     )
-
-
-def _counted(number: int, noun: str, plural: str = "s") -> str:
-    return f"{number} {noun}{plural if number != 1 else ''}"

@@ -43,7 +43,7 @@ def test_check_prints_ranks_batch_and_computed_values_and_warnings(config_file, 
         assert line in lines
     warnings = [line for line in lines if line.startswith(("warning", "note", "ok"))]
     assert warnings[0].startswith("warning: log_level is ignored")
-    assert warnings[1].startswith("warning: 1 micro-batches for 2 pipeline stages")
+    assert warnings[1].startswith("warning: 1 micro-batch for 2 pipeline stages")
     assert warnings[2].startswith("note: gradient_clipping is not set; its default is 1")
     assert warnings[3] == "ok: this config can run on 8 ranks"
 

@@ -47,9 +47,9 @@ def test_text_has_the_drawing_and_the_simulated_and_formula_values(run):
         "rank 0   F0 F1 .. .. .. B0 -- F2 B1 -- .. .. B2 --",
         "rank 1   .. F0 B0 -- F1 B1 -- .. F2 B2 -- .. .. ..",
         "",
-        "makespan   14   (from the first step to the last; formula: "
+        "makespan   14   (from the first instruction to the last; formula: "
         "(m + p - 1) * (F + I + W) + 2 * (p + m - 3 - (m - 2) // p) * c)",
-        "span       14   (longest time of a rank, from its own first step to its own last)",
+        "span       14   (longest time of a rank, from its own first instruction to its own last)",
         "bubble     35.71% simulated, 35.71% by the formula",
         "memory     2 1 micro-batches held at most, per rank (formula: min(m, p - r))",
     ]
@@ -141,8 +141,8 @@ def test_auto_prints_the_plan_and_its_lower_bound(run):
         "rank 0   F0 F1 .. I0 W0 I1 W1",
         "rank 1   .. F0 I0 F1 I1 W0 W1",
         "",
-        "makespan   7   (from the first step to the last)",
-        "span       7   (longest time of a rank, from its own first step to its own last)",
+        "makespan   7   (from the first instruction to the last)",
+        "span       7   (longest time of a rank, from its own first instruction to its own last)",
         "bubble     14.29%",
         "memory     2 2 held at most, per rank",
         "bound      7   (lower limit of the makespan within this memory; this plan is at it)",

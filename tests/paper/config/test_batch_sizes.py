@@ -84,7 +84,7 @@ def config(rampup: list[int] | None, **changes: Any) -> dict[str, Any]:
         (
             [32, 4, 100],
             "training.rampup_batch_size [32, 4, 100] starts with 32 samples, more than "
-            "train_batch_size (16): lower the first",
+            "train_batch_size (16): lower the number of samples of the first steps",
         ),
         (
             [4, 8, 100],

@@ -25,12 +25,12 @@ def test_equal_devices_are_not_mixed(device):
     assert mesh.first_device == "cpu"
 
 
-@pytest.mark.parametrize(("devices", "count"), [(["cpu", "cuda"], 2), (["cpu"] * 4, 4)])
+@pytest.mark.parametrize(("devices", "count"), [(["cpu"], "1 device"), (["cpu"] * 4, "4 devices")])
 def test_a_list_of_another_length_than_the_pipeline_is_refused_with_both_numbers(devices, count):
     with pytest.raises(ConfigError) as error:
         load_mesh({"pipeline": 3, "device": devices})
     assert (
-        f"mesh.device has {count} entries, and mesh.pipeline is 3: give one device for each "
+        f"mesh.device is a list of {count}, and mesh.pipeline is 3: give one device for each "
         'pipeline rank, or one for all: "device": "cuda"'
     ) in str(error.value)
 

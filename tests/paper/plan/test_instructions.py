@@ -88,7 +88,7 @@ def test_invalid_json_plans_are_rejected_with_the_reason(old, new, message):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0X0\n", "rank 0: '0X0' is not a step of a plan in CSV: .* as in 1F3"),
+        ("0F0,0X0\n", "rank 0: '0X0' is not an instruction of a plan in CSV: .* as in 1F3"),
         ("0F0,0B0\n1F0,0B0\n", "stage 0 of the plan in CSV is on rank 0 and on rank 1"),
         ("0F0,0B0\n2F0,2B0\n", r"the stages of the plan in CSV are \[0, 2\]: number them from 0"),
         ("", r"the stages of the plan in CSV are \[\]"),

@@ -44,6 +44,7 @@ def train(given: Any, overrides: tuple[str, ...] = ()) -> dict[str, Any]:
         given: the config, or its file.
     """
     config = pipemega.load_config(given, overrides)
+    pretrain.require_images(config)
     mesh = pipemega.build_mesh(config)
     data = pretrain.load_datasets(config, mesh)
     model = pipemega.build_model(config, mesh)

@@ -444,7 +444,7 @@ def test_blocks_that_do_not_fit_the_shape_are_refused_with_the_sizes(tmp_path):
     write_pipeline(tmp_path / "ds", {1: fused_shards((4,))[1]})
     options = ReadOptions(shards={".*query_key_value.*": "blocks"})
     message = refused(tmp_path / "ds", tmp_path / "out", read=options)
-    assert "has shards of 2 rows, and by the rule 'blocks' a shard has 2 rows of queries" in message
+    assert "has shards of 2 rows, which do not fit the rule 'blocks': 2 rows of queries" in message
 
 
 def test_gated_linears_of_gpt_neox_are_joined_by_halves(tmp_path):
@@ -594,7 +594,7 @@ def test_latest_that_names_no_checkpoint_is_refused_with_the_tags(tmp_path):
     [
         (["--shards", "[=rows"], "--shards: the pattern '[' is not valid"),
         (["--shards", "w=rows"], "--shards: the pattern 'w' matches no name of the checkpoint"),
-        (["--vocab-size", "7"], "at least so many rows and is named word_embeddings, lm_head"),
+        (["--vocab-size", "7"], "no tensor with a name such as word_embeddings, lm_head"),
         (["--vocab-size", "0"], "the checkpoint has: 0.word_embeddings.weight [6, 4]"),
         (["--name", ".*="], "the name rules leave all tensors out"),
     ],

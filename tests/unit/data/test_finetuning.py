@@ -368,7 +368,9 @@ def test_a_run_gets_the_splits_of_its_records(keys, tmp_path):
     assert (found.train._num_examples, found.valid._num_examples) == (23, 1)
     assert "1 without an answer are left out" in "\n".join(found.description)
     few = section.model_copy(update={"split": "1,0,0"})
-    with pytest.raises(DataError, match=r"leaves no example of .* for valid: it has 23; give"):
+    with pytest.raises(
+        DataError, match=r"leaves no example of .* for valid: the files have 23 examples; give"
+    ):
         build_datasets(few, request)
     with pytest.raises(DataError, match=r"model.vocab_size is 10, but the tokenizer of .* has 289"):
         build_datasets(section, DataRequest(64, 7, 10, vocab_size=10))

@@ -107,7 +107,7 @@ IMAGE = np.zeros((1, 3072), np.uint8)
         (
             "python",
             _change("data_batch_1", {b"fine_labels": [1], b"data": IMAGE}),
-            r"data_batch_1 is not a file of CIFAR-10: it has .*fine_labels.*not 'data' and b'la",
+            r"data_batch_1 is not a file of CIFAR-10: it has the keys .*fine_labels.*; exp.* b'la",
         ),
         (
             "python",
@@ -425,7 +425,7 @@ def test_random_changes_are_equal_on_every_mesh_and_after_a_resume(micro: int, r
         ),
         (
             {"images": "digits", "transforms": {"mean": [0], "std": [1, 1]}},
-            "data.transforms.mean has 1 channels, and data.transforms.std 2",
+            "data.transforms.mean has 1 number, and data.transforms.std has 2",
         ),
         (
             {"images": "digits", "transforms": {"random_crop": 1, "random_resized_crop": True}},
@@ -449,7 +449,9 @@ def test_the_model_must_fit_the_images() -> None:
     ]:
         with pytest.raises(ConfigError, match=message):
             build_images(section(images="glyphs"), ImageRequest(shape, classes))  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r"mean has 3 channels, and the images of the model have"):
+    with pytest.raises(
+        ConfigError, match=r"mean has 3 numbers, and the images of the model have 1 channel:"
+    ):
         dataset(of_array(1), (1, 4, 4), mean=[0.0] * 3, std=[1.0] * 3)
 
 

@@ -173,7 +173,11 @@ def test_samples_beyond_the_end_are_an_index_error(tmp_path):
 @pytest.mark.parametrize(
     ("documents", "options", "message"),
     [
-        (range(1, 1), {}, "data.split leaves no document of .*text for train: it has 2 sequences"),
+        (
+            range(1, 1),
+            {},
+            "data.split leaves no document of .*text for train: the file has 2 sequences",
+        ),
         (range(1, 2), {}, "train has 3 tokens in .*text, but one sample needs 5"),
         (range(2), {"seq_length": 0}, "model.seq_length is 0"),
         (range(2), {"eod_mask_loss": True}, "data.eod_mask_loss needs .* set data.tokenizer"),

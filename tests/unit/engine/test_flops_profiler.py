@@ -107,7 +107,7 @@ def test_the_table_has_the_levels_and_classes_that_the_keys_select(
     text = profile.text(section)
     assert "mesh        pipeline 1 x data 1 x tensor 1; 4 micro-batches of 2 samples\n" in text
     assert "(2 + recompute_fwd_factor 0.5) x forward" in text
-    assert "for their speed set flops_profiler.profile_step to 2 or more" in text
+    assert "for the speed of the others set flops_profiler.profile_step to 2 or more" in text
     assert {cost.level for _, cost in profile.modules} == {1, 2}
     assert re.search(r"\n1 +parameters  Block 5.88 K, TokenEmbedding 800\n", text)
     assert re.search(r"\n2 +parameters  Attention 3.26 K, MLP 2.42 K\n", text)

@@ -33,7 +33,7 @@ def warning(batch: Batch, checkpointing: bool = False, **config: Any) -> str | N
     [
         ({"batch": Batch(4, 2, 2, 1)}, "after each of the 2 micro-batches of a step"),
         ({"batch": Batch(4, 4, 1, 1), "checkpointing": True}, "again when activation checkpoint"),
-        ({"batch": Batch(4, 2, 1, 2)}, "other running statistics on each of the 2 data ranks"),
+        ({"batch": Batch(4, 2, 1, 2)}, "different running statistics on each of the 2 data ranks"),
         ({"batch": Batch(4, 4, 1, 1), "bf16": {"enabled": True}}, "may fail with bf16.enabled"),
     ],
 )

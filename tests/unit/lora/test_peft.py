@@ -161,7 +161,7 @@ def test_an_adapter_that_unties_the_model_is_refused(tmp_path: Path) -> None:
         r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"], task_type="CAUSAL_LM"
     )
     peft.get_peft_model(model, options).save_pretrained(tmp_path / "adapter")
-    message = r"changed model.embed_tokens.weight and not lm_head.weight in the same way, and"
+    message = r"changes model.embed_tokens.weight but not lm_head.weight in the same way, and"
     with pytest.raises(CheckpointError, match=message):
         engine_of(from_pretrained(tmp_path / "base"), lora={"path": str(tmp_path / "adapter")})
 

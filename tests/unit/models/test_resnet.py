@@ -89,5 +89,5 @@ def test_messages_between_stages_have_the_declared_shapes() -> None:
 
 
 def test_joined_statistics_need_deferred_ones() -> None:
-    with pytest.raises(ConfigError, match=r"model.sync .* it is 'plain'"):
+    with pytest.raises(ConfigError, match=r"model.sync .* and model.batch_norm is 'plain'"):
         config(sync=True)

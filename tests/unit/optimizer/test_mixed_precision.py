@@ -53,7 +53,14 @@ def test_an_overflow_at_the_minimum_raises_with_the_history_and_advice():
     message = str(raised.value)
     assert "overflowed at step 4 with the loss scale at fp16.min_loss_scale (1)" in message
     assert "4 from step 0, 2 from step 2, 1 from step 4" in message
+    assert "not finite, or exceed 65504 without the scale" in message
     assert "use bf16 instead of fp16" in message
+
+
+def test_the_error_at_the_minimum_names_the_largest_gradient_at_that_scale():
+    scaler = DynamicLossScale(32.0, window=100, hysteresis=1, minimum=32.0)
+    with pytest.raises(LossScaleError, match="not finite, or exceed 2047 without the scale"):
+        scales(scaler, "x")
 
 
 def test_a_dynamic_loss_scale_resumes_from_its_state():

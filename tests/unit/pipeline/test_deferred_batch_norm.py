@@ -10,7 +10,11 @@ from torch import Tensor, nn
 from pipemega import DeferredBatchNorm, Engine, LayerSpec, PipelineModule, initialize
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, PipelineError
-from pipemega.pipeline.deferred_batch_norm import DeferredBatchNorm2d, defer_batch_norms
+from pipemega.pipeline.deferred_batch_norm import (
+    Deferral,
+    DeferredBatchNorm2d,
+    defer_batch_norms,
+)
 
 
 class Own(nn.BatchNorm1d):
@@ -200,8 +204,8 @@ def test_a_traced_module_is_converted() -> None:
         assert isinstance(norm_of(engine_of(net)), DeferredBatchNorm2d)
 
 
-@pytest.mark.parametrize("deferred", [True, False])
-def test_one_value_per_channel_is_an_error_with_the_way_out(deferred: bool) -> None:
+@pytest.mark.parametrize("deferred", [True, False, "sync"])
+def test_one_value_per_channel_is_an_error_with_the_way_out(deferred: Deferral) -> None:
     net = PipelineModule([nn.BatchNorm1d(3)], mean_loss, deferred_batch_norm=deferred)
     engine = engine_of(net, train_micro_batch_size_per_gpu=1)
     with pytest.raises(PipelineError) as caught:
@@ -210,6 +214,7 @@ def test_one_value_per_channel_is_an_error_with_the_way_out(deferred: bool) -> N
     assert "layers.0 (BatchNorm1d) failed: ValueError: Expected more than 1 value" in text
     assert "[1, 3]" in text
     assert "raise train_micro_batch_size_per_gpu" in text
+    assert ("deferred_batch_norm='sync'" in text) == (deferred != "sync")
 
 
 def test_another_value_of_the_argument_is_refused() -> None:

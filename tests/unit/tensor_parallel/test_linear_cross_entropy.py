@@ -380,7 +380,7 @@ def test_logits_are_computed_where_someone_needs_them() -> None:
 @pytest.mark.parametrize("ignored", [0.0, 0.5])
 def test_labels_of_some_tokens_only_are_an_error(ignored: float) -> None:
     head, (hidden, labels) = make_head(), data(ignored)
-    message = rf"the labels \[2, 349\] are 698, and the model has {TOKENS} tokens"
+    message = rf"the labels \[2, 349\] are 698, and the inputs have {TOKENS} tokens"
     with pytest.raises(DataError, match=message):
         linear_cross_entropy(deferred(head, hidden), labels[:, :-1])
     with pytest.raises(DataError, match=message):
