@@ -11,13 +11,14 @@ import pytest
 from tests.ranks.injected_faults import Fault, run_with
 from tests.ranks.optimizer import post_validate_runs
 from tests.ranks.pool import RankPool, RanksFailed
-from tests.ranks.training_runs import settings
+from tests.ranks.training_runs import MICRO, settings
 
 ALWAYS = {"optimizer_sync_after": 0}
+NUM_MICROBATCHES = 8
 
 
 def config_of(schedule: str, mesh: dict[str, int], **changes: Any) -> dict[str, Any]:
-    batch = {"train_batch_size": 16}
+    batch = {"train_batch_size": NUM_MICROBATCHES * MICRO}
     return settings(**batch, mesh=mesh, pipeline={"schedule": schedule}, **changes)
 
 
@@ -231,8 +232,8 @@ def test_a_rank_that_fails_before_validation_stops_all_ranks(
         "partition": "parameters",  # the last rank has layer 5
         **ALWAYS,
     }
-    # In the first forwards of the second step.
-    fault = Fault(what, rank, position={0: 0, 3: 5}[rank], call=13)
+    # In the first micro-batch of the second step: no rank can end that step, which is the last.
+    fault = Fault(what, rank, position={0: 0, 3: 5}[rank], call=NUM_MICROBATCHES + 1)
     with pytest.raises(RanksFailed) as caught:
         pool.run(4, run_with, fault, config, timeout=30.0)
     reports = {r: message for r, (message, _) in caught.value.errors.items()}
