@@ -1,7 +1,7 @@
 """Profiles the modules of all stages in one training step, and prints a table."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -11,14 +11,19 @@ from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.flops_report import FlopsProfile, RankProfile
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.monitor import MultiTimer, get_logger, print_table
+from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.module import Stage
 from pipemega.pipeline.recorder import step_clock
-from pipemega.profiling.module_profiler import ModuleProfiler, ProfiledLayer
+from pipemega.pipeline.vocabulary_shard import VocabularyShard
+from pipemega.profiling.module_profiler import ModuleCost, ModuleProfiler, ProfiledLayer
+
+LayerSource = tuple[Mapping[int, ProfiledLayer], Sequence[Stage | VocabularyShard]]
+"""Layers by position, and what reports them to an observer."""
 
 
-def profiled_layers(stages: Iterable[Stage]) -> tuple[dict[int, ProfiledLayer], list[Stage]]:
-    """Return the layers of stages by position, and the stages, which report them."""
-    stages = list(stages)
+def layer_sources(model: LocalModel) -> list[LayerSource]:
+    """Return the layers of the local stages, and those of the local shard of the vocabulary."""
+    stages = list(model.stages.values())
     layers = {
         position: ProfiledLayer(
             stage.layers[str(position)], f"layers.{position}", stage.name_of(position), 1
@@ -26,7 +31,20 @@ def profiled_layers(stages: Iterable[Stage]) -> tuple[dict[int, ProfiledLayer], 
         for stage in stages
         for position in range(stage.start, stage.stop)
     }
-    return layers, stages
+    shard = model.vocabulary
+    return [(layers, stages), *([] if shard is None else [(_shard_layers(shard), [shard])])]
+
+
+def _shard_layers(shard: VocabularyShard) -> dict[int, ProfiledLayer]:
+    """Return the embedding and the head, of whose FLOPs each shard has an equal part."""
+    part = shard.split.token_loss.vocab_size / (shard.pipeline.size * shard.tensor.size)
+    # S also computes a product of the backward, so its operations are not those of the forward.
+    formulas = {shard.start: None, shard.stop - 1: lambda x: 2.0 * x.numel() * part}
+    found = {}
+    for position, formula in formulas.items():
+        layer, name = shard.layers[str(position)], f"layers.{position}"
+        found[position] = ProfiledLayer(layer, name, type(layer).__name__, 1, formula)
+    return found
 
 
 class FlopsProfiler(StepCallback):
@@ -39,8 +57,8 @@ class FlopsProfiler(StepCallback):
     Args:
         section: `flops_profiler`, which selects the step.
         batch: of a step.
-        layers: of this rank, by position.
-        stages: report their layers; none if the caller runs the layers within `forward`.
+        sources: of the layers of this rank; a source without stages if the caller runs the layers
+            within `forward`.
         timers: of the engine; they run during the step.
         num_parameters: of the model.
 
@@ -53,16 +71,18 @@ class FlopsProfiler(StepCallback):
         section: FlopsProfilerSection,
         mesh: Mesh,
         batch: Batch,
-        layers: Mapping[int, ProfiledLayer],
-        stages: Iterable[Stage],
+        sources: Sequence[LayerSource],
         timers: MultiTimer,
         num_parameters: int,
     ) -> None:
         self._section, self._mesh, self._batch = section, mesh, batch
-        self._stages, self._timers, self._num_parameters = tuple(stages), timers, num_parameters
+        self._timers, self._num_parameters = timers, num_parameters
         self._step = max(1, section.profile_step)
         clock = step_clock(mesh.device)
-        self._profiler = ModuleProfiler(layers, clock, section.module_depth)
+        self._profilers = [
+            (ModuleProfiler(layers, clock, section.module_depth), modules)
+            for layers, modules in sources
+        ]
         self._is_counting = False
         self._finish: Callable[[], RankProfile] | None = None
         self.profile: FlopsProfile | None = None
@@ -73,9 +93,10 @@ class FlopsProfiler(StepCallback):
             return
         if not self._is_counting:
             self._is_counting = True
-            for stage in self._stages:
-                stage.observer = self._profiler
-            self._profiler.start()
+            for profiler, modules in self._profilers:
+                profiler.start()
+                for module in modules:
+                    module.observer = profiler
         if step == self._step and self._finish is None:
             self._finish = self._start_times()
 
@@ -83,24 +104,27 @@ class FlopsProfiler(StepCallback):
         """Count in the step of the config itself, because the stages may change before it."""
         if self._is_counting and self._finish is None:
             self._is_counting = False
-            self._profiler.stop()
-            for stage in self._stages:
-                stage.observer = None
+            self._stop()
+
+    def _stop(self) -> tuple[ModuleCost, ...]:
+        """Stop measuring layers; return their costs."""
+        for _, modules in self._profilers:
+            for module in modules:
+                module.observer = None
+        return tuple(cost for profiler, _ in self._profilers for cost in profiler.stop())
 
     def _start_times(self) -> Callable[[], RankProfile]:
         """Start the times of the step; return what ends them."""
         timers, was_enabled, before = self._timers, self._timers.enabled, self._timers.totals()
         timers.enabled = True
-        only_timed = self._profiler.restart_times()
+        were_counted = [profiler.restart_times() for profiler, _ in self._profilers]
         started = time.perf_counter()
 
         def finish() -> RankProfile:
-            modules = tuple(self._profiler.stop())
-            for stage in self._stages:
-                stage.observer = None
+            modules = self._stop()
             timers.enabled = was_enabled
             seconds = {name: s - before.get(name, 0.0) for name, s in timers.totals().items()}
-            return RankProfile(modules, seconds, time.perf_counter() - started, only_timed)
+            return RankProfile(modules, seconds, time.perf_counter() - started, all(were_counted))
 
         return finish
 
@@ -111,13 +135,9 @@ class FlopsProfiler(StepCallback):
         if not self._is_counting:
             yield
             return
-        self._profiler.enter(0, None, None)
-        try:
+        ((profiler, _),) = self._profilers
+        with profiler.measure(0, None):
             yield
-        except BaseException:
-            self._profiler.failed(0)
-            raise
-        self._profiler.leave(0, None, None)
 
     def before_step(self, step: TrainStep) -> None:
         self.start(step.number)

@@ -18,7 +18,8 @@ class RankProfile:
     """What one pipeline rank has measured in the step.
 
     Args:
-        modules: of its layers; FLOPs and times of one micro-batch on this rank.
+        modules: of its layers, then of its shards of embedding and head; FLOPs and times of one
+            micro-batch on this rank.
         seconds: of the step, by name: forward, backward, communication, optimizer.
         step: seconds of the step.
         only_timed: the FLOPs were counted in an earlier step, so the times are those of any step.
@@ -55,10 +56,18 @@ class FlopsProfile:
     parameters: int
 
     @property
-    def modules(self) -> list[tuple[int, ModuleCost]]:
-        """(pipeline rank, module) in the order of the model; FLOPs of all tensor ranks."""
-        found = [(rank, cost) for rank, own in enumerate(self.ranks) for cost in own.modules]
-        return sorted(found, key=lambda pair: _position(pair[1].name))
+    def modules(self) -> list[tuple[int | None, ModuleCost]]:
+        """(pipeline rank, module) in the order of the model; FLOPs of one tensor rank.
+
+        If all pipeline ranks have a shard of the module, the rank is None, and FLOPs and seconds
+        are the sums over the ranks.
+        """
+        found: dict[str, tuple[int | None, ModuleCost]] = {}
+        for rank, own in enumerate(self.ranks):
+            for cost in own.modules:
+                former = found.get(cost.name)
+                found[cost.name] = (rank, cost) if former is None else (None, former[1] + cost)
+        return sorted(found.values(), key=lambda pair: _position(pair[1].name))
 
     @property
     def forward_flops(self) -> float:
@@ -67,10 +76,10 @@ class FlopsProfile:
 
     @property
     def forward_seconds(self) -> float:
-        """Seconds of the forward of one micro-batch through all stages."""
+        """Seconds of the forward of one micro-batch, summed over all stages and shards."""
         return sum(cost.seconds for _, cost in self._layers())
 
-    def _layers(self) -> Iterable[tuple[int, ModuleCost]]:
+    def _layers(self) -> Iterable[tuple[int | None, ModuleCost]]:
         outermost = min((cost.level for _, cost in self.modules), default=0)
         return (pair for pair in self.modules if pair[1].level == outermost)
 
@@ -120,13 +129,11 @@ class FlopsProfile:
 
     def _rows(self) -> list[tuple[int | None, ModuleCost]]:
         """Return the modules, after a row for the whole model."""
-        modules: list[tuple[int | None, ModuleCost]] = [
-            (rank, _times_tensor(cost, self.tensor)) for rank, cost in self.modules
-        ]
+        modules = [(rank, _times_tensor(cost, self.tensor)) for rank, cost in self.modules]
         if modules and modules[0][1].level == 0:
             return modules
-        in_loss = self.tensor * sum(cost.loss_flops for _, cost in self._layers())
-        costs = self.forward_flops, self.forward_seconds, in_loss
+        timed = self.tensor * sum(cost.timed_flops for _, cost in self._layers())
+        costs = self.forward_flops, self.forward_seconds, timed
         whole = ModuleCost("", "model", 0, self.parameters, *costs)
         return [(None, whole), *modules]
 
@@ -135,17 +142,18 @@ class FlopsProfile:
         table = []
         for rank, cost in rows:
             name = cost.name.rsplit(".", 1)[-1] if cost.level > 1 else cost.name or "model"
-            timed = cost.flops - cost.loss_flops
-            speed = timed / self.tensor / cost.seconds if cost.seconds else 0.0
+            speed = cost.timed_flops / self.tensor / cost.seconds if cost.seconds else 0.0
+            without_speed = "in the loss" if cost.flops else ""
+            of_no_rank = "all" if cost.name else ""
             table.append(
                 [
                     f"{'  ' * cost.level}{name}",
                     cost.kind,
-                    "" if rank is None else str(rank),
+                    of_no_rank if rank is None else str(rank),
                     *_shares(cost.parameters, whole.parameters, show_count),
                     *_shares(cost.flops, whole.flops, show_flops),
                     *_shares(cost.seconds, whole.seconds, show_time),
-                    f"{show_flops(speed)}/s" if timed else "in the loss" if cost.flops else "",
+                    f"{show_flops(speed)}/s" if cost.timed_flops else without_speed,
                 ]
             )
         head = [
@@ -179,7 +187,7 @@ def _position(name: str) -> int:
 
 
 def _times_tensor(cost: ModuleCost, tensor: int) -> ModuleCost:
-    return replace(cost, flops=tensor * cost.flops, loss_flops=tensor * cost.loss_flops)
+    return replace(cost, flops=tensor * cost.flops, timed_flops=tensor * cost.timed_flops)
 
 
 def _shares(number: float, whole: float, show: Callable[[float], str]) -> list[str]:

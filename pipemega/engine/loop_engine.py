@@ -16,11 +16,11 @@ from pipemega.distributed.mesh import Mesh
 from pipemega.engine.batch_reader import StepData
 from pipemega.engine.components import Components
 from pipemega.engine.engine import Engine
+from pipemega.engine.flops_profiler import LayerSource
 from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline.execution_state import Results
-from pipemega.pipeline.module import Stage
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.profiling.module_profiler import ProfiledLayer
 
@@ -60,8 +60,8 @@ class LoopEngine(Engine):
         (stage,) = self._model.stages.values()
         return stage.layers["0"]
 
-    def _profiled_layers(self) -> tuple[dict[int, ProfiledLayer], list[Stage]]:
-        return {0: ProfiledLayer(self.layer, "", type(self.layer).__name__, 0)}, []
+    def _layer_sources(self) -> list[LayerSource]:
+        return [({0: ProfiledLayer(self.layer, "", type(self.layer).__name__, 0)}, [])]
 
     @property
     def ends_step(self) -> bool:

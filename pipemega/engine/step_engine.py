@@ -25,7 +25,7 @@ from pipemega.engine.build_loader import share_of
 from pipemega.engine.comms_logger import CommsLogger
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import Evaluator
-from pipemega.engine.flops_profiler import FlopsProfiler, profiled_layers
+from pipemega.engine.flops_profiler import FlopsProfiler, LayerSource, layer_sources
 from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.engine.step_callbacks import MeasureBusyTime, StepCallback, TraceSteps, TrainStep
 from pipemega.engine.step_plans import StepPlans
@@ -38,10 +38,8 @@ from pipemega.optimizer import LRSchedule, StepReport
 from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.local_model import LocalModel
-from pipemega.pipeline.module import Stage
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import Timeline
-from pipemega.profiling.module_profiler import ProfiledLayer
 from pipemega.profiling.trace import Trace
 from pipemega.random import preserve_rng
 
@@ -145,9 +143,9 @@ class StepEngine:
         section = self.config.flops_profiler
         if not section.enabled:
             return None
-        layers, stages = self._profiled_layers()
+        sources = self._layer_sources()
         return FlopsProfiler(
-            section, self.mesh, self.batch, layers, stages, self.timers, self.num_parameters
+            section, self.mesh, self.batch, sources, self.timers, self.num_parameters
         )
 
     # Reports of steps
@@ -254,9 +252,9 @@ class StepEngine:
 
     # Training
 
-    def _profiled_layers(self) -> tuple[dict[int, ProfiledLayer], list[Stage]]:
-        """Return the layers by position, and the stages that report them to an observer."""
-        return profiled_layers(self._model.stages.values())
+    def _layer_sources(self) -> list[LayerSource]:
+        """Return the layers of this rank, and what reports them to an observer."""
+        return layer_sources(self._model)
 
     def _train_batch(
         self, data_iter: Iterator[Any] | None, batch: Any, keep_outputs: bool

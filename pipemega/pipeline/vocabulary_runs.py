@@ -153,7 +153,8 @@ class VocabularyRuns:
         self._shard.before_use(self._shard.start)
         ids = self._ids(step.microbatch)
         require_in_vocabulary(ids, self._shard.split.token_loss.vocab_size, "token id")
-        self._of(step.microbatch).rows = self._shard.embed(ids)
+        with self._shard.observed(self._shard.start, ids):
+            self._of(step.microbatch).rows = self._shard.embed(ids)
 
     def _output(self, step: Instruction) -> None:
         m, split = step.microbatch, self._shard.split
@@ -165,7 +166,7 @@ class VocabularyRuns:
         batch.partial = []
         if self._has_labels(m):
             require_in_vocabulary(self._labels(m), split.token_loss.vocab_size, "target", -100)
-            with torch.no_grad():
+            with self._shard.observed(self._shard.stop - 1, batch.hidden), torch.no_grad():
                 partial, batch.exponentials = output_pass(
                     self._shard.head_rows(),
                     batch.hidden,

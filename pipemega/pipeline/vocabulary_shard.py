@@ -10,6 +10,7 @@ names, `layers.<position>.weight`, so a checkpoint does not depend on the cut.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -76,12 +77,27 @@ class _Rows(Protocol):
     stop: int
 
 
+class ShardObserver(Protocol):
+    """Observes the passes E and S of a shard."""
+
+    def measure(self, position: int, x: Tensor) -> AbstractContextManager[None]:
+        """Return the context in which the pass of embedding or head runs.
+
+        Args:
+            position: of the layer in the model.
+            x: token ids, or the hidden of the tokens that count [tokens, hidden].
+        """
+
+
 class VocabularyShard(nn.Module):
     """The layers of embedding and head with the rows of this rank; their forward is not used.
 
     Args:
         net: the whole model.
         mesh: its pipeline and tensor axes are the shards.
+
+    Attributes:
+        observer: is called around E and S; None by default.
 
     Raises:
         ConfigError: the model does not say how it is cut.
@@ -99,6 +115,7 @@ class VocabularyShard(nn.Module):
         }
         self.layers = nn.ModuleDict(built)
         self.start, self.stop = 0, last + 1
+        self.observer: ShardObserver | None = None
         self._hooks: list[Callable[[int], None]] = []
         self._tied = bool(net.tied_parameters)
         if self._tied:
@@ -166,6 +183,10 @@ class VocabularyShard(nn.Module):
     def register_layer_hook(self, hook: Callable[[int], None]) -> None:
         """Call `hook` with the position of embedding or head before a pass uses its weight."""
         self._hooks.append(hook)
+
+    def observed(self, position: int, x: Tensor) -> AbstractContextManager[None]:
+        """Return the context in which E or S runs; see `ShardObserver`."""
+        return nullcontext() if self.observer is None else self.observer.measure(position, x)
 
     def before_use(self, position: int) -> None:
         for hook in self._hooks:

@@ -5,7 +5,8 @@ counting takes time. Recomputation in backward is neither counted nor timed.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -28,12 +29,14 @@ class ProfiledLayer:
         name: of the layer; empty for a whole model.
         kind: its class, or the name of its function.
         level: 0 for a whole model, 1 for its children.
+        forward_flops: input -> FLOPs of the forward; None: those of the operations in the layer.
     """
 
     module: nn.Module
     name: str
     kind: str
     level: int
+    forward_flops: Callable[[Any], float] | None = None
 
 
 @dataclass(frozen=True)
@@ -45,8 +48,9 @@ class ModuleCost:
         parameters: number of elements of the unsharded module.
         flops: of the forward, by torch's formulas for matrix products, convolutions and attention.
         seconds: of the forward.
-        loss_flops: those of `flops` that the loss computes, outside of `seconds`: of a head that
-            returns `DeferredLogits`.
+        timed_flops: computed within `seconds`. None of a head that returns `DeferredLogits`: the
+            loss computes `flops`. More than `flops` of a shard of a head: S also computes a product
+            of the backward.
     """
 
     name: str
@@ -55,21 +59,40 @@ class ModuleCost:
     parameters: int
     flops: float
     seconds: float
-    loss_flops: float = 0.0
+    timed_flops: float
+
+    def __add__(self, other: "ModuleCost") -> "ModuleCost":
+        """Return the cost of a layer of which `other` is a part on another rank, or a shard."""
+        return replace(
+            other,
+            flops=self.flops + other.flops,
+            seconds=self.seconds + other.seconds,
+            timed_flops=self.timed_flops + other.timed_flops,
+        )
 
 
 @dataclass
 class _Record:
     """Measurements of a module within one layer."""
 
-    flops: float = 0.0
+    timed_flops: float = 0.0
     loss_flops: float = 0.0
+    # By the formula of the layer, if it has one.
+    forward_flops: float | None = None
     counted: list[Interval] = field(default_factory=list)
     timed: list[Interval] = field(default_factory=list)
 
+    @property
+    def flops(self) -> float:
+        """FLOPs of the forward."""
+        known = self.forward_flops
+        return self.timed_flops + self.loss_flops if known is None else known
+
 
 class ModuleProfiler:
-    """Profiles layers and their modules between `start` and `stop`; a `LayerObserver`.
+    """Profiles layers and their modules between `start` and `stop`.
+
+    A `LayerObserver` of stages, or the `ShardObserver` of a shard of the vocabulary.
 
     Args:
         layers: by position.
@@ -140,6 +163,17 @@ class ModuleProfiler:
 
     reads_outputs = False
 
+    @contextmanager
+    def measure(self, position: int, x: Any) -> Iterator[None]:
+        """Measure a layer that runs in the block."""
+        self.enter(position, x, None)
+        try:
+            yield
+        except BaseException:
+            self.failed(position)
+            raise
+        self.leave(position, None, None)
+
     def enter(self, position: int, x: Any, rng_key: RngKey | None) -> None:
         """Handle the start of a layer."""
         if torch.is_grad_enabled() and not _is_in_backward():
@@ -148,7 +182,10 @@ class ModuleProfiler:
             if self._runs[position] == 1:
                 self._meter = _FlopMeter(self._count)
                 self._meter.__enter__()  # type: ignore[no-untyped-call]
-            self._push(self._layers[position].module)
+            layer = self._layers[position]
+            record = self._push(layer.module)
+            if self._meter is not None and layer.forward_flops is not None:
+                record.forward_flops = layer.forward_flops(x)
 
     def leave(self, position: int, y: Any, rng_key: RngKey | None) -> None:
         """Handle the end of a layer."""
@@ -178,9 +215,10 @@ class ModuleProfiler:
         if self._stack and self._stack[-1][0] is self._records[self._position].get(module):
             self._pop()
 
-    def _push(self, module: nn.Module) -> None:
+    def _push(self, module: nn.Module) -> _Record:
         record = self._records[self._position].setdefault(module, _Record())
         self._stack.append((record, self._clock.now()))
+        return record
 
     def _pop(self) -> None:
         record, started = self._stack.pop()
@@ -189,14 +227,13 @@ class ModuleProfiler:
 
     def _count(self, flops: float) -> None:
         for record, _ in self._stack:
-            record.flops += flops
+            record.timed_flops += flops
 
     def _count_head(self, position: int, output: DeferredLogits) -> None:
         """Count the product of a head that the loss computes, in the head and what contains it."""
         flops = 2.0 * output.hidden.numel() * len(output.weight)
         for module, record in self._records[position].items():
             if any(output.is_of(inner) for inner in module.modules()):
-                record.flops += flops
                 record.loss_flops += flops
 
     # Results
@@ -204,7 +241,7 @@ class ModuleProfiler:
     def _costs(self, position: int, layer: ProfiledLayer) -> Iterator[ModuleCost]:
         modules = [("", layer.module, layer.level), *self._inner_modules(layer)]
         for name, module, level in modules:
-            flops, seconds, loss_flops = self._sums(position, module)
+            flops, seconds, timed_flops = self._sums(position, module)
             elements = sum(torch.Size(shard_of(p).shape).numel() for p in module.parameters())
             yield ModuleCost(
                 ".".join(part for part in (layer.name, name) if part),
@@ -213,19 +250,19 @@ class ModuleProfiler:
                 elements,
                 flops,
                 seconds,
-                loss_flops,
+                timed_flops,
             )
 
     def _sums(self, position: int, module: nn.Module) -> tuple[float, float, float]:
-        """Return FLOPs, seconds, and FLOPs in the loss, per micro-batch."""
+        """Return FLOPs, seconds, and FLOPs within them, per micro-batch."""
         record = self._records[position].get(module)
         if record is not None:
             later = self._runs[position] - self._untimed[position]
-            return record.flops, self._seconds(record, later), record.loss_flops
+            return record.flops, self._seconds(record, later), record.timed_flops
         # A container such as nn.ModuleList does not run itself.
         sums = [self._sums(position, child) for child in module.children()]
-        flops, seconds, loss_flops = (sum(parts) for parts in zip((0, 0, 0), *sums, strict=True))
-        return flops, seconds, loss_flops
+        flops, seconds, timed_flops = (sum(parts) for parts in zip((0, 0, 0), *sums, strict=True))
+        return flops, seconds, timed_flops
 
     def _seconds(self, record: _Record, later: int) -> float:
         intervals = record.timed if later > 0 else record.counted
