@@ -6,6 +6,13 @@ from itertools import combinations_with_replacement, pairwise
 from benchmarks.pipeline_cpu.model import Sizes
 
 
+def layer_bounds(sizes: Sizes, rank_of_stage: Sequence[int], split: int) -> list[int]:
+    """Return the first layer of each stage, and the number of layers, as `build_layers` counts."""
+    blocks = blocks_before(sizes, rank_of_stage, split)
+    # The embedding is layer 0; the last layer is norm and head.
+    return [0, *(1 + count for count in blocks[1:-1]), sizes.num_units]
+
+
 def blocks_before(sizes: Sizes, rank_of_stage: Sequence[int], split: int) -> list[int]:
     """Return the number of transformer blocks before each stage: 0 first, the total last.
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
-from benchmarks.pipeline_cpu.cut import blocks_before
+from benchmarks.pipeline_cpu.cut import layer_bounds
 from benchmarks.pipeline_cpu.model import (
     Sizes,
     batch,
@@ -33,7 +33,8 @@ class Place:
     split: int
 
 
-def _adamw(sizes: Sizes, module: nn.Module) -> torch.optim.Optimizer:
+def adamw(sizes: Sizes, module: nn.Module) -> torch.optim.Optimizer:
+    """Return the optimizer of all systems but pipemega."""
     return torch.optim.AdamW(
         module.parameters(), lr=sizes.lr, weight_decay=sizes.weight_decay, fused=True
     )
@@ -42,7 +43,7 @@ def _adamw(sizes: Sizes, module: nn.Module) -> torch.optim.Optimizer:
 def one_process(sizes: Sizes, place: Place) -> Step:
     """Train the whole model in this process, without communication."""
     model = build_layers(sizes, 0, sizes.num_units)
-    optimizer = _adamw(sizes, model)
+    optimizer = adamw(sizes, model)
 
     def step(number: int) -> float:
         total = 0.0
@@ -72,9 +73,7 @@ def torch_pipelining(sizes: Sizes, place: Place, name: str) -> Step:
     """torch.distributed.pipelining under one of its schedules."""
     schedule_type, rank_of_stage = TORCH_SCHEDULES[name]
     assert place.world_size == 2, "the placements are for two ranks"
-    blocks = blocks_before(sizes, rank_of_stage, place.split)
-    # The embedding is layer 0; the last layer is norm and head.
-    bounds = [0, *(1 + count for count in blocks[1:-1]), sizes.num_units]
+    bounds = layer_bounds(sizes, rank_of_stage, place.split)
     here = [stage for stage, rank in enumerate(rank_of_stage) if rank == place.rank]
     last = len(rank_of_stage) - 1
     stages = [
@@ -91,7 +90,7 @@ def torch_pipelining(sizes: Sizes, place: Place, name: str) -> Step:
         sizes.num_microbatches,
         loss_fn=loss_fn,
     )
-    optimizer = _adamw(sizes, nn.ModuleList(stage.submod for stage in stages))
+    optimizer = adamw(sizes, nn.ModuleList(stage.submod for stage in stages))
 
     def step(number: int) -> float | None:
         inputs, labels = batch(sizes, number)
@@ -127,7 +126,7 @@ def deepspeed_1f1b(sizes: Sizes, place: Place) -> Step:
     )
     engine, _, _, _ = deepspeed.initialize(
         model=module,
-        optimizer=_adamw(sizes, module),
+        optimizer=adamw(sizes, module),
         config={
             "train_micro_batch_size_per_gpu": sizes.micro_batch,
             "gradient_accumulation_steps": sizes.num_microbatches,

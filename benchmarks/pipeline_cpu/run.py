@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.pipeline_cpu.megatron import MEGATRON_SCHEDULES
 from benchmarks.pipeline_cpu.model import Sizes
 from benchmarks.pipeline_cpu.peers import TORCH_SCHEDULES
 from benchmarks.pipeline_cpu.report import markdown
@@ -32,6 +33,8 @@ WORKER = "benchmarks.pipeline_cpu.worker"
 LOSS_TOLERANCE = 1e-5
 MIN_CORE_SHARE = 0.97
 
+# Families whose package is not among the dependencies of this repository.
+OPTIONAL = ("deepspeed", "megatron")
 REFERENCE, LIMIT = "one-process", "one-process:twice"
 OURS = ("1f1b", "1f1b@hand-cut", "auto", "auto@zb-h2-bytes")
 # The systems of --short; the references are added to them.
@@ -52,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
         try:
             raw["memory"][system] = measure(WORKER, *_processes(system, sizes, options))
         except Failed as error:
-            if not system.startswith("deepspeed"):
+            if not system.startswith(OPTIONAL):
                 raise
             systems.remove(system)
             notes.append(f"{system} was left out: {str(error).splitlines()[-1]}")
@@ -92,23 +95,26 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         default=5,
         metavar="BLOCKS",
-        help="transformer blocks on the first of two stages, for torch, deepspeed and @hand-cut "
-        "(default: 5); four stages are partitioned by matrix products",
+        help="transformer blocks on the first of two stages, for torch, deepspeed, megatron and "
+        "@hand-cut (default: 5); four stages are partitioned by matrix products",
     )
     parser.add_argument("--json", type=Path, help="write the whole result to this file")
     parser.add_argument(
-        "--deepspeed-python",
+        "--peers-python",
         metavar="PATH",
-        help="Python interpreter of an environment with DeepSpeed, for the system 'deepspeed'",
+        help="Python interpreter of an environment with DeepSpeed and Megatron-core, for the "
+        "systems 'deepspeed' and 'megatron:SCHEDULE'",
     )
     parser.add_argument(
         "--systems",
         nargs="*",
         default=list(DEFAULT),
         metavar="NAME",
-        help="torch:SCHEDULE, deepspeed, pipemega:SCHEDULE (as shipped, without a key about "
+        help="torch:SCHEDULE, deepspeed, megatron:SCHEDULE (the schedules of Megatron-core: "
+        f"{', '.join(MEGATRON_SCHEDULES)}), pipemega:SCHEDULE (as shipped, without a key about "
         "stages), pipemega:SCHEDULE@hand-cut, pipemega:auto@SCHEDULE-bytes (with the memory of "
-        "another schedule); torch: or pipemega: for all of them; the references always run "
+        "another schedule); torch:, megatron: or pipemega: for all of them; the references always "
+        "run "
         f"(default: {' '.join(DEFAULT)})",
     )
     parser.add_argument(
@@ -122,6 +128,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 def _available(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     """Return the systems that can run here, and a note for each that cannot."""
     known = [f"torch:{name}" for name in TORCH_SCHEDULES] + ["deepspeed"]
+    known += [f"megatron:{name}" for name in MEGATRON_SCHEDULES]
     known += [f"pipemega:{name}" for name in (*SCHEDULES, AUTO)]
     known += [f"pipemega:{name}@hand-cut" for name in SCHEDULES]
     known += [f"pipemega:auto@{name}-bytes" for name in SCHEDULES]
@@ -132,14 +139,11 @@ def _available(options: argparse.Namespace) -> tuple[list[str], list[str]]:
             raise SystemExit(f"unknown system {word!r}; choose from {', '.join(known)}")
         chosen += [name for name in found if name not in chosen]
     for name in list(chosen):
-        reason = None
-        if name == "deepspeed" and not (
-            options.deepspeed_python or importlib.util.find_spec("deepspeed")
-        ):
-            reason = "not installed here; see --deepspeed-python"
-        if reason is not None:
-            chosen.remove(name)
-            notes.append(f"{name} was left out: {reason}")
+        package = name.partition(":")[0]
+        if package not in OPTIONAL or options.peers_python or importlib.util.find_spec(package):
+            continue
+        chosen.remove(name)
+        notes.append(f"{name} was left out: not installed here; see --peers-python")
     return chosen, notes
 
 
@@ -160,7 +164,7 @@ def _processes(
     arguments = ["--system", system.removesuffix(":twice")]
     arguments += ["--sizes", json.dumps(asdict(sizes)), "--split", str(options.split)]
     arguments += ["--warmup", str(options.warmup), "--steps", str(options.steps)]
-    python = options.deepspeed_python if system == "deepspeed" else None
+    python = options.peers_python if system.startswith(OPTIONAL) else None
     return 1 if system == REFERENCE else 2, arguments, python
 
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.pipeline_cpu.megatron import megatron
 from benchmarks.pipeline_cpu.model import Sizes
 from benchmarks.pipeline_cpu.peers import (
     Place,
@@ -57,6 +58,8 @@ def main() -> None:
             return torch_pipelining(sizes, place, schedule)
         if family == "deepspeed":
             return deepspeed_1f1b(sizes, place)
+        if family == "megatron":
+            return megatron(sizes, place, schedule)
         # Imported here, so that pipemega is not in the processes of the other systems.
         from benchmarks.pipeline_cpu.ours import train
 
