@@ -179,7 +179,7 @@ class StageMover:
         names = [*model.parameters, *buffers]
         state, between_pipeline = between_pipeline_ranks(state, names, mesh.pipeline, mesh.device)
         kernels = Kernels.detect(mesh.device)
-        masters, groups, statistics = prepare_masters(config, mesh, model, kernels, self._arguments)
+        masters, groups = prepare_masters(config, mesh, model, kernels, self._arguments)
         between_data = 0
         if masters.spans is not None:
             state, between_data = between_data_ranks(state, masters.spans, mesh.data, mesh.device)
@@ -191,7 +191,7 @@ class StageMover:
             value = state[name].pop("parameter", None)
             if value is not None:
                 parameter.copy_(value)
-        step.replace_masters(masters, groups, state, statistics)
+        step.replace_masters(masters, groups, state)
         counts_pipeline, counts_data = mesh.pipeline.rank == 0, mesh.data.rank == 0
         return counts_pipeline * between_pipeline + counts_data * between_data
 

@@ -17,7 +17,7 @@ from pipemega.optimizer.lr_schedules import LRSchedule, build_schedule
 from pipemega.optimizer.master_params import MasterParams, ModelParams, PlainMasterParams
 from pipemega.optimizer.param_groups import parameter_groups
 from pipemega.optimizer.post_validate import PostValidatedStep
-from pipemega.optimizer.step import OptimizerStep
+from pipemega.optimizer.step import OptimizerStep, StepSettings
 from pipemega.optimizer.step_outcome import StepReport
 from pipemega.optimizer.zero import ZeroMasterParams
 
@@ -30,6 +30,7 @@ __all__ = [
     "PlainMasterParams",
     "PostValidatedStep",
     "StepReport",
+    "StepSettings",
     "ZeroMasterParams",
     "build_optimizer",
     "build_schedule",

@@ -23,6 +23,7 @@ from pipemega.optimizer import (
     OptimizerStep,
     PlainMasterParams,
     PostValidatedStep,
+    StepSettings,
     ZeroMasterParams,
     build_optimizer,
     build_schedule,
@@ -33,7 +34,6 @@ from pipemega.optimizer.given_optimizer import GivenGroups
 from pipemega.optimizer.gradients import DataReduction
 from pipemega.optimizer.mixed_precision import DynamicLossScale, LossScale, Precision
 from pipemega.optimizer.param_groups import SharedState, check_specs
-from pipemega.optimizer.step_statistics import StepStatistics
 from pipemega.optimizer.torch_schedule import SchedulerMaker, TorchSchedule
 from pipemega.optimizer.user_optimizer import (
     Groups,
@@ -103,6 +103,12 @@ def skips_nonfinite(config: Config) -> bool:
     return policy == "skip"
 
 
+def model_params(local: LocalModel) -> ModelParams:
+    """Return the parameters of the local stages."""
+    named = list(local.parameters.items())
+    return ModelParams(named, local.tied, local.copies, num_layers=local.bounds[-1])
+
+
 def optimizer_step(
     config: Config,
     mesh: Mesh,
@@ -125,7 +131,7 @@ def optimizer_step(
         ConfigError: the optimizer cannot be built, or does not work on this mesh.
     """
     arguments = arguments if arguments is not None else OptimizerArguments()
-    model = ModelParams(list(local.parameters.items()), local.tied, local.copies)
+    model = model_params(local)
     if not arguments.trains(config):
         arguments.check_unused()
         precision.cast_parameters(model.named)
@@ -138,13 +144,10 @@ def optimizer_step(
     return _step_class(config, mesh)(
         optimizer,
         masters,
+        _step_settings(config),
         loss_scale=_loss_scale(config),
         schedule=_build_schedule(config, optimizer, arguments, length, mesh),
         shared_state=shared,
-        num_layers=local.bounds[-1],
-        clip=config.gradient_clipping,
-        skip_nonfinite=skips_nonfinite(config),
-        statistics=_statistics(config, masters),
     )
 
 
@@ -154,24 +157,26 @@ def prepare_masters(
     local: LocalModel,
     kernels: Kernels,
     arguments: OptimizerArguments,
-) -> tuple[MasterParams, list[dict[str, Any]], StepStatistics | None]:
+) -> tuple[MasterParams, list[dict[str, Any]]]:
     """Return what `OptimizerStep.replace_masters` needs for other stages; collective.
 
     Returns:
-        the masters, the groups of the optimizer over them, and the numbers for the log.
+        the masters, and the groups of the optimizer over them.
     """
-    model = ModelParams(list(local.parameters.items()), local.tied, local.copies)
+    model = model_params(local)
     host = _host_memory(config, mesh)
     masters = _master_params(config, mesh, model, precision_of(config), host)
     # The function of a user may divide the parameters into groups of its own.
     optimizer = _build_optimizer(config, mesh, masters, kernels, arguments)
-    return masters, optimizer.param_groups, _statistics(config, masters)
+    return masters, optimizer.param_groups
 
 
-def _statistics(config: Config, masters: MasterParams) -> StepStatistics | None:
-    return masters.statistics(
-        params_norm=config.monitor.log_params_norm,
-        num_zeros=config.monitor.log_num_zeros_in_grad,
+def _step_settings(config: Config) -> StepSettings:
+    return StepSettings(
+        clip=config.gradient_clipping,
+        skip_nonfinite=skips_nonfinite(config),
+        log_params_norm=config.monitor.log_params_norm,
+        log_num_zeros=config.monitor.log_num_zeros_in_grad,
     )
 
 

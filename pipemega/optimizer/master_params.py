@@ -46,11 +46,13 @@ class ModelParams:
         copies: logical name -> the same tied parameter in later stages of this rank.  Copies are
             separate `nn.Parameter` objects: they get the storage of the first one, and their
             gradients are added to its gradient.
+        num_layers: of the whole model: larger than any position in a logical name.
     """
 
     named: Named
     tied: Mapping[str, Axis] = field(default_factory=dict)
     copies: Mapping[str, Sequence[nn.Parameter]] = field(default_factory=dict)
+    num_layers: int = 1
 
     @property
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
@@ -123,7 +125,7 @@ class MasterParams(ABC):
         shard_axis: Axis | None = None,
     ) -> None:
         self.mesh, self.layout, self.shard_axis = mesh, layout, shard_axis
-        self._model = model
+        self._model, self.num_layers = model, model.num_layers
         self._parameters = dict(model.named)
         self.spans: dict[str, tuple[int, int]] | None = (
             None if shard_axis is None else {s.name: layout.span(s) for s in layout.slots}
@@ -163,11 +165,11 @@ class MasterParams(ABC):
             the factor that the gradients still have to be multiplied by.
         """
 
-    def gradient_norms(self, num_layers: int) -> GradientNorms:
+    def gradient_norms(self) -> GradientNorms:
         """Return what computes this rank's part of the squared norms, after `reduce`."""
         mesh = self.mesh
         return GradientNorms(
-            self.gradients, mesh.tensor, mesh.data, self._model.tied, num_layers, mesh.device
+            self.gradients, mesh.tensor, mesh.data, self._model.tied, self.num_layers, mesh.device
         )
 
     def statistics(self, *, params_norm: bool, num_zeros: bool) -> StepStatistics | None:
@@ -177,12 +179,9 @@ class MasterParams(ABC):
         frozen = [(name, p) for name, p in self._model.named if not p.requires_grad]
         params = [tensor for name, tensor in self.named.items() if self._counts(name)]
         params += [p for name, p in frozen if self._counts(name, sliced=False)]
+        gradients = [self._counted_gradient(s) for s in self.layout.slots if self._counts(s.name)]
         return StepStatistics(
-            params if params_norm else None,
-            [self._counted_gradient(s) for s in self.layout.slots if self._counts(s.name)]
-            if num_zeros
-            else None,
-            self.mesh.device,
+            params if params_norm else None, gradients if num_zeros else None, self.mesh.device
         )
 
     def _counts(self, name: str, *, sliced: bool | None = None) -> bool:

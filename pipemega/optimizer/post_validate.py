@@ -112,7 +112,7 @@ class PostValidatedStep(OptimizerStep):
         with self.phases("gradient norm"):
             stats = self._local_stats(loss_sum, weight_sum, num_microbatches)
         sums = self._sums.start(f"the gradient norm of step {self.steps}", stats)
-        assumed = decide(attempt, totals.without_norm(), self._clip)
+        assumed = decide(attempt, totals.without_norm(), self._settings.clip)
         if self._right_in_a_row < self._sync_after or assumed.report.overflow:
             return self._wait_for_norm(attempt, assumed, sums)
         self._save_backup()
@@ -126,7 +126,7 @@ class PostValidatedStep(OptimizerStep):
     def _wait_for_norm(self, attempt: Attempt, assumed: Decision, sums: AsyncSums) -> StepReport:
         """Do the synchronous step; record whether the assumption would have been right."""
         with self.phases("gradient norm"):
-            decision = decide(attempt, sums.wait(), self._clip)
+            decision = decide(attempt, sums.wait(), self._settings.clip)
         self._count(right=decision.same_update(assumed))
         self._execute(decision)
         report = self._with_statistics(decision.report)
@@ -192,7 +192,7 @@ class PostValidatedStep(OptimizerStep):
         return right
 
     def _decide(self, step: _UnvalidatedStep) -> Decision:
-        return decide(step.attempt, step.sums.wait(), self._clip)
+        return decide(step.attempt, step.sums.wait(), self._settings.clip)
 
     def _count(self, *, right: bool) -> None:
         self._right_in_a_row = self._right_in_a_row + 1 if right else 0

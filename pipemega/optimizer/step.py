@@ -14,6 +14,7 @@
 import logging
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,13 +33,29 @@ from pipemega.optimizer.mixed_precision import LossScale
 from pipemega.optimizer.param_groups import SharedState
 from pipemega.optimizer.state_by_name import pack, unpack
 from pipemega.optimizer.step_outcome import Attempt, Decision, GlobalStats, StepReport, decide
-from pipemega.optimizer.step_statistics import StepStatistics
 from pipemega.pipeline.recorder import step_clock
 
 _log = logging.getLogger(__name__)
 
 # Reports kept for `take_reports`; a loop that calls it after every step gets at most two.
 _KEPT_REPORTS = 8
+
+
+@dataclass(frozen=True)
+class StepSettings:
+    """The settings of an optimizer step.
+
+    Args:
+        clip: largest norm of the gradients; 0 for no clipping.
+        skip_nonfinite: skip and count steps with inf or nan in a gradient; otherwise raise.
+        log_params_norm, log_num_zeros: compute these numbers for the log, which needs one more
+            all-reduce per step.
+    """
+
+    clip: float = 0.0
+    skip_nonfinite: bool = False
+    log_params_norm: bool = False
+    log_num_zeros: bool = False
 
 
 class OptimizerStep:
@@ -55,31 +72,25 @@ class OptimizerStep:
     Args:
         optimizer: over `masters.named`.
         masters: the strategy that reduces gradients and updates the model parameters.
+        settings: clipping, steps that are skipped, numbers for the log.
         loss_scale: None without fp16; then a loss that is inf or nan counts as an overflow.
         schedule: advanced after each step that was not skipped, or by `end_epoch`; None keeps the
             learning rates.
         shared_state: saves what the optimizer keeps for groups; None: the options of the config
             apply after loading.
-        num_layers: of the whole model: larger than any position in a logical name.
-        clip: largest norm of the gradients; 0 for no clipping.
-        skip_nonfinite: skip and count steps with inf or nan in a gradient; otherwise raise.
-        statistics: numbers for the log, which need one more all-reduce per step; None: none.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
         masters: MasterParams,
+        settings: StepSettings = StepSettings(),
         *,
         loss_scale: LossScale | None = None,
         schedule: LRSchedule | None = None,
         shared_state: SharedState | None = None,
-        num_layers: int = 1,
-        clip: float = 0.0,
-        skip_nonfinite: bool = False,
-        statistics: StepStatistics | None = None,
     ) -> None:
-        self.optimizer, self.masters, self.schedule = optimizer, masters, schedule
+        self.optimizer, self.schedule, self._settings = optimizer, schedule, settings
         self._shared_state = shared_state
         self._check_loss = loss_scale is None
         self.loss_scale = loss_scale if loss_scale is not None else LossScale()
@@ -98,11 +109,15 @@ class OptimizerStep:
         self._copied: CopyEvent | None = None
         self._last: StepReport | None = None
         self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
-        self._mesh, self._num_layers = masters.mesh, num_layers
-        self._gradient_norms = masters.gradient_norms(num_layers)
-        self._clip, self._skip_nonfinite = clip, skip_nonfinite
-        self._statistics = statistics
-        self._updating = False
+        self._mesh, self._updating = masters.mesh, False
+        self._use(masters)
+
+    def _use(self, masters: MasterParams) -> None:
+        self.masters = masters
+        self._gradient_norms = masters.gradient_norms()
+        self._statistics = masters.statistics(
+            params_norm=self._settings.log_params_norm, num_zeros=self._settings.log_num_zeros
+        )
 
     def refuse_other_steps(self) -> None:
         """Refuse later calls of `optimizer.step()` by others than this object."""
@@ -146,7 +161,7 @@ class OptimizerStep:
             if self._mesh.world.size > 1:
                 all_reduce(stats, self._mesh.world)
             synchronize()
-            decision = decide(attempt, GlobalStats.of(stats.tolist()), self._clip)
+            decision = decide(attempt, GlobalStats.of(stats.tolist()), self._settings.clip)
         self._execute(decision)
         return self._record(self._with_statistics(decision.report))
 
@@ -204,7 +219,8 @@ class OptimizerStep:
         weight_sum: Tensor | float,
         num_microbatches: int,
     ) -> Tensor:
-        stats = torch.empty(self._num_layers + 5, dtype=torch.float64, device=self._mesh.device)
+        size = self.masters.num_layers + 5
+        stats = torch.empty(size, dtype=torch.float64, device=self._mesh.device)
         stats[:-4] = squared_norms
         stats[-4] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
         stats[-3], stats[-2], stats[-1] = weight_sum, num_microbatches, self.stop_requested()
@@ -218,7 +234,7 @@ class OptimizerStep:
         """
         report = decision.report
         try:
-            if report.overflow and not self._skip_nonfinite:
+            if report.overflow and not self._settings.skip_nonfinite:
                 raise NonFiniteError(
                     report.in_words(self.steps),
                     advice=(
@@ -301,7 +317,6 @@ class OptimizerStep:
         masters: MasterParams,
         groups: Sequence[Mapping[str, Any]],
         packed: Mapping[str, Mapping[str, Any]],
-        statistics: StepStatistics | None,
     ) -> None:
         """Continue with other masters; optimizer, schedule and counters are the same objects.
 
@@ -312,10 +327,8 @@ class OptimizerStep:
             groups: one per group of the optimizer: which of the masters are in it.
             packed: the optimizer's state of them, as of `state_dict`; its tensors are used, not
                 copied.
-            statistics: of the masters.
         """
-        self.masters, self._statistics = masters, statistics
-        self._gradient_norms = masters.gradient_norms(self._num_layers)
+        self._use(masters)
         optimizer: Any = self.optimizer
         shared = {key: v for key, v in optimizer.state.items() if not isinstance(key, Tensor)}
         optimizer.state = defaultdict(dict)

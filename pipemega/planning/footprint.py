@@ -11,9 +11,8 @@ from pipemega.config.scheduler import RunLength
 from pipemega.distributed.mesh import Mesh
 from pipemega.kernels import Kernels
 from pipemega.optimizer import OptimizerStep
-from pipemega.optimizer.build_step import optimizer_step, precision_of
+from pipemega.optimizer.build_step import model_params, optimizer_step, precision_of
 from pipemega.optimizer.gradients import GradientBuffer
-from pipemega.optimizer.master_params import ModelParams
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.profiling.meta_kernels import DeviceType
 
@@ -73,7 +72,7 @@ def count_footprint(config: Config, mesh: Mesh, local: LocalModel, device: Devic
         offload=device == "cuda",
     )
     if step is None:
-        model = ModelParams(list(local.parameters.items()), local.tied, local.copies)
+        model = model_params(local)
         gradients = GradientBuffer(model.with_gradient, dtype=precision.accumulation_dtype)
     else:
         gradients = step.gradients

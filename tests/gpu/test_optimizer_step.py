@@ -15,6 +15,7 @@ from pipemega.optimizer import (
     ModelParams,
     OptimizerStep,
     PlainMasterParams,
+    StepSettings,
     build_optimizer,
     parameter_groups,
 )
@@ -24,7 +25,7 @@ from tests.gpu.devices import ONE_DEVICE, one_gpu
 pytestmark = one_gpu
 
 
-def build(weight, precision, name, host=None, **settings):
+def build(weight, precision, name, host=None, clip=0.0, **settings):
     model = ModelParams([("w", weight)])
     masters = PlainMasterParams(model, Mesh.single(weight.device), precision=precision, host=host)
     groups = parameter_groups(masters.named.items())
@@ -32,7 +33,7 @@ def build(weight, precision, name, host=None, **settings):
     return OptimizerStep(
         build_optimizer(name, PARAMS[name](lr=0.01), groups, kernels=kernels),
         masters,
-        skip_nonfinite=precision.skip_nonfinite,
+        StepSettings(clip=clip, skip_nonfinite=precision.skip_nonfinite),
         **settings,
     )
 

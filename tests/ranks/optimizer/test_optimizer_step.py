@@ -18,6 +18,7 @@ from pipemega.optimizer import (
     ModelParams,
     OptimizerStep,
     PlainMasterParams,
+    StepSettings,
     ZeroMasterParams,
     build_optimizer,
     build_schedule,
@@ -46,7 +47,8 @@ def build_step(
 ):
     """Build masters, optimizer and step as the engine does."""
     precision = precision or Precision()
-    model = ModelParams(named, settings.pop("tied", {}))
+    model = ModelParams(named, settings.pop("tied", {}), num_layers=3)
+    rules = StepSettings(settings.pop("clip", 0.0), precision.skip_nonfinite)
     masters = kind(model, mesh, precision=precision, reduction=settings.pop("reduction", None))
     optimizer = build_optimizer(
         name,
@@ -56,13 +58,7 @@ def build_step(
         tensor=mesh.tensor,
         shard_axis=masters.shard_axis,
     )
-    return OptimizerStep(
-        optimizer,
-        masters,
-        num_layers=3,
-        skip_nonfinite=precision.skip_nonfinite,
-        **settings,
-    )
+    return OptimizerStep(optimizer, masters, rules, **settings)
 
 
 def loss_of(mesh, *values):

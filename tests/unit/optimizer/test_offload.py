@@ -16,6 +16,7 @@ from pipemega.optimizer import (
     OptimizerStep,
     PlainMasterParams,
     PostValidatedStep,
+    StepSettings,
     build_optimizer,
     parameter_groups,
 )
@@ -52,7 +53,7 @@ def build(
         for name, shape in SHAPES.items()
     ]
     masters = PlainMasterParams(
-        ModelParams(named), Mesh.single(CPU), precision=precision, host=host
+        ModelParams(named, num_layers=2), Mesh.single(CPU), precision=precision, host=host
     )
     groups = parameter_groups(masters.named.items())
     if name in OF_USERS:
@@ -65,9 +66,7 @@ def build(
     return kind(
         optimizer,
         masters,
-        num_layers=2,
-        clip=1.0,
-        skip_nonfinite=precision.skip_nonfinite,
+        StepSettings(clip=1.0, skip_nonfinite=precision.skip_nonfinite),
         loss_scale=DynamicLossScale(8.0, hysteresis=1) if precision.skip_nonfinite else None,
         **settings,
     )

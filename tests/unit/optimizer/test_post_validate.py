@@ -17,6 +17,7 @@ from pipemega.optimizer import (
     OptimizerStep,
     PlainMasterParams,
     PostValidatedStep,
+    StepSettings,
     build_optimizer,
     build_schedule,
     parameter_groups,
@@ -40,7 +41,7 @@ OPTIMIZERS = {
 GRADIENTS = (0.01, 100.0, 0.01, math.inf, 0.02, 100.0, 0.01)
 
 
-def build(kind, name, precision, device="cpu", clip=1.0, **settings):
+def build(kind, name, precision, device="cpu", clip=1.0, skip_nonfinite=True, **settings):
     torch.manual_seed(0)
     weight = nn.Parameter(torch.randn(9, 5, device=device))
     named = [("w", weight)]
@@ -52,12 +53,12 @@ def build(kind, name, precision, device="cpu", clip=1.0, **settings):
     step = kind(
         optimizer,
         masters,
-        clip=clip,
+        StepSettings(clip=clip, skip_nonfinite=skip_nonfinite),
         loss_scale=DynamicLossScale(8.0, window=1, hysteresis=1),
         schedule=build_schedule(
             optimizer, SchedulerSection(type="cosine", params=DecayParams(decay_steps=20))
         ),
-        **{"skip_nonfinite": True} | settings,
+        **settings,
     )
     return weight, step
 
@@ -146,8 +147,9 @@ def test_the_backup_is_allocated_once():
 
 
 def test_after_a_nonfinite_error_the_parameters_are_those_before_the_step():
-    weight, step = build(PostValidatedStep, "AdamW", Precision(), sync_after=0)
-    step._skip_nonfinite = False
+    weight, step = build(
+        PostValidatedStep, "AdamW", Precision(), skip_nonfinite=False, sync_after=0
+    )
     run(weight, step, [0.1])
     before = weight.detach().clone()
     weight.sum().mul(math.inf).backward()
