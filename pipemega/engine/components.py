@@ -13,7 +13,7 @@ from pipemega.engine.training_data import TrainingData
 from pipemega.kernels import Kernels
 from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep
-from pipemega.optimizer.build_step import OptimizerArguments, optimizer_step, precision_of
+from pipemega.optimizer.build_step import OptimizerArguments, optimizer_step
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.module import PipelineModule
@@ -68,17 +68,9 @@ def build_components(
     Raises:
         ConfigError: the optimizer cannot be built, or a message has no declared shape.
     """
-    kernels = Kernels.detect(mesh.device)
-    get_logger(mesh.rank).info(kernels.description)
-    step = optimizer_step(
-        config,
-        mesh,
-        model,
-        precision_of(config),
-        kernels,
-        length=TrainingData(config, mesh, loader).length,
-        arguments=arguments,
-    )
+    get_logger(mesh.rank).info(Kernels.detect(mesh.device).description)
+    length = TrainingData(config, mesh, loader).length
+    step = optimizer_step(config, mesh, model, arguments, length)
     timers = MultiTimer(enabled=config.wall_clock_breakdown, clock=step_clock(mesh.device))
     builder = ExecutorBuilder(config, mesh, net, timers, plan_may_change)
     # A split backward has no weight gradient beside an all-reduce.

@@ -32,10 +32,9 @@ from pipemega.engine.state_exchange import (
     state_of,
 )
 from pipemega.errors import ConfigError
-from pipemega.kernels import Kernels
 from pipemega.monitor import get_logger
 from pipemega.optimizer import MasterParams, OptimizerStep
-from pipemega.optimizer.build_step import OptimizerArguments, prepare_masters
+from pipemega.optimizer.build_step import OptimizerArguments, build_masters
 from pipemega.optimizer.given_optimizer import GivenGroups
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.local_model import LocalModel, build_local_model
@@ -178,8 +177,8 @@ class StageMover:
         buffers = model.persistent_buffers
         names = [*model.parameters, *buffers]
         state, between_pipeline = between_pipeline_ranks(state, names, mesh.pipeline, mesh.device)
-        kernels = Kernels.detect(mesh.device)
-        masters, groups = prepare_masters(config, mesh, model, kernels, self._arguments)
+        # The function of a user may divide the parameters into groups of its own.
+        masters, optimizer = build_masters(config, mesh, model, self._arguments)
         between_data = 0
         if masters.spans is not None:
             state, between_data = between_data_ranks(state, masters.spans, mesh.data, mesh.device)
@@ -191,7 +190,7 @@ class StageMover:
             value = state[name].pop("parameter", None)
             if value is not None:
                 parameter.copy_(value)
-        step.replace_masters(masters, groups, state)
+        step.replace_masters(masters, optimizer.param_groups, state)
         counts_pipeline, counts_data = mesh.pipeline.rank == 0, mesh.data.rank == 0
         return counts_pipeline * between_pipeline + counts_data * between_data
 

@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -113,33 +112,27 @@ def optimizer_step(
     config: Config,
     mesh: Mesh,
     local: LocalModel,
-    precision: Precision,
-    kernels: Kernels,
-    *,
+    arguments: OptimizerArguments,
     length: RunLength,
-    arguments: OptimizerArguments | None = None,
+    *,
     offload: bool = True,
 ) -> OptimizerStep | None:
     """Cast the parameters and build the optimizer step; None without an optimizer.  Collective.
 
     Args:
-        arguments: of the user, in place of parts of the config.
+        arguments, offload: as for `build_masters`.
         length: of the run, the default of the lengths of an LR schedule.
-        offload: apply `zero_optimization.offload_optimizer`, unless the model is on the CPU.
 
     Raises:
         ConfigError: the optimizer cannot be built, or does not work on this mesh.
     """
-    arguments = arguments if arguments is not None else OptimizerArguments()
-    model = model_params(local)
     if not arguments.trains(config):
         arguments.check_unused()
-        precision.cast_parameters(model.named)
+        model = model_params(local)
+        precision_of(config).cast_parameters(model.named)
         model.share_storage()
         return None
-    host = _host_memory(config, mesh) if offload else None
-    masters = _master_params(config, mesh, model, precision, host)
-    optimizer = _build_optimizer(config, mesh, masters, kernels, arguments)
+    masters, optimizer = build_masters(config, mesh, local, arguments, offload=offload)
     shared = None if arguments.optimizer is None else SharedState(optimizer)
     return _step_class(config, mesh)(
         optimizer,
@@ -151,24 +144,26 @@ def optimizer_step(
     )
 
 
-def prepare_masters(
+def build_masters(
     config: Config,
     mesh: Mesh,
     local: LocalModel,
-    kernels: Kernels,
     arguments: OptimizerArguments,
-) -> tuple[MasterParams, list[dict[str, Any]]]:
-    """Return what `OptimizerStep.replace_masters` needs for other stages; collective.
+    *,
+    offload: bool = True,
+) -> tuple[MasterParams, Optimizer]:
+    """Cast the parameters; return their masters, and the optimizer over these.  Collective.
 
-    Returns:
-        the masters, and the groups of the optimizer over them.
+    Args:
+        arguments: of the user, in place of parts of the config.
+        offload: apply `zero_optimization.offload_optimizer`, unless the model is on the CPU.
+
+    Raises:
+        ConfigError: as `optimizer_step`.
     """
-    model = model_params(local)
-    host = _host_memory(config, mesh)
-    masters = _master_params(config, mesh, model, precision_of(config), host)
-    # The function of a user may divide the parameters into groups of its own.
-    optimizer = _build_optimizer(config, mesh, masters, kernels, arguments)
-    return masters, optimizer.param_groups
+    host = _host_memory(config, mesh) if offload else None
+    masters = _master_params(config, mesh, model_params(local), host)
+    return masters, _build_optimizer(config, mesh, masters, arguments)
 
 
 def _step_settings(config: Config) -> StepSettings:
@@ -181,16 +176,10 @@ def _step_settings(config: Config) -> StepSettings:
 
 
 def _build_optimizer(
-    config: Config,
-    mesh: Mesh,
-    masters: MasterParams,
-    kernels: Kernels,
-    arguments: OptimizerArguments,
+    config: Config, mesh: Mesh, masters: MasterParams, arguments: OptimizerArguments
 ) -> Optimizer:
     """Build the optimizer of the user, or of the config."""
     section = config.optimizer
-    if masters.offload is not None and mesh.device.type == "cuda":
-        kernels = Kernels.detect("cpu")
     groups, specs = _groups(config, mesh, masters, arguments)
     if arguments.optimizer is not None:
         if not config.zero_allow_untested_optimizer:
@@ -205,11 +194,12 @@ def _build_optimizer(
     for spec in specs if arguments.groups is not None else ():
         for error in option_errors(spec, type(section.params), section.params.group_options()):
             raise ConfigError(error, on_every_rank=True)
+    offloads = masters.offload is not None and mesh.device.type == "cuda"
     return build_optimizer(
         section.type,
         section.params,
         groups,
-        kernels=kernels,
+        kernels=Kernels.detect("cpu" if offloads else mesh.device),
         tensor=mesh.tensor,
         shard_axis=masters.shard_axis,
     )
@@ -276,8 +266,9 @@ def _host_memory(config: Config, mesh: Mesh) -> HostMemory | None:
 
 
 def _master_params(
-    config: Config, mesh: Mesh, model: ModelParams, precision: Precision, host: HostMemory | None
+    config: Config, mesh: Mesh, model: ModelParams, host: HostMemory | None
 ) -> MasterParams:
+    precision = precision_of(config)
     zero, communication = config.zero_optimization, config.communication_data_type
     reduction = DataReduction(
         op=config.gradient_allreduce_op,

@@ -9,9 +9,13 @@ from torch.optim import Optimizer
 from pipemega.config import Config
 from pipemega.config.scheduler import RunLength
 from pipemega.distributed.mesh import Mesh
-from pipemega.kernels import Kernels
 from pipemega.optimizer import OptimizerStep
-from pipemega.optimizer.build_step import model_params, optimizer_step, precision_of
+from pipemega.optimizer.build_step import (
+    OptimizerArguments,
+    model_params,
+    optimizer_step,
+    precision_of,
+)
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.local_model import LocalModel
 from pipemega.profiling.meta_kernels import DeviceType
@@ -59,21 +63,14 @@ def count_footprint(config: Config, mesh: Mesh, local: LocalModel, device: Devic
     Raises:
         ConfigError: the optimizer cannot be built.
     """
-    precision = precision_of(config)
     # The meta device stands for `device`; offload from a CPU moves nothing.
     # The learning rate needs no memory: any length of the run will do.
-    step = optimizer_step(
-        config.model_copy(update={"scheduler": None}),
-        mesh,
-        local,
-        precision,
-        Kernels.detect("meta"),
-        length=RunLength(),
-        offload=device == "cuda",
-    )
+    constant_rate = config.model_copy(update={"scheduler": None})
+    arguments, offload = OptimizerArguments(), device == "cuda"
+    step = optimizer_step(constant_rate, mesh, local, arguments, RunLength(), offload=offload)
     if step is None:
-        model = model_params(local)
-        gradients = GradientBuffer(model.with_gradient, dtype=precision.accumulation_dtype)
+        dtype = precision_of(config).accumulation_dtype
+        gradients = GradientBuffer(model_params(local).with_gradient, dtype=dtype)
     else:
         gradients = step.gradients
     buffers = [b for stage in local.stages.values() for b in stage.buffers()]
