@@ -1,6 +1,8 @@
 """The engine: one rank of a training run.
 
 initialize       builds an engine from a config and a model, with components
+run_setup        what an engine is built from
+first_plan       the plan of the first step and its stages; plan_choice chooses plans
 engine           Engine: steps, checkpoints, evaluation, and the run that the config describes
 checkpointed_engine  CheckpointedEngine: a StepEngine that is saved and loaded
 step_engine      StepEngine: train single steps

@@ -39,7 +39,7 @@ class CheckpointedEngine(StepEngine):
         Args:
             plan, bounds: as for `_move_stages`.
         """
-        if self._mover is None or self._step is None:
+        if self._step is None:
             return "the run has no optimizer"
         if plan.has_vocabulary != self.plan.has_vocabulary:
             return "only one of the two plans has vocabulary parallelism"
@@ -64,7 +64,6 @@ class CheckpointedEngine(StepEngine):
         Raises:
             NonFiniteError, LossScaleError: as `settle`, after the move.
         """
-        assert self._mover is not None, "the caller has asked _obstacle_to_move"
         assert self._step is not None, "the caller has asked _obstacle_to_move"
         failed: PipemegaError | None = None
         try:

@@ -19,7 +19,6 @@ from pipemega.engine.build_loader import evaluation_loader
 from pipemega.engine.checkpointed_engine import CheckpointedEngine
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import OnOutput
-from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.engine.training_run import TrainingRun
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.run_progress import RunProgress, register_progress
@@ -43,15 +42,8 @@ class Engine(CheckpointedEngine):
             set by the caller, and by `load_checkpoint`.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        plan: Plan,
-        components: Components,
-        tuner: ScheduleTuner | None = None,
-    ) -> None:
-        super().__init__(config, mesh, plan, components, tuner)
+    def __init__(self, config: Config, mesh: Mesh, plan: Plan, components: Components) -> None:
+        super().__init__(config, mesh, plan, components)
         self.client_state: Any = None
         self.run = TrainingRun(self)
         self._saved_in = config.checkpoint.save

@@ -5,8 +5,7 @@ from importlib import import_module
 
 import torch.distributed as dist
 
-from pipemega.config import Config
-from pipemega.distributed.mesh import Mesh
+from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError
 from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep, ZeroMasterParams
@@ -27,19 +26,13 @@ class ExecutorBuilder:
     """Builds the executor of this rank for any stages of the model.
 
     Args:
+        setup: of the run.
         timers: of the engine.
         plan_may_change: a plan that splits backward may replace the one of the executor.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        net: PipelineModule,
-        timers: MultiTimer,
-        plan_may_change: bool,
-    ) -> None:
-        self._config, self._mesh, self._net = config, mesh, net
+    def __init__(self, setup: RunSetup, timers: MultiTimer, plan_may_change: bool) -> None:
+        self._config, self._mesh, self._net = setup.config, setup.mesh, setup.net
         self._timers, self._plan_may_change = timers, plan_may_change
         self._groups: list[dist.ProcessGroup] = []
 

@@ -13,15 +13,15 @@ from torch.optim import Optimizer
 from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.exit_hooks import register_exit_hook
-from pipemega.distributed.mesh import Mesh, from_first, on_all_ranks, set_world_timeout
+from pipemega.distributed.mesh import Mesh, on_all_ranks, set_world_timeout
 from pipemega.engine.build_loader import training_loader
 from pipemega.engine.check_arguments import check_arguments, optimizer_arguments
 from pipemega.engine.components import build_components
 from pipemega.engine.cpu_allocator import keep_freed_memory
 from pipemega.engine.determinism import use_deterministic_algorithms
 from pipemega.engine.engine import Engine
+from pipemega.engine.first_plan import FirstPlan, first_plan, with_chosen_vocabulary
 from pipemega.engine.loop_engine import LoopEngine
-from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
 from pipemega.engine.rank_logging import open_log
 from pipemega.engine.resume import resume, with_saved_schedule
 from pipemega.engine.run_mesh import (
@@ -29,28 +29,20 @@ from pipemega.engine.run_mesh import (
     refuse_worker_process,
     with_devices_of_layers,
 )
+from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.running_statistics import running_statistics_warning
-from pipemega.engine.schedule_tuner import ScheduleTuner, first_tuned_plan
-from pipemega.engine.stage_mover import StageMover
-from pipemega.engine.step_plans import StepPlans
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.lora.adapted_model import add_lora
 from pipemega.lora.peft_files import load_adapter, section_of
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
-from pipemega.optimizer.build_step import OptimizerArguments
 from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer
 from pipemega.optimizer.torch_schedule import SchedulerMaker
 from pipemega.optimizer.user_optimizer import OptimizerMaker
-from pipemega.pipeline.local_model import build_local_model, log_stages, make_replicas_equal
-from pipemega.pipeline.module import BuildOptions, PipelineModule
+from pipemega.pipeline.local_model import LocalModel, log_stages, make_replicas_equal
+from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan_selection import plan_is_provisional
-from pipemega.pipeline.recompute import checkpoint_interval
-from pipemega.pipeline.stage_partition import stage_bounds
-from pipemega.pipeline.vocabulary_shard import vocabulary_split
-from pipemega.planning.vocabulary_choice import with_cut_vocabulary
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -106,8 +98,9 @@ def initialize(
     refuse_worker_process()
     check_arguments(model, training_data, unsupported)
     arguments = optimizer_arguments(optimizer, lr_scheduler, model_parameters)
-    data = training_data, collate_fn
-    engine = _initialize(Engine, model, load(config, overrides), data, mesh, plan, arguments)
+    config = with_devices_of_layers(load(config, overrides), model, mesh, plan)
+    setup = RunSetup(config, mesh or build_mesh_of(config), model, arguments)
+    engine = _initialize(Engine, setup, plan, training_data, collate_fn)
     return engine, engine.optimizer, engine.loader, engine.lr_scheduler
 
 
@@ -137,168 +130,90 @@ def initialize_loop(
                 "PipelineModule of its layers",
                 on_every_rank=True,
             )
-    net = PipelineModule([module])
-    return _initialize(LoopEngine, net, config, (None, None), mesh, None, arguments)
+    return _initialize(LoopEngine, RunSetup(config, mesh, PipelineModule([module]), arguments))
 
 
 def _initialize(
     engine_class: type[AnyEngine],
-    model: PipelineModule,
-    config: Config,
-    data: tuple[Any, Callable[[list[Any]], Any] | None],
-    mesh: Mesh | None,
-    plan: Plan | None,
-    arguments: OptimizerArguments,
+    setup: RunSetup,
+    plan: Plan | None = None,
+    data: Any = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> AnyEngine:
     """Build an engine, and load the checkpoint that the config names.  Collective.
 
     Args:
-        data: the training data, and its collate_fn.
+        setup: without a loader; its config and model are not final.
+        plan, data, collate_fn: as for `initialize`.
     """
-    config = with_devices_of_layers(config, model, mesh, plan)
-    mesh = mesh or build_mesh_of(config)
+    config, mesh, net = setup.config, setup.mesh, setup.net
     with failure_reporter().propagate_errors("initialize"):
         open_log(config, mesh)
-        use_deterministic_algorithms(config, mesh.device, get_logger(mesh.rank))
-        batch = config.batch(mesh.data.size)
-        config = with_saved_schedule(config, mesh, get_logger(mesh.rank))
+        log = get_logger(mesh.rank)
+        use_deterministic_algorithms(config, mesh.device, log)
+        batch = setup.batch
+        config = with_saved_schedule(config, mesh, log)
         if config.lora is not None:
             lora = on_all_ranks(mesh.world, partial(section_of, config.lora))
             config = config.model_copy(update={"lora": lora})
-            model = add_lora(model, lora)
+            net = add_lora(net, lora)
         _log_config(config, batch, mesh)
         loader = None
-        if data[0] is not None:
-            loader = training_loader(config, mesh, *data, config.training.epochs)
-        engine = _build_engine(engine_class, model, config, mesh, batch, loader, plan, arguments)
+        if data is not None:
+            loader = training_loader(config, mesh, data, collate_fn, config.training.epochs)
+        setup = replace(setup, config=config, net=net, loader=loader)
+        engine = _build_engine(engine_class, setup, plan)
         if mesh.world.size > 1:
             # If a rank could not build its part, all ranks stop here and not in the first step.
             dist.barrier(mesh.world.group)
             set_world_timeout(mesh)
-    log = get_logger(mesh.rank)
-    resume(engine, log)
+    resume(engine, get_logger(mesh.rank))
     register_exit_hook(engine.close)
     return engine
 
 
 def _build_engine(
-    engine_class: type[AnyEngine],
-    model: PipelineModule,
-    config: Config,
-    mesh: Mesh,
-    batch: Batch,
-    loader: BatchLoader | None,
-    given_plan: Plan | None,
-    arguments: OptimizerArguments,
+    engine_class: type[AnyEngine], setup: RunSetup, given_plan: Plan | None
 ) -> AnyEngine:
-    log = get_logger(mesh.rank)
-    if mesh.device.type == "cpu" and config.mesh.keep_cpu_memory:
+    """Choose the plan, and build the stages of this rank and what trains them; collective."""
+    mesh = setup.mesh
+    if mesh.device.type == "cpu" and setup.config.mesh.keep_cpu_memory:
         keep_freed_memory()
-    sizes = config.batch_sizes(mesh.data.size)
-    if sizes.changes and given_plan is not None:
-        raise _plan_in_a_ramp_up(given_plan)
-    is_provisional = plan_is_provisional(config.pipeline, mesh.pipeline.size, given_plan)
-    if is_provisional:
-        config = _with_chosen_vocabulary(config, mesh, model, batch, loader)
-    cut = config.pipeline.vocabulary == "parallel" and mesh.pipeline.size > 1
-    staged = vocabulary_split(model).without_vocabulary(model) if cut else model
-    chooser = PlanChooser(
-        config, mesh, model, batch.num_microbatches, loader, trains=arguments.trains(config)
-    )
-    # The passes of a cut vocabulary are not measured, so the plan of the first step stays.
-    is_tuned = is_provisional and not cut
-    cost_key = _cost_key(config, mesh, model) if is_tuned else None
-    if is_provisional:
-        chosen, cache = _first_plan(chooser, mesh, cost_key)
-    else:
-        chosen, cache = from_first(mesh.world, lambda: chooser.configured_plan(given_plan)), None
-    plan = chosen.plan
-    if chosen.reason is not None:
-        log.info(chosen.reason)
-    options = _build_options(config, mesh, model)
-    # What "auto" means if the layers cannot be counted.
-    by = "parameters" if config.pipeline.partition == "auto" else config.pipeline.partition
-    bounds = chosen.bounds or stage_bounds(
-        staged, by, plan.num_stages, mesh, options, lambda: _first_micro_batch(loader)
-    )
-    tuner: ScheduleTuner | None = None
-    if is_tuned:
-        tuner = ScheduleTuner(mesh, plan, bounds, chosen.seconds, chooser, cache, log)
-    plans = StepPlans(mesh, plan, chooser if sizes.changes else None)
-    plans.check(bounds, [size // batch.samples_per_slice for size in sizes.sizes[:-1]])
-    local = build_local_model(model, mesh, bounds, plan.rank_of_stage, options, cut)
-    if config.lora is not None and config.lora.path is not None:
-        load_adapter(Path(config.lora.path), model, local)
-    make_replicas_equal(model, mesh, local)
-    if arguments.trains(config):
-        _warn_of_running_statistics(config, mesh, model, batch, options)
-    log_stages(log, staged, bounds, plan.rank_of_stage, model if cut else None)
-    log.info(batch.equation)
-    components = build_components(
-        config, mesh, model, local, plan, loader, arguments, plan_may_change=tuner is not None
-    )
-    mover = StageMover(config, mesh, model, options, arguments, components.executors)
-    return engine_class(config, mesh, plan, replace(components, plans=plans, mover=mover), tuner)
+    setup = with_chosen_vocabulary(setup, given_plan)
+    first = first_plan(setup, given_plan)
+    model = _build_stages(setup, first)
+    components = build_components(setup, model, first)
+    return engine_class(setup.config, mesh, first.plan, components)
 
 
-def _first_plan(
-    chooser: PlanChooser, mesh: Mesh, cost_key: Mapping[str, Any] | None
-) -> tuple[ChosenPlan, Path | None]:
-    """Return the first plan of schedule `auto`, and the file of its costs; collective.
-
-    Args:
-        cost_key: everything that measured costs depend on; None: they are not measured.
-    """
-    if cost_key is None:
-        return from_first(mesh.world, lambda: chooser.first_plan(None)), None
-    return first_tuned_plan(chooser, mesh, cost_key, get_logger(mesh.rank))
-
-
-def _build_options(config: Config, mesh: Mesh, model: PipelineModule) -> BuildOptions:
-    return BuildOptions(
-        tensor=mesh.tensor,
-        device=mesh.device,
-        seed=config.seed,
-        seed_layers=config.pipeline.seed_layers,
-        checkpoint_interval=checkpoint_interval(config, len(model)),
-    )
+def _build_stages(setup: RunSetup, first: FirstPlan) -> LocalModel:
+    """Build the stages of this rank with their first values; collective."""
+    net, lora, log = setup.net, setup.config.lora, get_logger(setup.mesh.rank)
+    place = first.plan.rank_of_stage
+    model = setup.build_stages(first.bounds, place)
+    if lora is not None and lora.path is not None:
+        load_adapter(Path(lora.path), net, model)
+    make_replicas_equal(net, setup.mesh, model)
+    if setup.trains:
+        _warn_of_running_statistics(setup)
+    whole = net if setup.cuts_vocabulary else None
+    log_stages(log, setup.staged_net, first.bounds, place, whole)
+    log.info(setup.batch.equation)
+    return model
 
 
-def _warn_of_running_statistics(
-    config: Config, mesh: Mesh, model: PipelineModule, batch: Batch, options: BuildOptions
-) -> None:
+def _warn_of_running_statistics(setup: RunSetup) -> None:
     """Log the warning about BatchNorm and similar layers once.
 
     Raises:
         ConfigError: as `running_statistics_warning`; on every rank.
     """
-    recomputes = options.checkpoint_interval > 0
-    warning = running_statistics_warning(model, config, batch, checkpointing=recomputes)
-    if warning is not None and mesh.rank == 0:
-        get_logger().warning(warning)
-
-
-def _plan_in_a_ramp_up(plan: Plan) -> ConfigError:
-    return ConfigError(
-        f"training.rampup_batch_size changes the number of micro-batches, and the plan "
-        f"{plan.name!r} given to initialize() is for {plan.num_microbatches}: name a schedule in "
-        "pipeline.schedule",
-        on_every_rank=True,
+    recomputes = setup.build_options.checkpoint_interval > 0
+    warning = running_statistics_warning(
+        setup.net, setup.config, setup.batch, checkpointing=recomputes
     )
-
-
-def _with_chosen_vocabulary(
-    config: Config, mesh: Mesh, model: PipelineModule, batch: Batch, loader: BatchLoader | None
-) -> Config:
-    """Return the config with a cut vocabulary where schedule `auto` chooses it; collective.
-
-    With iterators of the caller only on two ranks: other ranks need not have one.
-    """
-    cut = with_cut_vocabulary(config, model)
-    if cut is None or (loader is None and mesh.pipeline.size > 2):
-        return config
-    chooser = PlanChooser(config, mesh, model, batch.num_microbatches, loader)
-    return cut if from_first(mesh.world, lambda: chooser.prefers(cut)) else config
+    if warning is not None and setup.mesh.rank == 0:
+        get_logger().warning(warning)
 
 
 def _log_config(config: Config, batch: Batch, mesh: Mesh) -> None:
@@ -319,31 +234,3 @@ def _log_config(config: Config, batch: Batch, mesh: Mesh) -> None:
             )
     if config.dump_state:
         log.info(config.to_json())
-
-
-def _first_micro_batch(loader: BatchLoader | None) -> tuple[Any, Any]:
-    """Return the micro-batch that partition "profile" measures; the loader does not consume it."""
-    if loader is None or not loader.is_map_style:
-        raise ConfigError(
-            "pipeline.partition 'profile' measures the layers with a micro-batch, and there is "
-            "none: give initialize() a map-style training_data, or use 'parameters'"
-        )
-    return loader.peek()
-
-
-def _cost_key(config: Config, mesh: Mesh, model: PipelineModule) -> dict[str, Any]:
-    """Return everything that the cost of a micro-batch on a layer depends on."""
-    sections = ["model", "activation_checkpointing", "fp16", "bf16", "data_types"]
-    if config.compile.enabled:
-        sections.append("compile")
-    whole = config.to_dict()
-    return {
-        "layers": model.layer_names,
-        "parameters": model.count_parameters(),
-        "partition": config.pipeline.partition,
-        "checkpoint_interval": config.pipeline.activation_checkpoint_interval,
-        "mesh": str(mesh.topology),
-        "sequence_parallel": config.mesh.sequence_parallel,
-        "micro_batch": config.train_micro_batch_size_per_gpu,
-        **{name: whole.get(name) for name in sections},
-    }

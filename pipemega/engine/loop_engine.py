@@ -17,7 +17,6 @@ from pipemega.engine.batch_reader import StepData
 from pipemega.engine.components import Components
 from pipemega.engine.engine import Engine
 from pipemega.engine.flops_profiler import LayerSource
-from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline.execution_state import Results
@@ -36,16 +35,9 @@ class LoopEngine(Engine):
             `gradient_accumulation_steps`-th is. Set by the caller.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        plan: Plan,
-        components: Components,
-        tuner: ScheduleTuner | None = None,
-    ) -> None:
+    def __init__(self, config: Config, mesh: Mesh, plan: Plan, components: Components) -> None:
         _check_keys(config)
-        super().__init__(config, mesh, plan, components, tuner)
+        super().__init__(config, mesh, plan, components)
         # It observes the instructions of a plan.
         self._callbacks.remove(self._tracing)
         self.micro_steps = 0

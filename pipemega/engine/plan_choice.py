@@ -14,15 +14,13 @@ import torch
 from torch import nn
 
 from pipemega.config import Config
-from pipemega.data.loader import BatchLoader
-from pipemega.distributed.mesh import Mesh
 from pipemega.engine.measured_stages import MeasuredStages, is_worth_moving, stages_of
+from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.models.build_model import ModelContext, sample_from
 from pipemega.monitor import get_logger
 from pipemega.pipeline.autoschedule import Placement
 from pipemega.pipeline.connections import message_order
-from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.layer_moves import Bounds
@@ -75,30 +73,17 @@ class PlanChooser:
     """Chooses plans and cuts; on rank 0.
 
     Args:
-        config, mesh: of the run.
-        net: the whole model.
-        num_microbatches: of a step.
-        loader: of the training data; None if the caller passes iterators.
-        trains: the run has an optimizer; without one the cut is for evaluation.
+        setup: of the run; without an optimizer the cut is for evaluation.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        net: PipelineModule,
-        num_microbatches: int,
-        loader: BatchLoader | None,
-        *,
-        trains: bool = True,
-    ) -> None:
-        self._config, self._mesh, self._net = config, mesh, net
-        self._trains = trains
-        self._num_microbatches, self._loader = num_microbatches, loader
+    def __init__(self, setup: RunSetup) -> None:
+        self._config, self._mesh, self._net = setup.config, setup.mesh, setup.net
+        self._trains, self._loader = setup.trains, setup.loader
+        self._num_microbatches = setup.batch.num_microbatches
         self._model: MetaModel | None = None
         self._bounds: Bounds | None = None  # of the stages of the run
-        self._log = get_logger(mesh.rank)
-        self._order = message_order(mesh.pipeline, mesh.device)
+        self._log = get_logger(setup.mesh.rank)
+        self._order = message_order(setup.mesh.pipeline, setup.mesh.device)
 
     @property
     def counts_memory(self) -> bool:

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pipemega.config import Config
-from pipemega.distributed.mesh import Mesh, gather_objects
+from pipemega.distributed.mesh import gather_objects
 from pipemega.engine.executor_builder import ExecutorBuilder, declared_headers
+from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.state_exchange import (
     State,
     between_data_ranks,
@@ -34,11 +34,10 @@ from pipemega.engine.state_exchange import (
 from pipemega.errors import ConfigError
 from pipemega.monitor import get_logger
 from pipemega.optimizer import MasterParams, OptimizerStep
-from pipemega.optimizer.build_step import OptimizerArguments, build_masters
+from pipemega.optimizer.build_step import build_masters
 from pipemega.optimizer.given_optimizer import GivenGroups
 from pipemega.pipeline.executor import Executor
-from pipemega.pipeline.local_model import LocalModel, build_local_model
-from pipemega.pipeline.module import BuildOptions, PipelineModule
+from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.planning.units import show_bytes
 from pipemega.random import preserve_all_rng
@@ -61,23 +60,12 @@ class StageMover:
     """Moves the stages of one engine; `move` may be called several times.
 
     Args:
-        net: the model, with its adapters.
-        options: how its layers are built.
-        arguments: of the user, about the optimizer.
+        setup: of the run.
         executors: builds the executor of the new stages.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        net: PipelineModule,
-        options: BuildOptions,
-        arguments: OptimizerArguments,
-        executors: ExecutorBuilder,
-    ) -> None:
-        self._config, self._mesh, self._net = config, mesh, net
-        self._options, self._arguments, self._executors = options, arguments, executors
+    def __init__(self, setup: RunSetup, executors: ExecutorBuilder) -> None:
+        self._setup, self._mesh, self._executors = setup, setup.mesh, executors
         self._snapshot: _Snapshot | None = None
 
     def watch(self, model: LocalModel, step: OptimizerStep) -> None:
@@ -94,14 +82,14 @@ class StageMover:
         return next(filter(None, gather_objects(found, self._mesh.world)), "")
 
     def _obstacle_of_model(self, model: LocalModel, bounds: Sequence[int]) -> str:
-        net = self._net
+        net = self._setup.net
         built = next((p for p in range(len(net)) if net.has_built_tensors(p)), None)
         if built is not None:
             return (
                 f"layer {built} ({net.layer_names[built]}) is a module that was built before "
                 "initialize(); give a LayerSpec, or from_module() a function that builds it"
             )
-        if self._config.pipeline.shapes == "declared":
+        if self._setup.config.pipeline.shapes == "declared":
             try:
                 declared_headers(net, bounds)
             except ConfigError as error:
@@ -109,7 +97,7 @@ class StageMover:
         return ""
 
     def _obstacle_of_optimizer(self, step: OptimizerStep) -> str:
-        arguments, optimizer = self._arguments, step.optimizer
+        arguments, optimizer = self._setup.arguments, step.optimizer
         if isinstance(arguments.groups, GivenGroups):
             return "the optimizer or its groups were built over the parameters of the model"
         if arguments.optimizer is None:
@@ -158,8 +146,7 @@ class StageMover:
             state = state_of(model, step)
             _free(model, step.masters)
             place = plan.rank_of_stage
-            cut = model.vocabulary is not None
-            moved = build_local_model(self._net, self._mesh, bounds, place, self._options, cut)
+            moved = self._setup.build_stages(bounds, place)
             sent = self._fill(moved, step, state)
             executor = self._executors.build(moved, plan, step)
         self.watch(moved, step)
@@ -173,12 +160,12 @@ class StageMover:
     @torch.no_grad()
     def _fill(self, model: LocalModel, step: OptimizerStep, state: State) -> int:
         """Give new stages their state; return the bytes that this rank counts of the exchange."""
-        mesh, config = self._mesh, self._config
+        setup, mesh = self._setup, self._mesh
         buffers = model.persistent_buffers
         names = [*model.parameters, *buffers]
         state, between_pipeline = between_pipeline_ranks(state, names, mesh.pipeline, mesh.device)
         # The function of a user may divide the parameters into groups of its own.
-        masters, optimizer = build_masters(config, mesh, model, self._arguments)
+        masters, optimizer = build_masters(setup.config, mesh, model, setup.arguments)
         between_data = 0
         if masters.spans is not None:
             state, between_data = between_data_ranks(state, masters.spans, mesh.data, mesh.device)

@@ -26,9 +26,7 @@ from pipemega.engine.comms_logger import CommsLogger
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import Evaluator
 from pipemega.engine.flops_profiler import FlopsProfiler, LayerSource, layer_sources
-from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.engine.step_callbacks import MeasureBusyTime, StepCallback, TraceSteps, TrainStep
-from pipemega.engine.step_plans import StepPlans
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.training_data import TrainingData
 from pipemega.errors import ConfigError
@@ -67,14 +65,7 @@ class StepEngine:
         timers: data, forward, backward, communication, optimizer; enabled by wall_clock_breakdown.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        mesh: Mesh,
-        plan: Plan,
-        components: Components,
-        tuner: ScheduleTuner | None = None,
-    ) -> None:
+    def __init__(self, config: Config, mesh: Mesh, plan: Plan, components: Components) -> None:
         self.config, self.mesh, self.plan = config, mesh, plan
         self.batch = config.batch(mesh.data.size)
         self.module = nn.ModuleList()
@@ -94,11 +85,11 @@ class StepEngine:
             config, mesh, components.model, step, self.loader, self.total_steps
         )
         self._failures = failure_reporter()
-        self._plans = components.plans or StepPlans(mesh, plan)
+        self._plans = components.plans
         self._tracing = TraceSteps(config.monitor.trace, mesh, self._phases)
         self._busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
         callbacks = (
-            tuner,
+            components.tuner,
             self._tracing,
             self._busy_time,
             CommsLogger(config.comms_logger, mesh) if config.comms_logger.enabled else None,
@@ -107,7 +98,7 @@ class StepEngine:
         self._profiler: FlopsProfiler | None = None
         self._use_stages(components.model, components.executor)
         self._mover = components.mover
-        if self._mover is not None and step is not None:
+        if step is not None:
             self._mover.watch(components.model, step)
 
     def _use_stages(self, model: LocalModel, executor: Executor) -> None:

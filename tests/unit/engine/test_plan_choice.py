@@ -16,6 +16,7 @@ from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
 from pipemega.engine.measured_stages import MeasuredStages, split_was_measured
 from pipemega.engine.plan_choice import PlanChooser
+from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.plan.costs import CostModel
@@ -64,7 +65,7 @@ def mesh() -> Mesh:
 
 def chooser(settings: Config, net: PipelineModule | None = None) -> PlanChooser:
     net = net or gpt(GPTConfig.of(settings, MODEL["vocab_size"]))
-    return PlanChooser(settings, mesh(), net, 8, loader=None)
+    return PlanChooser(RunSetup(settings, mesh(), net))
 
 
 @pytest.mark.parametrize(
