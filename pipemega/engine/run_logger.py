@@ -7,6 +7,7 @@ import resource
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pipemega.engine.run_stats import RunStats
 from pipemega.engine.step_engine import StepEngine
 from pipemega.engine.timelines import write_timeline
 from pipemega.monitor import (
+    Console,
     EpochRecord,
     EventRecord,
     Monitor,
@@ -108,15 +110,20 @@ class RunLogger:
         resume, self._resume = self._resume or self._point(), None
         if self._engine.mesh.rank > 0:
             return Monitor([], self._log, self._sink_states)
+        console = partial(
+            Console,
+            self._engine.total_steps,
+            self._config.steps_per_print,
+            total_epochs=self._engine.epochs,
+            progress=self._shows_progress and self._config.training.progress,
+        )
         monitor = build_sinks(
             self._config,
             self.folder.on_rank0() if self._keeps_files else None,
+            console,
             logger=self._log,
             resume=resume,
             state=self._sink_states,
-            progress=self._shows_progress,
-            total_steps=self._engine.total_steps,
-            total_epochs=self._engine.epochs,
             facts=self._facts() if self._config.wandb.enabled else None,
         )
         # If the script ends without `Engine.close`, for example with an error.

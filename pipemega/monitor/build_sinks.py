@@ -8,7 +8,6 @@ from typing import Any
 
 from pipemega.errors import ConfigError
 from pipemega.monitor.background_sink import CLOSE_SECONDS, BackgroundSink
-from pipemega.monitor.console import Console
 from pipemega.monitor.sinks import (
     CsvSink,
     JsonLinesSink,
@@ -24,14 +23,12 @@ from pipemega.monitor.wandb_sink import WandbOptions, WandbSink
 def build_sinks(
     config: Any,
     run_folder: str | Path | None,
+    console: Callable[[], Sink],
     *,
     logger: logging.Logger,
     resume: ResumePoint | None = None,
     state: Mapping[str, State] | None = None,
-    progress: bool = True,
     facts: Mapping[str, Any] | None = None,
-    total_steps: int | None = None,
-    total_epochs: int | None = None,
 ) -> Monitor:
     """Return the monitor of rank 0: console, JSON lines, and the sinks that are enabled.
 
@@ -39,26 +36,19 @@ def build_sinks(
     the run.
 
     Args:
-        config: a `pipemega.config.Config`; only these attributes are read: steps_per_print,
-            training, mesh, monitor, csv_monitor, tensorboard, wandb, and model_dump().
+        config: a `pipemega.config.Config`; only these attributes are read: mesh, monitor,
+            csv_monitor, tensorboard, wandb, and to_dict().
         run_folder: base folder of the paths that the config does not set; None: write no file.
+        console: builds the console.
         logger: logs the sinks that fail.
         resume: the last step of the checkpoint that the run resumes from; None for a new run.
         state: `Monitor.state_dict()` from the checkpoint.
-        progress: allow `training.progress`, the progress bar.
-        total_steps, total_epochs: of the whole run; None: not known.
         facts: of the run, shown by wandb beside the config: mesh, number of parameters.
 
     Raises:
         ConfigError: an enabled sink needs a package that is not installed.
     """
-    training = config.training
-    progress = progress and training.progress
-    builders: list[Callable[[], Sink]] = [
-        lambda: Console(
-            total_steps, config.steps_per_print, total_epochs=total_epochs, progress=progress
-        )
-    ]
+    builders = [console]
     if run_folder is not None:
         builders += _file_sinks(config, Path(run_folder), resume)
         if config.wandb.enabled:

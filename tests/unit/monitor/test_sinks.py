@@ -5,6 +5,7 @@ import json
 import logging
 import math
 import sys
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +14,7 @@ import pytest
 from pipemega.config import load
 from pipemega.errors import ConfigError
 from pipemega.monitor import (
+    Console,
     CsvSink,
     EvalRecord,
     JsonLinesSink,
@@ -261,8 +263,6 @@ def config(**sections):
     off = {"enabled": False, "output_path": "", "job_name": "job"}
     return SimpleNamespace(
         mesh=SimpleNamespace(timeout_seconds=600.0),
-        steps_per_print=1,
-        training=section(train_steps=3, progress=True),
         monitor=section(jsonl=sections.get("jsonl"), metric_names="grouped"),
         csv_monitor=section(**(off | sections.get("csv_monitor", {}))),
         tensorboard=section(**(off | sections.get("tensorboard", {}))),
@@ -283,13 +283,13 @@ def test_every_monitor_section_of_a_config_is_used(tmp_path):
             "wandb": {"enabled": True, "mode": "disabled", "tags": ["a"]},
         }
     )
-    monitor = build_sinks(real, tmp_path, logger=LOGGER)
+    monitor = build_sinks(real, tmp_path, Console, logger=LOGGER)
     assert monitor.names == ("console", "jsonl", "csv_monitor", "tensorboard", "wandb")
     monitor.close()
 
 
 def test_console_and_json_lines_are_always_on(tmp_path, capsys):
-    monitor = build_sinks(config(), tmp_path, logger=LOGGER, total_steps=3)
+    monitor = build_sinks(config(), tmp_path, partial(Console, 3, 1), logger=LOGGER)
     assert monitor.names == ("console", "jsonl")
     write(monitor, [1, 2])
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2]
@@ -303,7 +303,7 @@ def test_an_empty_output_path_means_the_run_folder_and_a_given_one_is_used(tmp_p
         tensorboard={"enabled": True, "output_path": str(theirs)},
         jsonl=str(tmp_path / "numbers.jsonl"),
     )
-    monitor = build_sinks(chosen, tmp_path / "run", logger=LOGGER)
+    monitor = build_sinks(chosen, tmp_path / "run", Console, logger=LOGGER)
     write(monitor, [1])
     assert (tmp_path / "numbers.jsonl").exists()
     assert (tmp_path / "run/csv/job/train_lr.csv").exists()
@@ -313,6 +313,6 @@ def test_an_empty_output_path_means_the_run_folder_and_a_given_one_is_used(tmp_p
 def test_a_folder_that_cannot_be_created_is_logged_and_the_run_continues(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")
     chosen = config(jsonl=str(tmp_path / "file" / "metrics.jsonl"))
-    monitor = build_sinks(chosen, tmp_path, logger=LOGGER)
+    monitor = build_sinks(chosen, tmp_path, Console, logger=LOGGER)
     assert monitor.names == ("console",)
     assert "a monitor could not be opened and is off for this run" in caplog.text
