@@ -1,7 +1,7 @@
 """PipelineGraph: the zero-bubble scheduler interface of Colossal-AI."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.autoschedule import Placement, find_plan
@@ -59,15 +59,9 @@ class PipelineGraph:
     @property
     def costs(self) -> CostModel:
         """The costs of each stage as a CostModel."""
-        return CostModel.uniform(
-            2 * self.n_stage,
-            self.f_cost,
-            self.b_cost,
-            self.w_cost,
-            activation=self.f_mem,
-            kept=-self.w_mem,
-            message=self.c_cost,
-        )
+        count, times = 2 * self.n_stage, (self.f_cost, self.b_cost, self.w_cost)
+        costs = CostModel.uniform(count, *times, kept=-self.w_mem, message=self.c_cost)
+        return replace(costs, activation=(self.f_mem,) * count)
 
     def get_v_schedule(self) -> Plan:
         """Return the plan with the shortest makespan found within `max_mem`; compute steps only.

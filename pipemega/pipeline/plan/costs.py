@@ -102,17 +102,16 @@ class CostModel:
         backward_weight: float = 1.0,
         *,
         backward: float | None = None,
-        activation: float = 1.0,
         kept: float | None = None,
         message: float = 0.0,
     ) -> "CostModel":
-        """Return the same costs for every stage."""
+        """Return the same costs for every stage; the unit of memory is its `activation`."""
         return cls(
             (forward,) * num_stages,
             (backward_input,) * num_stages,
             (backward_weight,) * num_stages,
             None if backward is None else (backward,) * num_stages,
-            (activation,) * num_stages,
+            (1.0,) * num_stages,
             None if kept is None else (kept,) * num_stages,
             message,
         )

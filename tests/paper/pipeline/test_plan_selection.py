@@ -1,5 +1,7 @@
 """Plan selection from a config, without torch."""
 
+from dataclasses import replace
+
 import pytest
 
 from pipemega.config import load
@@ -88,10 +90,9 @@ def test_auto_keeps_a_memory_limit_in_the_unit_of_the_activations():
     costs = {**COSTS, "activation": 100.0, "kept": 40.0}
     plan = first_plan(section({"costs": costs, "memory_limit": 150.0}, 4), 4, 8, num_layers=16)
     share = 4 / plan.num_stages
-    model = CostModel.uniform(
-        plan.num_stages, share, 1.2 * share, 0.8 * share,
-        activation=100 * share, kept=40 * share, message=0.1,
-    )  # fmt: skip
+    times = (share, 1.2 * share, 0.8 * share)
+    model = CostModel.uniform(plan.num_stages, *times, kept=40 * share, message=0.1)
+    model = replace(model, activation=(100 * share,) * plan.num_stages)
     assert max(simulate(plan, model).peak) <= 150.0 + 1e-6
 
 

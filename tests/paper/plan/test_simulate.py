@@ -69,7 +69,7 @@ def test_memory_between_i_and_w_may_be_lower_or_higher_than_before():
     plan = hand_made("F0 I0 F1 I1 W0 W1")
     assert simulate(plan, CostModel.uniform(1, kept=0.25)).peak == (1.25,)
     # With activation checkpointing F leaves little, and I makes the rest anew.
-    assert simulate(plan, CostModel.uniform(1, activation=1.0, kept=13.0)).peak == (26.0,)
+    assert simulate(plan, CostModel.uniform(1, kept=13.0)).peak == (26.0,)
 
 
 def test_memory_is_counted_by_stage():

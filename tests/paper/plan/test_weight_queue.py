@@ -76,7 +76,7 @@ def test_a_plan_whose_w_have_another_order_than_its_i_is_valid_within_the_limit(
 def test_a_limit_trades_time_for_memory():
     plan = build_plan("zb-h1", 4, 8)
     # As with activation checkpointing: I recomputes what F released.
-    costs = CostModel.uniform(4, activation=1.0, kept=10.0)
+    costs = CostModel.uniform(4, kept=10.0)
     free, limited = (
         simulate(p, costs) for p in (plan, limit_weight_queue(plan, costs.held_after_input, 10.0))
     )

@@ -102,7 +102,7 @@ def test_a_measured_wait_for_no_other_rank_names_no_step():
 @pytest.mark.parametrize("kept", [0.5, 1.0, 3.0])
 def test_the_memory_of_a_panel_reaches_the_simulated_peak_and_ends_at_zero(name, kept):
     plan = build_plan(name, 4, 6)
-    costs = CostModel.uniform(plan.num_stages, activation=1.0, kept=kept)
+    costs = CostModel.uniform(plan.num_stages, kept=kept)
     panel = Panel(simulate(plan, costs), costs=costs)
     for rank, peak in enumerate(panel.timeline.peak):
         held = panel.held(rank)
