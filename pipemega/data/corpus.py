@@ -7,9 +7,9 @@ import os
 import platform
 import sysconfig
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import IO
@@ -47,6 +47,7 @@ class Corpus:
         files: in the order of their documents.
         name: name in messages.
         identity: names, sizes and times that identify the content; JSON-serialisable.
+        num_bytes: size on disk.
         json_key: key of the text in a JSON line.
         lenient: files that were found in a folder or by a glob; skipped if they are not text.
     """
@@ -54,13 +55,9 @@ class Corpus:
     files: tuple[Path, ...]
     name: str
     identity: object
+    num_bytes: int
     json_key: str = "text"
-    lenient: frozenset[Path] = field(default_factory=frozenset)
-
-    @property
-    def num_bytes(self) -> int:
-        """Size on disk in bytes."""
-        return sum(path.stat().st_size for path in self.files)
+    lenient: Container[Path] = ()
 
     def documents(self, skipped: Skipped) -> Iterator[tuple[str, int]]:
         """Yield (text, bytes read from disk) of each document; counts skipped ones.
@@ -160,7 +157,8 @@ def find_corpus(inputs: str | Path | Sequence[str | Path], json_key: str = "text
         (str(path.resolve()), path.stat().st_size, path.stat().st_mtime_ns) for path in files
     ]
     label = str(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
-    return Corpus(tuple(files), label, [identity, json_key], json_key, frozenset(found))
+    total = sum(size for _, size, _ in identity)
+    return Corpus(tuple(files), label, [identity, json_key], total, json_key, found)
 
 
 def _expand(named: Path) -> list[Path]:
@@ -228,4 +226,5 @@ def _stdlib_sources(root: str) -> Corpus:
         )
     python = f"{platform.python_implementation()} {platform.python_version()}"
     sizes = [("/".join(parts), size) for parts, size in found]
-    return Corpus(files, PYTHON_STDLIB, [PYTHON_STDLIB, python, sizes], lenient=frozenset(files))
+    total = sum(size for _, size in found)
+    return Corpus(files, PYTHON_STDLIB, [PYTHON_STDLIB, python, sizes], total, lenient=files)
