@@ -62,10 +62,18 @@ def rule(*keys: str) -> Callable[[F], F]:
 class Section(BaseModel):
     """One JSON object of the config: frozen, refuses unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    # defer_build: most sections of a config are not in its file, and need no validator.
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, defer_build=True
+    )
 
     old_names: ClassVar[Mapping[str, str]] = {}
     """Old name of a key -> its present name."""
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        # In a process that has not validated the class; pydantic 2.7 needs this for SerializeAsAny.
+        type(self).model_rebuild()
+        super().__setstate__(state)
 
     @classmethod
     def prepare(cls, raw: Any) -> Any:
@@ -94,7 +102,8 @@ class Section(BaseModel):
     def rules(cls) -> Iterable[Rule]:
         """Return the rules between keys: the methods that are marked by `rule`."""
         for base in reversed(cls.__mro__):
-            for method in vars(base).values():
+            # A copy: a check can validate a section, which adds the validator to its class.
+            for method in list(vars(base).values()):
                 if keys := getattr(method, "rule_keys", None):
                     yield Rule(keys, method)
 
@@ -180,7 +189,7 @@ def block(text: str, why: str, keys: str | None = None, on: str = "enabled") -> 
 def section(kind: type[Section], text: str, *, own: bool = False) -> Any:
     """Declare a nested section; all its keys have their defaults if it is not given."""
     return Field(
-        default_factory=kind,
+        default_factory=kind.model_construct,  # needs no validator
         description=text,
         json_schema_extra={"pipemega": {"status": "honoured", "own": own}},
     )

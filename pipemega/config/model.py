@@ -22,6 +22,7 @@ class GPTSection(TransformerSection):
     builder = "pipemega.models.registered_gpt"
     other_layers = ("embedding", "positions", "norm", "head")
 
+    type: Literal["gpt"] = own("gpt", "Type of the model.")
     ffn_hidden_size: Count | None = own(
         None,
         "Feed-forward size; null: 4 * hidden_size (swiglu: 8/3 * hidden_size, rounded up to a "

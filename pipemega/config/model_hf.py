@@ -18,6 +18,7 @@ class HFSection(ModelSection):
 
     builder = "pipemega.hf.registered_hf"
 
+    type: Literal["hf"] = own("hf", "Type of the model.")
     path: Name = own(..., "Folder with config.json, and with safetensors if `pretrained`.")
     pretrained: bool = own(True, "Load the weights of the folder; false: initialize new ones.")
     task: Literal["causal-lm", "masked-lm", "seq2seq", "image-classification"] | None = own(

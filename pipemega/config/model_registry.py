@@ -162,16 +162,7 @@ def register_model(name: str) -> Callable[[M], M]:
 
     def register(kind: M) -> M:
         _check_class(name, kind)
-        bases: Any = (kind,) if issubclass(kind, ModelSection) else (kind, ModelSection)
-        word: Any = Literal[name]
-        made: Any = create_model(
-            kind.__name__,
-            __base__=bases,
-            __module__=kind.__module__,
-            __doc__=kind.__doc__,
-            type=(word, own(name, "Type of the model.")),
-        )
-        made.__qualname__ = kind.__qualname__
+        made: Any = kind if _declares_type(kind, name) else _with_type(kind, name)
         present = _TYPES.get(name)
         if present is not None and _origin(present) != _origin(made):
             raise ConfigError(
@@ -182,6 +173,29 @@ def register_model(name: str) -> Callable[[M], M]:
         return made  # type: ignore[no-any-return]
 
     return register
+
+
+def _declares_type(kind: type[BaseModel], name: str) -> bool:
+    """Return whether the class is a section with the key `type`, as those of pipemega are."""
+    is_section = issubclass(kind, ModelSection)
+    return is_section and get_args(kind.model_fields["type"].annotation) == (name,)
+
+
+def _with_type(kind: type[BaseModel], name: str) -> Any:
+    """Return a subclass that is a section with the key `type`."""
+    bases: Any = (kind,) if issubclass(kind, ModelSection) else (kind, ModelSection)
+    word: Any = Literal[name]
+    made: Any = create_model(
+        kind.__name__,
+        __base__=bases,
+        __module__=kind.__module__,
+        __doc__=kind.__doc__,
+        type=(word, own(name, "Type of the model.")),
+    )
+    made.__qualname__ = kind.__qualname__
+    # Now, so that a key of a type that pydantic does not know is an error of the user's module.
+    made.model_rebuild(raise_errors=False)
+    return made
 
 
 def _check_class(name: Any, kind: Any) -> None:

@@ -26,6 +26,7 @@ class ResNetSection(ModelSection):
 
     builder = "pipemega.models.registered_resnet"
 
+    type: Literal["resnet"] = own("resnet", "Type of the model.")
     depth: Literal[18, 34, 50, 101, 152] = own(50, "Layers with weights; from 50 on: bottlenecks.")
     stem: Literal["imagenet", "cifar"] = own(
         "imagenet",

@@ -27,6 +27,7 @@ class ViTSection(TransformerSection):
     variant_keys: ClassVar[tuple[str, ...]] = (
         "hidden_size", "num_layers", "num_attention_heads", "patch_size",
     )  # fmt: skip
+    type: Literal["vit"] = own("vit", "Type of the model.")
 
     variant: (
         Literal[

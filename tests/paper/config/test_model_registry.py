@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic.errors import PydanticSchemaGenerationError
 
 import pipemega
 from pipemega.cli import main
@@ -181,6 +182,17 @@ def test_the_same_class_may_be_registered_again_by_a_second_import() -> None:
 def test_a_class_that_cannot_be_a_section_is_refused(name: Any, kind: Any, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         register_model(name)(kind)
+
+
+def test_a_key_of_a_type_that_pydantic_does_not_know_is_refused_by_the_decorator() -> None:
+    class Unknown: ...
+
+    class Odd(ModelSection):
+        layer: Unknown
+
+    with pytest.raises(PydanticSchemaGenerationError, match="Unknown"):
+        register_model("odd")(Odd)
+    assert "odd" not in model_types()
 
 
 def test_the_schema_selects_the_keys_by_the_type(vit: type[MyViT]) -> None:
