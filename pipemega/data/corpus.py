@@ -158,7 +158,7 @@ def find_corpus(inputs: str | Path | Sequence[str | Path], json_key: str = "text
     ]
     label = str(names[0]) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
     total = sum(size for _, size, _ in identity)
-    return Corpus(tuple(files), label, [identity, json_key], total, json_key, found)
+    return Corpus(tuple(files), label, [identity, json_key], total, json_key, frozenset(found))
 
 
 def _expand(named: Path) -> list[Path]:
