@@ -5,6 +5,7 @@ in less than 1 s. If a rank hangs or dies, only its test fails: the pool is rest
 """
 
 import importlib.util
+import itertools
 import multiprocessing
 import os
 import signal
@@ -54,6 +55,7 @@ class RankPool:
     def __init__(self, size: int = 4, backend: str = "gloo") -> None:
         self._size, self._backend = size, backend
         self._ranks: list[tuple[Any, Connection]] = []
+        self._stores = itertools.count()
 
     def run(
         self,
@@ -70,11 +72,11 @@ class RankPool:
         """
         if len(self._ranks) < self._size:
             self._start()
-        with tempfile.TemporaryDirectory() as folder:
-            for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
-                world = (backend or self._backend, rank, world_size, os.path.join(folder, "store"))
-                pipe.send((world, function, args))
-            results, errors = self._collect(world_size, timeout)
+        # Not deleted here: a rank that frees its store after its result needs the folder.
+        store = os.path.join(self._folder.name, str(next(self._stores)))
+        for rank, (_, pipe) in enumerate(self._ranks[:world_size]):
+            pipe.send(((backend or self._backend, rank, world_size, store), function, args))
+        results, errors = self._collect(world_size, timeout)
         if errors:
             if any(kind in ("hang", "died") for kind, _ in errors.values()):
                 self.close()
@@ -103,6 +105,7 @@ class RankPool:
 
     def _start(self) -> None:
         self.close()
+        self._folder = tempfile.TemporaryDirectory()
         _CONTEXT.set_forkserver_preload(PRELOAD)
         for _ in range(self._size):
             here, there = _CONTEXT.Pipe()
@@ -117,6 +120,8 @@ class RankPool:
             pipe.close()
             process.kill()
             process.join()
+        if self._ranks:
+            self._folder.cleanup()
         self._ranks = []
 
 
