@@ -147,7 +147,7 @@ def python_calls(run: Run) -> int:
 
 def bare_seconds(worker: Any, plan: Any, kind: str, rounds: int) -> float:
     """Return the seconds of this rank's forwards and full backwards in a loop without executor."""
-    steps = [s for s in plan.programs[dist.get_rank()] if s.kind is worker.Kind.FORWARD]
+    steps = [s for s in plan.programs[dist.get_rank()] if s.kind.name == "FORWARD"]
     layer, labels = worker._layer(kind), torch.ones(1, worker.WIDTH)
     x = torch.ones(1, worker.WIDTH, requires_grad=True)
     times = []

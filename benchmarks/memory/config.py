@@ -12,8 +12,10 @@ def config_of(sizes: Sizes, dtype: str, kind: str) -> dict[str, Any]:
     """Return the config.
 
     Args:
-        kind: "PxD" or "PxD/SCHEDULE" with P pipeline and D data ranks.
+        kind: "PxD", "PxD/SCHEDULE" or "PxD@auto" with P pipeline and D data ranks; with "@auto"
+            the layers are divided by time, the default of pipemega, and else by parameters.
     """
+    kind, _, partition = kind.partition("@")
     mesh, _, schedule = kind.partition("/")
     pipeline, data = map(int, mesh.split("x"))
     return {
@@ -21,7 +23,7 @@ def config_of(sizes: Sizes, dtype: str, kind: str) -> dict[str, Any]:
         "gradient_accumulation_steps": sizes.num_microbatches // data,
         "gradient_clipping": 0.0,
         "mesh": {"pipeline": pipeline, "data": data, "device": "cpu", "keep_cpu_memory": False},
-        "pipeline": {"schedule": schedule or "1f1b"},
+        "pipeline": {"schedule": schedule or "1f1b", "partition": partition or "parameters"},
         "zero_optimization": {"stage": 1, "reduce_bucket_size": BUCKET},
         "bf16": {"enabled": dtype == "bf16"},
         "optimizer": {

@@ -23,8 +23,14 @@ from pipemega.planning.estimate import Report, Request, estimate
 WORKER = "benchmarks.memory.worker"
 PEERS = ("zero-redundancy", "fsdp2:reshard", "fsdp2:keep")
 OURS = {
-    2: ("pipemega:1x2", "pipemega:2x1"),
-    4: ("pipemega:1x4", "pipemega:2x2", "pipemega:4x1"),
+    2: ("pipemega:1x2", "pipemega:2x1", "pipemega:2x1@auto"),
+    4: (
+        "pipemega:1x4",
+        "pipemega:2x2",
+        "pipemega:2x2@auto",
+        "pipemega:4x1",
+        "pipemega:4x1@auto",
+    ),
 }
 MB = 1e6
 # Freed memory returns to the kernel at once, so resident memory equals allocated memory.

@@ -73,7 +73,8 @@ class CallTimer:
 
 def cost(engine: Engine, traced: bool, memory: bool) -> Cost:
     length = engine.config.model.seq_length if engine.config.model else 0
-    tokens = torch.randint(VOCAB, (MICRO, length + 1))
+    same = torch.Generator().manual_seed(engine.global_steps)  # the ranks compare their data
+    tokens = torch.randint(VOCAB, (MICRO, length + 1), generator=same)
     batch = iter([(tokens[:, :-1], tokens[:, 1:])] * engine.batch.num_microbatches)
     if traced:
         engine.trace_next_step(memory)
