@@ -82,7 +82,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     imports: tuple[Name, ...] = own(
         (),
         "Python modules to import before the config is read, such as those that register model "
-        "types; they are searched in the current folder and in that of the config too.",
+        "types; they may also be in the current folder, or in the folder of the config.",
     )
     user: UserValues = own(
         UserValues(),

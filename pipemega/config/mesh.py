@@ -33,8 +33,8 @@ class MeshSection(Section):
     )
     backend: Literal["auto", "gloo", "nccl"] = own(
         "auto",
-        "Backend of torch.distributed: gloo for a model on the CPU, nccl on GPUs (with gloo for "
-        'values of the host). With `device` "auto", `"gloo"` selects the CPU and `"nccl"` the '
+        "Backend of torch.distributed: gloo for a model on the CPU, nccl on GPUs (and gloo for "
+        'tensors in CPU memory). With `device` "auto", `"gloo"` selects the CPU and `"nccl"` the '
         'GPUs. `"auto"`: that of the device.',
     )
     keep_cpu_memory: bool = own(

@@ -26,9 +26,10 @@ class TransformerSection(ModelSection):
     )
     recompute_method: Literal["uniform", "block"] | None = own(
         None,
-        'With recompute `"full"`: `"uniform"` stores the input of every recompute_num_layers '
-        'blocks; `"block"` recomputes only the first recompute_num_layers blocks of each stage, '
-        "one by one; null recomputes all blocks, one by one.",
+        'With `model.recompute` `"full"`: `"uniform"` forms groups of recompute_num_layers blocks, '
+        'and stores only the input of a group; `"block"` recomputes only the first '
+        "recompute_num_layers blocks of each stage, one by one; null recomputes all blocks, "
+        "one by one.",
     )
     recompute_num_layers: Count = own(1, "Number of blocks for recompute_method.")
 

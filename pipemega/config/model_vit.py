@@ -37,8 +37,8 @@ class ViTSection(TransformerSection):
         | None
     ) = own(
         None,
-        "Name of the sizes: sets hidden_size, num_layers, num_attention_heads and patch_size, "
-        "unless they are given.",
+        "Name of a standard model: sets hidden_size, num_layers, num_attention_heads and "
+        "patch_size, unless they are given.",
     )  # fmt: skip
     num_layers: Count = own(12, "Number of transformer blocks.")
     hidden_size: Count = own(768, "Hidden size of the transformer.")

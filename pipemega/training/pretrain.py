@@ -159,21 +159,21 @@ def print_results(trainer: Trainer, datasets: Datasets) -> None:
 def _print_losses(trainer: Trainer, datasets: Datasets) -> None:
     if trainer.engine.mesh.rank != 0 or not trainer.validation:
         return
-    (_, first), (_, last) = trainer.validation[0], trainer.validation[-1]
+    (begin, first), (end, last) = trainer.validation[0], trainer.validation[-1]
     loss, perplexity = f"{last:.4f}", f"{math.exp(min(last, 700)):.1f}"
     if len(trainer.validation) == 1:
         print(f"validation loss {loss}, perplexity {perplexity}")
     else:
         change = percent((last - first) / first, 0, signed=True)
         print(
-            f"validation loss {first:.4f} -> {loss} ({change}), "
+            f"validation loss {first:.4f} -> {loss} ({change}) from step {begin} to {end}, "
             f"perplexity {math.exp(min(first, 700)):.1f} -> {perplexity}"
         )
     bigram = datasets.bigram()
     if bigram is not None:
         print(
-            f"a bigram model of the same training text has {bigram.loss:.4f} "
-            f"(single tokens: {bigram.unigram_loss:.4f})"
+            f"for comparison, on the same text: a bigram model {bigram.loss:.4f}, "
+            f"a unigram model {bigram.unigram_loss:.4f}"
         )
 
 
