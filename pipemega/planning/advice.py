@@ -197,7 +197,7 @@ def _recommendation(report: Report, best: Prediction | None) -> str:
         return "none of these fits"
     if best is own:
         same = percent(_SAME_TIME, 0)
-        return f"keep '{own.plan.name}': no schedule that fits is more than {same} faster"
+        return f"keep '{own.plan.name}': no compared schedule that fits is more than {same} faster"
     name, peak = best.plan.name, show_bytes(best.peak)
     if report.fits is False:
         text = f"'{name}', the fastest that fits: peak memory {peak}"
