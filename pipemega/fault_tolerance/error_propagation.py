@@ -153,7 +153,8 @@ class FailureReporter:
         written.wait(_STORE_SECONDS)
         # Do not wait: all ranks must report soon, so that only missing ranks have no report.
         _break_connections()
-        thread.join(_COLLECT_SECONDS + _STORE_SECONDS)
+        # On a busy machine a store that has answered once may need more time for the other calls.
+        thread.join(_COLLECT_SECONDS + (4 if written.is_set() else 1) * _STORE_SECONDS)
         if causes:
             return causes[0]
         if not lost:

@@ -133,7 +133,7 @@ import os, signal, sys, time
 from tests.unit.data.augmented_data import Sleeping, make_loader, rows_of
 
 def train():
-    loader = make_loader(Sleeping(sys.argv[1]), shuffle=False, num_workers=2, timeout_seconds=30)
+    loader = make_loader(Sleeping(sys.argv[1]), shuffle=False, num_workers=2, timeout_seconds=120)
     rows_of(loader)
     if sys.argv[2] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -158,7 +158,7 @@ def run_script(folder, text, *arguments, code):
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     done = subprocess.run(
         [sys.executable, script, folder / "processes", *arguments],
-        timeout=120, capture_output=True, text=True, env=environment, start_new_session=True,
+        timeout=150, capture_output=True, text=True, env=environment, start_new_session=True,
     )  # fmt: skip
     assert done.returncode == code, done.stderr
     return done
