@@ -7,7 +7,7 @@ from pipemega.config import optimizer, scheduler
 from pipemega.config.config import MODEL_TYPES, Config
 from pipemega.config.key_kinds import Section, key_info
 from pipemega.config.model_hf import HFSection
-from pipemega.config.reference import all_sections
+from pipemega.config.reference_pages import all_sections
 
 MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
 BASE: dict[str, Any] = {

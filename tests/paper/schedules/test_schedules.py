@@ -330,7 +330,7 @@ SCHEDULES["mine"] = replace(GPIPE, name="mine", aliases=("my-own",), build=mine)
 
 from pipemega.cli import main
 from pipemega.config import load
-from pipemega.config.reference import reference_page
+from pipemega.config.reference_pages import reference_page
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.schedules import build_plan
