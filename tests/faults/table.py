@@ -79,7 +79,9 @@ class ResultTable:
         for name, row in self.rows.items():
             seconds = f"{row.seconds:.1f}" if row.seconds else "–"
             codes = ", ".join(map(str, sorted(row.codes))) or "–"
-            cells = (name, row.tried, row.survived, row.lost, seconds, codes, row.error_lines)
+            # A test that reads the exit codes also counts the lines.
+            error_lines = row.error_lines if row.codes else "–"
+            cells = (name, row.tried, row.survived, row.lost, seconds, codes, error_lines)
             lines.append(f"| {' | '.join(map(str, cells))} |")
         return "\n".join(lines) + "\n"
 
