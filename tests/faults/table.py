@@ -22,7 +22,7 @@ class Row:
 
     tried: int = 0
     survived: int = 0
-    lost: int = 0
+    lost: int | None = None  # unknown if no run was resumed
     seconds: float = 0.0
     codes: frozenset[int] = frozenset()
     error_lines: int = 0
@@ -64,7 +64,7 @@ class ResultTable:
             row.tried += 1
             row.survived += not text
             if outcome is not None:
-                row.lost = max(row.lost, outcome.lost)
+                row.lost = max(row.lost or 0, outcome.lost)
                 row.seconds = max(row.seconds, outcome.seconds or 0.0)
                 row.codes |= outcome.codes
                 row.error_lines = max(row.error_lines, outcome.error_lines)
@@ -77,11 +77,12 @@ class ResultTable:
             "| --- | ---: | ---: | ---: | ---: | ---: | ---: |",
         ]
         for name, row in self.rows.items():
+            lost = "–" if row.lost is None else row.lost
             seconds = f"{row.seconds:.1f}" if row.seconds else "–"
             codes = ", ".join(map(str, sorted(row.codes))) or "–"
             # A test that reads the exit codes also counts the lines.
             error_lines = row.error_lines if row.codes else "–"
-            cells = (name, row.tried, row.survived, row.lost, seconds, codes, error_lines)
+            cells = (name, row.tried, row.survived, lost, seconds, codes, error_lines)
             lines.append(f"| {' | '.join(map(str, cells))} |")
         return "\n".join(lines) + "\n"
 
