@@ -119,7 +119,8 @@ def bigram_loss(train: Tokens, valid: Tokens, vocab_size: int) -> BigramLoss:
 
 def _count_pairs(tokens: Tokens, vocab_size: int) -> tuple[Ints, Ints]:
     """Return the distinct pairs a * V + b, sorted, and the count of each."""
-    pairs, counts = np.empty(0, np.int64), np.empty(0, np.int64)
+    pairs: Ints = np.empty(0, np.int64)
+    counts: Ints = np.empty(0, np.int64)
     for start in range(0, len(tokens) - 1, PORTION):
         part = tokens[start : start + PORTION + 1].astype(np.int64)
         new, new_counts = np.unique(part[:-1] * vocab_size + part[1:], return_counts=True)

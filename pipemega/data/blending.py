@@ -97,7 +97,7 @@ def _greedy(weights: Floats, num_samples: int, sizes: Counts | None) -> Blend:
     starts = np.stack([_rounded_share(weights, int(k), sizes) for k in starts_at])
     chosen = np.zeros((len(starts_at), segment), dtype=np.int16)
     ends = np.empty_like(starts)
-    stale = np.arange(len(starts_at))
+    stale: npt.NDArray[np.intp] = np.arange(len(starts_at))
     while len(stale):
         chosen[stale], ends[stale] = _advance(
             weights, starts_at[stale], starts[stale], segment, num_samples, sizes

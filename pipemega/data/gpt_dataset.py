@@ -277,8 +277,9 @@ def positions_within_documents(
     tokens: npt.NDArray[np.int64], eod: int | None
 ) -> npt.NDArray[np.int64]:
     """Return 0, 1, 2, ... restarting from 0 after each end-of-document id. [seq] -> [seq]"""
-    places = np.arange(len(tokens), dtype=np.int64)
     starts = np.zeros(len(tokens), dtype=np.int64)
     after_eod = np.flatnonzero(tokens[:-1] == eod) + 1
     starts[after_eod] = after_eod
-    return places - np.maximum.accumulate(starts)
+    positions: npt.NDArray[np.int64] = np.arange(len(tokens), dtype=np.int64)
+    positions -= np.maximum.accumulate(starts)
+    return positions

@@ -172,7 +172,7 @@ class FineTuningDataset(Dataset[tuple[Inputs, Tensor]]):
             )
         kept = pieces.bounds
         lengths = kept[:, 1] - kept[:, 0] - 1
-        samples = np.arange(len(kept) + 1, dtype=np.int64)
+        samples: npt.NDArray[np.int64] = np.arange(len(kept) + 1, dtype=np.int64)
         if sampling.packing:
             random = np.random.RandomState([sampling.seed % 2**32])
             shuffled = random.permutation(len(kept))
