@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tqdm import tqdm
 
@@ -17,6 +17,11 @@ from pipemega.printing import coloured
 NAME = "pipemega"
 
 Ranks = Collection[int] | Literal["all"]
+
+if TYPE_CHECKING:
+    _LoggerAdapter = logging.LoggerAdapter[logging.Logger]
+else:  # Python 3.10 cannot subscript it
+    _LoggerAdapter = logging.LoggerAdapter
 
 
 class _RankHandler(logging.Handler):
@@ -121,7 +126,7 @@ def write_to_log_file(line: str, level: int = logging.INFO) -> None:
         file.handle(logging.LogRecord(NAME, level, "", 0, line, None, None))
 
 
-class RankLogger(logging.LoggerAdapter[logging.Logger]):
+class RankLogger(_LoggerAdapter):
     """The logger of a rank for scripts: each method takes the ranks that log the message.
 
     log = pipemega.rank_logger()
