@@ -40,7 +40,11 @@ class CheckpointSection(_Async):
     """Where and when checkpoints are saved, and which parts of them are loaded."""
 
     save: Name | None = own(None, "Folder or fsspec URL to save in; null: save nothing.")
-    load: Name | None = own(None, "Folder or URL to resume from; null: start a new run.")
+    load: Name | None = own(
+        None,
+        'Folder or URL to resume from; null: none (with training.resume `"auto"` a run can still '
+        "resume from `save`).",
+    )
     load_tag: Name | None = own(None, "Checkpoint in `load`; null: the newest undamaged one.")
     interval: Whole = own(0, "Steps between checkpoints; 0: save only at the end.")
     by: Literal["step", "epoch"] = own("step", "Unit of interval.")
@@ -69,8 +73,8 @@ class CheckpointSection(_Async):
     override_opt_param_scheduler: bool | None = own(
         None,
         "true, null: in a resumed run the learning rate, its schedule and the weight decay are "
-        "those of this config. false: a checkpoint with other values is refused; this is the "
-        "default of Megatron-LM.",
+        "those of this config (null: unless `use_checkpoint_opt_param_scheduler` is true). false: "
+        "a checkpoint with other values is refused; this is the default of Megatron-LM.",
     )
     use_checkpoint_opt_param_scheduler: bool = own(
         False,

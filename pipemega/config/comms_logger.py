@@ -33,8 +33,12 @@ OPERATIONS: Mapping[str, str] = {
 class CommsLoggerSection(Section):
     """The communication of one step: calls, bytes, times and bandwidths, once in the log."""
 
-    enabled: bool = honoured(False, "Log a table of the communication of step `profile_step`.")
-    profile_step: Count = own(2, "The step that is recorded, counted from the start of this run.")
+    enabled: bool = honoured(
+        False, "Log a table of the communication of step `comms_logger.profile_step`."
+    )
+    profile_step: Count = own(
+        2, "The step that is recorded, counted from the start of the program, also if it resumes."
+    )
     verbose: bool = honoured(False, "One line for each message size, not one for each operation.")
     prof_all: bool = honoured(True, "Record all operations; false: only `prof_ops`.")
     prof_ops: tuple[Name, ...] = honoured(

@@ -73,8 +73,8 @@ class DataSection(Section):
     valid_path: Name | tuple[Name, ...] | None = own(
         None,
         "Files of validation records, or folder of validation images; null: CIFAR's test images; "
-        "for a folder of images with `train`, the sub-folder `val` (or `valid`, `validation`, "
-        "`test`) beside it; otherwise a share of `path`, by `split`.",
+        "if the folder of images has a sub-folder `train`, its sub-folder `val` (or `valid`, "
+        "`validation`, `test`); otherwise a share of `path`, by `split`.",
     )
     key: Name | None = own(
         None,

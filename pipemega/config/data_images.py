@@ -50,8 +50,8 @@ class ImageTransforms(Section):
     )
     center_crop: _PartOfSide = own(
         1.0,
-        "Size of the centre that is cut out / shorter side of the scaled image; 0.875: a model of "
-        "224 pixels gets the centre of an image of 256.",
+        "Size of the centre that is cut out, divided by the shorter side of the scaled image; "
+        "0.875: a model of 224 pixels gets the centre of an image of 256.",
     )
     mean: tuple[float, ...] | None = own(
         None,

@@ -16,10 +16,14 @@ class GradientKeys(Section):
         "mean", "Whether the reduction over the data ranks averages or sums the gradients."
     )
     prescale_gradients: bool = honoured(
-        False, "Before the reduction, divide by the data size, not by `gradient_predivide_factor`."
+        False,
+        "Before the reduction, divide by the number of data ranks, not by "
+        "`gradient_predivide_factor`.",
     )
     gradient_predivide_factor: Positive = honoured(
-        1.0, "Divide gradients by this before the reduction, and by (data size / this) after it."
+        1.0,
+        "Divide gradients by this before the reduction, and by (number of data ranks / this) "
+        "after it.",
     )
     communication_data_type: Dtype | None = honoured(
         None, "Dtype of gradients in the reduction; null: the dtype in which they are accumulated."

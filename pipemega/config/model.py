@@ -33,8 +33,8 @@ class GPTSection(TransformerSection):
     seq_length: Count = own(..., "Tokens per sample.")
     max_position_embeddings: Count | None = own(
         None,
-        "Positions of the model, at least seq_length: rows of the learned position embeddings; "
-        "with rope_scaling, the longest sequence that it computes with; null: seq_length.",
+        "Positions of the model, at least seq_length: with learned position embeddings their "
+        "number of rows, with rope_scaling the length of the longest sequence; null: seq_length.",
     )
     vocab_size: Count | Auto = own("auto", 'Vocabulary size; `"auto"`: that of the tokenizer.')
     make_vocab_size_divisible_by: Count = own(

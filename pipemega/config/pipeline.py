@@ -123,9 +123,9 @@ class PipelineSection(Section):
         "auto",
         f'Stages per rank: any number for {_ANY_CHUNKS} (`"auto"`: 2); fixed for the other '
         'schedules (`"auto"`: that number). With schedule `"auto"`, `"auto"` tries 1, 2, '
-        "4 and each number up to 8 that gives all stages equally many layers, with both "
-        "placements, and takes the best; if `costs` are lists, it is the length of a list / "
-        "number of pipeline ranks.",
+        "4 and each number up to 8 that gives all stages equally many layers, each with stages in "
+        "a loop and in a V, and takes the best; if `costs` are lists, the number is the length of "
+        "a list divided by the number of pipeline ranks.",
     )
     costs: CostsSection | Auto | None = own(
         None, 'Costs of F, I, W for schedule `"auto"`; null, `"auto"`: measured in the first steps.'
@@ -141,12 +141,13 @@ class PipelineSection(Section):
         "auto",
         "Limit for each rank, in bytes, of tensors stored for queued W, for schedules with split "
         "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
-        'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: these '
-        "tensors, activations and messages together need at most 1.4 times the memory that "
-        "activations and messages need on the fullest rank with full backwards (in this schedule, "
-        "or in 1F1B on the same stages if that needs more). If layers are recomputed, a rank may "
-        "need more, as long as its whole memory is at most 1.2 times that of the fullest rank with "
-        "full backwards. Plans from a file have no limit. null: no limit.",
+        'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: on '
+        "each rank, the sum of these tensors, the activations and the messages is at most 1.4 "
+        "times the sum of the activations and messages on the fullest rank with full backwards (in "
+        "this schedule, or in 1F1B on the same stages if that needs more). If layers are "
+        "recomputed, a rank may need more, as long as its whole memory is at most 1.2 times the "
+        "whole memory of the fullest rank with full backwards. Plans from a file have no limit. "
+        "null: no limit.",
     )
     vocabulary: Literal["auto", "stage", "parallel"] = own(
         "auto",
@@ -163,8 +164,8 @@ class PipelineSection(Section):
     optimizer_sync: Literal["fenced", "post_validate"] = own(
         "fenced",
         'When a rank runs the optimizer step: `"fenced"`: when all ranks have the gradient norm; '
-        '`"post_validate"`: at once; the update is undone if the norm requires clipping or a skip '
-        "(docs/optimizer.md).",
+        '`"post_validate"`: at once, after the steps of `optimizer_sync_after`; the update is '
+        "undone if the norm requires clipping or a skip (docs/optimizer.md).",
     )
     optimizer_sync_after: Whole = own(
         10,

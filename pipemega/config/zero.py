@@ -32,7 +32,10 @@ class _Offload(Section):
     pipeline_write: bool = ignored(False, "Overlap writes with computation.", _NO_OFFLOAD)
     fast_init: bool = ignored(False, "Faster initialization.", _NO_OFFLOAD)
     ratio: NotNegative | None = ignored(
-        None, "Share of the state to offload.", "the whole state is offloaded", agrees=[1.0]
+        None,
+        "Share of the tensors to offload.",
+        "there is no partial offload",
+        agrees=[1.0],
     )
 
     @classmethod
@@ -58,7 +61,7 @@ class OffloadOptimizerSection(_Offload):
     device: Literal["none", "cpu", "nvme"] = refused(
         "none",
         'Device for master weights, optimizer state and the update: "cpu", or "none" for the '
-        "device of the weights.",
+        'device of the weights; "nvme" is refused.',
         {"nvme": _NO_DISK},
         accepts=["cpu"],
     )

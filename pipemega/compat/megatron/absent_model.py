@@ -76,9 +76,13 @@ ABSENT_OF_MODEL: tuple[Absent, ...] = (
     R(
         "refused",
         "attention is always full and causal, with the plain softmax",
-        "window-size window-attn-skip-freq softmax-type attention-output-gate qk-l2-norm qk-clip "
-        "multi-query-attention",
+        "window-size window-attn-skip-freq softmax-type attention-output-gate qk-l2-norm qk-clip",
         ("vanilla",),
+    ),
+    R(
+        "refused",
+        "use --group-query-attention with --num-query-groups 1",
+        "multi-query-attention",
     ),
     R(
         "none",

@@ -105,7 +105,7 @@ ABSENT_OF_RUN: tuple[Absent, ...] = (
     ),
     R(
         "refused",
-        "a sample contains whole documents only with data.format; use --reset-position-ids and "
+        "without data.format a sample can contain parts of documents; use --reset-position-ids and "
         "--reset-attention-mask",
         "dataloader-inter-document-masking",
     ),
