@@ -73,8 +73,9 @@ class CheckpointSection(_Async):
     override_opt_param_scheduler: bool | None = own(
         None,
         "true, null: in a resumed run the learning rate, its schedule and the weight decay are "
-        "those of this config (null: unless `use_checkpoint_opt_param_scheduler` is true). false: "
-        "a checkpoint with other values is refused; this is the default of Megatron-LM.",
+        "those of this config. false: a checkpoint with other values is refused; this is the "
+        "default of Megatron-LM. With `use_checkpoint_opt_param_scheduler` true, this key may not "
+        "be true, and null and false have no effect.",
     )
     use_checkpoint_opt_param_scheduler: bool = own(
         False,

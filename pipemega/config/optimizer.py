@@ -117,13 +117,13 @@ class RmspropParams(TorchParams):
 
 class AdadeltaParams(TorchParams):
     rho: Fraction | None = torch_key("Decay rate of the averages")
-    eps: NotNegative | None = torch_key("Added to the root")
+    eps: NotNegative | None = torch_key("Added under the root")
     capturable: bool | None = torch_key("Allow capture in a CUDA graph")
 
 
 class AdamaxParams(TorchParams):
     betas: Betas | None = torch_key("Decay rates of the two averages")
-    eps: NotNegative | None = torch_key("Added to the maximum")
+    eps: NotNegative | None = torch_key("Added to the absolute gradient")
     capturable: bool | None = torch_key("Allow capture in a CUDA graph")
 
 

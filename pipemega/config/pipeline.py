@@ -134,20 +134,21 @@ class PipelineSection(Section):
         "auto",
         'For schedule or partition `"auto"`: limit for each rank, in bytes, of activations and of '
         "tensors stored for queued W (in the unit of `costs.activation` if costs are given). "
-        '`"auto"`: no limit, or with schedule `"auto"` what 1F1B needs on the rank with the '
-        "highest peak; if no costs are given, the total memory is also limited to that of 1F1B.",
+        '`"auto"`: with schedule `"auto"` what 1F1B needs on the rank with the highest peak (if no '
+        "costs are given, the total memory is then also limited to that of 1F1B), otherwise no "
+        "limit.",
     )
     weight_queue_limit: NotNegative | Auto | None = own(
         "auto",
         "Limit for each rank, in bytes, of tensors stored for queued W, for schedules with split "
         "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
-        'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: on '
-        "each rank, the sum of these tensors, the activations and the messages is at most 1.4 "
-        "times the sum of the activations and messages on the fullest rank with full backwards (in "
-        "this schedule, or in 1F1B on the same stages if that needs more). If layers are "
-        "recomputed, a rank may need more, as long as its whole memory is at most 1.2 times the "
-        "whole memory of the fullest rank with full backwards. Plans from a file have no limit. "
-        "null: no limit.",
+        'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: the '
+        "limit comes from a comparison with full backwards (in this schedule, or in 1F1B on the "
+        "same stages if that needs more). On each rank, the sum of these tensors, the activations "
+        "and the messages is at most 1.4 times the sum of the activations and messages on the "
+        "fullest rank of the comparison. If layers are recomputed, a rank may need more, as long "
+        "as its whole memory is at most 1.2 times that of the fullest rank of the comparison. "
+        "Plans from a file have no limit. null: no limit.",
     )
     vocabulary: Literal["auto", "stage", "parallel"] = own(
         "auto",
@@ -164,8 +165,9 @@ class PipelineSection(Section):
     optimizer_sync: Literal["fenced", "post_validate"] = own(
         "fenced",
         'When a rank runs the optimizer step: `"fenced"`: when all ranks have the gradient norm; '
-        '`"post_validate"`: at once, after the steps of `optimizer_sync_after`; the update is '
-        "undone if the norm requires clipping or a skip (docs/optimizer.md).",
+        '`"post_validate"`: as `"fenced"` until `optimizer_sync_after` consecutive steps had no '
+        "clipping or overflow, then without waiting for the norm; the update is undone if the norm "
+        "requires clipping or a skip (docs/optimizer.md).",
     )
     optimizer_sync_after: Whole = own(
         10,

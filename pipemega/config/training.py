@@ -105,8 +105,8 @@ class TrainingSection(Section):
     )
     generate_tokens: Whole = own(
         0,
-        "Tokens to generate after each evaluation (not after the evaluation before the first "
-        "step); the last text is printed after training; 0: none.",
+        "Tokens to generate after each evaluation, except the one before the first step; each text "
+        "is recorded, and the last one is printed after training; 0: none.",
     )
     generate_prompt: str = own("", "Prompt of the generated text.")
     generate_temperature: NotNegative = own(

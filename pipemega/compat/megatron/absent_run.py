@@ -105,8 +105,8 @@ ABSENT_OF_RUN: tuple[Absent, ...] = (
     ),
     R(
         "refused",
-        "without data.format a sample can contain parts of documents; use --reset-position-ids and "
-        "--reset-attention-mask",
+        "without data.format a sample can contain parts of several documents; use "
+        "--reset-position-ids and --reset-attention-mask",
         "dataloader-inter-document-masking",
     ),
     R(

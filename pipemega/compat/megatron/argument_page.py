@@ -8,9 +8,8 @@ from pipemega.compat.megatron.arguments import SECTIONS, Argument
 
 _HEAD = Path(__file__).with_name("argument_page.md")
 _EFFECTS = {
-    "refused": ("Refused", "With these arguments Megatron-LM trains something that a config of "
-                "pipemega cannot describe. `from-megatron` prints the reason, and its exit code "
-                "is 1."),
+    "refused": ("Refused", "`from-megatron` cannot convert these arguments. It prints the reason, "
+                "which may name an alternative, and its exit code is 1."),
     "differs": ("Without a key: a detail of the training differs", "The training is the same, "
                 "except for the detail that the reason names."),
     "none": ("Without a key, because none is needed", "The results do not depend on these."),

@@ -126,7 +126,7 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
         A("train-samples", "int", "training.train_samples"),
         A("train-tokens", "int", "training.train_samples",
           "divided by `--seq-length`; if `--train-samples` or `--train-iters` is also given, the "
-          "shorter length is used"),
+          "shorter run is used"),
         A("exit-interval", "int", "training.exit_interval"),
         A("exit-duration-in-mins", "float", "training.exit_after_minutes"),
         A("kill-switch-path", "text", "training.kill_switch_path", "", ("kill-switch-file",)),
@@ -135,7 +135,7 @@ SECTIONS: Mapping[str, tuple[Argument, ...]] = {
         A("calculate-per-token-loss", "flag", "training.loss_reduction",
           '`"token"`; without it `"micro_batch"`, Megatron\'s default'),
         A("no-check-for-nan-in-loss-and-grad", "flag", "training.on_nonfinite.policy",
-          'without it `"stop"`, as in Megatron (not with fp16 or `--deepspeed`)'),
+          '`"stop"`, as in Megatron, if neither this argument nor fp16 nor `--deepspeed` is given'),
         A("deterministic-mode", "flag", "training.deterministic_mode"),
         A("seed", "int", "seed"),
     ),
