@@ -12,7 +12,9 @@ class ActivationCheckpointingSection(Section):
     """DeepSpeed's activation checkpointing; for the GPT, `model.recompute` gives finer control."""
 
     number_checkpoints: Count | None = honoured(
-        None, "Number of segments; each stores its input and is recomputed in backward; null: off."
+        None,
+        "Number of segments of the whole model, at most; each stores only its input and is "
+        "recomputed in backward; null: off.",
     )
     partition_activations: bool = ignored(
         False,

@@ -95,7 +95,7 @@ class CheckpointSection(_Async):
     load_universal: bool = ignored(
         False,
         "DeepSpeed: load a checkpoint of another mesh after its conversion.",
-        "every checkpoint loads on every mesh without conversion",
+        "every checkpoint of pipemega loads on every mesh without conversion",
         agrees=[True],
     )
     use_node_local_storage: bool = ignored(

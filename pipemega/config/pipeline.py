@@ -143,12 +143,12 @@ class PipelineSection(Section):
         "Limit for each rank, in bytes, of tensors stored for queued W, for schedules with split "
         "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
         'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: the '
-        "limit comes from a comparison with full backwards (in this schedule, or in 1F1B on the "
-        "same stages if that needs more). On each rank, the sum of these tensors, the activations "
-        "and the messages is at most 1.4 times the sum of the activations and messages on the "
-        "fullest rank of the comparison. If layers are recomputed, a rank may need more, as long "
-        "as its whole memory is at most 1.2 times that of the fullest rank of the comparison. "
-        "Plans from a file have no limit. null: no limit.",
+        "limit is computed from a reference with full backwards: this schedule, or 1F1B on the "
+        "same stages if that needs more memory. M is the memory of activations and messages on the "
+        "rank of the reference that needs most. On each rank, activations, messages and the "
+        "tensors stored for queued W together need at most 1.4 M. If layers are recomputed, a rank "
+        "may need more, as long as its whole memory is at most 1.2 times the whole memory of the "
+        "rank of the reference that needs most. Plans from a file have no limit. null: no limit.",
     )
     vocabulary: Literal["auto", "stage", "parallel"] = own(
         "auto",

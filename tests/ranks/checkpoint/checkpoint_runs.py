@@ -1,5 +1,6 @@
 """Functions for the rank pool: runs that save checkpoints, fail while saving, and resume."""
 
+import gc
 import logging
 import os
 import random
@@ -295,6 +296,9 @@ def small_files(limit: int | None) -> Iterator[None]:
 
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     if limit is not None:
+        # torch's FileStore writes when it is freed, and aborts the process if it cannot: free those
+        # of earlier runs now.
+        gc.collect()
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
     try:

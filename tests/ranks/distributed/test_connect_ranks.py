@@ -1,6 +1,7 @@
 """Ranks that do not find each other: one message, with the address and what to check."""
 
 import socket
+import sys
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -44,7 +45,12 @@ def test_rank_0_says_how_many_ranks_came(monkeypatch: pytest.MonkeyPatch) -> Non
     reason = "Timed out after 3 seconds waiting for clients. 1/2 clients joined."
     set_variables(monkeypatch, RANK="0", MASTER_PORT="29500")
     with (
-        patch("torch.distributed.rendezvous.TCPStore", side_effect=dist.DistStoreError(reason)),
+        # `torch.distributed.rendezvous` is also a function, which hides the module.
+        patch.object(
+            sys.modules["torch.distributed.rendezvous"],
+            "TCPStore",
+            side_effect=dist.DistStoreError(reason),
+        ),
         pytest.raises(MeshError, match=r"1/2 clients joined; check that all ranks were started"),
     ):
         connect_ranks("gloo", timedelta(seconds=1))

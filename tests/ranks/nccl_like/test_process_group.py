@@ -1,5 +1,6 @@
 """The order of operations that the emulation of NCCL allows, and the order in which it hangs."""
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -38,12 +39,17 @@ def group_of_all(seconds: float = SECONDS) -> Any:
 def start(*operations: tuple[Any, int], group: Any) -> list[torch.Tensor]:
     """Start sends and receives in this order, wait for all, and return their tensors."""
     tensors = [torch.full((3,), float(dist.get_rank())) for _ in operations]
-    works = [
-        call(tensor, peer, group=group)
-        for tensor, (call, peer) in zip(tensors, operations, strict=True)
-    ]
-    for work in works:
-        work.wait()
+    try:
+        works = [
+            call(tensor, peer, group=group)
+            for tensor, (call, peer) in zip(tensors, operations, strict=True)
+        ]
+        for work in works:
+            work.wait()
+    except RuntimeError:
+        # A rank that times out first must not break the connections of others that still wait.
+        time.sleep(2 * SECONDS)
+        raise
     return tensors
 
 
