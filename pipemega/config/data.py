@@ -68,13 +68,13 @@ class DataSection(Section):
     path: Name | tuple[Name, ...] | None = own(
         None,
         "Files of records: JSON lines or parquet; a list and globs are allowed. With `images`: the "
-        "folder, or with null that in the environment variable `DATA`.",
+        "folder of the images; null: the folder that the environment variable `DATA` names.",
     )
     valid_path: Name | tuple[Name, ...] | None = own(
         None,
         "Files of validation records, or folder of validation images. null: for CIFAR, its test "
         "images; for a folder of images with a sub-folder `train`, its sub-folder `val` (or "
-        "`valid`, `validation`, `test`); for all other data, a share of `path`, by `split`.",
+        "`valid`, `validation`, `test`); for all other data, a share of the data, by `split`.",
     )
     key: Name | None = own(
         None,

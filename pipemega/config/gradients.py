@@ -13,7 +13,7 @@ class GradientKeys(Section):
 
     gradient_clipping: NotNegative = honoured(1.0, "Clip the global gradient norm to this; 0: off.")
     gradient_allreduce_op: Literal["mean", "sum"] = honoured(
-        "mean", "Whether the reduction over the data ranks averages or sums the gradients."
+        "mean", "Whether the result of the reduction over the data ranks is the mean or the sum."
     )
     prescale_gradients: bool = honoured(
         False,
@@ -22,8 +22,8 @@ class GradientKeys(Section):
     )
     gradient_predivide_factor: Positive = honoured(
         1.0,
-        "Divide gradients by this before the reduction, and by (number of data ranks / this) "
-        "after it.",
+        "Divide gradients by this before the reduction; a second factor after it gives the mean or "
+        "the sum.",
     )
     communication_data_type: Dtype | None = honoured(
         None, "Dtype of gradients in the reduction; null: the dtype in which they are accumulated."

@@ -134,21 +134,22 @@ class PipelineSection(Section):
         "auto",
         'For schedule or partition `"auto"`: limit for each rank, in bytes, of activations and of '
         "tensors stored for queued W (in the unit of `costs.activation` if costs are given). "
-        '`"auto"`: with schedule `"auto"` what 1F1B needs on the rank with the highest peak (if no '
-        "costs are given, the total memory is then also limited to that of 1F1B), otherwise no "
-        "limit.",
+        '`"auto"`: with schedule `"auto"`, the limit is what 1F1B needs on the rank with the '
+        "highest peak (if no costs are given, the total memory is also limited to that of 1F1B); "
+        "with any other schedule there is no limit.",
     )
     weight_queue_limit: NotNegative | Auto | None = own(
         "auto",
         "Limit for each rank, in bytes, of tensors stored for queued W, for schedules with split "
         "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
         'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: the '
-        "limit is computed from a reference with full backwards: this schedule, or 1F1B on the "
-        "same stages if that needs more memory. M is the memory of activations and messages on the "
-        "rank of the reference that needs most. On each rank, activations, messages and the "
-        "tensors stored for queued W together need at most 1.4 M. If layers are recomputed, a rank "
-        "may need more, as long as its whole memory is at most 1.2 times the whole memory of the "
-        "rank of the reference that needs most. Plans from a file have no limit. null: no limit.",
+        "limit is computed from a reference: this schedule with a full B in place of each I and "
+        "W, or 1F1B on the same stages if 1F1B needs more memory. M is the memory of activations"
+        " and messages on the rank of the reference that needs most. On each rank, activations, "
+        "messages and the tensors stored for queued W together need at most 1.4 M. If layers are"
+        " recomputed, a rank may need more, as long as its whole memory is at most 1.2 times the"
+        " whole memory of the rank of the reference that needs most. Plans from a file have no "
+        "limit. null: no limit.",
     )
     vocabulary: Literal["auto", "stage", "parallel"] = own(
         "auto",

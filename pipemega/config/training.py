@@ -21,12 +21,12 @@ class NonFiniteSection(Section):
         None,
         "skip: do not update, continue with the next batch; stop: end the run with an error; "
         "rollback: load the newest checkpoint of checkpoint.save and continue with the next batch. "
-        "null: skip with bf16 unless bf16.check_grad_overflow is false, else stop. In fp16 the "
-        "loss scaler always handles gradient overflows.",
+        "null: skip if the run uses bf16 and bf16.check_grad_overflow is true, otherwise stop. In "
+        "fp16 the loss scaler always handles gradient overflows.",
     )
     budget: Count = own(
         10,
-        "Largest number of steps that the whole run may discard by `skip` and `rollback`; "
+        "Largest number of steps with inf or nan that `skip` and `rollback` allow in the whole run; "
         "the next one ends the run.",
     )
 
@@ -119,7 +119,9 @@ class TrainingSection(Section):
     )
     progress: bool = own(True, "Show a progress bar if the output is a terminal.")
     resume: Literal["auto", False] = own(
-        False, "auto: resume from checkpoint.save, else checkpoint.load, else start a new run."
+        False,
+        "auto: resume from checkpoint.save, else checkpoint.load, else start a new run; false: "
+        "resume only from checkpoint.load, if it is set.",
     )
     exit_after_minutes: Positive | None = own(
         None, "Save a checkpoint and exit with code 0 after this many minutes; null: never."
