@@ -26,8 +26,8 @@ class NonFiniteSection(Section):
     )
     budget: Count = own(
         10,
-        "Largest number of steps with inf or nan that `skip` and `rollback` allow in the whole run; "
-        "the next one ends the run.",
+        "Largest number of steps with inf or nan that `skip` and `rollback` allow in the whole "
+        "run; the next one ends the run.",
     )
 
 
