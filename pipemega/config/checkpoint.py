@@ -74,7 +74,7 @@ class CheckpointSection(_Async):
         None,
         "true, null: in a resumed run the learning rate, its schedule and the weight decay are "
         "those of this config. false: a checkpoint with other values is refused; this is the "
-        "default of Megatron-LM. With `use_checkpoint_opt_param_scheduler` true, this key may not "
+        "default of Megatron-LM. With `use_checkpoint_opt_param_scheduler` true, this key must not "
         "be true, and null and false have no effect.",
     )
     use_checkpoint_opt_param_scheduler: bool = own(

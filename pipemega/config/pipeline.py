@@ -146,7 +146,7 @@ class PipelineSection(Section):
         "limit is computed from a reference: this schedule with a full B in place of each I and "
         "W, or 1F1B on the same stages if 1F1B needs more memory. M is the memory of activations"
         " and messages on the rank of the reference that needs most. On each rank, activations, "
-        "messages and the tensors stored for queued W together need at most 1.4 M. If layers are"
+        "messages and the tensors stored for queued W together need at most 1.4 * M. If layers are"
         " recomputed, a rank may need more, as long as its whole memory is at most 1.2 times the"
         " whole memory of the rank of the reference that needs most. Plans from a file have no "
         "limit. null: no limit.",

@@ -150,7 +150,7 @@ class ConstantParams(SchedulerParams):
     """Megatron's schedules: linear warm-up from `warmup_init_lr`, then constant."""
 
     max_lr: NotNegative | None = own(None, "Rate after the warm-up; null: that of the optimizer.")
-    warmup_init_lr: NotNegative = own(0.0, "Rate before the first step of the warm-up.")
+    warmup_init_lr: NotNegative = own(0.0, "Rate of the first step of the warm-up.")
     warmup_steps: Whole = own(0, "Length of the warm-up.")
     warmup_samples: Whole | None = own(None, "Length of the warm-up in samples.")
     warmup_fraction: Share | None = own(
