@@ -180,7 +180,7 @@ def _let_layers_sleep() -> None:
 def _interleaved(engines: dict[str, Engine], rounds: int) -> dict[str, Any]:
     """Return the medians of whole steps, and of the pipelines of traced steps.
 
-    They are different steps, because a traced step takes longer.
+    They are different steps, because rank 0 draws the timeline of a traced step.
     """
     steps = {name: step_of(engine) for name, engine in engines.items()}
     seconds: dict[str, list[float]] = {name: [] for name in engines}
