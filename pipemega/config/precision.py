@@ -24,7 +24,7 @@ class Fp16Section(Section):
     hysteresis: Count = honoured(2, "Overflows until the loss scale is halved.")
     consecutive_hysteresis: bool = honoured(False, "Reset hysteresis if a step does not overflow.")
     min_loss_scale: Positive = honoured(
-        1.0, "Smallest loss scale; an overflow at this scale ends the run."
+        1.0, "Smallest loss scale; an overflow that would halve this scale ends the run."
     )
     fp16_master_weights_and_grads: bool = refused(
         False, "fp16 master weights and gradients.", _MASTERS

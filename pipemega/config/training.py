@@ -21,8 +21,9 @@ class NonFiniteSection(Section):
         None,
         "skip: do not update, continue with the next batch; stop: end the run with an error; "
         "rollback: load the newest checkpoint of checkpoint.save and continue with the next batch. "
-        "null: skip if the run uses bf16 and bf16.check_grad_overflow is true, otherwise stop. In "
-        "fp16 the loss scaler always handles gradient overflows.",
+        "null: stop with fp32, and with bf16 if bf16.check_grad_overflow is false, otherwise skip. "
+        "In fp16 the loss scaler handles gradient overflows; the policy applies only if the loss "
+        "is not finite either.",
     )
     budget: Count = own(
         10,
