@@ -46,7 +46,9 @@ class CheckpointSection(_Async):
         "resume from `save`).",
     )
     load_tag: Name | None = own(None, "Checkpoint in `load`; null: the newest undamaged one.")
-    interval: Whole = own(0, "Steps between checkpoints; 0: save only at the end.")
+    interval: Whole = own(
+        0, "Steps (or epochs, see `by`) between checkpoints; 0: save only at the end."
+    )
     by: Literal["step", "epoch"] = own("step", "Unit of interval.")
     overwrite: bool = own(
         False, "Start a new run although `save` has checkpoints of an earlier run; replaces them."

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 else:
     _NAMES = (*SCHEDULES, AUTO)
     ScheduleName = Literal[_NAMES]
-_ALIASES = "; ".join(f'`"{alias}"` means `"{name}"`' for alias, name in aliases().items())
+_ALIASES = "; ".join(
+    f'`"{alias}"` is also accepted for `"{name}"`' for alias, name in aliases().items()
+)
 _ANY_CHUNKS = ", ".join(f"`{name}`" for name, family in SCHEDULES.items() if family.chunks is None)
 _PARTITIONS = ("auto", "parameters", "best", "uniform", "profile")
 Partition = Literal["auto", "parameters", "best", "uniform", "profile"] | str | tuple[Whole, ...]

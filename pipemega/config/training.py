@@ -85,8 +85,8 @@ class TrainingSection(Section):
     )
     eval_interval: Whole | None = own(
         None,
-        "Steps between evaluations; 0: never; null: after each epoch if the run has epochs, else "
-        "never.",
+        "Steps (or epochs, see `eval_by`) between evaluations; 0: never; null: after each epoch if "
+        "the run has epochs, else never.",
     )
     eval_by: Literal["step", "epoch"] = own("step", "Unit of eval_interval.")
     eval_on_start: bool = own(
