@@ -44,7 +44,7 @@ class MeshSection(Section):
     tensor_mode: Literal["1d", "2d", "2.5d", "3d"] = refused(
         "1d",
         'How matrices are cut over the tensor ranks: `"1d"`, by rows or by columns, as in '
-        "Megatron-LM. Colossal-AI's other modes are refused; the error is in italics.",
+        "Megatron-LM. Colossal-AI's other modes are refused with the following error.",
         f"{ONLY_1D}: remove the mode, and set mesh.tensor to the number of tensor ranks",
         own=True,
     )
