@@ -88,7 +88,9 @@ class PipelineSection(Section):
     """How layers are divided into stages, and the order in which stages run."""
 
     stages: Count | Auto = honoured(
-        "auto", "Another name of `mesh.pipeline`; if both are set, they must be equal."
+        "auto",
+        "Another name of `mesh.pipeline`: the number of pipeline ranks, also if a rank has several "
+        "stages (`chunks`); if both are set, they must be equal.",
     )
     partition: Partition = honoured(
         "auto",
