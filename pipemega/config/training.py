@@ -20,7 +20,8 @@ class NonFiniteSection(Section):
     policy: Literal["skip", "stop", "rollback"] | None = own(
         None,
         "skip: do not update, continue with the next batch; stop: end the run with an error; "
-        "rollback: load the newest checkpoint of checkpoint.save and continue with the next batch. "
+        "rollback: load the newest checkpoint of checkpoint.save and continue with the batch after "
+        "the one with inf or nan. "
         "null: stop with fp32, and with bf16 if bf16.check_grad_overflow is false, otherwise skip. "
         "In fp16 the loss scaler handles gradient overflows; the policy applies only if the loss "
         "is not finite either.",
