@@ -13,7 +13,7 @@ class ActivationCheckpointingSection(Section):
 
     number_checkpoints: Count | None = honoured(
         None,
-        "Number of segments of the whole model, at most; each stores only its input and is "
+        "Largest number of segments of the whole model; each segment stores only its input and is "
         "recomputed in backward; null: off.",
     )
     partition_activations: bool = ignored(

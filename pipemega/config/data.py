@@ -57,9 +57,9 @@ class DataSection(Section):
     )
     images: ImageSource | None = own(
         None,
-        "Images with a class each: the files of CIFAR-10 or CIFAR-100 in `path`, a folder with a "
-        "sub-folder per class, or without files: `glyphs`, digits that pipemega draws, or "
-        "`digits`, the handwritten digits of scikit-learn (if it is not installed, the same as "
+        "Images with a class each: the files of CIFAR-10 or CIFAR-100 in `path`; a folder with a "
+        "sub-folder per class; or, without files, `glyphs` (digits that pipemega draws) or "
+        "`digits` (the handwritten digits of scikit-learn; if it is not installed, the same as "
         "`glyphs`).",
     )
     transforms: ImageTransforms = section(
