@@ -81,8 +81,8 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     mesh: MeshSection = section(MeshSection, "Sizes of the mesh axes.", own=True)
     imports: tuple[Name, ...] = own(
         (),
-        "Python modules to import before the other keys are read, such as those that register model "
-        "types; they may also be in the current folder, or in the folder of the config.",
+        "Python modules to import before the other keys are read, such as those that register "
+        "model types; they may also be in the current folder, or in the folder of the config.",
     )
     user: UserValues = own(
         UserValues(),

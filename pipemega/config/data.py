@@ -142,7 +142,8 @@ class DataSection(Section):
         "have this attribute, except training images with random transforms.",
     )
     prefetch: Whole = own(
-        2, "Micro-batches to read ahead, if `num_workers` or a deterministic dataset allows it."
+        2,
+        "Micro-batches to read ahead, if `num_workers` is above 0 or the dataset is deterministic.",
     )
     compare_every: Whole = own(
         100,

@@ -144,16 +144,17 @@ class PipelineSection(Section):
     )
     weight_queue_limit: NotNegative | Auto | None = own(
         "auto",
-        "Limit for each rank, in bytes, of tensors stored for queued W, for schedules with split "
-        "backward. If an I would exceed the limit, queued W run before it; if one I alone exceeds "
-        'the limit, a full B replaces I and W. The results are bitwise equal. `"auto"`: the '
-        "limit is computed from a reference: this schedule with a full B in place of each I and "
-        "W, or 1F1B on the same stages if 1F1B needs more memory. M is the memory of "
-        "activations and messages on one rank of the reference: the rank where it is highest. "
-        "On each rank, activations, messages and the tensors stored for queued W together need "
-        "at most 1.4 * M. If layers are recomputed, a rank may exceed 1.4 * M, as long as its "
-        "whole memory is at most 1.2 times the highest whole memory of a rank of the reference. "
-        "Plans from a file have no limit. null: no limit.",
+        "Limit for each rank, in bytes, of tensors stored for queued W, for schedules with "
+        "split backward. If an I would exceed the limit, queued W run before it; if one I "
+        "alone exceeds the limit, a full B replaces I and W. The results are bitwise those "
+        "without a limit (with a plan from a file, gradients may be summed in another order). "
+        '`"auto"`: the limit is computed from a reference: this schedule with a full B in '
+        "place of each I and W, or 1F1B on the same stages if 1F1B needs more memory. M is the "
+        "memory of activations and messages on one rank of the reference: the rank where it is "
+        "highest. On each rank, activations, messages and the tensors stored for queued W "
+        "together need at most 1.4 * M. If layers are recomputed, a rank may exceed 1.4 * M, "
+        "as long as its whole memory is at most 1.2 times the highest whole memory of a rank "
+        'of the reference. With `"auto"`, a plan from a file has no limit. null: no limit.',
     )
     vocabulary: Literal["auto", "stage", "parallel"] = own(
         "auto",
