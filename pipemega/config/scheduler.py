@@ -55,7 +55,9 @@ class SchedulerParams(Section):
 
 
 class DeepSpeedParams(SchedulerParams):
-    last_batch_iteration: int = honoured(-1, "Start after this step; -1: at the first step.", ge=-1)
+    last_batch_iteration: int = honoured(
+        -1, "Begin the schedule after this step of it, counted from 0; -1: at its start.", ge=-1
+    )
 
 
 class WarmupLRParams(DeepSpeedParams):
