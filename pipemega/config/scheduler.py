@@ -56,7 +56,7 @@ class SchedulerParams(Section):
 
 class DeepSpeedParams(SchedulerParams):
     last_batch_iteration: int = honoured(
-        -1, "Begin the schedule after this step of it, counted from 0; -1: at its start.", ge=-1
+        -1, "Skip the steps of the schedule up to this one, counted from 0; -1: skip none.", ge=-1
     )
 
 
