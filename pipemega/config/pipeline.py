@@ -89,8 +89,8 @@ class PipelineSection(Section):
 
     stages: Count | Auto = honoured(
         "auto",
-        "Another name of `mesh.pipeline`: the number of pipeline ranks, also if a rank has several "
-        "stages (`chunks`); if both are set, they must be equal.",
+        "Another name of `mesh.pipeline`; if both keys are set, they must be equal. It is the "
+        "number of pipeline ranks, also if a rank has several stages (`chunks`).",
     )
     partition: Partition = honoured(
         "auto",
