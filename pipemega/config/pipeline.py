@@ -95,8 +95,9 @@ class PipelineSection(Section):
     partition: Partition = honoured(
         "auto",
         'How layers are divided into stages. `"auto"`: so that the simulated step of the schedule '
-        "is shortest; the times of the layers come from counted FLOPs and bytes and fixed rates, "
-        'so the same config has the same stages everywhere (schedule `"auto"`: measured times). '
+        "is shortest. The times of the layers come from counted FLOPs and bytes and fixed rates, "
+        "so the same config has the same stages everywhere. Exception: if the schedule is also "
+        '`"auto"`, times are measured, and the stages can differ between machines. '
         'Or a quantity that is divided evenly: `"parameters"` (same as `"best"`), `"uniform"` '
         '(layers), `"profile"` (measured time), `"type:REGEX"` (layers whose class name matches). '
         "Or explicit bounds such as [0, 5, 9, 14].",
