@@ -153,7 +153,7 @@ _OTHERS = {
 
 _ZENFLOW = block(
     "ZenFlow: asynchronous updates of offloaded optimizer state.",
-    "offload_optimizer.device 'cpu' updates in the step; remove the block",
+    "with offload_optimizer.device 'cpu' the update is always a part of the step; remove the block",
     on="any",
 )
 
