@@ -438,7 +438,10 @@ def test_costs_select_the_schedule_auto():
             {"activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 2}},
             "activations stay on the device; remove the key",
         ),
-        ({"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}}, "the update is always a part of the step"),
+        (
+            {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
+            "the update is always a part of the step",
+        ),
         ({"sparse_gradients": True}, "gradients are stored in flat, dense buffers"),
         ({"graph_harvesting": True}, "set it to false"),
         ({"fp16": {"fp16_master_weights_and_grads": True}}, "are always fp32"),
