@@ -97,7 +97,8 @@ class PipelineSection(Section):
         'How layers are divided into stages. `"auto"`: so that the simulated step of the schedule '
         "is shortest. The times of the layers come from counted FLOPs and bytes and fixed rates, "
         "so the same config has the same stages everywhere. Exception: if the schedule is also "
-        '`"auto"`, times are measured, and the stages can differ between machines. '
+        '`"auto"` and no `costs` are given, times are measured, and the stages can differ between '
+        "machines. "
         'Or a quantity that is divided evenly: `"parameters"` (same as `"best"`), `"uniform"` '
         '(layers), `"profile"` (measured time), `"type:REGEX"` (layers whose class name matches). '
         "Or explicit bounds such as [0, 5, 9, 14].",
@@ -128,9 +129,10 @@ class PipelineSection(Section):
         "auto",
         f'Stages per rank: any number for {_ANY_CHUNKS} (`"auto"`: 2); fixed for the other '
         'schedules (`"auto"`: that number). With schedule `"auto"`, `"auto"` tries 1, 2, '
-        "4 and each number up to 8 that gives all stages equally many layers, each with stages in "
-        "a loop and in a V, and takes the best; if `costs` are lists, the number is the length of "
-        "a list divided by the number of pipeline ranks.",
+        "4 and each number up to 8 that gives all stages equally many layers. It tries each of "
+        "these numbers twice, with the stages in a loop and with the stages in a V, and takes the "
+        "best. If `costs` are lists, the number is the length of a list divided by the number of "
+        "pipeline ranks.",
     )
     costs: CostsSection | Auto | None = own(
         None, 'Costs of F, I, W for schedule `"auto"`; null, `"auto"`: measured in the first steps.'
