@@ -230,7 +230,7 @@ def test_one_line_names_a_killed_rank_and_torchrun_its_signal(scripts: Scripts) 
     assert "no response from rank 1: killed, crashed, hanging" in ended.details[0]
     assert "at stage 0" in ended.details[0]
     assert "Signal 9 (SIGKILL)" in ended.root_cause
-    assert ended.num_lines <= 25
+    assert ended.num_lines <= 23
 
 
 @pytest.mark.sweep
@@ -246,7 +246,7 @@ def test_no_rank_of_four_aborts_after_a_kill_and_stderr_stays_short(scripts: Scr
         assert "terminate called" not in ended.errors
         assert "SIGABRT" not in ended.errors
         assert "Signal 9 (SIGKILL)" in ended.root_cause
-        assert ended.num_lines <= 25
+        assert ended.num_lines <= 23
         assert sorted(ended.details) == [0, 1, 2]
 
 
@@ -312,7 +312,7 @@ def test_one_rank_reports_a_config_that_no_rank_can_read(scripts: Scripts) -> No
     assert ended.printed.startswith("rank 0: ")
     assert "config.json is not JSON: line 1" in ended.printed
     assert not ended.details
-    assert ended.num_lines <= 25
+    assert ended.num_lines <= 23
     assert "Traceback" not in ended.errors.split("torch/distributed")[0]
 
 
