@@ -35,6 +35,7 @@ class StepData:
         shares: samples of each micro-batch, relative to a full one; None: all are full.
         epoch: completed passes over the data after the step; None: not known.
         counted: see `MicroBatches`.
+        pairs: the micro-batches as this rank has read them; None: it reads none.
     """
 
     inputs: list[Any]
@@ -43,6 +44,7 @@ class StepData:
     shares: tuple[float, ...] | None = None
     epoch: int | None = None
     counted: tuple[int | None, ...] = ()
+    pairs: Sequence[Any] | None = None
 
     def with_samples(self) -> "StepData":
         """Return the step without the micro-batches that only complete it."""
@@ -295,7 +297,8 @@ class BatchReader:
             raise self._ended(fewest, had, count)
         _check_pairs(pairs or ())
         if not isinstance(data_iter, BatchLoader):
-            comparison.check(pairs, count)
+            may_differ = getattr(data_iter, "inputs_may_differ", False)
+            comparison.check(pairs, count, inputs_may_differ=may_differ)
         elif data_iter.is_compared:
             comparison.check(pairs, count, must_differ=data_iter.must_differ)
         return self._step_data(pairs, count, count * self._share.samples_per_slice)
@@ -345,7 +348,13 @@ class BatchReader:
             labels = self.to_device([pair[1] for pair in pairs])
             if self._mesh.device.type != "cpu":
                 counted = tuple(count_labels(pair[1]) for pair in pairs)
-        return StepData(inputs, labels, num_samples, shares, epoch, counted)
+        return StepData(inputs, labels, num_samples, shares, epoch, counted, pairs)
+
+    def for_these_stages(self, data: StepData) -> StepData:
+        """Return a training step that a reader for other stages has read."""
+        return self._step_data(
+            data.pairs, len(data.inputs), data.num_samples, data.shares, data.epoch
+        )
 
     def to_device(self, tree: Any) -> Any:
         """Copy the tensors of a pytree to the device of this rank, from pinned memory.

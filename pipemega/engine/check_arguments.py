@@ -15,12 +15,14 @@ from pipemega.pipeline.deepspeed_arguments import refuse_arguments
 from pipemega.pipeline.module import PipelineModule
 
 _ARGUMENTS = (
-    "model", "config", "training_data", "overrides", "collate_fn", "mesh", "plan", "optimizer",
-    "lr_scheduler", "model_parameters",
+    "model", "config", "training_data", "overrides", "collate_fn", "mesh", "plan", "example",
+    "optimizer", "lr_scheduler", "model_parameters",
 )  # fmt: skip
 
 
-def check_arguments(model: Any, training_data: Any, unsupported: Mapping[str, Any]) -> None:
+def check_arguments(
+    model: Any, training_data: Any, example: Any, unsupported: Mapping[str, Any]
+) -> None:
     """Check the types of the arguments of `initialize`.
 
     Raises:
@@ -36,6 +38,12 @@ def check_arguments(model: Any, training_data: Any, unsupported: Mapping[str, An
         raise ConfigError(
             f"training_data is the optimizer {type(training_data).__name__}: "
             f"{_maker_advice(training_data)}",
+            on_every_rank=True,
+        )
+    if example is not None and not (isinstance(example, tuple | list) and len(example) == 2):
+        raise ConfigError(
+            f"initialize(example=...) is a {type(example).__name__}, and must be the pair (inputs, "
+            "labels) of one micro-batch",
             on_every_rank=True,
         )
 

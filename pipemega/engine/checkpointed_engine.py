@@ -4,11 +4,15 @@ from pathlib import Path
 from typing import Any
 
 from pipemega.checkpoint import Counters, LoadOptions
+from pipemega.diagnostics.replica_check import check_replicas
+from pipemega.distributed.mesh import gather_objects
 from pipemega.engine.batch_reader import StepData
+from pipemega.engine.stage_mover import BuiltModules, describe_cut
 from pipemega.engine.step_callbacks import TrainStep
 from pipemega.engine.step_engine import StepEngine
 from pipemega.engine.step_runner import StepRunner
 from pipemega.errors import PipemegaError
+from pipemega.monitor import get_logger
 from pipemega.optimizer import StepReport
 from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.plan.instructions import Plan
@@ -33,11 +37,36 @@ class CheckpointedEngine(StepEngine):
             self._move_stages(self.plan, step.next_bounds)
         return report
 
-    def _obstacle_to_move(self, plan: Plan, bounds: Bounds) -> str:
+    def _with_final_stages(self, data: StepData) -> StepData:
+        late, self._late_choice = self._late_choice, None
+        if late is None:
+            return data
+        first = late.of(data)
+        place, bounds = self.plan.rank_of_stage, self._model.bounds
+        if (first.plan.rank_of_stage, first.bounds) != (place, bounds):
+            obstacle = self._obstacle_to_move(first.plan, first.bounds, is_first=True)
+            if obstacle:
+                if self.mesh.rank == 0:
+                    wanted = describe_cut(first.bounds, first.plan.rank_of_stage)
+                    get_logger().warning(
+                        f"the stages stay on layers {describe_cut(bounds, place)}, although "
+                        f"{wanted} would be chosen: {obstacle}; give "
+                        "initialize(example=(inputs, labels)), so that they are built there"
+                    )
+                first = late.on(self.plan, bounds)
+            else:
+                self._move_stages(first.plan, first.bounds, late.built)
+        self.plan, self._plans = first.plan, first.plans
+        if first.tuner is not None:
+            self._callbacks.insert(0, first.tuner)
+        return self._reader.for_these_stages(data)
+
+    def _obstacle_to_move(self, plan: Plan, bounds: Bounds, *, is_first: bool = False) -> str:
         """Return why the stages cannot move, as a clause; "" if they can. Collective.
 
         Args:
             plan, bounds: as for `_move_stages`.
+            is_first: before the first step, whose data have been read.
         """
         if self._step is None:
             return "the run has no optimizer"
@@ -52,14 +81,17 @@ class CheckpointedEngine(StepEngine):
             )
         if self._profiler is not None:
             self._profiler.cancel_counting()
-        return self._mover.obstacle(self._model, self._step, bounds)
+        if is_first and any(gather_objects(self._module_was_read, self.mesh.world)):
+            return "engine.module was read, so the caller may refer to its parameters"
+        return self._mover.obstacle(self._model, self._step, bounds, is_first=is_first)
 
-    def _move_stages(self, plan: Plan, bounds: Bounds) -> None:
+    def _move_stages(self, plan: Plan, bounds: Bounds, built: BuiltModules | None = None) -> None:
         """Move the stages to the ranks of `plan`, between two steps; collective.
 
         Args:
             plan: of the next steps, lowered.
             bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
+            built: as for `StageMover.move`.
 
         Raises:
             NonFiniteError, LossScaleError: as `settle`, after the move.
@@ -74,11 +106,21 @@ class CheckpointedEngine(StepEngine):
             # The step is undone. The run may continue after that, with the plan of the new stages.
             failed = error
             self._settle()
-        model, executor = self._mover.move(self._model, self._step, plan, bounds)
+        model, executor = self._mover.move(self._model, self._step, plan, bounds, built)
         self.plan = plan
         self._use_stages(model, executor)
         if failed is not None:
             raise failed
+
+    def check_replicas(self) -> None:
+        """Compare all copies of each parameter bit by bit.
+
+        Raises:
+            ReplicaError: copies differ; on every rank.
+        """
+        with self._failures.propagate_errors("check_replicas"):
+            self._settle()
+            check_replicas(self._model, self.mesh)
 
     def save_checkpoint(
         self,

@@ -6,6 +6,7 @@ from pipemega.data.loader import BatchLoader
 from pipemega.distributed.launch_order import launch_order_advice
 from pipemega.engine.executor_builder import ExecutorBuilder
 from pipemega.engine.first_plan import FirstPlan
+from pipemega.engine.late_choice import LateChoice
 from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.schedule_tuner import ScheduleTuner
 from pipemega.engine.stage_mover import StageMover
@@ -17,6 +18,7 @@ from pipemega.optimizer import OptimizerStep
 from pipemega.optimizer.build_step import optimizer_step
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.local_model import LocalModel
+from pipemega.pipeline.plan_selection import plan_is_provisional
 from pipemega.pipeline.recorder import step_clock
 
 
@@ -34,6 +36,7 @@ class Components:
         mover: moves stages to other ranks.
         plans: of steps with different numbers of micro-batches.
         tuner: replaces the plan of schedule `auto`; None: it stays.
+        late_choice: of plan and stages, when the first step has been read; None: they are final.
     """
 
     model: LocalModel
@@ -45,9 +48,12 @@ class Components:
     mover: StageMover
     plans: StepPlans
     tuner: ScheduleTuner | None
+    late_choice: LateChoice | None = None
 
 
-def build_components(setup: RunSetup, model: LocalModel, first: FirstPlan) -> Components:
+def build_components(
+    setup: RunSetup, model: LocalModel, first: FirstPlan, late_choice: LateChoice | None = None
+) -> Components:
     """Build what trains the local stages `model`.
 
     Raises:
@@ -59,7 +65,9 @@ def build_components(setup: RunSetup, model: LocalModel, first: FirstPlan) -> Co
     step = optimizer_step(config, mesh, model, setup.arguments, length)
     timers = MultiTimer(enabled=config.wall_clock_breakdown, clock=step_clock(mesh.device))
     # A plan of the tuner may split backward.
-    executors = ExecutorBuilder(setup, timers, plan_may_change=first.tuner is not None)
+    tunes = plan_is_provisional(config.pipeline, mesh.pipeline.size)
+    may_change = first.tuner is not None or (tunes and late_choice is not None)
+    executors = ExecutorBuilder(setup, timers, plan_may_change=may_change)
     # A split backward has no weight gradient beside an all-reduce.
     splits = executors.splits_backward(first.plan)
     advice = None if splits else launch_order_advice(mesh.device, mesh.tensor.size)
@@ -75,4 +83,5 @@ def build_components(setup: RunSetup, model: LocalModel, first: FirstPlan) -> Co
         StageMover(setup, executors),
         first.plans,
         first.tuner,
+        late_choice,
     )

@@ -24,7 +24,7 @@ _REMEDY = (
     "and the same seed for what they shuffle or draw before reading. Random numbers in "
     "__getitem__, __iter__ or collate_fn must come from the default generators of torch, numpy or "
     "random, which are seeded for each sample of training_data, or from a generator that is seeded "
-    "with the index of the sample"
+    "with the index of the sample. If the difference is intended, set data.compare_every to 0"
 )
 
 
@@ -42,7 +42,12 @@ class DataComparison:
         self._calls = 0
 
     def check(
-        self, pairs: Sequence[Any] | None, num_microbatches: int, *, must_differ: bool = False
+        self,
+        pairs: Sequence[Any] | None,
+        num_microbatches: int,
+        *,
+        must_differ: bool = False,
+        inputs_may_differ: bool = False,
     ) -> None:
         """Compare the data of one call, if it is due; collective.
 
@@ -50,6 +55,7 @@ class DataComparison:
             pairs: the (inputs, labels) that this rank has read; None if it reads no data.
             num_microbatches: of the call; the same on every rank.
             must_differ: equal data on two data ranks is an error too.
+            inputs_may_differ: between stages, of which only the first uses them; on this rank.
 
         Raises:
             DataError: ranks have read different data; on every rank.
@@ -62,6 +68,8 @@ class DataComparison:
         if pairs is not None:
             for row, pair in zip(hashes, pairs, strict=False):
                 row[:] = [_hash(part) for part in pair]
+        if inputs_may_differ and self._mesh.pipeline.rank > 0:
+            hashes[:, 0] = 0
         own, world = torch.from_numpy(hashes), self._mesh.world
         gathered = [torch.empty_like(own) for _ in world.ranks]
         dist.all_gather(gathered, own, group=world.group)

@@ -27,12 +27,14 @@ class FirstPlan(NamedTuple):
         bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
         plans: of steps with different numbers of micro-batches.
         tuner: replaces the plan of schedule `auto` after measurements; None: it stays.
+        is_provisional: the shapes of the first micro-batch may change plan and stages.
     """
 
     plan: Plan
     bounds: Bounds
     plans: StepPlans
     tuner: ScheduleTuner | None
+    is_provisional: bool = False
 
 
 def with_chosen_vocabulary(setup: RunSetup, given: Plan | None) -> RunSetup:
@@ -68,16 +70,19 @@ def first_plan(setup: RunSetup, given: Plan | None) -> FirstPlan:
     if sizes.changes and given is not None:
         raise _plan_in_a_ramp_up(given)
     staged, chooser = setup.staged_net, PlanChooser(setup)
-    is_provisional = plan_is_provisional(config.pipeline, mesh.pipeline.size, given)
+    is_auto = plan_is_provisional(config.pipeline, mesh.pipeline.size, given)
     # The passes of a cut vocabulary are not measured, so the plan of the first step stays.
-    is_tuned = is_provisional and not setup.cuts_vocabulary
+    is_tuned = is_auto and not setup.cuts_vocabulary and not chooser.shapes_follow
     cache: Path | None = None
     if is_tuned:
         chosen, cache = first_tuned_plan(chooser, mesh, _cost_key(setup), log)
-    elif is_provisional:
+    elif is_auto:
         chosen = from_first(mesh.world, lambda: chooser.first_plan(None))
     else:
         chosen = from_first(mesh.world, lambda: chooser.configured_plan(given))
+    is_provisional = from_first(mesh.world, lambda: chooser.is_provisional)
+    if is_provisional:
+        log.info(_FOLLOWS)
     plan = chosen.plan
     if chosen.reason is not None:
         log.info(chosen.reason)
@@ -90,8 +95,15 @@ def first_plan(setup: RunSetup, given: Plan | None) -> FirstPlan:
     if is_tuned:
         tuner = ScheduleTuner(mesh, plan, bounds, chosen.seconds, chooser, cache, log)
     plans = StepPlans(mesh, plan, chooser if sizes.changes else None)
-    plans.check(bounds, [size // batch.samples_per_slice for size in sizes.sizes[:-1]])
-    return FirstPlan(plan, bounds, plans, tuner)
+    if not (is_auto and is_provisional):
+        plans.check(bounds, [size // batch.samples_per_slice for size in sizes.sizes[:-1]])
+    return FirstPlan(plan, bounds, plans, tuner, is_provisional)
+
+
+_FOLLOWS = (
+    "the shapes of a micro-batch are not known yet: the first train_batch() chooses plan and "
+    "stages, and moves the layers; with initialize(example=(inputs, labels)) they need not move"
+)
 
 
 def _plan_in_a_ramp_up(plan: Plan) -> ConfigError:

@@ -21,6 +21,7 @@ from pipemega.engine.cpu_allocator import keep_freed_memory
 from pipemega.engine.determinism import use_deterministic_algorithms
 from pipemega.engine.engine import Engine
 from pipemega.engine.first_plan import FirstPlan, first_plan, with_chosen_vocabulary
+from pipemega.engine.late_choice import LateChoice
 from pipemega.engine.loop_engine import LoopEngine
 from pipemega.engine.rank_logging import open_log
 from pipemega.engine.resume import resume, with_saved_schedule
@@ -43,6 +44,7 @@ from pipemega.optimizer.user_optimizer import OptimizerMaker
 from pipemega.pipeline.local_model import LocalModel, log_stages, make_replicas_equal
 from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.planning.model_source import Sample
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
@@ -56,6 +58,7 @@ def initialize(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     mesh: Mesh | None = None,
     plan: Plan | None = None,
+    example: tuple[Any, Any] | None = None,
     optimizer: OptimizerMaker | GivenOptimizer | None = None,
     lr_scheduler: SchedulerMaker | None = None,
     model_parameters: Sequence[Mapping[str, Any]] | GivenGroups | None = None,
@@ -77,6 +80,10 @@ def initialize(
         mesh: if the caller has built it already.
         plan: what each pipeline rank computes in a step, instead of pipeline.schedule; the same
             on every rank.
+        example: (inputs, labels) of a micro-batch; only shapes and dtypes are used, so the tensors
+            may be on the meta device. It decides on plan and stages if no map-style
+            `training_data` is given; without it the first `train_batch` decides, and moves the
+            layers.
         optimizer: list of parameter groups -> torch optimizer over these parameters, the masters
             of this rank: `lambda params: Lion(params, lr=1e-4)`. In place of the config section
             `optimizer`. It may be called several times, with small parameters, to test whether
@@ -96,10 +103,11 @@ def initialize(
         MeshError: the number of launched ranks does not fit the mesh.
     """
     refuse_worker_process()
-    check_arguments(model, training_data, unsupported)
+    check_arguments(model, training_data, example, unsupported)
     arguments = optimizer_arguments(optimizer, lr_scheduler, model_parameters)
     config = with_devices_of_layers(load(config, overrides), model, mesh, plan)
-    setup = RunSetup(config, mesh or build_mesh_of(config), model, arguments)
+    sample = None if example is None else Sample.like(*example)
+    setup = RunSetup(config, mesh or build_mesh_of(config), model, arguments, example=sample)
     engine = _initialize(Engine, setup, plan, training_data, collate_fn)
     return engine, engine.optimizer, engine.loader, engine.lr_scheduler
 
@@ -181,8 +189,9 @@ def _build_engine(
         keep_freed_memory()
     setup = with_chosen_vocabulary(setup, given_plan)
     first = first_plan(setup, given_plan)
+    late_choice = LateChoice(setup, given_plan) if first.is_provisional else None
     model = _build_stages(setup, first)
-    components = build_components(setup, model, first)
+    components = build_components(setup, model, first, late_choice)
     return engine_class(setup.config, mesh, first.plan, components)
 
 

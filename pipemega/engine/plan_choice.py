@@ -1,8 +1,9 @@
 """The plan of the first step, its stages and, with schedule `auto`, the plan for measured costs.
 
 Rank 0 chooses; the others receive the plan.  If the shapes of a micro-batch are known, from the
-section `model` or the training data, the layers are counted on the meta device as in
-`pipemega plan`, and the choice is the same.
+section `model`, an example or the training data, the layers are counted on the meta device as in
+`pipemega plan`, and the choice is the same.  Otherwise the first choice is provisional: it is made
+again when the first micro-batch has been read (`late_choice`).
 """
 
 from collections.abc import Callable, Iterator
@@ -37,6 +38,8 @@ from pipemega.pipeline.plan_selection import (
     with_section_vocabulary,
 )
 from pipemega.pipeline.schedules import AUTO, forward_only, splits_backward
+from pipemega.pipeline.schedules.placement import loop
+from pipemega.pipeline.schedules.sequential import sequential_on
 from pipemega.pipeline.vocabulary_shard import vocabulary_split
 from pipemega.planning.cut_report import explain
 from pipemega.planning.layer_times import measured_layers
@@ -74,11 +77,18 @@ class PlanChooser:
 
     Args:
         setup: of the run; without an optimizer the cut is for evaluation.
+
+    Attributes:
+        shapes_follow: they are known once the first step has been read.
+        is_provisional: a choice needed shapes that the first micro-batch is going to have.
     """
 
     def __init__(self, setup: RunSetup) -> None:
         self._config, self._mesh, self._net = setup.config, setup.mesh, setup.net
-        self._trains, self._loader = setup.trains, setup.loader
+        self._trains, self._loader, self._example = setup.trains, setup.loader, setup.example
+        waits = setup.trains and setup.mesh.pipeline.size > 1 and not setup.has_read
+        self.shapes_follow = waits and next(self._samples(), None) is None
+        self.is_provisional = False
         self._num_microbatches = setup.batch.num_microbatches
         self._model: MetaModel | None = None
         self._bounds: Bounds | None = None  # of the stages of the run
@@ -102,6 +112,11 @@ class PlanChooser:
         """
         section, ranks = self._config.pipeline, self._mesh.pipeline.size
         count, layers = self._num_microbatches, len(self._net)
+        if self.shapes_follow and plan_is_provisional(section, ranks, given):
+            # Inputs and labels are read by the first and the last rank, as callers expect.
+            bounds = section.partition
+            stages = len(bounds) - 1 if isinstance(bounds, tuple) else ranks
+            given = sequential_on(loop(ranks, max(1, stages // ranks)), count)
         plan = training_plan(section, ranks, count, layers, self._order, given, self._with_passes)
         if plan.num_stages == 1:
             return ChosenPlan(plan, None)
@@ -192,7 +207,8 @@ class PlanChooser:
     def _allows(self, model: MetaModel, stages: Stages) -> bool:
         """Return whether the config allows the stages of an earlier run."""
         number, chunks = len(stages.rank_of_stage), self._config.pipeline.stages_per_rank
-        return chunks is None or number == chunks * model.num_ranks
+        fits = chunks is None or number == chunks * model.num_ranks
+        return fits and model.has_labels(stages.rank_of_stage)
 
     def prefers(self, cut: Config) -> bool:
         """Return whether `cut`, the config with a cut vocabulary, has the shorter step."""
@@ -308,6 +324,9 @@ class PlanChooser:
             # Code of the user runs here, and a run that needs no counts has to start anyway.
             except Exception as error:
                 why = str(error)
+        if self.shapes_follow:
+            self.is_provisional = True
+            return None
         limits = {
             "weight_queue_limit": section.weight_queue_limit not in (None, "auto"),
             "memory_limit": section.memory_limit != "auto" and section.schedule != AUTO,
@@ -316,8 +335,8 @@ class PlanChooser:
             if is_set:
                 raise ConfigError(
                     f"pipeline.{key} needs the bytes that each stage holds, and they cannot be "
-                    f"counted: {why}; give initialize() a map-style training_data and layers that "
-                    f"run on torch's meta device, or remove pipeline.{key}"
+                    f"counted: {why}; give initialize() layers that run on torch's meta device and "
+                    f"example=(inputs, labels), or remove pipeline.{key}"
                 )
         if section.schedule == AUTO:
             self._log.info(
@@ -359,11 +378,13 @@ class PlanChooser:
         return isinstance(name, str) and name != AUTO and splits_backward(name)
 
     def _samples(self) -> Iterator[Callable[[], Sample]]:
-        """Yield functions that return a micro-batch: of the config, the data, or the model.
+        """Yield functions that return a micro-batch: example, of the config, the data, the model.
 
-        That of the config comes first, as in `pipemega plan`, so that the cut is the same.
+        That of the config comes before the data, as in `pipemega plan`: the cut is the same.
         """
-        config, loader = self._config, self._loader
+        config, loader, example = self._config, self._loader, self._example
+        if example is not None:
+            yield lambda: example
         if config.model is not None:
             context = ModelContext.of(config, self._mesh.topology)
             yield lambda: Sample(*sample_from(context))

@@ -12,6 +12,7 @@ from pipemega.pipeline.local_model import LocalModel, build_local_model
 from pipemega.pipeline.module import BuildOptions, PipelineModule
 from pipemega.pipeline.recompute import checkpoint_interval
 from pipemega.pipeline.vocabulary_shard import vocabulary_split
+from pipemega.planning.model_source import Sample
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class RunSetup:
         net: the whole model, with its adapters.
         arguments: of the user, about the optimizer.
         loader: of the training data; None if the caller passes iterators.
+        example: a micro-batch, from which the model is counted; None: see `PlanChooser`.
+        has_read: the first step was read, so no shapes follow.
     """
 
     config: Config
@@ -30,6 +33,8 @@ class RunSetup:
     net: PipelineModule
     arguments: OptimizerArguments = field(default_factory=OptimizerArguments)
     loader: BatchLoader | None = None
+    example: Sample | None = None
+    has_read: bool = False
 
     @property
     def batch(self) -> Batch:

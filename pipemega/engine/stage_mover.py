@@ -13,7 +13,7 @@ parameters and masters.
 
 import itertools
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,6 +38,7 @@ from pipemega.optimizer.build_step import build_masters
 from pipemega.optimizer.given_optimizer import GivenGroups
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.local_model import LocalModel
+from pipemega.pipeline.module import PipelineModule
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.planning.units import show_bytes
 from pipemega.random import preserve_all_rng
@@ -56,6 +57,43 @@ class _Snapshot:
     groups: int
 
 
+class BuiltModules:
+    """The modules that the user has built, before stages are made of them: other stages may follow.
+
+    Args:
+        net: the whole model.
+    """
+
+    def __init__(self, net: PipelineModule) -> None:
+        layers = [net.meta_layers[p] for p in range(len(net)) if net.has_built_tensors(p)]
+        modules = {id(m): m for layer in layers for m in layer.modules()}.values()
+        parameters = {id(p): p for layer in layers for p in layer.parameters()}.values()
+        self._attributes = [(m, dict(vars(m)), _entries(vars(m).items())) for m in modules]
+        self._parameters = [(p, p.data, p.grad, dict(_grad_hooks(p))) for p in parameters]
+
+    def restore(self) -> None:
+        """Remove everything that an engine has attached; the parameters have their first values."""
+        for module, attributes, entries in self._attributes:
+            vars(module).clear()
+            vars(module).update(attributes)
+            for key, before in entries.items():
+                # The same dict: the handle of a hook refers to it.
+                attributes[key].clear()
+                attributes[key].update(before)
+        for parameter, data, grad, hooks in self._parameters:
+            parameter.data, parameter.grad = data, grad
+            _grad_hooks(parameter).clear()
+            _grad_hooks(parameter).update(hooks)
+
+
+def _entries(attributes: Iterable[tuple[str, Any]]) -> dict[str, dict[Any, Any]]:
+    return {key: dict(value) for key, value in attributes if isinstance(value, dict)}
+
+
+def _grad_hooks(parameter: Tensor) -> dict[int, Any]:
+    return getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+
+
 class StageMover:
     """Moves the stages of one engine; `move` may be called several times.
 
@@ -72,19 +110,30 @@ class StageMover:
         """Remember the hooks and modules that the caller may change; when the engine is built."""
         self._snapshot = _Snapshot(_modules(model), len(step.optimizer.param_groups))
 
-    def obstacle(self, model: LocalModel, step: OptimizerStep, bounds: Sequence[int]) -> str:
-        """Return why the stages must stay, as a clause; "" if they can move. Collective."""
+    def obstacle(
+        self,
+        model: LocalModel,
+        step: OptimizerStep,
+        bounds: Sequence[int],
+        *,
+        is_first: bool = False,
+    ) -> str:
+        """Return why the stages must stay, as a clause; "" if they can move. Collective.
+
+        Args:
+            is_first: before the first step, with `BuiltModules`.
+        """
         found = (
-            self._obstacle_of_model(model, bounds)
+            self._obstacle_of_model(bounds, moves_built=is_first)
             or self._obstacle_of_optimizer(step)
             or self._change_by_caller(model, step)
         )
         return next(filter(None, gather_objects(found, self._mesh.world)), "")
 
-    def _obstacle_of_model(self, model: LocalModel, bounds: Sequence[int]) -> str:
+    def _obstacle_of_model(self, bounds: Sequence[int], *, moves_built: bool) -> str:
         net = self._setup.net
         built = next((p for p in range(len(net)) if net.has_built_tensors(p)), None)
-        if built is not None:
+        if built is not None and not moves_built:
             return (
                 f"layer {built} ({net.layer_names[built]}) is a module that was built before "
                 "initialize(); give a LayerSpec, or from_module() a function that builds it"
@@ -126,7 +175,12 @@ class StageMover:
         return ""
 
     def move(
-        self, model: LocalModel, step: OptimizerStep, plan: Plan, bounds: Sequence[int]
+        self,
+        model: LocalModel,
+        step: OptimizerStep,
+        plan: Plan,
+        bounds: Sequence[int],
+        built: BuiltModules | None = None,
     ) -> tuple[LocalModel, Executor]:
         """Move the stages; the parameters and modules of `model` are empty afterwards. Collective.
 
@@ -134,6 +188,7 @@ class StageMover:
             model: the current stages, after `step.settle()`.
             plan: of the next steps, lowered; its stages are those of `bounds`.
             bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
+            built: before the first step.
 
         Returns:
             the new stages, and what runs plans with them.
@@ -145,6 +200,8 @@ class StageMover:
         with preserve_all_rng():
             state = state_of(model, step)
             _free(model, step.masters)
+            if built is not None:
+                built.restore()
             place = plan.rank_of_stage
             moved = self._setup.build_stages(bounds, place)
             sent = self._fill(moved, step, state)

@@ -16,7 +16,6 @@ from pipemega.checkpoint import Checkpointer
 from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.diagnostics.nan_origin import NonFiniteLocator
-from pipemega.diagnostics.replica_check import check_replicas
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.batch_norm_updates import BatchNormUpdates
@@ -50,7 +49,8 @@ class StepEngine:
 
     Attributes:
         config, mesh, batch: as given; `batch` is the solved batch equation.
-        module: the local stages, an `nn.ModuleList` in the order of the model.
+        module: the local stages, an `nn.ModuleList` in the order of the model. Stages whose
+            `module` was read before the first step do not move (`initialize(example=...)`).
         optimizer: torch's optimizer, over the master weights if they exist; None without training.
         lr_scheduler: stepped by `train_batch`; None if the learning rate is constant.
         loader: of the training data; None if the caller passes iterators.
@@ -68,7 +68,7 @@ class StepEngine:
     def __init__(self, config: Config, mesh: Mesh, plan: Plan, components: Components) -> None:
         self.config, self.mesh, self.plan = config, mesh, plan
         self.batch = config.batch(mesh.data.size)
-        self.module = nn.ModuleList()
+        self._stages, self._module_was_read = nn.ModuleList(), False
         self.timers = components.timers
         self.num_parameters = components.num_parameters
         self.global_steps, self.consumed_samples, self.stop_requested = 0, 0, False
@@ -85,7 +85,7 @@ class StepEngine:
             config, mesh, components.model, step, self.loader, self.total_steps
         )
         self._failures = failure_reporter()
-        self._plans = components.plans
+        self._plans, self._late_choice = components.plans, components.late_choice
         self._tracing = TraceSteps(config.monitor.trace, mesh, self._phases)
         self._busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
         callbacks = (
@@ -106,8 +106,8 @@ class StepEngine:
         config, mesh, step = self.config, self.mesh, self._step
         self._model, self._executor = model, executor
         self._batch_norms = BatchNormUpdates(model, mesh.data)
-        self.module._modules.clear()
-        self.module.extend(model.modules)
+        self._stages._modules.clear()
+        self._stages.extend(model.modules)
         self._runner: StepRunner | None = None
         if step is not None:
             self._runner = StepRunner(
@@ -138,6 +138,16 @@ class StepEngine:
         return FlopsProfiler(
             section, self.mesh, self.batch, sources, self.timers, self.num_parameters
         )
+
+    @property
+    def module(self) -> nn.ModuleList:
+        self._module_was_read = True
+        return self._stages
+
+    @property
+    def local_stages(self) -> nn.ModuleList:
+        """As `module`, for a reader that keeps no reference: the first step may move the stages."""
+        return self._stages
 
     # Reports of steps
 
@@ -251,24 +261,34 @@ class StepEngine:
         self, data_iter: Iterator[Any] | None, batch: Any, keep_outputs: bool
     ) -> tuple[float, list[Any] | None]:
         """Train one step, as `Engine.train_batch`; return the loss, and the outputs if kept."""
-        located, kept = self._locator.add_origin_to_errors(), self._batch_norms.dropped_on_error()
-        with self._failures.propagate_errors("train_batch"), located, kept:
-            runner = self._training_runner("train_batch")
+        with self._failures.propagate_errors("train_batch"):
+            self._training_runner("train_batch")
             if self._model.loss_fn is None:
                 raise ConfigError(
                     "train_batch needs a loss: give PipelineModule(layers, loss_fn=...)",
                     on_every_rank=True,
                 )
             self._phases.start(exact=self._tracing.tracer.is_due(self.global_steps + 1))
-            data = self._read_batch(data_iter, batch)
-            step = self._begin_step(runner, data, keep_outputs=keep_outputs)
-            with preserve_rng(self.mesh.device), self._phases(PIPELINE):
-                results = runner.forward_backward(step)
-            self._locator.record_step(step.plan, step.micro_batches())
-            # Before the stages may move.
-            outputs = self._evaluator.kept(results)
-            report = self._finish_step(runner, step, data, results)
-            return report.loss, outputs
+            with self._locator.add_origin_to_errors():
+                data = self._read_batch(data_iter, batch)
+            data = self._with_final_stages(data)
+            with self._locator.add_origin_to_errors(), self._batch_norms.dropped_on_error():
+                return self._train_on(data, keep_outputs=keep_outputs)
+
+    def _with_final_stages(self, data: StepData) -> StepData:
+        """Choose plan and stages of the first step, if its shapes were unknown until now."""
+        return data
+
+    def _train_on(self, data: StepData, *, keep_outputs: bool) -> tuple[float, list[Any] | None]:
+        runner = self._training_runner("train_batch")
+        step = self._begin_step(runner, data, keep_outputs=keep_outputs)
+        with preserve_rng(self.mesh.device), self._phases(PIPELINE):
+            results = runner.forward_backward(step)
+        self._locator.record_step(step.plan, step.micro_batches())
+        # Before the stages may move.
+        outputs = self._evaluator.kept(results)
+        report = self._finish_step(runner, step, data, results)
+        return report.loss, outputs
 
     def _training_runner(self, caller: str) -> StepRunner:
         if self._runner is None:
@@ -374,13 +394,3 @@ class StepEngine:
             self._batch_norms.on_report(report)
             for callback in self._callbacks:
                 callback.on_report(report)
-
-    def check_replicas(self) -> None:
-        """Compare all copies of each parameter bit by bit.
-
-        Raises:
-            ReplicaError: copies differ; on every rank.
-        """
-        with self._failures.propagate_errors("check_replicas"):
-            self._settle()
-            check_replicas(self._model, self.mesh)

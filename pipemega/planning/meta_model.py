@@ -135,6 +135,11 @@ class MetaModel:
         """The number of pipeline ranks."""
         return self._topology.pipeline
 
+    def has_labels(self, rank_of_stage: Sequence[int]) -> bool:
+        """Return whether the data of the last stage's rank have labels."""
+        ranks = self._sample.label_ranks
+        return ranks is None or rank_of_stage[-1] in ranks
+
     @property
     def layer_counts(self) -> tuple[int, int]:
         """The number of layers, and of the layers of the most frequent class."""

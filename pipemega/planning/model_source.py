@@ -33,10 +33,15 @@ _USAGE = (
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Inputs and labels of one micro-batch, on the meta device."""
+    """Inputs and labels of one micro-batch, on the meta device.
+
+    Args:
+        label_ranks: the pipeline ranks that have labels; None: every rank.
+    """
 
     inputs: Any
     labels: Any
+    label_ranks: frozenset[int] | None = None
 
     @classmethod
     def like(cls, inputs: Any, labels: Any) -> "Sample":

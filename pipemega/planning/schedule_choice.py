@@ -178,7 +178,7 @@ class ScheduleChooser:
         for count in counts:
             most = 2 if self._quick else _MAX_STEPS // steps_per_chunk
             if count <= max(2, chunks or 0, most) and self._model.allows_stages(ranks * count):
-                yield from loop_and_v(ranks, count)
+                yield from filter(self._model.has_labels, loop_and_v(ranks, count))
 
     def _named(self, limit: MemoryLimit) -> Iterator[_Candidate]:
         for place in self._placements:

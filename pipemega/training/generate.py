@@ -151,7 +151,7 @@ def _padded(window: Sequence[int], seq_length: int) -> Tensor:
 
 
 def _layers(engine: Engine) -> Iterator[nn.Module]:
-    for stage in engine.module:
+    for stage in engine.local_stages:
         assert isinstance(stage.layers, nn.ModuleDict)
         yield from stage.layers.values()
 

@@ -139,7 +139,7 @@ class TextGenerator:
         """The model of transformers, with the parameters of the engine's layers."""
         assert isinstance(self._net, HFPipelineModule)
         layers: dict[int, nn.Module] = {}
-        for stage in self._engine.module:
+        for stage in self._engine.local_stages:
             assert isinstance(stage.layers, nn.ModuleDict)
             layers |= {int(position): layer for position, layer in stage.layers.items()}
         return unsplit_model(self._net, layers)

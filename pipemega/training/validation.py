@@ -120,7 +120,7 @@ def output_shard(engine: Engine) -> OutputShard | None:
     """
     if engine.mesh.pipeline.rank != engine.plan.rank_of_stage[-1]:
         return None
-    stages = [stage for stage in engine.module if isinstance(stage, Stage)]
+    stages = [stage for stage in engine.local_stages if isinstance(stage, Stage)]
     last = stages[-1].last_layer
     shard: OutputShard | None = getattr(last, "output_shard", None)
     if isinstance(last, ColumnParallelLinear) and shard is None and not last.gather_output:

@@ -133,9 +133,6 @@ def _overrides(tree: Mapping[str, Any], model: DeepSpeedPipelineModule) -> Itera
         yield f"pipeline.activation_checkpoint_interval={interval}"
     if model.dynamic_shape and _key(tree, "pipeline", "shapes") is None:
         yield 'pipeline.shapes="exchanged"'
-    if _key(tree, "data", "compare_every") is None:
-        # In DeepSpeed only the first stage uses the inputs, so random ones may differ elsewhere.
-        yield "data.compare_every=0"
     allowed = _key(tree, "checkpoint", "allow_changes") or []
     if "seed" not in tree and isinstance(allowed, list):
         # torch draws one in each process of a script that sets none; the data do not depend on it.

@@ -21,7 +21,13 @@ class ScriptBatches:
         source: yields (inputs, labels), or what `batch_fn` makes such a pair of. None: `batch_fn`
             gets None, as on tensor ranks that receive their data from another one.
         batch_fn: of `set_batch_fn`.
+
+    Attributes:
+        inputs_may_differ: DeepSpeed uses the inputs of the first stage only, so those of other
+            stages may be random. The labels must agree: they show that the samples are the same.
     """
+
+    inputs_may_differ = True
 
     def __init__(self, source: Iterator[Any] | None, batch_fn: BatchFn | None) -> None:
         self._source, self._batch_fn = source, batch_fn

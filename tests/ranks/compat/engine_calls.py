@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipemega.compat.deepspeed as deepspeed
-from pipemega.errors import ConfigError
+from pipemega import LayerSpec, PipelineModule, initialize
+from pipemega.errors import ConfigError, DataError
 from tests.ranks.compat.deepspeed_scripts import (
     CLASSES,
     MICRO,
@@ -231,3 +232,35 @@ def counted_forwards() -> tuple[dict[str, int], bool]:
     except ConfigError as error:
         return counts, "LayerSpec(Linear, 'x', 2) could not be built" in str(error)
     return counts, False
+
+
+def different_samples(part: str) -> str:
+    """Train on micro-batches of which each stage draws `part` at random; return the error."""
+    _, engine = build(2, 1)
+    own = torch.Generator().manual_seed(dist.get_rank())
+    batches = [
+        (torch.randn(inputs.shape, generator=own), labels)
+        if part == "inputs"
+        else (inputs, torch.randint(CLASSES, labels.shape, generator=own))
+        for inputs, labels in micro_batches(4)
+    ]
+    try:
+        engine.train_batch(iter(batches))
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def plan_of_auto() -> bool:
+    """Return whether schedule `auto` has the plan of a native engine with the same stages."""
+    net, engine = build(2, 1, pipeline={"schedule": "auto"})
+    data = micro_batches(8)
+    engine.train_batch(iter(data))
+    layers = [layer for _ in range(2) for layer in (LayerSpec(nn.Linear, WIDTH, WIDTH), torch.tanh)]
+    layers.append(LayerSpec(nn.Linear, WIDTH, CLASSES))
+    same = PipelineModule(layers, nn.functional.cross_entropy)
+    pipeline = {"schedule": "auto", "partition": list(net.parts)}
+    settings = {**ds_config(), "mesh": {"pipeline": 2}, "pipeline": pipeline}
+    native, *_ = initialize(same, settings, example=data[0])
+    plans = engine.pipemega_engine.plan, native.plan
+    return bool(plans[0] == plans[1] and plans[0].name == "auto")

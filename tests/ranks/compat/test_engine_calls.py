@@ -5,9 +5,11 @@ import pytest
 from tests.ranks.compat.deepspeed_scripts import CLASSES, MICRO
 from tests.ranks.compat.engine_calls import (
     counted_forwards,
+    different_samples,
     engine_calls,
     grid_calls,
     other_shapes,
+    plan_of_auto,
     refusals,
 )
 from tests.ranks.pool import RankPool
@@ -97,3 +99,18 @@ def test_only_checkpointable_layers_are_recomputed_and_a_wrong_spec_is_named(
     ((counts, is_named),) = pool.run(1, counted_forwards)
     assert counts == {"Recomputed": 8, "Kept": 4}
     assert is_named
+
+
+def test_stages_that_read_other_samples_are_refused(pool: RankPool) -> None:
+    """The labels of one sample were trained with the inputs of another, without a word."""
+    for error in pool.run(2, different_samples, "labels"):
+        assert error.startswith("rank 0 (pipeline rank 0, tensor rank 0) and rank 1 (pipeline rank")
+        assert "have read different labels in call 1 of train_batch: 4 of 4 micro-batches" in error
+        assert "the same seed for what they shuffle" in error
+        assert "data.compare_every" in error
+    # DeepSpeed uses the inputs of the first stage only.
+    assert pool.run(2, different_samples, "inputs") == ["", ""]
+
+
+def test_auto_has_the_plan_that_it_has_with_known_shapes(pool: RankPool) -> None:
+    assert pool.run(2, plan_of_auto) == [True, True]

@@ -63,9 +63,11 @@ def mesh() -> Mesh:
     return Mesh(Topology(2, 1, 1), ranks, Axis("data"), Axis("tensor"), ranks, torch.device("cpu"))
 
 
-def chooser(settings: Config, net: PipelineModule | None = None) -> PlanChooser:
+def chooser(
+    settings: Config, net: PipelineModule | None = None, *, has_read: bool = False
+) -> PlanChooser:
     net = net or gpt(GPTConfig.of(settings, MODEL["vocab_size"]))
-    return PlanChooser(RunSetup(settings, mesh(), net))
+    return PlanChooser(RunSetup(settings, mesh(), net, has_read=has_read))
 
 
 @pytest.mark.parametrize(
@@ -119,7 +121,7 @@ def test_modules_that_are_already_built_are_counted_and_stay_unchanged() -> None
 def test_without_known_shapes_auto_starts_with_one_stage_per_rank() -> None:
     settings = config({"schedule": "auto"}, model=None)
     net = PipelineModule([LayerSpec(nn.Linear, 8, 8) for _ in range(6)], nn.functional.mse_loss)
-    choice = chooser(settings, net)
+    choice = chooser(settings, net, has_read=True)
     plan, bounds, predicted, _ = choice.first_plan(None)
     assert plan.compute_only() == measurement_plan(2, 8, 1)
     assert bounds is None, "pipeline.partition determines them without the plan"
@@ -253,9 +255,9 @@ def test_a_limit_of_the_queue_without_known_shapes_is_an_error_with_the_way_out(
     with pytest.raises(
         ConfigError,
         match=r"pipeline\.weight_queue_limit needs the bytes .* of a micro-batch are unknown; give "
-        r"initialize\(\) a map-style training_data",
+        r"initialize\(\) layers that run on torch's meta device and example=\(inputs, labels\)",
     ):
-        chooser(settings, net).configured_plan(None)
+        chooser(settings, net, has_read=True).configured_plan(None)
 
 
 RAMP_UP = {"training": {"rampup_batch_size": [2, 2, 16]}}
