@@ -1,4 +1,4 @@
-"""pipemega in the comparison: its GPT with the same initial weights as the other systems."""
+"""pipemega in the comparison: its GPT with the weights of the other systems, or their modules."""
 
 import gc
 import logging
@@ -10,9 +10,16 @@ from typing import Any
 import torch
 
 import pipemega
-from benchmarks.pipeline_cpu.cut import blocks_before
-from benchmarks.pipeline_cpu.model import Sizes, initial_state, micro_batches
+from benchmarks.pipeline_cpu.cut import blocks_before, layer_bounds
+from benchmarks.pipeline_cpu.model import (
+    Sizes,
+    build_layer,
+    initial_state,
+    loss_fn,
+    micro_batches,
+)
 from benchmarks.pipeline_cpu.peers import Place
+from pipemega import LayerSpec, PipelineModule
 from pipemega.config import load
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
@@ -40,7 +47,9 @@ _BLOCK = {
 HAND, BYTES = "@hand-cut", "-bytes"
 
 
-def train(sizes: Sizes, place: Place, system: str) -> Callable[[int], float | None]:
+def train(
+    sizes: Sizes, place: Place, system: str, *, own_modules: bool = False
+) -> Callable[[int], float | None]:
     """Build the engine of `SCHEDULE`, `SCHEDULE@hand-cut` or `auto@OTHER-bytes`.
 
     The first has no key about stages in its config, as a user starts. The last has the limit
@@ -48,19 +57,24 @@ def train(sizes: Sizes, place: Place, system: str) -> Callable[[int], float | No
 
     For schedule "auto" a first engine measures the stages and stores their costs in the cache; the
     returned engine starts with the plan for these costs.
+
+    Args:
+        own_modules: train the modules of the other systems, as the caller of `initialize` gives
+            them: it sees no data before the caller's iterator yields them.
     """
     logging.getLogger("pipemega").setLevel(logging.WARNING)
     schedule, _, option = system.partition("@")
     pipeline: dict[str, Any] = {"schedule": schedule}
     if system.endswith(HAND):
-        pipeline["partition"] = _hand_cut(sizes, place, schedule)
+        pipeline["partition"] = _hand_cut(sizes, place, schedule, own_modules=own_modules)
     elif option.endswith(BYTES):
         pipeline["memory_limit"] = _held_by(sizes, place, option.removesuffix(BYTES))
+    build = _engine_of_own_modules if own_modules else _engine
     if schedule != AUTO:
-        return _step(_engine(sizes, place, pipeline), sizes)
+        return _step(build(sizes, place, pipeline), sizes)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder if place.rank == 0 else os.devnull
-        measure = _step(_engine(sizes, place, pipeline), sizes)
+        measure = _step(build(sizes, place, pipeline), sizes)
         for number in range(WARM_UP + TIMED):
             measure(number)
         # Free it before memory is measured; an engine is in reference cycles.
@@ -77,9 +91,11 @@ def _step(engine: Engine, sizes: Sizes) -> Callable[[int], float | None]:
     return step
 
 
-def _hand_cut(sizes: Sizes, place: Place, schedule: str) -> list[int]:
+def _hand_cut(sizes: Sizes, place: Place, schedule: str, *, own_modules: bool) -> list[int]:
     """Return the stage bounds of the other systems for a schedule."""
     plan = build_plan(schedule, place.world_size, sizes.num_microbatches)
+    if own_modules:
+        return layer_bounds(sizes, plan.rank_of_stage, place.split)
     blocks = blocks_before(sizes, plan.rank_of_stage, place.split)
     # Their layer 0 is two layers here, tokens and positions; their last is norm and head.
     return [0, *(2 + count for count in blocks[1:-1]), sizes.layers + 4]
@@ -122,6 +138,12 @@ def _engine(sizes: Sizes, place: Place, pipeline: dict[str, Any]) -> Engine:
                 assert theirs.shape == parameter.shape, name
                 parameter.copy_(theirs)
     return engine
+
+
+def _engine_of_own_modules(sizes: Sizes, place: Place, pipeline: dict[str, Any]) -> Engine:
+    layers = [LayerSpec(build_layer, sizes, index) for index in range(sizes.num_units)]
+    net = PipelineModule(layers, loss_fn)
+    return pipemega.initialize(net, _config(sizes, place, pipeline))[0]
 
 
 def _gpt_config(sizes: Sizes) -> GPTConfig:

@@ -6,6 +6,8 @@ from typing import Any
 GOALS = (
     ("pipemega:1f1b over pipemega:1f1b@hand-cut", 0.98),
     ("pipemega:auto over pipemega:1f1b@hand-cut", 1.03),
+    ("own:1f1b over own:1f1b@hand-cut", 0.98),
+    ("own:auto over own:1f1b@hand-cut", 1.03),
     ("pipemega:auto@zb-h2-bytes over torch:1f1b", 1.10),
     ("best of pipemega over the fastest of torch", 1.03),
     ("best of pipemega over torch:1f1b", 1.10),
@@ -29,6 +31,8 @@ def goals(rows: list[dict[str, Any]]) -> list[tuple[str, float, float]]:
     ratios = {"torch:1f1b": "over_torch_1f1b", "pipemega:1f1b@hand-cut": "over_own_1f1b"}
     for what, _ in GOALS:
         system, _, other = what.partition(" over ")
+        if system.startswith("own:") and system in by_name:
+            values[what] = by_name[system]["over_hand_cut"]
         if system in by_name and other in ratios:
             values[what] = by_name[system][ratios[other]]
     if allowed and peer:
@@ -54,14 +58,16 @@ def markdown(report: dict[str, Any]) -> str:
         f"step(s) of every system.",
         "",
         "| system | tokens/s | slowest, fastest | of the limit | × torch:1f1b "
+        "| × own 1f1b@hand-cut (half of the rounds) "
         "| live tensors, MB per rank | resident growth, MB per rank | loss − reference |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         lines.append(
             f"| {row['system']} | {row['tokens_per_second']:.0f} "
             f"| {row['slowest']:.0f}, {row['fastest']:.0f} "
             f"| {_ratio(row['over_limit'])} | {_ratio(row['over_torch_1f1b'])} "
+            f"| {_ratio(row['over_hand_cut'])}{_interval(row['interval_over_hand_cut'])} "
             f"| {', '.join(f'{mb:.0f}' for mb in row['live_mb'])} "
             f"| {', '.join(f'{mb:.0f}' for mb in row['rss_growth_mb'])} "
             f"| {row['loss_difference']:.1e} |"
@@ -73,6 +79,10 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     lines += [*(f"- {note}" for note in report["notes"]), "", f"`{report['command']}`"]
     return "\n".join(lines)
+
+
+def _interval(quartiles: list[float]) -> str:
+    return f" ({', '.join(f'{q:.2f}' for q in quartiles)})" if quartiles else ""
 
 
 def _ratio(value: float | None) -> str:

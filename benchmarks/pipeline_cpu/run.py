@@ -16,7 +16,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from benchmarks.pipeline_cpu.megatron import MEGATRON_SCHEDULES
@@ -36,13 +36,16 @@ MIN_CORE_SHARE = 0.97
 # Families whose package is not among the dependencies of this repository.
 OPTIONAL = ("deepspeed", "megatron")
 REFERENCE, LIMIT = "one-process", "one-process:twice"
+# pipemega with the modules of the other systems, fed by the caller's iterator.
+OWN = tuple(f"own:{name}" for name in ("1f1b@hand-cut", "1f1b", "auto"))
 OURS = ("1f1b", "1f1b@hand-cut", "auto", "auto@zb-h2-bytes")
 # The systems of --short; the references are added to them.
-SHORT = ("torch:1f1b", *(f"pipemega:{name}" for name in OURS))
+SHORT = ("torch:1f1b", *(f"pipemega:{name}" for name in OURS), *OWN)
 DEFAULT = (
     *(f"torch:{name}" for name in ("1f1b", "interleaved", "interleaved-zb", "zb-v", "dualpipe-v")),
     *(f"pipemega:{name}" for name in OURS),
     *(f"pipemega:{name}" for name in ("zb-h1", "zb-h2", "interleaved-zb", "zb-v")),
+    *OWN,
 )
 
 
@@ -113,7 +116,8 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help="torch:SCHEDULE, deepspeed, megatron:SCHEDULE (the schedules of Megatron-core: "
         f"{', '.join(MEGATRON_SCHEDULES)}), pipemega:SCHEDULE (as shipped, without a key about "
         "stages), pipemega:SCHEDULE@hand-cut, pipemega:auto@SCHEDULE-bytes (with the memory of "
-        "another schedule); torch:, megatron: or pipemega: for all of them; the references always "
+        "another schedule), own:SCHEDULE[@hand-cut] (the modules of the other systems, fed by the "
+        "caller's iterator); torch:, megatron: or pipemega: for all of them; the references always "
         "run "
         f"(default: {' '.join(DEFAULT)})",
     )
@@ -132,6 +136,8 @@ def _available(options: argparse.Namespace) -> tuple[list[str], list[str]]:
     known += [f"pipemega:{name}" for name in (*SCHEDULES, AUTO)]
     known += [f"pipemega:{name}@hand-cut" for name in SCHEDULES]
     known += [f"pipemega:auto@{name}-bytes" for name in SCHEDULES]
+    known += [f"own:{name}{cut}" for name in SCHEDULES for cut in ("", "@hand-cut")]
+    known += [f"own:{AUTO}"]
     chosen, notes = [REFERENCE, LIMIT], []
     for word in SHORT if options.short else options.systems:
         found = [n for n in known if n == word or (word.endswith(":") and n.startswith(word))]
@@ -179,7 +185,7 @@ def _rate(system: str, results: Results, sizes: Sizes) -> float:
 
 
 def _row(system: str, raw: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
-    rounds = [turn[system] for turn in raw["rounds"]]
+    rounds, family = [turn[system] for turn in raw["rounds"]], system.partition(":")[0]
     rates = [_rate(system, results, sizes) for results in rounds]
     differences = [
         _distance(loss, right)
@@ -189,12 +195,16 @@ def _row(system: str, raw: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
         if loss is not None
     ]
 
+    def ratios(other: str) -> list[float]:
+        """Return the ratio to `other` in each round."""
+        if other not in raw["memory"]:
+            return []
+        others = [_rate(other, turn[other], sizes) for turn in raw["rounds"]]
+        return [own / their for own, their in zip(rates, others, strict=True)]
+
     def over(other: str) -> float | None:
         """Return the median over the rounds of the ratio to `other`."""
-        if other not in raw["memory"]:
-            return None
-        others = [_rate(other, turn[other], sizes) for turn in raw["rounds"]]
-        return median(own / their for own, their in zip(rates, others, strict=True))
+        return median(ratios(other)) if ratios(other) else None
 
     return {
         "system": system,
@@ -205,11 +215,18 @@ def _row(system: str, raw: dict[str, Any], sizes: Sizes) -> dict[str, Any]:
         "over_limit": over(LIMIT),
         "over_torch_1f1b": over("torch:1f1b"),
         "over_own_1f1b": over("pipemega:1f1b@hand-cut"),
+        "over_hand_cut": over(f"{family}:1f1b@hand-cut"),
+        "interval_over_hand_cut": _middle_half(ratios(f"{family}:1f1b@hand-cut")),
         "live_mb": [result["live_mb"] for result in raw["memory"][system]],
         "rss_growth_mb": _by_rank(rounds, "rss_growth_mb"),
         "ru_maxrss_mb": _by_rank(rounds, "ru_maxrss_mb"),
         "loss_difference": max(differences, default=math.inf),
     }
+
+
+def _middle_half(ratios: list[float]) -> list[float]:
+    """Return the quartiles between which half of the rounds are; [] if there are too few."""
+    return [q for n, q in enumerate(quantiles(ratios)) if n != 1] if len(ratios) > 1 else []
 
 
 def _distance(loss: float, expected: float) -> float:

@@ -63,7 +63,7 @@ def main() -> None:
         # Imported here, so that pipemega is not in the processes of the other systems.
         from benchmarks.pipeline_cpu.ours import train
 
-        return train(sizes, place, schedule)
+        return train(sizes, place, schedule, own_modules=family == "own")
 
     if options.out:
         result = {"live_mb": peak_live_bytes(build, MEMORY_STEPS) / MB}
