@@ -128,14 +128,14 @@ def optimizer_tensors_to_load(
 
     An optimizer has no state before its first step, so the shapes come from the checkpoint.
     """
-    shards, entries = {}, _optimizer_entries(step)
+    shards, entries, numbers = {}, _optimizer_entries(step), _numbers(stored)
     for key, (shape, dtype) in stored.items():
         group, kind, name = _split_key(key)
         if group != "optimizer" or name not in entries:
             continue
         parameter, span = model.parameters[name], entries[name].get("span")
         is_value = kind.startswith(_VALUE)
-        per_element = shape == shard_of(parameter).shape and kind != "step" and not is_value
+        per_element = shape == shard_of(parameter).shape and kind not in numbers and not is_value
         local_shape: tuple[int, ...] = shape
         if per_element:
             # The parameter's shape includes its padding.
@@ -153,6 +153,17 @@ def optimizer_tensors_to_load(
             continue
         shards[key] = _tensor_shard(model, mesh, name, local, span)
     return shards
+
+
+def _numbers(stored: TensorIndex) -> set[str]:
+    """Return the kinds of state that are one number for a whole parameter, such as "step"."""
+    kinds = {"step"}
+    for key, (shape, _) in stored.items():
+        group, kind, _ = _split_key(key)
+        # For a parameter without dims, all state looks so.
+        if group == "optimizer" and shape == () and stored.get(parameter_key(key), ((), None))[0]:
+            kinds.add(kind)
+    return kinds
 
 
 def _fits(

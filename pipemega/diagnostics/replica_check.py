@@ -169,15 +169,17 @@ def _differences(
     text = ""
     if parameter is not None and parameter.shape == reference.shape:
         mine = parameter.detach().to(mesh.device)
-        count = int((_bits(mine) != _bits(reference)).sum())
-        most = (mine.double() - reference.double()).abs().max().item()
-        text = f"{count} of {mine.numel()} elements, by up to {most:.3g}"
+        differs = (_bits(mine) != _bits(reference)).view(mine.numel(), -1)
+        wide = torch.complex128 if mine.is_complex() else torch.float64
+        count, most = int(differs.any(1).sum()), (mine.to(wide) - reference.to(wide)).abs().max()
+        text = f"{count} of {mine.numel()} elements, by up to {most.item():.3g}"
     return gather_objects(text, mesh.world)
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return the elements as integers of the same width: [elements]."""
-    return tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
+    """Return the elements, two of a complex one, as integers of their width: [elements]."""
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.detach().contiguous().view(-1).view(_INTEGERS[real.element_size()])
 
 
 def _ranks(ranks: list[int]) -> str:

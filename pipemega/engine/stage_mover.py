@@ -225,7 +225,9 @@ class StageMover:
         masters, optimizer = build_masters(setup.config, mesh, model, setup.arguments)
         between_data = 0
         if masters.spans is not None:
-            state, between_data = between_data_ranks(state, masters.spans, mesh.data, mesh.device)
+            # Copies of tied parameters have a span too, but no state.
+            spans = {name: masters.spans[name] for name in masters.named}
+            state, between_data = between_data_ranks(state, spans, mesh.data, mesh.device)
         for name, buffer in buffers.items():
             if name in state:
                 buffer.copy_(state[name]["buffer"])

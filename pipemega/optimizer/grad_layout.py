@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipemega.optimizer.buckets import Bucket, aligned, fill_buckets, intersection
 from pipemega.parameters import shard_of
@@ -38,6 +38,14 @@ class GradSlot:
     def end(self) -> int:
         """End of the gradient."""
         return self.start + self.parameter.numel()
+
+    def view_of(self, flat: Tensor) -> Tensor:
+        """Return the gradient that is stored in `flat` [numel].
+
+        It has the strides of the parameter (channels last, transposed, ...): fused optimizers walk
+        the memory of both in one order.
+        """
+        return flat.as_strided(self.parameter.shape, self.parameter.stride())
 
     @property
     def stop(self) -> int:

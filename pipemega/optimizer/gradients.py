@@ -59,8 +59,7 @@ class GradientBuffer:
                 size, device = self.layout.sizes[slot.dtype], slot.parameter.device
                 self.flats[slot.dtype] = torch.zeros(size, dtype=slot.dtype, device=device)
         self._views = {
-            id(s.parameter): self.flats[s.dtype][s.start : s.end].view(s.parameter.shape)
-            for s in self.slots
+            id(s.parameter): s.view_of(self.flats[s.dtype][s.start : s.end]) for s in self.slots
         }
         for slot in self.slots:
             if not self._in_place(slot):
@@ -75,7 +74,8 @@ class GradientBuffer:
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient that does not come from autograd: that of a weight-gradient job."""
-        self.view(parameter).add_(gradient)
+        if parameter.numel():
+            self.view(parameter).add_(gradient)
 
     def zero(self) -> None:
         """Set all gradients to zero, for the next step."""

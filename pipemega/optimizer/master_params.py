@@ -56,8 +56,11 @@ class ModelParams:
 
     @property
     def trainable(self) -> list[tuple[str, nn.Parameter]]:
-        """The parameters that need a gradient, without copies."""
-        return [(name, p) for name, p in self.named if p.requires_grad]
+        """The parameters that need a gradient, without copies and without empty parameters.
+
+        No step changes an empty one, and no checkpoint would have its optimizer state.
+        """
+        return [(name, p) for name, p in self.named if p.requires_grad and p.numel()]
 
     @property
     def trainable_copies(self) -> list[tuple[str, str, nn.Parameter]]:
@@ -66,7 +69,7 @@ class ModelParams:
             (f"{name} (copy {number})", name, copy)
             for name, copies in self.copies.items()
             for number, copy in enumerate(copies, 1)
-            if copy.requires_grad
+            if copy.requires_grad and copy.numel()
         ]
 
     @property
@@ -135,6 +138,10 @@ class MasterParams(ABC):
         None where masters are whole.
         """
         slots = {slot.name: slot for slot in layout.slots}
+        if host is not None:
+            # The views of the host's flat buffers are contiguous.
+            for _, parameter in model.named:
+                parameter.data = parameter.data.contiguous()
         self.offload = None if host is None else _offload(host, layout, model, precision)
         """Host buffers of the masters; None where they are on the device."""
         copies = precision.cast_parameters(model.named, self._master_values)

@@ -181,6 +181,8 @@ class PostValidatedStep(OptimizerStep):
             self.wait_for_copies()
             self._backup.restore()
             self.masters.copy_to_model()
+            # All-gathers in flight read the masters that the next lines update.
+            self.masters.wait()
             self.skipped_steps = step.attempt.skipped_steps
             self.loss_scale.load_state_dict(step.loss_scale)
             if self.schedule is not None:

@@ -66,7 +66,7 @@ def unpack(
     for group, described in zip(optimizer.param_groups, state["param_groups"], strict=True):
         for parameter, index in zip(group["params"], described["params"], strict=True):
             entry = {
-                key: value.clone() if copy and isinstance(value, Tensor) else value
+                key: _laid_out(value, parameter, copy=copy) if isinstance(value, Tensor) else value
                 for key, value in packed[names[id(parameter)]].items()
                 if key not in ("master", "span")
             }
@@ -78,6 +78,13 @@ def unpack(
     _keep_dtypes(optimizer, state["state"])
     for name in masters.saved_masters & masters.named.keys():
         masters.named[name].copy_(packed[name]["master"])
+
+
+def _laid_out(value: Tensor, master: Tensor, *, copy: bool) -> Tensor:
+    """Return state with the strides of its master, as fused optimizers need it."""
+    if value.shape == master.shape and value.stride() != master.stride():
+        return torch.empty_like(master, dtype=value.dtype, device=value.device).copy_(value)
+    return value.clone() if copy else value
 
 
 def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[Any, Any]) -> None:

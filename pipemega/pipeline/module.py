@@ -373,6 +373,10 @@ def build_layer(spec: LayerSpec, position: int, options: BuildOptions) -> nn.Mod
     with random.preserve_rng(options.device):
         random.seed_torch(seed, options.device)
         layer = spec.build(options.tensor, options.device)
+    for parameter in layer.parameters():
+        if parameter.stride() != torch.empty_like(parameter, device="meta").stride():
+            # It has gaps or overlaps; collectives and fused optimizers walk the whole memory.
+            parameter.data = parameter.data.contiguous()
     initialize_parameters(layer, name, options.seed)
     return layer
 
