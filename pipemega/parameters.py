@@ -8,12 +8,15 @@ is replicated on all tensor ranks.
 import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pipemega.errors import ConfigError
 from pipemega.random import derive_seed as derive_seed
+
+_Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 InitMethod = Callable[[Tensor, torch.Generator], object]
 """Fills a tensor in place from a generator, element by element: `normal_`, `uniform_`..."""
@@ -160,6 +163,20 @@ def even_share(total: int, ranks: int, what: str) -> int:
             f"the {nearest if below else f'smallest that fits is {ranks}'}"
         )
     return total // ranks
+
+
+def own_hook(hook: _Hook) -> _Hook:
+    """Mark a method of pipemega that is registered as a hook of parameters."""
+    vars(hook)["of_pipemega"] = True
+    return hook
+
+
+def has_user_hook(parameter: Tensor) -> bool:
+    """Return whether a hook on the gradient of `parameter` is not one of pipemega."""
+    after = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    return bool(parameter._backward_hooks) or not all(
+        getattr(hook, "of_pipemega", False) for hook in after.values()
+    )
 
 
 def initialize_parameters(module: nn.Module, prefix: str, seed: int) -> None:

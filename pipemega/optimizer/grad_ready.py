@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.zero_comm import ReduceScatter
+from pipemega.parameters import own_hook
 
 
 class BucketReadiness:
@@ -89,6 +90,7 @@ class BucketReadiness:
         number = self._reduce_scatter.started
         return number < len(self._early) and not self._missing[number]
 
+    @own_hook
     def _on_autograd(self, parameter: Tensor) -> None:
         if self._hooks_active:
             self.mark_ready(parameter)

@@ -33,7 +33,9 @@ class _Target:
         module = self._module()
         weight = None if module is None else module._parameters["weight"]
         assert weight is not None
-        self.queue.add(weight, partial(deferred_gradients.linear_gradient, x, dy))
+        # Not summed: in a whole backward each gradient is added as it comes.
+        gradient = partial(deferred_gradients.linear_gradient, x, dy)
+        self.queue.add(weight, gradient, is_summed=False)
 
 
 _numbers = itertools.count()

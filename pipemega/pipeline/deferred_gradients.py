@@ -7,9 +7,11 @@ The queue keeps x and dy. x is the tensor that autograd would keep: under autoca
 with sequence parallelism this rank's slice, which is gathered again for dW. If another node has
 saved x too, as the one of tanh saves its output, both share its memory.
 
-The weight is not an input of the autograd graph, so no hook of the weight runs before its gradient
-is computed. A tensor hook on y instead of QueueGradient would silently lose dW if y is a view that
-is changed in place.
+The weight is an input of QueueGradient, which in I returns no gradient for it: then autograd adds
+nothing and calls no hook of the weight. In a whole backward it returns dW, and autograd sums and
+adds it as without a queue. It also finds out whether this backward reaches the weight at all:
+`torch.autograd.grad(y, x)` within a layer does not. A tensor hook on y instead of QueueGradient
+would silently lose dW if y is a view that is changed in place.
 
 Source: Qi et al. 2023, arXiv:2401.10241, section 2; the two identity nodes are ours.
 """
@@ -23,6 +25,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipemega.distributed.mesh import Axis
+from pipemega.errors import ConfigError
+from pipemega.parameters import has_user_hook
 from pipemega.tensor_parallel.collectives import (
     SEQUENCE_DIM,
     Pending,
@@ -33,7 +37,12 @@ from pipemega.tensor_parallel.layers import column_product
 
 
 class GradientQueue(Protocol):
-    """Computes weight gradients now or later; implemented by `WeightGradQueue`."""
+    """Computes weight gradients later; implemented by `WeightGradQueue`."""
+
+    @property
+    def defers(self) -> bool: ...
+
+    def holds(self, weight: Tensor) -> bool: ...
 
     def add(
         self,
@@ -80,11 +89,11 @@ class _SaveInput(torch.autograd.Function):
 
 
 class _QueueGradient(torch.autograd.Function):
-    """Identity on y; its backward adds (x, dy) to the queue."""
+    """Identity on y; its backward adds (x, dy) to the queue, or returns dW."""
 
     @staticmethod
     def forward(
-        ctx: Any, y: Tensor, deferred: _Deferred, anchor: Tensor, ids: Tensor | None
+        ctx: Any, y: Tensor, weight: Tensor, deferred: _Deferred, ids: Tensor | None
     ) -> Tensor:
         ctx.deferred = deferred
         if ids is not None:
@@ -94,19 +103,46 @@ class _QueueGradient(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         deferred, dy = ctx.deferred, gradients[0]
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "torch.autograd.grad(create_graph=True) needs the weights in the graph, from which "
+                "split backward removes them: set split_backward = False on the class of the "
+                "layer, or use a schedule without split backward, such as '1f1b'"
+            )
+        accumulates, returns = _reaches(ctx.next_functions[1][0])
+        if not (accumulates or returns):
+            return dy, None, None, None
         # Under activation checkpointing this recomputes x, so that W does not.
         (x,) = (deferred.saved or ctx).saved_tensors
-        deferred.saved = deferred.output = None
-        if deferred.gathers is None:
-            deferred.queue.add(deferred.weight, lambda: deferred.gradient(x, dy))
-        else:
-            whole = _GatheredInput(x, deferred.gathers)
-            deferred.queue.add(
-                deferred.weight, lambda: deferred.gradient(whole.take(), dy), whole.start
-            )
-        return dy, None, None, None
+        if accumulates:
+            # Otherwise the graph may be used again.
+            deferred.saved = deferred.output = None
+        whole = None if deferred.gathers is None else _GatheredInput(x, deferred.gathers)
+        start = None if whole is None else whole.start
+
+        def gradient() -> Tensor:
+            dw: Tensor = deferred.gradient(x if whole is None else whole.take(), dy)
+            return dw
+
+        if accumulates and deferred.queue.defers:
+            deferred.queue.add(deferred.weight, gradient, start)
+            return dy, None, None, None
+        if start is not None:
+            start()
+        return dy, gradient(), None, None
+
+
+def _reaches(node: Any) -> tuple[bool, bool]:
+    """Return whether the current backward accumulates the gradient of a leaf, or returns it.
+
+    Neither, if `torch.autograd.grad` computes the gradients of other tensors only.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node)), False
+    except RuntimeError:  # torch.autograd.grad asks for the gradient of the leaf itself
+        return False, True
 
 
 class _GatheredInput:
@@ -142,7 +178,7 @@ def _defer(
         gathers: `gradient` gets x gathered over this axis, as rows.
     """
     deferred = _Deferred(queue, weight, gradient, gathers)
-    # Makes both nodes require a gradient, even if neither x nor a bias does.
+    # Makes the node require a gradient, even if x does not.
     anchor = torch.zeros((), requires_grad=True)
     ids = None if x.is_floating_point() else x  # no autograd node outputs integers
     x = _as_autocast(x)
@@ -153,7 +189,7 @@ def _defer(
             # dx is not needed: the product uses x directly and has no gradient for it.
             deferred.output, entering = entering, x
     y = product(entering)
-    result: Tensor = _QueueGradient.apply(y, deferred, anchor, ids)  # type: ignore[no-untyped-call]
+    result: Tensor = _QueueGradient.apply(y, weight, deferred, ids)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -174,7 +210,7 @@ def linear(
     Shape:
         x [..., in]  ->  [..., out]
     """
-    if not _can_defer(weight):
+    if not _can_defer(weight, queue):
         return F.linear(x, weight, bias)
     # Two dims: with more, F.linear returns a view, which cannot be marked as changed in place.
     rows, detached = x.reshape(-1, x.shape[-1]), weight.detach()
@@ -192,7 +228,7 @@ def gathered_linear(
     Shape:
         x [batch, seq / T, in]  ->  [batch, seq, out / T]
     """
-    if not _can_defer(weight):
+    if not _can_defer(weight, queue):
         return column_product(x, weight, bias, axis, sequence_parallel=True)
     detached = weight.detach()
 
@@ -219,7 +255,7 @@ def embedding(
     Shape:
         ids [...]  ->  [..., dim]
     """
-    if not _can_defer(weight):
+    if not _can_defer(weight, queue):
         return F.embedding(ids, weight, padding_idx)
     detached, rows = weight.detach(), weight.shape[0]
 
@@ -260,24 +296,30 @@ def grouped_linear(
         pairs = zip(torch.split(x, sizes), torch.split(dy, sizes), strict=True)
         return torch.stack([a.t().mm(b) if transposed else b.t().mm(a) for a, b in pairs])
 
-    if queue is None or not _can_defer(weight):
+    if queue is None or not _can_defer(weight, queue):
         return product(x, weight)
     detached = weight.detach()
     return _defer(x, weight, lambda x: product(x, detached), gradient, queue)
 
 
-def _can_defer(weight: Tensor) -> TypeGuard[nn.Parameter]:
-    # A user's hook on the weight must see its gradient, and only autograd calls it.
-    has_hook = bool(weight._backward_hooks)
-    # The products above are those of real numbers: without the conjugate of x.
-    defers = not has_hook and not weight.is_complex()
-    return torch.is_grad_enabled() and weight.requires_grad and defers
+def _can_defer(weight: Tensor, queue: GradientQueue) -> TypeGuard[nn.Parameter]:
+    """Return whether the gradient of `weight` may be computed later, at the time of the forward."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return False
+    # Not the result of another function, as with weight_norm, and not from functional_call.
+    if type(weight) is not nn.Parameter or not queue.holds(weight):
+        return False
+    # The products above are those of real numbers: without the conjugate of x. vmap and
+    # torch.func.grad have rules for autograd's products only.
+    transformed: bool = torch._C._are_functorch_transforms_active()
+    # Only autograd calls a user's hook on the weight.
+    return not (weight.is_complex() or transformed or has_user_hook(weight))
 
 
 def convolution(module: Any, x: Tensor, *, queue: GradientQueue) -> Tensor:
     """The forward of nn.Conv1d, nn.Conv2d or nn.Conv3d `module` with a deferred weight gradient."""
     weight: nn.Parameter = module.weight
-    if not _can_defer(weight) or isinstance(module.padding, str):
+    if not _can_defer(weight, queue) or isinstance(module.padding, str):
         y: Tensor = module._conv_forward(x, weight, module.bias)
         return y
     detached = weight.detach()

@@ -16,12 +16,12 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from pipemega.distributed.mesh import Axis
 from pipemega.pipeline.deferred_gradients import (
     convolution,
     embedding,
@@ -29,14 +29,21 @@ from pipemega.pipeline.deferred_gradients import (
     grouped_linear,
     linear,
 )
+from pipemega.tensor_parallel.layers import ColumnParallelLinear
 
 
 class Job(NamedTuple):
-    """A queued weight gradient; `start` is called before `run`, at the earliest one job before."""
+    """A queued weight gradient.
+
+    Args:
+        start: called before `gradient`, at the earliest one job before.
+        is_summed: gradients of one weight are summed before they are added, as autograd does it.
+    """
 
     weight: nn.Parameter
     start: Callable[[], object] | None
-    run: Callable[[], None]
+    gradient: Callable[[], Tensor]
+    is_summed: bool
 
 
 class GradAccumulator(Protocol):
@@ -66,6 +73,7 @@ class WeightGradQueue:
 
     def __init__(self, into: GradAccumulator) -> None:
         self._into = into
+        self._held: set[int] = set()
         self._queued: dict[Hashable, list[Job]] = defaultdict(list)
         self._key: Hashable | None = None
 
@@ -79,6 +87,20 @@ class WeightGradQueue:
         finally:
             self._key = None
 
+    @property
+    def defers(self) -> bool:
+        """Whether `add` queues; otherwise it computes at once."""
+        return self._key is not None
+
+    def hold(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Take gradients of these parameters."""
+        self._held.update(map(id, parameters))
+
+    def holds(self, weight: Tensor) -> bool:
+        """Return whether `hold` got this weight."""
+        return id(weight) in self._held
+
+    @torch.no_grad()
     def run(self, key: Hashable, done: Callable[[nn.Parameter], None] | None = None) -> None:
         """Compute the weight gradients of `key`; each pair (x, dy) is freed after its use.
 
@@ -87,16 +109,23 @@ class WeightGradQueue:
         """
         jobs = self._queued.pop(key, [])
         remaining = Counter(id(job.weight) for job in jobs)
+        sums: dict[int, Tensor] = {}
         jobs.reverse()
         _start_last(jobs)
         while jobs:
             job = jobs.pop()
             _start_last(jobs)  # overlaps with the product of `job`
-            job.run()
-            weight = job.weight
+            weight, gradient, number = job.weight, job.gradient(), id(job.weight)
+            remaining[number] -= 1
+            if job.is_summed:
+                if number in sums:
+                    gradient = sums.pop(number) + gradient
+                if remaining[number]:
+                    sums[number] = gradient
+                    continue
             del job
-            remaining[id(weight)] -= 1
-            if done is not None and not remaining[id(weight)]:
+            self._into.add(weight, gradient)
+            if done is not None and not remaining[number]:
                 done(weight)
 
     def pending_weights(self, key: Hashable) -> set[int]:
@@ -113,23 +142,21 @@ class WeightGradQueue:
         weight: nn.Parameter,
         gradient: Callable[[], Tensor],
         start: Callable[[], object] | None = None,
+        *,
+        is_summed: bool = True,
     ) -> None:
         """Add `gradient()` to that of `weight`: in `run` if called within `defer`, else now.
 
         Args:
             start: starts the communication that `gradient` waits for.
+            is_summed: see `Job`; only within `defer`.
         """
-
-        def run() -> None:
-            with torch.no_grad():
-                self._into.add(weight, gradient())
-
-        if self._key is None:
-            if start is not None:
-                start()
-            run()
-        else:
-            self._queued[self._key].append(Job(weight, start, run))
+        if self._key is not None:
+            self._queued[self._key].append(Job(weight, start, gradient, is_summed))
+            return
+        if start is not None:
+            start()
+        self.add_at_once(weight, gradient())
 
 
 def _start_last(jobs: list[Job]) -> None:
@@ -140,36 +167,66 @@ def _start_last(jobs: list[Job]) -> None:
 def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) -> None:
     """Make the layers in `modules` defer their weight gradients; parameter names do not change.
 
-    The forward of nn.Linear, nn.Conv1d/2d/3d and nn.Embedding is replaced; subclasses are
-    not changed, because they may compute something else. In a layer with an attribute `product`,
-    `lookup`, `grouped_product` or `gathered_product`, as in tensor_parallel, it is replaced; a head
-    also gets the queue, because with its loss it computes weight gradients in F. A layer with a
-    frozen weight is not changed: it has no weight gradient, and its `product` may be another one.
+    The forward of the layers that `_forward_of` names is replaced. In layers of pipemega the
+    product is; a head also gets the queue, because with its loss it computes weight gradients in F.
+    All other layers run their whole backward in I, and so do those of a class with the attribute
+    `split_backward = False`. A layer with a frozen weight is not changed: it has no weight
+    gradient, and its `product` may be another one.
     """
-    for module in {id(m): m for root in modules for m in root.modules()}.values():
+    roots = list(modules)
+    for root in roots:
+        queue.hold(root.parameters())
+    for module in {id(m): m for root in roots for m in _splitting(root)}.values():
         weight = module._parameters.get("weight")
         if weight is not None and not weight.requires_grad:
             continue
-        if hasattr(module, "lookup"):
+        # By what they are: a module of a user may have attributes of these names.
+        product = getattr(module, "product", None)
+        if getattr(module, "lookup", None) is F.embedding:
             vars(module)["lookup"] = partial(embedding, queue=queue)
-        if hasattr(module, "grouped_product"):
+        if getattr(module, "grouped_product", None) is grouped_linear:
             vars(module)["grouped_product"] = partial(grouped_linear, queue=queue)
-        if hasattr(module, "weight_sink"):
-            vars(module)["weight_sink"] = queue
-        if getattr(module, "sequence_parallel", False) and hasattr(module, "gathered_product"):
-            axis: Axis = module.axis  # type: ignore[assignment]
-            vars(module)["gathered_product"] = partial(gathered_linear, queue=queue, axis=axis)
-        if hasattr(module, "product"):
+        if product is F.linear:
             vars(module)["product"] = partial(linear, queue=queue)
-        elif type(module) is nn.Linear:
-            vars(module)["forward"] = partial(linear_forward, module, queue=queue)
-        elif type(module) in _CONVOLUTIONS and module.padding_mode == "zeros":
-            vars(module)["forward"] = partial(convolution, module, queue=queue)
-        elif type(module) is nn.Embedding and _has_dense_gradient(module):
-            vars(module)["forward"] = partial(_embedding_forward, module, queue=queue)
+            if hasattr(module, "weight_sink"):
+                vars(module)["weight_sink"] = queue
+            if isinstance(module, ColumnParallelLinear) and module.sequence_parallel:
+                gathered = partial(gathered_linear, queue=queue, axis=module.axis)
+                vars(module)["gathered_product"] = gathered
+        elif (forward := _forward_of(module)) is not None:
+            vars(module)["forward"] = partial(forward, module, queue=queue)
 
 
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+def _splitting(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules whose backward may be split."""
+    if getattr(module, "split_backward", True) is not False:
+        yield module
+        for child in module.children():
+            yield from _splitting(child)
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Tensor] | None:
+    """Return the forward with a deferred weight gradient; None if the module may not have it.
+
+    It has exactly the type of a torch layer, with the forward of this type, and its weight is a
+    parameter of its own: subclasses, `weight_norm` and replaced forwards may compute something
+    else.
+    """
+    kind = type(module)
+    if kind.forward is not _FORWARDS.get(kind) or "forward" in vars(module):
+        return None
+    if module._parameters.get("weight") is None:
+        return None
+    if isinstance(module, nn.Linear):
+        return linear_forward
+    if isinstance(module, nn.Embedding):
+        return _embedding_forward if _has_dense_gradient(module) else None
+    return convolution if module.padding_mode == "zeros" else None
+
+
+_FORWARDS: dict[type[nn.Module], Any] = {
+    kind: kind.forward for kind in (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.Embedding)
+}
 
 
 def linear_forward(module: nn.Linear, x: Tensor, *, queue: WeightGradQueue) -> Tensor:
