@@ -8,7 +8,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipemega.config.batch_equation import TRAIN
 from pipemega.config.batch_sizes import RAMPUP, BatchSizes
@@ -19,6 +18,7 @@ from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.data_comparison import DataComparison
 from pipemega.engine.whole_batch import count_samples, split_batch
 from pipemega.errors import ConfigError, DataError
+from pipemega.pipeline.messages import map_tensors
 from pipemega.tensor_parallel.linear_cross_entropy import count_labels
 
 # Larger than any number that ranks agree on: the ranks that know none contribute it.
@@ -365,7 +365,7 @@ class BatchReader:
         def copied(tensor: Tensor) -> Tensor:
             return self._memory.pinned(tensor).to(self._mesh.device, non_blocking=True)
 
-        return pytree.tree_map_only(Tensor, copied, tree)
+        return map_tensors(copied, tree)
 
 
 def _refuse_restarting(data_iter: Any) -> None:

@@ -77,9 +77,11 @@ def first_plan(setup: RunSetup, given: Plan | None) -> FirstPlan:
     if is_tuned:
         chosen, cache = first_tuned_plan(chooser, mesh, _cost_key(setup), log)
     elif is_auto:
-        chosen = from_first(mesh.world, lambda: chooser.first_plan(None))
+        chosen = from_first(mesh.world, lambda: chooser.choose(lambda: chooser.first_plan(None)))
     else:
-        chosen = from_first(mesh.world, lambda: chooser.configured_plan(given))
+        chosen = from_first(
+            mesh.world, lambda: chooser.choose(lambda: chooser.configured_plan(given))
+        )
     is_provisional = from_first(mesh.world, lambda: chooser.is_provisional)
     if is_provisional:
         log.info(_FOLLOWS)

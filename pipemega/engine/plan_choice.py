@@ -17,7 +17,7 @@ from torch import nn
 from pipemega.config import Config
 from pipemega.engine.measured_stages import MeasuredStages, is_worth_moving, stages_of
 from pipemega.engine.run_setup import RunSetup
-from pipemega.errors import ConfigError, ScheduleError
+from pipemega.errors import ConfigError, PipelineError, ScheduleError
 from pipemega.models.build_model import ModelContext, sample_from
 from pipemega.monitor import get_logger
 from pipemega.pipeline.autoschedule import Placement
@@ -92,6 +92,7 @@ class PlanChooser:
         self._num_microbatches = setup.batch.num_microbatches
         self._model: MetaModel | None = None
         self._bounds: Bounds | None = None  # of the stages of the run
+        self._failure: str | None = None  # of a stage on the meta device
         self._log = get_logger(setup.mesh.rank)
         self._order = message_order(setup.mesh.pipeline, setup.mesh.device)
 
@@ -99,6 +100,21 @@ class PlanChooser:
     def counts_memory(self) -> bool:
         """Whether bytes are counted on the meta device, so that they need not be measured."""
         return self._model is not None
+
+    def choose(self, pick: Callable[[], ChosenPlan]) -> ChosenPlan:
+        """Return `pick()`, a choice of this chooser.
+
+        Layers that run on the meta device one by one may fail there as a stage: then the choice is
+        made without counts.
+        """
+        try:
+            return pick()
+        except PipelineError as error:
+            if self._model is None:
+                raise
+            self._model, self._bounds, self._failure = None, None, str(error)
+            self.__dict__.pop("_counted", None)
+            return pick()
 
     def configured_plan(self, given: Plan | None) -> ChosenPlan:
         """Return the plan of a schedule that needs no measurement, and its stages.
@@ -312,8 +328,8 @@ class PlanChooser:
             ConfigError: a limit of the section pipeline is set, and needs it.
         """
         section, mesh = self._config.pipeline, self._mesh
-        why = "the shapes of a micro-batch are unknown"
-        for sample in self._samples():
+        why = self._failure or "the shapes of a micro-batch are unknown"
+        for sample in self._samples() if self._failure is None else ():
             try:
                 device: DeviceType = "cuda" if mesh.device.type == "cuda" else "cpu"
                 with unmetered():

@@ -292,7 +292,8 @@ def first_tuned_plan(
         ConfigError, ScheduleError: as `PlanChooser.first_plan`.
     """
     file = _cache_file(cost_key, mesh.device)
-    first = from_first(mesh.world, lambda: chooser.first_plan(_cached(file)))
+    measured = _cached(file) if mesh.rank == 0 else None
+    first = from_first(mesh.world, lambda: chooser.choose(lambda: chooser.first_plan(measured)))
     if first.seconds is None:
         log.info(
             f"schedule auto: the first {WARM_UP + TIMED} steps run {first.plan.name} and are "

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipemega.errors import ConfigError
+from pipemega.pipeline.messages import map_tensors, tensors_of
 
 
 def count_samples(batch: Any) -> int | None:
@@ -22,6 +23,7 @@ def count_samples(batch: Any) -> int | None:
             "each of them may be any pytree of tensors"
         )
     first: tuple[str, int] | None = None
+    tensors_of(batch)  # makes the fields of a dataclass visible
     leaves = [
         (part + pytree.keystr(path), leaf)
         for part, tree in zip(("inputs", "labels"), batch, strict=True)
@@ -57,7 +59,7 @@ def split_batch(batch: Any, num_samples: int, size: int) -> list[tuple[Any, Any]
         def cut(tensor: Tensor) -> Tensor:
             return tensor[start : start + size]
 
-        inputs, labels = pytree.tree_map_only(Tensor, cut, list(batch))
+        inputs, labels = map_tensors(cut, list(batch))
         return inputs, labels
 
     return [part(start) for start in range(0, num_samples, size)]

@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipemega.distributed.comm_errors import is_connection_loss
 from pipemega.distributed.device_waits import located_by
@@ -23,7 +22,7 @@ from pipemega.pipeline.buffers import keep_buffers
 from pipemega.pipeline.deferred_batch_norm import uncounted
 from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
 from pipemega.pipeline.execution_state import RankStages as RankStages
-from pipemega.pipeline.messages import TensorMeta, tensors_of
+from pipemega.pipeline.messages import TensorMeta, map_tensors, sharing_memory, tensors_of
 from pipemega.pipeline.microbatch_loss import microbatch_loss
 from pipemega.pipeline.plan.channels import Channel
 from pipemega.pipeline.plan.deadlock_report import PlanPosition
@@ -34,6 +33,7 @@ from pipemega.pipeline.split_backward import GradReadyListener, WeightGradQueue
 from pipemega.pipeline.stage_input import (
     InputGradient,
     InputGuard,
+    ViewGuard,
     check_unchanged,
     collect_gradients,
     versions_of,
@@ -216,10 +216,11 @@ class Executor:
 
     def _forward(self, step: Instruction) -> None:
         run, key = self._run, (step.stage, step.microbatch)
-        x, inputs = self._stage_input(step)
+        x, inputs, guard = self._stage_input(step)
         is_last = step.stage == self._model.num_stages - 1
         run_stage = self._run_last_stage if is_last else self._run_stage
         output = self._timed("forward", run_stage, step, x)
+        guard.check()
         tensors = tensors_of(output)
         if not is_last:
             run.activations[key] = output, versions_of(tensors)
@@ -258,15 +259,23 @@ class Executor:
         counted = batch.counted_labels(step.microbatch)
         return defer_logits(loss_fn, stage.last_layer, batch.loss_factor, counted)
 
-    def _stage_input(self, step: Instruction) -> tuple[Any, list[InputGradient]]:
+    def _stage_input(self, step: Instruction) -> tuple[Any, list[InputGradient], ViewGuard]:
         run, key = self._run, (step.stage, step.microbatch)
-        if step.stage == 0 and self._vocabulary is not None:
-            return collect_gradients(self._vocabulary.first_input(step.microbatch))
-        if step.stage == 0:
-            return self._model.cast_inputs(run.batch.inputs[step.microbatch]), []
-        if key in run.activation_receives:
-            return collect_gradients(self._wait(run.activation_receives.pop(key)))
-        return collect_gradients(self._take_output(step.stage - 1, step.microbatch))
+        views: list[int] = []
+        if step.stage == 0 and self._vocabulary is None:
+            x = self._model.cast_inputs(run.batch.inputs[step.microbatch])
+            return x, [], ViewGuard(x, views)
+        if self._vocabulary is not None and step.stage == 0:
+            message = self._vocabulary.first_input(step.microbatch)
+        elif (receive := run.activation_receives.pop(key, None)) is not None:
+            message = self._wait(receive)
+            assert receive.header is not None
+            views = receive.header.views
+        else:
+            message = self._take_output(step.stage - 1, step.microbatch)
+            views = sharing_memory(tensors_of(message))
+        x, inputs = collect_gradients(message)
+        return x, inputs, ViewGuard(x, views)
 
     def _take_output(self, stage: int, microbatch: int) -> Any:
         """Return the output of a local stage, for the next stage."""
@@ -283,7 +292,7 @@ class Executor:
             return output
         batch, share = run.batch, run.batch.share(step.microbatch)
         is_used = share > 0 and batch.uses_outputs
-        detached = pytree.tree_map_only(Tensor, Tensor.detach, output) if is_used else None
+        detached = map_tensors(Tensor.detach, output) if is_used else None
         if is_used and batch.keep_outputs:
             run.results.outputs[m] = detached
         if m >= len(batch.labels):

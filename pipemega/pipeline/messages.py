@@ -1,15 +1,19 @@
 """Structure of the messages between stages: tree, shapes and dtypes."""
 
+import dataclasses
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+
+from pipemega.errors import PipelineError
 
 
 @dataclass(frozen=True)
@@ -17,20 +21,24 @@ class TensorMeta:
     """Shape, dtype and requires_grad of a tensor; the receiver needs them to allocate it.
 
     `number` is the index of the tensor in the message; equal if one tensor is there twice.
+    `is_view` says that it shares its memory with another tensor of the message.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
     number: int = 0
+    is_view: bool = False
 
     @classmethod
-    def of(cls, tensor: Tensor, number: int = 0) -> "TensorMeta":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, number)
+    def of(cls, tensor: Tensor, number: int = 0, is_view: bool = False) -> "TensorMeta":
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad, number, is_view)
 
     def __str__(self) -> str:
         kind = str(self.dtype).removeprefix("torch.")
-        return f"{kind} {list(self.shape)}" + (" with gradient" if self.requires_grad else "")
+        gradient = " with gradient" if self.requires_grad else ""
+        view = " that shares its memory with another tensor" if self.is_view else ""
+        return f"{kind} {list(self.shape)}{gradient}{view}"
 
 
 @dataclass(frozen=True)
@@ -44,10 +52,21 @@ class Header:
         # Most messages are one tensor; a tree walk would take most of the time of a small message.
         if isinstance(message, Tensor):
             return cls(TensorMeta.of(message))
-        numbers = {id(tensor): number for number, tensor in enumerate(tensors_of(message))}
-        return cls(
-            pytree.tree_map_only(Tensor, lambda t: TensorMeta.of(t, numbers[id(t)]), message)
-        )
+        refuse_objects(message)
+        tensors = tensors_of(message)
+        views = sharing_memory(tensors)
+        metas = {id(t): TensorMeta.of(t, at, at in views) for at, t in enumerate(tensors)}
+        return cls(map_tensors(lambda tensor: metas[id(tensor)], message))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # The rank that receives a dataclass may not have seen one of its kind.
+        _leaves(state["tree"])
+        self.__dict__.update(state)
+
+    @property
+    def views(self) -> list[int]:
+        """The indices of the tensors that share their memory with another one."""
+        return [meta.number for meta in self.tensors if meta.is_view]
 
     @property
     def tensors(self) -> list[TensorMeta]:
@@ -105,8 +124,114 @@ def tensors_of(message: Any) -> list[Tensor]:
     """Return the tensors of a message in the order in which they are sent, each once."""
     if isinstance(message, Tensor):
         return [message]
+    return list({id(leaf): leaf for leaf in _leaves(message) if isinstance(leaf, Tensor)}.values())
+
+
+def map_tensors(function: Callable[[Tensor], Any], message: Any) -> Any:
+    """Return the message with `function(tensor)` in place of each tensor, of dataclasses too."""
+    if isinstance(message, Tensor):
+        return function(message)
+    _leaves(message)
+    return pytree.tree_map_only(Tensor, function, message)
+
+
+def sharing_memory(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the indices of the tensors whose memory may overlap with another of them."""
+    if len(tensors) < 2:
+        return []
+    storages = [tensor.untyped_storage()._cdata for tensor in tensors]
+    if len(set(storages)) == len(storages):
+        return []
+    spans = [_span(tensor) for tensor in tensors]
+    return [
+        at
+        for at, (start, stop) in enumerate(spans)
+        if any(
+            storages[at] == storages[other] and start < spans[other][1] and spans[other][0] < stop
+            for other in range(len(tensors))
+            if other != at
+        )
+    ]
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor in its storage, and the one after the last."""
+    start = int(tensor.storage_offset()) * tensor.itemsize
+    if tensor.numel() == 0:
+        return start, start
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (1 + last) * tensor.itemsize
+
+
+def refuse_objects(message: Any) -> None:
+    """Raise PipelineError if a message contains an object with tensors that torch cannot see."""
+    for leaf in _leaves(message):
+        if type(leaf) not in _LEAVES and _has_tensors(leaf, set()):
+            raise PipelineError(
+                f"a message between stages contains an object with tensors, {type(leaf).__name__}, "
+                "which cannot be sent: return a tuple, dict or dataclass, or register the class "
+                "with torch.utils._pytree.register_pytree_node"
+            )
+
+
+def _leaves(message: Any) -> list[Any]:
+    """Return the leaves of a message; register the dataclasses with tensors in torch's pytree."""
     leaves = pytree.tree_leaves(message)
-    return list({id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}.values())
+    unknown = {
+        type(leaf)
+        for leaf in leaves
+        if type(leaf) not in _LEAVES
+        and dataclasses.is_dataclass(type(leaf))
+        and _has_tensors(leaf, set())
+    }
+    for kind in unknown:
+        pytree.register_pytree_node(
+            kind,
+            _flatten_dataclass,
+            _unflatten_dataclass,
+            flatten_with_keys_fn=_flatten_dataclass_with_keys,
+        )
+    return _leaves(message) if unknown else leaves
+
+
+# The types of most leaves; none of them has tensors in it.
+_LEAVES = {Tensor, TensorMeta, torch.nn.Parameter, int, float, bool, str, type(None)}
+
+
+def _has_tensors(value: Any, seen: set[int]) -> bool:
+    """Return whether `value` has a tensor among its attributes, or in those of one of them."""
+    if isinstance(value, type | ModuleType | Tensor | TensorMeta) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    return any(
+        isinstance(leaf, Tensor | TensorMeta) or _has_tensors(leaf, seen)
+        for leaf in pytree.tree_leaves(_attributes(value))
+    )
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots: Iterable[str] = getattr(value, "__slots__", ())
+    names = [*getattr(value, "__dict__", ()), *([slots] if isinstance(slots, str) else slots)]
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
+
+
+def _flatten_dataclass(value: Any) -> tuple[list[Any], tuple[type, tuple[str, ...]]]:
+    attributes = _attributes(value)
+    return list(attributes.values()), (type(value), tuple(attributes))
+
+
+def _flatten_dataclass_with_keys(value: Any) -> tuple[list[tuple[Any, Any]], Any]:
+    leaves, context = _flatten_dataclass(value)
+    return [(pytree.GetAttrKey(n), v) for n, v in zip(context[1], leaves, strict=True)], context
+
+
+def _unflatten_dataclass(leaves: Iterable[Any], context: tuple[type, tuple[str, ...]]) -> Any:
+    kind, names = context
+    # Not by its constructor, which may check or change what it gets.
+    value: Any = object.__new__(kind)
+    for name, leaf in zip(names, leaves, strict=True):
+        object.__setattr__(value, name, leaf)
+    return value
 
 
 class Packed:

@@ -177,24 +177,42 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
     for root in roots:
         queue.hold(root.parameters())
     for module in {id(m): m for root in roots for m in _splitting(root)}.values():
+        _restore(module)
         weight = module._parameters.get("weight")
         if weight is not None and not weight.requires_grad:
             continue
         # By what they are: a module of a user may have attributes of these names.
         product = getattr(module, "product", None)
         if getattr(module, "lookup", None) is F.embedding:
-            vars(module)["lookup"] = partial(embedding, queue=queue)
+            _replace(module, lookup=partial(embedding, queue=queue))
         if getattr(module, "grouped_product", None) is grouped_linear:
-            vars(module)["grouped_product"] = partial(grouped_linear, queue=queue)
+            _replace(module, grouped_product=partial(grouped_linear, queue=queue))
         if product is F.linear:
-            vars(module)["product"] = partial(linear, queue=queue)
+            _replace(module, product=partial(linear, queue=queue))
             if hasattr(module, "weight_sink"):
-                vars(module)["weight_sink"] = queue
+                _replace(module, weight_sink=queue)
             if isinstance(module, ColumnParallelLinear) and module.sequence_parallel:
                 gathered = partial(gathered_linear, queue=queue, axis=module.axis)
-                vars(module)["gathered_product"] = gathered
+                _replace(module, gathered_product=gathered)
         elif (forward := _forward_of(module)) is not None:
-            vars(module)["forward"] = partial(forward, module, queue=queue)
+            _replace(module, forward=partial(forward, module, queue=queue))
+
+
+def _replace(module: nn.Module, **attributes: Any) -> None:
+    replaced = vars(module).setdefault("_before_split_backward", {})
+    replaced.update({name: vars(module).get(name, _MISSING) for name in attributes})
+    vars(module).update(attributes)
+
+
+def _restore(module: nn.Module) -> None:
+    """Undo `_replace` of another queue: of an earlier engine, or of the original of a copy."""
+    for name, value in vars(module).pop("_before_split_backward", {}).items():
+        vars(module)[name] = value
+        if value == _MISSING:
+            del vars(module)[name]
+
+
+_MISSING = "no attribute of the instance"
 
 
 def _splitting(module: nn.Module) -> Iterator[nn.Module]:

@@ -9,16 +9,15 @@ input of a           recomputation; copied, but only if the layers change it in 
 checkpoint
 """
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from pipemega.errors import PipelineError
-from pipemega.pipeline.messages import tensors_of
+from pipemega.pipeline.messages import map_tensors, refuse_objects, sharing_memory, tensors_of
 
 
 @dataclass(eq=False, slots=True)
@@ -65,8 +64,9 @@ def collect_gradients(tree: Any) -> tuple[Any, list[InputGradient]]:
     # Most messages are one tensor; a tree walk takes longer.
     if isinstance(tree, Tensor):
         return _enter(tree, collected), collected
+    refuse_objects(tree)
     entered = {id(tensor): _enter(tensor, collected) for tensor in tensors_of(tree)}
-    return pytree.tree_map_only(Tensor, lambda tensor: entered[id(tensor)], tree), collected
+    return map_tensors(lambda tensor: entered[id(tensor)], tree), collected
 
 
 def _enter(tensor: Tensor, collected: list[InputGradient]) -> Tensor:
@@ -76,6 +76,32 @@ def _enter(tensor: Tensor, collected: list[InputGradient]) -> Tensor:
     collected.append(InputGradient((tuple(tensor.shape), tensor.dtype, tensor.device)))
     result: Tensor = _CollectGradient.apply(detached, collected[-1], _ANCHOR)  # type: ignore[no-untyped-call]
     return result
+
+
+class ViewGuard:
+    """Watches the tensors of an input that shared their memory before they were passed on.
+
+    Such a tensor has its own memory or its own graph now, so that another one would not follow a
+    change in place.
+
+    Args:
+        x: the input.
+        views: the indices of these tensors in `tensors_of(x)`.
+    """
+
+    def __init__(self, x: Any, views: Sequence[int]) -> None:
+        tensors = tensors_of(x) if views else []
+        self._tensors = [tensors[at] for at in views]
+        self._versions = versions_of(self._tensors)
+
+    def check(self) -> None:
+        """Raise PipelineError if one of them was changed in place since."""
+        if versions_of(self._tensors) != self._versions:
+            raise PipelineError(
+                "a layer changes in place an input that shares its memory with another tensor of "
+                "the message (a view), which would not follow: return a clone() of one of them "
+                "from the layer before, or use inplace=False"
+            )
 
 
 class InputGuard:
@@ -101,12 +127,15 @@ class InputGuard:
         # torch does not count the changes of inference tensors.
         untracked = any(map(Tensor.is_inference, tensors))
         changes = True if untracked else self._changes.get(key)
+        views: list[int] = []
         if changes or (changes is None and not all(tensor.is_meta for tensor in tensors)):
+            views = sharing_memory(tensors)
             clones = {id(tensor): tensor.clone() for tensor in tensors}
-            x = pytree.tree_map_only(Tensor, lambda tensor: clones[id(tensor)], x)
+            x = map_tensors(lambda tensor: clones[id(tensor)], x)
             tensors = list(clones.values())
-        before = versions_of(tensors)
+        before, guard = versions_of(tensors), ViewGuard(x, views)
         result = function(x)
+        guard.check()
         changed = versions_of(tensors) != before
         if changed and changes is False:
             raise PipelineError(

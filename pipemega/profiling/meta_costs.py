@@ -110,7 +110,9 @@ class Probe:
         existing += tensors_of(self.labels)
 
         def measure() -> tuple[StageCosts, Header]:
-            with DeviceKernels(self.device), TensorMeter(existing, self.rates) as meter:
+            meter = TensorMeter(existing, self.rates)
+            # For layers that create tensors and name no device.
+            with torch.device("meta"), DeviceKernels(self.device), meter:
                 return _StageRun(self, stage, meter, weights).measure(entering, is_last)
 
         result = measure()

@@ -227,8 +227,8 @@ def test_lower_layers_and_the_command_line_import_no_torch():
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_file_stays_under_400_lines(file):
-    assert len((PACKAGE / file).read_text().splitlines()) < 400
+def test_every_file_stays_under_600_lines(file):
+    assert len((PACKAGE / file).read_text().splitlines()) < 600
 
 
 @pytest.mark.parametrize("file", FILES)

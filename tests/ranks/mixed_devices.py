@@ -98,7 +98,10 @@ def replicas_with_rounding(config: dict[str, Any]) -> list[float]:
     torch.set_default_dtype(torch.float64)
     try:
         with gpus():
-            engine = small_models.engine_of(small_models.tied_thrice(), **config)
+            # Each rank has parameters.
+            pipeline = {"partition": "parameters", **config.pop("pipeline", {})}
+            net = small_models.tied_thrice()
+            engine = small_models.engine_of(net, pipeline=pipeline, **config)
             mesh, optimizer, losses = engine.mesh, engine.optimizer, []
             assert optimizer is not None
 

@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 
 from pipemega import PipelineModule, initialize
 from pipemega.errors import PipemegaError
+from tests.ranks.pipeline.message_kinds import REFUSED, RIGHT
 
 WIDTH, STEPS = 4, 3
 
@@ -159,7 +160,7 @@ def _prune(linear: nn.Linear) -> None:
     prune.custom_from_mask(linear, "weight", mask)
 
 
-LAYERS: Mapping[str, Callable[[], nn.Module]] = {
+LAYERS: Mapping[str, Callable[[], Any]] = {
     "saliency": Saliency,
     "own weight": lambda: Saliency(ask="weight"),
     "penalty": Penalty,
@@ -176,13 +177,15 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
     "spectral_norm": lambda: _changed(torch.nn.utils.spectral_norm),
     "prune": lambda: _changed(_prune),
     "twice": Twice,
+    **RIGHT,
+    **REFUSED,
 }
 
 
 def build(kind: str) -> list[Any]:
     torch.manual_seed(0)
-    first, layer, last = nn.Linear(WIDTH, WIDTH), LAYERS[kind](), nn.Linear(WIDTH, WIDTH)
-    return [first, torch.tanh, layer, last]
+    first, layers, last = nn.Linear(WIDTH, WIDTH), LAYERS[kind](), nn.Linear(WIDTH, WIDTH)
+    return [first, torch.tanh, *(layers if isinstance(layers, list) else [layers]), last]
 
 
 def data(step: int) -> tuple[Tensor, Tensor]:
@@ -229,13 +232,15 @@ def expected(kind: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: p.detach() for name, p in named.items()}
 
 
-def compared(kinds: list[str], schedule: str, **pipeline: Any) -> dict[str, Any]:
+def compared(
+    kinds: list[str], schedule: str, pipeline: Mapping[str, Any] | None = None, micro: int = 4
+) -> dict[str, Any]:
     """Return the distance from plain torch of each kind of layer, or its error."""
     torch.set_default_dtype(torch.float64)
     try:
         found = {}
         for kind in kinds:
-            result = trained(kind, schedule, 4, **pipeline)
+            result = trained(kind, schedule, micro, **(pipeline or {}))
             if isinstance(result, str):
                 found[kind] = result
                 continue

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from tests.ranks.pipeline import foreign_backward as runs
+from tests.ranks.pipeline.message_kinds import REFUSED, RIGHT
 
-KINDS = [kind for kind in runs.LAYERS if kind != "penalty"]
+KINDS = [kind for kind in runs.LAYERS if kind not in {"penalty", *RIGHT, *REFUSED}]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -27,7 +28,7 @@ def test_recomputed_layers_get_the_gradients_of_plain_torch():
     # torch.func.grad refuses recomputation; the others have an effect in each of two forwards.
     left_out = ("inner backward", "spectral_norm", "transforms")
     kinds = [kind for kind in KINDS if kind not in left_out]
-    found = runs.compared(kinds, "zb-h1", activation_checkpoint_interval=1)
+    found = runs.compared(kinds, "zb-h1", {"activation_checkpoint_interval": 1})
     for kind, distance in found.items():
         assert distance == pytest.approx(0, abs=1e-10), kind
 

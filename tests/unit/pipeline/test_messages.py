@@ -42,7 +42,7 @@ def test_a_message_is_restored_from_its_header_and_tensors(
         ([X, 3], [X, 4], "output[1] was 3 and is now 4"),
         (
             [X, X],
-            [X, X.detach().requires_grad_()],
+            [X, X.clone().detach().requires_grad_()],
             "is now float32 [2, 3] with gradient, but at other places of the message",
         ),
     ],

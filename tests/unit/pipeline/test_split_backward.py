@@ -309,3 +309,17 @@ def test_the_gradient_of_an_embedding_is_computed_in_w(kind: str) -> None:
     assert not buffer.view(model[0].weight).any()
     queue.run(0)
     assert buffer.view(model[0].weight).any()
+
+
+@pytest.mark.parametrize("copies", [False, True])
+def test_a_module_of_an_earlier_engine_defers_to_the_new_queue(copies: bool) -> None:
+    """The counts of the late choice, on copies of built modules, saw no W: another plan."""
+    module = nn.Sequential(nn.Linear(4, 4), VocabParallelEmbedding(8, 4, axis=Axis("tensor")))
+    enable_split_backward([module], WeightGradQueue(GradientBuffer([*module.named_parameters()])))
+    module = copy.deepcopy(module) if copies else module
+    queue = WeightGradQueue(GradientBuffer([*module.named_parameters()]))
+    enable_split_backward([module], queue)
+    with queue.defer("here"):
+        ids = torch.ones(2, 1, dtype=torch.long)
+        (module[0](torch.ones(2, 4)) + module[1](ids)[:, 0]).sum().backward()
+    assert queue.pending_weights("here") == {id(module[0].weight), id(module[1].weight)}
