@@ -1,7 +1,7 @@
 """Batch reader: inputs on the ranks of the first stage, labels on the ranks of the last stage."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,6 +72,10 @@ class BatchReader:
         compare_every: how often to compare what the ranks have read; config key
             data.compare_every.
         vocabulary: vocabulary parallelism: every rank reads inputs and labels.
+        signal: is called whenever the ranks agree on something.
+
+    Attributes:
+        signalled: whether it returned True on some rank, the last time.
     """
 
     def __init__(
@@ -82,12 +86,14 @@ class BatchReader:
         sizes: BatchSizes,
         compare_every: int,
         vocabulary: bool = False,
+        signal: Callable[[], bool] = lambda: False,
     ) -> None:
         self._mesh, self._share = mesh, share
         self._sizes, self._ramp = sizes, replace(share, ramp=sizes)
         self._memory = HostMemory(mesh.device)
         self._training_data = DataComparison(mesh, compare_every, "train_batch")
         self._evaluation_data = DataComparison(mesh, compare_every, "eval_batch")
+        self._signal, self.signalled = signal, False
         self._reads_inputs = vocabulary or mesh.pipeline.rank == rank_of_stage[0]
         self._reads_labels = vocabulary or mesh.pipeline.rank == rank_of_stage[-1]
         self._reads = self._reads_inputs or self._reads_labels
@@ -324,12 +330,15 @@ class BatchReader:
 
     def _min_over_ranks(self, *numbers: int) -> list[int]:
         """Return the minimum of each number over all ranks; collective."""
+        self.signalled = self._signal()
         if self._mesh.world.size == 1:
             return [*numbers]
         # In host memory: a number of the device could be read only after all work before it.
-        tensor = torch.tensor(numbers, device="cpu")
+        tensor = torch.tensor([*numbers, not self.signalled], dtype=torch.int64, device="cpu")
         dist.all_reduce(tensor, dist.ReduceOp.MIN, group=self._mesh.world.group)
-        return [int(number) for number in tensor]
+        *smallest, unchanged = tensor.tolist()
+        self.signalled = not unchanged
+        return smallest
 
     def _step_data(
         self,

@@ -168,6 +168,8 @@ class StageMover:
         held = sorted(id(p) for group in groups for p in group["params"])
         if held != sorted(map(id, step.masters.named.values())) or len(groups) != before.groups:
             return "the groups of the optimizer were changed after initialize()"
+        if step.masters.frozen.names or step.masters.frozen.have_changed:
+            return "parameters were frozen after initialize()"
         now = _modules(model)
         for name in [*now, *before.modules]:
             if now.get(name) != before.modules.get(name):

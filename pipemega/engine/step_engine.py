@@ -120,7 +120,15 @@ class StepEngine:
             )
         stages, share = self.plan.rank_of_stage, share_of(config, mesh)
         every, cut = config.data.compare_every, model.vocabulary is not None
-        self._reader = BatchReader(mesh, stages, share, self._data.sizes, every, cut)
+        self._reader = BatchReader(
+            mesh,
+            stages,
+            share,
+            self._data.sizes,
+            every,
+            cut,
+            lambda: step is not None and step.masters.frozen.have_changed,
+        )
         self._evaluator = Evaluator(mesh, executor, self._reader, stages, cut)
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]
         self._locator = NonFiniteLocator(mesh, executor, gradients, num_layers, config.fp16.enabled)
@@ -271,13 +279,25 @@ class StepEngine:
             self._phases.start(exact=self._tracing.tracer.is_due(self.global_steps + 1))
             with self._locator.add_origin_to_errors():
                 data = self._read_batch(data_iter, batch)
+            is_frozen_anew = self._reader.signalled
             data = self._with_final_stages(data)
+            if is_frozen_anew:
+                self._freeze()
             with self._locator.add_origin_to_errors(), self._batch_norms.dropped_on_error():
                 return self._train_on(data, keep_outputs=keep_outputs)
 
     def _with_final_stages(self, data: StepData) -> StepData:
         """Choose plan and stages of the first step, if its shapes were unknown until now."""
         return data
+
+    def _freeze(self) -> None:
+        """Leave out the parameters that the caller has frozen since the last step; collective."""
+        assert self._step is not None
+        # The last step may still be repeated, with the parameters that it had.
+        self._settle()
+        self._step.masters.frozen.update(self.mesh)
+        # Messages may need a gradient no more, or again.
+        self._executor.forget_shapes(declared=True)
 
     def _train_on(self, data: StepData, *, keep_outputs: bool) -> tuple[float, list[Any] | None]:
         runner = self._training_runner("train_batch")

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Axis, Mesh
+from pipemega.optimizer.frozen_params import FrozenParams
 from pipemega.optimizer.grad_layout import DataBucket, GradLayout, GradSlot, Named, whole_layout
 from pipemega.optimizer.grad_norm import GradientNorms, is_counted
 from pipemega.optimizer.gradients import (
@@ -71,6 +72,11 @@ class ModelParams:
             for number, copy in enumerate(copies, 1)
             if copy.requires_grad and copy.numel()
         ]
+
+    @property
+    def with_copies(self) -> list[tuple[str, nn.Parameter]]:
+        """(logical name, parameter) of all parameters and copies."""
+        return [*self.named, *((name, copy) for name in self.copies for copy in self.copies[name])]
 
     @property
     def with_gradient(self) -> list[tuple[str, nn.Parameter]]:
@@ -129,6 +135,8 @@ class MasterParams(ABC):
     ) -> None:
         self.mesh, self.layout, self.shard_axis = mesh, layout, shard_axis
         self._model, self.num_layers = model, model.num_layers
+        self.frozen = FrozenParams(model.with_copies)
+        """Parameters whose masters get no gradient, so that the optimizer leaves them out."""
         self._parameters = dict(model.named)
         self.spans: dict[str, tuple[int, int]] | None = (
             None if shard_axis is None else {s.name: layout.span(s) for s in layout.slots}
@@ -218,9 +226,11 @@ class MasterParams(ABC):
             received = self.offload.copy_gradients(self.gradient_tensors)
             for name, master in self.named.items():
                 master.grad = received[name]
-            return
-        for _, _, grad, master, _ in self._masters.values():
-            master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
+        else:
+            for _, _, grad, master, _ in self._masters.values():
+                master.grad = grad if grad.dtype == master.dtype else grad.to(master.dtype)
+        for name in self.frozen.names:
+            self.named[name].grad = None
 
     def release_grads(self) -> None:
         """Free the copies that `assign_grads` made on the compute device."""

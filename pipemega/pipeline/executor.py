@@ -108,10 +108,14 @@ class Executor:
         """The results of the forwards that have run so far."""
         return self._run.results
 
-    def forget_shapes(self) -> None:
-        """Let the next messages have other shapes than the ones before; on every rank."""
+    def forget_shapes(self, *, declared: bool = False) -> None:
+        """Let the next messages have other shapes than the ones before; on every rank.
+
+        Args:
+            declared: also than those that the model declares.
+        """
         if self._transport is not None:
-            self._transport.forget_headers()
+            self._transport.forget_headers(declared=declared)
 
     def run(self, plan: Plan, batch: MicroBatches, recorder: Recorder = NULL_RECORDER) -> Results:
         """Run this rank's program of the lowered `plan` once; gradients add up in the parameters.

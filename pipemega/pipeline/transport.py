@@ -131,8 +131,14 @@ class Transport:
         """Send a header with every message, for evaluation."""
         self._exchange_all = enabled
 
-    def forget_headers(self) -> None:
-        """Send and expect a header with the next message of each channel; on every rank."""
+    def forget_headers(self, *, declared: bool = False) -> None:
+        """Send and expect a header with the next message of each channel; on every rank.
+
+        Args:
+            declared: also where the model declares it; else the declared one stays.
+        """
+        if declared:
+            self._declared.clear()
         self._sent_headers.clear()
         self._received_headers.clear()
 

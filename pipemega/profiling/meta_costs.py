@@ -6,7 +6,7 @@ needs.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from pipemega.errors import PipelineError
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.backward_pass import run_backward
 from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
@@ -109,15 +110,20 @@ class Probe:
         existing = [*stage.parameters(), *stage.buffers(), *gradients.flats.values()]
         existing += tensors_of(self.labels)
 
-        def measure() -> tuple[StageCosts, Header]:
+        def measure(where: AbstractContextManager[Any]) -> tuple[StageCosts, Header]:
             meter = TensorMeter(existing, self.rates)
-            # For layers that create tensors and name no device.
-            with torch.device("meta"), DeviceKernels(self.device), meter:
+            with where, DeviceKernels(self.device), meter:
                 return _StageRun(self, stage, meter, weights).measure(entering, is_last)
 
-        result = measure()
+        where: AbstractContextManager[Any] = nullcontext()
+        try:
+            result = measure(where)
+        except PipelineError:
+            # Layers may create tensors and name no device.
+            where = torch.device("meta")
+            result = measure(where)
         # The run has shown whether the stage changes inputs that it has to copy before.
-        return measure() if stage.input_guard.copies else result
+        return measure(where) if stage.input_guard.copies else result
 
 
 @dataclass
