@@ -17,7 +17,7 @@ from torch import nn
 from pipemega.config import Config
 from pipemega.engine.measured_stages import MeasuredStages, is_worth_moving, stages_of
 from pipemega.engine.run_setup import RunSetup
-from pipemega.errors import ConfigError, PipelineError, ScheduleError
+from pipemega.errors import ConfigError, ScheduleError
 from pipemega.models.build_model import ModelContext, sample_from
 from pipemega.monitor import get_logger
 from pipemega.pipeline.autoschedule import Placement
@@ -109,7 +109,9 @@ class PlanChooser:
         """
         try:
             return pick()
-        except PipelineError as error:
+        except (ConfigError, ScheduleError):
+            raise
+        except Exception as error:  # code of the user
             if self._model is None:
                 raise
             self._model, self._bounds, self._failure = None, None, str(error)

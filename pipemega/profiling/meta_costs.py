@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipemega.errors import PipelineError
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.backward_pass import run_backward
 from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
@@ -115,15 +114,15 @@ class Probe:
             with where, DeviceKernels(self.device), meter:
                 return _StageRun(self, stage, meter, weights).measure(entering, is_last)
 
-        where: AbstractContextManager[Any] = nullcontext()
         try:
-            result = measure(where)
-        except PipelineError:
-            # Layers may create tensors and name no device.
-            where = torch.device("meta")
-            result = measure(where)
+            result = measure(nullcontext())
+        except Exception:  # code of the user
+            # The stage changes inputs, which it copies from now on; or its layers create tensors
+            # and name no device.
+            copies = stage.input_guard.copies
+            return measure(nullcontext() if copies else torch.device("meta"))
         # The run has shown whether the stage changes inputs that it has to copy before.
-        return measure(where) if stage.input_guard.copies else result
+        return measure(nullcontext()) if stage.input_guard.copies else result
 
 
 @dataclass

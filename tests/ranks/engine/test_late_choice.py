@@ -70,7 +70,7 @@ def test_a_loaded_checkpoint_moves_with_the_stages(pool, tmp_path):
     [
         ("module", "engine.module was read"),
         ("hook", "its hooks or settings were changed after initialize()"),
-        ("frozen", "its hooks or settings were changed after initialize()"),
+        ("frozen", "parameters were frozen after initialize()"),
     ],
 )
 def test_stages_that_the_caller_refers_to_stay_and_one_warning_names_the_way_out(
