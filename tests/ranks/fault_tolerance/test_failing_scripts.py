@@ -356,7 +356,7 @@ def test_without_torchrun_the_loss_of_the_store_ends_the_other_ranks(scripts: Sc
     assert first.code == -signal.SIGKILL
     assert second.code == 1
     assert second.printed.startswith(
-        "rank 1: train_batch: all_reduce of 1 int64 over all ranks 0, 1"
+        "rank 1: train_batch: all_reduce of 2 int64 over all ranks 0, 1"
     )
     assert "the store of the process group, in rank 0 or in torchrun, is gone" in second.printed
 
