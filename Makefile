@@ -48,7 +48,8 @@ lint: $(READY)  ## Lint and types only
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-fuzz: $(READY)  ## Fuzz configs, plans, data and checkpoints for some minutes (installs atheris)
+fuzz: $(READY)  ## Fuzz models, configs, plans, data and checkpoints, about 30 minutes (installs atheris)
+	$(BIN)/python -m tests.fuzz.models --cases 500
 	FUZZ=20 $(BIN)/python -m pytest -q tests/paper/config/test_config_fuzz.py tests/paper/plan/test_plan_fuzz.py tests/unit/data/test_data_fuzz.py tests/unit/checkpoint/test_checkpoint_fuzz.py
 	$(BIN)/python -m pip install --quiet "atheris>=2.3"
 	$(BIN)/python -m tests.fuzz.token_files -max_total_time=60

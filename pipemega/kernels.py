@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-# On CPU torch's foreach is slower than a plain loop over tensors (docs/optimizer.md).
+# On CPU torch's foreach is slower than a plain loop over tensors (docs/optimizer.md). torch's fused
+# SGD fails where only some parameters have had a step (frozen parameters).
 _FUSED_ON = {
     "Adam": ("cpu", "cuda"),
     "AdamW": ("cpu", "cuda"),
-    "SGD": ("cpu", "cuda"),
     "Adagrad": ("cpu",),
 }
 _APEX_DTYPES = (torch.float32, torch.float16, torch.bfloat16)

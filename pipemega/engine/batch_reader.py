@@ -73,9 +73,11 @@ class BatchReader:
             data.compare_every.
         vocabulary: vocabulary parallelism: every rank reads inputs and labels.
         signal: is called whenever the ranks agree on something.
+        is_fenced: whether the ranks agree before each training step, also if the data do not need
+            it; post-validation exists so that they do not wait for each other.
 
     Attributes:
-        signalled: whether it returned True on some rank, the last time.
+        signalled: whether `signal` returned True on some rank, the last time.
     """
 
     def __init__(
@@ -87,13 +89,14 @@ class BatchReader:
         compare_every: int,
         vocabulary: bool = False,
         signal: Callable[[], bool] = lambda: False,
+        is_fenced: bool = True,
     ) -> None:
         self._mesh, self._share = mesh, share
         self._sizes, self._ramp = sizes, replace(share, ramp=sizes)
         self._memory = HostMemory(mesh.device)
         self._training_data = DataComparison(mesh, compare_every, "train_batch")
         self._evaluation_data = DataComparison(mesh, compare_every, "eval_batch")
-        self._signal, self.signalled = signal, False
+        self._signal, self.signalled, self._is_fenced = signal, False, is_fenced
         self._reads_inputs = vocabulary or mesh.pipeline.rank == rank_of_stage[0]
         self._reads_labels = vocabulary or mesh.pipeline.rank == rank_of_stage[-1]
         self._reads = self._reads_inputs or self._reads_labels
@@ -124,6 +127,8 @@ class BatchReader:
         if data_iter is not None:
             _refuse_restarting(data_iter)
         elif loader is not None:
+            if loader.is_map_style and self._is_fenced:
+                self._min_over_ranks()
             return self._from_loader(loader, count, self._training_data)
         elif self._reads:
             raise ConfigError(

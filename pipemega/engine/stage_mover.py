@@ -82,8 +82,9 @@ class BuiltModules:
                 attributes[key].update(before)
         for parameter, data, grad, hooks in self._parameters:
             parameter.data, parameter.grad = data, grad
-            _grad_hooks(parameter).clear()
-            _grad_hooks(parameter).update(hooks)
+            current = _grad_hooks(parameter)
+            current.clear()
+            current.update(hooks)
 
 
 def _entries(attributes: Iterable[tuple[str, Any]]) -> dict[str, dict[Any, Any]]:

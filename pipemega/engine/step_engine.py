@@ -31,7 +31,7 @@ from pipemega.engine.training_data import TrainingData
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor.step_phases import PIPELINE, StepPhases
-from pipemega.optimizer import LRSchedule, StepReport
+from pipemega.optimizer import LRSchedule, PostValidatedStep, StepReport
 from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.local_model import LocalModel
@@ -128,6 +128,7 @@ class StepEngine:
             every,
             cut,
             lambda: step is not None and step.masters.frozen.have_changed,
+            not isinstance(step, PostValidatedStep),
         )
         self._evaluator = Evaluator(mesh, executor, self._reader, stages, cut)
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]
@@ -281,8 +282,7 @@ class StepEngine:
                 data = self._read_batch(data_iter, batch)
             is_frozen_anew = self._reader.signalled
             data = self._with_final_stages(data)
-            if is_frozen_anew:
-                self._freeze()
+            self._freeze(is_frozen_anew)
             with self._locator.add_origin_to_errors(), self._batch_norms.dropped_on_error():
                 return self._train_on(data, keep_outputs=keep_outputs)
 
@@ -290,9 +290,23 @@ class StepEngine:
         """Choose plan and stages of the first step, if its shapes were unknown until now."""
         return data
 
-    def _freeze(self) -> None:
-        """Leave out the parameters that the caller has frozen since the last step; collective."""
+    def _freeze(self, agreed: bool) -> None:
+        """Leave out the parameters that the caller has frozen since the last step; collective.
+
+        Args:
+            agreed: all ranks know that some rank has frozen or unfrozen parameters.
+        """
         assert self._step is not None
+        if not agreed:
+            if self._step.masters.frozen.have_changed:
+                raise ConfigError(
+                    "parameters were frozen or unfrozen between two steps. With "
+                    "pipeline.optimizer_sync 'post_validate' and map-style training_data the "
+                    "ranks do not wait for each other before a step: set pipeline.optimizer_sync "
+                    "to 'fenced', or give train_batch() the data"
+                )
+            return
+        self._reader.signalled = False
         # The last step may still be repeated, with the parameters that it had.
         self._settle()
         self._step.masters.frozen.update(self.mesh)

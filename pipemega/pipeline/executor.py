@@ -310,7 +310,8 @@ class Executor:
 
             # The loss must not change labels, and outputs that are used again.
             key = ("loss", run.train, is_used)
-            result, weight = self._guard(key, run_loss, (output, labels) if is_used else labels)
+            given = (output, labels) if is_used else labels
+            result, weight = self._guard.bind(key)(run_loss, given)
             run.results.losses[m] = result.detach().reshape(())
             run.results.weights[m] = weight.detach().reshape(())
         if is_used and batch.on_output is not None:

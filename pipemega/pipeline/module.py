@@ -8,7 +8,7 @@ stages      0         1         2            Stage: each rank builds only its ow
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -314,20 +314,22 @@ class Stage(nn.Module):
         """
         segments = self._segments if torch.is_grad_enabled() else []
         for start, stop, recomputed in segments or [(self.start, self.stop, False)]:
-            run = self._run
+            run: Callable[..., Any] = self._run
             # The first stage gets the data of the caller, which it must not change.
             if recomputed or (self.number == 0 and start == self.start):
-                run = self._run_guarded
+                guard = self.input_guard.bind((start, stop, self.training))
+                run = partial(self._run_guarded, guard)
             if recomputed:
                 x = recompute(run, x, start, stop, rng_key, restore_rng=rng_key is None)
             else:
                 x = run(x, start, stop, rng_key)
         return x
 
-    def _run_guarded(self, x: Any, start: int, stop: int, rng_key: RngKey | None) -> Any:
+    def _run_guarded(
+        self, guard: Callable[..., Any], x: Any, start: int, stop: int, rng_key: RngKey | None
+    ) -> Any:
         """Run layers that may change x in place, but keep x as it is."""
-        key = (start, stop, self.training)
-        return self.input_guard(key, lambda x: self._run(x, start, stop, rng_key), x)
+        return guard(lambda x: self._run(x, start, stop, rng_key), x)
 
     def _run(self, x: Any, start: int, stop: int, rng_key: RngKey | None) -> Any:
         layers = self.layers

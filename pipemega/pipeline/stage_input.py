@@ -11,6 +11,7 @@ checkpoint
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -114,11 +115,24 @@ class InputGuard:
     def __init__(self) -> None:
         self._changes: dict[Hashable, bool] = {}
 
-    def __call__(self, key: Hashable, function: Callable[[Any], Any], x: Any) -> Any:
-        """Return `function(x)`.
+    def bind(self, key: Hashable) -> Callable[[Callable[[Any], Any], Any], Any]:
+        """Return what calls a function with an input, the same way each time.
+
+        A recomputation has to get a copy if the forward got one: a copy may have other strides,
+        and torch saves tensors in an order that depends on strides.
 
         Args:
             key: identifies the function.
+        """
+        return partial(self._call, key, self._changes.get(key))
+
+    def _call(
+        self, key: Hashable, changes: bool | None, function: Callable[[Any], Any], x: Any
+    ) -> Any:
+        """Return `function(x)`.
+
+        Args:
+            changes: whether the function changes its input; None: not known.
 
         Raises:
             PipelineError: the function changed its input in place, but not in its first call.
@@ -126,7 +140,7 @@ class InputGuard:
         tensors = tensors_of(x)
         # torch does not count the changes of inference tensors.
         untracked = any(map(Tensor.is_inference, tensors))
-        changes = True if untracked else self._changes.get(key)
+        changes = True if untracked else changes
         views: list[int] = []
         if changes or (changes is None and not all(tensor.is_meta for tensor in tensors)):
             views = sharing_memory(tensors)

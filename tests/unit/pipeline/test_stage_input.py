@@ -57,7 +57,7 @@ class Counted:
 def test_the_input_of_a_function_that_changes_nothing_is_copied_in_the_first_call_only() -> None:
     guard, function, x = InputGuard(), Counted(first=99), torch.zeros(2)
     for _ in range(3):
-        guard("key", function, x)
+        guard.bind("key")(function, x)
     assert [pointer == x.data_ptr() for pointer in function.inputs] == [False, True, True]
     assert not guard.copies
 
@@ -65,23 +65,23 @@ def test_the_input_of_a_function_that_changes_nothing_is_copied_in_the_first_cal
 def test_the_input_of_a_function_that_changes_it_is_copied_in_each_call() -> None:
     guard, function, x = InputGuard(), Counted(first=1), torch.zeros(2)
     for _ in range(3):
-        assert guard("key", function, x).tolist() == [1.0, 1.0]
+        assert guard.bind("key")(function, x).tolist() == [1.0, 1.0]
     assert x.tolist() == [0.0, 0.0]
     assert guard.copies
 
 
 def test_a_function_that_changes_its_input_only_in_later_calls_is_an_error() -> None:
     guard, function = InputGuard(), Counted(first=2)
-    guard("key", function, torch.zeros(2))
+    guard.bind("key")(function, torch.zeros(2))
     with pytest.raises(PipelineError, match="which it did not do in the first micro-batch"):
-        guard("key", function, torch.zeros(2))
+        guard.bind("key")(function, torch.zeros(2))
 
 
 def test_in_inference_mode_the_input_is_always_copied() -> None:
     with torch.inference_mode():
         guard, x = InputGuard(), torch.zeros(2)
         for _ in range(2):
-            guard("key", Counted(first=1), x)
+            guard.bind("key")(Counted(first=1), x)
         assert x.tolist() == [0.0, 0.0]
 
 
