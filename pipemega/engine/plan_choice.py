@@ -145,7 +145,8 @@ class PlanChooser:
         if section.partition == "auto" or limits_queue:
             self._model = self._counted
         if self._model is None:
-            if limits_queue and self._has_only_linears():
+            # The executor of a provisional plan has to run W, which the final plan may have.
+            if limits_queue and not self.is_provisional and self._has_only_linears():
                 device: DeviceType = "cuda" if self._mesh.device.type == "cuda" else "cpu"
                 plan = self._validated(lower(fit_queue_of_linears(plan.compute_only(), device)))
             return ChosenPlan(plan, None)

@@ -77,6 +77,11 @@ TRIALS: dict[str, Case] = {
     "a built module with a hook, which moves": _row(
         "hook after", "linear", "tanh", style="built", data="batch", mesh=Mesh(pipeline=2)
     ),
+    # The provisional plan had no W, the final one had.
+    "linears, whose W the first micro-batch decides": _row(
+        "linear", "tanh", "tanh", "linear", data="iterator", micro_batches=1,
+        mesh=Mesh(2, schedule="dualpipe-v", chunks=2, partition=[0, 2, 3, 4, 5]),
+    ),
     "frozen with post-validation and map-style data": _row(
         "linear", late_sync=True, mesh=_zb(), frozen=((1, 1, 0),)
     ),
