@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.checkpoint.shards import OutgoingShard
+from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.exit_hooks import exit_hooks_enabled
 from pipemega.distributed.host_memory import CopyEvent, HostMemory
 from pipemega.distributed.mesh import Axis
@@ -164,8 +165,10 @@ class BackgroundTask:
             group = None
             if self._world.size > 1:
                 # gloo: the CPU writes the files, and NCCL's queues belong to the step.
-                group = dist.new_group(
-                    list(self._world.ranks), self._timeout, "gloo", group_desc="checkpoint"
-                )
+                what = f"rank {self._world.rank} in the creation of process group 'checkpoint'"
+                with named_collective(what, self._world.ranks):
+                    group = dist.new_group(
+                        list(self._world.ranks), self._timeout, "gloo", group_desc="checkpoint"
+                    )
             self._axis = Axis("checkpoint", self._world.ranks, self._world.rank, group)
         return self._axis

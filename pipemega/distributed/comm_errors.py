@@ -38,7 +38,7 @@ _DEFAULT_GROUP = ("", "undefined", "default_pg")
 # In the messages of backends when a peer is gone or did not respond in time.
 _CONNECTION_LOSS = (
     "gloo/transport", "connection closed", "connection reset", "pair closure", "timed out",
-    "broken pipe", "connection refused", "remote process exited", "nccl",
+    "broken pipe", "connection refused", "remote process exited", "nccl", "wait timeout",
 )  # fmt: skip
 
 # In our messages when a peer did not respond in time.
@@ -147,11 +147,18 @@ def trim_backend_error(text: str) -> str:
     """Return the first line, without gloo's source file and advice."""
     line = (text.splitlines() or [""])[0]
     line = re.sub(r"\[/\S+:\d+\] |\. This is typically caused by a remote worker.*", "", line)
+    # The second: a store waits for another rank, which does not create the process group.
     return re.sub(
-        r"[Tt]imed out waiting (\d+)ms for \w+ operation to complete",
-        lambda m: f"{TIMED_OUT} ({int(m[1]) / 1000:g} s)",
+        r"[Tt]imed out waiting (\d+)ms for \w+ operation to complete"
+        r"|[Ww]ait timeout(?: after (\d+)ms, keys: .*)?",
+        _timed_out,
         line,
     )
+
+
+def _timed_out(match: re.Match[str]) -> str:
+    milliseconds = match[1] or match[2]
+    return TIMED_OUT + (f" ({int(milliseconds) / 1000:g} s)" if milliseconds else "")
 
 
 def _frames(error: BaseException) -> tuple[FrameType | None, FrameType | None]:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from pipemega.config.launch_variables import LaunchVariables, launch_variables
+from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.rendezvous import agree_on_incarnation
 from pipemega.errors import MeshError
 
@@ -24,6 +25,7 @@ def connect_ranks(backend: str, timeout: timedelta) -> None:
 
     Raises:
         MeshError: some are missing or wrong, or the ranks do not find each other.
+        PipelineError: a rank found the store, and does not create its process group.
     """
     launch = checked_launch()
     rank, size = int(launch.values["RANK"]), int(launch.values["WORLD_SIZE"])
@@ -32,7 +34,8 @@ def connect_ranks(backend: str, timeout: timedelta) -> None:
         # A new prefix for each restart: ranks never read stale keys.
         incarnation = agree_on_incarnation(store, rank, size, timeout.total_seconds())
         store = dist.PrefixStore(f"run {incarnation}", store)  # type: ignore[attr-defined]
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
+    with named_collective(f"rank {rank} in the creation of the process group", range(size)):
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=size)
 
 
 def checked_launch() -> LaunchVariables:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from pipemega.config.launch_variables import launch_variables
 from pipemega.distributed import device_waits
 from pipemega.distributed.backends import backend_names, message_device, nccl_backend
-from pipemega.distributed.comm_errors import collective_error
+from pipemega.distributed.comm_errors import collective_error, named_collective
 from pipemega.distributed.connect_ranks import connect_ranks
 from pipemega.distributed.topology import AXES, AxisName, Topology, started
 from pipemega.errors import ConfigError, MeshError, PipemegaError
@@ -339,16 +339,21 @@ def new_group(
             before NCCL aborts the process.
         host: on CUDA, the group also has gloo for tensors and objects on the host.
         backend: None: that of the device.
+
+    Raises:
+        PipelineError: a rank did not create its group within `timeout`; names the waiting rank.
     """
     if backend is None and device.type == "cuda":
         backend = _CUDA_BACKEND if host else "nccl"
-    group = dist.new_group(
-        list(ranks),
-        timeout=timeout,
-        backend=backend,
-        use_local_synchronization=True,
-        group_desc=description,
-    )
+    what = f"rank {launched_rank()} in the creation of process group {description!r}"
+    with named_collective(what, ranks):
+        group = dist.new_group(
+            list(ranks),
+            timeout=timeout,
+            backend=backend,
+            use_local_synchronization=True,
+            group_desc=description,
+        )
     assert isinstance(group, dist.ProcessGroup)
     _lengthen_nccl_timeout(group, timeout)
     return group

@@ -29,6 +29,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh
 from pipemega.optimizer.async_sums import AsyncSums, HostSums
@@ -225,7 +226,9 @@ def _separate_group(mesh: Mesh) -> dist.ProcessGroup | None:
     # The planner, on the meta device, has no other ranks.
     if mesh.world.size == 1 or mesh.device.type == "meta":
         return None
-    group = dist.new_group(list(mesh.world.ranks), timeout=mesh.timeout, backend="gloo")
+    what = f"rank {mesh.rank} in the creation of process group 'post-validation'"
+    with named_collective(what, mesh.world.ranks):
+        group = dist.new_group(list(mesh.world.ranks), timeout=mesh.timeout, backend="gloo")
     assert isinstance(group, dist.ProcessGroup)
     # Without the barrier, a rank that fails now would break connections that others still open.
     dist.barrier(group)

@@ -35,6 +35,9 @@ if importlib.util.find_spec("transformers") is not None:
     PRELOAD += ["transformers", "transformers.models.llama.modeling_llama"]
 PRELOAD.append("tests.ranks.frozen_modules")
 
+# How long the other ranks may run after one has failed: they may wait for it.
+AFTER_FAILURE_SECONDS = 30.0
+
 
 class RanksFailed(AssertionError):
     """Carries the error of each failed rank."""
@@ -68,7 +71,8 @@ class RankPool:
         """Run `function(*args)` on ranks 0 to world_size - 1; return the results by rank.
 
         Raises:
-            RanksFailed: some raised, died, or were not done in `timeout` seconds.
+            RanksFailed: some raised, died, or were not done in `timeout` seconds; or, if a rank has
+                failed, `AFTER_FAILURE_SECONDS` later.
         """
         if len(self._ranks) < self._size:
             self._start()
@@ -90,9 +94,13 @@ class RankPool:
         errors: dict[int, tuple[str, str]] = {}
         waiting = {self._ranks[rank][1]: rank for rank in range(world_size)}
         while waiting:
-            ready = wait(list(waiting), timeout)
+            seconds = min(timeout, AFTER_FAILURE_SECONDS) if errors else timeout
+            ready = wait(list(waiting), seconds)
             if not ready:
-                errors |= dict.fromkeys(waiting.values(), ("hang", f"not done after {timeout} s"))
+                text = f"not done after {seconds} s"
+                if errors:
+                    text += f", rank {', '.join(map(str, sorted(errors)))} has failed"
+                errors |= dict.fromkeys(waiting.values(), ("hang", text))
                 break
             for pipe in ready:
                 rank = waiting.pop(pipe)  # type: ignore[arg-type]
@@ -136,6 +144,9 @@ def _serve(pipe: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     # CPU ranks, also on a machine with GPUs, which they would otherwise share.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    # torch warns of an invalid ATEN_CPU_CAPABILITY in the first operation of a process. As an error
+    # it would stop only those ranks that no earlier test has used.
+    torch.backends.cpu.get_cpu_capability()
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     while True:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 import pipemega
 from pipemega.distributed.connect_ranks import connect_ranks
-from pipemega.errors import MeshError
+from pipemega.errors import MeshError, PipelineError
 
 CHECK = "check that all ranks were started, and MASTER_ADDR and MASTER_PORT (pipemega doctor)"
 
@@ -54,6 +54,23 @@ def test_rank_0_says_how_many_ranks_came(monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.raises(MeshError, match=r"1/2 clients joined; check that all ranks were started"),
     ):
         connect_ranks("gloo", timedelta(seconds=1))
+
+
+def test_a_rank_that_waits_for_the_process_group_of_all_ranks_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_variables(monkeypatch, RANK="0", MASTER_PORT="29500")
+    reason = "wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"
+    with (
+        patch("pipemega.distributed.connect_ranks.launch_store"),
+        patch.object(dist, "init_process_group", side_effect=dist.DistStoreError(reason)),
+        pytest.raises(PipelineError) as error,
+    ):
+        connect_ranks("gloo", timedelta(seconds=3))
+    assert str(error.value) == (
+        "rank 0 in the creation of the process group over ranks 0, 1: timed out after "
+        "mesh.timeout_seconds (3 s)"
+    )
 
 
 def test_a_taken_port_of_the_store_is_named(

@@ -15,9 +15,13 @@ from torch import nn
 
 import pipemega
 from pipemega import LayerSpec, PipelineModule
+from pipemega.checkpoint.async_save import BackgroundTask
 from pipemega.distributed import comm_errors
+from pipemega.distributed.mesh import Axis, Mesh, new_group
 from pipemega.engine.engine import Engine
+from pipemega.errors import PipelineError
 from pipemega.fault_tolerance import error_propagation, watchdog
+from pipemega.optimizer import post_validate
 from tests.ranks.fault_tolerance.test_failures import CUT_IN_2, CUT_IN_4, messages, small_config
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import build, data, settings
@@ -155,6 +159,49 @@ def wait_in_different_collectives() -> None:
             dist.all_reduce(torch.zeros(3))
         else:
             dist.broadcast(torch.zeros(5, dtype=torch.int64), src=0)
+
+
+# Process groups
+
+
+def make_axis(world: Axis, timeout: timedelta) -> None:
+    new_group(world.ranks, torch.device("cpu"), timeout, "tensor")
+
+
+def make_sums(world: Axis, timeout: timedelta) -> None:
+    post_validate._separate_group(replace(Mesh.single(), world=world, timeout=timeout))
+
+
+def make_saves(world: Axis, timeout: timedelta) -> None:
+    BackgroundTask(world, timeout).connect()
+
+
+def wait_for_a_group(make: Callable[[Axis, timedelta], None]) -> tuple[str, bool]:
+    rank = dist.get_rank()
+    if rank == 1:
+        return "", True
+    with pytest.raises(PipelineError) as error:
+        make(Axis("world", (0, 1), rank, dist.group.WORLD), timedelta(seconds=0.3))
+    return str(error.value), comm_errors.is_connection_loss(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(make_axis, "tensor"), (make_sums, "post-validation"), (make_saves, "checkpoint")],
+)
+def test_a_rank_that_waits_for_a_process_group_names_itself_the_group_and_its_ranks(
+    pool: RankPool, make: Callable[[Axis, timedelta], None], name: str
+) -> None:
+    """torch raised "Wait timeout", which did not count as a lost connection.
+
+    So pipemega.run() reported it as the cause, and not the rank that was missing.
+    """
+    (message, is_lost), _ = pool.run(2, wait_for_a_group, make)
+    assert message == (
+        f"rank 0 in the creation of process group {name!r} over ranks 0, 1: timed out after "
+        "mesh.timeout_seconds"
+    )
+    assert is_lost
 
 
 # Data
