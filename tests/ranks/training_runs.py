@@ -31,6 +31,13 @@ MODEL = {
     "attention_dropout": 0.0,
 }
 
+# For comparisons in fp32. The gradient of a key bias is zero in theory, and in fp32 rounding errors
+# of about 1e-12, which depend on the processor: AdamW divides them by eps, and its default of 1e-8
+# makes them visible.
+ADAMW_FP32 = {
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-3}}
+}
+
 
 def settings(**changes: Any) -> dict[str, Any]:
     """Return a config; a change such as mesh={"tensor": 2} is merged into its section."""

@@ -12,7 +12,7 @@ from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.schedules import build_plan
 from tests.paper.hand_made_plans import with_w_last
 from tests.ranks.pool import RanksFailed
-from tests.ranks.training_runs import build, data, settings
+from tests.ranks.training_runs import ADAMW_FP32, build, data, settings
 
 ROUND = WARM_UP + TIMED
 
@@ -177,7 +177,7 @@ def test_a_limited_queue_trains_a_plan_file_whose_w_have_another_order_than_its_
     plan = with_w_last(build_plan("zb-h1", 2, 8))
     file = tmp_path / "mine.json"
     file.write_text(plan.to_json())
-    changes = {"mesh": {"pipeline": 2}}
+    changes = {"mesh": {"pipeline": 2}} | ADAMW_FP32
     plain = pool.run(2, run, {"schedule": "1f1b"}, "", 2, changes)[0]
     limited = {"schedule": {"file": str(file)}, "weight_queue_limit": 30_000}
     found = pool.run(2, run, limited, "", 2, changes)[0]
