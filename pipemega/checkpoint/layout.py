@@ -4,6 +4,7 @@
     folder/global_step200/
     folder/.global_step300.saving/      a checkpoint that is being written, or an interrupted save
     folder/.global_step200.replaced/    the previous checkpoint of that tag, during its replacement
+    folder/.global_step200.incomplete/  files of that step that were no checkpoint
     folder/latest                       the tag of the newest complete checkpoint
 
 A save writes into a temporary folder, syncs it, renames it, and then updates `latest`. An object
@@ -98,14 +99,9 @@ def begin_save(storage: Storage, tag: str) -> str:
     """
     _check_tag(tag)
     folder_locks.verify(storage)
+    read_latest(storage)
     if storage.exists(tag) and not _has_state(storage, tag) and not _versions(storage, tag):
-        if not _lost_its_state(storage, tag):
-            raise CheckpointError(
-                f"{storage.full_path(tag)} exists and is not a checkpoint: choose another tag, "
-                f"or move it away"
-            )
-        _log.warning("deleting checkpoint %s: it has no %s", storage.full_path(tag), STATE_FILE)
-        storage.delete(tag)
+        _set_aside(storage, tag)
     if not isinstance(storage, LocalStorage):
         delete_leftovers(storage)
         return f"{tag}/saved-{_next_number(storage)}"
@@ -207,8 +203,17 @@ def prune(storage: Storage, retention: Retention) -> None:
 
 
 def read_latest(storage: Storage) -> str | None:
-    """Return the tag in the file `latest`; None if there is no such file."""
+    """Return the tag in the file `latest`; None if there is no such file.
+
+    Raises:
+        CheckpointError: `latest` is a folder, so that no save could complete.
+    """
     if storage.size(POINTER) is None:
+        if storage.exists(POINTER):
+            raise CheckpointError(
+                f"{storage.full_path(POINTER)} is a folder, and must be a file with the tag of the "
+                "newest checkpoint: move the folder away"
+            )
         return None
     return storage.read(POINTER).decode("utf-8", errors="replace").strip()
 
@@ -360,16 +365,33 @@ def _check_tag(tag: str) -> None:
         )
 
 
-def _lost_its_state(storage: Storage, tag: str) -> bool:
-    """Return whether this is a checkpoint global_step<N> without its state.json.
+def _set_aside(storage: Storage, tag: str) -> None:
+    """Make room for a checkpoint in place of files of a checkpoint without its state.json.
 
-    A run that resumed from an earlier checkpoint saves this step again, and must not fail here.
+    A run that resumed from an earlier checkpoint saves this step again, and must not fail here. An
+    object store cannot rename: there the files stay beside the new ones.
+
+    Raises:
+        CheckpointError: it is not a folder that contains only such files.
     """
-    names = storage.listdir(tag)
-    return (
-        _STEP_TAG.fullmatch(tag) is not None
-        and "tensors" in names
-        and all(_CHECKPOINT_FILE.fullmatch(name) for name in names)
+    where = storage.full_path(tag)
+    found = [tag] if storage.size(tag) is not None else storage.listdir(tag)
+    foreign = next((name for name in found if not _CHECKPOINT_FILE.fullmatch(name)), None)
+    if foreign is not None:
+        raise CheckpointError(
+            f"{where} exists and is not a checkpoint: no checkpoint contains {foreign!r}; choose "
+            "another tag, or move it away"
+        )
+    aside = f".{tag}.incomplete"
+    if isinstance(storage, LocalStorage):
+        if storage.exists(aside):
+            storage.delete(aside)
+        storage.rename(tag, aside)
+    _log.warning(
+        "%s has no %s, as after a kill in a save: it is no checkpoint, and %s",
+        where,
+        STATE_FILE,
+        f"is moved to {aside}" if isinstance(storage, LocalStorage) else "is written anew",
     )
 
 

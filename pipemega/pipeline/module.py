@@ -352,7 +352,7 @@ class Stage(nn.Module):
                     raise
                 raise PipelineError(
                     f"layers.{position} ({spec.name}) failed: {type(error).__name__}: {error}"
-                    f"{remedy(layer, x, error)}"
+                    f"{remedy(layer, position, x, error)}"
                 ) from error
             if self.observer is not None:
                 self.observer.leave(position, x, rng_key)

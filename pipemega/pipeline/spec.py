@@ -320,8 +320,8 @@ class _FunctionSpec(LayerSpec):
         return getattr(self.args[0], "__name__", "function")
 
 
-def remedy(layer: nn.Module, x: Any, error: Exception) -> str:
-    """Return what to do about the error of a layer with input `x`, if it is a known one."""
+def remedy(layer: nn.Module, position: int, x: Any, error: Exception) -> str:
+    """Return what to do about the error of the layer at `position`, if it is a known one."""
     if "more than 1 value per channel" in str(error):
         joined = any(getattr(m, "sync", isinstance(m, nn.SyncBatchNorm)) for m in layer.modules())
         join = "join the statistics over data ranks (deferred_batch_norm='sync'), "
@@ -331,7 +331,16 @@ def remedy(layer: nn.Module, x: Any, error: Exception) -> str:
             f"micro-batch of an epoch is smaller, {'' if joined else join}or use GroupNorm"
         )
     dtype = next((p.dtype for p in layer.parameters() if p.is_floating_point()), None)
-    if dtype is None or not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == dtype:
+    if dtype is None or not isinstance(x, Tensor) or not x.is_floating_point():
         return ""
+    if x.dtype == dtype:
+        floats = ((n, b.dtype) for n, b in layer.named_buffers() if b.is_floating_point())
+        name, other = next((pair for pair in floats if pair[1] != dtype), ("", dtype))
+        if not name or "dtype" not in str(error):
+            return ""
+        return f"; its parameters are {dtype} and its buffer {name!r} is {other}: cast the buffer"
     cast = ", or set fp16.auto_cast" if dtype == torch.float16 else ""
-    return f"; its parameters are {dtype} and its input is {x.dtype}: cast the data{cast}"
+    remedy = f"cast the data{cast}"
+    if position:
+        remedy = "cast the output of the layer before, which may have a buffer of that dtype"
+    return f"; its parameters are {dtype} and its input is {x.dtype}: {remedy}"

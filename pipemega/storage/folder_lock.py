@@ -25,6 +25,8 @@ LOCK_FILE = "run.lock"
 HEARTBEAT_SECONDS = 10.0
 # A process may hold Python's GIL, or a file server may not respond, for a while.
 SILENCE_SECONDS = 120.0
+# A file is complete at once, unless its process has ended while it wrote it.
+INCOMPLETE_SECONDS = 1.5 * HEARTBEAT_SECONDS
 _POLL_SECONDS = 0.5
 
 _log = logging.getLogger(__name__)
@@ -166,6 +168,8 @@ def _reason_gone(observer: LockObserver) -> str:
     process = observer.holder.process
     if process is not None and process.has_ended():
         return "this process has ended"
+    if process is None and observer.silent_seconds >= INCOMPLETE_SECONDS:
+        return f"its lock is incomplete, and had no heartbeat for {INCOMPLETE_SECONDS:.0f} s"
     if observer.silent_seconds >= SILENCE_SECONDS:
         return f"no heartbeat for {SILENCE_SECONDS:.0f} s"
     return ""

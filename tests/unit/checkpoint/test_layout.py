@@ -116,7 +116,7 @@ def test_a_tag_that_is_not_a_valid_folder_name_is_refused(storage, tag):
 def test_a_folder_that_is_not_a_checkpoint_is_never_replaced(storage, tmp_path):
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter").write_text("1")
-    with pytest.raises(CheckpointError, match="thesis exists and is not a checkpoint"):
+    with pytest.raises(CheckpointError, match=r"thesis exists and is not .* contains 'chapter'"):
         layout.begin_save(storage, "thesis")
     save(storage, "a")
     assert names(tmp_path / "thesis") == ["chapter"]
@@ -134,12 +134,55 @@ def test_a_step_whose_checkpoint_has_lost_its_state_file_can_be_saved_again(
     save(storage, "global_step2", "anew")
     assert default_tag(storage) == "global_step2"
     assert (tmp_path / "global_step2/tensors/file").read_text() == "anew"
-    assert "global_step2: it has no state.json" in caplog.text
-    # A folder with other files is never deleted.
+    assert "global_step2 has no state.json" in caplog.text
+    assert "is moved to .global_step2.incomplete" in caplog.text
+    assert (tmp_path / ".global_step2.incomplete/tensors/file").read_text() == "text"
+    # A folder with other files stays.
     (tmp_path / "global_step2/state.json").unlink()
     (tmp_path / "global_step2/notes").touch()
     with pytest.raises(CheckpointError, match="global_step2 exists and is not a checkpoint"):
         save(storage, "global_step2")
+
+
+def storage_has(storage: Storage, left: list[str]) -> bool:
+    return bool(left) or isinstance(storage, LocalStorage)
+
+
+@pytest.mark.parametrize("left", [[], ["client.pt"], ["rank_00000.pt", "client.pt"], ["tensors"]])
+def test_a_folder_with_a_part_of_a_checkpoint_never_blocks_a_save(storage, tmp_path, left, caplog):
+    """A run that was killed in a save resumed from the checkpoint before, came to this step again
+    and ended with "exists and is not a checkpoint", after every restart."""
+    save(storage, "global_step1")
+    for _ in range(2):
+        (tmp_path / "global_step2").mkdir()
+        for name in left:
+            (tmp_path / "global_step2" / name).write_text("old")
+        assert default_tag(storage) == "global_step1"
+        path = save(storage, "global_step2", "anew")
+        assert default_tag(storage) == "global_step2"
+        assert storage.read(f"{path}/tensors/file") == b"anew"
+        # An object store has no empty folders.
+        assert ("global_step2 has no state.json" in caplog.text) == storage_has(storage, left)
+        storage.delete("global_step2")
+    if isinstance(storage, LocalStorage):
+        assert names(tmp_path / ".global_step2.incomplete") == sorted(left)
+
+
+def test_a_file_of_the_name_of_a_checkpoint_is_never_replaced(tmp_path):
+    (tmp_path / "global_step2").write_text("notes")
+    with pytest.raises(CheckpointError, match="global_step2 exists and is not a checkpoint"):
+        save(LocalStorage(tmp_path), "global_step2")
+    assert (tmp_path / "global_step2").read_text() == "notes"
+
+
+def test_a_folder_latest_is_an_error_before_anything_is_written(storage, tmp_path):
+    """Each save renamed its checkpoint, and then failed to replace the folder."""
+    (tmp_path / "latest").mkdir()
+    (tmp_path / "latest/file").touch()
+    for use in (lambda: save(storage, "a"), lambda: newest(tmp_path)):
+        with pytest.raises(CheckpointError, match="latest is a folder, and must be a file"):
+            use()
+    assert names(tmp_path) == ["latest"]
 
 
 def test_the_next_save_deletes_the_leftovers_of_an_interrupted_one(storage, tmp_path):

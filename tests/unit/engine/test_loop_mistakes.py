@@ -71,6 +71,40 @@ def test_inputs_of_another_dtype_than_the_parameters_are_refused_with_a_remedy(
     assert words in str(refused.value)
 
 
+class Buffered(nn.Linear):
+    """Multiplies by a buffer, after the product or before it."""
+
+    def __init__(self, *, before: bool) -> None:
+        super().__init__(3, 3)
+        self.before = before
+        self.register_buffer("table", torch.ones(3, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x @ self.table if self.before else x * self.table[0])
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [
+        ([LayerSpec(Buffered, before=True)], "its buffer 'table' is torch.float32: cast the buf"),
+        (
+            [lambda x: x * torch.ones(3), LayerSpec(nn.Linear, 3, 3)],
+            "its input is torch.float32: cast the output of the layer before, which may have a",
+        ),
+    ],
+    ids=["own buffer", "buffer before"],
+)
+def test_a_buffer_of_another_dtype_is_named_and_not_the_data(layers: Any, words: str) -> None:
+    """The advice was to cast the data, which were fp16 already."""
+    net = PipelineModule(layers, loss_fn=nn.functional.cross_entropy)
+    data = [(torch.ones(3, dtype=torch.float16), 0)] * 4
+    config = CONFIG | {"fp16": {"enabled": True}}
+    engine = pipemega.initialize(model=net, config=config, training_data=data)[0]
+    with pytest.raises(PipelineError) as refused:
+        engine.train_batch()
+    assert words in str(refused.value)
+
+
 def test_the_end_of_the_callers_iterator_says_how_to_continue(engine: Any) -> None:
     batches = iter([(torch.ones(2, 3), torch.zeros(2, dtype=torch.long))] * 2)
     engine.train_batch(batches)

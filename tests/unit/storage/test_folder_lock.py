@@ -172,10 +172,21 @@ def test_a_requeued_job_takes_over_its_own_lock_at_once(tmp_path, locks, monkeyp
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"no json", b"\xff"])
-def test_an_unreadable_lock_is_taken_over_after_two_minutes(content, tmp_path, locks):
+def test_an_unreadable_lock_is_taken_over_without_a_heartbeat(content, tmp_path, locks, caplog):
+    """With mesh.timeout_seconds 20, the lock that a killed process had only begun to write was
+    refused: "another run uses it: an unknown process"."""
     (tmp_path / LOCK_FILE).write_bytes(content)
-    locks.lock(LocalStorage(tmp_path))
-    assert 120 <= locks.clock.now <= 121
+    locks.lock(LocalStorage(tmp_path), LockOptions(wait_seconds=16.0))
+    assert 15 <= locks.clock.now <= 16
+    assert "its lock is incomplete, and had no heartbeat for 15 s" in caplog.text
+
+
+def test_an_unreadable_lock_with_a_heartbeat_is_refused(tmp_path, locks):
+    path = tmp_path / LOCK_FILE
+    path.write_bytes(b"no json")
+    locks.clock.on_sleep = lambda: os.utime(path, (locks.clock.now, locks.clock.now))
+    with pytest.raises(FolderLockedError, match="an unknown process"):
+        locks.lock(LocalStorage(tmp_path))
 
 
 def test_a_folder_of_this_process_can_be_locked_again_by_any_path(tmp_path, locks):
