@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from threading import local
@@ -87,16 +87,24 @@ def shrunk(pool: RankPool, case: Case, seconds: float = 120.0) -> Case:
     return case
 
 
-def run(seeds: Iterable[int], jobs: int, *, shrink: bool = True) -> Counter[str]:
-    """Run the cases of `seeds` on `jobs` pools of ranks; print what is DIFFERENT."""
+def run(seeds: Sequence[int], jobs: int, *, shrink: bool, first: bool) -> Counter[str]:
+    """Run the cases of `seeds` on `jobs` pools of ranks; print what is DIFFERENT.
+
+    Args:
+        shrink: make such cases smaller.
+        first: stop at the first of them.
+    """
     here, pools, counts = local(), list[RankPool](), Counter[str]()
 
     def of(seed: int) -> str:
+        if first and counts[DIFFERENT]:
+            return "not run"
         if not hasattr(here, "pool"):
             here.pool = RankPool(4)
             pools.append(here.pool)
         case = draw(seed)
         found = verdict(here.pool, case)
+        counts[found.outcome] += 1
         if found.outcome == DIFFERENT:
             text = f"\nDIFFERENT seed {seed}: {case}\n{found.reason}"
             if shrink:
@@ -105,11 +113,12 @@ def run(seeds: Iterable[int], jobs: int, *, shrink: bool = True) -> Counter[str]
             tqdm.write(text)
         return found.outcome
 
-    seeds = list(seeds)
     try:
         with ThreadPoolExecutor(jobs) as threads:
-            for outcome in tqdm(threads.map(of, seeds), total=len(seeds), unit="case"):
-                counts[outcome] += 1
+            for number, outcome in enumerate(tqdm(threads.map(of, seeds), total=len(seeds)), 1):
+                if first and outcome == DIFFERENT:
+                    print(f"found by case {number}")
+                    break
     finally:
         for pool in pools:
             pool.close()
@@ -135,6 +144,7 @@ def main() -> int:
     parser.add_argument("--case", help="one case as JSON, instead of seeds")
     parser.add_argument("--trials", action="store_true", help="the runs of tests/fuzz/trials.py")
     parser.add_argument("--jobs", type=int, default=1, help="cases at a time, on 4 ranks each")
+    parser.add_argument("--first", action="store_true", help="stop at the first that is DIFFERENT")
     parser.add_argument("--no-shrink", action="store_true", help="print failing cases as drawn")
     options = parser.parse_args()
     if options.case is not None or options.trials:
@@ -143,7 +153,8 @@ def main() -> int:
     first = random.randrange(10**9) if options.seed is None else options.seed
     print(f"seeds {first} to {first + options.cases - 1}")
     start = time.monotonic()
-    counts = run(range(first, first + options.cases), options.jobs, shrink=not options.no_shrink)
+    seeds, shrink = range(first, first + options.cases), not (options.no_shrink or options.first)
+    counts = run(seeds, options.jobs, shrink=shrink, first=options.first)
     print(f"{dict(counts)} in {time.monotonic() - start:.0f} s")
     return int(counts[DIFFERENT] > 0)
 
