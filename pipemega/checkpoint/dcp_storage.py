@@ -14,12 +14,17 @@ import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
+    FileSystemWriter,
+    _StoragePrefix,
+)
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -255,8 +260,10 @@ class _ShardWriter(FileSystemWriter):
         self._files, self._rank = files, rank
 
     def write(self, plan: SavePlan, planner: DefaultSavePlanner) -> list[WriteResult]:
-        self.set_up_storage_writer(self._rank == 0, rank=self._rank, use_collectives=False)
-        plan = self.prepare_local_plan(plan)
+        # As `set_up_storage_writer` does from torch 2.10 on, and the global plan before.
+        self.rank, self.use_collectives = self._rank, False
+        prefix = _StoragePrefix(f"__{self._rank}_")
+        plan = replace(self.prepare_local_plan(plan), storage_data=prefix)
         computes_crc32 = get_crc32_options()
         # The manifest has checksums of the whole file; no reader of torch compares those of torch.
         set_crc32_options(False)

@@ -4,6 +4,7 @@ topology        which rank has which index on each mesh axis
 mesh            the process groups of the axes, and the device
 rendezvous      a unique name for each incarnation of a restarted run
 backends        the backends of a process group
+torch_versions  what differs between versions of torch
 comm_errors     errors that name the collective, its tensor, ranks and caller
 cuda_events     events in the current stream
 mixed_mesh      the mesh of a pipeline whose ranks have different devices

@@ -15,6 +15,7 @@ from pipemega.distributed.backends import backend_names, message_device, nccl_ba
 from pipemega.distributed.comm_errors import collective_error, named_collective
 from pipemega.distributed.connect_ranks import connect_ranks
 from pipemega.distributed.topology import AXES, AxisName, Topology, started
+from pipemega.distributed.torch_versions import set_timeout
 from pipemega.errors import ConfigError, MeshError, PipemegaError
 
 T = TypeVar("T")
@@ -299,7 +300,7 @@ def with_timeout(mesh: Mesh, timeout: timedelta) -> Mesh:
     """
     for axis in (mesh.pipeline, mesh.data, mesh.tensor):
         if axis.group is not None:
-            _set_timeout(axis.group, timeout)
+            set_timeout(timeout, axis.group)
             _lengthen_nccl_timeout(axis.group, timeout)
     return replace(mesh, timeout=timeout)
 
@@ -310,14 +311,8 @@ def set_world_timeout(mesh: Mesh) -> None:
     If the caller has initialized torch.distributed, the group has the caller's timeout until then.
     """
     assert mesh.world.group is not None
-    _set_timeout(mesh.world.group, mesh.timeout)
+    set_timeout(mesh.timeout, mesh.world.group)
     _lengthen_nccl_timeout(mesh.world.group, mesh.timeout)
-
-
-def _set_timeout(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    # The name of torch 2.15; there the name before warns that it is deprecated.
-    set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
-    set_timeout(timeout, group)
 
 
 def new_group(

@@ -21,12 +21,9 @@ from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
+from pipemega.distributed.torch_versions import all_gather_single, reduce_scatter_single
 from pipemega.optimizer.grad_layout import DataBucket
 from pipemega.optimizer.gradients import DataReduction, GradientBuffer
-
-# Their names from torch 2.13 on, and before.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +112,7 @@ class ReduceScatter:
             work = recorded("all_to_all", sent.nbytes, group, start)
             return work, received.view(self._data.size, share)
         received = sent.narrow(0, self._data.rank * share, share)
-        start = partial(_reduce_scatter, received, sent, group=group, async_op=True)
+        start = partial(reduce_scatter_single, received, sent, group=group, async_op=True)
         return recorded("reduce_scatter", sent.nbytes, group, start), received
 
     def _complete(self, entry: _InFlight) -> None:
@@ -156,7 +153,7 @@ class AllGather:
             share = flat.numel() // self._data.size
             own = flat.narrow(0, self._data.rank * share, share)
             with named_collective(self._names[number], self._data.ranks):
-                start = partial(_all_gather, flat, own, group=self._data.group, async_op=True)
+                start = partial(all_gather_single, flat, own, group=self._data.group, async_op=True)
                 work = recorded("all_gather", flat.nbytes, self._data.group, start)
             assert work is not None
             self._works[number] = work

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -111,8 +111,10 @@ def _missing_compiler(backend: str, device: torch.device) -> str | None:
 
 
 def _set_up_compiler() -> None:
-    # An error of the compiler is found in the forward, where the layer can run uncompiled.
-    torch._functorch.config.force_non_lazy_backward_lowering = True
+    # An error of the compiler is found in the forward, where the layer can run uncompiled. With
+    # torch 2.8 and older, that of a backward graph is raised in the first backward.
+    if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
+        torch._functorch.config.force_non_lazy_backward_lowering = True
     # Backward may run twice (`retain_graph`), and the weight-gradient queue keeps tensors.
     torch._functorch.config.donated_buffer = False
     # The compiler does both with every stage, and the user can change neither.
@@ -182,11 +184,10 @@ class _Kinds:
         key = (type(layer), _parameters(layer))
         if key not in self._kinds:
             kind = self._kinds[key] = _Kind(name)
-            kind.function = torch.compile(  # type: ignore[call-overload]
-                getattr(type(layer), method),
+            kind.function = torch.compile(
+                _copied(getattr(type(layer), method)),
                 backend=_Backend(self._section, self._tensor, partial(self._warn, kind)),
                 dynamic=self._section.dynamic,
-                isolate_recompiles=True,
             )
         kind = self._kinds[key]
         kind.size += 1
@@ -267,6 +268,22 @@ class _Backend:
                 self._failed(where + found)
                 return graph.forward
         return compiled
+
+
+def _copied(function: Any) -> FunctionType:
+    """Return the function with its own code object.
+
+    torch stores the graphs with it: those of one kind do not count towards the limit of another.
+    """
+    copy = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def _parameters(layer: nn.Module) -> tuple[Any, ...]:

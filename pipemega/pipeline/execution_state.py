@@ -6,8 +6,9 @@ from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
+from pipemega.distributed.torch_versions import gradient_edge
 from pipemega.pipeline.messages import TensorMeta
 from pipemega.pipeline.microbatch_loss import Loss
 from pipemega.pipeline.module import RngKey, Stage
@@ -123,7 +124,7 @@ class InFlight:
         differentiable = [tensor for tensor in output if tensor.requires_grad]
         return cls(
             inputs=inputs,
-            edges=[get_gradient_edge(tensor) for tensor in differentiable],
+            edges=[gradient_edge(tensor) for tensor in differentiable],
             metas=[_meta(t.shape, t.dtype, False) for t in differentiable],
         )
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
+from pipemega.distributed.torch_versions import gradient_edge
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.backward_pass import run_backward
 from pipemega.pipeline.messages import Header, TensorMeta, tensors_of
@@ -226,7 +227,7 @@ class _StageRun:
             output = weighted_loss(loss(output, self._probe.labels)).sum
         live.output = output
         differentiable = [t for t in tensors_of(output) if t.requires_grad]
-        live.edges = [get_gradient_edge(t) for t in differentiable]
+        live.edges = [gradient_edge(t) for t in differentiable]
         live.shapes = [TensorMeta.of(t) for t in differentiable]
         return header
 

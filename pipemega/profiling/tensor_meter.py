@@ -123,8 +123,23 @@ def operation_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], re
     formula = _FORMULAS.get(packet) or flop_registry.get(packet) or _of_functional(packet)
     if formula is None:
         return 0.0
+    if packet.__name__.startswith("_scaled_dot_product"):
+        args = _with_all_heads(func, args)
     flops: float = formula(*args, **kwargs, out_val=result)
     return flops / 2 if _is_causal(func, args, kwargs) else flops
+
+
+def _with_all_heads(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the arguments with the shapes of keys and values as if each query had its own.
+
+    The formulas of torch 2.12 and older refuse grouped queries; the products are the same.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    heads = args[names.index("query")].shape[1]
+    return tuple(
+        torch.Size((arg.shape[0], heads, *arg.shape[2:])) if name in ("key", "value") else arg
+        for name, arg in zip(names, args, strict=False)
+    )
 
 
 def _of_functional(packet: Any) -> Any:

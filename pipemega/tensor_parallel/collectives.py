@@ -33,6 +33,12 @@ from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
+from pipemega.distributed.torch_versions import (
+    ALL_GATHERS,
+    REDUCE_SCATTERS,
+    all_gather_single,
+    reduce_scatter_single,
+)
 from pipemega.errors import ConfigError
 
 Pending = Callable[[], Tensor]
@@ -44,10 +50,6 @@ SEQUENCE_DIM = 1  # of [batch, sequence, ...]
 # the start of another collective, and so do those of very many parts.
 _PIECE_BYTES = 1 << 20
 _MOST_PIECES = 64
-
-# torch 2.13 renamed both and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def start_all_reduce(x: Tensor, axis: Axis) -> Pending:
@@ -78,7 +80,7 @@ def start_all_gather(x: Tensor, axis: Axis, dim: int) -> Pending:
 
     if x.is_meta:
         return concatenated
-    start = partial(_all_gather, gathered, x.view(-1), group=axis.group, async_op=True)
+    start = partial(all_gather_single, gathered, x.view(-1), group=axis.group, async_op=True)
     work = recorded("all_gather", gathered.nbytes, axis.group, start)
     return _after(work, concatenated, "all-gather", axis)
 
@@ -113,7 +115,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Pending:
     if x.is_meta:
         return lambda: reduced
     start = partial(
-        _reduce_scatter, reduced.view(-1), parts.view(-1), group=axis.group, async_op=True
+        reduce_scatter_single, reduced.view(-1), parts.view(-1), group=axis.group, async_op=True
     )
     work = recorded("reduce_scatter", parts.nbytes, axis.group, start)
     return _after(work, lambda: reduced, "reduce-scatter", axis)
@@ -138,7 +140,8 @@ def _start_gathers(gathered: Tensor, x: Tensor, axis: Axis) -> dist.Work:
     options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
     options.asyncOp = True
     with named_collective(f"the all-gathers of a layer sharded over {axis.name}", axis.ranks):
-        start = partial(axis.group.all_gather_single_coalesced, [*gathered], [*x], options)
+        method: Callable[..., dist.Work] = getattr(axis.group, ALL_GATHERS)
+        start = partial(method, [*gathered], [*x], options)
         return recorded("all_gather", gathered.nbytes, axis.group, start)
 
 
@@ -148,7 +151,8 @@ def _start_reduces(reduced: Tensor, x: Tensor, axis: Axis) -> dist.Work:
     options = dist.distributed_c10d.ReduceScatterOptions()
     options.asyncOp = True
     with named_collective(f"the reduce-scatters of a layer sharded over {axis.name}", axis.ranks):
-        start = partial(axis.group.reduce_scatter_single_coalesced, [*reduced], [*x], options)
+        method: Callable[..., dist.Work] = getattr(axis.group, REDUCE_SCATTERS)
+        start = partial(method, [*reduced], [*x], options)
         return recorded("reduce_scatter", x.nbytes, axis.group, start)
 
 

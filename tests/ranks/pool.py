@@ -148,6 +148,8 @@ def _serve(pipe: Connection) -> None:
     # it would stop only those ranks that no earlier test has used.
     torch.backends.cpu.get_cpu_capability()
     warnings.simplefilter("error")
+    # As in pyproject.toml.
+    warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
     torch.set_num_threads(1)
     while True:
         try:

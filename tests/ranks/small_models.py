@@ -13,6 +13,11 @@ from pipemega.engine.engine import Engine
 WIDTH = 6
 
 
+def squared_error(output: Tensor, labels: Tensor) -> Tensor:
+    """mse_loss in the dtype of the output: torch 2.11 has no backward for that of two dtypes."""
+    return nn.functional.mse_loss(output, labels.to(output.dtype))
+
+
 class TreeLayer(nn.Module):
     """Takes and returns a tree of everything that may be sent between stages."""
 

@@ -22,6 +22,7 @@ from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
 from pipemega.errors import CheckpointError
 from pipemega.models import GPTConfig, gpt
+from tests.ranks.small_models import squared_error
 from tests.ranks.training_runs import LENGTH, VOCAB
 
 BEFORE, AFTER = 3, 3
@@ -367,7 +368,7 @@ def small_net(*, statistics: bool) -> PipelineModule:
             LayerSpec(nn.PReLU),
             LayerSpec(nn.Linear, 8, 4),
         ],
-        loss_fn=nn.functional.mse_loss,
+        loss_fn=squared_error,
     )
 
 
@@ -417,14 +418,14 @@ def resume_small(
 def matrices() -> PipelineModule:
     """A net of matrices only, as Muon needs."""
     layers = [LayerSpec(nn.Linear, m, n, bias=False) for m, n in ((6, 8), (8, 4))]
-    return PipelineModule(layers, loss_fn=nn.functional.mse_loss)
+    return PipelineModule(layers, loss_fn=squared_error)
 
 
 def wide(mesh: Mapping[str, int]) -> Engine:
     """Build an engine with 100 MB of parameters and optimizer state."""
     layers = [LayerSpec(nn.Linear, m, n) for m, n in ((2048, 1024), (1024, 2048)) * 2]
     config = small_config("AdamW", {"lr": 0.01}, mesh=dict(mesh))
-    return initialize(PipelineModule(layers, loss_fn=nn.functional.mse_loss), config)[0]
+    return initialize(PipelineModule(layers, loss_fn=squared_error), config)[0]
 
 
 def wide_data(engine: Engine) -> Iterator[tuple[Tensor, Tensor]]:

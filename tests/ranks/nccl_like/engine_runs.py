@@ -88,8 +88,8 @@ def hash_of_parameters(engine: Engine) -> str:
 
 
 def train_and_count_reduce_scatters(cases: Sequence[Case]) -> tuple[list[Result], int]:
-    scatter = zero_comm._reduce_scatter
-    with mock.patch.object(zero_comm, "_reduce_scatter", wraps=scatter) as calls:
+    scatter = zero_comm.reduce_scatter_single
+    with mock.patch.object(zero_comm, "reduce_scatter_single", wraps=scatter) as calls:
         return train_all(cases), calls.call_count
 
 

@@ -51,6 +51,9 @@ _COLLECTIVES = (
     "scatter", "allgather_coalesced", "all_gather_single", "all_gather_single_coalesced",
     "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced", "alltoall",
     "all_to_all_single",
+    # Names before torch 2.13.
+    "_allgather_base", "allgather_into_tensor_coalesced", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "alltoall_base",
 )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from pipemega.distributed import torch_versions
 from tests.ranks.nccl_like import BACKENDS, LAZY, SILENT, STRICT
 from tests.ranks.pool import RankPool, RanksFailed
 
@@ -64,8 +65,8 @@ def use_everything() -> list[Any]:
         group_of_all(AMPLE)
     mine, whole, part = torch.full((3,), 1.0 + rank), torch.empty(9), torch.empty(1)
     dist.all_reduce(mine)
-    dist.all_gather_single(whole, mine)
-    dist.reduce_scatter_single(part, mine)
+    torch_versions.all_gather_single(whole, mine)
+    torch_versions.reduce_scatter_single(part, mine)
     objects = [None] * 3
     dist.all_gather_object(objects, rank)
     left, right = torch.empty(1), torch.full((1,), float(rank))

@@ -79,7 +79,7 @@ class _DelayedWork:
 
 def train_with_late_parameters(configs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Run `train_all` with copies of sent gradients and delayed writes of gathered parameters."""
-    gather, send = zero_comm._all_gather, ReduceScatter._send
+    gather, send = zero_comm.all_gather_single, ReduceScatter._send
 
     def delayed_gather(flat: Tensor, own: Tensor, **settings: Any) -> _DelayedWork:
         received = torch.empty_like(flat)
@@ -89,7 +89,7 @@ def train_with_late_parameters(configs: list[Mapping[str, Any]]) -> list[dict[st
         return send(self, sent.clone(), share)
 
     with (
-        patch.object(zero_comm, "_all_gather", delayed_gather),
+        patch.object(zero_comm, "all_gather_single", delayed_gather),
         patch.object(ReduceScatter, "_send", copying_send),
     ):
         return train_all([(config, "float32") for config in configs])

@@ -12,6 +12,7 @@ from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.checkpoint import free_space
 from pipemega.checkpoint.free_space import warn_at_start, warn_if_short
 from pipemega.storage.filesystem import LocalStorage, storage_at
+from tests.ranks.small_models import squared_error
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -94,7 +95,7 @@ def test_the_start_and_each_save_warn_of_the_size_that_is_then_written(
         "checkpoint": {"save": str(tmp_path / "run")},
         **changes,
     }
-    net = PipelineModule([LayerSpec(nn.Linear, 256, 256)], nn.functional.mse_loss)
+    net = PipelineModule([LayerSpec(nn.Linear, 256, 256)], squared_error)
     engine, *_ = initialize(net, config)
     assert re.search(r"this run will need about \d+, and .*run has 1000 free", caplog.text)
     engine.train_batch(iter([(torch.ones(2, 256), torch.ones(2, 256))]))

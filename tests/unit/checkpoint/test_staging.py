@@ -13,6 +13,7 @@ from pipemega.checkpoint import checkpointer
 from pipemega.checkpoint.async_save import BackgroundTask
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
+from tests.ranks.small_models import squared_error
 from tests.unit.late_copies import LateHostMemory
 
 
@@ -64,7 +65,7 @@ def engine_of(**changes: Any) -> Engine:
         "mesh": {"device": "cpu"},
         **changes,
     }
-    return initialize(PipelineModule(layers, nn.functional.mse_loss), config)[0]
+    return initialize(PipelineModule(layers, squared_error), config)[0]
 
 
 def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:

@@ -47,7 +47,7 @@ def reduction_on_a_device(
     layout = bucketed_layout(named, None, ShardingSpec(2, 1, 100))
     assert len(layout.buckets) == NUM_BUCKETS
     gradients, calls = GradientBuffer(named, layout=layout), Calls()
-    monkeypatch.setattr(zero_comm, "_reduce_scatter", calls.reduce_scatter)
+    monkeypatch.setattr(zero_comm, "reduce_scatter_single", calls.reduce_scatter)
     data = Axis("data", (0, 1), 1)
     return ReduceScatter(gradients, data, DataReduction(dtype=dtype), window), gradients, calls
 

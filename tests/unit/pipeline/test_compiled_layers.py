@@ -262,6 +262,27 @@ def test_layers_that_differ_in_an_integer_have_two_graphs(
     assert not torch._dynamo.config.allow_unspec_int_on_nn_module
 
 
+class Narrow(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4, width), 0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.sin(x @ self.weight) @ self.weight.t()
+
+
+def test_ten_kinds_of_layers_of_one_class_are_all_compiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """torch has a limit of eight graphs for one function; it counts them for each kind."""
+    layers = [LayerSpec(Narrow, width) for width in range(2, 12)]
+    want = steps(engine_of(layers, {"enabled": False}))
+    got = steps(engine_of(layers, {"enabled": True, "backend": "aot_eager"}))
+    assert got == pytest.approx(want, rel=1e-6)
+    assert graphs() == 10
+    assert [r for r in caplog.records if r.levelno == logging.WARNING] == []
+
+
 def test_without_a_compiler_all_layers_run_uncompiled_and_one_line_says_so(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -1,0 +1,39 @@
+"""What differs between the versions of torch that setup.py allows. Detected here, once.
+
+torch   what it has, and what an older one uses instead
+2.9     edges that keep the graph of a custom autograd function: `gradient_edge` makes a view
+2.13    `all_gather_single`, `reduce_scatter_single`, and the methods `..._coalesced` of a group:
+        the names before, about which torch 2.13 warns
+2.15    `set_timeout`: the name before, about which torch 2.15 warns
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+_is_single = hasattr(dist, "all_gather_single")
+all_gather_single = dist.all_gather_single if _is_single else dist.all_gather_into_tensor
+reduce_scatter_single = dist.reduce_scatter_single if _is_single else dist.reduce_scatter_tensor
+# Names of methods of a process group.
+ALL_GATHERS = "all_gather_single_coalesced" if _is_single else "allgather_into_tensor_coalesced"
+REDUCE_SCATTERS = (
+    "reduce_scatter_single_coalesced" if _is_single else "reduce_scatter_tensor_coalesced"
+)
+
+set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
+
+_edges_own_graphs = "ownership_token" in GradientEdge._fields
+
+
+def gradient_edge(tensor: Tensor) -> GradientEdge:
+    """Return the edge of a tensor that requires gradients; it keeps the graph behind it.
+
+    torch 2.8 and older free the node of a custom function when no tensor and no other node has it.
+    """
+    node: Any = tensor.grad_fn
+    if not _edges_own_graphs and isinstance(node, torch._C._FunctionBase):
+        tensor = tensor.view_as(tensor)
+    return get_gradient_edge(tensor)

@@ -1,0 +1,81 @@
+"""Names and abilities that differ between versions of torch."""
+
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from pipemega.distributed import torch_versions
+from pipemega.pipeline.backward_pass import run_backward
+
+c10d = dist.distributed_c10d
+
+
+@pytest.fixture
+def reloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+    yield lambda: importlib.reload(torch_versions)
+    monkeypatch.undo()
+    importlib.reload(torch_versions)
+
+
+def test_the_timeout_is_set_by_the_name_that_this_torch_does_not_deprecate(
+    monkeypatch: pytest.MonkeyPatch, reloaded: Callable[[], Any]
+) -> None:
+    monkeypatch.setattr(dist, "set_timeout", lambda: "new", raising=False)
+    assert reloaded().set_timeout() == "new"
+    monkeypatch.delattr(dist, "set_timeout")
+    assert reloaded().set_timeout is c10d._set_pg_timeout
+
+
+def test_collectives_have_the_names_that_this_torch_does_not_deprecate(
+    monkeypatch: pytest.MonkeyPatch, reloaded: Callable[[], Any]
+) -> None:
+    monkeypatch.setattr(dist, "all_gather_single", lambda: "new", raising=False)
+    monkeypatch.setattr(dist, "reduce_scatter_single", lambda: "new", raising=False)
+    new = reloaded()
+    assert new.all_gather_single() == new.reduce_scatter_single() == "new"
+    assert new.ALL_GATHERS == "all_gather_single_coalesced"
+    monkeypatch.delattr(dist, "all_gather_single")
+    monkeypatch.setattr(dist, "all_gather_into_tensor", lambda: "old", raising=False)
+    monkeypatch.setattr(dist, "reduce_scatter_tensor", lambda: "old", raising=False)
+    old = reloaded()
+    assert old.all_gather_single() == old.reduce_scatter_single() == "old"
+    assert old.ALL_GATHERS == "allgather_into_tensor_coalesced"
+    assert old.REDUCE_SCATTERS == "reduce_scatter_tensor_coalesced"
+
+
+def test_a_group_has_the_methods_of_this_torch() -> None:
+    assert hasattr(dist.ProcessGroup, torch_versions.ALL_GATHERS)
+    assert hasattr(dist.ProcessGroup, torch_versions.REDUCE_SCATTERS)
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 2 * gradient
+
+
+@pytest.mark.parametrize("own_graphs", [torch_versions._edges_own_graphs, False])
+def test_an_edge_keeps_the_graph_of_a_custom_function(
+    monkeypatch: pytest.MonkeyPatch, own_graphs: bool
+) -> None:
+    """torch 2.8 freed it with the loss: "element 0 of tensors does not require grad"."""
+    monkeypatch.setattr(torch_versions, "_edges_own_graphs", own_graphs)
+    x = torch.ones(3, requires_grad=True)
+
+    def edge() -> GradientEdge:
+        output: Tensor = Double.apply(x)
+        return torch_versions.gradient_edge(output)
+
+    run_backward([edge()], [torch.ones(3)])
+    assert x.grad is not None
+    assert x.grad.tolist() == [2.0, 2.0, 2.0]
