@@ -1,12 +1,16 @@
-"""Packages that a test uses if they are installed."""
+"""Packages and features of torch that a test uses if they are installed."""
 
 from importlib import import_module
 from typing import Any
 
 import pytest
+import torch
 
 # torchvision raises a RuntimeError if it was built for another version of torch.
 ERRORS = (ImportError, RuntimeError)
+
+HAS_MUON = hasattr(torch.optim, "Muon")
+CAN_COMPILE = torch.__version__ >= (2, 7)
 
 
 def imported(name: str) -> Any:
@@ -24,3 +28,7 @@ def can_be_imported(name: str) -> bool:
     except ERRORS:
         return False
     return True
+
+
+needs_muon = pytest.mark.skipif(not HAS_MUON, reason="this torch has no Muon")
+needs_compile = pytest.mark.skipif(not CAN_COMPILE, reason="compile.enabled needs torch 2.7")

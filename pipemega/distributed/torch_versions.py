@@ -1,10 +1,12 @@
-"""What differs between the versions of torch that setup.py allows. Detected here, once.
+"""What differs between the versions of torch that setup.py allows.
 
 torch   what it has, and what an older one uses instead
 2.9     edges that keep the graph of a custom autograd function: `gradient_edge` makes a view
 2.13    `all_gather_single`, `reduce_scatter_single`, and the methods `..._coalesced` of a group:
         the names before, about which torch 2.13 warns
 2.15    `set_timeout`: the name before, about which torch 2.15 warns
+
+Features of the config without a substitute are refused: `too_old`.
 """
 
 from typing import Any
@@ -13,6 +15,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pipemega.errors import ConfigError
+
+# What has no substitute, and the first version of torch that has it.
+_FIRST = {"compile.enabled": "2.7", "optimizer.type 'Muon'": "2.9"}
 
 _is_single = hasattr(dist, "all_gather_single")
 all_gather_single = dist.all_gather_single if _is_single else dist.all_gather_into_tensor
@@ -26,6 +33,15 @@ REDUCE_SCATTERS = (
 set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
 
 _edges_own_graphs = "ownership_token" in GradientEdge._fields
+
+
+def too_old(feature: str) -> ConfigError:
+    """Return the error for a feature of the config, named as in `_FIRST`."""
+    return ConfigError(
+        f"{feature} needs torch {_FIRST[feature]} or newer, and this is torch {torch.__version__}: "
+        f"install a newer torch, or do not use it",
+        on_every_rank=True,
+    )
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:

@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from pipemega.config.optimizer import PARAMS, AdamParams, OptimizerParams
 from pipemega.distributed.mesh import Axis
+from pipemega.distributed.torch_versions import too_old
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
 from pipemega.optimizer.eager_torch import build_eagerly
@@ -39,7 +40,8 @@ def build_optimizer(
         shard_axis: the data axis, if its ranks hold slices of each parameter (ZeRO).
 
     Raises:
-        ConfigError: the optimizer rejects its params, or cannot update sharded parameters.
+        ConfigError: the optimizer rejects its params, or cannot update sharded parameters, or this
+            torch does not have it.
     """
     tensor = tensor if tensor is not None else Axis("tensor")
     if type_name in _MATRIX_OPTIMIZERS:
@@ -53,6 +55,8 @@ def build_optimizer(
         kind = Lamb
         arguments |= {"axis": tensor, "data": shard_axis}
     else:
+        if not hasattr(torch.optim, type_name):
+            raise too_old(f"optimizer.type '{type_name}'")
         kind = getattr(torch.optim, type_name)
     chosen_by_user = {"fused", "foreach"} & arguments.keys()
     if kind not in (kernels.adam, Lamb) and not chosen_by_user:

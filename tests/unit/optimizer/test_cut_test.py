@@ -12,6 +12,7 @@ from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError
 from pipemega.optimizer import Lamb
 from pipemega.optimizer.cut_test import check_cuts
+from tests.optional_packages import needs_muon
 from tests.unit.optimizer import user_optimizers
 
 CPU = torch.device("cpu")
@@ -97,6 +98,7 @@ def test_an_optimizer_that_computes_with_more_than_a_rank_has_is_refused(
     assert caught.value.on_every_rank
 
 
+@needs_muon
 def test_muon_updates_matrices_on_pipeline_ranks_but_no_parts_of_them() -> None:
     check(matrices, "pipeline", [(4, 3)])
     with pytest.raises(ConfigError, match="differ from those of whole ones"):

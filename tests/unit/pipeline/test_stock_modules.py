@@ -157,7 +157,10 @@ def test_a_forward_that_assigns_attributes_is_refused_and_changes_nothing(
     build: Callable[[], nn.Module],
 ) -> None:
     for given in (module := build(), build):
-        with pytest.raises(ConfigError, match=r"forward: it assigns self.calls, which a graph of"):
+        # Before torch 2.9, a buffer that is traced cannot be assigned.
+        with pytest.raises(
+            ConfigError, match=r"forward: (it assigns self.calls, which a graph of|.*cannot assign)"
+        ):
             from_module(given, X)
     assert module.calls == 0
     nested = nn.Sequential(module, nn.Linear(2, 40))
