@@ -57,8 +57,8 @@ class ModelDescription:
         loose_parameters: of modules that contain layers.
         segment_modules: names of the owners, and of the loose parameters, of each segment.
         tied: name of a tied tensor -> name under which HF saves it.
-        layers_read_tokens: what layers get depends on the token ids (DeepSeek-V4's hash routing),
-            so the ids go to every stage.
+        reads_tokens: what layers get (DeepSeek-V4's hash routing), or the token whose output is
+            that of a sample (classification), depends on the token ids: they go to every stage.
         returns_head: the output is that of the head, a plain linear, without scaling or soft caps.
 
     Raises:
@@ -107,7 +107,7 @@ class ModelDescription:
             set_module(self.model, path, nn.ModuleList())
         self.loose_parameters = _loose_parameters(self)
         self.owners = _parameter_owners(self)
-        self.layers_read_tokens = self.returns_head = False
+        self.reads_tokens = self.returns_head = False
         self.outputs_per_layer = [0] * len(self.stacks)  # 0: a tensor, else the length of a tuple
         try:
             self.segment_modules = _find_segments(self)
@@ -283,7 +283,7 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
 
     Two runs differ in the outputs of the layers. What a layer gets must not depend on them: except
     for hidden states and an encoder's output, it would have to be sent from stage to stage. A third
-    run has other tokens, to set `layers_read_tokens`.
+    run has other tokens, to set `reads_tokens`.
     """
     d = description
     called: list[set[str]] = [set() for _ in range(len(d.stacks) + 1)]
@@ -325,7 +325,8 @@ def _find_segments(description: ModelDescription) -> list[set[str]]:
         runs.append(given)
     _refuse_other_state(d, *runs[:2])
     d.returns_head = is_last_of(from_head, d.special.output(output))
-    d.layers_read_tokens = any(
+    of_sample = d.main_input == "input_ids" and d.special.output(output).dim() == 2
+    d.reads_tokens = of_sample or any(
         not t.requires_grad and not torch.equal(t, u)
         for run in runs[2:]
         for t, u in zip(chain(*runs[0]), chain(*run), strict=True)

@@ -34,6 +34,10 @@ class TokenLoss(nn.Module):
 
 
 def class_loss(logits: Tensor, labels: Tensor) -> WeightedLoss:
-    """Cross entropy of classes; logits [batch, classes], labels [batch]."""
-    loss = F.cross_entropy(logits, labels, reduction="sum")
-    return WeightedLoss(loss, len(labels))
+    """Cross entropy of classes; -100 is ignored.
+
+    Shape:
+        logits [batch, classes] or [batch, sequence, classes], labels without the last dim
+    """
+    loss = F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return WeightedLoss(loss, (labels != -100).sum().to(loss.dtype))

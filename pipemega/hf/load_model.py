@@ -24,6 +24,7 @@ def from_pretrained(
     pretrained: bool = True,
     sequence_parallel: bool = False,
     attn_implementation: str | None = None,
+    num_labels: int | None = None,
     loss_fn: Any = None,
 ) -> HFPipelineModule:
     """Return a Hugging Face model as layers; nothing is downloaded, no remote code runs.
@@ -36,6 +37,7 @@ def from_pretrained(
         sequence_parallel: shard activations between the layers over the sequence
             (`mesh.sequence_parallel`).
         attn_implementation: "eager", "sdpa", "flash_attention_2"...; by default HF's choice.
+        num_labels: number of classes of a classification task; by default that of the config.
         loss_fn: maps (output, labels) to the loss, as for `PipelineModule`; by default that of the
             task. The output is the logits; of SAM it is (pred_masks, iou_scores).
 
@@ -50,9 +52,11 @@ def from_pretrained(
             "weights, or pretrained=False to initialise the model",
             on_every_rank=True,
         )
+    config = copy.deepcopy(config)
     if attn_implementation is not None:
-        config = copy.deepcopy(config)
         config._attn_implementation = attn_implementation
+    if num_labels is not None:
+        config.num_labels = num_labels
     description = ModelDescription(
         config, model_class_of(config, task), sequence_parallel=sequence_parallel
     )

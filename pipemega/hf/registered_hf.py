@@ -14,7 +14,7 @@ from pipemega.hf.position_tables import (
     refuse_missing_positions,
     untrained_rotary_positions,
 )
-from pipemega.hf.tasks import model_class_of
+from pipemega.hf.tasks import TEXT_CLASSIFICATION, model_class_of, task_of
 from pipemega.models.build_model import ModelContext
 
 
@@ -27,6 +27,7 @@ def build(section: HFSection, context: ModelContext) -> HFPipelineModule:
         pretrained=section.pretrained and context.device.type != "meta",
         sequence_parallel=mesh.sequence_parallel and context.tensor > 1,
         attn_implementation=section.attn_implementation,
+        num_labels=section.num_labels,
     )
     refuse_missing_positions(net.description, _sequence_length(section, net.hf_config))
     return net
@@ -43,9 +44,14 @@ def remarks(section: HFSection) -> Iterator[str]:
 def sample(section: HFSection, context: ModelContext) -> tuple[Any, Any] | None:
     """Return (inputs, labels) of one micro-batch; None: token ids are the only input."""
     config, size = _hf_config(section), context.micro_batch_size
-    main_input = model_class_of(config, section.task).main_input_name
+    model_class = model_class_of(config, section.task)
+    main_input, task = model_class.main_input_name, task_of(config, model_class)
     shape = FLOAT_INPUT_SHAPES.get(main_input)
     tokens = torch.empty(size, _sequence_length(section, config), dtype=torch.int64)
+    if task == "token-classification":
+        return tokens, tokens.clone()
+    if task == "sequence-classification" and not config.is_encoder_decoder:
+        return tokens, tokens[:, 0]
     if shape is not None and not config.is_encoder_decoder:
         return {main_input: torch.empty(size, *shape(config))}, tokens[:, 0]
     if not config.is_encoder_decoder:
@@ -55,10 +61,12 @@ def sample(section: HFSection, context: ModelContext) -> tuple[Any, Any] | None:
 
 
 def sample_tokens(section: HFSection) -> int | None:
-    """Return `seq_length`, or its default; None for a model whose input is not token ids alone."""
+    """Return `seq_length`, or its default; None for a model whose data are not token ids alone."""
     config = _hf_config(section)
-    is_text = model_class_of(config, section.task).main_input_name == "input_ids"
-    return _sequence_length(section, config) if is_text and not config.is_encoder_decoder else None
+    model_class = model_class_of(config, section.task)
+    is_text = model_class.main_input_name == "input_ids" and not config.is_encoder_decoder
+    trains_on_text = is_text and task_of(config, model_class) not in TEXT_CLASSIFICATION
+    return _sequence_length(section, config) if trains_on_text else None
 
 
 def vocabulary(section: HFSection) -> int | None:

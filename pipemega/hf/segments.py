@@ -111,7 +111,7 @@ class Segment(nn.Module):
             inputs = self._check_inputs(x if isinstance(x, dict) else {d.main_input: x})
             passed = d.special.float_inputs
             side = {k: v for k, v in inputs.items() if not v.is_floating_point() or k in passed}
-            if len(d.stacks) == 1 and not d.layers_read_tokens:
+            if len(d.stacks) == 1 and not d.reads_tokens:
                 # Layers know its shape from the hidden states.
                 side.pop(d.main_input, None)
         else:
@@ -188,7 +188,8 @@ class Segment(nn.Module):
                     f"input {name!r} is {value.dtype}: only {', '.join(floats)} may be floating "
                     f"point; other inputs are integers or bool"
                 )
-        if d.config.is_encoder_decoder and "decoder_input_ids" not in inputs:
+        missing = d.accepted.difference(inputs)
+        if d.config.is_encoder_decoder and "decoder_input_ids" in missing:
             raise DataError(
                 f"{d.class_name} needs decoder_input_ids in the inputs (the labels shifted right, "
                 f"beginning with decoder_start_token_id); it has: {', '.join(inputs)}"

@@ -11,12 +11,16 @@ TASKS: dict[str, tuple[str, ...]] = {
     "causal-lm": ("AutoModelForCausalLM",),
     "seq2seq": ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq"),
     "masked-lm": ("AutoModelForMaskedLM",),
+    "sequence-classification": ("AutoModelForSequenceClassification",),
+    "token-classification": ("AutoModelForTokenClassification",),
     "image-classification": ("AutoModelForImageClassification",),
     "image-text-to-text": ("AutoModelForImageTextToText",),
     "mask-generation": ("AutoModelForMaskGeneration",),
 }
 # Of these tasks, only the models of SPECIAL_MODELS.
 _SPECIAL_TASKS = ("image-text-to-text", "mask-generation")
+# Nearly every family has models for these: they are no default.
+TEXT_CLASSIFICATION = ("sequence-classification", "token-classification")
 
 
 def model_class_of(config: Any, task: str | None) -> Any:
@@ -44,9 +48,9 @@ def model_class_of(config: Any, task: str | None) -> Any:
     return classes[task]
 
 
-def task_of(model: Any) -> str:
-    """Return the task of a model that `model_class_of` has chosen the class of."""
-    return next(task for task in TASKS if _class_for(model.config, task) is type(model))
+def task_of(config: Any, model_class: Any) -> str:
+    """Return the task of a class that `model_class_of` has chosen."""
+    return next(task for task in TASKS if _class_for(config, task) is model_class)
 
 
 def _class_for(config: Any, task: str) -> Any:
@@ -68,10 +72,15 @@ def _default_task(config: Any, classes: dict[str, Any]) -> str | None:
                 return task
     if getattr(config, "is_encoder_decoder", False) and "seq2seq" in classes:
         return "seq2seq"
-    if len(classes) > 1:
+    defaults = [task for task in classes if task not in TEXT_CLASSIFICATION]
+    if len(defaults) == 1:
+        return defaults[0]
+    if classes:
+        named = ", ".join(config.architectures or ()) or "no architecture"
         raise ConfigError(
-            f"the config of family {config.model_type!r} names no architecture of a task, and "
-            f"there are models for {', '.join(classes)}: set the task (model.task)",
+            f"the config of family {config.model_type!r} names {named}, which is no class of a "
+            f"task that pipemega trains; the family has models for {', '.join(classes)}: set the "
+            f"task (model.task)",
             on_every_rank=True,
         )
-    return next(iter(classes), None)
+    return None

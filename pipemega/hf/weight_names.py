@@ -15,8 +15,8 @@ _log = logging.getLogger(__name__)
 def check_names(mapping: KeyMapping, model: Any, folder: object) -> None:
     """Compare the names of a folder and of a model.
 
-    If the folder contains a model of another class, its head may be missing. Keys that only another
-    class of the family has are not used.
+    If the folder contains a model of another class, its head may be missing, and what that class
+    does not have (BERT's pooler). Keys that only another class of the family has are not used.
 
     Raises:
         CheckpointError: lists the names that only one of the two has.
@@ -30,10 +30,10 @@ def check_names(mapping: KeyMapping, model: Any, folder: object) -> None:
     unexpected = [key for key in mapping.unexpected if not _is_ignored(model, key)]
     saved_class = next(iter(model.config.architectures or ()), type(model).__name__)
     head: list[str] = []
-    if saved_class != type(model).__name__:
-        base = f"{model.base_model_prefix}."
-        head = [name for name in missing if not name.startswith(base)]
-        missing = [name for name in missing if name.startswith(base)]
+    if missing and saved_class != type(model).__name__:
+        base, saved = f"{model.base_model_prefix}.", set(_names_of(model, saved_class) or missing)
+        head = [name for name in missing if not name.startswith(base) or name not in saved]
+        missing = [name for name in missing if name not in head]
     others = _names_of_other_classes(model) if unexpected else set()
     not_used = [key for key in unexpected if key in others]
     unexpected = [key for key in unexpected if key not in others]
@@ -68,6 +68,14 @@ def _matches(patterns: Any, name: str) -> bool:
     return any(re.search(pattern, name) for pattern in patterns or ())
 
 
+def _names_of(model: Any, class_name: str) -> set[str]:
+    """Return the names of a class of transformers with this config; none if it has no such one."""
+    import transformers
+
+    known = hasattr(transformers, class_name)
+    return set(whole_model(model.config, class_name).state_dict()) if known else set()
+
+
 def _names_of_other_classes(model: Any) -> set[str]:
     """Return names that other classes of the family have: a pooler, the head of the pretraining."""
     import transformers
@@ -78,7 +86,7 @@ def _names_of_other_classes(model: Any) -> set[str]:
             continue
         found = auto._model_mapping[type(model.config)]
         found = found[0] if isinstance(found, tuple | list) else found
-        tensors = set(whole_model(model.config, found.__name__).state_dict())
+        tensors = _names_of(model, found.__name__)
         # A base model is stored with and without the prefix.
         names |= tensors | {f"{model.base_model_prefix}.{name}" for name in tensors}
     return names

@@ -57,7 +57,8 @@ class RandomBatch:
 
 def random_batches(model: Any, number: int) -> list[RandomBatch]:
     """Return the batches of the kinds that the model has inputs for, `number` samples each."""
-    accepted, task = set(inspect.signature(model.forward).parameters), task_of(model)
+    accepted = set(inspect.signature(model.forward).parameters)
+    task = task_of(model.config, type(model))
     generator = torch.Generator().manual_seed(3)
     plain = _plain(model, number, task, generator)
     batches = [plain]
@@ -94,6 +95,10 @@ def _plain(model: Any, number: int, task: str, generator: torch.Generator) -> Ra
             main["decoder_input_ids"] = tokens[:, :-1]
         else:
             labels = F.pad(labels, (places.shape[1], 0), value=IGNORED)
+    if "classification" in task:
+        labels = torch.randint(config.num_labels, labels.shape, generator=generator)
+    if task == "sequence-classification":
+        return RandomBatch("plain", main, labels[:, 0].contiguous())
     # The number of labels differs between samples: the mean of the means is not the mean.
     for sample in range(number):
         labels[sample, : sample % 4] = IGNORED

@@ -17,6 +17,7 @@ from tests.ranks.hf import split_runs, tiny_models
 from tests.ranks.pool import RankPool
 
 ALL = list(tiny_models.CONFIGS)
+CLASSIFIERS = tiny_models.CLASSIFIERS
 # One of each kind: tied, experts with other parameters around, transposed weights, encoder-decoder.
 DEFAULT = ["llama-tied", "gpt-oss", "gpt2", "t5"]
 MESHES = {(2, 1): "1f1b", (1, 2): "1f1b", (2, 2): "zb-v"}
@@ -77,6 +78,29 @@ def test_every_family_on_every_mesh(
     pool: RankPool, family: str, mesh: tuple[int, int], schedule: str
 ) -> None:
     check(pool, family, mesh, schedule)
+
+
+@pytest.mark.parametrize(
+    ("family", "mesh", "side"),
+    [
+        ("bert:sequence-classification", (2, 2), "padded"),
+        # The last stage reads the token ids, to find the last token before the padding.
+        ("llama-tied:sequence-classification", (2, 2), "plain"),
+        ("gpt2:token-classification", (2, 1), "padded"),
+        ("roberta:token-classification", (1, 2), "plain"),
+        *(
+            pytest.param(family, mesh, side, marks=pytest.mark.sweep)
+            for family in CLASSIFIERS
+            for mesh in MESHES
+            for side in ("plain", "padded")
+        ),
+    ],
+    ids=str,
+)
+def test_classifiers_of_sequences_and_tokens_have_the_gradients_of_transformers(
+    pool: RankPool, family: str, mesh: tuple[int, int], side: str
+) -> None:
+    check(pool, family, mesh, MESHES[mesh], side)
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ import torch
 import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.models.auto import modeling_auto
 
-from pipemega.hf.tasks import model_class_of
+from pipemega.hf.tasks import model_class_of, task_of
 from pipemega.hf_check.float64 import KeepFloat64
 
 VOCAB, LENGTH, NUM_MICROBATCHES = 37, 8, 4
@@ -112,6 +113,22 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+TASKS = ("sequence-classification", "token-classification")
+
+
+def _classifiers() -> list[str]:
+    """Return "family:task" for each class of transformers that classifies texts."""
+    found = []
+    for family, config in CONFIGS.items():
+        for task in TASKS:
+            mapping = getattr(modeling_auto, f"MODEL_FOR_{task.upper().replace('-', '_')}_MAPPING")
+            if type(config()) in mapping:
+                found.append(f"{family}:{task}")
+    return found
+
+
+CLASSIFIERS = _classifiers()
+
 # Families whose masks follow position_ids.
 PACKED = [
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3-moe", "gemma2", "gemma3", "cohere",
@@ -120,8 +137,16 @@ PACKED = [
 
 
 def config_of(family: str, attention: str = "eager", **changes: Any) -> Any:
-    """Return the tiny config of a family; with eager attention if it has no other."""
+    """Return the tiny config of a family; with eager attention if it has no other.
+
+    Args:
+        family: or "family:task", for one of CLASSIFIERS.
+    """
+    family, _, task = family.partition(":")
     config = CONFIGS[family]()
+    if task:
+        config.num_labels, config.classifier_dropout = 3, 0.0
+        config.architectures = [model_class_of(config, task).__name__]
     if family == "gemma2" or not model_class_of(config, None)._supports_sdpa:
         attention = "eager"
     for key, value in changes.items():
@@ -164,6 +189,7 @@ def batch_of(config: Any, side: str = "plain", length: int = LENGTH) -> tuple[An
     if config.model_type == "vit":
         labels = torch.randint(config.num_labels, (NUM_MICROBATCHES,), generator=generator)
         return {"pixel_values": normal(3, config.image_size, config.image_size)}, labels
+    task = task_of(config, model_class_of(config, None))
     inputs: dict[str, Tensor] = {}
     if config.model_type == "whisper":
         inputs["input_features"] = normal(config.num_mel_bins, 2 * config.max_source_positions)
@@ -175,7 +201,18 @@ def batch_of(config: Any, side: str = "plain", length: int = LENGTH) -> tuple[An
     labels[0, :5] = -100
     if side == "ignored":
         labels[1] = -100
-    if config.is_encoder_decoder:
+    if task in TASKS:
+        labels = torch.randint(config.num_labels, labels.shape, generator=generator).where(
+            labels != -100, labels
+        )
+    if task == "sequence-classification":
+        labels = labels[:, -1].clone()
+        # The first sample ends before the others: families classify the last token before padding.
+        inputs["input_ids"][0, -3:] = 0
+        if config.is_encoder_decoder:
+            inputs["input_ids"][:, length - 4] = config.eos_token_id
+            inputs["decoder_input_ids"] = inputs["input_ids"].roll(1, 1)
+    elif config.is_encoder_decoder and task != "token-classification":
         labels = ids(6 if side == "long decoder" else 5)
         inputs["decoder_input_ids"] = labels.roll(1, 1)
     if side == "packed":
@@ -183,7 +220,9 @@ def batch_of(config: Any, side: str = "plain", length: int = LENGTH) -> tuple[An
         inputs["position_ids"] = torch.tensor([positions] * NUM_MICROBATCHES)
     if side == "padded":
         inputs["attention_mask"] = (torch.arange(length) < length - 2).long().repeat(4, 1)
-        if not config.is_encoder_decoder:
+        if task == "sequence-classification":
+            inputs["input_ids"][:, -2:] = 0
+        elif not config.is_encoder_decoder:
             labels[:, -2:] = -100
     return inputs, labels
 

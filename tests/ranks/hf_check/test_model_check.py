@@ -86,6 +86,17 @@ def test_the_command_returns_1_and_names_the_parameter_as_json(pool, tmp_path, m
     assert "model.layers.1.self_attn.q_norm.weight" in found["batches"][0]["unequal"]
 
 
+@pytest.mark.parametrize("task", ["sequence-classification", "token-classification"])
+def test_classifiers_are_checked_without_the_dropout_of_their_heads(pool, task):
+    """Token classifiers have dropout 0.1 although the config of a Llama has no key for it."""
+    from transformers import LlamaConfig
+
+    split = SplitSettings(pipeline=2, task=task)
+    result = check_model(LlamaConfig(pad_token_id=0, num_labels=3), split, pool.run)
+    assert result.is_equal
+    assert [c.kind for c in result.comparisons] == ["plain", "padded"]
+
+
 def test_a_size_that_tensor_ranks_do_not_divide_is_refused_before_ranks_start():
     def never(*_):
         raise AssertionError("ranks were started")

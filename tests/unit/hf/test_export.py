@@ -127,6 +127,24 @@ def llama_checkpoint(tmp_path_factory):
     return folder
 
 
+def test_a_masked_language_model_becomes_a_classifier_with_a_new_head(tmp_path, caplog):
+    """The usual fine-tuning: load the weights of a pretraining, with labels of another number."""
+    model = save_folder("bert", tmp_path / "pretrained")
+    net = pipemega.from_pretrained(
+        tmp_path / "pretrained", task="sequence-classification", num_labels=5
+    )
+    assert "contains a BertForMaskedLM, without" in caplog.text
+    assert "classifier.weight" in caplog.text
+    checkpoint_of(net, tmp_path / "checkpoint")
+    written = export_checkpoint(str(tmp_path / "checkpoint"), tmp_path / "out")
+    assert written.class_name == "BertForSequenceClassification"
+    exported = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path / "out")
+    assert exported.config.num_labels == 5
+    assert exported.classifier.weight.shape == (5, 32)
+    for name, tensor in model.bert.state_dict().items():
+        assert torch.equal(exported.bert.state_dict()[name], tensor), name
+
+
 def test_the_command_exports_and_says_what_it_wrote(llama_checkpoint, tmp_path, capsys):
     out = tmp_path / "out"
     arguments = ["hf", "export", str(llama_checkpoint / "checkpoint"), str(out)]

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="Hugging Face models need transformer
 import transformers
 
 import pipemega
+from pipemega.config.model_hf import HFSection
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, DataError
 from pipemega.hf import installed_transformers
@@ -174,9 +175,35 @@ def test_tasks_are_chosen_by_name_or_by_the_architecture():
         model_class_of(bert, "chat")
     with pytest.raises(ConfigError, match="no model of the family 'llama' for task 'seq2seq'"):
         model_class_of(tiny_models.config_of("llama"), "seq2seq")
-    bert.architectures = None
-    with pytest.raises(ConfigError, match="models for causal-lm, masked-lm: set the task"):
-        model_class_of(bert, None)
+    for names, text in (
+        (None, "no architecture"),
+        (["BertForQuestionAnswering"], "BertForQuestionAnswering"),
+    ):
+        bert.architectures = names
+        with pytest.raises(ConfigError, match=f"family 'bert' names {text}, which is no class of"):
+            model_class_of(bert, None)
+        with pytest.raises(ConfigError, match="causal-lm, masked-lm, sequence-classification"):
+            model_class_of(bert, None)
+
+
+def test_classification_is_the_task_of_a_config_only_if_the_config_names_such_a_class():
+    """Nearly all families have such classes: a config without architectures stays a causal LM."""
+    llama = tiny_models.config_of("llama")
+    assert model_class_of(llama, None).__name__ == "LlamaForCausalLM"
+    llama.architectures = ["LlamaForTokenClassification"]
+    assert model_class_of(llama, None).__name__ == "LlamaForTokenClassification"
+
+
+def test_a_reward_model_with_one_label_is_refused_with_the_way_out():
+    with pytest.raises(ConfigError, match=r"'regression'.*give from_pretrained\(..., loss_fn=f\)"):
+        from_config("llama:sequence-classification", num_labels=1)
+
+
+def test_token_files_are_refused_for_a_classifier(tmp_path: Path):
+    """Their labels are token ids, not classes."""
+    tiny_models.config_of("bert:token-classification").save_pretrained(tmp_path)
+    section = HFSection(path=str(tmp_path), pretrained=False)
+    assert section.sample_tokens() is None
 
 
 def first_segment(family: str) -> Any:
