@@ -1,12 +1,16 @@
-"""`python -m pipemega checkpoint`: list, verify, show and import checkpoints."""
+"""`python -m pipemega checkpoint`: list, verify, show, export and import checkpoints."""
 
 import argparse
 import json
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
+from math import prod
+from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 from pipemega.checkpoint import layout
@@ -17,6 +21,7 @@ from pipemega.checkpoint.save_load import damaged_files
 from pipemega.cli.import_deepspeed import add_import
 from pipemega.cli.run_options import Subparsers
 from pipemega.errors import CheckpointError
+from pipemega.hf.safetensors_writer import export_tensors
 from pipemega.printing import aligned
 from pipemega.storage.filesystem import Storage
 
@@ -24,13 +29,15 @@ _DAMAGED = 1
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    """Add the commands `ls`, `verify`, `show` and `import-deepspeed`."""
-    parser = subparsers.add_parser("checkpoint", help="list, verify, show and import checkpoints")
+    """Add the commands `ls`, `verify`, `show`, `export` and `import-deepspeed`."""
+    text = "list, verify, show, export and import checkpoints"
+    parser = subparsers.add_parser("checkpoint", help=text)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text, function in (
         ("ls", "list the checkpoints in a folder", _ls),
         ("verify", "compare the checksum of every file; exit code 1 if one differs", _verify),
-        ("show", "show mesh, step, config and tensors of a checkpoint", _show),
+        ("show", "show mesh, step and sizes of a checkpoint", _show),
+        ("export", "write parameters and buffers of any model to one safetensors file", _export),
     ):
         command = commands.add_parser(name, help=text, description=text)
         command.add_argument(
@@ -40,6 +47,13 @@ def add_parser(subparsers: Subparsers) -> None:
             default = "all" if name == "verify" else "the newest"
             command.add_argument("--tag", help=f"the checkpoint in the folder; default: {default}")
         command.set_defaults(func=function)
+    for option in ("config", "tensors"):
+        text = f"list the {option} of the checkpoint too"
+        commands.choices["show"].add_argument(f"--{option}", action="store_true", help=text)
+    export = commands.choices["export"]
+    export.add_argument("out", type=Path, metavar="OUT.safetensors", help="a new file")
+    text = "dtype of the parameters (default: that of the checkpoint; float32 if the run used it)"
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
     add_import(commands)
 
 
@@ -100,12 +114,25 @@ def _show(arguments: argparse.Namespace) -> int:
     print(f"  step      {state.get('global_steps')}")
     print(f"  samples   {state.get('consumed_samples')}")
     print(f"  size      {found.size / 1e6:,.1f} MB in {len(found.files)} files")
-    print(f"  tensors   {len(tensors)}")
-    for name, (shape, dtype) in sorted(tensors.items()):
+    groups = defaultdict(list)
+    for name, (shape, _) in tensors.items():
+        groups[name.partition("/")[0]].append(prod(shape))
+    for group, sizes in groups.items():
+        print(f"  {group:<9} {len(sizes)} tensors, {sum(sizes):,} values")
+    if not (arguments.tensors and arguments.config):
+        print("  --tensors lists the tensors, --config prints the config")
+    for name, (shape, dtype) in sorted(tensors.items()) if arguments.tensors else ():
         print(f"    {name}  {list(shape)}  {str(dtype).removeprefix('torch.')}")
-    print("  config")
-    for line in json.dumps(state.get("config"), indent=2).splitlines():
-        print(f"    {line}")
+    if arguments.config:
+        print(json.dumps(state.get("config"), indent=2))
+    return 0
+
+
+def _export(arguments: argparse.Namespace) -> int:
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
+    tensors = export_tensors(open_path(arguments.path, arguments.tag), arguments.out, dtype)
+    size = sum(tensor.nbytes for tensor in tensors.values())
+    print(f"{arguments.out}: {len(tensors)} tensors, {size / 1e6:,.1f} MB")
     return 0
 
 

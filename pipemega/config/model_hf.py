@@ -21,17 +21,12 @@ class HFSection(ModelSection):
     type: Literal["hf"] = own("hf", "Type of the model.")
     path: Name = own(..., "Folder with config.json, and with safetensors if `pretrained`.")
     pretrained: bool = own(True, "Load the weights of the folder; false: initialize new ones.")
-    task: (
-        Literal[
-            "causal-lm",
-            "masked-lm",
-            "seq2seq",
-            "sequence-classification",
-            "token-classification",
-            "image-classification",
-        ]
-        | None
-    ) = own(None, "What the model is trained for; null: from `architectures` of config.json.")
+    task: Literal[
+        "causal-lm", "masked-lm", "seq2seq", "sequence-classification", "token-classification",
+        "image-classification",
+    ] | None = own(
+        None, "What the model is trained for; null: from `architectures` of config.json."
+    )  # fmt: skip
     attn_implementation: Name | None = own(
         None, "Attention of transformers, such as sdpa or flash_attention_2; null: its default."
     )

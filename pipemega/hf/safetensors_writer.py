@@ -1,6 +1,6 @@
 """Write safetensors files tensor by tensor; no file is in memory as a whole.
 
-safetensors' own `save_file` needs all tensors of a file at once.
+safetensors' own `save_file` needs all tensors of a file at once. Its package is not used here.
 """
 
 import json
@@ -13,9 +13,53 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipemega.checkpoint.save_load import CheckpointReader
+from pipemega.errors import CheckpointError
 from pipemega.hf.safetensors_files import DTYPES, INDEX_FILE, WEIGHTS_FILE
 
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def export_tensors(
+    reader: CheckpointReader, path: Path, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """Write the parameters and buffers of a checkpoint of any model, unsharded, to one file.
+
+    Args:
+        path: of the new file, which appears when it is complete.
+        dtype: of parameters in floating point; None: that of the checkpoint, fp32 for most runs.
+
+    Returns:
+        Logical name -> meta tensor.
+
+    Raises:
+        CheckpointError: the file exists, or a dtype has no name in the format.
+    """
+    if path.exists():
+        raise CheckpointError(f"{path} exists: name a new file, or delete it")
+    keys: dict[str, str] = {}
+    tensors: dict[str, Tensor] = {}
+    for key, (shape, stored) in reader.tensors.tensors.items():
+        group, _, name = key.partition("/")
+        if group not in ("parameters", "buffers"):
+            continue
+        casts = group == "parameters" and stored.is_floating_point
+        keys[name], kind = key, (dtype or stored) if casts else stored
+        if kind not in _DTYPE_NAMES:
+            raise CheckpointError(f"{name} is {kind}, which safetensors files do not have")
+        tensors[name] = torch.empty(shape, dtype=kind, device="meta")
+    temporary = path.with_name(f".{path.name}.exporting")
+    writer = SafetensorsWriter(temporary, tensors)
+    try:
+        for name, key in keys.items():
+            writer.write(name, reader.tensors.read_full(key).to(tensors[name].dtype))
+        writer.close()
+    except BaseException:
+        writer.abort()
+        temporary.unlink()
+        raise
+    temporary.rename(path)
+    return tensors
 
 
 class ShardedWriter:

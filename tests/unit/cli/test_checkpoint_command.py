@@ -64,7 +64,8 @@ def test_verify_compares_every_checksum_and_names_the_damaged_file(saved, capsys
 
 @pytest.mark.parametrize("path", ["", "/global_step2", "url"])
 def test_show_prints_mesh_step_tensors_and_config(saved, capsys, path):
-    code, text = run_cli(capsys, "show", f"file://{saved}" if path == "url" else f"{saved}{path}")
+    full = f"file://{saved}" if path == "url" else f"{saved}{path}"
+    code, text = run_cli(capsys, "show", full, "--tensors", "--config")
     assert code == 0
     for part in (
         "mesh      pipeline 1 x data 1 x tensor 1",
@@ -76,6 +77,16 @@ def test_show_prints_mesh_step_tensors_and_config(saved, capsys, path):
         '"train_batch_size": 16',
     ):
         assert part in text
+
+
+def test_show_fits_on_a_screen_and_names_the_options_that_print_more(saved, capsys):
+    """It printed every tensor and every key of the config: 378 lines for 19,364 parameters."""
+    code, text = run_cli(capsys, "show", saved)
+    assert code == 0
+    assert len(text.splitlines()) < 12
+    assert "  parameters 9 tensors, 181 values" in text
+    assert "  optimizer 21 tensors, 225 values" in text
+    assert "  --tensors lists the tensors, --config prints the config" in text
 
 
 def test_a_missing_folder_or_checkpoint_is_an_error_in_one_line(tmp_path, capsys):
