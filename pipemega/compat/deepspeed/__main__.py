@@ -12,12 +12,27 @@ from pathlib import Path
 
 from pipemega.compat.deepspeed.launch_calls import CONFIG_CHANGES
 from pipemega.compat.deepspeed.virtual_modules import install_as_deepspeed
+from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.run import run
 
 _USAGE = (
     "usage: python -m pipemega.compat.deepspeed [--set KEY=VALUE ...] [-m] SCRIPT [arguments of "
     "the script]"
 )
+_NO_GPU = (
+    "this rank has no GPU: replace torch.cuda.set_device(i) by get_accelerator().set_device(i), "
+    "which does nothing on a CPU"
+)
+# Part of the message of an error of the script -> what to do.
+_HINTS = {
+    "_cuda_setDevice": _NO_GPU,
+    "Found no NVIDIA driver": _NO_GPU,
+    "The 'deepspeed>=": (
+        "the Trainer of transformers calls DeepSpeed's own engine: give the model to "
+        "deepspeed.initialize in a loop of your own, or to pipemega.from_pretrained and "
+        "pipemega.Trainer (docs/from_deepspeed.md, 'The Trainer of transformers')"
+    ),
+}
 
 
 def main() -> None:
@@ -35,13 +50,18 @@ def main() -> None:
         sys.exit(0 if arguments else 2)
     install_as_deepspeed()
     sys.argv = arguments
+    sys.path.insert(0, str(Path.cwd() if is_module else Path(arguments[0]).resolve().parent))
     with run():
-        if is_module:
-            sys.path.insert(0, str(Path.cwd()))
-            runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
-            runpy.run_path(arguments[0], run_name="__main__")
+        try:
+            if is_module:
+                runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(arguments[0], run_name="__main__")
+        except Exception as error:
+            hints = [hint for text, hint in _HINTS.items() if text in str(error)]
+            if not hints:
+                raise
+            raise ConfigError(f"{type(error).__name__}: {error}: {hints[0]}") from error
 
 
 if __name__ == "__main__":

@@ -108,6 +108,8 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "runtime.pipe": {**_PIPE, "ProcessTopology": _TOPOLOGIES["ProcessTopology"]},
     "runtime.pipe.engine": {"PipelineEngine": f"{_HERE}.pipeline_engine:PipelineEngine"},
     "runtime.pipe.module": _PIPE,
+    # Scripts import all of its names, and use none.
+    "runtime.pipe.schedule": {},
     "runtime.pipe.topology": _TOPOLOGIES,
     "runtime.utils": _RUNTIME_UTILS,
     "runtime.zero": _ZERO,
@@ -168,11 +170,15 @@ ADVICE: Mapping[str, str] = {
     "runtime.fp16": "set fp16 in the config, and optimizer.type for the optimizer",
     "runtime.bf16_optimizer": "set bf16 in the config; initialize() makes the master weights",
     "runtime.pipe.p2p": "the engine sends and receives; a layer returns any tree of tensors",
-    "runtime.pipe.schedule": "set pipeline.schedule in the config, or give initialize(plan=...)",
+    "runtime.pipe.schedule.*": "set pipeline.schedule in the config, or give initialize(plan=...)",
     "runtime.state_dict_factory": (
         "`pipemega checkpoint import-deepspeed` reads DeepSpeed's checkpoints"
     ),
     "runtime.utils.PartitionedTensor": "the engine sends the tensors between stages",
+    "runtime.zero.offload_config": (
+        "there is no offloading: remove offload_optimizer and offload_param; for less memory set "
+        "mesh.pipeline, mesh.tensor, zero_optimization.stage 1 or activation checkpointing"
+    ),
     "runtime.zero.*": "of ZeRO there is stage 1, set by zero_optimization in the config",
     "zero.*": "of ZeRO there is stage 1, set by zero_optimization in the config",
     "sequence": "set mesh.sequence_parallel in the config",

@@ -23,6 +23,7 @@ from pipemega.compat.megatron.training_keys import (
     zero_section,
 )
 from pipemega.compat.megatron.training_launch import TrainingLaunch
+from pipemega.errors import ConfigError
 
 # Megatron creates the optimizer and the schedule, and sets the batch size, from its arguments.
 _OF_MEGATRON = ("optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu",
@@ -54,7 +55,16 @@ def convert(launch: TrainingLaunch, folder: Path | None = None) -> MegatronConve
 
     Args:
         folder: where the DeepSpeed JSON and files with data paths are searched.
+
+    Raises:
+        ConfigError: the program does not pretrain.
     """
+    if launch.fine_tunes:
+        raise ConfigError(
+            f"{launch.program} fine-tunes on prompts and answers, and from-megatron converts "
+            f"pretraining: set data.format and data.path for such data (docs/finetuning.md); for "
+            f"the keys of the model alone, give the arguments in quotes, without the program"
+        )
     given = Given.of_words(launch.words)
     for note in launch.notes:
         given.say("note", "", note)

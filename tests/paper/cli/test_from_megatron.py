@@ -57,6 +57,18 @@ def test_a_script_gets_its_parameters_and_variables(
     assert config["optimizer"]["params"]["lr"] == 0.5
 
 
+def test_a_program_that_fine_tunes_is_refused_with_the_keys_of_such_data(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """finetune_llama.py of Megatron-DeepSpeed on alpaca_data.json gave a pretraining config."""
+    script = f"deepspeed finetune_llama.py {ARGUMENTS} --data-path alpaca_data.json"
+    code, config, lines = run(capsys, script)
+    assert (code, config) == (2, None)
+    assert "finetune_llama.py fine-tunes on prompts and answers" in lines[-1]
+    assert "set data.format and data.path for such data (docs/finetuning.md)" in lines[-1]
+    assert run(capsys, script.replace("finetune_llama.py", "pretrain_gpt.py"))[0] != 2
+
+
 def test_the_exit_code_says_if_the_config_is_that_of_the_launch(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -1,7 +1,9 @@
 """The modules and names of DeepSpeed: each exists, or the error says what to use instead."""
 
 import importlib
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -80,7 +82,14 @@ def test_every_name_of_the_table_exists(path: str, name: str) -> None:
             "from pipemega.compat.deepspeed.moe.layer import Experts",
             "mixture-of-experts layers do not",
         ),
-        ("from pipemega.compat.deepspeed.runtime.pipe import schedule", "set pipeline.schedule in"),
+        (
+            "from pipemega.compat.deepspeed.runtime.pipe.schedule import TrainSchedule",
+            "set pipeline.schedule in",
+        ),
+        (
+            "import pipemega.compat.deepspeed.runtime.zero.offload_config",
+            "remove offload_optimizer and offload_param; for less memory set mesh.pipeline",
+        ),
         ("import pipemega.compat.deepspeed.ops.sparse_attention", "attention is dense"),
         (
             "from pipemega.compat.deepspeed.ops.adam import OnebitAdam",
@@ -92,6 +101,36 @@ def test_every_name_of_the_table_exists(path: str, name: str) -> None:
 def test_an_import_that_does_not_exist_says_what_to_use(statement: str, message: str) -> None:
     with pytest.raises(ImportError, match=message):
         exec(statement, {})
+
+
+def test_a_star_import_of_schedules_that_are_not_used_is_no_error() -> None:
+    """Scripts copy this line from DeepSpeed's examples."""
+    exec("from pipemega.compat.deepspeed.runtime.pipe.schedule import *", {})
+
+
+@pytest.mark.parametrize(
+    ("script", "message"),
+    [
+        (
+            # As a torch with CUDA says it where there is no GPU.
+            "raise RuntimeError('Found no NVIDIA driver on your system.')",
+            "replace torch.cuda.set_device(i) by get_accelerator().set_device(i)",
+        ),
+        (
+            "import importlib.metadata as m\n"
+            "raise m.PackageNotFoundError(\"The 'deepspeed>=0.9.3' distribution was not found\")",
+            "give the model to deepspeed.initialize in a loop of your own, or to pipemega.from_pre",
+        ),
+    ],
+)
+def test_an_error_that_only_the_shim_causes_says_what_to_do(
+    tmp_path: Path, script: str, message: str
+) -> None:
+    (tmp_path / "run.py").write_text(script)
+    command = [sys.executable, "-m", "pipemega.compat.deepspeed", str(tmp_path / "run.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0
+    assert message in done.stderr.splitlines()[-1]
 
 
 def test_an_attribute_that_does_not_exist_says_what_to_use() -> None:
