@@ -109,14 +109,12 @@ def freeze(case: Case, step: int, layers: Iterator[tuple[int, Any]]) -> None:
         is_frozen = case.is_frozen(position, step)
         if is_frozen is None or not isinstance(layer, nn.Module):
             continue
-        for parameter in layer.parameters():
-            if not getattr(parameter, "stays_frozen", False):
+        # Some kinds have parameters that are never trained.
+        before = _built(specs(case)[position]).named_parameters()
+        trained = {name for name, parameter in before if parameter.requires_grad}
+        for name, parameter in layer.named_parameters():
+            if name in trained:
                 parameter.requires_grad_(not is_frozen)
-
-
-def mark_frozen(parameters: Iterator[nn.Parameter]) -> None:
-    for parameter in parameters:
-        parameter.stays_frozen = not parameter.requires_grad  # type: ignore[attr-defined]
 
 
 def train(case: Case, folder: str) -> tuple[Numbers, dict[str, Tensor]]:
@@ -131,8 +129,6 @@ def train(case: Case, folder: str) -> tuple[Numbers, dict[str, Tensor]]:
             engine.load_checkpoint(folder)
         if case.frozen:
             for stage in engine.local_stages:
-                if step in (0, case.resume_at):
-                    mark_frozen(stage.parameters())
                 named = ((int(name), layer) for name, layer in stage.layers.items())
                 freeze(case, step, named)
         batches = micro_batches(case, step)
@@ -169,7 +165,6 @@ def expected(case: Case, first: dict[str, Tensor]) -> Numbers:
             for name, parameter in layer.named_parameters():
                 if not any(parameter is other for other in named.values()):
                     named[f"layers.{position}.{name}"] = parameter
-    mark_frozen(iter(named.values()))
     buffers = {
         f"layers.{position}.{name}": buffer
         for position, layer in enumerate(built)
