@@ -60,7 +60,6 @@ setup(
         "pictures": ["matplotlib>=3.8"],
         "tensorboard": ["tensorboard>=2.14"],
         "vision": ["torchvision>=0.20", "pillow>=9", "scikit-learn>=1.2"],
-        "solver": ["ortools>=9.10"],
     },
     entry_points={"console_scripts": ["pipemega = pipemega.cli:main"]},
 )

@@ -15,7 +15,6 @@ from pipemega.pipeline.autoschedule import (
     limit_of_1f1b,
     placements_of_rank_costs,
     placements_of_stage_costs,
-    prove_optimal,
 )
 from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.schedules import RankCosts
@@ -49,13 +48,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "the last (makespan), or the longest time of any rank (span); default: makespan",
     )
     parser.add_argument(
-        "--exact",
-        action="store_true",
-        help="auto only: afterwards prove the plan optimal with OR-tools, or find a shorter one on "
-        "the same placement; for small pipelines, for at most --seconds more "
-        "(pip install -e '.[solver]')",
-    )
-    parser.add_argument(
         "--seconds",
         type=limit,
         default=60.0,
@@ -77,15 +69,12 @@ def search(arguments: argparse.Namespace) -> AutoPlan:
     limit = arguments.memory_limit
     if limit is None:
         limit = limit_of_1f1b(placements, arguments.microbatches)
-    found = find_plan(
+    return find_plan(
         placements,
         arguments.microbatches,
         limit or None,
         objective=arguments.objective,
         seconds=arguments.seconds,
-    )
-    return (
-        prove_optimal(found, limit or None, seconds=arguments.seconds) if arguments.exact else found
     )
 
 

@@ -85,7 +85,7 @@ NEEDS_TORCH = (
 
 # Libraries that may be missing, and are therefore imported where they are used.
 OPTIONAL = {
-    "apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib", "ortools",
+    "apex", "amp_C", "wandb", "tensorboard", "torch.utils.tensorboard", "matplotlib",
     "fsspec", "transformers", "safetensors", "huggingface_hub", "peft", "sentencepiece",
     "tiktoken", "pyarrow", "jinja2", "PIL", "sklearn", "torchvision",
 }  # fmt: skip

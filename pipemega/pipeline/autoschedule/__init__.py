@@ -4,11 +4,10 @@
 
 `placements.py` lists the placements of stages; `problem.py` holds the numbers that the searches
 work on, `replay.py` computes the times of a plan, `bounds.py` lower bounds; `priorities.py` and
-`greedy.py` construct plans, `anneal.py` improves them, `search.py` divides the effort among them;
-`exact.py` solves small problems with OR-tools.
+`greedy.py` construct plans, `anneal.py` improves them, `search.py` divides the effort among them.
 """
 
-from pipemega.pipeline.autoschedule.auto_plan import AutoPlan, find_plan, prove_optimal
+from pipemega.pipeline.autoschedule.auto_plan import AutoPlan, find_plan
 from pipemega.pipeline.autoschedule.placements import (
     Placement,
     chunk_counts,
@@ -25,5 +24,4 @@ __all__ = [
     "limit_of_1f1b",
     "placements_of_rank_costs",
     "placements_of_stage_costs",
-    "prove_optimal",
 ]

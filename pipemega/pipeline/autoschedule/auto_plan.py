@@ -1,14 +1,13 @@
-"""Finds the best plan for given costs and a memory limit, and proves small ones optimal."""
+"""Finds the best plan for given costs and a memory limit."""
 
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.autoschedule.bounds import least_makespan, least_span
-from pipemega.pipeline.autoschedule.exact import solve
 from pipemega.pipeline.autoschedule.placements import Placement
 from pipemega.pipeline.autoschedule.problem import ROUNDING, Problem
 from pipemega.pipeline.autoschedule.replay import makespan, span
@@ -16,7 +15,6 @@ from pipemega.pipeline.autoschedule.search import Search
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import Timeline, simulate
 from pipemega.pipeline.schedules import AUTO
-from pipemega.printing import percent
 
 Objective = Literal["makespan", "span"]
 _MEASURES = {"makespan": (makespan, least_makespan), "span": (span, least_span)}
@@ -87,36 +85,6 @@ def find_plan(
     best, placement = pool.candidates[0], pool.problem.placement
     timeline = simulate(pool.problem.plan_of(AUTO, best.run.orders), placement.costs)
     return AutoPlan(placement, timeline, best.source, search.bound)
-
-
-def prove_optimal(
-    found: AutoPlan, memory_limit: float | Sequence[float] | None = None, *, seconds: float = 60.0
-) -> AutoPlan:
-    """Return `found`, or a plan with a shorter makespan on its placement, by an exact search.
-
-    `source` then says "proven" if the plan is optimal on its placement, or how much a better plan
-    could still save. Feasible for a few hundred steps; the time grows exponentially.
-
-    Args:
-        memory_limit: the same as for `find_plan`.
-        seconds: time limit; the best plan so far is returned.
-
-    Raises:
-        ScheduleError: OR-tools is not installed, or the solver does not support the costs.
-    """
-    placement, count = found.placement, found.plan.num_microbatches
-    limits = _limits([placement], count, memory_limit)
-    shortest = found.timeline.makespan
-    proof = solve(placement, count, limits, seconds=seconds, upper_bound=shortest)
-    timeline, source = found.timeline, found.source
-    if proof.orders is not None and proof.makespan < shortest * (1 - ROUNDING):
-        plan = Problem.of(placement, count, limits).plan_of(AUTO, proof.orders)
-        timeline, source = simulate(plan, placement.costs), "CP-SAT"
-    left = 1 - proof.bound / timeline.makespan
-    how = "proven"
-    if left > ROUNDING:
-        how = f"a better plan on its placement saves at most {percent(left)}"
-    return replace(found, timeline=timeline, source=f"{source}, {how}")
 
 
 def _limits(

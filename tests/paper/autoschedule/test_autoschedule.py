@@ -6,7 +6,6 @@ import random
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,11 +18,9 @@ from pipemega.pipeline.autoschedule import (
     find_plan,
     placements_of_rank_costs,
     placements_of_stage_costs,
-    prove_optimal,
 )
 from pipemega.pipeline.autoschedule.anneal import anneal, critical_path
 from pipemega.pipeline.autoschedule.bounds import least_makespan
-from pipemega.pipeline.autoschedule.exact import solve
 from pipemega.pipeline.autoschedule.greedy import construct
 from pipemega.pipeline.autoschedule.priorities import PriorityRule
 from pipemega.pipeline.autoschedule.problem import Problem
@@ -35,6 +32,7 @@ from pipemega.pipeline.plan.simulate import simulate
 from pipemega.pipeline.plan.validate import validate, validate_messages
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts, Sizes, build_plan
 from pipemega.pipeline.schedules.placement import loop, v
+from tests.paper.autoschedule.exact import solve
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "schedules.json").read_text())
 REAL = RankCosts(1.0, 1.2, 0.8, 0.1)
@@ -347,7 +345,7 @@ def test_the_bound_without_a_memory_limit_is_the_published_one():
     ],
 )
 def test_small_plans_are_optimal(pp_size, num_microbatches, limit, chunks, costs):
-    pytest.importorskip("ortools", reason="OR-tools, the optional exact solver, is not installed")
+    pytest.importorskip("ortools", reason="OR-tools, the oracle of this test, is not installed")
     placement = placements_of_rank_costs(pp_size, costs, [chunks])[-1]
     found = find_plan([placement], num_microbatches, limit)
     proof = solve(
@@ -358,30 +356,8 @@ def test_small_plans_are_optimal(pp_size, num_microbatches, limit, chunks, costs
     assert found.bound <= proof.makespan + 1e-9
 
 
-def test_a_proof_returns_the_plan_or_a_shorter_one():
-    pytest.importorskip("ortools", reason="OR-tools, the optional exact solver, is not installed")
-    (placement,) = placements_of_rank_costs(2, REAL, [1])
-    best = find_plan([placement], 4, 2.0)
-    known_good = prove_optimal(best, 2.0)
-    assert known_good.timeline.makespan == pytest.approx(best.timeline.makespan)
-    assert known_good.source.endswith(", proven")
-    worse = replace(best, timeline=simulate(build_plan("1f1b", 2, 4), placement.costs))
-    better = prove_optimal(worse, 2.0)
-    assert better.timeline.makespan == pytest.approx(best.timeline.makespan)
-    assert better.source == "CP-SAT, proven"
-    validate(lower(better.plan))
-    assert max(better.timeline.peak) <= 2.0
-
-
-def test_without_or_tools_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
-    (placement,) = placements_of_rank_costs(2, REAL, [1])
-    with pytest.raises(ScheduleError, match=r"pip install -e '\.\[solver\]'"):
-        prove_optimal(find_plan([placement], 2), seconds=1.0)
-
-
 def test_the_exact_search_rejects_costs_that_it_does_not_support():
-    pytest.importorskip("ortools", reason="OR-tools, the optional exact solver, is not installed")
+    pytest.importorskip("ortools", reason="OR-tools, the oracle of this test, is not installed")
     kept = CostModel((1.0,), (1.0,), (1.0,), kept=(2.0,))
     with pytest.raises(ScheduleError, match="supports only split backward"):
         solve(Placement((0,), kept), 1, [3.0])

@@ -1,4 +1,4 @@
-"""Exact search with OR-tools for the best plan of one placement, for a few hundred steps.
+"""An oracle for small problems: the best plan of one placement by OR-tools (pip install ortools).
 
 Each F, I and W is a time interval; the intervals of a rank do not overlap, and the held memory is
 limited at every time. CP-SAT finds the shortest makespan, or a bound and the best plan so far.
@@ -53,15 +53,11 @@ def solve(
             the search.
 
     Raises:
-        ScheduleError: OR-tools is not installed; a time is 0 or not a multiple of a simple fraction
+        ScheduleError: a time is 0 or not a multiple of a simple fraction
             of 1; or a whole backward is faster than its halves or holds less memory.
     """
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError as error:
-        raise ScheduleError(
-            "the exact search needs OR-tools, which is not installed: pip install -e '.[solver]'"
-        ) from error
+    from ortools.sat.python import cp_model
+
     problem = Problem.of(placement, num_microbatches, limits)
     if problem.whole_backward_helps:
         raise ScheduleError(
