@@ -163,7 +163,7 @@ def draw(seed: int) -> Case:
         samples=rng.choice([1, 2, 3]),
         recompute=recompute,
         clipping=rng.choice([0.0, 0.05, 0.5]),
-        late_sync=chance(0.3),
+        late_sync=chance(0.6 if mesh.overlap else 0.25),
         optimizer=rng.choice([*OPTIMIZERS, "AdamW", "AdamW", "SGD"]),
         weight_decay=rng.choice([0.0, 0.1]),
         evaluate_at=rng.choice([None, None, 0, 1, 2]),

@@ -213,7 +213,7 @@ NOT_RECOMPUTED = ("inner backward", "spectral_norm", "transforms")
 # Has a buffer that depends on the micro-batches that a data rank has had.
 ONE_DATA_RANK = ("spectral_norm",)
 # Torch itself fails if it is frozen.
-NOT_FROZEN = ("inner backward",)
+NOT_FROZEN = ("inner backward", "own weight")
 # Needs the weight in the graph of the product: refused with a split backward.
 WHOLE_BACKWARD = ("penalty",)
 
