@@ -10,7 +10,6 @@ from datetime import datetime, timezone
 from math import prod
 from pathlib import Path
 
-import torch
 from tqdm import tqdm
 
 from pipemega.checkpoint import layout
@@ -30,8 +29,7 @@ _DAMAGED = 1
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the commands `ls`, `verify`, `show`, `export` and `import-deepspeed`."""
-    text = "list, verify, show, export and import checkpoints"
-    parser = subparsers.add_parser("checkpoint", help=text)
+    parser = subparsers.add_parser("checkpoint", help="list, show, export and import checkpoints")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for name, text, function in (
         ("ls", "list the checkpoints in a folder", _ls),
@@ -47,13 +45,9 @@ def add_parser(subparsers: Subparsers) -> None:
             default = "all" if name == "verify" else "the newest"
             command.add_argument("--tag", help=f"the checkpoint in the folder; default: {default}")
         command.set_defaults(func=function)
-    for option in ("config", "tensors"):
-        text = f"list the {option} of the checkpoint too"
-        commands.choices["show"].add_argument(f"--{option}", action="store_true", help=text)
-    export = commands.choices["export"]
-    export.add_argument("out", type=Path, metavar="OUT.safetensors", help="a new file")
-    text = "dtype of the parameters (default: that of the checkpoint; float32 if the run used it)"
-    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
+    for option in ("--config", "--tensors"):
+        commands.choices["show"].add_argument(option, action="store_true", help="print them too")
+    commands.choices["export"].add_argument("out", type=Path, metavar="OUT.safetensors")
     add_import(commands)
 
 
@@ -119,8 +113,7 @@ def _show(arguments: argparse.Namespace) -> int:
         groups[name.partition("/")[0]].append(prod(shape))
     for group, sizes in groups.items():
         print(f"  {group:<9} {len(sizes)} tensors, {sum(sizes):,} values")
-    if not (arguments.tensors and arguments.config):
-        print("  --tensors lists the tensors, --config prints the config")
+    print("  --tensors lists the tensors, --config prints the config")
     for name, (shape, dtype) in sorted(tensors.items()) if arguments.tensors else ():
         print(f"    {name}  {list(shape)}  {str(dtype).removeprefix('torch.')}")
     if arguments.config:
@@ -129,10 +122,9 @@ def _show(arguments: argparse.Namespace) -> int:
 
 
 def _export(arguments: argparse.Namespace) -> int:
-    dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
-    tensors = export_tensors(open_path(arguments.path, arguments.tag), arguments.out, dtype)
-    size = sum(tensor.nbytes for tensor in tensors.values())
-    print(f"{arguments.out}: {len(tensors)} tensors, {size / 1e6:,.1f} MB")
+    tensors = export_tensors(open_path(arguments.path, arguments.tag), arguments.out)
+    size = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+    print(f"{arguments.out}: {len(tensors)} tensors, {size:,.1f} MB")
     return 0
 
 

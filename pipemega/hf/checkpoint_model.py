@@ -32,10 +32,7 @@ from pipemega.hf.vit_export import vit_to_export
 from pipemega.hf.weight_source import is_transposed
 from pipemega.lora.merging import is_adapter, merged
 
-_ANY_MODEL = (
-    "`pipemega checkpoint export CHECKPOINT OUT.safetensors` writes the tensors of any model under "
-    "their logical names"
-)
+_ANY_MODEL = "`pipemega checkpoint export CHECKPOINT OUT.safetensors` writes those of any model"
 
 
 def export_checkpoint(
@@ -117,8 +114,7 @@ def _base_model(reader: CheckpointReader) -> ModelToExport:
         raise CheckpointError(
             f"{reader.full_path} contains only weights ({state['weights_only']}), and their "
             f"names are not those of a model of type 'hf', 'gpt' or 'vit': load them in a run "
-            f"with this model (checkpoint.load_module_only true), save it, and export what it "
-            f"saved. {_ANY_MODEL}"
+            f"with this model (checkpoint.load_module_only true), save it, and export that"
         )
     if section.get("type") == "vit":
         return vit_to_export(ViTSection.model_validate(section))
@@ -126,7 +122,7 @@ def _base_model(reader: CheckpointReader) -> ModelToExport:
         kind = repr(section.get("type")) if section else "none: the script built the model itself"
         raise CheckpointError(
             f"{reader.full_path} contains no model that transformers has: model.type is {kind}; "
-            f"models of type 'hf', 'gpt' and 'vit' can be exported. {_ANY_MODEL}"
+            f"the weights of types 'hf', 'gpt' and 'vit' can be exported; {_ANY_MODEL}"
         )
     (vocab_size, _), _ = stored["parameters/layers.0.weight"]
     return gpt_to_export(GPTSection.model_validate(section), vocab_size)

@@ -50,12 +50,10 @@ def sample(section: HFSection, context: ModelContext) -> tuple[Any, Any] | None:
     tokens = torch.empty(size, _sequence_length(section, config), dtype=torch.int64)
     if task == "token-classification":
         return tokens, tokens.clone()
-    if task == "sequence-classification" and not config.is_encoder_decoder:
-        return tokens, tokens[:, 0]
     if shape is not None and not config.is_encoder_decoder:
         return {main_input: torch.empty(size, *shape(config))}, tokens[:, 0]
     if not config.is_encoder_decoder:
-        return None
+        return (tokens, tokens[:, 0]) if task in TEXT_CLASSIFICATION else None
     main = tokens if shape is None else torch.empty(size, *shape(config))
     return {main_input: main, "decoder_input_ids": tokens.clone()}, tokens.clone()
 

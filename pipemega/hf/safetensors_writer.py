@@ -20,14 +20,13 @@ from pipemega.hf.safetensors_files import DTYPES, INDEX_FILE, WEIGHTS_FILE
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def export_tensors(
-    reader: CheckpointReader, path: Path, dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
+def export_tensors(reader: CheckpointReader, path: Path) -> dict[str, Tensor]:
     """Write the parameters and buffers of a checkpoint of any model, unsharded, to one file.
+
+    The dtypes are those of the checkpoint: of bf16 and fp16 runs the fp32 master weights.
 
     Args:
         path: of the new file, which appears when it is complete.
-        dtype: of parameters in floating point; None: that of the checkpoint, fp32 for most runs.
 
     Returns:
         Logical name -> meta tensor.
@@ -37,22 +36,19 @@ def export_tensors(
     """
     if path.exists():
         raise CheckpointError(f"{path} exists: name a new file, or delete it")
-    keys: dict[str, str] = {}
-    tensors: dict[str, Tensor] = {}
-    for key, (shape, stored) in reader.tensors.tensors.items():
+    keys, tensors = dict[str, str](), dict[str, Tensor]()
+    for key, (shape, dtype) in reader.tensors.tensors.items():
         group, _, name = key.partition("/")
-        if group not in ("parameters", "buffers"):
-            continue
-        casts = group == "parameters" and stored.is_floating_point
-        keys[name], kind = key, (dtype or stored) if casts else stored
-        if kind not in _DTYPE_NAMES:
-            raise CheckpointError(f"{name} is {kind}, which safetensors files do not have")
-        tensors[name] = torch.empty(shape, dtype=kind, device="meta")
+        if group in ("parameters", "buffers"):
+            if dtype not in _DTYPE_NAMES:
+                raise CheckpointError(f"{name} is {dtype}, which safetensors files do not have")
+            keys[name], tensors[name] = key, torch.empty(shape, dtype=dtype, device="meta")
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.exporting")
     writer = SafetensorsWriter(temporary, tensors)
     try:
         for name, key in keys.items():
-            writer.write(name, reader.tensors.read_full(key).to(tensors[name].dtype))
+            writer.write(name, reader.tensors.read_full(key))
         writer.close()
     except BaseException:
         writer.abort()

@@ -19,19 +19,13 @@ _USAGE = (
     "usage: python -m pipemega.compat.deepspeed [--set KEY=VALUE ...] [-m] SCRIPT [arguments of "
     "the script]"
 )
-_NO_GPU = (
-    "this rank has no GPU: replace torch.cuda.set_device(i) by get_accelerator().set_device(i), "
-    "which does nothing on a CPU"
-)
+_NO_GPU = "without a GPU, replace torch.cuda.set_device(i) by get_accelerator().set_device(i)"
 # Part of the message of an error of the script -> what to do.
 _HINTS = {
     "_cuda_setDevice": _NO_GPU,
     "Found no NVIDIA driver": _NO_GPU,
-    "The 'deepspeed>=": (
-        "the Trainer of transformers calls DeepSpeed's own engine: give the model to "
-        "deepspeed.initialize in a loop of your own, or to pipemega.from_pretrained and "
-        "pipemega.Trainer (docs/from_deepspeed.md, 'The Trainer of transformers')"
-    ),
+    "The 'deepspeed>=": "transformers' Trainer needs the real DeepSpeed: use pipemega.Trainer and "
+    "from_pretrained, or deepspeed.initialize in a loop of your own (docs/from_deepspeed.md)",
 }
 
 

@@ -175,10 +175,7 @@ ADVICE: Mapping[str, str] = {
         "`pipemega checkpoint import-deepspeed` reads DeepSpeed's checkpoints"
     ),
     "runtime.utils.PartitionedTensor": "the engine sends the tensors between stages",
-    "runtime.zero.offload_config": (
-        "there is no offloading: remove offload_optimizer and offload_param; for less memory set "
-        "mesh.pipeline, mesh.tensor, zero_optimization.stage 1 or activation checkpointing"
-    ),
+    "runtime.zero.offload_config": "set zero_optimization.offload_optimizer.device to 'cpu'",
     "runtime.zero.*": "of ZeRO there is stage 1, set by zero_optimization in the config",
     "zero.*": "of ZeRO there is stage 1, set by zero_optimization in the config",
     "sequence": "set mesh.sequence_parallel in the config",

@@ -22,7 +22,7 @@ from pipemega.compat.megatron.training_keys import (
     training_section,
     zero_section,
 )
-from pipemega.compat.megatron.training_launch import TrainingLaunch
+from pipemega.compat.megatron.training_launch import FINE_TUNES, TrainingLaunch
 from pipemega.errors import ConfigError
 
 # Megatron creates the optimizer and the schedule, and sets the batch size, from its arguments.
@@ -59,11 +59,10 @@ def convert(launch: TrainingLaunch, folder: Path | None = None) -> MegatronConve
     Raises:
         ConfigError: the program does not pretrain.
     """
-    if launch.fine_tunes:
+    if FINE_TUNES.search(launch.program.rpartition("/")[2]):
         raise ConfigError(
-            f"{launch.program} fine-tunes on prompts and answers, and from-megatron converts "
-            f"pretraining: set data.format and data.path for such data (docs/finetuning.md); for "
-            f"the keys of the model alone, give the arguments in quotes, without the program"
+            f"{launch.program} fine-tunes, and from-megatron converts pretraining: for prompts and "
+            f"answers set data.format and data.path (docs/finetuning.md)"
         )
     given = Given.of_words(launch.words)
     for note in launch.notes:

@@ -25,7 +25,8 @@ _OTHER_MODELS = re.compile(
     r"(?i)bert|t5|ict|retro|vision|vlm|mimo|llava|multimodal|mamba|hybrid|clip|vit|dino|biencoder"
     r"|realm|_vl|omni|diffusion|rl"
 )
-_FINE_TUNES = re.compile(r"(?i)fine_?tun|sft|instruct|alpaca|rlhf|dpo|grpo")
+# Programs that train on examples, not on a stream of tokens.
+FINE_TUNES = re.compile(r"(?i)fine_?tun|sft|instruct|alpaca|rlhf|dpo|grpo")
 _RANKS = ("nproc-per-node", "num-gpus")
 _NODES = ("nnodes", "num-nodes")
 _SLURM = re.compile(r"^#SBATCH\s+(?:--nodes[= ]|-N\s*)(\d+)", re.MULTILINE)
@@ -55,11 +56,6 @@ class TrainingLaunch(NamedTuple):
     def trains_other_model(self) -> bool:
         """Whether the program trains something else than a GPT."""
         return bool(_OTHER_MODELS.search(PurePosixPath(self.program).name))
-
-    @property
-    def fine_tunes(self) -> bool:
-        """Whether the program trains on examples, not on a stream of tokens."""
-        return bool(_FINE_TUNES.search(PurePosixPath(self.program).name))
 
 
 def find_launches(

@@ -64,8 +64,8 @@ def test_a_program_that_fine_tunes_is_refused_with_the_keys_of_such_data(
     script = f"deepspeed finetune_llama.py {ARGUMENTS} --data-path alpaca_data.json"
     code, config, lines = run(capsys, script)
     assert (code, config) == (2, None)
-    assert "finetune_llama.py fine-tunes on prompts and answers" in lines[-1]
-    assert "set data.format and data.path for such data (docs/finetuning.md)" in lines[-1]
+    assert "finetune_llama.py fine-tunes, and from-megatron converts pretraining" in lines[-1]
+    assert "answers set data.format and data.path (docs/finetuning.md)" in lines[-1]
     assert run(capsys, script.replace("finetune_llama.py", "pretrain_gpt.py"))[0] != 2
 
 

@@ -63,18 +63,16 @@ def test_the_exported_tensors_are_those_of_the_unsplit_model(
         assert torch.equal(exported[name], torch.from_numpy(values)), name
 
 
-def test_a_cast_changes_parameters_only_and_an_existing_file_is_refused(
+def test_an_existing_file_is_refused_and_a_folder_is_created(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     engine = initialize(small_net(statistics=True), small_config("SGD", {"lr": 0.01}))[0]
     engine.save_checkpoint(tmp_path)
-    out = tmp_path / "out.safetensors"
-    command = ["checkpoint", "export", str(tmp_path), str(out), "--dtype", "bfloat16"]
+    out = tmp_path / "new" / "out.safetensors"
+    command = ["checkpoint", "export", str(tmp_path), str(out)]
     assert main(command) == 0
     assert capsys.readouterr().out == f"{out}: 12 tensors, 0.0 MB\n"
-    exported = safetensors.load_file(out)
-    assert exported["layers.0.weight"].dtype == torch.bfloat16
-    assert exported["layers.1.running_mean"].dtype == torch.float32
+    assert list(out.parent.iterdir()) == [out]
     assert main(command) == 2
     assert f"{out} exists: name a new file, or delete it" in capsys.readouterr().err
 
