@@ -68,7 +68,9 @@ def _tied_shape(
     if name not in parameters:
         raise ConfigError(
             f"layer {position} ({specs[position].name}), tied by key {key!r}, has no parameter "
-            f"{name!r}; it has: {', '.join(parameters) or 'none'} (tied_weight_attr)",
+            f"{name!r}; it has: {', '.join(parameters) or 'none'}. Give the name of a parameter as "
+            f"tied_weight_attr, equal in both layers; pipemega.compat.deepspeed.pipe.TiedLayerSpec "
+            f"also takes a property, for parameters of different names",
             on_every_rank=True,
         )
     return shard_of(parameters[name]).shape

@@ -110,8 +110,8 @@ def _balance(report: Report) -> Iterator[str]:
     rank = work.index(max(work))
     numbers = " and ".join(str(s.number) for s in stages if s.rank == rank)
     text = (
-        f"pipeline rank {rank} (stage {numbers}) has {max(work) / mean:.2f} times the mean work; "
-        f"all other ranks wait for it"
+        f"pipeline rank {rank} (stage {numbers}) has {max(work) / mean:.2f} times the mean work "
+        f"({'time' if report.cut else 'FLOPs'}); all other ranks wait for it"
     )
     last = report.prediction.layout.costs[-1].layer_flops
     if stages[-1].rank == rank and last and last[-1] > 0.1 * sum(last):

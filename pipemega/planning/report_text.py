@@ -204,7 +204,8 @@ def cut_line(report: Report) -> str:
     cut = report.cut
     assert cut is not None
     text = (
-        f"{list(cut.bounds)}: the slowest rank has {percent(cut.imbalance)} more work than the mean"
+        f"{list(cut.bounds)}: the slowest rank takes {percent(cut.imbalance)} longer than the mean "
+        f"(column time, which counts memory traffic besides FLOPs)"
     )
     better = better_cut(report)
     return f"{text}; no faster cut was found" if better is None else f"{text}; {better}"

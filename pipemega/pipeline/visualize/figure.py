@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# Columns of steps of a readable picture. A longer timeline is drawn up to this column.
+_MOST_COLUMNS: Final = 240
 _LEFT, _RIGHT, _TITLE, _GAP, _FOOT = 0.72, 0.4, 0.3, 0.12, 0.66
 _TEXTS: Final = ("text.color", "axes.labelcolor", "xtick.color", "ytick.color")
 _STYLE: Final[dict[str, Any]] = {
@@ -124,7 +126,8 @@ def draw_figure(
     blocks = list(_blocks(panels, memory_unit))
     height = sum(_TITLE + size + _GAP for _, _, size in blocks) + _FOOT
     figure = Figure(figsize=(width, height))
-    longest = max(panel.length for panel in panels) or 1.0
+    whole = max(panel.length for panel in panels) or 1.0
+    longest = min(whole, _MOST_COLUMNS * (max(map(median_step_time, panels)) or whole))
     points = 72 * (width - _LEFT - _RIGHT) / longest  # per unit of time
     top = height
     for number, panel, size in blocks:
@@ -143,7 +146,12 @@ def draw_figure(
             axes.set_title(panel.summary(unit), loc="right", fontsize=9, pad=4)
         top -= _GAP
     axes.tick_params("x", labelbottom=True, length=3, width=0.6)
-    axes.set_xlabel(f"time ({unit})", labelpad=2)
+    part = ""
+    if longest < whole:
+        part = f"; drawn: the first {longest:.4g} of {whole:.4g}; --format html shows all of it"
+        for artist in (a for each in figure.axes for a in (*each.collections, *each.texts)):
+            artist.set_clip_on(True)
+    axes.set_xlabel(f"time ({unit}){part}", labelpad=2)
     _draw_legend(figure, panels, theme)
     return figure
 

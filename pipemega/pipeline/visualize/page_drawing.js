@@ -4,6 +4,7 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const dark = matchMedia("(prefers-color-scheme: dark)");
 const AXIS = 26;
+const FONT = "11px system-ui, 'DejaVu Sans', sans-serif";
 const panels = data.panels.map(decode);
 let longest = longestVisible();
 const view = { from: 0, to: longest, phase: "all" };
@@ -111,7 +112,10 @@ const colours = () => data.shades[dark.matches ? "dark" : "light"];
 
 function layout(panel) {
   panel.width = panel.canvas.clientWidth;
-  panel.left = panel.width < 560 ? 28 : 58;
+  const context = panel.canvas.getContext("2d");
+  context.font = FONT;
+  // The unit stands left of the numbers of the axis.
+  panel.left = panel.width < 560 ? 28 : Math.max(58, context.measureText(data.unit).width + 10);
   panel.plot = Math.max(20, panel.width - panel.left - 8);
   panel.bar = panel.ranks <= 8 ? 26 : panel.ranks <= 16 ? 20 : panel.ranks <= 32 ? 14 : 9;
   panel.strip = memory ? Math.max(8, Math.round(panel.bar * 0.8)) : 0;
@@ -137,7 +141,7 @@ function draw(panel) {
   const css = getComputedStyle(document.documentElement);
   const cssColour = (name) => css.getPropertyValue(`--${name}`).trim();
   context.scale(ratio, ratio);
-  context.font = "11px system-ui, 'DejaVu Sans', sans-serif";
+  context.font = FONT;
   context.textBaseline = "middle";
   drawAxis(context, panel, cssColour);
   context.fillStyle = cssColour("muted");

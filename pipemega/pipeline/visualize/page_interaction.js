@@ -14,11 +14,12 @@ function setView(from, to, phase = "") {
 
 // Shows a phase of every panel, as long as that of the first visible one.
 // Warm-up: until each rank has begun its first backward. Cool-down: after the first rank has no more forwards.
-// Steady: the middle between the two, as long as the warm-up, so that steps have the same width.
+// Steady: the middle between the two, as long as the warm-up, so that steps have the same width; at most 40 steps.
 const PHASES = {
   warm: ({ phases }) => [0, 1.15 * phases.warm],
-  steady: ({ phases: { warm, cool } }) => {
-    const middle = (warm + cool) / 2, half = Math.min(1.15 * warm, cool - warm) / 2;
+  steady: ({ phases: { warm, cool }, makespan, kinds, ranks }) => {
+    const middle = (warm + cool) / 2, most = (40 * makespan * ranks) / kinds.length;
+    const half = Math.min(1.15 * warm, cool - warm, most) / 2;
     return [middle - half, middle + half];
   },
   cool: ({ phases, makespan }) => [makespan - 1.15 * (makespan - phases.cool), makespan],
@@ -287,3 +288,5 @@ new ResizeObserver(redraw).observe(document.getElementById("timelines"));
 legend();
 showView();
 redraw();
+// More steps than this in a row are too narrow to be told apart.
+if (Math.max(...panels.map((panel) => panel.kinds.length / panel.ranks)) > 300) showPhase("steady");

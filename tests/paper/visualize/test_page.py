@@ -284,6 +284,15 @@ def test_keys_zoom_to_the_phases_and_gpipe_has_no_steady_phase(show):
 
 
 @needs_browser
+def test_the_unit_of_the_axis_leaves_space_for_its_first_number(show):
+    """The words "mean forwards" covered the zero."""
+    page = show(html(timeline(), unit="mean forwards"))
+    canvas = "document.querySelector('canvas')"
+    width = page.ask(f"{canvas}.getContext('2d').measureText('mean forwards').width")
+    assert float(page.ask(f"{canvas}.dataset.left")) > width + 4
+
+
+@needs_browser
 def test_the_legend_names_the_letters_of_the_kinds(show):
     page = show(html(timeline("zb-h1")))
     legend = page.ask("document.getElementById('legend').innerText").split("\n")
@@ -383,8 +392,13 @@ def test_a_title_with_a_script_is_shown_as_text(show):
 
 @needs_browser
 def test_64_ranks_of_512_microbatches_are_drawn_and_selectable(show, tmp_path):
-    page = show(html(timeline("1f1b", 64, 512)))
-    page.mouse("mouseMoved", *position(page, 800, 40))
+    """The page opens on some steps of the steady phase: the whole step would be texture."""
+    whole = timeline("1f1b", 64, 512)
+    page = show(html(whole, unit="mean forwards"))
+    left, right = visible_times(page)
+    assert whole.makespan / 4 < left < right < whole.makespan * 3 / 4
+    assert page.ask("document.getElementById('steady').ariaPressed") == "true"
+    page.mouse("mouseMoved", *position(page, (left + right) / 2, 40))
     assert "rank 40" in shown_details(page)
     page.screenshot(tmp_path / "page.png")
     assert (tmp_path / "page.png").stat().st_size > 20_000

@@ -20,6 +20,7 @@ from pipemega.pipeline.plan.instructions import Instruction, Kind
 from pipemega.pipeline.plan.simulate import Timeline, simulate
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
 from pipemega.pipeline.visualize import Panel, chrome_trace, png, svg
+from pipemega.pipeline.visualize.figure import draw_figure
 from pipemega.pipeline.visualize.page_data import panel_data
 from pipemega.pipeline.visualize.palette import (
     DARK,
@@ -194,6 +195,17 @@ def test_a_title_is_written_literally():
 def test_numbers_that_do_not_fit_are_left_out():
     found = words(svg(timeline("zb-v", 8, 128)))
     assert "127" not in found
+
+
+def test_of_a_long_step_a_part_is_drawn_and_the_axis_says_which():
+    """All 957 units of 64 ranks and 256 micro-batches are texture."""
+    axes, *_ = draw_figure([Panel(timeline("1f1b", 64, 256))]).axes
+    assert axes.get_xlim() == (0, 360)
+    label = axes.get_xlabel()
+    assert label == "time (units); drawn: the first 360 of 957; --format html shows all of it"
+    assert all(bars.get_clip_on() for bars in axes.collections)
+    (short,) = draw_figure([Panel(timeline("1f1b", 4, 8))]).axes
+    assert short.get_xlabel() == "time (units)"
 
 
 def test_steps_that_take_no_time_are_drawn():

@@ -486,5 +486,5 @@ def test_the_warning_about_uneven_work_has_the_number_of_the_cut(
 ) -> None:
     words = ["--set", "pipeline.partition=[0,6,8]"]
     report = json.loads(plan(capsys, config_file, *words, "--format", "json")[1])
-    (warning,) = [text for text in report["warnings"] if "times the mean work" in text]
-    assert f"has {1 + report['cut']['imbalance']:.2f} times the mean work" in warning
+    (warning,) = [text for text in report["warnings"] if "times the mean work (time)" in text]
+    assert f"has {1 + report['cut']['imbalance']:.2f} times the mean work (time)" in warning

@@ -225,6 +225,15 @@ def test_a_loss_that_cannot_be_called_or_trained_is_refused(loss_fn: Any, words:
     assert caught.value.on_every_rank
 
 
+def test_a_tied_name_that_is_no_parameter_is_refused_with_the_names_and_the_way_out():
+    """DeepSpeed takes a property here."""
+    ties = [TiedLayerSpec("k", nn.Linear, 4, 4, tied_weight_attr="table") for _ in range(2)]
+    with pytest.raises(ConfigError) as caught:
+        pipemega.initialize(PipelineModule(ties, loss_fn=F.mse_loss), config_of())
+    assert "has no parameter 'table'; it has: weight, bias" in str(caught.value)
+    assert "pipemega.compat.deepspeed.pipe.TiedLayerSpec also takes a property" in str(caught.value)
+
+
 def test_tied_layers_of_each_stage_of_a_rank_share_one_parameter_and_its_gradient():
     net = PipelineModule([TiedLayerSpec("k", nn.Linear, 4, 4, bias=False) for _ in range(4)])
     options = BuildOptions(Axis("tensor"), torch.device("cpu"), 1)
