@@ -107,11 +107,11 @@ def freeze(case: Case, step: int, layers: Iterator[tuple[int, Any]]) -> None:
     """Set requires_grad of the layers that are frozen in some steps."""
     for position, layer in layers:
         is_frozen = case.is_frozen(position, step)
-        if is_frozen is None or not isinstance(layer, nn.Module):
+        built = None if is_frozen is None else _built(specs(case)[position])
+        if is_frozen is None or not isinstance(built, nn.Module):
             continue
         # Some kinds have parameters that are never trained.
-        before = _built(specs(case)[position]).named_parameters()
-        trained = {name for name, parameter in before if parameter.requires_grad}
+        trained = {name for name, p in built.named_parameters() if p.requires_grad}
         for name, parameter in layer.named_parameters():
             if name in trained:
                 parameter.requires_grad_(not is_frozen)
