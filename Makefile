@@ -11,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 # Tests start scripts: without .pyc files each of them would compile pipemega again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train test faults fuzz gpu hf lint bench pictures docs clean
+.PHONY: help setup train test versions faults fuzz gpu hf lint bench pictures docs clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -29,6 +29,12 @@ train: $(READY)  ## Train a small GPT on real text, on 4 ranks (tensor 2 x pipel
 
 test: lint  ## Lint, types, tests
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# The oldest that setup.py allows, one that many clusters have, and the newest. Also with another
+# Python: make versions TORCH="2.9.1@python3.10"
+TORCH := 2.8.0 2.11.0 newest
+versions:  ## Test with the oldest, an older and the newest torch (about 5 GB each)
+	$(PYTHON) tests/versions.py $(TORCH) -n $(WORKERS) --dist worksteal
 
 faults: $(READY)  ## Inject faults into runs (about 15 minutes); writes the table in docs/reliability.md
 	$(BIN)/python -m pytest -m faults tests/faults --faults-table docs/reliability.md

@@ -30,5 +30,9 @@ def can_be_imported(name: str) -> bool:
     return True
 
 
+needs_meta_collectives = pytest.mark.skipif(
+    not torch._C._dispatch_has_kernel_for_dispatch_key("c10d::allreduce_", "Meta"),
+    reason="collectives of this torch do not take tensors on the meta device",
+)
 needs_muon = pytest.mark.skipif(not HAS_MUON, reason="this torch has no Muon")
 needs_compile = pytest.mark.skipif(not CAN_COMPILE, reason="compile.enabled needs torch 2.7")

@@ -1,10 +1,10 @@
 """Run the tests of what depends on torch with several versions of torch: `make versions`.
 
-    python tests/versions.py 2.6.0 2.11.0@python3.10 newest
+    python tests/versions.py 2.8.0 2.11.0@python3.10 newest -n 2
 
 Each version has an environment in build/versions, with the Python after `@`, else that of this
-script. "newest" is the newest that setup.py allows. On Linux torch brings the libraries of CUDA,
-about 5 GB for each version.
+script. "newest" is the newest that setup.py allows. Other arguments are those of pytest. On Linux
+torch brings the libraries of CUDA, about 5 GB for each version.
 """
 
 import re

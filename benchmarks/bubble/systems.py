@@ -38,8 +38,9 @@ TORCH_SCHEDULES: dict[str, tuple[type[Any], int, str]] = {
     "looped-bfs": (schedules.ScheduleLoopedBFS, 2, "loop"),
     "interleaved-zb": (schedules.ScheduleInterleavedZeroBubble, 2, "loop"),
     "zb-v": (schedules.ScheduleZBVZeroBubble, 2, "v"),
-    "dualpipe-v": (schedules.ScheduleDualPipeV, 2, "v"),
 }
+if hasattr(schedules, "ScheduleDualPipeV"):  # not in torch 2.8
+    TORCH_SCHEDULES["dualpipe-v"] = (schedules.ScheduleDualPipeV, 2, "v")
 
 
 @dataclass(frozen=True)

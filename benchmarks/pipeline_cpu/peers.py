@@ -65,8 +65,9 @@ TORCH_SCHEDULES: dict[str, tuple[type[Any], tuple[int, ...]]] = {
     "interleaved": (schedules.ScheduleInterleaved1F1B, (0, 1, 0, 1)),
     "interleaved-zb": (schedules.ScheduleInterleavedZeroBubble, (0, 1, 0, 1)),
     "zb-v": (schedules.ScheduleZBVZeroBubble, (0, 1, 1, 0)),
-    "dualpipe-v": (schedules.ScheduleDualPipeV, (0, 1, 1, 0)),
 }
+if hasattr(schedules, "ScheduleDualPipeV"):  # not in torch 2.8
+    TORCH_SCHEDULES["dualpipe-v"] = (schedules.ScheduleDualPipeV, (0, 1, 1, 0))
 
 
 def torch_pipelining(sizes: Sizes, place: Place, name: str) -> Step:

@@ -199,8 +199,12 @@ def test_chunks_are_read_into_the_memory_of_the_tensors_without_copies(tmp_path)
         reader.read({name: TensorShard(t, Shard(tuple(t.shape))) for name, t in into.items()})
     assert all(torch.equal(into[name], t) for name, t in stored.items())
     assert all(t._version > versions[name] for name, t in into.items())
-    # The other order and the strided target.
-    assert copied.call_count == 2
+    # The other order and the strided target. torch 2.8 does not tell where the data of a chunk
+    # start, so all are copied.
+    torch.save(torch.ones(3), path := tmp_path / "one.pt")
+    one = torch.load(path, map_location="meta", weights_only=True)
+    tells_start = one.untyped_storage()._checkpoint_offset is not None
+    assert copied.call_count == (2 if tells_start else len(stored))
 
 
 def test_torch_computes_no_second_checksum_while_a_checkpoint_is_written(tmp_path):

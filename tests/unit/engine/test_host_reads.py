@@ -28,6 +28,7 @@ from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.module import RngKey
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.recorder import NULL_RECORDER, Recorder, make_recorder
+from tests.optional_packages import needs_meta_collectives
 
 VOCAB = 50  # padded inside, so that the padding is masked
 
@@ -228,6 +229,7 @@ def two_data_ranks() -> Iterator[Mesh]:
     dist.destroy_process_group()
 
 
+@needs_meta_collectives
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported for either nccl or gloo")
 @pytest.mark.parametrize("source", ["iterator", "iterable", "DataLoader"])
 def test_the_ranks_agree_on_the_end_of_the_data_without_a_read(

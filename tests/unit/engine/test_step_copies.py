@@ -27,6 +27,7 @@ from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
 from pipemega.models import GPTConfig, gpt
 from pipemega.optimizer import PostValidatedStep, build_step
+from tests.optional_packages import needs_meta_collectives
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8}
 
@@ -194,6 +195,7 @@ def two_data_ranks() -> Iterator[Mesh]:
     dist.destroy_process_group()
 
 
+@needs_meta_collectives
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported for either nccl or gloo")
 @pytest.mark.parametrize("offload", [{}, OFFLOAD], ids=["on the device", "offload"])
 @pytest.mark.parametrize("stage", [0, 1])
