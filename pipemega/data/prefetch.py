@@ -1,11 +1,13 @@
 """Run a generator in a thread, ahead of its consumer or on demand, with a timeout."""
 
+import atexit
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pipemega.errors import DataError
 
@@ -54,6 +56,7 @@ class Prefetcher(Generic[T]):
         self._wanted = False
         self._closed = False
         self._stuck = False
+        _running.add(self)
         # A daemon: a dataset that blocks must not prevent the interpreter's exit.
         self._thread = threading.Thread(target=self._work, name="data-prefetch", daemon=True)
         self._thread.start()
@@ -122,3 +125,17 @@ class Prefetcher(Generic[T]):
             if not self._closed:
                 self._ready.append(item)
                 self._changed.notify_all()
+
+
+_running: "weakref.WeakSet[Prefetcher[Any]]" = weakref.WeakSet()
+
+
+@atexit.register
+def close_prefetchers() -> None:
+    """Stop all threads before the teardown of the interpreter.
+
+    A daemon thread that returns from a call of torch during the teardown aborts the process
+    ("terminate called without an active exception", exit code -6).
+    """
+    for prefetcher in list(_running):
+        prefetcher.close()

@@ -2,11 +2,15 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
+
+# Shorter than the wait in `Prefetcher.close`, whose thread closes the workers.
+_CLOSE_SECONDS = 4.0
 
 
 class Workers(Generic[T]):
@@ -20,12 +24,14 @@ class Workers(Generic[T]):
     """
 
     def __init__(self, number: int) -> None:
-        self._number = number
         self._tasks: queue.SimpleQueue[tuple[Future[T], Callable[[], T]] | None]
         self._tasks = queue.SimpleQueue()
-        for at in range(number):
-            name = f"data-worker-{at}"
-            threading.Thread(target=self._work, name=name, daemon=True).start()
+        self._threads = [
+            threading.Thread(target=self._work, name=f"data-worker-{at}", daemon=True)
+            for at in range(number)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def submit(self, call: Callable[[], T]) -> Future[T]:
         """Queue `call`; its result or error comes from `Future.result()`."""
@@ -34,14 +40,17 @@ class Workers(Generic[T]):
         return future
 
     def close(self) -> None:
-        """Drop queued calls; each thread ends after the call that it is running."""
+        """Drop queued calls, and wait for the running ones, unless one is blocked in a dataset."""
         try:
             while True:
                 self._tasks.get_nowait()
         except queue.Empty:
             pass
-        for _ in range(self._number):
+        for _ in self._threads:
             self._tasks.put(None)
+        deadline = time.monotonic() + _CLOSE_SECONDS
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:

@@ -6,6 +6,7 @@ import io
 import os
 from contextlib import suppress
 
+from pipemega.data.prefetch import close_prefetchers
 from pipemega.distributed.mesh import launched_rank
 from pipemega.errors import Stopped
 from pipemega.fault_tolerance.failure_store import FailureReport
@@ -83,6 +84,8 @@ def skip_teardown(code: str | int) -> None:
         _flush_files()
         os._exit(number)
 
+    # Do not wait for a dataset: without a teardown its threads do no harm.
+    atexit.unregister(close_prefetchers)
     atexit.register(end)
 
 

@@ -415,8 +415,41 @@ workers.close()
 
 
 def test_a_blocked_worker_does_not_prevent_exit():
-    done = subprocess.run([sys.executable, "-c", STUCK_WORKER], timeout=30)
+    done = subprocess.run([sys.executable, "-c", STUCK_WORKER], timeout=60)
     assert done.returncode == 0
+
+
+READING_AHEAD = """
+import sys
+import torch
+from pipemega.data.loader import BatchLoader
+from pipemega.data.sample_order import Share
+from pipemega.data.sources import LoaderOptions
+
+class Slow:
+    deterministic = True
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        for _ in range(30):
+            torch.randn(100_000).sort()
+        return torch.zeros(1), torch.zeros(1)
+
+loader = BatchLoader(Slow(), Share(2, 1), LoaderOptions(num_workers=int(sys.argv[1])))
+loader.next_step()
+"""
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_process_that_ends_while_samples_are_read_ahead_exits_normally(num_workers):
+    """The thread returned from torch during the teardown of Python: exit code -6, after a run that
+    had succeeded.
+    """
+    command = [sys.executable, "-c", READING_AHEAD, str(num_workers)]
+    done = subprocess.run(command, timeout=120, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_at_most_prefetch_micro_batches_are_read_ahead():
