@@ -209,17 +209,18 @@ def _mesh(rng: random.Random, ranks: int) -> Mesh:
 
 def _layers(rng: random.Random, mesh: Mesh, recompute: int, ends: str) -> tuple[str, ...]:
     left_out = {*FIRST, "tied", "parallel"}
-    # Refused; drawn rarely.
     left_out |= {*NOT_RECOMPUTED} if recompute else set()
     left_out |= {*ONE_DATA_RANK} if mesh.data > 1 else set()
-    if recompute or rng.random() > 0.15:
-        left_out |= {*WHOLE_BACKWARD, *REFUSED_MESSAGES}
+    refused = [*WHOLE_BACKWARD, *REFUSED_MESSAGES]
+    left_out |= {*refused}
     kinds = [kind for kind in LAYERS if kind not in left_out]
     plain = ["linear", "linear", "tanh", "norm"]
     layers: list[str] = []
     wanted = mesh.stages + rng.randrange(1, 5)
     while sum(len(LAYERS[kind]) for kind in layers) < wanted:
         layers.append(rng.choice(plain if rng.random() < 0.35 else kinds))
+    if not recompute and rng.random() < 0.15:
+        layers.insert(rng.randrange(len(layers) + 1), rng.choice(refused))
     if rng.random() < 0.2:
         for _ in range(2):
             layers.insert(rng.randrange(len(layers) + 1), "tied")

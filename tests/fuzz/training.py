@@ -15,7 +15,7 @@ from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
 from pipemega.errors import PipemegaError
 from tests.fuzz.cases import OPTIMIZERS, Case, Mesh
-from tests.fuzz.layers import LAYERS, WIDTH, functional_loss
+from tests.fuzz.layers import LAYERS, WHOLE_BACKWARD, WIDTH, functional_loss
 
 Sample = tuple[Tensor, Tensor]
 # A loss, a norm, or a parameter; by a name that says which.
@@ -86,6 +86,8 @@ def config_of(case: Case, mesh: Mesh) -> dict[str, Any]:
             "partition": mesh.partition,
             "shapes": case.shapes,
             "activation_checkpoint_interval": case.recompute,
+            # Keeps the W of the schedule, for which these layers are refused.
+            **({"weight_queue_limit": None} if {*case.layers} & {*WHOLE_BACKWARD} else {}),
             **({"chunks": mesh.chunks} if mesh.schedule != "auto" else {}),
             **(late if case.late_sync else {}),
         },

@@ -302,6 +302,7 @@ def test_a_bad_tag_folder_or_client_state_is_refused_on_every_rank(pool: RankPoo
     (tmp_path / "file").write_text("")
     assert "File exists" in (text := save_error(tmp_path / "file")) or "Not a directory" in text
     (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "chapter").touch()
     assert "thesis exists and is not a checkpoint" in save_error(tmp_path, "thesis")
     text = save_error(tmp_path, client={"when": Path("x")})
     assert "client_state may contain only tensors, numbers" in text
