@@ -46,7 +46,7 @@ def test_token_ids_reach_every_layer_that_reads_them():
             pipemega.from_pretrained(config, pretrained=False)
         pytest.skip("in this version the layers of DeepSeek-V4 have several streams")
     net = pipemega.from_pretrained(config, pretrained=False)
-    assert net.description.layers_read_tokens
+    assert net.description.reads_tokens
     ids = torch.randint(37, (2, 8), generator=torch.Generator().manual_seed(0))
     x = net.specs[0].build(Axis("tensor"), "cpu")(ids)
     _, kwargs = net._arguments.of(0, *x)

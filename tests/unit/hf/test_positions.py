@@ -68,7 +68,9 @@ def test_documents_of_token_data_do_not_see_each_other(samples, family):
             documents += len(starts) - 1
             for first, last in pairwise(starts):
                 alone = model(tokens[None, first:last], use_cache=False).logits[0]
-                torch.testing.assert_close(logits[first:last], alone, rtol=0, atol=1e-12)
+                # transformers rounds rotary positions to fp32, and how depends on the place of a
+                # number in the vector; a document that saw another one would differ by 1e-2.
+                torch.testing.assert_close(logits[first:last], alone, rtol=0, atol=1e-6)
         assert documents == 4
     finally:
         torch.set_default_dtype(torch.float32)
