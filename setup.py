@@ -23,7 +23,7 @@ setup(
         "pipemega.pipeline.visualize": ["*.html", "*.css", "*.js"],
     },
     install_requires=[
-        "torch>=2.13,<3",
+        "torch>=2.8,<3",
         "pydantic>=2.7,<3",
         "numpy>=1.24",
         "einops>=0.7",

@@ -10,7 +10,6 @@ import torch
 ERRORS = (ImportError, RuntimeError)
 
 HAS_MUON = hasattr(torch.optim, "Muon")
-CAN_COMPILE = torch.__version__ >= (2, 7)
 
 
 def imported(name: str) -> Any:
@@ -35,4 +34,3 @@ needs_meta_collectives = pytest.mark.skipif(
     reason="collectives of this torch do not take tensors on the meta device",
 )
 needs_muon = pytest.mark.skipif(not HAS_MUON, reason="this torch has no Muon")
-needs_compile = pytest.mark.skipif(not CAN_COMPILE, reason="compile.enabled needs torch 2.7")

@@ -260,7 +260,7 @@ class _ShardWriter(FileSystemWriter):
         self._files, self._rank = files, rank
 
     def write(self, plan: SavePlan, planner: DefaultSavePlanner) -> list[WriteResult]:
-        # As `set_up_storage_writer` does from torch 2.10 on, and the global plan before.
+        # As `set_up_storage_writer` does in torch 2.11, and the global plan in torch 2.8.
         self.rank, self.use_collectives = self._rank, False
         prefix = _StoragePrefix(f"__{self._rank}_")
         plan = replace(self.prepare_local_plan(plan), storage_data=prefix)

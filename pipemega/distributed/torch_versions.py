@@ -1,7 +1,8 @@
 """What differs between the versions of torch that setup.py allows.
 
 torch   what it has, and what an older one uses instead
-2.9     edges that keep the graph of a custom autograd function: `gradient_edge` makes a view
+2.11    edges that keep the graph of a custom autograd function; 2.8 does not, 2.9 and 2.10 were not
+        looked at: `gradient_edge` makes a view
 2.13    `all_gather_single`, `reduce_scatter_single`, and the methods `..._coalesced` of a group:
         the names before, about which torch 2.13 warns
 2.15    `set_timeout`: the name before, about which torch 2.15 warns
@@ -19,7 +20,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from pipemega.errors import ConfigError
 
 # What has no substitute, and the first version of torch that has it.
-_FIRST = {"compile.enabled": "2.7", "optimizer.type 'Muon'": "2.9"}
+_FIRST = {"optimizer.type 'Muon'": "2.9"}
 
 _is_single = hasattr(dist, "all_gather_single")
 all_gather_single = dist.all_gather_single if _is_single else dist.all_gather_into_tensor

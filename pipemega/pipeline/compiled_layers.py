@@ -30,7 +30,6 @@ from torch import nn
 from pipemega import random
 from pipemega.config.compile import CompileSection
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
-from pipemega.distributed.torch_versions import too_old
 from pipemega.errors import ConfigError
 from pipemega.parameters import shard_of
 from pipemega.pipeline.compiled_linear import trace_deferred_gradients
@@ -52,10 +51,8 @@ def compile_layers(
         uncompiled on all. None: there are no other tensor ranks, or nothing is compiled.
 
     Raises:
-        ConfigError: the backend does not exist, or torch is too old; the same on every rank.
+        ConfigError: the backend does not exist; the same on every rank.
     """
-    if not hasattr(torch._dynamo.config, "allow_unspec_int_on_nn_module"):
-        raise too_old("compile.enabled")
     _check_backend(section.backend)
     missing = gather_objects(_missing_compiler(section.backend, mesh.device), mesh.world)
     reason = next((text for text in missing if text is not None), None)

@@ -16,12 +16,7 @@ def allow_tracing(axis: Axis) -> None:
     _axes[axis.ranks] = axis
 
 
-# torch 2.6 cannot infer a schema from Sequence[int].
-@library.custom_op(
-    "pipemega::collective",
-    mutates_args=(),
-    schema="(Tensor x, str name, SymInt dim, SymInt[] ranks) -> Tensor",
-)
+@library.custom_op("pipemega::collective", mutates_args=())
 def _collective(x: Tensor, name: str, dim: int, ranks: Sequence[int]) -> Tensor:
     """Return the result of a collective of `COLLECTIVES` over `ranks`."""
     return COLLECTIVES[name](x, _axes[tuple(ranks)], dim).contiguous()

@@ -5,11 +5,8 @@ from typing import Any
 import numpy
 import pytest
 
-from tests.optional_packages import needs_compile
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import build, data, settings, train
-
-pytestmark = needs_compile
 
 TENSOR_RANKS = {"mesh": {"tensor": 2}, "model": {"attention_dropout": 0.1}}
 

@@ -1,7 +1,6 @@
 """Names and abilities that differ between versions of torch."""
 
 import importlib
-import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,15 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipemega.config import load
 from pipemega.config.optimizer import PARAMS
 from pipemega.distributed import torch_versions
-from pipemega.distributed.mesh import Mesh
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
 from pipemega.optimizer import build_optimizer
 from pipemega.pipeline.backward_pass import run_backward
-from pipemega.pipeline.compiled_layers import compile_layers
 
 c10d = dist.distributed_c10d
 
@@ -71,16 +67,6 @@ def test_an_optimizer_that_this_torch_lacks_is_refused(monkeypatch: pytest.Monke
     )
     with pytest.raises(ConfigError, match=message):
         build_optimizer("Muon", params, [], kernels=Kernels.detect("cpu"))
-
-
-def test_compiled_layers_are_refused_if_torch_would_compile_each_of_equal_layers(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    section = load({"train_batch_size": 1, "compile": {"enabled": True}}).compile
-    mesh = Mesh.single(torch.device("cpu"))
-    monkeypatch.setattr(torch._dynamo, "config", object())
-    with pytest.raises(ConfigError, match=r"^compile.enabled needs torch 2\.7 or newer, and this"):
-        compile_layers({}, section, mesh, logging.getLogger("pipemega"))
 
 
 class Double(torch.autograd.Function):

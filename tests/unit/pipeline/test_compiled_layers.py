@@ -20,10 +20,7 @@ from pipemega.pipeline import compiled_layers
 from pipemega.pipeline.compiled_linear import trace_deferred_gradients
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-from tests.optional_packages import needs_compile
 from tests.ranks.training_runs import settings, train
-
-pytestmark = needs_compile
 
 COMPILED = {"enabled": True, "backend": "aot_eager"}
 
