@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from pipemega.engine.engine import Engine
@@ -16,6 +15,7 @@ from pipemega.errors import PipemegaError
 from pipemega.hf.load_model import from_pretrained
 from tests.ranks.lora.hf_runs import config_of
 from tests.ranks.lora.hf_runs import microbatch as hf_microbatch
+from tests.ranks.small_models import squared_error
 
 WIDTH, WIDE, STEPS = 8, 512, 3
 
@@ -37,7 +37,7 @@ class Block(nn.Module):
 def _specs() -> PipelineModule:
     blocks = [LayerSpec(Block) for _ in range(5)]
     tied = TiedLayerSpec("tied", nn.Linear, WIDTH, WIDTH)
-    return PipelineModule([tied, *blocks, LayerSpec(Block, inner=WIDE), tied], F.mse_loss)
+    return PipelineModule([tied, *blocks, LayerSpec(Block, inner=WIDE), tied], squared_error)
 
 
 def _modules() -> list[nn.Module]:
@@ -46,14 +46,14 @@ def _modules() -> list[nn.Module]:
 
 
 def _built() -> PipelineModule:
-    return PipelineModule(_modules(), F.mse_loss)
+    return PipelineModule(_modules(), squared_error)
 
 
 def _uneven() -> PipelineModule:
     """Return a model whose best placement is a V."""
     sizes = [(8, 64), (64, 64), (64, 64), (64, 4096), (4096, 8)]
     layers = [layer for size in sizes for layer in (LayerSpec(nn.Linear, *size), torch.tanh)]
-    return PipelineModule(layers[:-1], F.mse_loss)
+    return PipelineModule(layers[:-1], squared_error)
 
 
 def _hf() -> PipelineModule:
@@ -66,10 +66,10 @@ NETS: Mapping[str, Callable[[], PipelineModule]] = {
     "specs": _specs,
     "built": _built,
     "from_module": lambda: PipelineModule.from_module(
-        lambda: nn.Sequential(*_modules()), torch.zeros(2, WIDTH), loss_fn=F.mse_loss
+        lambda: nn.Sequential(*_modules()), torch.zeros(2, WIDTH), loss_fn=squared_error
     ),
     "from_built": lambda: PipelineModule.from_module(
-        nn.Sequential(*_modules()), torch.zeros(2, WIDTH), loss_fn=F.mse_loss
+        nn.Sequential(*_modules()), torch.zeros(2, WIDTH), loss_fn=squared_error
     ),
     "uneven": _uneven,
     "hf": _hf,
@@ -214,7 +214,7 @@ def warnings_logged() -> Iterator[list[str]]:
 def held(case: str) -> tuple[list[str], bool, float]:
     """Return the warnings of a run whose stages the caller holds on to, and if they stay."""
     modules = _modules()
-    net = PipelineModule(modules, F.mse_loss)
+    net = PipelineModule(modules, squared_error)
     arguments: dict[str, Any] = {}
     engine = initialize(net, config({}, {}), **arguments)[0]
     before = layout(engine)[1]
