@@ -35,6 +35,7 @@ _CAUSE, _LOST, _EXITS = f"{_PREFIX}/cause", f"{_PREFIX}/lost", f"{_PREFIX}/exits
 _PRINTER = f"{_PREFIX}/printer"
 
 POLL_SECONDS = 0.02
+_LAST_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -172,6 +173,9 @@ class FailureStore:
             self._store.add(_EXITS, 1)
             while self._store.add(_EXITS, 0) < count and time.monotonic() < deadline:
                 time.sleep(POLL_SECONDS)
+        if self.rank == 0:
+            # It may hold the store: in calls of the others torch would print its own stacks.
+            time.sleep(_LAST_SECONDS)
 
     def _mark_reported(self) -> None:
         self._store.set(f"{_PREFIX}/reported/{self.rank}", "")

@@ -171,6 +171,9 @@ def _print_once(store: FailureStore | None, topic: str, text: Callable[[], str])
     claimed: bool | None = None
     if store is not None:
         claimed = call_with_deadline(store.claim_printing, _STORE_SECONDS, None)
+        if claimed:
+            # Seen by ranks for which the store is gone by then: rank 0 may hold it, and ends.
+            _claim_on_node(topic)
     if claimed is None:
         # The store is gone: one rank of each node prints.
         claimed = _claim_on_node(topic)

@@ -18,12 +18,13 @@ from types import FrameType
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from pipemega.distributed.abort import abort_communicators
 from pipemega.distributed.backends import runs_gloo
 from pipemega.distributed.device_waits import fail
 from pipemega.distributed.mesh import launched_rank
-from pipemega.fault_tolerance.failure_store import FailureStore
+from pipemega.fault_tolerance.failure_store import FailureStore, call_with_deadline
 from pipemega.fault_tolerance.final_report import report_from_thread
 
 # Seconds between two polls. With many ranks the interval grows, so that the store answers at most
@@ -81,14 +82,14 @@ class _Watchdog:
                     self._connect()
                 # The store may not answer: the dump must not fire while this thread waits for it.
                 faulthandler.cancel_dump_traceback_later()
-                if self._store is not None and self._store.failure_known():
+                if self._store is not None and _failure_known(self._store):
                     self._report(self._store)
                     return
                 _schedule_stack_dump()
         except RuntimeError:
             if self._store is not None and not self._finished.wait(_GRACE_SECONDS):
                 location = describe_thread(self._watched)
-                _exit("the store of the process group is gone", location)
+                _exit("the store of the process group is gone or does not respond", location)
         finally:
             faulthandler.cancel_dump_traceback_later()
 
@@ -124,16 +125,39 @@ def _exit(cause: str, location: str) -> None:
     os._exit(1)
 
 
+def _failure_known(store: FailureStore) -> bool:
+    """Return whether a rank has reported a failure.
+
+    Raises:
+        RuntimeError: the store is gone, or has not answered for mesh.timeout_seconds: the process
+            that holds it may be suspended, and a call of it knows no deadline.
+    """
+    seconds = (_timeout() or default_pg_timeout.total_seconds()) + _GRACE_SECONDS
+    known: bool | None = call_with_deadline(store.failure_known, seconds, None)
+    if known is None:
+        raise RuntimeError("no answer")
+    return known
+
+
+def _timeout() -> float | None:
+    """Return mesh.timeout_seconds; None without a process group of gloo."""
+    group = dist.group.WORLD
+    with suppress(RuntimeError, ValueError):
+        if group is not None and runs_gloo(group):
+            options = group._get_backend(torch.device("cpu")).options
+            return float(options._timeout.total_seconds())
+    return None
+
+
 def _schedule_stack_dump() -> None:
     """Make faulthandler print all stacks if this thread cannot run for mesh.timeout_seconds.
 
     That happens while a call holds the GIL, which no Python thread can report.
     """
-    group = dist.group.WORLD
-    if group is None or sys.__stderr__ is None or not runs_gloo(group):
+    timeout = _timeout()
+    if timeout is None or sys.__stderr__ is None:
         return
     with suppress(RuntimeError, ValueError, OSError):
-        timeout = group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
         timeout = max(timeout, 10 * _POLL_SECONDS)
         faulthandler.dump_traceback_later(timeout, file=sys.__stderr__)
 

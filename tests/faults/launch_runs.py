@@ -8,10 +8,11 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,12 @@ _PROCESSES = threading.Lock()
 POLL_SECONDS = 0.01
 # Poll interval, and time between SIGTERM and SIGKILL: torchrun uses 0.1 and 30 s.
 INTERVAL, GRACE_SECONDS = 0.1, 12.0
+
+_TORCHRUN = {
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    # As on a node without failed ranks, where torchrun counts no restart.
+    "TORCHELASTIC_RESTART_COUNT": "0",
+}
 
 
 class Ended(NamedTuple):
@@ -84,6 +91,7 @@ def run(
     *,
     limit: float = 90.0,
     watch: Callable[[list[int]], None] | None = None,
+    store_in_rank0: bool = False,
 ) -> Ended:
     """Run one incarnation of the job.
 
@@ -91,14 +99,20 @@ def run(
         store: that of the earlier incarnations; None: a new one.
         limit: seconds after which running ranks are killed; they count as forced.
         watch: called repeatedly with the process ids of the ranks while they run.
+        store_in_rank0: start the ranks as a shell script does: rank 0 has the store, and nothing
+            ends the other ranks when one has failed.
     """
-    store = store or store_for_ranks()
+    store = None if store_in_rank0 else store or store_for_ranks()
+    port = free_port() if store is None else store.port
     incarnation = sum(1 for _ in Path(job.folder).glob("output*.0"))
     logged = len(_log_of_errors(job))
-    ranks = [_start(job, rank, store.port, incarnation) for rank in range(job.world_size)]
+    launcher = {} if store is None else _TORCHRUN
+    ranks = [_start(job, rank, port, incarnation, launcher) for rank in range(job.world_size)]
     pids = [rank.process.pid for rank in ranks]
     try:
-        forced = _wait_for_ranks(ranks, pids, time.monotonic() + limit, watch)
+        forced = _wait_for_ranks(
+            ranks, pids, time.monotonic() + limit, watch, signals=store is not None
+        )
         at = time.monotonic()
         left = _left(pids)
     finally:
@@ -119,7 +133,15 @@ def store_for_ranks() -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
-def _start(job: Job, rank: int, port: int, incarnation: int) -> _Rank:
+def free_port() -> int:
+    """Return a free port."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _start(job: Job, rank: int, port: int, incarnation: int, launcher: Mapping[str, str]) -> _Rank:
     output = Path(job.folder) / f"output{incarnation}.{rank}"
     variables = {
         "RANK": str(rank),
@@ -128,9 +150,7 @@ def _start(job: Job, rank: int, port: int, incarnation: int) -> _Rank:
         "LOCAL_WORLD_SIZE": str(job.world_size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # As on a node without failed ranks, where torchrun counts no restart.
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        **launcher,
         "CUDA_VISIBLE_DEVICES": "",
         "OMP_NUM_THREADS": "1",
     }
@@ -161,10 +181,16 @@ def _wait_for_ranks(
     pids: list[int],
     deadline: float,
     watch: Callable[[list[int]], None] | None,
+    *,
+    signals: bool,
 ) -> list[int]:
-    """Wait until all ranks have ended; return those that had to be killed."""
+    """Wait until all ranks have ended; return those that had to be killed.
+
+    Args:
+        signals: send SIGTERM to the others when a rank has failed.
+    """
     kill_at = deadline
-    signalled = False
+    signalled = not signals
     while True:
         codes = [_code(rank) for rank in ranks]
         running = [rank for rank, code in enumerate(codes) if code is None]
