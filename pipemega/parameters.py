@@ -6,17 +6,15 @@ is replicated on all tensor ranks.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from pipemega.errors import ConfigError
 from pipemega.random import derive_seed as derive_seed
-
-_Hook = TypeVar("_Hook", bound=Callable[..., None])
 
 InitMethod = Callable[[Tensor, torch.Generator], object]
 """Fills a tensor in place from a generator, element by element: `normal_`, `uniform_`..."""
@@ -165,10 +163,21 @@ def even_share(total: int, ranks: int, what: str) -> int:
     return total // ranks
 
 
-def own_hook(hook: _Hook) -> _Hook:
-    """Mark a method of pipemega that is registered as a hook of parameters."""
+def after_autograd(parameter: Tensor, method: Callable[[Tensor], None]) -> None:
+    """Call a bound method each time when autograd has accumulated the gradient of `parameter`.
+
+    The parameter does not keep the object of the method alive: torch's collector of garbage cannot
+    see a cycle through such a hook, and the memory of the engine would never be freed.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def hook(parameter: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(parameter)
+
     vars(hook)["of_pipemega"] = True
-    return hook
+    parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
 
 def has_user_hook(parameter: Tensor) -> bool:

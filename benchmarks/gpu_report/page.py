@@ -71,8 +71,8 @@ def markdown(
 
 def _tests(tests: TestResults) -> Iterator[str]:
     if tests.error:
-        yield f"No results: {tests.error}."
-        return
+        yield f"Results are missing: {tests.error}."
+        yield ""
     skipped = sum(tests.skipped.values())
     yield f"{tests.passed} passed, {len(tests.failed)} failed, {skipped} skipped."
     if tests.failed or tests.skipped:

@@ -1,11 +1,17 @@
-"""Runs the checks of a machine with GPUs: `pipemega doctor`, the tests, and the benchmark."""
+"""Runs the checks of a machine with GPUs: `pipemega doctor`, the benchmark, and the tests.
+
+Each part has a limit in seconds. What it has measured until then is in the report.
+"""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +23,8 @@ from pipemega.startup.version import __version__
 ROOT = Path(__file__).parents[2]
 # The ranks of `pipemega doctor` where there is no GPU.
 _CPU_RANKS = 2
+# pytest writes its results after SIGINT.
+_SECONDS_AFTER_INTERRUPT = 20.0
 
 
 @dataclass(frozen=True)
@@ -26,7 +34,7 @@ class TestResults:
     Args:
         failed: name of the test -> first line of the error.
         skipped: reason -> number of tests.
-        error: why there are no results; empty if there are.
+        error: why results are missing; empty if none are.
     """
 
     passed: int = 0
@@ -54,39 +62,46 @@ def read_junit(text: str) -> TestResults:
     return TestResults(passed, failed, dict(skipped))
 
 
-def run_tests(device: str, folder: Path) -> TestResults:
+def run_tests(device: str, folder: Path, limit: float) -> TestResults:
     """Run tests/gpu; without GPUs only the tests on CPU ranks that are in the default run."""
     junit = folder / "tests.xml"
     marker = "gpu" if device == "cuda" else "not gpu and not sweep"
-    code = _run(["-m", "pytest", "tests/gpu", "-m", marker, "-q", f"--junitxml={junit}"])
+    words = ["-m", "pytest", "tests/gpu", "-m", marker, "-v", f"--junitxml={junit}"]
+    ended = _run(words, limit)
     if not junit.exists():
-        return TestResults(error=f"pytest ended with exit code {code}")
-    return read_junit(junit.read_text(encoding="utf-8"))
+        return TestResults(error=f"pytest {ended}")
+    results = read_junit(junit.read_text(encoding="utf-8"))
+    # 0 and 1: all tests have run.
+    return results if ended.code in (0, 1) else replace(results, error=f"pytest {ended}")
 
 
-def run_benchmark(device: str, folder: Path, options: Sequence[str]) -> dict[str, Any]:
+def run_benchmark(
+    device: str, folder: Path, options: Sequence[str], limit: float
+) -> dict[str, Any]:
     """Run benchmarks/gpu_single; return its JSON values, or {"error": ...}."""
     path = folder / "benchmark.json"
     small = () if device == "cuda" else ("--device", "cpu", "--tiny", "--steps", "2")
     command = ["-m", "benchmarks.gpu_single.run", *small, *options, "--json", str(path)]
-    code = _run(command)
+    ended = _run(command, limit)
     if not path.exists():
-        return {"error": f"the benchmark ended with exit code {code}"}
+        return {"error": f"the benchmark {ended}"}
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    if ended.code not in (0, 1):
+        values["faults"] = [*values["faults"], f"the benchmark {ended}"]
     return values
 
 
-def run_doctor(device: str, folder: Path) -> dict[str, Any]:
+def run_doctor(device: str, folder: Path, limit: float) -> dict[str, Any]:
     """Run `pipemega doctor` on all GPUs of this node; return its JSON values."""
     ranks = torch.cuda.device_count() if device == "cuda" else _CPU_RANKS
     path = folder / "doctor.json"
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     with path.open("w", encoding="utf-8") as file:
-        code = _run([*launcher, "-m", "pipemega", "doctor", "--json"], stdout=file)
+        ended = _run([*launcher, "-m", "pipemega", "doctor", "--json"], limit, stdout=file)
     try:
         values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
-        return {"error": f"pipemega doctor ended with exit code {code}"}
+        return {"error": f"pipemega doctor {ended}"}
     return values
 
 
@@ -119,6 +134,33 @@ def _commit() -> str:
     return f"{commit}, with local changes" if changes else commit
 
 
-def _run(words: Sequence[str], stdout: Any = sys.stderr) -> int:
+@dataclass(frozen=True)
+class _Ended:
+    """How a process has ended: its exit code, or None after its limit in seconds."""
+
+    code: int | None
+    limit: float
+
+    def __str__(self) -> str:
+        if self.code is None:
+            return f"was stopped after its limit of {self.limit:.0f} s"
+        return f"ended with exit code {self.code}"
+
+
+def _run(words: Sequence[str], limit: float, stdout: Any = sys.stderr) -> _Ended:
     """Run Python in the root of the repository, with all other output on stderr."""
-    return subprocess.run([sys.executable, *words], cwd=ROOT, stdout=stdout, check=False).returncode
+    process = subprocess.Popen(
+        [sys.executable, *words], cwd=ROOT, stdout=stdout, start_new_session=True
+    )
+    try:
+        return _Ended(process.wait(limit), limit)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(_SECONDS_AFTER_INTERRUPT)
+        return _Ended(None, limit)
+    finally:
+        # Also the ranks of a launcher that did not end.
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()

@@ -1,21 +1,34 @@
 """Runs everything that needs GPUs on this machine, and writes a report that a user can send.
 
-    make gpu                                             all GPUs of this node
+    make gpu                                             all GPUs of this node, at most 40 minutes
+    python -m benchmarks.gpu_report.run --minutes 8      at most 8 minutes
     python -m benchmarks.gpu_report.run --device cpu     a test of the script, without GPUs
 
-Runs `pipemega doctor` on all GPUs, the tests in tests/gpu, and the benchmark in
-benchmarks/gpu_single. The exit status is 1 if one of them failed; the report is written anyway.
+Runs `pipemega doctor` on all GPUs, the benchmark in benchmarks/gpu_single, and the tests in
+tests/gpu. The report is written after each part. The exit status is 1 if one of them failed.
 """
 
 import argparse
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 
 from benchmarks.gpu_report.page import faults, markdown
-from benchmarks.gpu_report.results import describe, run_benchmark, run_doctor, run_tests
+from benchmarks.gpu_report.results import (
+    TestResults,
+    describe,
+    run_benchmark,
+    run_doctor,
+    run_tests,
+)
+
+# Limits of the parts, as shares of the time that is left.
+_SHARE_OF_DOCTOR, _SHARE_OF_BENCHMARK = 0.2, 0.5
+# With fewer minutes than this, the benchmark measures fewer steps.
+_MINUTES_OF_ALL_STEPS = 15.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +41,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--micro-batch", type=int, help="samples per micro-batch of the benchmark (default: 8)"
     )
+    parser.add_argument(
+        "--minutes", type=float, default=40.0, help="limit of the whole run (default: 40)"
+    )
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -36,15 +52,29 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    size = () if options.micro_batch is None else ("--micro-batch", str(options.micro_batch))
+    end = time.monotonic() + 60 * options.minutes
+    size = [] if options.micro_batch is None else ["--micro-batch", str(options.micro_batch)]
+    if options.minutes < _MINUTES_OF_ALL_STEPS:
+        size += ["--steps", "4", "--warmup", "2"]
+    versions = describe()
+    tests, benchmark, doctor = TestResults(error="not run"), *({"error": "not run"},) * 2
+
+    def left(share: float = 1.0) -> float:
+        return max(1.0, share * (end - time.monotonic()))
+
+    def write() -> None:
+        page = markdown(versions, tests, benchmark, doctor)
+        options.out.write_text(page, encoding="utf-8")
+
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        doctor = run_doctor(options.device, folder)
-        tests = run_tests(options.device, folder)
-        benchmark = run_benchmark(options.device, folder, size)
-    page = markdown(describe(), tests, benchmark, doctor)
-    options.out.write_text(page, encoding="utf-8")
-    print(page)
+        doctor = run_doctor(options.device, folder, left(_SHARE_OF_DOCTOR))
+        write()
+        benchmark = run_benchmark(options.device, folder, size, left(_SHARE_OF_BENCHMARK))
+        write()
+        tests = run_tests(options.device, folder, left())
+        write()
+    print(options.out.read_text(encoding="utf-8"))
     print(f"the report is in {options.out}", file=sys.stderr)
     return 1 if faults(tests, benchmark, doctor) else 0
 

@@ -13,6 +13,7 @@ import gc
 import json
 import shlex
 import sys
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
@@ -79,14 +80,21 @@ def main(argv: list[str] | None = None) -> int:
             "data_sheet": data_sheet_tflops(device),
         },
     }
-    report["rows"] = [
-        _attempt(mode, partial(_row, sizes, mode, options, device, report["peak_tflops"]))
-        for mode in options.recompute
-    ]
+    report |= {"rows": [], "overflow": {"error": "not run"}, "faults": ["not at its end"]}
+
+    def write() -> None:
+        if options.json is not None:
+            options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    runs = [(mode, mode, False) for mode in options.recompute]
+    runs += [("none, compiled", "none", True)] if options.compile else []
+    for name, mode, compiled in runs:
+        work = partial(_row, sizes, mode, compiled, options, device, report["peak_tflops"])
+        report["rows"].append(_attempt(name, work))
+        write()
     report["overflow"] = _attempt("fp16", partial(overflow, sizes, device))
     report["faults"] = _faults(report)
-    if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write()
     print(markdown(report))
     return 1 if report["faults"] else 0
 
@@ -102,12 +110,21 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--micro-batch", type=int, help="samples per micro-batch (default: 8)")
     parser.add_argument("--accumulate", type=int, help="micro-batches per step (default: 4)")
     parser.add_argument("--recompute", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="also run with compiled layers (default: on a GPU)",
+    )
     parser.add_argument("--json", type=Path, help="write the full result to this file")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    if options.compile is None:
+        options.compile = options.device == "cuda"
+    return options
 
 
 def _attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Return the results of `work` with its name, or an out-of-memory error."""
+    """Return the results of `work` with its name, or its error; the other rows still run."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     # Frees the previous engine, which has reference cycles through parameter hooks.
     gc.collect()
@@ -119,15 +136,17 @@ def _attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        if not isinstance(cause, torch.OutOfMemoryError):
-            raise
-        return {"name": name, "error": f"out of memory: {str(cause).splitlines()[0]}"}
+        is_memory = isinstance(cause, torch.OutOfMemoryError)
+        if not is_memory:
+            traceback.print_exc()
+        kind = "out of memory" if is_memory else type(cause).__name__
+        return {"name": name, "error": f"{kind}: {str(cause).partition(chr(10))[0]}"}
 
 
 def config_of(
-    sizes: Sizes, recompute: Recompute, device: torch.device, **precision: Any
+    sizes: Sizes, recompute: Recompute, device: torch.device, **sections: Any
 ) -> pipemega.Config:
-    """Return the config of a run without dropout."""
+    """Return the config of a run without dropout; `sections`: precision, compile."""
     return pipemega.load_config(
         {
             "train_micro_batch_size_per_gpu": sizes.micro_batch,
@@ -145,14 +164,14 @@ def config_of(
                 "recompute": recompute,
             },
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
-            **precision,
+            **sections,
         }
     )
 
 
-def build(sizes: Sizes, recompute: Recompute, device: torch.device, **precision: Any) -> Engine:
+def build(sizes: Sizes, recompute: Recompute, device: torch.device, **sections: Any) -> Engine:
     """Build an engine with mock data and without dropout."""
-    config = config_of(sizes, recompute, device, **precision)
+    config = config_of(sizes, recompute, device, **sections)
     mesh = pipemega.build_mesh(config)
     model = gpt(GPTConfig.of(config, sizes.vocab), Kernels.detect(mesh.device))
     samples = MockDataset("train", SampleFormat(sizes.seq, sizes.vocab), None, config.seed)
@@ -179,14 +198,16 @@ def _counted_bytes(sizes: Sizes, recompute: Recompute, device: torch.device) -> 
 def _row(
     sizes: Sizes,
     recompute: Recompute,
+    compiled: bool,
     options: argparse.Namespace,
     device: torch.device,
     peaks: dict[str, float | None],
 ) -> dict[str, Any]:
-    """Measure times, losses and memory of one recompute mode."""
+    """Measure times, losses and memory of one recompute mode, with compiled layers or without."""
     is_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if is_cuda else None
-    engine = build(sizes, recompute, device, bf16={"enabled": True})
+    section = {"compile": {"enabled": True}} if compiled else {}
+    engine = build(sizes, recompute, device, bf16={"enabled": True}, **section)
     losses = [engine.train_batch() for _ in range(options.warmup)]
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.zero_comm import ReduceScatter
-from pipemega.parameters import own_hook
+from pipemega.parameters import after_autograd
 
 
 class BucketReadiness:
@@ -46,7 +46,7 @@ class BucketReadiness:
             for bucket in self._early:
                 for slot in bucket.slots:
                     # Runs after the hook of the gradient buffer, which was registered first.
-                    slot.parameter.register_post_accumulate_grad_hook(self._on_autograd)  # type: ignore[no-untyped-call]
+                    after_autograd(slot.parameter, self._on_autograd)
 
     def begin(self) -> None:
         """Begin a step: no gradient is final."""
@@ -90,7 +90,6 @@ class BucketReadiness:
         number = self._reduce_scatter.started
         return number < len(self._early) and not self._missing[number]
 
-    @own_hook
     def _on_autograd(self, parameter: Tensor) -> None:
         if self._hooks_active:
             self.mark_ready(parameter)

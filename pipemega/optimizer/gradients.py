@@ -20,7 +20,7 @@ from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.mesh import Axis
 from pipemega.distributed.tied_comm import all_reduce_tied, broadcast_tied
 from pipemega.optimizer.grad_layout import GradLayout, GradSlot, Named, whole_layout
-from pipemega.parameters import own_hook, shard_of
+from pipemega.parameters import after_autograd, shard_of
 
 
 class GradientBuffer:
@@ -63,9 +63,7 @@ class GradientBuffer:
         }
         for slot in self.slots:
             if not self._in_place(slot):
-                slot.parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
-                    self._add_autograd_grad
-                )
+                after_autograd(slot.parameter, self._add_autograd_grad)
         self._attach_grads()
 
     def view(self, parameter: nn.Parameter) -> Tensor:
@@ -106,7 +104,6 @@ class GradientBuffer:
             in_place = self._in_place(slot)
             slot.parameter.grad = self.view(slot.parameter) if in_place else None
 
-    @own_hook
     def _add_autograd_grad(self, parameter: Tensor) -> None:
         # A compiled layer calls this also for the weights whose gradients are deferred.
         if parameter.grad is None:

@@ -222,8 +222,10 @@ class OptimizerStep:
         size = self.masters.num_layers + 5
         stats = torch.empty(size, dtype=torch.float64, device=self._mesh.device)
         stats[:-4] = squared_norms
-        stats[-4] = loss_sum.detach() if isinstance(loss_sum, Tensor) else loss_sum
-        stats[-3], stats[-2], stats[-1] = weight_sum, num_microbatches, self.stop_requested()
+        numbers = (loss_sum, weight_sum, num_microbatches, self.stop_requested())
+        for place, number in zip(stats[-4:], numbers, strict=True):
+            # Not `stats[i] = number`: torch copies that from pageable memory, and the host waits.
+            place.fill_(number.detach() if isinstance(number, Tensor) else number)
         return stats
 
     def _execute(self, decision: Decision, *, keep_gradients: bool = False) -> None:

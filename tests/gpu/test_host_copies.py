@@ -106,7 +106,8 @@ def test_the_norms_of_the_gpu_equal_those_of_the_cpu() -> None:
 def kernels() -> Iterator[list[str]]:
     """Record the names of the kernels and copies that are started."""
     names: list[str] = []
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as recorded:
+    activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
+    with profile(activities=activities, acc_events=True) as recorded:
         yield names
     device = torch.autograd.DeviceType.CUDA
     names += [event.name for event in recorded.events() if event.device_type == device]
@@ -170,9 +171,10 @@ def test_a_step_copies_nothing_to_or_from_pageable_memory(
     tolist = torch.Tensor.tolist
 
     def the_read_of_a_step(tensor: torch.Tensor) -> Any:
+        mode = torch.cuda.get_sync_debug_mode()
         torch.cuda.set_sync_debug_mode("default")
         numbers = tolist(tensor)
-        torch.cuda.set_sync_debug_mode("error")
+        torch.cuda.set_sync_debug_mode(mode)
         return numbers
 
     monkeypatch.setattr(torch.Tensor, "tolist", the_read_of_a_step)

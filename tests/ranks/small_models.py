@@ -50,14 +50,22 @@ def tree_model(depth: int = 4) -> PipelineModule:
     return PipelineModule([*layers, lambda tree: tree["x"] + tree["skip"][0]], squares)
 
 
+def linear_of_the_cpu() -> nn.Linear:
+    """Return a linear with the initial values of the CPU on every device."""
+    device = torch.get_default_device()
+    with torch.device("cpu"):
+        layer = nn.Linear(WIDTH, WIDTH)
+    return layer.to(device)
+
+
 def tied_thrice(depth: int = 4) -> PipelineModule:
     """One matrix tied over the first, a middle and the last layer; each has its own bias."""
     layers: list[Any] = []
     for number in range(depth):
         if number in (0, depth // 2, depth - 1):
-            layers.append(TiedLayerSpec("matrix", nn.Linear, WIDTH, WIDTH))
+            layers.append(TiedLayerSpec("matrix", linear_of_the_cpu))
         else:
-            layers.append(LayerSpec(nn.Linear, WIDTH, WIDTH))
+            layers.append(LayerSpec(linear_of_the_cpu))
         layers.append(torch.tanh)
     return PipelineModule(layers, squares)
 

@@ -56,6 +56,15 @@ class Transfers(TorchDispatchMode):
             return [*norms[1:], self.squared_norm, 0.0, 2.0, 1.0, 2.0, 0.0]
 
         monkeypatch.setattr(Tensor, "tolist", read)
+        assign = Tensor.__setitem__
+
+        def assigned(tensor: Tensor, index: Any, value: Any) -> None:
+            # torch copies the number to a GPU, from pageable memory, if it is for one element.
+            if tensor.is_meta and not isinstance(value, Tensor) and tensor[index].dim() == 0:
+                self.copies.append(_caller())
+            assign(tensor, index, value)
+
+        monkeypatch.setattr(Tensor, "__setitem__", assigned)
 
     def _made(self, make: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         tensor = make(*args, **kwargs)
