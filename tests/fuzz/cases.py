@@ -243,12 +243,14 @@ def _bounds(rng: random.Random, case: Case, mesh: Mesh) -> Any:
 
 def predicted_refusal(case: Case) -> str | None:
     """Return words of the error with which pipemega must refuse `case`; None: it must train."""
-    for mesh in case.meshes:
+    change = case.steps if case.resume_at is None else case.resume_at
+    for mesh, steps in zip(case.meshes, (range(change), range(change, case.steps)), strict=False):
         if mesh.stages > case.num_layers:
             return "layers"
         if mesh.schedule != "auto" and splits_backward(mesh.schedule):
-            for kind in WHOLE_BACKWARD:
-                if kind in case.layers:
+            for position, kind in enumerate(case.kinds):
+                trains = not all(case.is_frozen(position, step) for step in steps)
+                if kind in WHOLE_BACKWARD and trains:
                     return "create_graph=True"
         if case.frozen and case.late_sync and case.data == "initialize" and mesh.pipeline > 1:
             return "With pipeline.optimizer_sync 'post_validate' and map-style training_data"
