@@ -13,6 +13,7 @@ from tests.fuzz.layers import (
     NOT_FROZEN,
     NOT_RECOMPUTED,
     ONE_DATA_RANK,
+    TRAINED,
     WHOLE_BACKWARD,
 )
 
@@ -188,7 +189,9 @@ def draw(seed: int) -> Case:
         spans = [sorted(rng.choices(range(case.steps), k=2)) for _ in range(2)]
         places = [p for p, kind in enumerate(case.kinds) if kind not in NOT_FROZEN]
         frozen = tuple((a, b, rng.choice(places)) for a, b in spans)
-        case = replace(case, frozen=frozen)
+        some = replace(case, frozen=frozen)
+        if any(k in TRAINED and some.is_frozen(p, 0) is None for p, k in enumerate(case.kinds)):
+            case = some  # else a step would have no gradient at all
         if case.late_sync and case.data == "initialize":
             case = replace(case, data="iterator")
     return case

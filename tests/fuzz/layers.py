@@ -67,7 +67,8 @@ class Sometimes(nn.Module):
         self.one, self.other = linear(), linear()
 
     def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = (self.one if float(x.detach().sum()) > 0 else self.other)(x)
+        # Not the sum of x: after a norm it is 0 in theory, and rounding would decide.
+        y: Tensor = (self.one if float(x.detach().flatten()[0]) > 0 else self.other)(x)
         return y
 
 
@@ -214,6 +215,8 @@ NOT_RECOMPUTED = ("inner backward", "spectral_norm", "transforms")
 ONE_DATA_RANK = ("spectral_norm",)
 # Torch itself fails if it is frozen.
 NOT_FROZEN = ("inner backward", "own weight")
+# Layers with parameters that are always trained, unless they are frozen.
+TRAINED = ("linear", "norm", "conv", "attention", "gru", "parallel", "words")
 # Needs the weight in the graph of the product: refused with a split backward.
 WHOLE_BACKWARD = ("penalty",)
 
