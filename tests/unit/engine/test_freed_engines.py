@@ -14,6 +14,7 @@ from torch import nn
 
 from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.distributed.mesh import Mesh
+from tests.ranks.small_models import squared_error
 
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -31,7 +32,7 @@ def test_a_dropped_engine_frees_its_weights_masters_and_gradients(case: str) -> 
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         **CASES[case],
     }
-    net = PipelineModule([LayerSpec(nn.Linear, 4, 4), torch.tanh], nn.functional.mse_loss)
+    net = PipelineModule([LayerSpec(nn.Linear, 4, 4), torch.tanh], squared_error)
     engine = initialize(net, config, mesh=Mesh.single("cpu"))[0]
     pair = torch.ones(2, 4), torch.zeros(2, 4)
     engine.train_batch(iter([pair, pair]))
