@@ -4,7 +4,7 @@ A list in `tests/golden/events` has one line for each event of a run of `event_r
 recorded see `event_recorder.py`. After an intended change of the order write the lists again, and
 read their differences before the commit:
 
-    PIPEMEGA_WRITE_EVENTS=1 pytest tests/ranks/engine/test_event_order.py
+    PIPEMEGA_WRITE_EVENTS=1 pytest -m "sweep or not sweep" tests/ranks/engine/test_event_order.py
     git diff tests/golden/events
 """
 
@@ -47,7 +47,11 @@ def first_difference(name: str, stored: str, found: str) -> str:
     )
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize(
+    "name",
+    # Each fourth run by default, to save time.
+    [pytest.param(n, marks=pytest.mark.sweep if i % 4 else ()) for i, n in enumerate(RUNS)],
+)
 def test_the_events_of_a_training_have_the_stored_order(
     pool: RankPool, tmp_path: Path, name: str
 ) -> None:
