@@ -9,10 +9,9 @@ docs/schedules.md.
 import sys
 from pathlib import Path
 
-from pipemega.pipeline.plan.costs import CostModel
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.schedules import SCHEDULES, Sizes, build_plan
-from pipemega.pipeline.schedules.family import ALWAYS
+from pipemega.pipeline.schedules.building_blocks import ALWAYS
 from pipemega.pipeline.visualize import Panel, svg
 from pipemega.printing import percent
 

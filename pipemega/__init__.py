@@ -8,24 +8,24 @@ from pipemega.startup.version import __version__ as __version__
 if TYPE_CHECKING:
     from pipemega.config import Config
     from pipemega.config import load as load_config
+    from pipemega.config.builder import add_arguments
     from pipemega.config.model_registry import register_model
-    from pipemega.config.script_arguments import add_arguments
-    from pipemega.data.finetuning.build_finetuning import finetuning_dataset
+    from pipemega.data.finetuning.finetuning_dataset import finetuning_dataset
     from pipemega.engine.engine import Engine
     from pipemega.engine.initialize import initialize
     from pipemega.engine.module_state import module_state_dict
-    from pipemega.engine.rank_logging import rank_logger
-    from pipemega.engine.run_mesh import build_mesh_of as build_mesh
+    from pipemega.engine.run_arguments import build_mesh_of as build_mesh
+    from pipemega.engine.run_arguments import rank_logger
     from pipemega.errors import PipemegaError, StopTraining
     from pipemega.fault_tolerance.run import run
-    from pipemega.hf.load_model import from_pretrained
+    from pipemega.hf.hf_module import from_pretrained
     from pipemega.models.build_model import ModelContext, build_model
     from pipemega.monitor import MultiTimer
-    from pipemega.pipeline.deferred_batch_norm import DeferredBatchNorm
-    from pipemega.pipeline.execution_sequence import SPLIT
     from pipemega.pipeline.microbatch_loss import WeightedLoss
-    from pipemega.pipeline.module import PipelineModule
-    from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
+    from pipemega.pipeline.model.batch_norm import DeferredBatchNorm
+    from pipemega.pipeline.model.module import PipelineModule
+    from pipemega.pipeline.model.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
+    from pipemega.pipeline.tracing.from_module import SPLIT
     from pipemega.training import Trainer, pretrain
 
 __all__ = [
@@ -58,33 +58,33 @@ __all__ = [
 ]
 
 _MODULE_AND_NAME = {
-    "SPLIT": ("pipemega.pipeline.execution_sequence", "SPLIT"),
-    "TENSOR_AXIS": ("pipemega.pipeline.spec", "TENSOR_AXIS"),
+    "SPLIT": ("pipemega.pipeline.tracing.from_module", "SPLIT"),
+    "TENSOR_AXIS": ("pipemega.pipeline.model.spec", "TENSOR_AXIS"),
     "Config": ("pipemega.config", "Config"),
-    "DeferredBatchNorm": ("pipemega.pipeline.deferred_batch_norm", "DeferredBatchNorm"),
+    "DeferredBatchNorm": ("pipemega.pipeline.model.batch_norm", "DeferredBatchNorm"),
     "Engine": ("pipemega.engine.engine", "Engine"),
-    "LayerSpec": ("pipemega.pipeline.spec", "LayerSpec"),
+    "LayerSpec": ("pipemega.pipeline.model.spec", "LayerSpec"),
     "ModelContext": ("pipemega.models.build_model", "ModelContext"),
     "MultiTimer": ("pipemega.monitor", "MultiTimer"),
-    "PipelineModule": ("pipemega.pipeline.module", "PipelineModule"),
+    "PipelineModule": ("pipemega.pipeline.model.module", "PipelineModule"),
     "PipemegaError": ("pipemega.errors", "PipemegaError"),
     "StopTraining": ("pipemega.errors", "StopTraining"),
-    "TiedLayerSpec": ("pipemega.pipeline.spec", "TiedLayerSpec"),
+    "TiedLayerSpec": ("pipemega.pipeline.model.spec", "TiedLayerSpec"),
     "Trainer": ("pipemega.training", "Trainer"),
     "WeightedLoss": ("pipemega.pipeline.microbatch_loss", "WeightedLoss"),
-    "add_arguments": ("pipemega.config.script_arguments", "add_arguments"),
-    "build_mesh": ("pipemega.engine.run_mesh", "build_mesh_of"),
+    "add_arguments": ("pipemega.config.builder", "add_arguments"),
+    "build_mesh": ("pipemega.engine.run_arguments", "build_mesh_of"),
     "build_model": ("pipemega.models.build_model", "build_model"),
     "finetuning_dataset": (
-        "pipemega.data.finetuning.build_finetuning",
+        "pipemega.data.finetuning.finetuning_dataset",
         "finetuning_dataset",
     ),
-    "from_pretrained": ("pipemega.hf.load_model", "from_pretrained"),
+    "from_pretrained": ("pipemega.hf.hf_module", "from_pretrained"),
     "initialize": ("pipemega.engine.initialize", "initialize"),
     "load_config": ("pipemega.config", "load"),
     "module_state_dict": ("pipemega.engine.module_state", "module_state_dict"),
     "pretrain": ("pipemega.training.pretrain", ""),
-    "rank_logger": ("pipemega.engine.rank_logging", "rank_logger"),
+    "rank_logger": ("pipemega.engine.run_arguments", "rank_logger"),
     "register_model": ("pipemega.config.model_registry", "register_model"),
     "run": ("pipemega.fault_tolerance.run", "run"),
 }

@@ -20,13 +20,13 @@ from pipemega.errors import ScheduleError
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.execution_state import MicroBatches
 from pipemega.pipeline.executor import Executor, RankStages
-from pipemega.pipeline.module import BuildOptions, PipelineModule, RngKey, build_stages
-from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.model.module import BuildOptions, PipelineModule, RngKey, build_stages
+from pipemega.pipeline.model.spec import LayerSpec
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
+from pipemega.pipeline.plan.simulate import CostModel
 from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
-from pipemega.pipeline.spec import LayerSpec
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.pipeline.transport import Transport
 

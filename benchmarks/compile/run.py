@@ -16,7 +16,7 @@ from pipemega import PipelineModule, initialize
 from pipemega.config import load
 from pipemega.engine.engine import Engine
 from pipemega.models import GPTConfig, gpt
-from pipemega.pipeline.module import RngKey, Stage
+from pipemega.pipeline.model.module import RngKey, Stage
 
 BLOCKS, HIDDEN, HEADS, LENGTH, BATCH = 4, 256, 4, 256, 2
 MODEL: dict[str, Any] = {

@@ -10,11 +10,11 @@ from pipemega.distributed.mesh import Axis
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.execution_state import MicroBatches
 from pipemega.pipeline.executor import Executor, RankStages
-from pipemega.pipeline.module import BuildOptions, PipelineModule, RngKey, build_stages
+from pipemega.pipeline.model.module import BuildOptions, PipelineModule, RngKey, build_stages
+from pipemega.pipeline.model.spec import LayerSpec
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.schedules import build_plan
-from pipemega.pipeline.spec import LayerSpec
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.pipeline.transport import Transport
 

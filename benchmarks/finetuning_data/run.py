@@ -14,11 +14,10 @@ import numpy as np
 import torch
 
 from pipemega import finetuning_dataset
-from pipemega.data.corpus import Skipped, python_stdlib
-from pipemega.data.fast_tokenizer import FastTokenizer
-from pipemega.data.finetuning.packing import pack
-from pipemega.models.causal_attention import causal_attention
-from pipemega.models.document_mask import document_mask, documents_of
+from pipemega.data.finetuning.finetuning_dataset import pack
+from pipemega.data.tokens.corpus import Skipped, python_stdlib
+from pipemega.data.tokens.tokenizers import FastTokenizer
+from pipemega.models.transformer_block import causal_attention, document_mask, documents_of
 
 CONVERSATIONS, LENGTH = 5_000, 2048
 CHATML = (

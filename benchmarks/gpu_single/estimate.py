@@ -32,7 +32,7 @@ from typing import Literal
 
 import torch
 
-from pipemega.tensor_parallel.chunked_logits import HeadShard, chunk_length
+from pipemega.tensor_parallel.deferred_logits import HeadShard, chunk_length
 
 Recompute = Literal["none", "selective", "full"]
 MODES: tuple[Recompute, ...] = ("none", "selective", "full")

@@ -35,8 +35,8 @@ from benchmarks.gpu_single.machine import (
 )
 from benchmarks.gpu_single.report import markdown
 from pipemega import Engine
-from pipemega.data.gpt_dataset import SampleFormat
-from pipemega.data.mock import MockDataset
+from pipemega.data.tokens.generated_data import MockDataset
+from pipemega.data.tokens.gpt_dataset import SampleFormat
 from pipemega.kernels import Kernels
 from pipemega.models import GPTConfig, gpt
 from pipemega.monitor import gpt_flops_per_token

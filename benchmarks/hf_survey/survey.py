@@ -20,8 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from pipemega.errors import PipemegaError
 from pipemega.hf_check.model_check import CheckResult, NoSmallModel, check_model
-from pipemega.hf_check.rank_processes import prepare_ranks
-from pipemega.hf_check.split_run import SplitSettings
+from pipemega.hf_check.split_run import SplitSettings, prepare_ranks
 
 _SECONDS = 120
 

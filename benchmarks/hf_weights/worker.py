@@ -10,11 +10,10 @@ import torch.distributed as dist
 import transformers
 
 import pipemega
-from pipemega.hf.checkpoint_model import export_checkpoint
-from pipemega.hf.whole_model import whole_model
-from pipemega.pipeline.local_model import build_local_model
-from pipemega.pipeline.module import BuildOptions
-from pipemega.pipeline.stage_partition import stage_bounds
+from pipemega.hf.placeholders import whole_model
+from pipemega.hf.weights.checkpoint_model import export_checkpoint
+from pipemega.pipeline.model.module import BuildOptions
+from pipemega.pipeline.model.stages import build_local_model, stage_bounds
 
 
 class Peak:

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 from benchmarks.ranks import machine
-from pipemega.data.gpt_dataset import GPTDataset, SampleFormat
-from pipemega.data.indexed import IndexedDataset, IndexedWriter
-from pipemega.data.samples import Split
+from pipemega.data.tokens.gpt_dataset import GPTDataset, SampleFormat, Split
+from pipemega.data.tokens.token_files import IndexedDataset, IndexedWriter
 
 # Sequence length, tokens of a document on average.
 CASES = ((256, 400), (1024, 600), (4096, 600), (1024, 50))

@@ -14,7 +14,7 @@ import transformers
 from torch import Tensor
 
 import pipemega
-from pipemega.hf.load_model import from_pretrained
+from pipemega.hf.hf_module import from_pretrained
 
 LENGTH, BATCH, VOCAB, STEPS = 256, 2, 8000, 7
 LORA = {"r": 16, "alpha": 32.0}

@@ -25,9 +25,8 @@ from torch import Tensor, nn
 import pipemega
 from pipemega import LayerSpec, PipelineModule
 from pipemega.engine.engine import Engine
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Instruction, Kind
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.schedules import build_plan
 
 RANKS, WIDTH, LAYERS = 4, 8, 8

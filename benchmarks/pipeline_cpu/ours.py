@@ -25,12 +25,11 @@ from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.engine.schedule_tuner import TIMED, WARM_UP
 from pipemega.models import GPTConfig, gpt
-from pipemega.pipeline.module import Stage
+from pipemega.pipeline.model.module import Stage
 from pipemega.pipeline.schedules import AUTO, build_plan
 from pipemega.planning.meta_model import MetaModel
-from pipemega.planning.model_source import Sample
-from pipemega.planning.prediction import predict
-from pipemega.planning.rates import Rates
+from pipemega.planning.prediction import Rates, predict
+from pipemega.planning.stage_costs import Sample
 
 # Names of pipemega -> names of the other systems, within a block.
 _BLOCK = {

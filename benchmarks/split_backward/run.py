@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from benchmarks.pipeline_cpu.model import Block, Sizes
 from benchmarks.ranks import machine
 from benchmarks.split_backward.memory import table
-from pipemega.engine.cpu_allocator import keep_freed_memory
+from pipemega.engine.initialize import keep_freed_memory
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 

@@ -15,16 +15,15 @@ from torch import Tensor
 from pipemega import initialize
 from pipemega.engine.engine import Engine
 from pipemega.models import GPTConfig, gpt
-from pipemega.models.block import Block
+from pipemega.models.transformer_block import Block
 from pipemega.pipeline import vocabulary_runs
-from pipemega.pipeline.plan.costs import CostModel, VocabularyCosts
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.simulate import CostModel, VocabularyCosts
 from pipemega.pipeline.schedules import build_plan
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
 from pipemega.planning.meta_model import MetaModel
-from pipemega.planning.model_source import model_and_sample
-from pipemega.planning.prediction import predict
-from pipemega.planning.rates import Rates
+from pipemega.planning.prediction import Rates, predict
+from pipemega.planning.stage_costs import model_and_sample
 from pipemega.tensor_parallel import VocabParallelHead
 
 BLOCKS, SEQUENCE, MICRO_BATCHES = 8, 128, 8

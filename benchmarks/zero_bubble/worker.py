@@ -19,12 +19,11 @@ from pipemega.distributed.mesh import Axis, build_mesh
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.kernels import Kernels
-from pipemega.models.block import Block
-from pipemega.models.gpt import gpt
-from pipemega.models.gpt_config import GPTConfig
+from pipemega.models.gpt import GPTConfig, gpt
+from pipemega.models.transformer_block import Block
 from pipemega.parameters import mark_partial_gradient
-from pipemega.pipeline.module import PipelineModule
-from pipemega.pipeline.spec import TENSOR_AXIS, LayerSpec
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.spec import TENSOR_AXIS, LayerSpec
 
 WARM_UP_SCALE = 0.05
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemega.checkpoint.shards import OutgoingShard
+from pipemega.checkpoint.tensors import OutgoingShard
 from pipemega.distributed.comm_errors import named_collective
-from pipemega.distributed.exit_hooks import exit_hooks_enabled
 from pipemega.distributed.host_memory import CopyEvent, HostMemory
 from pipemega.distributed.mesh import Axis
+from pipemega.distributed.topology import exit_hooks_enabled
 from pipemega.errors import CheckpointError
 
 _log = logging.getLogger(__name__)

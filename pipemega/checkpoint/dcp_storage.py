@@ -5,6 +5,8 @@ are not used, because they compute no checksums and read `.metadata` with a plai
 which can run code; listing, renaming and deleting checkpoints needs `Storage` in any case.
 So DCP's `FileSystemWriter` writes into streams of `Storage`, and `.metadata` is read by an
 unpickler that only creates data.
+
+Reads stored chunks of tensors into the memory of tensors; used by `dcp_storage`.
 """
 
 import io
@@ -15,7 +17,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import IO, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -41,15 +43,71 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.utils import _create_file_view
 from torch.serialization import get_crc32_options, set_crc32_options
 
-from pipemega.checkpoint.collective_io import CollectiveIO
-from pipemega.checkpoint.in_place_reader import InPlaceReader
-from pipemega.checkpoint.manifest import ChecksumWriter, num_readers
-from pipemega.checkpoint.shards import LocalChunks, OutgoingShard, TensorIndex, TensorShard
+from pipemega.checkpoint.manifest import ChecksumWriter, CollectiveIO, num_readers
+from pipemega.checkpoint.tensors import LocalChunks, OutgoingShard, TensorIndex, TensorShard
 from pipemega.errors import CheckpointError, short_cause
 from pipemega.parameters import Shard
 from pipemega.storage.filesystem import LocalStorage, Storage
+
+
+class _ChunkHeader(NamedTuple):
+    """What precedes the data of a chunk in its zip file; equal headers describe equal tensors."""
+
+    data: bytes
+    shape: torch.Size
+    dtype: torch.dtype
+    is_contiguous: bool
+
+    @classmethod
+    def read(cls, stream: io.BufferedReader, offset: int, length: int) -> "_ChunkHeader":
+        view = cast(IO[bytes], _create_file_view(stream, offset, length))
+        chunk = torch.load(view, map_location="meta", weights_only=True)
+        # torch stores the data uncompressed.
+        start = chunk.untyped_storage()._checkpoint_offset
+        stream.seek(offset)
+        is_plain = chunk.is_contiguous() and start + chunk.nbytes <= length
+        return cls(stream.read(start), chunk.shape, chunk.dtype, is_plain)
+
+
+class InPlaceReader:
+    """Reads chunks into the memory of tensors, without copies."""
+
+    def __init__(self) -> None:
+        # Reading a header takes torch as long as reading 5 MB; most chunks have the same.
+        self._headers: dict[int, _ChunkHeader] = {}
+
+    def read(
+        self, stream: IO[bytes], offset: int, length: int, item: ReadItem, into: Tensor
+    ) -> bool:
+        """Read a chunk into `into`; return False if this cannot be done.
+
+        Then `into` is unchanged, or partly read.
+
+        Args:
+            offset, length: of the chunk's zip file in the stream.
+        """
+        # Other streams may be remote: one read of the chunk is faster than several small ones.
+        if not isinstance(stream, io.BufferedReader) or not into.is_cpu:
+            return False
+        header = self._headers.get(length)
+        stream.seek(offset)
+        if header is None or stream.read(len(header.data)) != header.data:
+            try:
+                header = self._headers[length] = _ChunkHeader.read(stream, offset, length)
+            # The caller reports damage, and reads chunks of other formats.
+            except Exception:
+                return False
+        same = (header.shape, header.dtype) == (into.shape, into.dtype)
+        plain = header.is_contiguous and into.is_contiguous() and into.numel() > 0
+        if not same or not plain or any(item.storage_offsets):
+            return False
+        target = into.detach().view(-1).view(torch.uint8).numpy().data
+        torch.autograd.graph.increment_version(into)
+        return stream.readinto(target) == into.nbytes
+
 
 INDEX = ".metadata"
 

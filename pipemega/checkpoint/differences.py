@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipemega.checkpoint.collective_io import CollectiveIO
-from pipemega.checkpoint.shards import TensorIndex, TensorShard
+from pipemega.checkpoint.manifest import CollectiveIO
+from pipemega.checkpoint.tensors import TensorIndex, TensorShard
 from pipemega.config import Config, load
 from pipemega.errors import CheckpointError, ConfigError
 

@@ -1,4 +1,7 @@
-"""Saving a run state as a checkpoint, and opening a checkpoint to load it; collective."""
+"""Saving a run state as a checkpoint, and opening a checkpoint to load it; collective.
+
+Open a checkpoint by its path in one process, without the model that saved it.
+"""
 
 import io
 import logging
@@ -12,15 +15,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from pipemega.checkpoint import layout, manifest
-from pipemega.checkpoint.collective_io import CollectiveIO
-from pipemega.checkpoint.free_space import outgoing_bytes, warn_if_short
-from pipemega.checkpoint.layout import Retention, StoredCheckpoint
-from pipemega.checkpoint.manifest import ChecksumWriter, DamagedCheckpoint, FileEntry, Progress
-from pipemega.checkpoint.shards import OutgoingShard
+from pipemega.checkpoint.layout import Retention, StoredCheckpoint, outgoing_bytes, warn_if_short
+from pipemega.checkpoint.manifest import (
+    STATE_FILE,
+    ChecksumWriter,
+    CollectiveIO,
+    DamagedCheckpoint,
+    FileEntry,
+    Progress,
+)
+from pipemega.checkpoint.tensors import OutgoingShard
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import CheckpointError, FolderLockedError, short_cause
 from pipemega.startup.deferred_import import deferred
-from pipemega.storage.filesystem import LocalStorage, Storage
+from pipemega.storage.filesystem import LocalStorage, Storage, storage_at
 
 if TYPE_CHECKING:
     from pipemega.checkpoint import dcp_storage
@@ -315,3 +323,36 @@ def _bytes(number: float, decimals: int) -> str:
 
 def _rank_file(rank: int) -> str:
     return f"rank_{rank:05d}.pt"
+
+
+def open_path(path: str, tag: str | None = None) -> CheckpointReader:
+    """Return a reader of one checkpoint; sizes of files are compared, checksums are not.
+
+    Args:
+        path: a folder of checkpoints, or one checkpoint; or a URL that fsspec opens.
+        tag: the checkpoint in the folder; None: the newest undamaged one.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, incomplete or damaged.
+    """
+    storage, tag = locate(path, tag)
+    tag = tag or layout.newest(storage)
+    if tag is None:
+        raise CheckpointError(f"{storage.full_path()}: no checkpoint was saved here")
+    return CheckpointReader.of(storage, layout.find_checkpoint(storage, tag))
+
+
+def locate(path: str, tag: str | None = None) -> tuple[Storage, str | None]:
+    """Return the folder of checkpoints, and the tag if `path` is one checkpoint.
+
+    Raises:
+        CheckpointError: the path does not exist.
+    """
+    path = path.rstrip("/") or "/"
+    parent, _, name = path.rpartition("/")
+    if tag is None and storage_at(path).size(STATE_FILE) is not None:
+        return storage_at(parent or "."), name
+    storage = storage_at(path)
+    if not storage.exists():
+        raise CheckpointError(f"no checkpoint folder {storage.full_path()!r}: is the path right?")
+    return storage, tag

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Sequence
 
 from pipemega.cli.run_options import Subparsers, add_command, add_config
 from pipemega.config import Config, examine
-from pipemega.config.batch_sizes import BatchSizes
-from pipemega.planning.resolved import resolved_values
-from pipemega.planning.run_checks import run_files, run_rules, topology_of
+from pipemega.config.batch import BatchSizes
+from pipemega.planning.run_checks import resolved_values, run_files, run_rules, topology_of
 from pipemega.printing import coloured, print_report
 
 _EXAMPLE = "example: python -m pipemega check ds.json --world 8 --set mesh.tensor=2"

@@ -15,12 +15,11 @@ from tqdm import tqdm
 from pipemega.checkpoint import layout
 from pipemega.checkpoint.layout import StoredCheckpoint
 from pipemega.checkpoint.manifest import Progress
-from pipemega.checkpoint.open_path import locate, open_path
-from pipemega.checkpoint.save_load import damaged_files
+from pipemega.checkpoint.save_load import damaged_files, locate, open_path
 from pipemega.cli.import_deepspeed import add_import
 from pipemega.cli.run_options import Subparsers
 from pipemega.errors import CheckpointError
-from pipemega.hf.safetensors_writer import export_tensors
+from pipemega.hf.weights.export import export_tensors
 from pipemega.printing import aligned
 from pipemega.storage.filesystem import Storage
 

@@ -9,8 +9,7 @@ from pipemega.cli.from_megatron import add_from_megatron
 from pipemega.cli.run_options import Subparsers
 from pipemega.compat.megatron.argument_page import argument_page
 from pipemega.config import examine
-from pipemega.config.json_schema import schema
-from pipemega.config.reference_pages import deepspeed_page, reference_page
+from pipemega.config.reference_pages import deepspeed_page, reference_page, schema
 
 _PAGES: Mapping[str, tuple[str, Callable[[], str]]] = {
     "schema": (

@@ -6,10 +6,10 @@ import sys
 from pathlib import Path
 
 from pipemega.cli.run_options import Subparsers, add_command
-from pipemega.data.indexed import IndexedDataset
-from pipemega.data.load_tokenizer import load_tokenizer
-from pipemega.data.prepare import PrepareOptions, prepare
-from pipemega.data.prepared_files import prefix_of, read_manifest, tokenizer_of
+from pipemega.data.tokens.corpus import prefix_of, read_manifest, tokenizer_of
+from pipemega.data.tokens.prepare import PrepareOptions, prepare
+from pipemega.data.tokens.token_files import IndexedDataset
+from pipemega.data.tokens.tokenizers import load_tokenizer
 
 SHOWN_TOKENS = 200
 

@@ -22,13 +22,19 @@ import torch.distributed as dist
 
 from pipemega.cli.run_options import Subparsers, add_command, add_overrides
 from pipemega.config import Config, load
-from pipemega.doctor.attendance import THREAD_NAME, Attendance
-from pipemega.doctor.examination import Examination, Options
-from pipemega.doctor.findings import Finding, as_table, as_values, has_failed
-from pipemega.doctor.launch import Launch, read_launch
-from pipemega.doctor.rank_store import open_store
+from pipemega.doctor.attendance import (
+    THREAD_NAME,
+    Attendance,
+    Finding,
+    Launch,
+    as_table,
+    as_values,
+    has_failed,
+    read_launch,
+)
+from pipemega.doctor.examination import Examination, Options, open_store
 from pipemega.errors import ConfigError, MeshError
-from pipemega.fault_tolerance.process_exit import skip_teardown
+from pipemega.fault_tolerance.run import skip_teardown
 from pipemega.printing import print_report
 
 _EPILOG = """\

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from pipemega.checkpoint.open_path import open_path
+from pipemega.checkpoint.save_load import open_path
 from pipemega.cli.hf_check import add_check, add_table
 from pipemega.cli.run_options import Subparsers, add_command
-from pipemega.hf.adapter_export import export_adapter
-from pipemega.hf.checkpoint_model import export_checkpoint
+from pipemega.hf.weights.checkpoint_model import export_adapter, export_checkpoint
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
 

@@ -6,13 +6,11 @@ import logging
 import warnings
 
 from pipemega.cli.run_options import Subparsers, add_command
-from pipemega.hf.installed_transformers import without_progress_bars
-from pipemega.hf.load_model import read_config
-from pipemega.hf_check.family_table import table, titles_of
+from pipemega.hf.hf_module import read_config
+from pipemega.hf.placeholders import without_progress_bars
+from pipemega.hf_check.check_report import report, table, titles_of, values
 from pipemega.hf_check.model_check import check_model
-from pipemega.hf_check.rank_processes import prepare_ranks
-from pipemega.hf_check.report import report, values
-from pipemega.hf_check.split_run import SplitSettings
+from pipemega.hf_check.split_run import SplitSettings, prepare_ranks
 from pipemega.printing import print_report
 
 _CHECK = """\

@@ -18,17 +18,15 @@ import json
 import shutil
 from pathlib import Path
 
-from pipemega.cli.figure_output import FORMATS_HELP, add_options, deliver, show
 from pipemega.cli.run_options import Subparsers, add_command, add_config
+from pipemega.cli.schedule import FORMATS_HELP, add_figure_options, deliver, show
 from pipemega.config import load
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts
 from pipemega.planning.advice import advise
 from pipemega.planning.estimate import Request, estimate
-from pipemega.planning.panels import report_intro, report_panels
-from pipemega.planning.rates import Rates
-from pipemega.planning.report_json import as_json
-from pipemega.planning.report_text import as_text
-from pipemega.planning.units import parse_bytes
+from pipemega.planning.prediction import Rates
+from pipemega.planning.report import as_json, as_text, report_intro, report_panels
+from pipemega.printing import parse_bytes
 
 _EPILOG = """\
 your own model: --model MODULE:FUNCTION, where FUNCTION(micro_batch_size) returns (PipelineModule,
@@ -79,7 +77,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="seconds that one rank needs for forward, input gradient and weight gradient of a "
         "micro-batch, and for a message",
     )
-    add_options(parser, ("text", "json"))
+    add_figure_options(parser, ("text", "json"))
     parser.set_defaults(func=run)
 
 

@@ -12,26 +12,34 @@ formats:
          one program per rank; F0@0 is the forward of micro-batch 0 at stage 0
   csv    one row per rank, in the format of torch.distributed.pipelining: 0F0 is stage 0,
          forward, micro-batch 0
+
+`python -m pipemega schedule auto`: options, search and output of schedule `auto`.
+
+Options of the commands that draw timelines, and the function that writes their output.
 """
 
 import argparse
+import json
+import sys
 import textwrap
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final
 
-from pipemega.cli import autoschedule
-from pipemega.cli.figure_output import (
-    FORMATS_HELP,
-    add_options,
-    deliver,
-    deliver_text,
-    show,
-    text_width,
-)
 from pipemega.cli.run_options import Subparsers, add_command
-from pipemega.errors import ScheduleError
-from pipemega.pipeline.plan.costs import CostModel
+from pipemega.errors import ConfigError, ScheduleError
+from pipemega.pipeline.autoschedule import (
+    AutoPlan,
+    Placement,
+    find_plan,
+    limit_of_1f1b,
+    placements_of_rank_costs,
+    placements_of_stage_costs,
+)
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import Timeline, simulate
+from pipemega.pipeline.plan.simulate import CostModel, Timeline, simulate
 from pipemega.pipeline.plan.validate import validate_messages
 from pipemega.pipeline.schedules import (
     AUTO,
@@ -42,9 +50,283 @@ from pipemega.pipeline.schedules import (
     build_plan,
     find_schedule,
 )
-from pipemega.pipeline.visualize import FORMATS, Panel
+from pipemega.pipeline.visualize import FORMATS, Intro, Panel, render
 from pipemega.pipeline.visualize.text import draw_text
-from pipemega.printing import percent
+from pipemega.printing import line_width, percent, print_report
+
+STAGE_COSTS = """\
+--stage-costs: a JSON object, or the path of a file that contains one:
+  {"forward": [1, 1, 1, 1.4], "backward_input": [1, 1, 1, 1.5], "backward_weight": [1, 1, 1, 1.2],
+   "backward": [..], "activation": [..], "kept": [..], "message": 0.1}
+  One number per stage, in the order of the model, for P stages or a multiple of P. The last four
+  are optional. backward: time of a whole backward (default: backward_input + backward_weight);
+  activation: memory held from the start of F (default: 1); kept: memory held between I and W
+  (default: the same as activation).
+"""
+
+
+def add_search_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of schedule `auto`."""
+    parser.add_argument(
+        "--stage-costs",
+        type=stage_costs,
+        metavar="JSON",
+        help="auto only: costs of each stage instead of --costs, see below",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help="auto only: minimise the time from the first instruction of any rank to the end of "
+        "the last (makespan), or the longest time of any rank (span); default: makespan",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=limit,
+        default=60.0,
+        metavar="S",
+        help="auto only: time limit of the search (default: 60, enough for 16 ranks and 64 "
+        "micro-batches)",
+    )
+
+
+def search(arguments: argparse.Namespace) -> AutoPlan:
+    """Return the plan for the command-line arguments.
+
+    Without --memory-limit, a rank may hold as much as under 1F1B: P micro-batches.
+
+    Raises:
+        ScheduleError: a size or cost is invalid, or no plan keeps the limit.
+    """
+    placements = _placements(arguments)
+    limit = arguments.memory_limit
+    if limit is None:
+        limit = limit_of_1f1b(placements, arguments.microbatches)
+    return find_plan(
+        placements,
+        arguments.microbatches,
+        limit or None,
+        objective=arguments.objective,
+        seconds=arguments.seconds,
+    )
+
+
+def _placements(arguments: argparse.Namespace) -> list[Placement]:
+    chunks: int | None = arguments.chunks
+    if arguments.stage_costs is None:
+        counts = (1, 2, 4) if chunks is None else (chunks,)
+        return placements_of_rank_costs(arguments.pp, arguments.costs, counts)
+    costs: CostModel = arguments.stage_costs
+    placements = placements_of_stage_costs(arguments.pp, costs)
+    if chunks not in (None, placements[0].chunks):
+        raise ScheduleError(
+            f"--stage-costs has {costs.num_stages} stages, {placements[0].chunks} on each of "
+            f"{arguments.pp} ranks, but --chunks is {chunks}: remove --chunks"
+        )
+    return placements
+
+
+def search_text(found: AutoPlan, costs: RankCosts | None, objective: str, width: int) -> str:
+    """Return the drawing and the figures of a plan.
+
+    Args:
+        costs: per rank; None if costs per stage were given.
+        objective: what was minimised.
+        width: of the drawing.
+    """
+    plan, timeline, chunks = found.plan, found.timeline, found.placement.chunks
+    stages = f"{chunks} stages per rank ({_shape(found.placement)}), " if chunks > 1 else ""
+    given = "costs per stage"
+    if costs is not None:
+        given = (
+            f"F={costs.forward:g} I={costs.backward_input:g} W={costs.backward_weight:g} "
+            f"c={costs.message:g} per rank"
+        )
+    reached = timeline.span if objective == "span" else timeline.makespan
+    above = reached / found.bound - 1 if found.bound else 0.0
+    gap = f"{percent(above, 2)} above" if above > 1e-9 else "at"
+    return "\n".join(
+        (
+            f"auto: {plan.num_ranks} ranks, {stages}{plan.num_microbatches} micro-batches; {given}",
+            "",
+            draw_text(timeline, width),
+            "",
+            f"makespan   {timeline.makespan:g}   (from the first instruction to the last)",
+            f"span       {timeline.span:g}   (longest time of a rank, from its own first "
+            f"instruction to its own last)",
+            f"bubble     {percent(timeline.bubble, 2)}",
+            f"memory     {peaks(timeline.peak)} held at most, per rank",
+            f"bound      {found.bound:g}   (lower limit of the {objective} within this memory; "
+            f"this plan is {gap} it)",
+            f"origin     {found.source}",
+        )
+    )
+
+
+def peaks(held: Sequence[float], most: int = 16) -> str:
+    """Return the peak memory of each rank in one line."""
+    words = [f"{peak:g}" for peak in held]
+    if len(words) > most:
+        words[most:] = [f".. (the highest: {max(held):g})"]
+    return " ".join(words)
+
+
+def stage_costs(text: str) -> CostModel:
+    """Return the costs in `text`: JSON, or the path of a JSON file.
+
+    Raises:
+        argparse.ArgumentTypeError: neither of them, or invalid costs.
+    """
+    try:
+        written = json.loads(text if text.lstrip().startswith("{") else Path(text).read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"neither JSON nor a JSON file: {error}") from error
+    known = [field.name for field in fields(CostModel) if field.name != "vocabulary"]
+    needed = known[:3]
+    if not isinstance(written, dict) or not set(needed) <= set(written) <= set(known):
+        found = ", ".join(written) if isinstance(written, dict) else type(written).__name__
+        raise argparse.ArgumentTypeError(
+            f"stage costs need the keys {', '.join(needed)} and may have "
+            f"{', '.join(known[3:])}, not {found}"
+        )
+    for key, value in written.items():
+        numbers = [value] if key == "message" else value
+        if not isinstance(numbers, list) or not all(map(_is_number, numbers)) or not numbers:
+            raise argparse.ArgumentTypeError(
+                f"{key} of the stage costs: give "
+                f"{'a number' if key == 'message' else 'a list of numbers, one per stage'}"
+            )
+    try:
+        message = float(written.pop("message", 0.0))
+        times: dict[str, Any] = {key: tuple(map(float, value)) for key, value in written.items()}
+        return CostModel(**times, message=message)
+    except ScheduleError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def limit(text: str) -> float:
+    """Return the number in `text`, which must be above 0."""
+    try:
+        limit = float(text)
+    except ValueError:
+        limit = 0.0
+    if not limit > 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
+    return limit
+
+
+def _is_number(value: object) -> bool:
+    # In Python bool is an int, but true is not a valid number here.
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _shape(placement: Placement) -> str:
+    ranks, rank_of_stage = placement.num_ranks, placement.rank_of_stage
+    return (
+        "in a v" if rank_of_stage[ranks - 1] == rank_of_stage[ranks] and ranks > 1 else "in a loop"
+    )
+
+
+# Width of drawings in text that is not written to a terminal.
+_WIDE: Final = 120
+
+FORMATS_HELP: Final = """\
+  png, svg   a picture (needs matplotlib: pip install -e '.[pictures]')
+  html       one self-contained page: zoom to warm-up, steady phase and cool-down; select an
+             instruction to see its times, its wait and the memory of its rank
+  trace      a Chrome trace, for ui.perfetto.dev
+"""
+
+
+def add_figure_options(parser: argparse.ArgumentParser, text_formats: Sequence[str]) -> None:
+    """Add `--format`, `--output`, `--unit` and `--memory`.
+
+    Args:
+        text_formats: values of `--format` besides those of pictures; the first is the default.
+    """
+    parser.add_argument(
+        "--format",
+        choices=(*text_formats, *FORMATS),
+        default=text_formats[0],
+        help="output format (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="output file (default: NAME.png, NAME.html and so on; text formats to the terminal)",
+    )
+    parser.add_argument(
+        "--unit", default="units", help="name of the unit of time, e.g. ms (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--memory", action="store_true", help="png and svg: also draw the memory of each rank"
+    )
+    parser.add_argument("--dark", action="store_true", help="png and svg: on a dark background")
+
+
+def show(
+    arguments: argparse.Namespace,
+    panels: Sequence[Panel],
+    name: str,
+    *,
+    intro: Intro | None = None,
+    memory_unit: str = "micro-batches",
+) -> None:
+    """Draw `panels` in the format `arguments.format`, to `arguments.output` or the file `name`.
+
+    Args:
+        intro: of the HTML page.
+        memory_unit: name of the unit of memory.
+
+    Raises:
+        ConfigError: matplotlib is needed but not installed, or the file cannot be written.
+    """
+    content = render(
+        arguments.format,
+        panels,
+        unit=arguments.unit,
+        memory=arguments.memory,
+        memory_unit=memory_unit,
+        dark=arguments.dark,
+        intro=intro,
+    )
+    deliver(content, arguments.output or Path(f"{name}.{FORMATS[arguments.format]}"))
+
+
+def text_width(output: Path | None) -> int:
+    """Return the width for a drawing in a text report: that of the terminal, 120 elsewhere."""
+    return _WIDE if output else line_width(sys.stdout, _WIDE)
+
+
+def deliver_text(text: str, output: Path | None) -> None:
+    """Write a text report as `deliver` does; on a terminal its lines are wrapped.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if output is None:
+        print_report(text)
+    else:
+        deliver(f"{text}\n", output)
+
+
+def deliver(content: bytes | str, output: Path | None) -> None:
+    """Write `content` to the file and print its size; without a file, print `content`.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    if output is None:
+        sys.stdout.write(str(content))
+        return
+    written = content if isinstance(content, bytes) else content.encode()
+    try:
+        output.write_bytes(written)
+    except OSError as error:
+        raise ConfigError(f"--output {output} cannot be written: {error.strerror}") from error
+    print(f"{output}: {len(written):,} bytes")
+
 
 _NAMES = textwrap.fill("schedules: " + ", ".join(SCHEDULES), 79, break_on_hyphens=False)
 _AUTO = """\
@@ -60,7 +342,7 @@ examples:
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command `schedule`."""
-    epilog = "\n".join((_NAMES, "", _AUTO, autoschedule.STAGE_COSTS, _EXAMPLES))
+    epilog = "\n".join((_NAMES, "", _AUTO, STAGE_COSTS, _EXAMPLES))
     parser = add_command(subparsers, "schedule", f"{__doc__}{FORMATS_HELP}", epilog)
     parser.add_argument(
         "name", metavar="NAME", help="name of a schedule, or auto; see the list below"
@@ -83,13 +365,13 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--memory-limit",
-        type=autoschedule.limit,
+        type=limit,
         metavar="K",
         help="limit of the activation memory of each rank, in micro-batches, or in the unit of "
         "--stage-costs (default: none for a named schedule; for auto P micro-batches, as 1f1b)",
     )
-    autoschedule.add_options(parser)
-    add_options(parser, ("text", "json", "csv"))
+    add_search_options(parser)
+    add_figure_options(parser, ("text", "json", "csv"))
     parser.set_defaults(func=run)
 
 
@@ -101,10 +383,10 @@ def run(arguments: argparse.Namespace) -> int:
         ConfigError: matplotlib is missing, or the file cannot be written.
     """
     if arguments.name == AUTO:
-        found = autoschedule.search(arguments)
+        found = search(arguments)
         costs = arguments.costs if arguments.stage_costs is None else None
         width = text_width(arguments.output)
-        text = autoschedule.text(found, costs, arguments.objective, width)
+        text = search_text(found, costs, arguments.objective, width)
         return _show(arguments, Panel(found.timeline, costs=found.placement.costs), text)
     if arguments.stage_costs is not None:
         raise ScheduleError(f"--stage-costs is for auto, not for {arguments.name!r}: use --costs")
@@ -169,7 +451,7 @@ def _text(
             f"span       {timeline.span:g}   (longest time of a rank, from its own first "
             f"instruction to its own last)",
             f"bubble     {percent(timeline.bubble, 2)} simulated{by_formula}",
-            f"memory     {autoschedule.peaks(timeline.peak)} micro-batches held at most, per rank "
+            f"memory     {peaks(timeline.peak)} micro-batches held at most, per rank "
             f"(formula: {family.peak})",
         )
     )

@@ -13,12 +13,12 @@ folder.
 import argparse
 from pathlib import Path
 
-from pipemega.cli.figure_output import deliver, deliver_text, text_width
 from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.cli.schedule import deliver, deliver_text, text_width
 from pipemega.errors import ConfigError
 from pipemega.pipeline.visualize import FORMATS
 from pipemega.profiling.simulated_vs_measured import compare
-from pipemega.profiling.trace import Trace
+from pipemega.profiling.step_trace import Trace
 
 _EXAMPLE = "example: python -m pipemega timeline runs/latest/timelines/step-10.json --format html"
 

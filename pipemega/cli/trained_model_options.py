@@ -7,8 +7,7 @@ from contextlib import contextmanager, nullcontext
 
 from pipemega.cli.run_options import add_overrides
 from pipemega.distributed.mesh import launched_world_size
-from pipemega.fault_tolerance.process_exit import skip_teardown
-from pipemega.fault_tolerance.run import run
+from pipemega.fault_tolerance.run import run, skip_teardown
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:

@@ -16,8 +16,8 @@ name_suggestions             "did you mean"
 mesh, model, data, ...       one module per section
 """
 
-from pipemega.config.batch_equation import Batch
+from pipemega.config.batch import Batch
+from pipemega.config.builder import Draft, examine, load
 from pipemega.config.config import Config
-from pipemega.config.load_config import Draft, examine, load
 
 __all__ = ["Batch", "Config", "Draft", "examine", "load"]

@@ -1,63 +1,195 @@
-"""The whole config: its sections, and the rules between them."""
+"""The whole config: its sections, the rules between them, warnings and notes.  Imports no torch."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
-from pydantic import SerializeAsAny
-from pydantic_core import to_jsonable_python
+from pydantic import GetCoreSchemaHandler, SerializeAsAny
+from pydantic_core import CoreSchema, core_schema, to_jsonable_python
 
-from pipemega.config.activation_checkpointing import (
-    ActivationCheckpointingSection,
-    errors_of_recompute,
-    errors_of_stored_activations,
+from pipemega.config.batch import (
+    MICRO,
+    RAMPUP,
+    STEPS,
+    TRAIN,
+    Batch,
+    BatchKeys,
+    BatchSizes,
+    rampup_errors,
+    samples_error,
+    solve,
 )
-from pipemega.config.batch_equation import Batch, BatchKeys, solve
-from pipemega.config.batch_sizes import BatchSizes, rampup_errors, samples_error
-from pipemega.config.checkpoint import CheckpointSection, errors_of_folder
-from pipemega.config.comms_logger import CommsLoggerSection
-from pipemega.config.compile import CompileSection
-from pipemega.config.config_warnings import notes_of, warnings_of
-from pipemega.config.data import DataSection, errors_of_padding
-from pipemega.config.gradients import GradientKeys, with_communication_dtype
-from pipemega.config.key_kinds import (
+from pipemega.config.declarations import (
+    Count,
+    Name,
     Rule,
     Section,
     SectionClass,
+    Whole,
     honoured,
     key_info,
     own,
     section,
+    sections,
 )
-from pipemega.config.lora import LoraSection
-from pipemega.config.mesh import MeshSection
+from pipemega.config.launch_variables import launch_variables
 from pipemega.config.mixed_devices import errors_of_mixed_devices
-from pipemega.config.model import GPTSection
-from pipemega.config.model_hf import HFSection, errors_of_positions
 from pipemega.config.model_registry import ModelSection, section_of_type
-from pipemega.config.model_resnet import ResNetSection
-from pipemega.config.model_transformer import TransformerSection
-from pipemega.config.model_vit import ViTSection
-from pipemega.config.monitors import (
+from pipemega.config.name_suggestions import did_you_mean
+from pipemega.config.sections.data_section import (
+    DataSection,
+    errors_of_padding,
+    warnings_of_evaluation,
+)
+from pipemega.config.sections.hf_section import HFSection, errors_of_positions
+from pipemega.config.sections.image_model_sections import ResNetSection, ViTSection
+from pipemega.config.sections.monitor_sections import (
+    CommsLoggerSection,
     CsvSection,
+    FlopsProfilerSection,
     LoggingSection,
     MonitorSection,
     TensorboardSection,
     TimersSection,
     WandbSection,
+    warnings_of_profiling,
 )
-from pipemega.config.optimizer import OptimizerSection
-from pipemega.config.pipeline import PipelineSection, bounds_errors
-from pipemega.config.precision import Bf16Section, DataTypesSection, Fp16Section
-from pipemega.config.profilers import FlopsProfilerSection
-from pipemega.config.scheduler import SchedulerSection, count_samples, errors_of_length
-from pipemega.config.source import KeyPath, all_problems
-from pipemega.config.training import TrainingSection
+from pipemega.config.sections.optimizer_section import OptimizerSection
+from pipemega.config.sections.pipeline_sections import (
+    CompileSection,
+    MeshSection,
+    PipelineSection,
+    bounds_errors,
+)
+from pipemega.config.sections.precision_sections import (
+    ActivationCheckpointingSection,
+    Bf16Section,
+    DataTypesSection,
+    Fp16Section,
+    GradientKeys,
+    ParameterBytes,
+    ZeroOnMesh,
+    ZeroSection,
+    errors_of_recompute,
+    errors_of_stored_activations,
+    warnings_of_recompute,
+    with_communication_dtype,
+)
+from pipemega.config.sections.run_sections import (
+    CheckpointSection,
+    LoraSection,
+    TrainingSection,
+    errors_of_folder,
+)
+from pipemega.config.sections.scheduler_section import (
+    SchedulerSection,
+    count_samples,
+    errors_of_length,
+)
+from pipemega.config.sections.transformer_sections import GPTSection, TransformerSection
+from pipemega.config.source import KeyPath, all_problems, dotted, show
 from pipemega.config.unsupported import UnsupportedKeys
-from pipemega.config.user_values import UserValues
-from pipemega.config.value_types import Count, Name, Whole
-from pipemega.config.zero import ParameterBytes, ZeroOnMesh, ZeroSection
+from pipemega.errors import ConfigError
+
+# Sections and keys that the Trainer of transformers fills if they are "auto".
+_FILLED = ("optimizer", "scheduler", "fp16.enabled", "bf16.enabled", "gradient_clipping")
+
+
+def warnings_of(config: Any) -> Iterator[str]:
+    """Yield the keys that are ignored or probably a mistake, as lines for the log."""
+    yield from _auto_warnings(config)
+    for name in config.adopted_keys:
+        yield f"the key {name!r} is not one of pipemega or DeepSpeed: it is in config.user"
+    for path, part in sections(config):
+        written = [name for name in type(part).model_fields if name in part.model_fields_set]
+        for name in written:
+            found = key_info(type(part).model_fields[name])
+            value = getattr(part, name)
+            if found["status"] == "ignored" and value not in found["accepts"]:
+                yield f"{dotted((*path, name))} is ignored: {found['why']}"
+            elif found["status"] == "block" and value:
+                yield f"{dotted((*path, name))} is disabled, and ignored: it is not supported"
+        yield from part.remarks()
+    yield from warnings_of_recompute(config)
+    yield from warnings_of_profiling(config)
+    yield from warnings_of_evaluation(config)
+
+
+def _auto_warnings(config: Any) -> Iterator[str]:
+    filled = [path for path in config.auto_keys if {path[0], dotted(path)} & set(_FILLED)]
+    if not filled:
+        return
+    texts = []
+    for path in filled:
+        value: Any = config
+        for name in path:
+            value = getattr(value, name, None)
+        texts.append(f"{dotted(path)} ({show(to_jsonable_python(value))})")
+    name = dotted(filled[0])
+    yield (
+        f'"auto" means the default of {", ".join(texts)}: the Trainer of transformers would fill '
+        f"these keys from its arguments; set the values, such as --set {name}=VALUE"
+    )
+
+
+def notes_of(config: Any) -> Iterator[str]:
+    """Yield the defaults that differ between training systems, as lines for the log."""
+    if "gradient_clipping" not in config.model_fields_set:
+        yield (
+            f"gradient_clipping is not set; its default is {config.gradient_clipping:g}, as in "
+            "DeepSpeed since June 2026 (0 before); 0 disables clipping"
+        )
+    tokenizer = None if config.data.mock else config.data.tokenizer
+    if config.model and tokenizer and tokenizer == config.model.default_tokenizer():
+        yield f"data.tokenizer is {tokenizer}: the tokenizer of the model"
+    section = config.optimizer
+    decay = getattr(section and section.params, "weight_decay", None)
+    # Groups that set the decay show that the user has decided.
+    decided = section is not None and any("weight_decay" in group for group in section.groups)
+    if (
+        decay
+        and not decided
+        and "weight_decay_norms_and_biases" not in config.training.model_fields_set
+    ):
+        yield (
+            f"optimizer.params.weight_decay {decay:g} also decays norms and biases, as torch and "
+            "DeepSpeed do by default; Megatron-LM does not: for its behavior set "
+            "training.weight_decay_norms_and_biases to false"
+        )
+
+
+class UserValues(dict[str, Any]):
+    """A JSON object, read as `config.user.lr` or `config.user["lr"]`.
+
+    Objects in it can be read in the same way: `config.user.mixup.alpha`. A key that is also the
+    name of a method of dict, such as `items`, needs brackets.
+
+    Raises:
+        AttributeError: there is no such key; the message names the nearest one.
+    """
+
+    def __init__(self, values: Mapping[str, Any] | None = None) -> None:
+        super().__init__({key: _wrapped(value) for key, value in (values or {}).items()})
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self:
+            raise AttributeError(f"config.user has no key {name!r}{did_you_mean(name, self)}")
+        return self[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise AttributeError(f"the config is frozen: set user.{name} in its file, or by --set")
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, _: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(cls, handler(Mapping[str, Any]))
+
+
+def _wrapped(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return UserValues(value)
+    return tuple(map(_wrapped, value)) if isinstance(value, list | tuple) else value
+
 
 # The types of `model` that pipemega has itself.
 MODEL_TYPES = (GPTSection, HFSection, ResNetSection, ViTSection)
@@ -388,3 +520,60 @@ def _given(part: Section) -> dict[str, Any]:
                 continue
         found[name] = to_jsonable_python(value)
     return found
+
+
+_SIZES = (TRAIN, MICRO, STEPS)
+
+
+def size_rules(autos: Collection[KeyPath], world: int | None = None) -> tuple[Rule, ...]:
+    """Return the rules.
+
+    Args:
+        autos: keys that are "auto" and have their default therefore.
+        world: number of ranks; None: that of the launcher, if there is one.
+    """
+    unfilled = [name for name in _SIZES if (name,) in autos]
+
+    def batch(config: Config) -> Iterable[str]:
+        if unfilled and not (config.train_batch_size or config.train_micro_batch_size_per_gpu):
+            raise ConfigError(_auto_batch(unfilled))
+        config.batch(config.smallest_data_size)
+        return ()
+
+    def growing_batch(config: Config) -> Iterable[str]:
+        config.batch_sizes(config.smallest_data_size)
+        return ()
+
+    def stage(config: Config) -> Iterator[str]:
+        refusal = config.zero_refusal(_data_size(config, world))
+        if refusal is not None:
+            yield refusal
+
+    return (
+        Rule((*_SIZES, "mesh.data"), batch),
+        Rule((RAMPUP, "training.train_samples", *_SIZES, "mesh.data"), growing_batch),
+        Rule(("zero_optimization.stage", "mesh"), stage),
+    )
+
+
+def _auto_batch(unfilled: Collection[str]) -> str:
+    are = "are" if len(unfilled) > 1 else "is"
+    return (
+        f'{", ".join(unfilled)} {are} "auto", so the batch size is not set: the Trainer of '
+        f"transformers fills {'these keys' if len(unfilled) > 1 else 'this key'} from its "
+        f"per_device_train_batch_size and gradient_accumulation_steps, and pipemega has no other "
+        f"source for them. Set them, such as --set {MICRO}=1 --set {STEPS}=8"
+    )
+
+
+def _data_size(config: Config, world: int | None) -> int | None:
+    """Return the number of data ranks, None if neither the config nor the launcher determine it."""
+    mesh = config.mesh
+    if mesh.data != "auto":
+        return mesh.data
+    ranks = world or launch_variables().number("WORLD_SIZE", 0)
+    ranks_per_copy = mesh.tensor * mesh.pipeline
+    if ranks and ranks % ranks_per_copy == 0:
+        return ranks // ranks_per_copy
+    known = config.train_batch_size and config.train_micro_batch_size_per_gpu
+    return config.smallest_data_size if known and config.gradient_accumulation_steps else None

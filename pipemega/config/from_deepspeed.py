@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipemega.config.batch_equation import MICRO, STEPS, TRAIN
+from pipemega.config.batch import MICRO, STEPS, TRAIN
+from pipemega.config.builder import Draft, examine
 from pipemega.config.config import Config
-from pipemega.config.key_kinds import InvalidType, Section, key_info
-from pipemega.config.load_config import Draft, examine
-from pipemega.config.optimizer import PARAMS, REFUSED
+from pipemega.config.declarations import InvalidType, Section, key_info
+from pipemega.config.sections.optimizer_section import PARAMS, REFUSED
 from pipemega.config.source import Invalid, KeyPath, dotted, override, read, show
 from pipemega.config.unsupported import STAGE_3_NAMES
 from pipemega.errors import ConfigError

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pipemega.config.pipeline import CostsSection
+from pipemega.config.sections.pipeline_sections import CostsSection
 
 
 def errors_of_mixed_devices(config: Any) -> Iterator[str]:

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 from pydantic import BaseModel, create_model
 from pydantic_core import to_json
 
-from pipemega.config.key_kinds import Section, SectionClass, own
+from pipemega.config.declarations import Section, SectionClass, own
 from pipemega.config.name_suggestions import nearest, suggestion
 from pipemega.config.source import show
 from pipemega.errors import ConfigError

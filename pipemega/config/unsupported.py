@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import create_model
 
-from pipemega.config.key_kinds import Section, block, ignored, refused
-from pipemega.config.value_types import NotNegative, Whole
+from pipemega.config.declarations import NotNegative, Section, Whole, block, ignored, refused
 
 _REMOVE = "remove the block or disable it"
 STAGE_3 = "this key belongs to ZeRO stage 3, which is not supported"

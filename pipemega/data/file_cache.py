@@ -20,7 +20,7 @@ from pipemega.config.launch_variables import launch_variables
 from pipemega.errors import DataError
 from pipemega.startup.deferred_import import deferred
 from pipemega.storage.filesystem import LocalStorage, fsync_path
-from pipemega.storage.heartbeat_lock import HeartbeatLock, Holder, LockObserver
+from pipemega.storage.locks import HeartbeatLock, Holder, LockObserver
 
 if TYPE_CHECKING:
     import numpy as np

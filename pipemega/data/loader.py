@@ -19,13 +19,16 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
-from pipemega.data.collate import Collate, MicroBatch
-from pipemega.data.iterable_source import IterableSource
-from pipemega.data.map_source import MapSource
-from pipemega.data.prefetch import Prefetcher
-from pipemega.data.sample_order import Cyclic, Share
-from pipemega.data.sample_reader import SampleReader
-from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position
+from pipemega.data.read_ahead import Prefetcher
+from pipemega.data.sample_reader import Collate, Cyclic, MicroBatch, SampleReader, Share
+from pipemega.data.sample_sources import (
+    DataSource,
+    Delivery,
+    IterableSource,
+    LoaderOptions,
+    MapSource,
+    Position,
+)
 from pipemega.data.torch_loader import TorchLoaderSource
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.errors import ConfigError, DataError

@@ -18,10 +18,8 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from pipemega.data.collate import MicroBatch, make_pair
-from pipemega.data.sample_order import Share
-from pipemega.data.sample_reader import SampleReader
-from pipemega.data.sources import DataSource, Delivery, LoaderOptions, Position, groups
+from pipemega.data.sample_reader import MicroBatch, SampleReader, Share, make_pair
+from pipemega.data.sample_sources import DataSource, Delivery, LoaderOptions, Position, groups
 from pipemega.errors import ConfigError, DataError
 from pipemega.random import derive_seed
 

@@ -25,11 +25,10 @@ from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.errors import LossScaleError, NonFiniteError
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.step_outcome import StepReport
-from pipemega.pipeline.buffers import BufferCopies
 from pipemega.pipeline.execution_state import MicroBatches
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.messages import tensors_of
-from pipemega.pipeline.module import RngKey, Stage
+from pipemega.pipeline.model.module import BufferCopies, RngKey, Stage
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.recorder import Recorder
 from pipemega.random import preserve_rng

@@ -16,13 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipemega.distributed.device_collectives import all_gather, all_reduce, broadcast
 from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.exchanges import all_gather, all_reduce, broadcast, broadcast_tied
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
-from pipemega.distributed.tied_comm import broadcast_tied
 from pipemega.errors import ReplicaError
 from pipemega.parameters import shard_of
-from pipemega.pipeline.local_model import LocalModel
+from pipemega.pipeline.model.stages import LocalModel
 
 # Elements that are converted to 64 bits at a time: on a CPU few enough to stay in its cache.
 _BLOCK = 1 << 16

@@ -27,7 +27,7 @@ _OURS = "pipemega."
 _NOT_CALLERS = (
     "pipemega.distributed.comm_errors",
     "pipemega.distributed.comm_recorder",
-    "pipemega.distributed.device_collectives",
+    "pipemega.distributed.exchanges",
     "pipemega.distributed.mesh",
     "pipemega.fault_tolerance.error_propagation",
     "pipemega.fault_tolerance.run",

@@ -16,6 +16,10 @@ The host may also be blocked in a kernel launch, because the queue of the device
 then aborts the communicators a little later: the kernels end, and the host gets to the next mark.
 
 On a CPU nothing is marked, and `synchronize` returns at once.
+
+A clock of the current CUDA stream.
+
+CUDA events in the current stream.
 """
 
 import threading
@@ -25,13 +29,37 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
-from pipemega.distributed.abort import abort_communicators
 from pipemega.distributed.comm_errors import TIMED_OUT, comm_error, named_collective, with_ranks
-from pipemega.distributed.cuda_events import Event, record_event
+from pipemega.distributed.process_groups import abort_communicators
 from pipemega.errors import Stopped
+
+
+class Event(Protocol):
+    """A point in a stream; occurs when all work before it is complete."""
+
+    def query(self) -> bool:
+        """Return whether it has occurred."""
+
+    def synchronize(self) -> None:
+        """Make the host wait until it occurs."""
+
+
+def record_event(*, timing: bool = False) -> Any:
+    """Record an event in the current stream, and return it.
+
+    Args:
+        timing: whether `elapsed_time` of two such events is wanted.
+    """
+    event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
 
 Describe = Callable[[RuntimeError], Exception]
 """Makes the error of a communication from its cause."""
@@ -270,3 +298,46 @@ def wait(work: dist.Work, what: str, ranks: Sequence[int] = ()) -> None:
     with named_collective(what, ranks):
         work.wait()
     mark(lambda cause: comm_error(with_ranks(what, ranks), cause))
+
+
+class StreamClock:
+    """A `monitor.StepClock`: its instants are events in the current stream.
+
+        host     now()  forward()  now()  ..                        durations([(a, b)])
+        stream     a ------ kernels ------ b
+
+    To read the host clock at an event would make the host wait in the middle of a step. The wait
+    would include receives that are posted early, whose sender may wait for this rank.
+
+    Args:
+        clock: of the host, monotonic, in nanoseconds.
+        record: records an event in the current stream, as `record_event`.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        record: Callable[..., Any] = record_event,
+    ) -> None:
+        self._clock, self.now = clock, partial(record, timing=True)
+
+    def passed(self, instant: Any) -> bool:
+        return bool(instant.query())
+
+    def durations(self, intervals: Sequence[tuple[Any, Any]]) -> list[int]:
+        if not intervals:
+            return []
+        synchronize(intervals[-1][1])
+        return [_nanoseconds(start, end) for start, end in intervals]
+
+    def times(self, instants: Sequence[Any]) -> list[int]:
+        # An event that occurs while the host waits for it relates the two clocks.
+        last = self.now()
+        synchronize(last)
+        at = self._clock()
+        return [at - _nanoseconds(instant, last) for instant in instants]
+
+
+def _nanoseconds(start: Any, end: Any) -> int:
+    milliseconds: float = start.elapsed_time(end)
+    return round(milliseconds * 1e6)

@@ -7,16 +7,21 @@ The results go through a key-value store, so this also works if no process group
                                             wait for all results, or until the deadline
                                             write the decision of topic T
     wait for the decision
+
+Checks the variables that the launcher has set for this process.  Imports no torch.
+
+Results of the checks, as a table for people and as JSON values.  Imports no torch.
 """
 
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
+from pipemega.config.launch_variables import START, Launcher, LaunchVariables, launch_variables
 from pipemega.errors import MeshError
 
 # Seconds between two polls of the store.
@@ -174,3 +179,122 @@ class Attendance:
             return outcomes[0]
         where = f", waiting for {self.position}" if self.position else ""
         return Outcome(None, f"not done within {self.seconds:g} s{where}")
+
+
+Status = Literal["ok", "warning", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Args:
+        check: name of the check, such as "clocks".
+        text: what was found, with numbers.
+        remedy: what to do; empty only if the status is "ok" or "skipped".
+    """
+
+    status: Status
+    check: str
+    text: str
+    remedy: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.remedy or self.status in ("ok", "skipped"), f"{self.check}: no remedy"
+
+
+def as_table(findings: Sequence[Finding]) -> str:
+    """Return one line per finding, the remedy after the text, and a line that counts them."""
+    width = max((len(finding.check) for finding in findings), default=0)
+    lines = []
+    for finding in findings:
+        remedy = f"; remedy: {finding.remedy}" if finding.remedy else ""
+        lines.append(f"{finding.status:<7}  {finding.check:<{width}}  {finding.text}{remedy}")
+    return "\n".join([*lines, "", summary(findings)])
+
+
+def summary(findings: Sequence[Finding]) -> str:
+    """Return the verdict in one line."""
+    counts = {name: sum(f.status == name for f in findings) for name in ("failed", "warning")}
+    if not any(counts.values()):
+        return "ok: nothing to repair"
+    parts = [f"{count} {name}" for name, count in counts.items() if count]
+    return f"{', '.join(parts)}: repair the failed checks first" if counts["failed"] else parts[0]
+
+
+def has_failed(findings: Sequence[Finding]) -> bool:
+    return any(finding.status == "failed" for finding in findings)
+
+
+def as_values(findings: Sequence[Finding], **facts: Any) -> dict[str, Any]:
+    """Return JSON values: `ok`, `checks`, and `facts` under their names."""
+    return {
+        "ok": not has_failed(findings),
+        **facts,
+        "checks": [asdict(finding) for finding in findings],
+    }
+
+
+def listed(items: Sequence[object], most: int = 8) -> str:
+    """Return the first items, separated by commas, and how many more there are."""
+    shown = ", ".join(map(str, items[:most]))
+    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Return sorted numbers with runs folded: 0-3, 7."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How this process was started.
+
+    Args:
+        variables: the environment for torch.distributed, with what follows from other variables.
+        findings: of the check "launch"; failed if the ranks cannot find each other.
+    """
+
+    launcher: Launcher
+    rank: int
+    world_size: int
+    local_rank: int
+    variables: dict[str, str]
+    findings: tuple[Finding, ...]
+
+
+def read_launch(environment: Mapping[str, str]) -> Launch:
+    """Return how this process was started, and what is missing."""
+    found = launch_variables(environment)
+    return Launch(
+        found.launcher,
+        found.number("RANK", 0),
+        max(1, found.number("WORLD_SIZE", 1)),
+        found.number("LOCAL_RANK", 0),
+        dict(found.values),
+        (_finding(found),),
+    )
+
+
+def _finding(launch: LaunchVariables) -> Finding:
+    found = launch.values
+    if launch.launcher == "none":
+        return Finding("ok", "launch", f"one process; for several ranks, {START}")
+    if problem := launch.problem():
+        return Finding("failed", "launch", *problem)
+    if "LOCAL_RANK" not in found:
+        return Finding(
+            "warning",
+            "launch",
+            "LOCAL_RANK is not set: ranks that see several GPUs would all use the first one",
+            "set it to the index of the rank on its node, or start with torchrun",
+        )
+    master = f"{found.get('MASTER_ADDR', '')}:{found.get('MASTER_PORT', '')}"
+    ranks = f"{found['WORLD_SIZE']} ranks"
+    return Finding("ok", "launch", f"{launch.launcher}: {ranks}, store at {master}")

@@ -1,4 +1,7 @@
-"""All checks of `pipemega doctor` in order; rank 0 collects the findings."""
+"""All checks of `pipemega doctor` in order; rank 0 collects the findings.
+
+Connects the ranks before any process group exists.
+"""
 
 import socket
 import sys
@@ -12,20 +15,27 @@ from functools import cached_property
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from pipemega.config import Config
-from pipemega.distributed.backends import message_device
-from pipemega.distributed.mesh import Mesh, build_mesh, pick_device
-from pipemega.distributed.mixed_mesh import build_mixed_mesh
+from pipemega.distributed.mesh import Mesh, build_mesh, build_mixed_mesh, pick_device
+from pipemega.distributed.process_groups import is_store_of_torchrun, message_device, wait_for_store
 from pipemega.distributed.topology import Topology
-from pipemega.doctor import bandwidth, clocks, compare_facts, connection_checks, disk_speed
-from pipemega.doctor.attendance import AbsentRanks, Attendance, Outcome
-from pipemega.doctor.findings import Finding, listed, ranges
+from pipemega.doctor import measurements, rank_facts
+from pipemega.doctor.attendance import (
+    AbsentRanks,
+    Attendance,
+    Finding,
+    Launch,
+    Outcome,
+    listed,
+    ranges,
+)
 from pipemega.doctor.rank_facts import RankFacts, read_facts
-from pipemega.errors import PipemegaError
+from pipemega.errors import MeshError, PipemegaError
 from pipemega.planning.estimate import Report, Request, estimate
-from pipemega.planning.units import show_bytes
-from pipemega.profiling.clock_sync import ClockSample
+from pipemega.printing import show_bytes
+from pipemega.profiling.step_trace import ClockSample
 
 # torch's own timeout must not end a process before the deadline of a step is reported.
 _LONGER_SECONDS = 60.0
@@ -116,7 +126,7 @@ class Examination:
                 mesh = config.mesh
                 topology = Topology.fit(world, mesh.pipeline, mesh.tensor, mesh.data)
                 config.batch(topology.data)
-                connection_checks.rank_of_stages(config, topology)
+                measurements.rank_of_stages(config, topology)
             except PipemegaError as problem:
                 topology, error = None, str(problem)
         if error:
@@ -136,7 +146,7 @@ class Examination:
         job = attendance.share(
             "disk",
             lambda: {
-                "firsts": {h: r[0] for h, r in compare_facts.ranks_of_hosts(facts).items()},
+                "firsts": {h: r[0] for h, r in rank_facts.ranks_of_hosts(facts).items()},
                 "error": prepared[0].error,
                 **(prepared[0].value or {"folder": options.folder, "token": ""}),
             },
@@ -146,29 +156,29 @@ class Examination:
         def measure() -> dict[str, Any] | None:
             if job["error"] or attendance.rank not in job["firsts"].values():
                 return None
-            return disk_speed.measure(folder, token, attendance.rank, options.disk_bytes)
+            return measurements.measure_disk(folder, token, attendance.rank, options.disk_bytes)
 
         try:
             outcomes = attendance.run("disk speed", measure)
         finally:
             # Also if ranks do not answer.
             if token and attendance.rank == 0:
-                disk_speed.remove_marker(folder, token)
+                measurements.remove_marker(folder, token)
         if attendance.rank > 0:
             return
         self._add(*_errors("disk", outcomes, f"check the file system of {folder}"))
         values = {host: outcomes[rank].value for host, rank in job["firsts"].items()}
         self.measured["disk"] = results = {h: v for h, v in values.items() if v is not None}
         size = checkpoint_bytes(options.config, self._plan())
-        self._add(*disk_speed.judge(folder, job["error"], results, size))
+        self._add(*measurements.judge_disk(folder, job["error"], results, size))
 
     def _prepare_folder(self) -> dict[str, str] | None:
         """Write the file that the other nodes look for, on rank 0."""
         if self.attendance.rank > 0:
             return None
-        folder = disk_speed.existing_folder(self.options.folder)
+        folder = measurements.existing_folder(self.options.folder)
         token = f"pipemega-doctor-{uuid.uuid4().hex[:12]}"
-        disk_speed.place_marker(folder, token)
+        measurements.place_marker(folder, token)
         return {"folder": folder, "token": token}
 
     def _check_network(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
@@ -176,7 +186,7 @@ class Examination:
         if attendance.rank == 0:
             config = self.options.config
             mixed = config is not None and bool(config.mesh.mixed_devices)
-            found = compare_facts.compare(facts, topology, mixed) if facts else []
+            found = rank_facts.compare(facts, topology, mixed) if facts else []
             self._add(*found)
         if attendance.world_size == 1:
             self._add(Finding("skipped", "connections", "one rank has none"))
@@ -212,13 +222,17 @@ class Examination:
             "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO prints NCCL's choice)"
         )
         yield "process groups", interface, lambda: self._connect(topology or Topology(data=world))
-        yield "axes", interface, lambda: connection_checks.check_axes(self._ready_mesh(), self._at)
+        yield "axes", interface, lambda: measurements.check_axes(self._ready_mesh(), self._at)
         if topology is None:
             yield "ring", interface, self._ring
         elif topology.pipeline > 1:
             yield "pipeline", interface, lambda: self._pipeline(topology)
-        yield "bandwidth", interface, lambda: bandwidth.measure(self._ready_mesh(), self._at)
-        yield "clocks", interface, lambda: clocks.sample(self._ready_mesh())
+        yield (
+            "bandwidth",
+            interface,
+            lambda: measurements.measure_bandwidth(self._ready_mesh(), self._at),
+        )
+        yield "clocks", interface, lambda: measurements.sample(self._ready_mesh())
 
     def _connect(self, topology: Topology) -> None:
         self._at(f"the process groups of the mesh {topology}")
@@ -240,12 +254,12 @@ class Examination:
     def _ring(self) -> int:
         mesh = self._ready_mesh()
         device = message_device(mesh.world.group, mesh.device)
-        return connection_checks.check_ring(mesh.world, device, self._at)
+        return measurements.check_ring(mesh.world, device, self._at)
 
     def _pipeline(self, topology: Topology) -> int:
         assert self.options.config is not None, "the topology is that of the config"
-        stages = connection_checks.rank_of_stages(self.options.config, topology)
-        return connection_checks.check_pipeline(self._ready_mesh(), stages, self._at)
+        stages = measurements.rank_of_stages(self.options.config, topology)
+        return measurements.check_pipeline(self._ready_mesh(), stages, self._at)
 
     def _judge_network(
         self, topic: str, values: dict[int, Any], facts: dict[int, RankFacts]
@@ -263,10 +277,10 @@ class Examination:
             self.measured["bandwidth"] = values[0] if len(values) == 1 else values
             cuda = [fact.device.startswith("cuda") for fact in facts.values()]
             is_nccl = bool(cuda) and all(cuda)
-            self._add(*bandwidth.judge(values, is_nccl))
+            self._add(*measurements.judge_bandwidth(values, is_nccl))
         elif topic == "clocks":
             samples: dict[int, list[ClockSample]] = values
-            self._add(clocks.judge(samples, compare_facts.ranks_of_hosts(facts)))
+            self._add(measurements.judge_clocks(samples, rank_facts.ranks_of_hosts(facts)))
 
     def _check_memory(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
         """Compare the memory that `pipemega plan` predicts with that of the GPUs and the hosts."""
@@ -331,7 +345,7 @@ def judge_memory(needed: dict[int, int], facts: dict[int, RankFacts]) -> Iterato
 
 def _crowded_hosts(needed: dict[int, int], facts: dict[int, RankFacts]) -> Iterator[Finding]:
     """Yield a warning for each host with less free memory than its ranks on CPUs need."""
-    for host, ranks in compare_facts.ranks_of_hosts(facts).items():
+    for host, ranks in rank_facts.ranks_of_hosts(facts).items():
         on_cpu = [rank for rank in ranks if facts[rank].device == "cpu"]
         total, free = sum(needed[rank] for rank in on_cpu), facts[ranks[0]].host_free
         if on_cpu and free is not None and total > free:
@@ -373,3 +387,37 @@ def _absent_finding(error: AbsentRanks, world_size: int) -> Finding:
         text = f"{names} answered before, but not in the step {error.topic!r}"
         remedy = "look at their output: the process has ended, or its node does not respond"
     return Finding("failed", "ranks", text, remedy)
+
+
+def open_store(launch: Launch, seconds: float) -> Any:
+    """Return the store of all ranks; None for one rank.
+
+    Args:
+        seconds: how long to wait for the process that hosts the store.
+
+    Raises:
+        MeshError: the store cannot be reached, or its port is taken.
+    """
+    if launch.world_size == 1:
+        return None
+    host, port = launch.variables["MASTER_ADDR"], int(launch.variables["MASTER_PORT"])
+    is_host = launch.rank == 0 and not is_store_of_torchrun()
+    if not is_host:
+        wait_for_store(launch.rank, host, port, seconds)
+    try:
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            host,
+            port,
+            is_master=is_host,
+            timeout=timedelta(seconds=seconds),
+            # Otherwise rank 0 waits for all ranks here, and could not name those that do not come.
+            wait_for_workers=False,
+            # The process group opens a second store at this port.
+            multi_tenant=True,
+        )
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise MeshError(
+            f"rank {launch.rank} cannot open the store at {host}:{port}: {reason}"
+        ) from error
+    return dist.PrefixStore("pipemega/doctor", store)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from pipemega.monitor import get_logger
 from pipemega.optimizer import StepReport
 from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan.layer_moves import Bounds
+from pipemega.pipeline.plan.partition import Bounds
 
 
 class CheckpointedEngine(StepEngine):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from textwrap import indent
 
-from pipemega.config.comms_logger import OPERATIONS, CommsLoggerSection
+from pipemega.config.sections.monitor_sections import OPERATIONS, CommsLoggerSection
 from pipemega.distributed.comm_recorder import (
     NOTHING,
     CommKind,
@@ -15,7 +15,7 @@ from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.monitor import get_logger
-from pipemega.monitor.step_clock import HostClock
+from pipemega.monitor.timers import HostClock
 from pipemega.pipeline.recorder import step_clock
 from pipemega.printing import aligned
 

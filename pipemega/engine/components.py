@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from pipemega.data.loader import BatchLoader
-from pipemega.distributed.launch_order import launch_order_advice
+from pipemega.distributed.process_groups import launch_order_advice
 from pipemega.engine.executor_builder import ExecutorBuilder
 from pipemega.engine.first_plan import FirstPlan
 from pipemega.engine.late_choice import LateChoice
@@ -17,7 +17,7 @@ from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep
 from pipemega.optimizer.build_step import optimizer_step
 from pipemega.pipeline.executor import Executor
-from pipemega.pipeline.local_model import LocalModel
+from pipemega.pipeline.model.stages import LocalModel
 from pipemega.pipeline.plan_selection import plan_is_provisional
 from pipemega.pipeline.recorder import step_clock
 

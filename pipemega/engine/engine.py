@@ -15,15 +15,15 @@ from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh, gather_objects, on_all_ranks
 from pipemega.engine.batch_reader import StepData
-from pipemega.engine.build_loader import evaluation_loader
 from pipemega.engine.checkpointed_engine import CheckpointedEngine
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import OnOutput
+from pipemega.engine.training_data import evaluation_loader
 from pipemega.engine.training_run import TrainingRun
 from pipemega.errors import ConfigError, StopTraining
-from pipemega.fault_tolerance.run_progress import RunProgress, register_progress
-from pipemega.optimizer.torch_schedule import SchedulerMaker, TorchSchedule
-from pipemega.pipeline.gather_tensors import gather_full_tensors
+from pipemega.fault_tolerance.error_propagation import RunProgress, register_progress
+from pipemega.optimizer.lr_schedules import SchedulerMaker, TorchSchedule
+from pipemega.pipeline.model.stages import gather_full_tensors
 from pipemega.pipeline.plan.instructions import Plan
 
 _Outputs = TypeVar("_Outputs")

@@ -10,13 +10,13 @@ from pipemega.errors import ConfigError
 from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep, ZeroMasterParams
 from pipemega.optimizer.build_step import precision_of
-from pipemega.optimizer.grad_ready import BucketReadiness
+from pipemega.optimizer.zero import BucketReadiness
 from pipemega.pipeline.connections import connect
 from pipemega.pipeline.executor import Executor, RankStages
-from pipemega.pipeline.local_model import LocalModel
 from pipemega.pipeline.messages import Header
 from pipemega.pipeline.microbatch_loss import reduced_loss
-from pipemega.pipeline.module import PipelineModule
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.stages import LocalModel
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.pipeline.transport import Transport
@@ -53,7 +53,7 @@ class ExecutorBuilder:
         before_training = None
         if config.compile.enabled:
             # It imports the compiler.
-            compiled = import_module("pipemega.pipeline.compiled_layers")
+            compiled = import_module("pipemega.pipeline.model.compiled_layers")
             log = get_logger(self._mesh.rank)
             before_training = compiled.compile_layers(model.stages, config.compile, self._mesh, log)
         return Executor(

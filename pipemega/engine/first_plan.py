@@ -12,11 +12,11 @@ from pipemega.engine.schedule_tuner import ScheduleTuner, first_tuned_plan
 from pipemega.engine.step_plans import StepPlans
 from pipemega.errors import ConfigError
 from pipemega.monitor import get_logger
+from pipemega.pipeline.model.stages import stage_bounds
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan.layer_moves import Bounds
+from pipemega.pipeline.plan.partition import Bounds
 from pipemega.pipeline.plan_selection import plan_is_provisional
-from pipemega.pipeline.stage_partition import stage_bounds
-from pipemega.planning.vocabulary_choice import with_cut_vocabulary
+from pipemega.planning.schedule_choice import with_cut_vocabulary
 
 
 class FirstPlan(NamedTuple):

@@ -5,16 +5,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipemega.config.batch_equation import Batch
-from pipemega.config.profilers import FlopsProfilerSection
+from pipemega.config.batch import Batch
+from pipemega.config.sections.monitor_sections import FlopsProfilerSection
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.flops_report import FlopsProfile, RankProfile
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.monitor import MultiTimer, get_logger, print_table
-from pipemega.pipeline.local_model import LocalModel
-from pipemega.pipeline.module import Stage
+from pipemega.pipeline.model.module import Stage
+from pipemega.pipeline.model.stages import LocalModel
+from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.recorder import step_clock
-from pipemega.pipeline.vocabulary_shard import VocabularyShard
 from pipemega.profiling.module_profiler import ModuleCost, ModuleProfiler, ProfiledLayer
 
 LayerSource = tuple[Mapping[int, ProfiledLayer], Sequence[Stage | VocabularyShard]]

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from pipemega.config.profilers import FlopsProfilerSection
+from pipemega.config.sections.monitor_sections import FlopsProfilerSection
 from pipemega.monitor.timers import PARTS
-from pipemega.planning.units import show_count, show_time, three
-from pipemega.printing import aligned, percent
+from pipemega.printing import aligned, percent, show_count, show_time, three
 from pipemega.profiling.module_profiler import ModuleCost
 
 # Backward computes the gradients of both factors of each matrix product.

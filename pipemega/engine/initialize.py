@@ -1,5 +1,13 @@
-"""`initialize`: builds an engine from a config and a model."""
+"""`initialize`: builds an engine from a config and a model.
 
+Set glibc's allocator to keep freed memory: the next micro-batch needs it again.
+
+By default glibc returns the top of the heap to the kernel when it is freed, which happens after
+every backward pass, and gets the same pages again in the next forward, with one page fault each.
+On GPUs torch's caching allocator keeps freed memory too.
+"""
+
+import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,39 +20,53 @@ from torch.optim import Optimizer
 
 from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
-from pipemega.distributed.exit_hooks import register_exit_hook
 from pipemega.distributed.mesh import Mesh, on_all_ranks, set_world_timeout
-from pipemega.engine.build_loader import training_loader
-from pipemega.engine.check_arguments import check_arguments, optimizer_arguments
+from pipemega.distributed.topology import register_exit_hook
 from pipemega.engine.components import build_components
-from pipemega.engine.cpu_allocator import keep_freed_memory
-from pipemega.engine.determinism import use_deterministic_algorithms
 from pipemega.engine.engine import Engine
 from pipemega.engine.first_plan import FirstPlan, first_plan, with_chosen_vocabulary
 from pipemega.engine.late_choice import LateChoice
 from pipemega.engine.loop_engine import LoopEngine
-from pipemega.engine.rank_logging import open_log
 from pipemega.engine.resume import resume, with_saved_schedule
-from pipemega.engine.run_mesh import (
+from pipemega.engine.run_arguments import (
     build_mesh_of,
+    check_arguments,
+    open_log,
+    optimizer_arguments,
     refuse_worker_process,
+    use_deterministic_algorithms,
     with_devices_of_layers,
 )
 from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.running_statistics import running_statistics_warning
+from pipemega.engine.training_data import training_loader
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
-from pipemega.lora.adapted_model import add_lora
+from pipemega.lora.adapters import add_lora
 from pipemega.lora.peft_files import load_adapter, section_of
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
-from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer
-from pipemega.optimizer.torch_schedule import SchedulerMaker
-from pipemega.optimizer.user_optimizer import OptimizerMaker
-from pipemega.pipeline.local_model import LocalModel, log_stages, make_replicas_equal
-from pipemega.pipeline.module import PipelineModule
+from pipemega.optimizer.lr_schedules import SchedulerMaker
+from pipemega.optimizer.user_optimizer import GivenGroups, GivenOptimizer, OptimizerMaker
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.stages import LocalModel, log_stages, make_replicas_equal
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.planning.model_source import Sample
+from pipemega.planning.stage_costs import Sample
+
+# Parameters of mallopt(3).
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_NEVER = 2**31 - 1
+
+
+def keep_freed_memory() -> bool:
+    """Keep freed memory in this process; return False if the C library has no mallopt."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    # Both: setting one threshold switches off the dynamic adjustment of the other.
+    return bool(mallopt(_M_TRIM_THRESHOLD, _NEVER) and mallopt(_M_MMAP_THRESHOLD, _NEVER))
+
 
 AnyEngine = TypeVar("AnyEngine", bound=Engine)
 

@@ -18,8 +18,8 @@ from pipemega.engine.first_plan import FirstPlan, first_plan
 from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.stage_mover import BuiltModules
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan.layer_moves import Bounds
-from pipemega.planning.model_source import Sample
+from pipemega.pipeline.plan.partition import Bounds
+from pipemega.planning.stage_costs import Sample
 
 
 class LateChoice:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.exchanges import all_reduce
 from pipemega.distributed.mesh import Mesh
 from pipemega.pipeline.execution_state import Results
 

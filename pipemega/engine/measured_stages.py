@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind, Plan
-from pipemega.pipeline.plan.layer_moves import Bounds
+from pipemega.pipeline.plan.partition import Bounds
+from pipemega.pipeline.plan.simulate import CostModel
 from pipemega.planning.prediction import Prediction
 from pipemega.planning.schedule_choice import Stages
 

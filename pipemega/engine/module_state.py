@@ -5,10 +5,10 @@ from pathlib import Path
 
 from torch import Tensor
 
-from pipemega.checkpoint.open_path import open_path
+from pipemega.checkpoint.save_load import open_path
 from pipemega.engine.engine import Engine
 from pipemega.errors import CheckpointError, ConfigError
-from pipemega.pipeline.module import PipelineModule
+from pipemega.pipeline.model.module import PipelineModule
 
 _KINDS = ("parameters/", "buffers/")
 

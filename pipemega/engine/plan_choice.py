@@ -22,12 +22,11 @@ from pipemega.models.build_model import ModelContext, sample_from
 from pipemega.monitor import get_logger
 from pipemega.pipeline.autoschedule import Placement
 from pipemega.pipeline.connections import message_order
-from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan.layer_moves import Bounds
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import simulate
-from pipemega.pipeline.plan.stage_cut import Cut
+from pipemega.pipeline.plan.partition import Bounds, Cut
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan_selection import (
     best_plan,
     plan_is_provisional,
@@ -38,20 +37,13 @@ from pipemega.pipeline.plan_selection import (
     with_section_vocabulary,
 )
 from pipemega.pipeline.schedules import AUTO, forward_only, splits_backward
-from pipemega.pipeline.schedules.placement import loop
-from pipemega.pipeline.schedules.sequential import sequential_on
-from pipemega.pipeline.vocabulary_shard import vocabulary_split
-from pipemega.planning.cut_report import explain
-from pipemega.planning.layer_times import measured_layers
-from pipemega.planning.meta_model import MetaModel
-from pipemega.planning.model_source import Sample
-from pipemega.planning.prediction import Prediction
-from pipemega.planning.queue_memory import fit_queue_of_linears, may_limit
-from pipemega.planning.rates import Rates
-from pipemega.planning.schedule_choice import ScheduleChooser, Stages, within_memory_limit
-from pipemega.planning.vocabulary_choice import cut_wins
-from pipemega.profiling.meta_kernels import DeviceType
-from pipemega.profiling.tensor_meter import unmetered
+from pipemega.pipeline.schedules.building_blocks import loop
+from pipemega.pipeline.schedules.one_f_one_b import sequential_on
+from pipemega.planning.meta_model import MetaModel, fit_queue_of_linears, may_limit
+from pipemega.planning.prediction import Prediction, Rates, explain, measured_layers
+from pipemega.planning.schedule_choice import ScheduleChooser, Stages, cut_wins, within_memory_limit
+from pipemega.planning.stage_costs import Sample
+from pipemega.profiling.tensor_meter import DeviceType, unmetered
 from pipemega.random import preserve_rng
 
 

@@ -4,9 +4,9 @@ import logging
 from typing import Any
 
 from pipemega.checkpoint import any_checkpoint, newest
+from pipemega.checkpoint.checkpointer import with_values_of
 from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
-from pipemega.checkpoint.open_path import open_path
-from pipemega.checkpoint.schedule_values import with_values_of
+from pipemega.checkpoint.save_load import open_path
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.distributed.topology import Topology

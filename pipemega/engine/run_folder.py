@@ -8,7 +8,7 @@ runs/mine-20261122-040150/
   run.json          who started the run and when, so that a restart finds its folder again
   config.json       the resolved config
   metrics.jsonl     and what other sinks write
-  run.lock          while the run writes: see `pipemega.storage.folder_lock`
+  run.lock          while the run writes: see `pipemega.storage.locks`
 runs/latest         a symbolic link to the newest folder that this module named
 """
 
@@ -28,8 +28,7 @@ from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.errors import CheckpointError, ConfigError
 from pipemega.storage.filesystem import LocalStorage, Storage, is_remote, storage_at
-from pipemega.storage.folder_lock import folder_locks
-from pipemega.storage.process_identity import ProcessIdentity
+from pipemega.storage.locks import ProcessIdentity, folder_locks
 
 RUNS = Path("runs")
 """Parent of the folders that are not configured, in the working directory of rank 0."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pipemega.diagnostics.loss_spikes import SpikeDetector
-from pipemega.diagnostics.stragglers import SHOWN_RANKS, StragglerWatch
+from pipemega.diagnostics.stragglers import SHOWN_RANKS, SpikeDetector, StragglerWatch
 from pipemega.engine.nan_policy import NonFinitePolicy
 from pipemega.engine.run_facts import run_facts
 from pipemega.engine.run_folder import RunFolder
@@ -38,7 +37,7 @@ from pipemega.monitor import (
     tflops_per_device,
 )
 from pipemega.optimizer import StepReport
-from pipemega.storage.folder_lock import folder_locks
+from pipemega.storage.locks import folder_locks
 
 
 class RunLogger:

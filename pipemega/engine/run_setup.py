@@ -8,11 +8,11 @@ from pipemega.config import Batch, Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
 from pipemega.optimizer.build_step import OptimizerArguments
-from pipemega.pipeline.local_model import LocalModel, build_local_model
-from pipemega.pipeline.module import BuildOptions, PipelineModule
-from pipemega.pipeline.recompute import checkpoint_interval
-from pipemega.pipeline.vocabulary_shard import vocabulary_split
-from pipemega.planning.model_source import Sample
+from pipemega.pipeline.model.module import BuildOptions, PipelineModule
+from pipemega.pipeline.model.recompute import checkpoint_interval
+from pipemega.pipeline.model.stages import LocalModel, build_local_model
+from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
+from pipemega.planning.stage_costs import Sample
 
 
 @dataclass(frozen=True)

@@ -43,14 +43,13 @@ from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
 from pipemega.engine.stage_mover import describe_cut
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.errors import PipemegaError
-from pipemega.pipeline.plan.costs import CostModel, VocabularyCosts
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan.layer_moves import Bounds
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.partition import Bounds
+from pipemega.pipeline.plan.simulate import CostModel, VocabularyCosts, simulate
 from pipemega.planning.prediction import Prediction
 from pipemega.printing import percent
 from pipemega.profiling.cost_estimation import measured_costs
-from pipemega.profiling.trace import Trace
+from pipemega.profiling.step_trace import Trace
 
 WARM_UP = 2
 TIMED = 4

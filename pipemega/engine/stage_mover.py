@@ -35,12 +35,12 @@ from pipemega.errors import ConfigError
 from pipemega.monitor import get_logger
 from pipemega.optimizer import MasterParams, OptimizerStep
 from pipemega.optimizer.build_step import build_masters
-from pipemega.optimizer.given_optimizer import GivenGroups
+from pipemega.optimizer.user_optimizer import GivenGroups
 from pipemega.pipeline.executor import Executor
-from pipemega.pipeline.local_model import LocalModel
-from pipemega.pipeline.module import PipelineModule
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.stages import LocalModel
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.planning.units import show_bytes
+from pipemega.printing import show_bytes
 from pipemega.random import preserve_all_rng
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from pipemega.distributed.byte_exchange import Key, Piece, TensorInfo, exchange
 from pipemega.distributed.mesh import Axis, gather_objects
 from pipemega.optimizer import OptimizerStep
-from pipemega.optimizer.state_by_name import pack
-from pipemega.pipeline.local_model import LocalModel
+from pipemega.optimizer.param_groups import pack
+from pipemega.pipeline.model.stages import LocalModel
 
 State = dict[str, dict[str, Any]]
 """Logical name -> {"parameter", "master", "exp_avg", "buffer", ..: tensor or plain value}.

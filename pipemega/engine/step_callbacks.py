@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 import torch
 
-from pipemega.config.monitors import TraceSection
+from pipemega.config.sections.monitor_sections import TraceSection
 from pipemega.distributed.mesh import Mesh
 from pipemega.monitor import Phase, StepPhases
 from pipemega.optimizer import StepReport
 from pipemega.pipeline.execution_state import MicroBatches
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan.layer_moves import Bounds
+from pipemega.pipeline.plan.partition import Bounds
 from pipemega.pipeline.recorder import NULL_RECORDER, BusyTimeRecorder, Recorder
+from pipemega.profiling.step_trace import Trace
 from pipemega.profiling.step_tracer import Tracer
-from pipemega.profiling.trace import Trace
 
 
 @dataclass

@@ -18,26 +18,25 @@ from pipemega.data.loader import BatchLoader
 from pipemega.diagnostics.nan_origin import NonFiniteLocator
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh
-from pipemega.engine.batch_norm_updates import BatchNormUpdates
 from pipemega.engine.batch_reader import BatchReader, StepData
-from pipemega.engine.build_loader import share_of
 from pipemega.engine.comms_logger import CommsLogger
 from pipemega.engine.components import Components
 from pipemega.engine.evaluation import Evaluator
 from pipemega.engine.flops_profiler import FlopsProfiler, LayerSource, layer_sources
+from pipemega.engine.running_statistics import BatchNormUpdates
 from pipemega.engine.step_callbacks import MeasureBusyTime, StepCallback, TraceSteps, TrainStep
 from pipemega.engine.step_runner import StepRunner
-from pipemega.engine.training_data import TrainingData
+from pipemega.engine.training_data import TrainingData, share_of
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
-from pipemega.monitor.step_phases import PIPELINE, StepPhases
+from pipemega.monitor.timers import PIPELINE, StepPhases
 from pipemega.optimizer import LRSchedule, PostValidatedStep, StepReport
 from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.executor import Executor
-from pipemega.pipeline.local_model import LocalModel
+from pipemega.pipeline.model.stages import LocalModel
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import Timeline
-from pipemega.profiling.trace import Trace
+from pipemega.profiling.step_trace import Trace
 from pipemega.random import preserve_rng
 
 # Reports kept for `take_reports`: a loop that calls it after each step finds two at most.

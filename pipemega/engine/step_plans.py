@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.engine.plan_choice import PlanChooser
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan.layer_moves import Bounds
+from pipemega.pipeline.plan.partition import Bounds
 
 
 class StepPlans:

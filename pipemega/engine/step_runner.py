@@ -8,11 +8,11 @@ from pipemega.engine.loss import sum_losses
 from pipemega.engine.step_callbacks import TrainStep
 from pipemega.errors import PipemegaError
 from pipemega.optimizer import OptimizerStep, PostValidatedStep, StepReport
+from pipemega.optimizer.post_validation import SpeculativeRunner
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor
-from pipemega.pipeline.module import RngKey
+from pipemega.pipeline.model.module import RngKey
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.speculative import SpeculativeRunner
 
 
 class StepRunner:

@@ -6,7 +6,7 @@ from pathlib import Path
 from pipemega.errors import ConfigError
 from pipemega.monitor import TimelineRecord
 from pipemega.profiling.simulated_vs_measured import Comparison, compare
-from pipemega.profiling.trace import Trace
+from pipemega.profiling.step_trace import Trace
 
 
 def write_timeline(

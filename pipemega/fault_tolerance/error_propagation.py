@@ -5,31 +5,241 @@ that wait for it then get a connection error, read the cause from the store and 
 connections, so the failure reaches every rank that waits in a collective. A rank that was killed or
 that hangs writes nothing: the ranks that lost a connection report this, and the ranks without a
 report are the missing ones (`missing_ranks`).
+
+Find the cause of a lost connection: another rank's report, or the ranks that do not report.
+
+What the error message says about a run: its step, its newest checkpoint, how to continue.
 """
 
+import os
 import threading
-from collections.abc import Callable, Iterator
+import time
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipemega.distributed.abort import abort_communicators
-from pipemega.distributed.backends import runs_gloo
+from pipemega.checkpoint import newest
 from pipemega.distributed.comm_errors import (
+    TIMED_OUT,
     describe_comm_error,
     is_connection_loss,
     trim_backend_error,
 )
 from pipemega.distributed.local_sockets import break_local_sockets
+from pipemega.distributed.process_groups import abort_communicators, runs_gloo
 from pipemega.errors import PeerError, PipemegaError, Stopped
-from pipemega.fault_tolerance.failure_store import FailureReport, FailureStore, default_store
-from pipemega.fault_tolerance.missing_ranks import Where, find_cause
-from pipemega.fault_tolerance.sigterm import ignore_sigterm
-from pipemega.pipeline.plan.deadlock_report import PlanPosition
+from pipemega.fault_tolerance.failure_store import (
+    POLL_SECONDS,
+    FailureReport,
+    FailureStore,
+    call_with_deadline,
+    default_store,
+    ignore_sigterm,
+)
+from pipemega.pipeline.plan.validate import PlanPosition, describe_deadlock
+from pipemega.storage.filesystem import is_remote
+
+# How long to wait for the folder of checkpoints, which may be on a disk that hangs.
+_DISK_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class RunProgress:
+    """The state of a run.
+
+    Args:
+        steps: completed training steps.
+        checkpoints: folder or URL of its checkpoints; None if it has none.
+        resumes: whether the same command continues from the newest checkpoint.
+        folder: for the log of errors; None: the folder of the checkpoints, if it is local.
+    """
+
+    steps: int
+    checkpoints: str | None
+    resumes: bool
+    folder: Path | None = None
+
+    @property
+    def log_folder(self) -> Path | None:
+        if self.folder is not None or self.checkpoints is None or is_remote(self.checkpoints):
+            return self.folder
+        return Path(self.checkpoints)
+
+    @property
+    def newest_checkpoint(self) -> str | None:
+        """The tag of the newest checkpoint; None if there is none, or it cannot be read."""
+        folder = self.checkpoints
+        if folder is None:
+            return None
+        return call_with_deadline(lambda: newest(folder), _DISK_SECONDS, None)
+
+
+_progress: Callable[[], Callable[[], RunProgress] | None] | None = None
+
+
+def register_progress(progress: Any) -> None:
+    """Make `progress`, a method without arguments, return the RunProgress of this process."""
+    global _progress
+    # Do not keep the engine in memory.
+    _progress = weakref.WeakMethod(progress)
+
+
+def run_progress() -> RunProgress | None:
+    """Return the progress of this process's run; None before its engine exists."""
+    progress = None if _progress is None else _progress()
+    return None if progress is None else progress()
+
+
+def describe_step(doing: str) -> str:
+    """Return when an error happened, as in "in step 14".
+
+    Args:
+        doing: what the rank did.
+    """
+    progress = run_progress()
+    if progress is None:
+        return "while the run started"
+    if doing == "train_batch":
+        return f"in step {progress.steps + 1}"
+    return f"after step {progress.steps}" + ("" if doing == "the script" else f", in {doing}")
+
+
+def describe_checkpoint() -> str:
+    """Return the newest checkpoint, as in "newest checkpoint: global_step10"."""
+    progress = run_progress()
+    tag = None if progress is None else progress.newest_checkpoint
+    return "no checkpoint yet" if tag is None else f"newest checkpoint: {tag}"
+
+
+def describe_restart() -> str:
+    """Return how the run continues after the loss of a rank."""
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    most = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
+    if restarts < most:
+        return f"torchrun starts the ranks again (restart {restarts + 1} of {most})"
+    progress = run_progress()
+    if progress is None or progress.resumes or progress.newest_checkpoint is None:
+        return "start again with the same command"
+    return f'start again with checkpoint.load "{progress.checkpoints}", or training.resume "auto"'
+
+
+@dataclass(frozen=True)
+class Where:
+    """What this rank did when it lost a connection.
+
+    Args:
+        doing: as in "train_batch".
+        position: in its plan; None outside of a step.
+    """
+
+    doing: str
+    position: PlanPosition | None
+
+
+def find_cause(
+    store: FailureStore, own: FailureReport, where: Where, seconds: float
+) -> FailureReport:
+    """Return the cause of the connection loss that `own` reports, and publish it.
+
+    Waits up to `seconds` for a cause from another rank, or for all ranks to report lost
+    connections; after that, ranks without a report are missing.
+
+    Args:
+        own: already in the store.
+        where: of this rank.
+    """
+    deadline = time.monotonic() + seconds
+    reports: list[FailureReport] = []
+    while time.monotonic() < deadline and len(_ranks(reports)) < store.world_size:
+        time.sleep(POLL_SECONDS)
+        if (cause := store.cause()) is not None:
+            return cause
+        reports = store.lost_connections()
+    return store.publish_cause(_diagnose(store, reports or [own], where))
+
+
+def _diagnose(store: FailureStore, reports: list[FailureReport], where: Where) -> FailureReport:
+    """Name the missing ranks and their locations; if none is missing, what each rank waited for."""
+    missing = sorted(set(range(store.world_size)) - _ranks(reports))
+    first = reports[0]
+    text, *table = first.message.splitlines()
+    text = trim_backend_error(text)
+    if (position := where.position) is not None:
+        at = {r.rank: r.at for r in reports if r.rank is not None and r.at is not None}
+        table = [describe_deadlock(position, at, missing)]
+    if not missing:
+        others = [
+            f"  rank {report.rank}: {message}"
+            for report in reports
+            if (message := trim_backend_error(report.message)) != text and report.at is None
+        ]
+        return replace(first, message="\n".join([text, *others, *table]))
+    locations = {rank: found for rank in missing if (found := store.location(rank)) is not None}
+    silent = [rank for rank in missing if rank not in locations]
+    causes = []
+    if silent:
+        causes.append(
+            f"no response from rank {_listed(silent)}: killed, crashed, hanging, or slower than "
+            "mesh.timeout_seconds"
+        )
+    if locations:
+        causes.append(
+            f"rank {_listed(locations)} is alive but did not respond within mesh.timeout_seconds"
+        )
+    causes.append(f"first noticed by rank {first.rank} in {text}")
+    stacks = [f"  rank {rank} is {location}" for rank, location in locations.items()]
+    return FailureReport(
+        None,
+        "\n".join(["; ".join(causes), *stacks, *table]),
+        missing=tuple(missing),
+        summary=_summary(store, locations, missing, where.doing, text),
+    )
+
+
+def _summary(
+    store: FailureStore, locations: dict[int, str], missing: list[int], doing: str, first: str
+) -> str:
+    """Return in one line which ranks are missing.
+
+    Args:
+        locations: of the ranks whose watchdog has answered.
+        doing: what this rank did.
+        first: the first report of a lost connection. A killed process closes its connections, and
+            a hanging one does not.
+    """
+    # torchrun sends SIGTERM when a rank has exited.
+    timed_out = TIMED_OUT in first and not first.startswith("SIGTERM")
+    verb = "did not respond within mesh.timeout_seconds" if timed_out else "disappeared"
+    when, parts = describe_step(doing), []
+    for rank in missing:
+        identity = store.identity(rank)
+        name = f"rank {rank}" + (f" ({identity})" if identity else "")
+        if rank in locations:
+            position, *stack = locations[rank].splitlines()
+            line = f": {stack[0].strip()}" if stack else ""
+            parts.append(
+                f"{name} did not respond within mesh.timeout_seconds {when}; it is {position}{line}"
+            )
+        else:
+            parts.append(f"{name} {verb} {when}")
+    return "; ".join(parts)
+
+
+def _ranks(reports: Iterable[FailureReport]) -> set[int | None]:
+    return {report.rank for report in reports}
+
+
+def _listed(ranks: Iterable[int]) -> str:
+    return ", ".join(map(str, ranks))
+
 
 # How long a rank that lost a connection waits for the cause or for the other ranks' reports.
 _COLLECT_SECONDS = 3.0

@@ -20,10 +20,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
-from pipemega.distributed.abort import abort_communicators
-from pipemega.distributed.backends import runs_gloo
 from pipemega.distributed.device_waits import fail
 from pipemega.distributed.mesh import launched_rank
+from pipemega.distributed.process_groups import abort_communicators, runs_gloo
 from pipemega.fault_tolerance.failure_store import FailureStore, call_with_deadline
 from pipemega.fault_tolerance.final_report import report_from_thread
 

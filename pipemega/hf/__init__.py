@@ -7,8 +7,7 @@ layers of a family are sharded; `weight_source`: where initial values come from.
 transformers is imported inside functions only: its import takes 4 s.
 """
 
-from pipemega.hf.hf_module import HFPipelineModule
-from pipemega.hf.load_model import from_pretrained
-from pipemega.hf.weight_source import WeightSource, is_transposed
+from pipemega.hf.hf_module import HFPipelineModule, from_pretrained
+from pipemega.hf.weights.safetensors_files import WeightSource, is_transposed
 
 __all__ = ["HFPipelineModule", "WeightSource", "from_pretrained", "is_transposed"]

@@ -38,7 +38,7 @@ from pipemega.tensor_parallel.collectives import (
     gather_sequence,
     scatter_sequence,
 )
-from pipemega.tensor_parallel.dropout import sequence_dropout
+from pipemega.tensor_parallel.layers import sequence_dropout
 
 _COLUMN, _ROW = ("colwise", "blocks", "qkv"), ("rowwise", "rowwise_rep")
 # A module with only these gets a shard or a slice, and gathers nothing.

@@ -7,6 +7,14 @@
 An encoder-decoder has two stacks of layers and three segments; the second one contains the norm of
 the encoder and the embeddings of the decoder. A shell is the model with placeholders for layers and
 for the modules of other segments. HF's own forward runs in it, with the masks of each family.
+
+Finds out whether a model returns the output of its head, a plain linear, as it is.
+
+The message between the layers of a Hugging Face model.
+
+hidden                      [batch, sequence, hidden], if nothing else is needed
+(hidden, carried, side)     carried: other tensors with a gradient, such as an encoder's output
+                            side: integer inputs from which masks and positions are computed
 """
 
 import copy
@@ -19,21 +27,75 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipemega.errors import ConfigError
-from pipemega.hf.expert_products import IMPLEMENTATION as EXPERTS
-from pipemega.hf.expert_products import register_experts
-from pipemega.hf.float_inputs import FLOAT_INPUT_SHAPES
-from pipemega.hf.layer_messages import Side, split_hidden
-from pipemega.hf.parameter_memory import allocate, parameters_on_meta
+from pipemega.hf.families import refuse_settings
 from pipemega.hf.placeholders import (
     LayerPlaceholder,
     ModuleStub,
+    allocate,
+    parameters_on_meta,
     set_module,
     without_values,
     zeros_like_output,
 )
-from pipemega.hf.plain_head import head_outputs, is_last_of
-from pipemega.hf.refusals import refuse_settings
-from pipemega.hf.special_models import special_model
+from pipemega.hf.sharding import IMPLEMENTATION as EXPERTS
+from pipemega.hf.sharding import register_experts
+from pipemega.hf.tasks import FLOAT_INPUT_SHAPES, special_model
+
+
+def head_outputs(description: Any, shell: nn.Module) -> list[tuple[Tensor, int]]:
+    """Return a list that takes what the head of `shell` returns, with its version.
+
+    It remains empty if the head is no plain linear.
+
+    Args:
+        description: a `ModelDescription`; its model has the head.
+        shell: with stubs for all modules with parameters.
+    """
+    d, outputs = description, list[tuple[Tensor, int]]()
+    head = d.model.get_output_embeddings()
+    name = next((name for name in d.owners if d.model.get_submodule(name) is head), None)
+
+    def take(stub: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        # As a linear returns it: `contiguous()` of a model then does nothing.
+        output = output.contiguous()
+        outputs.append((output, output._version))
+        return output
+
+    if name is not None and type(head) is nn.Linear:
+        shell.get_submodule(name).register_forward_hook(take)
+    return outputs
+
+
+def is_last_of(outputs: list[tuple[Tensor, int]], output: Any) -> bool:
+    """Return whether a model returned what its head returned last, not changed in place."""
+    if not outputs:
+        return False
+    from_head, version = outputs[-1]
+    return output is from_head and output._version == version
+
+
+Side = dict[str, Tensor]
+
+
+def unpack(message: Any) -> tuple[Tensor, list[Tensor], Side]:
+    """Return (hidden, carried, side) of a message."""
+    if isinstance(message, Tensor):
+        return message, [], {}
+    hidden, carried, side = message
+    return hidden, list(carried), side
+
+
+def pack(hidden: Tensor, carried: list[Tensor], side: Side) -> Any:
+    """Return the message with these parts."""
+    return (hidden, carried, side) if carried or side else hidden
+
+
+def split_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Any, Any]:
+    """Return (hidden, other args, other kwargs) of the call of a layer."""
+    if args:
+        return args[0], args[1:], kwargs
+    others = {key: value for key, value in kwargs.items() if key != "hidden_states"}
+    return kwargs["hidden_states"], (), others
 
 
 class LayerReached(Exception):

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import skip_init
 
-from pipemega.config.lora import LoraSection
+from pipemega.config.sections.run_sections import LoraSection
 from pipemega.distributed.mesh import Axis
 from pipemega.parameters import InitMethod, Shard, attach_shard, shard_of
 from pipemega.tensor_parallel.collectives import SEQUENCE_DIM, copy_to_tensor, gather_sequence

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipemega.config.lora import LoraSection
+from pipemega.config.sections.run_sections import LoraSection
 from pipemega.errors import CheckpointError, ConfigError
 from pipemega.parameters import is_transposed, shard_of
-from pipemega.pipeline.local_model import LocalModel
-from pipemega.pipeline.module import PipelineModule
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.stages import LocalModel
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

@@ -8,21 +8,24 @@ torchvision's names; `ResNet.state_names` maps those of the whole model.
 
 Source: He et al. 2015, arXiv:1512.03385; the stride of a bottleneck is in its 3 x 3 convolution, as
 in torchvision.
+
+The model type "resnet" of the config: what its section delegates to.
 """
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipemega.config.model_resnet import ResNetSection
+from pipemega.config.sections.image_model_sections import ResNetSection
 from pipemega.errors import ConfigError
-from pipemega.models.classification_loss import ClassificationLoss
-from pipemega.models.loaded_values import with_values
-from pipemega.pipeline.deferred_batch_norm import Deferral
-from pipemega.pipeline.module import PipelineModule
-from pipemega.pipeline.spec import LayerSpec
+from pipemega.models.build_model import ModelContext, with_values
+from pipemega.models.vit import ClassificationLoss
+from pipemega.pipeline.model.batch_norm import Deferral
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.spec import LayerSpec
 
 
 class Stem(nn.Module):
@@ -202,3 +205,15 @@ def _convolution(inputs: int, outputs: int, size: int, stride: int = 1) -> nn.Co
     made = nn.Conv2d(inputs, outputs, size, stride, padding=size // 2, bias=False)
     nn.init.kaiming_normal_(made.weight, mode="fan_out", nonlinearity="relu")
     return made
+
+
+def build(section: ResNetSection, context: ModelContext) -> ResNet:
+    """Return the ResNet."""
+    return ResNet(section, context.micro_batch_size, context.dtype)
+
+
+def sample(section: ResNetSection, context: ModelContext) -> tuple[Any, Any]:
+    """Return the images and the class ids of one micro-batch."""
+    size = section.image_size
+    images = torch.empty(context.micro_batch_size, section.num_channels, size, size)
+    return images, torch.empty(context.micro_batch_size, dtype=torch.int64)

@@ -9,7 +9,6 @@ step_phases, step_clock phases of a step that add up to its time; the clocks of 
 timers, flops, logger   stopwatches, FLOP counts, the logger of a rank
 """
 
-from pipemega.monitor.background_sink import BackgroundSink
 from pipemega.monitor.build_sinks import build_sinks
 from pipemega.monitor.console import (
     Console,
@@ -20,7 +19,6 @@ from pipemega.monitor.console import (
     step_line,
     timeline_line,
 )
-from pipemega.monitor.flops import gpt_flops_per_token, peak_tflops, tflops_per_device
 from pipemega.monitor.logger import (
     RankLogger,
     configure_logging,
@@ -37,8 +35,12 @@ from pipemega.monitor.records import (
     StepRecord,
     TimelineRecord,
     evaluation_values,
+    gpt_flops_per_token,
+    peak_tflops,
+    tflops_per_device,
 )
 from pipemega.monitor.sinks import (
+    BackgroundSink,
     CsvSink,
     JsonLinesSink,
     Monitor,
@@ -46,8 +48,14 @@ from pipemega.monitor.sinks import (
     Sink,
     TensorboardSink,
 )
-from pipemega.monitor.step_phases import Phase, StepPhases
-from pipemega.monitor.timers import MultiTimer, Timer, breakdown_line, breakdown_scalars
+from pipemega.monitor.timers import (
+    MultiTimer,
+    Phase,
+    StepPhases,
+    Timer,
+    breakdown_line,
+    breakdown_scalars,
+)
 from pipemega.monitor.wandb_sink import WandbOptions, WandbSink
 
 __all__ = [

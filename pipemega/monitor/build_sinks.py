@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from pipemega.errors import ConfigError
-from pipemega.monitor.background_sink import CLOSE_SECONDS, BackgroundSink
 from pipemega.monitor.sinks import (
+    CLOSE_SECONDS,
+    BackgroundSink,
     CsvSink,
     JsonLinesSink,
     Monitor,

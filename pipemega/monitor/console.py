@@ -9,13 +9,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from pipemega.monitor.logger import write_to_log_file
-from pipemega.monitor.records import (
-    EpochRecord,
-    EvalRecord,
-    Record,
-    StepRecord,
-    TimelineRecord,
-)
+from pipemega.monitor.records import EpochRecord, EvalRecord, Record, StepRecord, TimelineRecord
 from pipemega.monitor.sinks import Sink
 from pipemega.printing import line_width, percent
 

@@ -1,13 +1,159 @@
-"""Records of a run: one per step, epoch, evaluation, measured timeline, event and sample text."""
+"""Records of a run: one per step, epoch, evaluation, measured timeline, event and sample text.
+
+FLOPs of a model, and the peak FLOP/s of devices.
+
+Names of the metrics in CSV files, TensorBoard and wandb: grouped, or DeepSpeed's.
+
+    grouped (default)       monitor.metric_names "deepspeed"
+    train/loss              Train/Samples/train_loss
+    eval/loss               Train/Samples/eval_loss
+    perf/forward_ms         Train/Samples/elapsed_time_ms_forward
+    memory/peak_gib         Train/Samples/peak_gib
+
+The last part of a grouped name is the name of the field in `metrics.jsonl`.
+"""
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-from pipemega.monitor.metric_names import step_metric
+# Peak of dense bf16 matrix products in TFLOP/s, from the manufacturers' data sheets, by a part of
+# torch.cuda.get_device_name(). The first match counts, so more specific names come first.
+PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    ("MIG", 0.0),  # part of a device; its name does not give its FLOP/s
+    ("A100", 312.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.0),
+    ("H100", 989.4),
+    ("H200 NVL", 835.0),
+    ("GH200", 989.4),
+    ("H200", 989.4),
+    ("B200", 2250.0),
+)
+
+
+def peak_tflops(device_name: str) -> float | None:
+    """Return the dense bf16 peak of a device in TFLOP/s; None if it is not in the table.
+
+    For an unknown device no MFU is reported, unless `monitor.peak_tflops` gives its peak.
+    """
+    for part, peak in PEAK_TFLOPS:
+        if part in device_name:
+            return peak or None
+    return None
+
+
+def gpt_flops_per_token(
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_attention_heads: int,
+    ffn_hidden_size: int,
+    seq_length: int,
+    vocab_size: int,
+    num_query_groups: int | None = None,
+    kv_channels: int | None = None,
+    swiglu: bool = False,
+) -> float:
+    """Return the model FLOPs of forward and backward per token of a GPT.
+
+    A product of [m, k] and [k, n] takes 2mkn; backward computes two such products (gradients of
+    input and weight), hence 6 per weight and token:
+
+        6 * ( L * ( h (q + 2 g) + q h        query, key, value; output
+                  + q s                      scores and weighted values, 2 * q * s/2: causal
+                  + (2 or 3) h f )           feed-forward; 3 with SwiGLU's gate
+            + h V )                          head, tied or not
+
+    with q = heads * channels, g = query groups * channels, f = ffn_hidden_size.  Embeddings,
+    norms and the recomputation of activation checkpointing are not counted.
+
+    Args:
+        ffn_hidden_size: hidden width of the feed-forward block; with SwiGLU, of one half.
+        vocab_size: rows of the head.  Megatron counts the padded ones.
+        num_query_groups: heads of key and value; None: as many as of query.
+        kv_channels: size of one head; None: hidden_size / num_attention_heads.
+
+    Source: Narayanan et al. 2021, arXiv:2104.04473, appendix; with the causal half and grouped
+    queries as Megatron-LM counts them today.
+    """
+    channels = hidden_size // num_attention_heads if kv_channels is None else kv_channels
+    groups = num_attention_heads if num_query_groups is None else num_query_groups
+    query, key = channels * num_attention_heads, channels * groups
+    projections = hidden_size * (query + 2 * key) + query * hidden_size
+    feed_forward = (3 if swiglu else 2) * hidden_size * ffn_hidden_size
+    layer = projections + query * seq_length + feed_forward
+    return 6.0 * (num_layers * layer + hidden_size * vocab_size)
+
+
+def tflops_per_device(flops: float, seconds: float, num_devices: int) -> float:
+    """Return the TFLOP/s per device from the FLOPs and seconds of a whole step."""
+    return flops / seconds / num_devices / 1e12
+
+
+MetricNames = Literal["grouped", "deepspeed"]
+
+GROUPS = ("train", "epoch", "eval", "test", "perf", "memory", "event")
+DEEPSPEED_PREFIX = "Train/Samples/"
+
+# Where DeepSpeed's name is not the last part of ours. DeepSpeed calls the optimizer's part of a
+# step "step", and the communication of gradients "backward_allreduce".
+_DEEPSPEED = {
+    "train/loss": "train_loss",
+    "eval/loss": "eval_loss",
+    "eval/perplexity": "eval_perplexity",
+    "test/loss": "test_loss",
+    "test/perplexity": "test_perplexity",
+    "epoch/loss": "epoch_loss",
+    "epoch/seconds": "epoch_seconds",
+    "epoch/samples_per_second": "epoch_samples_per_second",
+    "perf/data_ms": "elapsed_time_ms_data",
+    "perf/forward_ms": "elapsed_time_ms_forward",
+    "perf/backward_ms": "elapsed_time_ms_backward",
+    "perf/communication_ms": "elapsed_time_ms_backward_allreduce",
+    "perf/optimizer_ms": "elapsed_time_ms_step",
+}
+
+_PERFORMANCE = {
+    "step_seconds",
+    "samples_per_second",
+    "tokens_per_second",
+    "tflops_per_device",
+    "mfu",
+}
+
+
+def step_metric(name: str) -> str:
+    """Return the grouped name of a field of a step; a name with "/" is one already."""
+    if "/" in name:
+        return name
+    if name in _PERFORMANCE or name.startswith("work_"):
+        return f"perf/{name}"
+    return f"memory/{name}" if name.endswith("_gib") else f"train/{name}"
+
+
+def in_names(names: MetricNames, scalars: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics with grouped names under the names of the config."""
+    return {metric_name(names, name): value for name, value in scalars.items()}
+
+
+def metric_name(names: MetricNames, name: str) -> str:
+    """Return the name of the metric with the grouped name `name`; other names stay."""
+    group, _, rest = name.partition("/")
+    if names == "grouped" or group not in GROUPS:
+        return name
+    return DEEPSPEED_PREFIX + _DEEPSPEED.get(name, rest)
+
+
+def name_patterns(names: MetricNames) -> tuple[str, ...]:
+    """Return patterns that match the names of all metrics."""
+    if names == "deepspeed":
+        return (DEEPSPEED_PREFIX + "*",)
+    return tuple(f"{group}/*" for group in GROUPS)
+
 
 # Fields of a step that are drawn as no curve of their own.
 _NO_CURVES = ("step", "consumed_samples", "epoch", "extra")

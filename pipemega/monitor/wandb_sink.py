@@ -12,8 +12,17 @@ from pathlib import Path
 from typing import Any
 
 from pipemega.errors import ConfigError
-from pipemega.monitor.metric_names import MetricNames, in_names, metric_name, name_patterns
-from pipemega.monitor.records import EventRecord, Record, SampleRecord, StepRecord, TimelineRecord
+from pipemega.monitor.records import (
+    EventRecord,
+    MetricNames,
+    Record,
+    SampleRecord,
+    StepRecord,
+    TimelineRecord,
+    in_names,
+    metric_name,
+    name_patterns,
+)
 from pipemega.monitor.sinks import Sink, State
 
 # Events that wandb sends to the user, and their levels.

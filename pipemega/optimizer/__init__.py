@@ -11,12 +11,11 @@ state_by_name, plain_values
 post_validate, backup            the step that does not wait for the gradient norm
 """
 
-from pipemega.optimizer.build_optimizer import build_optimizer
-from pipemega.optimizer.lamb import Lamb
 from pipemega.optimizer.lr_schedules import LRSchedule, build_schedule
-from pipemega.optimizer.master_params import MasterParams, ModelParams, PlainMasterParams
+from pipemega.optimizer.masters import MasterParams, ModelParams, PlainMasterParams
+from pipemega.optimizer.optimizers import Lamb, build_optimizer
 from pipemega.optimizer.param_groups import parameter_groups
-from pipemega.optimizer.post_validate import PostValidatedStep
+from pipemega.optimizer.post_validation import PostValidatedStep
 from pipemega.optimizer.step import OptimizerStep, StepSettings
 from pipemega.optimizer.step_outcome import StepReport
 from pipemega.optimizer.zero import ZeroMasterParams

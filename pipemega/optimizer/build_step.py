@@ -8,8 +8,8 @@ import torch
 from torch.optim import Optimizer
 
 from pipemega.config import Config
-from pipemega.config.group_keys import GroupSpec, option_errors, read_groups
-from pipemega.config.scheduler import By, RunLength
+from pipemega.config.sections.optimizer_section import GroupSpec, option_errors, read_groups
+from pipemega.config.sections.scheduler_section import By, RunLength
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh, gather_objects, on_all_ranks
 from pipemega.errors import ConfigError
@@ -28,19 +28,19 @@ from pipemega.optimizer import (
     build_schedule,
     parameter_groups,
 )
-from pipemega.optimizer.cut_test import check_cuts
-from pipemega.optimizer.given_optimizer import GivenGroups
 from pipemega.optimizer.gradients import DataReduction
+from pipemega.optimizer.lr_schedules import SchedulerMaker, TorchSchedule
 from pipemega.optimizer.mixed_precision import DynamicLossScale, LossScale, Precision
 from pipemega.optimizer.param_groups import SharedState, check_specs
-from pipemega.optimizer.torch_schedule import SchedulerMaker, TorchSchedule
 from pipemega.optimizer.user_optimizer import (
+    GivenGroups,
     Groups,
     OptimizerMaker,
     build_user_optimizer,
+    check_cuts,
     check_group_counts,
 )
-from pipemega.pipeline.local_model import LocalModel
+from pipemega.pipeline.model.stages import LocalModel
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 

@@ -5,7 +5,7 @@
     sum over data ranks, to all or to the owners                    /
     one all-reduce over the world: norm, finiteness, loss, weight, micro-batches, stop votes
     skip, or: multiply once (mean, loss scale, weight, clipping), update the masters,
-    copy them to the parameters, gather ZeRO slices         master_params.py; zero.py
+    copy them to the parameters, gather ZeRO slices         masters.py; zero.py
     set the gradients to zero
 
 `post_validate.PostValidatedStep` calls the same methods in another order.
@@ -21,17 +21,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.exchanges import all_reduce
 from pipemega.distributed.host_memory import CopyEvent
 from pipemega.errors import ConfigError, NonFiniteError
 from pipemega.monitor import StepPhases
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.lr_schedules import LRSchedule
-from pipemega.optimizer.master_params import MasterParams
+from pipemega.optimizer.masters import MasterParams
 from pipemega.optimizer.mixed_precision import LossScale
-from pipemega.optimizer.param_groups import SharedState
-from pipemega.optimizer.state_by_name import pack, unpack
+from pipemega.optimizer.param_groups import SharedState, pack, unpack
 from pipemega.optimizer.step_outcome import Attempt, Decision, GlobalStats, StepReport, decide
 from pipemega.pipeline.recorder import step_clock
 

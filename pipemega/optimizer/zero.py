@@ -10,26 +10,283 @@ empty.  A master keeps the `Shard` of its parameter: weight decay depends on the
 LAMB on its norm, and optimizer state is stored under its logical name.
 
 Source: Rajbhandari et al. 2020, arXiv:1910.02054, section 5.1.
+
+ZeRO communication over the data axis: reduce-scatter of gradients, all-gather of parameters.
+
+    gradients   | 0 | 1 | 2 |   local sums on every rank           -> the total on the owner
+    parameters  | 0 | 1 | 2 |   each owner has its slice           -> every rank has all slices
+
+All data ranks send buckets in the same order, not in the order in which they become ready, so that
+collectives match by their number.
+
+Start the reduce-scatter of a bucket during the backward pass, once its gradients are final.
+
+The plan says which backward of a stage is its final one: in schedules with a split backward the
+last W, so that no bucket is sent after an I whose weight gradients are still missing.  In a final
+
+    B    autograd reports each parameter when its gradient is complete
+    W    parameters without a weight half got their gradient in I; each other one is final when its
+         last job has run
+
+and after it all parameters of the stage are final, unused ones included.  Buckets are sent in the
+same order on all data ranks; those that are not sent by then are sent at the end of the step.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from pipemega.distributed.device_collectives import all_reduce
+from pipemega.distributed.comm_errors import named_collective
+from pipemega.distributed.comm_recorder import recorded
+from pipemega.distributed.device_waits import wait
+from pipemega.distributed.exchanges import all_reduce
 from pipemega.distributed.host_memory import HostMemory
-from pipemega.distributed.mesh import Mesh
-from pipemega.optimizer.grad_layout import GradLayout, ShardingSpec, bucketed_layout
-from pipemega.optimizer.grad_ready import BucketReadiness
-from pipemega.optimizer.gradients import DataReduction, equalize_replicas, reduce_tied
-from pipemega.optimizer.master_params import MasterParams, ModelParams
+from pipemega.distributed.mesh import Axis, Mesh
+from pipemega.distributed.process_groups import sends_by_gloo
+from pipemega.distributed.torch_versions import all_gather_single, reduce_scatter_single
+from pipemega.optimizer.gradients import (
+    DataBucket,
+    DataReduction,
+    GradientBuffer,
+    GradLayout,
+    ShardingSpec,
+    bucketed_layout,
+    equalize_replicas,
+    reduce_tied,
+)
+from pipemega.optimizer.masters import MasterParams, ModelParams
 from pipemega.optimizer.mixed_precision import Precision
-from pipemega.optimizer.zero_comm import AllGather, ReduceScatter
-from pipemega.parameters import shard_of
-from pipemega.pipeline.module import Stage
-from pipemega.pipeline.vocabulary_shard import VocabularyShard
+from pipemega.parameters import after_autograd, shard_of
+from pipemega.pipeline.model.module import Stage
+from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
+
+
+@dataclass(frozen=True, eq=False)
+class _InFlight:
+    """The reduce-scatter of one bucket, between start and completion.
+
+    Args:
+        received: each rank's part of the slice that this rank owns [ranks, share]; or, where the
+            backend sums, the sum [share].
+    """
+
+    bucket: DataBucket
+    work: dist.Work | None
+    received: Tensor
+
+
+class ReduceScatter:
+    """Sums each bucket of gradients over the data ranks; each slice on its owner.
+
+    With gloo each rank sends every owner its part, and the owner sums in the order of ranks: gloo's
+    reduce-scatter is an all-reduce of a copy, which sends twice as much.  Other backends run their
+    reduce-scatter in place, unless it sends another dtype.
+
+    A bucket whose reduction needs a temporary buffer waits until the window has room for it.  With
+    NCCL this wait would hold up the backward pass, so reductions in place run until `finish`.
+
+    Args:
+        gradients: laid out in buckets.
+        data: the data axis, of at least two ranks.
+        reduction: factors and dtype.
+        window: largest number of temporary buffers of buckets in flight.
+    """
+
+    def __init__(
+        self, gradients: GradientBuffer, data: Axis, reduction: DataReduction, window: int
+    ) -> None:
+        self._gradients, self._data, self._reduction = gradients, data, reduction
+        self._buckets = gradients.layout.buckets
+        self._before, self.after = reduction.factors(data.size)
+        self._window = window
+        self._in_flight: deque[_InFlight] = deque()
+        self._in_place: list[_InFlight] = []
+        self.started = 0
+        """Number of buckets of this step whose reduction has started."""
+
+    def start_next(self) -> None:
+        """Start the next bucket, whose gradients are final on this rank."""
+        bucket = self._buckets[self.started]
+        in_place = self._runs_in_place(bucket)
+        while not in_place and len(self._in_flight) >= self._window:
+            self._complete(self._in_flight.popleft())
+        self.started += 1
+        place = bucket.place
+        flat = self._gradients.flats[bucket.dtype][place.start : place.stop]
+        if self._before != 1.0:
+            flat.mul_(self._before)
+        dtype = self._reduction.dtype
+        sent = flat if dtype is None else flat.to(dtype)
+        with named_collective(bucket.name, self._data.ranks):
+            entry = _InFlight(bucket, *self._send(sent, place.share))
+        (self._in_place if in_place else self._in_flight).append(entry)
+
+    def finish(self) -> None:
+        """Start the remaining buckets and wait until this rank's slices hold their sums."""
+        while self.started < len(self._buckets):
+            self.start_next()
+        for entry in (*self._in_place, *self._in_flight):
+            self._complete(entry)
+        self._in_place.clear()
+        self._in_flight.clear()
+        self.started = 0
+
+    def _runs_in_place(self, bucket: DataBucket) -> bool:
+        """Return whether the reduction reads and writes only the buffer of the gradients."""
+        summed_here = self._is_summed_by_owner(self._gradients.flats[bucket.dtype])
+        return not summed_here and self._reduction.dtype in (None, bucket.dtype)
+
+    def _is_summed_by_owner(self, tensor: Tensor) -> bool:
+        return sends_by_gloo(self._data.group, tensor.device)
+
+    def _send(self, sent: Tensor, share: int) -> tuple[dist.Work | None, Tensor]:
+        group = self._data.group
+        if self._is_summed_by_owner(sent):
+            received = torch.empty_like(sent)
+            start = partial(dist.all_to_all_single, received, sent, group=group, async_op=True)
+            work = recorded("all_to_all", sent.nbytes, group, start)
+            return work, received.view(self._data.size, share)
+        received = sent.narrow(0, self._data.rank * share, share)
+        start = partial(reduce_scatter_single, received, sent, group=group, async_op=True)
+        return recorded("reduce_scatter", sent.nbytes, group, start), received
+
+    def _complete(self, entry: _InFlight) -> None:
+        if entry.work is not None:
+            wait(entry.work, entry.bucket.name, self._data.ranks)
+        start, stop = entry.bucket.place.owned_by(self._data.rank)
+        owned = self._gradients.flats[entry.bucket.dtype][start:stop]
+        if entry.received.dim() == 1:
+            if entry.received.data_ptr() != owned.data_ptr():
+                owned.copy_(entry.received)
+            return
+        total, *others = entry.received.unbind()
+        for part in others:
+            total.add_(part)
+        owned.copy_(total)
+
+
+class AllGather:
+    """Gathers the slices of each bucket of parameters from their owners to all data ranks.
+
+    Args:
+        flats: buffers of the buckets, in the order of gathering.
+        names: of the buckets, for messages.
+        data: the data axis.
+        overlap: run in the background until `wait` or `wait_for`.
+    """
+
+    def __init__(
+        self, flats: Sequence[Tensor], names: Sequence[str], data: Axis, *, overlap: bool
+    ) -> None:
+        self._flats, self._names, self._data, self._overlap = flats, names, data, overlap
+        self._works: dict[int, dist.Work] = {}
+
+    def start(self) -> None:
+        """Start gathering all buckets; every data rank calls it."""
+        self.wait()
+        for number, flat in enumerate(self._flats):
+            share = flat.numel() // self._data.size
+            own = flat.narrow(0, self._data.rank * share, share)
+            with named_collective(self._names[number], self._data.ranks):
+                start = partial(all_gather_single, flat, own, group=self._data.group, async_op=True)
+                work = recorded("all_gather", flat.nbytes, self._data.group, start)
+            assert work is not None
+            self._works[number] = work
+            if not self._overlap:
+                self.wait_for((number,))
+
+    def wait_for(self, numbers: Iterable[int]) -> None:
+        """Wait until the buckets of these indices are complete."""
+        for number in numbers:
+            work = self._works.pop(number, None)
+            if work is not None:
+                wait(work, self._names[number], self._data.ranks)
+
+    def wait(self) -> None:
+        """Wait until all buckets are complete."""
+        if self._works:
+            self.wait_for(sorted(self._works))
+
+
+class BucketReadiness:
+    """Tracks the gradients that each bucket still waits for; sends it when none is left.
+
+    Args:
+        gradients: laid out in buckets.
+        reduce_scatter: sends the buckets.
+        hooks: use autograd hooks within a final B.  Only valid if autograd brings all gradients: a
+            weight half may add to a gradient after autograd has reported it.
+    """
+
+    def __init__(
+        self, gradients: GradientBuffer, reduce_scatter: ReduceScatter, *, hooks: bool
+    ) -> None:
+        self._gradients, self._reduce_scatter = gradients, reduce_scatter
+        self._early = [bucket for bucket in gradients.layout.buckets if not bucket.late]
+        self._missing: list[set[int]] = []
+        self._bucket_of = {
+            id(slot.parameter): bucket.number for bucket in self._early for slot in bucket.slots
+        }
+        self._hooks_active = False
+        self._hooks = hooks
+        if hooks:
+            for bucket in self._early:
+                for slot in bucket.slots:
+                    # Runs after the hook of the gradient buffer, which was registered first.
+                    after_autograd(slot.parameter, self._on_autograd)
+
+    def begin(self) -> None:
+        """Begin a step: no gradient is final."""
+        # Views that were replaced must be restored before anything is added to them.
+        self._gradients.restore_views()
+        self._missing = [{id(slot.parameter) for slot in bucket.slots} for bucket in self._early]
+
+    @contextmanager
+    def final_backward(
+        self, parameters: Iterable[nn.Parameter], pending: Collection[int] | None
+    ) -> Iterator[None]:
+        """Return the context in which the final backward of a stage runs.
+
+        Args:
+            parameters: of the stage.
+            pending: ids of those whose weight half runs within; None in a whole backward.
+        """
+        parameters = list(parameters)
+        if pending is not None:
+            for parameter in parameters:
+                if id(parameter) not in pending:
+                    self.mark_ready(parameter)
+        self._hooks_active = self._hooks and pending is None
+        try:
+            yield
+        finally:
+            self._hooks_active = False
+        for parameter in parameters:
+            self.mark_ready(parameter)
+
+    def mark_ready(self, parameter: Tensor) -> None:
+        """Record that the gradient of `parameter` is final; send the buckets that are complete."""
+        number = self._bucket_of.get(id(parameter))
+        if number is None:
+            return
+        self._missing[number].discard(id(parameter))
+        while self._next_is_complete():
+            self._reduce_scatter.start_next()
+
+    def _next_is_complete(self) -> bool:
+        number = self._reduce_scatter.started
+        return number < len(self._early) and not self._missing[number]
+
+    def _on_autograd(self, parameter: Tensor) -> None:
+        if self._hooks_active:
+            self.mark_ready(parameter)
+
 
 # Temporary buffers of reductions with overlap: one is summed on the CPU while the next is sent.
 _WINDOW = 2

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipemega.distributed.backends import backend_names
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.device_waits import synchronize, wait
 from pipemega.distributed.local_sockets import Receiver, Sender, open_streams
 from pipemega.distributed.mesh import Axis, new_group
+from pipemega.distributed.process_groups import backend_names
 from pipemega.distributed.topology import AXES, Topology
 from pipemega.errors import MeshError
 from pipemega.pipeline.plan.channels import (

@@ -9,14 +9,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from pipemega.distributed.torch_versions import gradient_edge
-from pipemega.pipeline.messages import TensorMeta
+from pipemega.pipeline.messages import InputGradient, TensorMeta
 from pipemega.pipeline.microbatch_loss import Loss
-from pipemega.pipeline.module import RngKey, Stage
+from pipemega.pipeline.model.module import RngKey, Stage
+from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.plan.instructions import Instruction, Plan
 from pipemega.pipeline.recorder import Recorder
-from pipemega.pipeline.stage_input import InputGradient
 from pipemega.pipeline.transport import Receive
-from pipemega.pipeline.vocabulary_shard import VocabularyShard
 
 # The same few in every micro-batch.
 _meta = lru_cache(maxsize=1024)(TensorMeta)

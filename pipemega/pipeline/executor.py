@@ -3,44 +3,78 @@
 The executor does not depend on the schedule. An activation or gradient is passed to another stage
 in one of two ways: directly if both stages are on this rank, else by the send and receive
 instructions of the lowered plan.
+
+Backward from the outputs of a stage, without the checks of `torch.autograd.backward` in Python.
+
+They compare each gradient with its output through `torch.fx.experimental.symbolic_shapes`, which
+imports sympy: 0.3 s in the first backward of every process. The engine checks the shapes too.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import graph
 
 from pipemega.distributed.comm_errors import is_connection_loss
 from pipemega.distributed.device_waits import located_by
 from pipemega.errors import PipelineError
 from pipemega.monitor import MultiTimer
-from pipemega.pipeline.backward_pass import run_backward
-from pipemega.pipeline.buffers import keep_buffers
-from pipemega.pipeline.deferred_batch_norm import uncounted
 from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
 from pipemega.pipeline.execution_state import RankStages as RankStages
-from pipemega.pipeline.messages import TensorMeta, map_tensors, sharing_memory, tensors_of
-from pipemega.pipeline.microbatch_loss import microbatch_loss
-from pipemega.pipeline.plan.channels import Channel
-from pipemega.pipeline.plan.deadlock_report import PlanPosition
-from pipemega.pipeline.plan.execution_order import last_gradients
-from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
-from pipemega.pipeline.recorder import NULL_RECORDER, Recorder
-from pipemega.pipeline.split_backward import GradReadyListener, WeightGradQueue
-from pipemega.pipeline.stage_input import (
+from pipemega.pipeline.messages import (
     InputGradient,
     InputGuard,
+    TensorMeta,
     ViewGuard,
     check_unchanged,
     collect_gradients,
+    map_tensors,
+    sharing_memory,
+    tensors_of,
     versions_of,
 )
+from pipemega.pipeline.microbatch_loss import microbatch_loss
+from pipemega.pipeline.model.batch_norm import uncounted
+from pipemega.pipeline.model.module import keep_buffers
+from pipemega.pipeline.plan.channels import Channel
+from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
+from pipemega.pipeline.plan.lowering import last_gradients
+from pipemega.pipeline.plan.validate import PlanPosition
+from pipemega.pipeline.recorder import NULL_RECORDER, Recorder
+from pipemega.pipeline.split_backward import GradReadyListener, WeightGradQueue
 from pipemega.pipeline.transport import Receive, Transport
 from pipemega.pipeline.vocabulary_runs import VocabularyRuns
 from pipemega.tensor_parallel.deferred_logits import defer_logits, takes_deferred_logits
+
+
+def run_backward(outputs: Sequence[Any], gradients: Sequence[Tensor]) -> None:
+    """Accumulate the gradients of the leaves, from one gradient for each output.
+
+    Args:
+        outputs: tensors or `GradientEdge`s.
+
+    Raises:
+        RuntimeError: a gradient has another shape than its output.
+    """
+    # torch's own entry, which passes the context variables on to the engine's threads.
+    run = getattr(graph, "_engine_run_backward", None)
+    if run is None:
+        torch.autograd.backward(outputs, gradients)
+        return
+    run(
+        tuple(outputs),
+        tuple(gradients),
+        False,  # retain_graph
+        False,  # create_graph
+        (),
+        allow_unreachable=True,
+        accumulate_grad=True,
+    )
+
 
 T = TypeVar("T")
 

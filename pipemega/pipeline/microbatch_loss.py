@@ -8,9 +8,8 @@ from torch import Tensor
 
 from pipemega.config import Config
 from pipemega.errors import ConfigError, PipelineError
-from pipemega.pipeline.captured_modules import captured_names
 from pipemega.pipeline.messages import tensors_of
-from pipemega.pipeline.spec import LayerSpec
+from pipemega.pipeline.model.spec import LayerSpec, captured_names
 from pipemega.tensor_parallel.deferred_logits import takes_deferred_logits
 
 

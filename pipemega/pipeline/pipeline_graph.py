@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.autoschedule import Placement, find_plan
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.schedules.placement import v
+from pipemega.pipeline.plan.simulate import CostModel
+from pipemega.pipeline.schedules.building_blocks import v
 
 
 @dataclass(frozen=True)

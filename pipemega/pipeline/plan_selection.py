@@ -12,15 +12,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipemega.config.pipeline import CostsSection, PipelineSection, PlanFile
+from pipemega.config.sections.pipeline_sections import CostsSection, PipelineSection, PlanFile
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.pipeline.plan.channels import MessageOrder
-from pipemega.pipeline.plan.costs import CostModel, VocabularyCosts
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
+from pipemega.pipeline.plan.simulate import CostModel, VocabularyCosts
 from pipemega.pipeline.plan.validate import validate_messages
 from pipemega.pipeline.schedules import build_plan, forward_only
-from pipemega.pipeline.schedules.placement import loop_and_v
+from pipemega.pipeline.schedules.building_blocks import loop_and_v
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
 from pipemega.startup.deferred_import import deferred
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from pipemega.distributed.stream_clock import StreamClock
-from pipemega.monitor.step_clock import HostClock, Interval, StepClock
+from pipemega.distributed.device_waits import StreamClock
+from pipemega.monitor.timers import HostClock, Interval, StepClock
 
 Clock = Callable[[], int]  # nanoseconds, monotonic
 MemoryMeter = Callable[[], int]  # bytes in use

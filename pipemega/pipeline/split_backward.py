@@ -1,6 +1,6 @@
 """Split backward: I computes the gradient of a stage's input, W the gradients of its weights.
 
-    F           layers of deferred_gradients.py
+    F           layers of split_backward.py
     I           autograd computes dx and the queue gets x and dy of each layer
     W           dW = dyᵀ x for each queued pair, added directly to the gradient buffer
 
@@ -10,26 +10,349 @@ would add to the memory peak. All other gradients (norms, biases, attention, rou
 in I by autograd, so every module gets exact gradients.
 
 Source: Qi et al. 2023, arXiv:2401.10241, section 2.
+
+Products of layers that put their weight gradients in a queue; autograd does not compute them.
+
+    forward     x -> SaveInput -> [ y = x Wᵀ + b, W detached ] -> QueueGradient -> y
+    backward    autograd computes dx; QueueGradient receives dy and queues (x, dy)
+
+The queue keeps x and dy. x is the tensor that autograd would keep: under autocast the cast tensor,
+with sequence parallelism this rank's slice, which is gathered again for dW. If another node has
+saved x too, as the one of tanh saves its output, both share its memory.
+
+The weight is an input of QueueGradient, which in I returns no gradient for it: then autograd adds
+nothing and calls no hook of the weight. In a whole backward it returns dW, and autograd sums and
+adds it as without a queue. It also finds out whether this backward reaches the weight at all:
+`torch.autograd.grad(y, x)` within a layer does not. A tensor hook on y instead of QueueGradient
+would silently lose dW if y is a view that is changed in place.
+
+Source: Qi et al. 2023, arXiv:2401.10241, section 2; the two identity nodes are ours.
 """
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from pipemega.pipeline.deferred_gradients import (
-    convolution,
-    embedding,
-    gathered_linear,
-    grouped_linear,
-    linear,
+from pipemega.distributed.mesh import Axis
+from pipemega.errors import ConfigError
+from pipemega.parameters import has_user_hook
+from pipemega.tensor_parallel.collectives import (
+    SEQUENCE_DIM,
+    Pending,
+    gather_sequence,
+    start_all_gather,
 )
-from pipemega.tensor_parallel.layers import ColumnParallelLinear
+from pipemega.tensor_parallel.layers import ColumnParallelLinear, column_product
+
+
+class GradientQueue(Protocol):
+    """Computes weight gradients later; implemented by `WeightGradQueue`."""
+
+    @property
+    def defers(self) -> bool: ...
+
+    def holds(self, weight: Tensor) -> bool: ...
+
+    def add(
+        self,
+        weight: nn.Parameter,
+        gradient: Callable[[], Tensor],
+        start: Callable[[], object] | None = None,
+    ) -> None: ...
+
+
+# (x, dy) -> dW
+Gradient = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass
+class _Deferred:
+    """State of one layer call between forward and backward."""
+
+    queue: GradientQueue
+    weight: nn.Parameter
+    gradient: Gradient
+    gathers: Axis | None = None  # x is this rank's slice of the sequence
+    saved: Any = None  # the autograd context with x
+    # The output of that node, only if no other node needs it: before torch 2.13 a node without
+    # references drops its tensors. Otherwise activation checkpointing must be able to free it.
+    output: Tensor | None = None
+
+
+class _SaveInput(torch.autograd.Function):
+    """Identity that saves x for W.
+
+    It runs before the matrix product: a recomputation stops once all tensors are saved, so it
+    does not repeat the last product.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, deferred: _Deferred, anchor: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        deferred.saved = ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0], None, None
+
+
+class _QueueGradient(torch.autograd.Function):
+    """Identity on y; its backward adds (x, dy) to the queue, or returns dW."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y: Tensor, weight: Tensor, deferred: _Deferred, ids: Tensor | None
+    ) -> Tensor:
+        ctx.deferred = deferred
+        if ids is not None:
+            ctx.save_for_backward(ids)
+        # Marked as changed in place, so that the result is y itself, not a view or a copy.
+        ctx.mark_dirty(y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        deferred, dy = ctx.deferred, gradients[0]
+        if torch.is_grad_enabled():
+            raise ConfigError(
+                "torch.autograd.grad(create_graph=True) needs the weights in the graph, from which "
+                "split backward removes them: set split_backward = False on the class of the "
+                "layer, or use a schedule without split backward, such as '1f1b'"
+            )
+        accumulates, returns = _reaches(ctx.next_functions[1][0])
+        if not (accumulates or returns):
+            return dy, None, None, None
+        # Under activation checkpointing this recomputes x, so that W does not.
+        (x,) = (deferred.saved or ctx).saved_tensors
+        if accumulates:
+            # Otherwise the graph may be used again.
+            deferred.saved = deferred.output = None
+        whole = None if deferred.gathers is None else _GatheredInput(x, deferred.gathers)
+        start = None if whole is None else whole.start
+
+        def gradient() -> Tensor:
+            dw: Tensor = deferred.gradient(x if whole is None else whole.take(), dy)
+            return dw
+
+        if accumulates and deferred.queue.defers:
+            deferred.queue.add(deferred.weight, gradient, start)
+            return dy, None, None, None
+        if start is not None:
+            start()
+        return dy, gradient(), None, None
+
+
+def _reaches(node: Any) -> tuple[bool, bool]:
+    """Return whether the current backward accumulates the gradient of a leaf, or returns it.
+
+    Neither, if `torch.autograd.grad` computes the gradients of other tensors only.
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node)), False
+    except RuntimeError:  # torch.autograd.grad asks for the gradient of the leaf itself
+        return False, True
+
+
+class _GatheredInput:
+    """x of all tensor ranks, gathered from their slices of the sequence."""
+
+    def __init__(self, x: Tensor, axis: Axis) -> None:
+        self._x, self._axis = x, axis
+        self._pending: Pending | None = None
+
+    def start(self) -> None:
+        with torch.no_grad():
+            self._pending = start_all_gather(self._x, self._axis, SEQUENCE_DIM)
+
+    def take(self) -> Tensor:
+        """Return x [rows, in]."""
+        assert self._pending is not None, "not started"
+        pending, self._pending = self._pending, None
+        return pending().reshape(-1, self._x.shape[-1])
+
+
+def _defer(
+    x: Tensor,
+    weight: nn.Parameter,
+    product: Callable[[Tensor], Tensor],
+    gradient: Gradient,
+    queue: GradientQueue,
+    gathers: Axis | None = None,
+) -> Tensor:
+    """Return product(x); its backward adds the gradient of `weight` to the queue.
+
+    Args:
+        gradient: of x and dy.
+        gathers: `gradient` gets x gathered over this axis, as rows.
+    """
+    deferred = _Deferred(queue, weight, gradient, gathers)
+    # Makes the node require a gradient, even if x does not.
+    anchor = torch.zeros((), requires_grad=True)
+    ids = None if x.is_floating_point() else x  # no autograd node outputs integers
+    x = _as_autocast(x)
+    entering = x
+    if ids is None:
+        entering = _SaveInput.apply(x, deferred, anchor)  # type: ignore[no-untyped-call]
+        if not x.requires_grad:
+            # dx is not needed: the product uses x directly and has no gradient for it.
+            deferred.output, entering = entering, x
+    y = product(entering)
+    result: Tensor = _QueueGradient.apply(y, weight, deferred, ids)  # type: ignore[no-untyped-call]
+    return result
+
+
+def _as_autocast(x: Tensor) -> Tensor:
+    """Return x in the dtype in which autocast multiplies it, so that W does not keep it in fp32."""
+    device = x.device.type
+    casts = x.is_floating_point() and x.dtype != torch.float64 and not x.is_meta
+    if not (casts and torch.is_autocast_enabled(device)):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: GradientQueue
+) -> Tensor:
+    """F.linear with a deferred weight gradient.
+
+    Shape:
+        x [..., in]  ->  [..., out]
+    """
+    if not _can_defer(weight, queue):
+        return F.linear(x, weight, bias)
+    # Two dims: with more, F.linear returns a view, which cannot be marked as changed in place.
+    rows, detached = x.reshape(-1, x.shape[-1]), weight.detach()
+    y = _defer(rows, weight, lambda r: F.linear(r, detached, bias), linear_gradient, queue)
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def gathered_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: GradientQueue, axis: Axis
+) -> Tensor:
+    """F.linear of x gathered over `axis`, with a deferred weight gradient.
+
+    Only this rank's slice of x is kept for W, which gathers it again.
+
+    Shape:
+        x [batch, seq / T, in]  ->  [batch, seq, out / T]
+    """
+    if not _can_defer(weight, queue):
+        return column_product(x, weight, bias, axis, sequence_parallel=True)
+    detached = weight.detach()
+
+    def product(x: Tensor) -> Tensor:
+        whole = gather_sequence(x, axis)
+        return F.linear(whole.reshape(-1, x.shape[-1]), detached, bias)
+
+    y = _defer(x, weight, product, linear_gradient, queue, axis)
+    shape = list(x.shape)
+    shape[SEQUENCE_DIM] *= axis.size
+    return y.view(*shape[:-1], y.shape[-1])
+
+
+def linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    """Return dW [out, in] for x [n, in] and dy [n, out], by the same kernel as autograd."""
+    return dy.t().mm(x.to(dy.dtype))
+
+
+def embedding(
+    ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, queue: GradientQueue
+) -> Tensor:
+    """F.embedding with a deferred weight gradient.
+
+    Shape:
+        ids [...]  ->  [..., dim]
+    """
+    if not _can_defer(weight, queue):
+        return F.embedding(ids, weight, padding_idx)
+    detached, rows = weight.detach(), weight.shape[0]
+
+    def gradient(ids: Tensor, dy: Tensor) -> Tensor:
+        """Return the dense gradient, by the same kernel as autograd."""
+        ignored = -1 if padding_idx is None else padding_idx
+        dw: Tensor = torch.ops.aten.embedding_dense_backward(dy, ids, rows, ignored, False)
+        return dw
+
+    return _defer(ids, weight, lambda i: F.embedding(i, detached, padding_idx), gradient, queue)
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    counts: Tensor,
+    transposed: bool = False,
+    *,
+    queue: GradientQueue | None = None,
+) -> Tensor:
+    """Return the product of each group of rows with its own weight, such as that of an expert.
+
+    Args:
+        counts: rows of each group [groups]; the rows are sorted by group.
+        transposed: the weights are [groups, in, out] instead of [groups, out, in].
+        queue: defers the weight gradients.
+
+    Shape:
+        x [rows, in]  ->  [rows, out]
+    """
+    sizes = counts.tolist()
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        matrices = weight.unbind() if transposed else weight.transpose(-2, -1).unbind()
+        return torch.cat([g.mm(m) for g, m in zip(torch.split(x, sizes), matrices, strict=True)])
+
+    def gradient(x: Tensor, dy: Tensor) -> Tensor:
+        pairs = zip(torch.split(x, sizes), torch.split(dy, sizes), strict=True)
+        return torch.stack([a.t().mm(b) if transposed else b.t().mm(a) for a, b in pairs])
+
+    if queue is None or not _can_defer(weight, queue):
+        return product(x, weight)
+    detached = weight.detach()
+    return _defer(x, weight, lambda x: product(x, detached), gradient, queue)
+
+
+def _can_defer(weight: Tensor, queue: GradientQueue) -> TypeGuard[nn.Parameter]:
+    """Return whether the gradient of `weight` may be computed later, at the time of the forward."""
+    if not (torch.is_grad_enabled() and weight.requires_grad):
+        return False
+    # Not the result of another function, as with weight_norm, and not from functional_call.
+    if type(weight) is not nn.Parameter or not queue.holds(weight):
+        return False
+    # The products above are those of real numbers: without the conjugate of x. vmap and
+    # torch.func.grad have rules for autograd's products only.
+    transformed: bool = torch._C._are_functorch_transforms_active()
+    # Only autograd calls a user's hook on the weight.
+    return not (weight.is_complex() or transformed or has_user_hook(weight))
+
+
+def convolution(module: Any, x: Tensor, *, queue: GradientQueue) -> Tensor:
+    """The forward of nn.Conv1d, nn.Conv2d or nn.Conv3d `module` with a deferred weight gradient."""
+    weight: nn.Parameter = module.weight
+    if not _can_defer(weight, queue) or isinstance(module.padding, str):
+        y: Tensor = module._conv_forward(x, weight, module.bias)
+        return y
+    detached = weight.detach()
+
+    def gradient(x: Tensor, dy: Tensor) -> Tensor:
+        batched = x.dim() == weight.dim()
+        x, dy = (x, dy) if batched else (x.unsqueeze(0), dy.unsqueeze(0))
+        _, dw, _ = torch.ops.aten.convolution_backward(
+            dy, x.to(dy.dtype), detached.to(dy.dtype), None, module.stride, module.padding,
+            module.dilation, False, [0] * len(module.stride), module.groups, [False, True, False],
+        )  # fmt: skip
+        assert isinstance(dw, Tensor)
+        return dw
+
+    return _defer(
+        x, weight, lambda x: module._conv_forward(x, detached, module.bias), gradient, queue
+    )
 
 
 class Job(NamedTuple):

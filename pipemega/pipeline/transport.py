@@ -43,12 +43,13 @@ from pipemega.pipeline.messages import (
     Packed,
     TensorMeta,
     as_bytes,
+    changed_in_place,
     tensors_of,
+    version_of,
     wire_format,
 )
 from pipemega.pipeline.plan.channels import Channel, ShapeMode
 from pipemega.pipeline.plan.instructions import Instruction, Kind
-from pipemega.pipeline.stage_input import changed_in_place, version_of
 
 # Largest message that goes through a local socket. Several of them fit in its buffer. Larger ones
 # are transferred by gloo in its own thread, while this rank computes.

@@ -16,20 +16,20 @@ from torch.nn import functional as F
 from pipemega.pipeline.execution_state import ExecutionState
 from pipemega.pipeline.messages import TensorMeta
 from pipemega.pipeline.microbatch_loss import Loss, microbatch_loss
-from pipemega.pipeline.plan.channels import Channel
-from pipemega.pipeline.plan.instructions import Instruction, Kind
-from pipemega.pipeline.plan.kinds import (
+from pipemega.pipeline.model.vocabulary_shard import EmbeddedInputs, VocabularyShard
+from pipemega.pipeline.plan.channels import PROVES, Channel, vocabulary_channels
+from pipemega.pipeline.plan.instructions import (
     TRANSFER_OF_NAME,
     TRANSFER_OF_RECEIVE,
     TRANSFER_OF_SEND,
     Direction,
+    Instruction,
+    Kind,
 )
-from pipemega.pipeline.plan.vocabulary_channels import PROVES, vocabulary_channels
 from pipemega.pipeline.split_backward import GradReadyListener
 from pipemega.pipeline.transport import Receive, Transport
-from pipemega.pipeline.vocabulary_shard import EmbeddedInputs, VocabularyShard
-from pipemega.tensor_parallel.linear_cross_entropy import counted_rows
-from pipemega.tensor_parallel.shard_softmax import (
+from pipemega.tensor_parallel.collectives import require_in_vocabulary, require_one_target_per_token
+from pipemega.tensor_parallel.cross_entropy import (
     Exponentials,
     Partial,
     combine,
@@ -39,7 +39,7 @@ from pipemega.tensor_parallel.shard_softmax import (
     partial_shapes,
     sum_dtype,
 )
-from pipemega.tensor_parallel.vocabulary import require_in_vocabulary, require_one_target_per_token
+from pipemega.tensor_parallel.linear_cross_entropy import counted_rows
 
 
 @dataclass

@@ -5,14 +5,12 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipemega.config import Batch, Config, load
-from pipemega.config.model_transformer import TransformerSection
+from pipemega.config.sections.transformer_sections import TransformerSection
 from pipemega.errors import PipemegaError
 from pipemega.pipeline.schedules import SCHEDULES
 from pipemega.planning.estimate import Report, Request, estimate
-from pipemega.planning.prediction import Prediction
-from pipemega.planning.rates import Rates
-from pipemega.planning.units import show_bytes
-from pipemega.printing import percent
+from pipemega.planning.prediction import Prediction, Rates
+from pipemega.printing import percent, show_bytes
 
 # Warn above this bubble,
 _LARGE_BUBBLE = 0.2

@@ -4,34 +4,30 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from pipemega.config import Batch, Config
-from pipemega.config.batch_sizes import BatchSizes
-from pipemega.config.pipeline import PipelineSection
+from pipemega.config.batch import BatchSizes
+from pipemega.config.sections.pipeline_sections import PipelineSection
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, PipelineError, ScheduleError
-from pipemega.lora.adapted_model import add_lora
+from pipemega.lora.adapters import add_lora
 from pipemega.lora.peft_files import section_of
 from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline import plan_selection
 from pipemega.pipeline.connections import nccl_communicators
-from pipemega.pipeline.local_model import fold_equal_names
-from pipemega.pipeline.module import PipelineModule
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.stages import fold_equal_names, with_stage_devices
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
-from pipemega.pipeline.stage_devices import with_stage_devices
-from pipemega.planning.cut_report import CutReport, report_cut
 from pipemega.planning.meta_model import MetaModel
-from pipemega.planning.model_source import (
+from pipemega.planning.prediction import CutReport, Prediction, Rates, predict, report_cut
+from pipemega.planning.run_checks import planned_order, topology_of
+from pipemega.planning.schedule_choice import ScheduleChooser, cut_wins, with_cut_vocabulary
+from pipemega.planning.stage_costs import (
     Sample,
     model_and_sample,
     user_model_and_sample,
     vocabulary_of,
 )
-from pipemega.planning.prediction import Prediction, predict
-from pipemega.planning.rates import Rates
-from pipemega.planning.run_checks import planned_order, topology_of
-from pipemega.planning.schedule_choice import ScheduleChooser
-from pipemega.planning.vocabulary_choice import cut_wins, with_cut_vocabulary
-from pipemega.profiling.meta_kernels import DeviceType
+from pipemega.profiling.tensor_meter import DeviceType
 
 _AUTO = "auto"
 

@@ -19,10 +19,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
-from pipemega.planning.shard_costs import ShardCosts
-from pipemega.planning.shard_memory import ShardMemory
-from pipemega.profiling.meta_costs import StageCosts
-from pipemega.profiling.meta_kernels import DeviceType
+from pipemega.planning.memory import ShardCosts, ShardMemory
+from pipemega.planning.stage_costs import StageCosts
+from pipemega.profiling.tensor_meter import DeviceType
 
 Key = tuple[int, int]  # (stage, micro-batch)
 

@@ -1,21 +1,126 @@
-"""Predicts one schedule: time, memory of each rank, messages."""
+"""Predicts one schedule: time, memory of each rank, messages.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+Speed of devices and links: converts FLOPs and bytes to time.
 
-from pipemega.pipeline.plan.costs import CostModel
-from pipemega.pipeline.plan.instructions import Kind, Plan
-from pipemega.pipeline.plan.kinds import TRANSFER_OF_SEND
-from pipemega.pipeline.plan.layer_moves import Bounds
+Measured times of layers, from the measured times of stages.
+
+FLOPs of a model, counted by running it unsharded on the meta device.
+
+What a cut of the model costs, for logs and reports.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from pipemega.errors import PipemegaError
+from pipemega.models.build_model import ModelContext, build_from, model_section, sample_from
+from pipemega.monitor import peak_tflops
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.plan.channels import vocabulary_channels
+from pipemega.pipeline.plan.instructions import TRANSFER_OF_SEND, Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import Timeline, simulate
-from pipemega.pipeline.plan.vocabulary_channels import vocabulary_channels
+from pipemega.pipeline.plan.partition import Bounds, Cut, LayerCosts
+from pipemega.pipeline.plan.simulate import CostModel, Timeline, simulate
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts, Sizes
-from pipemega.planning.footprint import Footprint
+from pipemega.planning.memory import Footprint
 from pipemega.planning.memory_timeline import PeakMemory, peak_memory
 from pipemega.planning.meta_model import MetaModel, StageLayout
-from pipemega.planning.rates import Rates
-from pipemega.profiling.meta_kernels import DeviceType
+from pipemega.planning.stage_costs import stage_times
+from pipemega.printing import percent
+from pipemega.profiling.tensor_meter import DeviceKernels, DeviceType, TensorMeter
+
+# Seconds from one kernel to the next if the kernels are short: torch's dispatcher launches them one
+# by one. It is why small micro-batches are slow.
+LAUNCH_SECONDS: Final = 5e-6
+# Share of the peak FLOP/s that is assumed if only the device is known.
+ASSUMED_SHARE: Final = 0.4
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Known speeds.
+
+    Args:
+        costs: seconds of F, I and W of one rank and of a message; the stages of a rank share them
+            equally. None: use `tflops`.
+        tflops: TFLOP/s that a device achieves, the mean over forward and backward of the model;
+            None: times are relative to a mean forward.
+        link: GB/s between neighbouring pipeline ranks; None: messages take no time.
+        assumed: what `tflops` is assumed from; empty if the caller knows it.
+        launch: seconds to launch a kernel; forward and backward take at least this for each kernel.
+        layers: measured costs of the layers; their times replace the others.
+    """
+
+    costs: RankCosts | None = None
+    tflops: float | None = None
+    link: float | None = None
+    assumed: str = ""
+    launch: float = 0.0
+    layers: LayerCosts | None = None
+
+    @classmethod
+    def of(
+        cls,
+        costs: RankCosts | None,
+        tflops: float | None,
+        link: float | None,
+        device: str | None = None,
+    ) -> "Rates":
+        """Return the given rates; without any, those assumed for a known device ("H100-80GB")."""
+        assumed, peak = "", peak_tflops(device.replace("-", " ")) if device else None
+        if costs is None and tflops is None and peak is not None:
+            tflops = ASSUMED_SHARE * peak
+            share = percent(ASSUMED_SHARE, 0)
+            assumed = f"{share} of the bf16 peak of {device}; --tflops sets another rate"
+        return cls(costs, tflops, link, assumed, LAUNCH_SECONDS)
+
+    @property
+    def known(self) -> bool:
+        """Whether times are in seconds."""
+        return self.layers is not None or self.costs is not None or self.tflops is not None
+
+    def cost_model(self, layout: StageLayout, ranks: int) -> CostModel:
+        """Return times and bytes of each stage of `layout` on `ranks` pipeline ranks."""
+        unit = self._unit(layout, ranks)
+        counted = stage_times(layout.costs, unit)
+        if layout.vocabulary:
+            counted = replace(counted, vocabulary=layout.vocabulary[0].times(unit))
+        if self.layers is not None:
+            times = self.layers.cost_model(layout.bounds)
+            return _with_memory(times, counted)
+        if self.costs is not None:
+            times = CostModel.from_rank_costs(layout.rank_of_stage, *self.costs)
+            return _with_memory(times, counted)
+        message = max(stage.message for stage in layout.costs)
+        seconds = message / (self.link * 1e9) if self.link and self.tflops else 0.0
+        return replace(counted, message=seconds)
+
+    def _unit(self, layout: StageLayout, ranks: int) -> float:
+        """Return the seconds of the fixed table that are one unit of time.
+
+        All times have the same ratio to those of the table, by which models are cut: the fastest
+        cut is the same at every rate.
+        """
+        totals = layout.totals
+        if not self.tflops:
+            # The mean forward of a rank.
+            return totals.forward / ranks or 1.0
+        seconds = max(totals.flops / (self.tflops * 1e12), totals.kernels * self.launch)
+        return totals.seconds / seconds if totals.seconds and seconds else 1.0
+
+
+def _with_memory(times: CostModel, counted: CostModel) -> CostModel:
+    """Return given times with the memory of `counted`, and its passes in the same unit."""
+    given, known = (
+        sum(map(sum, (c.forward, c.backward_input, c.backward_weight))) for c in (times, counted)
+    )
+    passes = counted.vocabulary.scaled(given / known if known else 1.0)
+    return replace(times, activation=counted.activation, kept=counted.kept, vocabulary=passes)
 
 
 @dataclass(frozen=True)
@@ -165,3 +270,206 @@ def _bubble_by_formula(plan: Plan, message: float, timeline: Timeline) -> float 
     forward, inputs, weights = (w / plan.num_ranks / plan.num_microbatches for w in work.values())
     sizes = Sizes(plan.num_ranks, plan.num_microbatches, plan.num_stages // plan.num_ranks)
     return family.bubble(sizes, RankCosts(forward, inputs, weights, message))
+
+
+# Standard deviations: of the measured time of a stage, as a part of the mean of the stages; and of
+# the ratio of measured to counted time of a kind of layer, as a part of the ratio of the model.
+_NOISE, _SPREAD = 0.02, 0.2
+_LEAST_RATIO = 0.1
+
+
+def measured_layers(
+    counted: LayerCosts, bounds: Sequence[int], costs: CostModel, *, split: bool
+) -> LayerCosts:
+    """Return the costs of layers with the times of measured stages.
+
+    The time of each stage is divided among its layers in proportion to their likely times: layers
+    with equal counted times take about as long in all stages, so stages of blocks alone show how
+    much of the last stage is the head.
+
+    Args:
+        counted: by the fixed table of rates; `instruction`, but at most a tenth of the mean F, is
+            taken off the measured times.
+        bounds: of the measured stages.
+        costs: of the measured stages.
+        split: I and W were measured; otherwise the counted times divide the time of B.
+    """
+    counts = zip(counted.forward, counted.backward_input, counted.backward_weight, strict=True)
+    numbers: dict[tuple[float, ...], int] = {}
+    kinds = [numbers.setdefault(count, len(numbers)) for count in counts]
+
+    def by_layer(times: Sequence[float], counted: Sequence[float]) -> tuple[float, ...]:
+        times = [max(0.0, time - instruction) for time in times]
+        likely = _likely_times(times, counted, kinds, bounds)
+        return tuple(
+            time * share
+            for time, (start, stop) in zip(times, pairwise(bounds), strict=True)
+            for share in _shares(likely[start:stop])
+        )
+
+    inputs, weights = list(costs.backward_input), list(costs.backward_weight)
+    if not split:
+        for number, (start, stop) in enumerate(pairwise(bounds)):
+            i, w = sum(counted.backward_input[start:stop]), sum(counted.backward_weight[start:stop])
+            share = i / (i + w) if i + w else 0.5
+            inputs[number] = share * costs.whole_backward[number]
+            weights[number] = (1 - share) * costs.whole_backward[number]
+    mean = sum(costs.forward) / len(costs.forward)
+    instruction = min(counted.instruction, 0.1 * mean)
+    return replace(
+        counted,
+        forward=by_layer(costs.forward, counted.forward),
+        backward_input=by_layer(inputs, counted.backward_input),
+        backward_weight=by_layer(weights, counted.backward_weight),
+        backward=by_layer(costs.whole_backward, counted.backward),
+        message=costs.message,
+        instruction=instruction,
+    )
+
+
+def _likely_times(
+    times: Sequence[float], counted: Sequence[float], kinds: Sequence[int], bounds: Sequence[int]
+) -> Sequence[float]:
+    """Return the most likely times of the layers, if equal kinds have equal times."""
+    if not sum(times) or not sum(counted):
+        return counted
+    ratio, mean = sum(times) / sum(counted), sum(times) / len(times)
+    work = np.zeros((len(times), max(kinds) + 1))  # of each kind in each stage
+    for stage, (start, stop) in enumerate(pairwise(bounds)):
+        np.add.at(work[stage], kinds[start:stop], counted[start:stop])
+    # By their work, so that kinds which only occur together keep the ratio of their counted times.
+    weights = np.sqrt(work.sum(0) / work.sum() * work.shape[1]) / _SPREAD
+    equations = [work * ratio / mean / _NOISE, np.diag(weights)]
+    values = [np.array(times) / mean / _NOISE, weights]
+    ratios, *_ = np.linalg.lstsq(np.concatenate(equations), np.concatenate(values))
+    ratios = ratios.clip(_LEAST_RATIO)
+    return [count * float(ratios[kind]) for count, kind in zip(counted, kinds, strict=True)]
+
+
+def _shares(times: Sequence[float]) -> list[float]:
+    total = sum(times)
+    return [time / total if total else 1 / len(times) for time in times]
+
+
+# Backward computes the gradients of both factors of each matrix product.
+_BACKWARD = 2
+
+
+def flops_per_token(context: ModelContext) -> float:
+    """Return the FLOPs of forward and backward per token, without recomputation; 0: unknown.
+
+    Args:
+        context: on the meta device.
+    """
+    section = model_section(context.config)
+    known, tokens = section.flops_per_token(context), section.sample_tokens()
+    if known is not None or tokens is None:
+        return known or 0.0
+    return _counted_per_sample(context) / tokens
+
+
+def flops_per_sample(context: ModelContext) -> float:
+    """Return the FLOPs of forward and backward per sample, such as an image; 0: unknown."""
+    tokens = model_section(context.config).sample_tokens()
+    return _counted_per_sample(context) if tokens is None else tokens * flops_per_token(context)
+
+
+def _counted_per_sample(context: ModelContext) -> float:
+    try:
+        inputs, _ = sample_from(context)
+        forward = forward_flops(build_from(context).on_meta(), inputs)
+    except (PipemegaError, RuntimeError, TypeError):
+        return 0.0  # a layer reads values, which the meta device does not have
+    return (1 + _BACKWARD) * forward / context.micro_batch_size
+
+
+def forward_flops(net: PipelineModule, inputs: Any) -> float:
+    """Return the FLOPs of one forward of `net` for `inputs`; both are on the meta device."""
+    x, total = inputs, 0.0
+    measured: dict[object, tuple[float, Any]] = {}  # by the key of equal layers
+    # The fused kernel of the CPU takes all sizes and dtypes of heads, without dropout.
+    with torch.no_grad(), DeviceKernels("cpu"):
+        for spec, layer in zip(net.specs, net.meta_layers, strict=True):
+            key = spec.equality_key
+            if key is None or key not in measured:
+                layer.eval()
+                with TensorMeter() as meter:
+                    x = layer(x) if spec.forward_fn is None else spec.forward_fn(layer, x)
+                measured[key] = meter.flops, x
+            flops, x = measured[key]
+            total += flops
+    return total
+
+
+# The old default, and how to keep it.
+KEEP_OLD = "pipeline.partition 'parameters' divides the parameters evenly, the default before"
+
+# Stages whose share of the work the log shows.
+_MOST_SHARES = 8
+
+
+@dataclass(frozen=True)
+class CutReport:
+    """What the cut of a plan costs.
+
+    Args:
+        bounds: of the stages.
+        work: share of the time of all instructions, for each pipeline rank.
+        slower: by which fraction the step takes longer than with `best`; 0: no better cut was
+            found.
+        best: the bounds of the fastest cut that was found for this plan.
+        best_peak: memory in bytes of the fullest rank with it.
+    """
+
+    bounds: Bounds
+    work: tuple[float, ...]
+    slower: float
+    best: Bounds
+    best_peak: int
+
+    @property
+    def imbalance(self) -> float:
+        """The work of the slowest rank over the mean, less 1."""
+        return max(self.work) * len(self.work) - 1
+
+
+def report_cut(model: MetaModel, prediction: Prediction, rates: Rates) -> CutReport | None:
+    """Return what the cut of `prediction` costs; None with one stage, or if its times are given."""
+    plan, layout = prediction.plan.compute_only(), prediction.layout
+    if plan.num_stages == 1 or rates.costs is not None:
+        return None
+    layers = rates.layers or model.layer_costs
+    found = model.cut_within(plan, layers, None, [layout.bounds])
+    best = prediction
+    if found.bounds != layout.bounds:
+        other = predict(model, plan, rates, found.bounds)
+        best = min(prediction, other, key=lambda p: p.timeline.makespan)
+    timeline = prediction.timeline
+    busy = [timeline.busy(rank) for rank in range(plan.num_ranks)]
+    return CutReport(
+        layout.bounds,
+        tuple(time / (sum(busy) or 1.0) for time in busy),
+        timeline.makespan / best.timeline.makespan - 1 if best.timeline.makespan else 0.0,
+        best.layout.bounds,
+        best.peak,
+    )
+
+
+def explain(cut: Cut, even: Cut) -> str:
+    """Return why the model has the cut `cut` and not `even`, for the log of a run."""
+    plan, times = cut.timeline.plan, cut.costs
+    stages = zip(times.forward, times.whole_backward, strict=True)
+    work = [forward + backward for forward, backward in stages]
+    shares = ", ".join(percent(w / sum(work), 0) for w in work[:_MOST_SHARES]) if sum(work) else ""
+    more = ", ..." if len(work) > _MOST_SHARES else ""
+    text = (
+        f"partition auto: stages {list(cut.bounds)} (bounds of layers) for the shortest simulated "
+        f"step of {plan.name}; share of the work by stage: {shares}{more}"
+    )
+    if cut.bounds == even.bounds:
+        return f"{text}; even numbers of parameters give the same stages"
+    longer = even.timeline.makespan / cut.timeline.makespan - 1
+    return (
+        f"{text}; with even numbers of parameters ({list(even.bounds)}) it is {percent(longer)} "
+        f"longer ({KEEP_OLD})"
+    )

@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, median
 
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Instruction, Kind
-from pipemega.profiling.trace import Trace
+from pipemega.pipeline.plan.simulate import CostModel
+from pipemega.profiling.step_trace import Trace
 
 # (kind, stage) -> one number per micro-batch and trace
 _Samples = Mapping[tuple[Kind, int], Sequence[float]]

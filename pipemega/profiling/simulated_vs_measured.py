@@ -8,12 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from pipemega.monitor.step_phases import OTHER, PIPELINE, Phase
-from pipemega.pipeline.plan.costs import CostModel
-from pipemega.pipeline.plan.simulate import Timeline, simulate
+from pipemega.monitor.timers import OTHER, PIPELINE, Phase
+from pipemega.pipeline.plan.simulate import CostModel, Timeline, simulate
 from pipemega.printing import aligned, percent
 from pipemega.profiling.cost_estimation import measured_costs
-from pipemega.profiling.trace import Trace
+from pipemega.profiling.step_trace import Trace
 from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:

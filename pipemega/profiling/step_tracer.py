@@ -16,14 +16,13 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.exchanges import all_reduce
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.monitor import Phase
 from pipemega.pipeline import recorder
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.profiling.clock_sync import ClockSample, clock_offset
-from pipemega.profiling.trace import Trace
+from pipemega.profiling.step_trace import ClockSample, Trace, clock_offset
 
 # More samples hardly improve the bounds of the clock offset.
 NUM_CLOCK_SAMPLES = 8

@@ -2,25 +2,383 @@
 
 Works on every device, including the meta device, where tensors have a size but no memory. So the
 memory of a stage between forward and backward is counted by running it, not by a formula.
+
+Makes the meta device use the kernels of the real device.
+
+For some functions torch chooses the kernel by device, and the kernels save different tensors for
+backward. For meta tensors torch chooses the unfused version, which saves more:
+
+    function           on the meta device              here
+    attention          saves scores [seq, seq]         fused: saves queries, keys, values, output
+    dropout            saves a mask, dtype of x        CUDA: saves a mask of bytes
+    RMSNorm            saves an fp32 copy of x         CUDA: saves x and one number per row
+
+`Tensor.is_cuda` is that of the real device, so that a model that chooses by it chooses as in a run.
+
+A fixed table of rates: FLOPs and bytes of a kernel -> seconds.
+
+Models are cut by these times. They depend on the config alone, not on the machine: the same config
+has the same cut in `pipemega plan` on a laptop and in every run. Only ratios of the times of layers
+matter, so a faster device of the same kind needs no other table.
+
+Runs operations on the meta device once for each description of their arguments.
+
+Most kernels of the meta device are Python functions, which take 0.1 to 0.5 ms. The layers of a
+model repeat a few operations, whose results differ only in their memory.
+
+Kernels of the meta device that import torch._dynamo.
+
+Some kernels of the meta device are Python functions, which torch keeps out of `torch.compile`. For
+that it imports torch._dynamo at the first call, which takes 0.6 s of a process at start-up.
 """
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType, NoneType
+from typing import Any, Final, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+import torch._compile
+import torch._refs
+from torch import Tensor, nn
+from torch._decomp import global_decomposition_table
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from pipemega.optimizer.eager_torch import without_dynamo
-from pipemega.profiling.kernel_rates import KernelRates, bytes_moved, runs_kernel
-from pipemega.profiling.meta_results import run_operation
-from pipemega.profiling.python_meta_kernels import protected_functions
+from pipemega.optimizer.optimizers import without_dynamo
+
+DeviceType = Literal["cpu", "cuda"]
 
 _aten = torch.ops.aten
+_HALVES = (torch.float16, torch.bfloat16)
+_IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+class DeviceKernels(TorchFunctionMode):
+    """Context in which meta tensors use the kernels of `device`.
+
+    The choice is that of torch 2.13: https://github.com/pytorch/pytorch,
+    aten/src/ATen/native/transformers/{sdp_utils_cpp.cpp,cuda/sdp_utils.cpp}.
+    """
+
+    def __init__(self, device: DeviceType) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].is_meta:
+            if func == _IS_CUDA:
+                return self._device == "cuda"
+            if func is F.scaled_dot_product_attention:
+                return self._attention(*args, **kwargs)
+            if func is F.dropout and self._device == "cuda":
+                return _dropout(*args, **kwargs)
+            if func is F.rms_norm and self._device == "cuda":
+                return _rms_norm(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _attention(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        grouped = enable_gqa and key.shape[1] != query.shape[1]
+        # Flash attention needs values of the size of the queries.
+        is_flash = attn_mask is None and value.shape[-1] == query.shape[-1]
+        if is_flash and self._device == "cpu" and dropout_p == 0:
+            flash = _aten._scaled_dot_product_flash_attention_for_cpu
+            return _first(flash(query, key, value, 0.0, is_causal, scale=scale))
+        if is_flash and self._device == "cuda" and query.dtype in _HALVES:
+            flash = _aten._scaled_dot_product_flash_attention
+            return _first(flash(query, key, value, dropout_p, is_causal, scale=scale))
+        if self._device == "cuda" and query.dtype != torch.float64 and not grouped:
+            efficient = _aten._scaled_dot_product_efficient_attention
+            return _first(
+                efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)
+            )
+        # The real device uses the unfused attention here too, which saves the scores.
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _first(results: Sequence[Any]) -> Tensor:
+    result: Tensor = results[0]
+    return result
+
+
+def _dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    if not training or not 0 < p < 1:
+        return F.dropout(x, p, training, inplace)
+    return _first(torch.native_dropout(x, p, True))
+
+
+def _rms_norm(
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    if weight is not None and weight.dtype != x.dtype:
+        return F.rms_norm(x, list(normalized_shape), weight, eps)
+    y: Tensor = _FusedRMSNorm.apply(x, weight, len(normalized_shape))  # type: ignore[no-untyped-call]
+    return y
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """Shapes of CUDA's fused RMSNorm, which torch does not offer for meta tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, dims: int) -> Tensor:
+        rows = x.shape[: x.dim() - dims]
+        ctx.save_for_backward(x, weight, x.new_empty(rows, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+@dataclass(frozen=True)
+class KernelRates:
+    """Rates that kernels of common sizes reach.
+
+    Args:
+        products: FLOP/s of matrix products.
+        attention: FLOP/s of fused attention; a causal one has half of the FLOPs.
+        bandwidth: bytes/s that all other work reads and writes.
+        streams: the same for sums, differences, products and copies of large tensors.
+        launch: seconds of a kernel without work.
+        instruction: seconds of an F, I, W or B beyond its kernels and messages.
+        messages: bytes/s at which ranks handle messages.
+    """
+
+    products: float
+    attention: float
+    bandwidth: float
+    streams: float
+    launch: float
+    instruction: float
+    messages: float
+
+    def seconds(self, func: Any, flops: float, size: float) -> float:
+        """Return the seconds of operation `func` with `flops` that moves `size` bytes."""
+        rate = self.attention if "attention" in func._schema.name else self.products
+        streams = func._overloadpacket in _STREAMS
+        return max(flops / rate, size / (self.streams if streams else self.bandwidth)) + self.launch
+
+
+# Measured on one of two busy cores of an AMD EPYC, by benchmarks/pipeline_cpu; fp32 and fp64 runs
+# are taken for CPU runs. The attention of the CPU computes the masked half too. With four stages
+# per rank instead of one, a rank works about 1 ms longer for each further instruction, half of it
+# with messages of 0.5 MB.
+_FULL: Final = KernelRates(
+    products=115e9,
+    attention=22e9,
+    bandwidth=16e9,
+    streams=48e9,
+    launch=4e-6,
+    instruction=3e-4,
+    messages=1e9,
+)
+# What kernels of an H100 reach in bf16: about half of its FLOP/s, 3/4 of its bandwidth.
+_HALF: Final = KernelRates(
+    products=500e12,
+    attention=300e12,
+    bandwidth=2.5e12,
+    streams=2.5e12,
+    launch=4e-6,
+    instruction=5e-5,
+    messages=1e11,
+)
+
+
+def rates_for(dtype: str | None) -> KernelRates:
+    """Return the rates of a run that computes in `dtype`: "fp16", "bf16", or others."""
+    return _HALF if dtype in ("float16", "bfloat16") else _FULL
+
+
+# They allocate memory or change its description, and run no kernel.
+_NO_KERNEL = frozenset(
+    (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+) | {_aten._unsafe_view, _aten.detach}
+
+
+# Simple arithmetic: the speed of the memory limits them on every device.
+_STREAMS = frozenset(
+    (_aten.add, _aten.add_, _aten.sub, _aten.sub_, _aten.mul, _aten.mul_, _aten.copy_, _aten.clone)
+) | {_aten.zero_, _aten.zeros_like, _aten.new_zeros, _aten.zeros, _aten.fill_}
+
+
+def runs_kernel(func: Any) -> bool:
+    """Return whether an operation that a TorchDispatchMode sees runs a kernel."""
+    return not func.is_view and func._overloadpacket not in _NO_KERNEL
+
+
+# They read some rows of their first tensor, or add to some rows of it: as many bytes as their other
+# tensors have, or their result.
+_SPARSE = frozenset((_aten.embedding, _aten.index_select, _aten.gather, _aten.index))
+_SPARSE_IN_PLACE = frozenset((_aten.index_add_, _aten.index_put_, _aten.scatter_add_))
+
+
+def bytes_moved(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the bytes that an operation reads and writes: its arguments and results."""
+    if func._overloadpacket in _SPARSE:
+        return _bytes(args[1:], kwargs) + 2 * _bytes(result)
+    if func._overloadpacket in _SPARSE_IN_PLACE:
+        return 3 * _bytes(args[1:], kwargs)
+    return _bytes(args, kwargs, result)
+
+
+def _bytes(*trees: Any) -> int:
+    return sum(leaf.nbytes for leaf in pytree.tree_leaves(trees) if isinstance(leaf, Tensor))
+
+
+# Of all models and micro-batch sizes that a process counts.
+_MAX_RESULTS = 20_000
+
+_PLAIN = (
+    NoneType, bool, int, float, complex, str,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+class _Result(NamedTuple):
+    """A tensor on the meta device."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def build(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta")
+
+
+class _UnknownError(Exception):
+    """The arguments do not determine the result, or it shares memory."""
+
+
+_known: dict[Any, Any] = {}
+
+
+def run_operation(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Return `func(*args, **kwargs)`, for an operation that a TorchDispatchMode sees.
+
+    If its tensors are on the meta device, and the result has memory of its own, it is built from
+    the shapes, strides and dtypes of an earlier result.
+    """
+    if func.is_view or func._schema.is_mutable:
+        return func(*args, **kwargs)
+    try:
+        # Otherwise a TorchFunctionMode sees each attribute of a tensor that is read.
+        with torch._C.DisableTorchFunction():
+            named = tuple(kwargs.items())
+            key = (func, torch.get_default_dtype(), _key_of(args), _key_of(named))
+        found = _known.get(key)
+    except _UnknownError:
+        return func(*args, **kwargs)
+    if found is not None:
+        return _build(found)
+    result = func(*args, **kwargs)
+    try:
+        kept = _describe(result, _storages(args) | _storages(tuple(kwargs.values())))
+    except _UnknownError:
+        return result
+    if len(_known) >= _MAX_RESULTS:
+        _known.clear()
+    _known[key] = kept
+    return result
+
+
+def _key_of(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        if not value.is_meta or type(value) not in (Tensor, nn.Parameter):
+            raise _UnknownError
+        if value.layout is not torch.strided or value.is_conj() or value.is_neg():
+            raise _UnknownError
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, list | tuple):
+        return type(value), *map(_key_of, value)
+    if not isinstance(value, _PLAIN):
+        # Such as the record of torch's profiler, which has an effect.
+        raise _UnknownError
+    # The type: 1, 1.0 and True are equal.
+    return type(value), value
+
+
+def _storages(value: Any) -> set[int]:
+    if isinstance(value, Tensor):
+        return {value.untyped_storage()._cdata}
+    if isinstance(value, list | tuple):
+        return set[int]().union(*map(_storages, value))
+    return set()
+
+
+def _describe(result: Any, shared: set[int]) -> Any:
+    """Return `result` with a `_Result` in place of each tensor.
+
+    Args:
+        shared: storages that no tensor of it may have; those of its tensors are added.
+    """
+    if isinstance(result, list | tuple):
+        if type(result) not in (list, tuple):
+            raise _UnknownError
+        return type(result)(_describe(each, shared) for each in result)
+    _key_of(result)
+    if not isinstance(result, Tensor):
+        return result
+    storage = result.untyped_storage()
+    kept = _Result(tuple(result.shape), result.stride(), result.dtype)
+    if storage._cdata in shared or storage.nbytes() != kept.build().untyped_storage().nbytes():
+        raise _UnknownError
+    shared.add(storage._cdata)
+    return kept
+
+
+def _build(kept: Any) -> Any:
+    if isinstance(kept, _Result):
+        return kept.build()
+    if isinstance(kept, list | tuple):
+        return type(kept)(map(_build, kept))
+    return kept
+
+
+@cache
+def protected_functions() -> tuple[Any, ...]:
+    """Return the functions that `torch._disable_dynamo` decorates, for `without_dynamo`.
+
+    Closures of the kernels have them.
+    """
+    tables: list[dict[Any, Any]] = [*global_decomposition_table.values(), vars(torch._refs)]
+    todo = [f for table in tables for f in table.values() if isinstance(f, FunctionType)]
+    seen, found = set(map(id, todo)), list[Any]()
+    while todo:
+        function = todo.pop()
+        cells = (cell.cell_contents for cell in function.__closure__ or ())
+        inner = [f for f in cells if isinstance(f, FunctionType)]
+        if function.__code__.co_filename == torch._compile.__file__:
+            found += inner
+        todo += (f for f in inner if id(f) not in seen)
+        seen.update(map(id, inner))
+    return tuple(found)
+
+
 # torch has no FLOP formula for the CPU attention kernel; it does the same work as the CUDA kernel.
 _FORMULAS: dict[Any, Any] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[

@@ -8,9 +8,13 @@ the logits of all tokens (`chunked_logits`: its passes; `deferred_logits`: what 
 
 from pipemega.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from pipemega.tensor_parallel.deferred_logits import DeferredLogits
-from pipemega.tensor_parallel.dropout import Dropout
-from pipemega.tensor_parallel.embedding import VocabParallelEmbedding, VocabParallelHead
-from pipemega.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from pipemega.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    Dropout,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    VocabParallelHead,
+)
 from pipemega.tensor_parallel.linear_cross_entropy import cross_entropy_sum
 
 __all__ = [

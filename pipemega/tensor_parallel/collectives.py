@@ -17,6 +17,15 @@ meta device the functions return tensors of the right shape without communicatio
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053 (the first four); Korthikanti et al. 2022,
 arXiv:2205.05198 (the last three).
+
+Collectives within a compiled layer: one operator of its graph.
+
+Sharding of the vocabulary over the tensor ranks.
+
+Vocabulary of 1000, divisible_by 128, 2 ranks: padded to 1024, 512 rows each
+
+    rank 0   0 .. 511           [0, 512)
+    rank 1   512 .. 999 + 24    [512, 1000), then 24 rows of padding
 """
 
 import math
@@ -26,20 +35,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, library
 
-from pipemega.distributed.backends import sends_by_gloo
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import wait
 from pipemega.distributed.mesh import Axis
+from pipemega.distributed.process_groups import sends_by_gloo
 from pipemega.distributed.torch_versions import (
     ALL_GATHERS,
     REDUCE_SCATTERS,
     all_gather_single,
     reduce_scatter_single,
 )
-from pipemega.errors import ConfigError
+from pipemega.errors import ConfigError, DataError
 
 Pending = Callable[[], Tensor]
 """A started collective: call it once to wait for the result."""
@@ -295,3 +304,81 @@ def _slice_length(x: Tensor, axis: Axis, dim: int) -> int:
             + (", or set mesh.sequence_parallel to false" if dim == SEQUENCE_DIM else "")
         )
     return length
+
+
+# Ranks -> axis: the arguments of an operator are plain values.
+_axes: dict[tuple[int, ...], Axis] = {}
+
+
+def allow_tracing(axis: Axis) -> None:
+    """Let compiled layers call the collectives of this axis."""
+    _axes[axis.ranks] = axis
+
+
+@library.custom_op("pipemega::collective", mutates_args=())
+def _collective(x: Tensor, name: str, dim: int, ranks: Sequence[int]) -> Tensor:
+    """Return the result of a collective of `COLLECTIVES` over `ranks`."""
+    return COLLECTIVES[name](x, _axes[tuple(ranks)], dim).contiguous()
+
+
+@_collective.register_fake
+def _(x: Tensor, name: str, dim: int, ranks: Sequence[int]) -> Tensor:
+    shape = list(x.shape)
+    if name == "all-gather":
+        shape[dim] *= len(ranks)
+    elif name == "reduce-scatter":
+        shape[dim] //= len(ranks)
+    return x.new_empty(shape)
+
+
+traced_collective.append(_collective)
+
+
+def rows_per_rank(vocab_size: int, ranks: int, divisible_by: int) -> int:
+    """Return the rows per rank with padding, a multiple of `divisible_by`."""
+    return -(-vocab_size // (divisible_by * ranks)) * divisible_by
+
+
+def local_range(vocab_size: int, rows: int, rank: int) -> tuple[int, int]:
+    """Return [start, stop) of the ids of this rank; empty if it has only padding."""
+    return min(rank * rows, vocab_size), min((rank + 1) * rows, vocab_size)
+
+
+def require_one_target_per_token(target: Tensor, tokens: int) -> None:
+    """Check that the targets are those of all tokens: a part of them would stand for other tokens.
+
+    Raises:
+        DataError: their numbers differ; names both.
+    """
+    if target.numel() != tokens:
+        raise DataError(
+            f"the labels {list(target.shape)} are {target.numel()}, and the inputs have {tokens} "
+            "tokens: give one label for each token, the id of the next one, or -100"
+        )
+
+
+def require_in_vocabulary(
+    ids: Tensor, vocab_size: int, what: str, ignore_index: int | None = None
+) -> None:
+    """Check that all ids are in the vocabulary.
+
+    On a GPU, this is an assertion on the device, as in torch's embedding: an error message would
+    make the host wait for the device.
+
+    Raises:
+        DataError: an id is negative or not less than `vocab_size`; names both.
+    """
+    if ids.numel() == 0:
+        return
+    if ignore_index is not None:
+        ids = ids.masked_fill(ids == ignore_index, 0)
+    low, high = torch.aminmax(ids)
+    if ids.device.type != "cpu":
+        torch._assert_async(((low >= 0) & (high < vocab_size)), f"{what} outside the vocabulary")
+        return
+    wrong = int(low) if low < 0 else int(high)
+    if not 0 <= wrong < vocab_size:
+        raise DataError(
+            f"{what} {wrong} is outside the vocabulary of {vocab_size} (0 to {vocab_size - 1}): "
+            f"was the data made with another tokenizer, or is model.vocab_size too small?"
+        )

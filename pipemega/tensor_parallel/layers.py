@@ -8,9 +8,13 @@ With sequence parallelism, x and y are slices of the sequence:
 
 Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; Korthikanti et al. 2022,
 arXiv:2205.05198, section 4.2.
+
+Embedding and output head with the vocabulary sharded over the tensor ranks.
+
+Dropout with the same mask on every mesh.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -25,13 +29,21 @@ from pipemega.tensor_parallel.collectives import (
     copy_to_tensor,
     gather_from_tensor,
     gather_sequence,
+    local_range,
     reduce_scatter_sequence,
+    require_in_vocabulary,
+    rows_per_rank,
     start_all_gather,
     start_all_reduce,
     start_reduce_scatter,
     sum_in_place,
 )
-from pipemega.tensor_parallel.output_shard import OutputShard
+from pipemega.tensor_parallel.deferred_logits import (
+    DeferredLogits,
+    GradientSink,
+    OutputShard,
+    defers_logits,
+)
 
 
 class Product(Protocol):
@@ -260,3 +272,205 @@ def _block_ranges(blocks: Sequence[int], axis: Axis) -> tuple[tuple[int, int], .
         ranges.append((offset + axis.rank * share, offset + (axis.rank + 1) * share))
         offset += size
     return tuple(ranges)
+
+
+# (ids [...], weight [rows, dim]) -> [..., dim]; split backward replaces it.
+Lookup = Callable[[Tensor, Tensor], Tensor]
+
+
+class _Vocabulary(nn.Module):
+    """Base class: this rank's rows of the [vocabulary, dim] weight, and `logits`."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        axis: Axis,
+        divisible_by: int = 128,
+        sequence_parallel: bool = False,
+        init_method: InitMethod | None = normal(0.02),  # noqa: B008 (a pure function's value)
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.axis, self.sequence_parallel = axis, sequence_parallel
+        rows = rows_per_rank(num_embeddings, axis.size, divisible_by)
+        self.start, self.stop = local_range(num_embeddings, rows, axis.rank)
+        weight = torch.full((rows, embedding_dim), torch.nan, dtype=dtype, device=device)
+        # Padding must be finite: its logits are computed and then masked.
+        weight[self.stop - self.start :].zero_()
+        shape = (num_embeddings, embedding_dim)
+        ranges = ((self.start, self.stop),) if self.start < self.stop else ()
+        shard = Shard(shape, dim=0, ranges=ranges, init_method=init_method)
+        self.weight = attach_shard(nn.Parameter(weight), shard)
+
+    product: Product = staticmethod(F.linear)
+    # Set by split backward.
+    weight_sink: GradientSink | None = None
+    # A compiler has nothing to fuse in a lookup or a product.
+    compiled_method: str | None = None
+
+    @property
+    def output_shard(self) -> OutputShard:
+        """Declares `logits` as a slice of the vocabulary, with padding."""
+        return OutputShard(self.axis, self.num_embeddings)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits of this rank's slice of the vocabulary, with padding.
+
+        `vocab_parallel_cross_entropy` masks the padding; for the full logits use
+        `gather_from_tensor(logits, axis)[..., :num_embeddings]`.
+
+        Shape:
+            hidden [..., dim], equal on all tensor ranks  ->  [..., padded vocabulary / T]
+            sequence_parallel:  hidden [batch, seq / T, dim]  ->  [batch, seq, padded / T]
+        """
+        return self.product(self._entering(hidden), self.weight)
+
+    def _entering(self, hidden: Tensor) -> Tensor:
+        """Return `hidden` of the whole sequence, for a different part on each rank."""
+        if self.axis.size == 1:
+            return hidden
+        gather_or_copy = gather_sequence if self.sequence_parallel else copy_to_tensor
+        return gather_or_copy(hidden, self.axis)
+
+    def extra_repr(self) -> str:
+        ranks = self.axis.size
+        padded = self.weight.shape[0] * ranks
+        return f"{self.num_embeddings} (padded to {padded}) / {ranks}, {self.embedding_dim}"
+
+
+class VocabParallelEmbedding(_Vocabulary):
+    """Embedding with the rows of its weight sharded over the tensor ranks.
+
+    The weight is padded to a multiple of `divisible_by * T` rows. Padding rows are zero and get no
+    gradient; checkpoints do not contain them (`Shard.shape` is without padding).
+
+    Args:
+        num_embeddings: size of the vocabulary, without padding.
+        embedding_dim: size of an embedding vector.
+        axis: the tensor axis of the mesh.
+        divisible_by: model.make_vocab_size_divisible_by.
+        sequence_parallel: each rank keeps its slice of the sequence.
+        init_method: used by `initialize_parameters`; the weight is NaN until then. None: the
+            caller fills the weight.
+
+    Shape:
+        ids [batch, seq]  ->  [batch, seq, dim], both equal on all tensor ranks
+        sequence_parallel:   ->  [batch, seq / T, dim], a slice per rank
+
+    Raises:
+        DataError: in forward, an id is outside the vocabulary.
+
+    A tied head calls `logits` of its copy of the weight.
+
+    Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3.
+    """
+
+    lookup: Lookup = staticmethod(F.embedding)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        require_in_vocabulary(ids, self.num_embeddings, "token id")
+        if self.axis.size == 1:
+            return self.lookup(ids, self.weight)
+        not_local = (ids < self.start) | (ids >= self.stop)
+        rows = self.lookup((ids - self.start).masked_fill(not_local, 0), self.weight)
+        rows = rows.masked_fill(not_local.unsqueeze(-1), 0.0)  # [batch, seq, dim]
+        if self.sequence_parallel:
+            return reduce_scatter_sequence(rows, self.axis)
+        return sum_in_place(rows, self.axis)
+
+
+class VocabParallelHead(_Vocabulary):
+    """Untied output head: maps hidden states to logits, without bias.
+
+    Within `defer_logits` it returns `DeferredLogits`, unless a subclass computes something else.
+
+    Args as in `VocabParallelEmbedding`, shapes as in `logits`.
+    """
+
+    def forward(self, hidden: Tensor) -> Tensor | DeferredLogits:
+        if not self._is_changed() and defers_logits(self, self):
+            return DeferredLogits.of(self, self._entering(hidden), self.num_embeddings)
+        return self.logits(hidden)
+
+    def _is_changed(self) -> bool:
+        names, own = ("forward", "logits"), vars(self)
+        same = (getattr(type(self), name) is getattr(VocabParallelHead, name) for name in names)
+        return not all(same) or any(name in own for name in names)
+
+
+class Dropout(nn.Module):
+    """`nn.Dropout` for activations that are replicated over tensor ranks or sharded by sequence.
+
+    The mask comes from the default generator, whose state must be equal on all tensor ranks
+    (`random.seed_layer`). For a slice of the sequence, the mask of the full sequence is generated
+    and sliced: T times the random numbers, but the same mask as in the unsharded model. For
+    activations that are sharded otherwise (attention heads), use F.dropout in
+    `random.sharded_rng`.
+
+    Args:
+        p: probability of an element to become 0.
+        axis: the tensor axis of the mesh.
+        sequence_parallel: x is this rank's slice of the sequence.
+        padded_from: first position of the whole sequence that is padding; None: there is none.
+
+    Shape:
+        x [...]  ->  the same;  sequence_parallel: x [batch, seq / T, ...]  ->  the same
+    """
+
+    def __init__(
+        self,
+        p: float,
+        *,
+        axis: Axis,
+        sequence_parallel: bool = False,
+        padded_from: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.p, self.axis, self.sequence_parallel = p, axis, sequence_parallel
+        self.padded_from = padded_from
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.sequence_parallel:
+            return F.dropout(x, self.p, self.training)
+        return sequence_dropout(self.axis, x, self.p, self.training, padded_from=self.padded_from)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def sequence_dropout(
+    axis: Axis,
+    x: Tensor,
+    p: float = 0.5,
+    training: bool = True,
+    inplace: bool = False,
+    padded_from: int | None = None,
+) -> Tensor:
+    """F.dropout of this rank's slice of the sequence, with the mask of the unsharded model.
+
+    Args:
+        padded_from: first position of the whole sequence that is padding, for which no random
+            numbers are drawn.
+
+    Shape:
+        x [batch, seq / T, ...]  ->  the same
+    """
+    if axis.size == 1 or not training or p == 0:
+        return F.dropout(x, p, training, inplace)
+    length = x.shape[SEQUENCE_DIM]
+    full_shape = list(x.shape)
+    full_shape[SEQUENCE_DIM] = whole = length * axis.size
+    if padded_from is not None:
+        full_shape[SEQUENCE_DIM] = padded_from
+    with torch.no_grad():
+        mask = F.dropout(x.new_ones(full_shape), p)  # 0 or 1 / (1 - p)
+        if padded_from is not None:
+            inner_dims = (0, 0) * (x.dim() - SEQUENCE_DIM - 1)
+            mask = F.pad(mask, (*inner_dims, 0, whole - padded_from))
+        # A copy: a view would keep the full mask alive until backward.
+        mask = mask.narrow(SEQUENCE_DIM, axis.rank * length, length).clone()
+    return x * mask

@@ -18,19 +18,20 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipemega.distributed.mesh import Axis
-from pipemega.tensor_parallel.chunked_logits import (
+from pipemega.tensor_parallel.collectives import (
+    local_range,
+    require_in_vocabulary,
+    require_one_target_per_token,
+    start_all_gather,
+)
+from pipemega.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
+from pipemega.tensor_parallel.deferred_logits import (
+    DeferredLogits,
+    GradientSink,
     HeadGradients,
     HeadShard,
     gradients,
     losses_and_gradients,
-)
-from pipemega.tensor_parallel.collectives import start_all_gather
-from pipemega.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from pipemega.tensor_parallel.deferred_logits import DeferredLogits, GradientSink
-from pipemega.tensor_parallel.vocabulary import (
-    local_range,
-    require_in_vocabulary,
-    require_one_target_per_token,
 )
 
 IGNORE_INDEX = -100

@@ -15,7 +15,7 @@ from pipemega.training.callbacks import (
     SaveBest,
     Timing,
 )
-from pipemega.training.generate import generate
+from pipemega.training.generation import generate
 from pipemega.training.metrics import Accuracy, Loss, Metric, MixupAccuracy, Perplexity
 from pipemega.training.trainer import Trainer
 

@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from pipemega.config import Config
-from pipemega.config.data import DataSection
-from pipemega.data.build_datasets import Datasets
+from pipemega.config.sections.data_section import DataSection
+from pipemega.data.tokens.build_datasets import Datasets
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError
 from pipemega.models.build_model import ModelContext, model_section, sample_from
 from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
-    from pipemega.data.images import build_images
+    from pipemega.data.images import image_dataset
 else:
-    build_images = deferred("pipemega.data.images.build_images")
+    image_dataset = deferred("pipemega.data.images.image_dataset")
 
 
 def load_images(config: Config, section: DataSection, splits: Sequence[str]) -> Datasets:
@@ -28,10 +28,10 @@ def load_images(config: Config, section: DataSection, splits: Sequence[str]) -> 
     Raises:
         ConfigError, DataError: the model takes no images, or as `build_images`.
     """
-    request = build_images.ImageRequest(
+    request = image_dataset.ImageRequest(
         image_shape(config), model_section(config).number_of_classes(), tuple(splits)
     )
-    found = build_images.build_images(section, request)
+    found = image_dataset.build_images(section, request)
     return Datasets(
         **found.splits,
         vocab_size=None,

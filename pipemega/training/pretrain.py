@@ -5,17 +5,17 @@ import math
 from typing import Any, NoReturn
 
 from pipemega.config import Batch, Config
-from pipemega.data.build_datasets import DataRequest, Datasets, build_datasets
-from pipemega.data.data_files import check_data_inputs
+from pipemega.data.tokens.build_datasets import DataRequest, Datasets, build_datasets
+from pipemega.data.tokens.data_files import check_data_inputs
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
 from pipemega.models.build_model import ModelContext
 from pipemega.monitor import get_logger
-from pipemega.planning import model_flops
+from pipemega.planning import prediction
 from pipemega.printing import percent
 from pipemega.training.callbacks import SampleText
-from pipemega.training.generate import generate
+from pipemega.training.generation import generate
 from pipemega.training.image_data import load_images
 from pipemega.training.metrics import Accuracy, Metric
 from pipemega.training.trainer import Trainer
@@ -122,16 +122,14 @@ def flops_per_token(config: Config, mesh: Mesh, vocab_size: int | None = None) -
     """Return the model's FLOPs of forward and backward per token; 0: unknown, or not rank 0."""
     if mesh.rank > 0:  # only rank 0 records them
         return 0.0
-    return model_flops.flops_per_token(
-        ModelContext.of(config, mesh.topology, vocab_size=vocab_size)
-    )
+    return prediction.flops_per_token(ModelContext.of(config, mesh.topology, vocab_size=vocab_size))
 
 
 def flops_per_sample(config: Config, mesh: Mesh) -> float:
     """Return the model's FLOPs of forward and backward per image; 0: unknown, or not rank 0."""
     if mesh.rank > 0:  # only rank 0 records them
         return 0.0
-    return model_flops.flops_per_sample(ModelContext.of(config, mesh.topology))
+    return prediction.flops_per_sample(ModelContext.of(config, mesh.topology))
 
 
 def image_metrics(datasets: Datasets) -> dict[str, Metric]:

@@ -10,8 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from pipemega.checkpoint.open_path import open_path
-from pipemega.checkpoint.save_load import CheckpointReader
+from pipemega.checkpoint.save_load import CheckpointReader, open_path
 from pipemega.config import Config, load
 from pipemega.config.model_registry import DEFAULT_TYPE
 from pipemega.config.source import override, read
@@ -20,8 +19,8 @@ from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
 from pipemega.errors import CheckpointError
 from pipemega.models.build_model import build_model
-from pipemega.pipeline.module import PipelineModule
-from pipemega.training.prompts import model_tokenizer
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.training.evaluation_sets import model_tokenizer
 
 # The keys of a run that also matter after it; the other ones are about its training.
 _KEPT = ("seed", "imports", "model", "lora", "data")

@@ -16,8 +16,7 @@ from pipemega.engine.run_stats import RunStats
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import Monitor, MultiTimer
-from pipemega.training.callback import Callback, Mode
-from pipemega.training.callback_list import CallbackList
+from pipemega.training.callback import Callback, CallbackList, Mode
 from pipemega.training.validation import ValidationSets
 
 

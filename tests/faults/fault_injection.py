@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipemega.data.collate import stack_samples
+from pipemega.data.sample_reader import stack_samples
 from pipemega.engine.step_engine import StepEngine
 from pipemega.storage.filesystem import LocalStorage
 from pipemega.tensor_parallel.deferred_logits import takes_deferred_logits

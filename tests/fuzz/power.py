@@ -17,12 +17,12 @@ ROOT = Path(__file__).parents[2]
 # What is taken back -> file, text, and text of before.
 MENDS: dict[str, tuple[str, str, str]] = {
     "gradients with the strides of their parameters": (
-        "optimizer/grad_layout.py",
+        "optimizer/gradients.py",
         "flat.as_strided(self.parameter.shape, self.parameter.stride())",
         "flat.view(self.parameter.shape)",
     ),
     "a rollback waits for the all-gathers of ZeRO": (
-        "optimizer/post_validate.py",
+        "optimizer/post_validation.py",
         "            self.masters.wait()\n            self.skipped_steps",
         "            self.skipped_steps",
     ),
@@ -37,17 +37,17 @@ MENDS: dict[str, tuple[str, str, str]] = {
         "after: dict[int, object] = {}",
     ),
     "frozen parameters get no gradient": (
-        "optimizer/master_params.py",
+        "optimizer/masters.py",
         "self.named[name].grad = None",
         "pass",
     ),
     "an empty parameter has no optimizer state": (
-        "optimizer/master_params.py",
+        "optimizer/masters.py",
         "if p.requires_grad and p.numel()]",
         "if p.requires_grad]",
     ),
     "a recomputation gets a copy if the forward got one": (
-        "pipeline/stage_input.py",
+        "pipeline/messages.py",
         "        # torch does not count",
         "        changes = self._changes.get(key)\n        # torch does not count",
     ),

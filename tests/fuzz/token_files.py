@@ -15,7 +15,7 @@ from pathlib import Path
 import atheris
 
 with atheris.instrument_imports(include=["pipemega.data"]):
-    from pipemega.data.indexed import DTYPES, IndexedDataset, IndexedWriter, files_of
+    from pipemega.data.tokens.token_files import DTYPES, IndexedDataset, IndexedWriter, files_of
 
 from pipemega.errors import DataError
 

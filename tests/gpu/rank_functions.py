@@ -9,7 +9,7 @@ from typing import Any
 import numpy
 import torch
 
-from pipemega.training.generate import generate
+from pipemega.training.generation import generate
 from tests.ranks import small_models, training_runs
 from tests.ranks.optimizer import post_validate_runs
 from tests.ranks.training_runs import LENGTH, VOCAB, build, data, settings

@@ -17,8 +17,8 @@ from pipemega import LayerSpec, PipelineModule
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
-from pipemega.models.causal_attention import causal_attention, takes_grouped_queries
 from pipemega.models.rotary import Rotary
+from pipemega.models.transformer_block import causal_attention, takes_grouped_queries
 from tests.gpu.devices import ONE_DEVICE, needs_gpus, one_gpu, only_on_a_gpu
 
 pytestmark = one_gpu

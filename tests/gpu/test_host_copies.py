@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipemega.distributed.host_memory import HostCopy, HostMemory
 from pipemega.distributed.mesh import Axis
-from pipemega.optimizer.grad_norm import GradientNorms
+from pipemega.optimizer.step_outcome import GradientNorms
 from tests.gpu.devices import ONE_DEVICE, one_gpu, only_on_a_gpu
 from tests.ranks.training_runs import build, data, settings
 from tests.unit.checkpoint import test_staging

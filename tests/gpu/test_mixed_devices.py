@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 
-from pipemega.distributed.mixed_mesh import pick_mixed_device
+from pipemega.distributed.mesh import pick_mixed_device
 from tests.gpu.devices import launch, needs_gpus
 from tests.ranks import mixed_devices
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipemega.config.optimizer import PARAMS
+from pipemega.config.sections.optimizer_section import PARAMS
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh
 from pipemega.kernels import Kernels

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from pipemega.pipeline.plan.channels import channels
+from pipemega.pipeline.plan.channels import channels, queues_of
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
-from pipemega.pipeline.plan.message_queues import queues_of
-from pipemega.pipeline.schedules.placement import loop, v
+from pipemega.pipeline.schedules.building_blocks import loop, v
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
 

@@ -5,8 +5,10 @@ re-exports their names, may import them all.
 """
 
 import ast
+import io
 import subprocess
 import sys
+import tokenize
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -60,19 +62,13 @@ NO_TORCH = (
     "pipeline/visualize/",
     "pipeline/plan_selection.py",
     "pipeline/pipeline_graph.py",
-    "profiling/trace.py",
-    "profiling/clock_sync.py",
+    "profiling/step_trace.py",
     "profiling/cost_estimation.py",
     "profiling/simulated_vs_measured.py",
     "distributed/topology.py",
-    "distributed/rendezvous.py",
-    "distributed/exit_hooks.py",
     "monitor/",
-    "data/data_files.py",
+    "data/tokens/data_files.py",
     "planning/run_checks.py",
-    "planning/resolved.py",
-    "doctor/launch.py",
-    "doctor/findings.py",
     "doctor/attendance.py",
     "cli/",
 )
@@ -82,6 +78,35 @@ NEEDS_TORCH = (
     "cli/plan.py", "cli/checkpoint.py", "cli/doctor.py", "cli/evaluate.py", "cli/generate.py",
     "cli/import_deepspeed.py", "cli/hf.py", "cli/hf_check.py", "cli/trained_model_options.py",
 )  # fmt: skip
+
+# Ways in, ways out and views: what not every training step needs.
+LEAVES = {
+    "checkpoint/deepspeed", "cli", "compat", "compat/deepspeed", "compat/megatron",
+    "data/finetuning", "data/images", "doctor", "hf", "hf/weights", "hf_check", "lora", "planning",
+    "pipeline/autoschedule", "pipeline/tracing", "pipeline/visualize", "profiling",
+}  # fmt: skip
+# A core package should not import a leaf. These do; the list only gets shorter.
+ARROWS_TO_LEAVES = {
+    ("checkpoint", "checkpoint/deepspeed"),
+    ("data/tokens", "data/finetuning"),
+    ("data/tokens", "data/images"),
+    ("engine", "checkpoint/deepspeed"),
+    ("engine", "lora"),
+    ("engine", "pipeline/autoschedule"),
+    ("engine", "planning"),
+    ("engine", "profiling"),
+    ("pipeline", "pipeline/autoschedule"),
+    ("pipeline/model", "pipeline/tracing"),
+    ("training", "data/finetuning"),
+    ("training", "data/images"),
+    ("training", "hf"),
+    ("training", "planning"),
+}
+# Packages should have 3 to 14 modules. These have other numbers; the list only gets shorter.
+OTHER_SIZES = {"cli": 17, "compat/deepspeed": 28, "compat/megatron": 18, "engine": 42, "startup": 2}
+# Lines of code, without comments and docstrings, and modules. Both numbers only get smaller.
+MOST_LINES = 57900
+MOST_MODULES = 361
 
 # Libraries that may be missing, and are therefore imported where they are used.
 OPTIONAL = {
@@ -161,6 +186,50 @@ def test_every_import_goes_to_a_lower_layer(file):
         )
 
 
+def package_of(file):
+    return Path(file).parent.as_posix()
+
+
+def test_the_core_imports_no_leaves():
+    found = {
+        (package_of(file), package_of(other))
+        for file in FILES
+        if package_of(file) not in LEAVES and package_of(file) != "."
+        for other in ours(file)
+        if package_of(other) in LEAVES
+    }
+    assert found == ARROWS_TO_LEAVES
+
+
+def test_a_package_has_3_to_14_modules():
+    packages = [package_of(file) for file in FILES if Path(file).name != "__init__.py"]
+    sizes = {package: packages.count(package) for package in {*packages} - {"."}}
+    assert {name: n for name, n in sizes.items() if not 3 <= n <= 14} == OTHER_SIZES
+
+
+def lines_of_code(file):
+    """The number of lines with code, without comments and docstrings."""
+    text = (PACKAGE / file).read_text()
+    skipped = set()
+    for node in ast.walk(ast.parse(text)):
+        body = getattr(node, "body", None)
+        first = body[0] if isinstance(body, list) and body else None
+        value = first.value if isinstance(first, ast.Expr) else None
+        if isinstance(value, ast.Constant) and isinstance(value.value, str):
+            skipped.update(range(first.lineno, first.end_lineno + 1))
+    lines = set()
+    other = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in other and token.string:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    return len(lines - skipped)
+
+
+def test_the_package_keeps_to_its_budget():
+    assert sum(map(lines_of_code, FILES)) <= MOST_LINES
+    assert len(FILES) <= MOST_MODULES
+
+
 def test_only_leaf_modules_lie_outside_of_a_package():
     top = {file.removesuffix(".py") for file in FILES if "/" not in file}
     assert top - {"__init__", "__main__"} == LEAF_MODULES
@@ -227,8 +296,8 @@ def test_lower_layers_and_the_command_line_import_no_torch():
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_file_stays_under_600_lines(file):
-    assert len((PACKAGE / file).read_text().splitlines()) < 600
+def test_every_file_has_at_most_600_lines(file):
+    assert len((PACKAGE / file).read_text().splitlines()) <= 600
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -237,11 +306,11 @@ def test_no_file_is_named_utils_helpers_common_or_misc(file):
 
 
 def test_the_functions_of_this_test_find_layers_and_files():
-    assert layer_of("pipeline/schedules/gpipe.py") == "pipeline/schedules"
+    assert layer_of("pipeline/schedules/one_f_one_b.py") == "pipeline/schedules"
     assert layer_of("pipeline/executor.py") == "pipeline"
     assert layer_of("errors.py") == "errors"
     assert layer_of("unknown.py") is None
     assert file_of("pipemega.pipeline.schedules") == "pipeline/schedules/__init__.py"
     assert file_of("pipemega") == "__init__.py"
     assert file_of("pipemega.nothing") is None
-    assert "pipeline/plan/instructions.py" in set(ours("pipeline/plan/execution_order.py"))
+    assert "pipeline/plan/instructions.py" in set(ours("pipeline/plan/lowering.py"))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipemega import printing
-from pipemega.pipeline.plan.costs import CostModel
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts, Sizes
 from pipemega.printing import aligned, coloured, line_width, percent, wrapped
 from tests.paper.hand_made_plans import hand_made

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from pipemega.engine.engine import Engine
-from pipemega.models.block import Block
+from pipemega.models.transformer_block import Block
 from pipemega.training import generate
 from tests.ranks import training_runs
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from pipemega.data.load_tokenizer import load_tokenizer
+from pipemega.data.tokens.tokenizers import load_tokenizer
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|endoftext|>{% endfor %}"

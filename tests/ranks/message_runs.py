@@ -9,15 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega import PipelineModule
+from pipemega.optimizer.post_validation import SpeculativeRunner
 from pipemega.pipeline import connections
 from pipemega.pipeline.execution_state import MicroBatches
-from pipemega.pipeline.plan.channels import ShapeMode
+from pipemega.pipeline.plan.channels import MessageOperations, ShapeMode
 from pipemega.pipeline.plan.channels import connections as plan_connections
-from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.message_operations import MessageOperations
-from pipemega.pipeline.plan.warmup import warmup_cut
+from pipemega.pipeline.plan.lowering import lower, warmup_cut
 from pipemega.pipeline.schedules import forward_only
-from pipemega.pipeline.speculative import SpeculativeRunner
 from tests.ranks.small_models import WIDTH, engine_of, microbatches, plain, squares, train
 
 

@@ -14,8 +14,8 @@ from unittest import mock
 import torch
 
 from pipemega import LayerSpec, PipelineModule, initialize
-from pipemega.distributed import mixed_mesh
-from pipemega.engine import run_mesh
+from pipemega.distributed import mesh as mixed_mesh
+from pipemega.engine import run_arguments
 from pipemega.engine.engine import Engine
 from pipemega.pipeline import connections
 from tests.ranks import small_models
@@ -26,7 +26,7 @@ from tests.ranks.fake_device import NAME, load_fake_device
 def gpus(folder: str = "") -> Iterator[None]:
     """Pretend that this machine has GPUs; with the folder of the fake device, ranks use that."""
     device = torch.device("cpu")
-    with mock.patch.object(run_mesh, "_auto_device", return_value="cuda"):
+    with mock.patch.object(run_arguments, "_auto_device", return_value="cuda"):
         if folder:
             load_fake_device(folder)
             device = torch.device(NAME, 0)

@@ -10,7 +10,7 @@ import torch
 
 import pipemega
 from pipemega.cli import main
-from pipemega.data.prepare import PrepareOptions, prepare
+from pipemega.data.tokens.prepare import PrepareOptions, prepare
 from pipemega.training.pretrain import load_datasets
 from pipemega.training.validation import output_shard
 from tests.ranks.generation_runs import LLAMA

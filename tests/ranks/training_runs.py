@@ -9,7 +9,7 @@ from torch import Tensor
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
 from pipemega.models import GPTConfig, gpt, layer_inputs
-from pipemega.pipeline.gather_tensors import gather_full_tensors
+from pipemega.pipeline.model.stages import gather_full_tensors
 
 VOCAB, LENGTH, MICRO = 50, 8, 2
 # A multiple of every data size from 1 to 4.

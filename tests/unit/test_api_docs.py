@@ -35,9 +35,9 @@ def test_the_generator_writes_a_page_for_each_module(tmp_path: Path) -> None:
         "import sys, pathlib; from docs.api import generate, public_modules\n"
         "assert 'pipemega.engine.engine' in public_modules()\n"
         "assert 'pipemega.cli.plan' not in public_modules()\n"
-        "generate(['pipemega', 'pipemega.config.batch_equation'], pathlib.Path(sys.argv[1]))"
+        "generate(['pipemega', 'pipemega.config.batch'], pathlib.Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, check=True)
     page = (tmp_path / "pipemega.html").read_text(encoding="utf-8")
     assert all(f'id="{name}"' in page for name in ("Engine", "initialize", "PipelineModule"))
-    assert (tmp_path / "pipemega/config/batch_equation.html").is_file()
+    assert (tmp_path / "pipemega/config/batch.html").is_file()

@@ -18,8 +18,7 @@ import pipemega
 from pipemega.checkpoint.deepspeed import ImportOptions, import_deepspeed
 from pipemega.cli import COMMANDS, main
 from pipemega.config import load
-from pipemega.pipeline.plan.costs import CostModel
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
 from pipemega.planning.estimate import Request, estimate
 from tests.paper.test_imports import LAYERS

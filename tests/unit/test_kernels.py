@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipemega.config.optimizer import AdamParams
+from pipemega.config.sections.optimizer_section import AdamParams
 from pipemega.distributed.mesh import Mesh
 from pipemega.kernels import Kernels
 from pipemega.optimizer import ModelParams, PlainMasterParams, build_optimizer
-from pipemega.optimizer.state_by_name import pack, unpack
+from pipemega.optimizer.param_groups import pack, unpack
 
 FAKE_ADAM = """
     import torch

@@ -22,7 +22,7 @@ NOT_IMPORTED = (
     "matplotlib",
     "pandas",
     "pipemega.checkpoint.dcp_storage",
-    "pipemega.data.finetuning.build_finetuning",
+    "pipemega.data.finetuning.finetuning_dataset",
     "pipemega.pipeline.visualize",
 )
 # A step with gradient clipping and AdamW, on one pipeline rank.

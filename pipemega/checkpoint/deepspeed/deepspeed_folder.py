@@ -9,15 +9,42 @@
 
 MM numbers the pipeline and tensor ranks; the tensor rank changes fastest. Without a tensor axis
 `-model_YY` is missing.
+
+Reads files of `torch.save` with `weights_only`; objects of unknown classes are left out.
+
+DeepSpeed stores objects beside the tensors: loss scalers, argparse's namespace, objects of the
+user's `client_state`. torch refuses such a file as a whole. Here each unknown class is replaced by
+`LeftOut`, an object without code, so that no module is imported and nothing of the file runs.
+
+DeepSpeed's names of parameters -> logical names.
+
+pipeline    3.norm.weight              layers.3.norm.weight
+module      encoder.norm.weight        layers.0.encoder.norm.weight
+tied        tied_modules.embed.weight  needs a rule: the files do not say the position
+
+StoredTensor: a logical tensor as pieces of the tensors in files, without a copy.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
-from pipemega.errors import CheckpointError
+import torch
+from torch import Tensor
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
+
+from pipemega.checkpoint.tensors import (
+    LARGEST_CHUNK,
+    LocalChunks,
+    OutgoingShard,
+    TensorShard,
+    chunks_of_range,
+)
+from pipemega.errors import CheckpointError, short_cause
 
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -181,3 +208,282 @@ def _check_numbers(
             + (f", and {len(missing) - 1} more" if len(missing) > 1 else "")
             + ": copy all files of the checkpoint"
         )
+
+
+class LeftOut:
+    """Stands for an object whose class is not loaded; keeps the plain values of its state.
+
+    Attributes:
+        class_name: the full name of the class.
+        state: the attributes of the object, if the file has them as a dict; else {}.
+    """
+
+    class_name = ""
+    state: Mapping[str, Any] = {}
+
+    def __new__(cls, *_: Any, **__: Any) -> "LeftOut":
+        return super().__new__(cls)
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def __setstate__(self, state: Any) -> None:
+        if isinstance(state, dict):
+            self.state = state
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """The content of a file.
+
+    Args:
+        value: tensors (memory-mapped, on the CPU) and plain values; `LeftOut` for other objects.
+        left_out: full names of the classes and functions that were replaced.
+    """
+
+    path: Path
+    value: Any
+    left_out: tuple[str, ...] = ()
+
+
+def read_torch_file(path: Path) -> TorchFile:
+    """Return the content of a file; its tensors are read from the disk when they are used.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or cannot be loaded with `weights_only`.
+    """
+    try:
+        is_zip = zipfile.is_zipfile(path)
+        unknown = sorted(get_unsafe_globals_in_checkpoint(path)) if is_zip else []
+        stand_ins: list[Any] = [
+            (type("LeftOut", (LeftOut,), {"class_name": name}), name) for name in unknown
+        ]
+        with safe_globals(stand_ins):
+            value = torch.load(path, map_location="cpu", mmap=is_zip, weights_only=True)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+    # A damaged file can raise any exception.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} cannot be loaded as data (weights_only): {short_cause(error)}. If the file is "
+            f"complete, it contains objects of other classes: load it where it was written, and "
+            f"save only its tensors again"
+        ) from error
+    return TorchFile(path, value, tuple(unknown))
+
+
+_LOGICAL = re.compile(r"layers\.\d+\..+")
+_NUMBERED = re.compile(r"\d+\..+")
+_MOST_LISTED = 3
+
+
+@dataclass(frozen=True)
+class NameRules:
+    """Translates names; the first rule that matches applies.
+
+    Args:
+        rules: regular expression that matches a whole name of DeepSpeed -> its replacement, with
+            groups as \\1; None: leave the tensor out.
+    """
+
+    rules: Mapping[str, str | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for pattern, replacement in self.rules.items():
+            try:
+                re.sub(pattern, replacement or "", "")
+            except (re.error, IndexError) as error:
+                raise CheckpointError(
+                    f"the name rule {pattern!r} -> {replacement!r} is not valid: {error}"
+                ) from error
+
+    def translate(self, names: Iterable[str], kind: str) -> dict[str, str]:
+        """Return DeepSpeed's name -> logical name, without the tensors that are left out.
+
+        Args:
+            kind: of the checkpoint: "pipeline", "module" or "universal".
+
+        Raises:
+            CheckpointError: a name has no position, two names become one, or a rule matches none.
+        """
+        names = list(names)
+        numbered = kind == "pipeline" or (kind == "universal" and any(map(_is_of_pipeline, names)))
+        used: set[str] = set()
+        found: dict[str, str] = {}
+        for name in names:
+            logical = self._translate(name, numbered, used)
+            if logical is not None:
+                found[name] = logical
+        unused = [pattern for pattern in self.rules if pattern not in used]
+        if unused:
+            raise CheckpointError(
+                f"the name rule {unused[0]!r} matches no name of the checkpoint; it has: "
+                f"{_listed(names)}"
+            )
+        _check(found)
+        return found
+
+    def _translate(self, name: str, numbered: bool, used: set[str]) -> str | None:
+        for pattern, replacement in self.rules.items():
+            if re.fullmatch(pattern, name):
+                used.add(pattern)
+                return None if replacement is None else re.sub(f"^{pattern}$", replacement, name)
+        if not numbered:
+            return f"layers.0.{name}"
+        return f"layers.{name}" if _NUMBERED.fullmatch(name) else name
+
+
+def _is_of_pipeline(name: str) -> bool:
+    return _NUMBERED.fullmatch(name) is not None or name.startswith("tied_modules.")
+
+
+def _check(found: Mapping[str, str]) -> None:
+    wrong = [name for name, logical in found.items() if not _LOGICAL.fullmatch(logical)]
+    if wrong:
+        name = wrong[0]
+        tied = re.match(r"tied_modules\.([^.]+)\.", name)
+        pattern, position = (
+            (rf"tied_modules\.{tied[1]}\.(.+)", "layers.POSITION.\\1")
+            if tied
+            else (re.escape(name), "layers.POSITION.NAME")
+        )
+        what = f"is a tied layer (key {tied[1]!r})" if tied else f"became '{found[name]}'"
+        raise CheckpointError(
+            f"the position of '{name}' in the pipeline is not known: it {what}, and a logical name "
+            f"is layers.<position>.<name in the layer>. Add a rule with the position of its first "
+            f"layer: --name '{pattern}={position}'"
+        )
+    sources: dict[str, str] = {}
+    for name, logical in found.items():
+        other = sources.setdefault(logical, name)
+        if other != name:
+            raise CheckpointError(
+                f"'{other}' and '{name}' both become '{logical}': change the name rules"
+            )
+
+
+def _listed(names: list[str]) -> str:
+    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
+    return ", ".join(names[:_MOST_LISTED]) + more
+
+
+Piece = tuple[tuple[int, ...], Tensor]
+"""Offsets in the logical tensor, and the values there."""
+Segment = tuple[int, int, int]
+"""Along one dim: start in the part, length, start in the logical tensor."""
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of `shape` whose values are in `pieces`, which fill it and do not overlap.
+
+    Args:
+        parts: how many parts a tensor-parallel shard consists of, such as 3 for queries, keys and
+            values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: tuple[Piece, ...]
+    parts: int = 1
+
+    @classmethod
+    def whole(cls, tensor: Tensor) -> "StoredTensor":
+        shape = tuple(tensor.shape)
+        return cls(shape, tensor.dtype, ((tuple(0 for _ in shape), tensor.detach()),))
+
+    @classmethod
+    def of_flat(cls, shape: Sequence[int], flat: Iterable[Tensor]) -> "StoredTensor":
+        """Return the tensor whose elements, row by row, are those of the flat tensors in order."""
+        pieces: list[Piece] = []
+        start, dtype = 0, torch.float32
+        for part in flat:
+            dtype = part.dtype
+            used = 0
+            for offsets, sizes in chunks_of_range(shape, start, start + part.numel()):
+                length = torch.Size(sizes).numel()
+                pieces.append((offsets, part.narrow(0, used, length).view(sizes)))
+                used += length
+            start += part.numel()
+        return cls(tuple(shape), dtype, tuple(pieces))
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def placed(self, dim: int, segments: Iterable[Segment]) -> list[Piece]:
+        """Return the pieces at their place in a larger tensor, of which this is a part."""
+        found: list[Piece] = []
+        for start, length, logical in segments:
+            for offsets, values in self.pieces:
+                low, high = offsets[dim], offsets[dim] + values.shape[dim]
+                first, last = max(low, start), min(high, start + length)
+                if first < last:
+                    at = (*offsets[:dim], logical + first - start, *offsets[dim + 1 :])
+                    found.append((at, values.narrow(dim, first - low, last - first)))
+        return found
+
+    def first_rows(self, rows: int) -> "StoredTensor":
+        """Return the tensor without the rows after the first `rows`."""
+        pieces = self.placed(0, [(0, rows, 0)])
+        return replace(self, shape=(rows, *self.shape[1:]), pieces=tuple(pieces))
+
+    def reshaped(self, shape: Sequence[int]) -> "StoredTensor":
+        """Return a flat tensor with another shape of as many elements."""
+        return self.of_flat(shape, [self.full()])
+
+    def full(self) -> Tensor:
+        """Return the values in one tensor."""
+        if len(self.pieces) == 1:
+            return self.pieces[0][1]
+        found = torch.empty(self.shape, dtype=self.dtype)
+        for offsets, values in self.pieces:
+            _region(found, offsets, values.shape).copy_(values)
+        return found
+
+    def equals(self, other: "StoredTensor") -> bool:
+        """Return whether the values, cast to the dtype of `other`, are those of `other`."""
+        if self.shape != other.shape:
+            return False
+        full = other.full()
+        return all(
+            torch.equal(values.to(full.dtype), _region(full, offsets, values.shape))
+            for offsets, values in self.pieces
+        )
+
+    def outgoing(self) -> OutgoingShard:
+        """Return chunks of at most `LARGEST_CHUNK` bytes, to write into a checkpoint."""
+        chunks: LocalChunks = {}
+        for offsets, values in self.pieces:
+            # [] for a number.
+            row = values[0].nbytes if values.dim() and len(values) else values.nbytes
+            rows = max(1, LARGEST_CHUNK // max(1, row))
+            for start in range(0, len(values), rows) if values.dim() else (0,):
+                part = values[start : start + rows] if values.dim() else values
+                at = torch.Size((offsets[0] + start, *offsets[1:]) if offsets else ())
+                chunks[at] = part
+        return OutgoingShard(torch.Size(self.shape), chunks)
+
+    @torch.no_grad()
+    def copy_into(self, shard: TensorShard) -> None:
+        """Fill this rank's shard of the tensor."""
+        for wanted, into in shard.incoming.items():
+            for offsets, values in self.pieces:
+                low = [max(pair) for pair in zip(wanted, offsets, strict=True)]
+                ends = zip(wanted, into.shape, offsets, values.shape, strict=True)
+                high = [min(a + n, b + m) for a, n, b, m in ends]
+                sizes = [max(0, last - first) for first, last in zip(low, high, strict=True)]
+                if all(sizes):
+                    target = _region(into, [a - b for a, b in zip(low, wanted, strict=True)], sizes)
+                    target.copy_(
+                        _region(values, [a - b for a, b in zip(low, offsets, strict=True)], sizes)
+                    )
+
+
+def _region(tensor: Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
+    for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, start, length)
+    return tensor

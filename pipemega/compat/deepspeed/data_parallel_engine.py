@@ -18,11 +18,11 @@ from pipemega.compat.deepspeed.schedule_adapter import given_schedule, schedule_
 from pipemega.config import Config, load
 from pipemega.engine.initialize import initialize_loop
 from pipemega.engine.loop_engine import LoopEngine
-from pipemega.engine.run_mesh import build_mesh_of
+from pipemega.engine.run_arguments import build_mesh_of
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger
-from pipemega.optimizer.given_optimizer import (
+from pipemega.optimizer.user_optimizer import (
     GivenGroups,
     GivenOptimizer,
     as_optimizer,

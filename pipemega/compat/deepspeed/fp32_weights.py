@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
 from pipemega.checkpoint.deepspeed.deepspeed_weights import read_deepspeed
-from pipemega.checkpoint.open_path import open_path
+from pipemega.checkpoint.save_load import open_path
 from pipemega.errors import CheckpointError
 from pipemega.storage.filesystem import is_remote
 

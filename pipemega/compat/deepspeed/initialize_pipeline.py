@@ -21,13 +21,13 @@ from pipemega.engine.initialize import initialize as build_engine
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger
-from pipemega.optimizer.given_optimizer import (
+from pipemega.optimizer.user_optimizer import (
     GivenGroups,
     GivenOptimizer,
     as_optimizer,
     freeze_others,
 )
-from pipemega.pipeline.module import BuildOptions, build_stages
+from pipemega.pipeline.model.module import BuildOptions, build_stages
 
 
 def initialize_pipeline(

@@ -9,12 +9,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from pipemega.distributed.connect_ranks import checked_launch, connect_ranks
-from pipemega.distributed.mesh import (
-    DEFAULT_TIMEOUT,
-    launched_world_size,
-    pick_device,
-)
+from pipemega.distributed.mesh import DEFAULT_TIMEOUT, launched_world_size, pick_device
+from pipemega.distributed.process_groups import checked_launch, connect_ranks
 from pipemega.monitor import get_logger
 
 # What scripts compare: the version whose interface this package has.

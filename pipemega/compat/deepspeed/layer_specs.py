@@ -12,8 +12,8 @@ from pipemega.compat.deepspeed.runtime_calls import set_random_seed
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, PipemegaError
 from pipemega.parameters import Shard, attach_shard, shard_of
-from pipemega.pipeline.module_source import copy_structure
-from pipemega.pipeline.spec import LayerSpec, TiedLayerSpec, as_specs
+from pipemega.pipeline.model.spec import LayerSpec, TiedLayerSpec, as_specs
+from pipemega.pipeline.tracing.module_source import copy_structure
 from pipemega.random import preserve_all_rng
 
 _ONE_RANK = Axis("tensor")

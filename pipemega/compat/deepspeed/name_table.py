@@ -90,7 +90,7 @@ MODULES: Mapping[str, Mapping[str, str]] = {
         "FusedAdam": f"{_HERE}.optimizer_classes:FusedAdam",
         "DeepSpeedCPUAdam": f"{_HERE}.optimizer_classes:DeepSpeedCPUAdam",
     },
-    "ops.lamb": {"FusedLamb": "pipemega.optimizer.lamb:Lamb"},
+    "ops.lamb": {"FusedLamb": "pipemega.optimizer.optimizers:Lamb"},
     "ops.adagrad": {"DeepSpeedCPUAdagrad": "torch.optim:Adagrad"},
     "pipe": _PIPE,
     "runtime": {},

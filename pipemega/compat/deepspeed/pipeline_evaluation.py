@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipemega.compat.deepspeed.pipeline_module import DeepSpeedPipelineModule
-from pipemega.distributed.device_collectives import all_reduce
+from pipemega.distributed.exchanges import all_reduce
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
 

@@ -22,9 +22,9 @@ from pipemega.compat.deepspeed.process_topology import PipeDataParallelTopology,
 from pipemega.distributed.mesh import Axis, on_all_ranks
 from pipemega.errors import ConfigError
 from pipemega.pipeline.microbatch_loss import Loss, check_loss
-from pipemega.pipeline.module import BuildOptions, PipelineModule, Stage, build_stages
-from pipemega.pipeline.spec import Function, LayerSpec
-from pipemega.pipeline.stage_partition import stage_bounds
+from pipemega.pipeline.model.module import BuildOptions, PipelineModule, Stage, build_stages
+from pipemega.pipeline.model.spec import Function, LayerSpec
+from pipemega.pipeline.model.stages import stage_bounds
 
 _PARTITIONS = ("parameters", "best", "uniform")
 

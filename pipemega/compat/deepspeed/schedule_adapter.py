@@ -7,8 +7,7 @@ from typing import Any
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pipemega.optimizer.lr_schedules import LRSchedule
-from pipemega.optimizer.torch_schedule import SchedulerMaker, TorchSchedule
+from pipemega.optimizer.lr_schedules import LRSchedule, SchedulerMaker, TorchSchedule
 
 
 class _IncrementedSchedule:

@@ -8,7 +8,7 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from pipemega.data.corpus import is_json_lines, open_bytes
+from pipemega.data.tokens.corpus import is_json_lines, open_bytes
 from pipemega.errors import ConfigError, DataError
 
 PARQUET = ".parquet"

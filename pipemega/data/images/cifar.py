@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from pipemega.data.images.labelled_images import (
+from pipemega.data.images.image_files import (
     ArrayPixels,
     Bytes,
     ChannelStatistics,

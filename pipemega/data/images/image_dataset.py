@@ -1,16 +1,162 @@
-"""Map-style dataset of images and classes."""
+"""Map-style dataset of images and classes.
 
-from typing import Any
+From a stored image to the input of a model: size, random changes, channels, normalization.
+
+Build the datasets of images from the config section `data`.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
-from pipemega.config.data_images import ImageTransforms
+from pipemega.config.sections.data_section import DataSection, ImageTransforms
 from pipemega.data.file_cache import digest_of
-from pipemega.data.images.image_transform import ImageTransform
-from pipemega.data.images.labelled_images import LabelledImages, Labels
+from pipemega.data.images.cifar import read_cifar
+from pipemega.data.images.image_files import (
+    EXTRA,
+    ChannelStatistics,
+    LabelledImages,
+    Labels,
+    drawn_digits,
+    read_folder,
+    scikit_digits,
+)
+from pipemega.data.images.image_paths import image_folders, split_folders
+from pipemega.data.tokens.gpt_dataset import SPLITS, split_ranges
+from pipemega.errors import ConfigError, DataError
+from pipemega.printing import counted
+
+Transform = Callable[[Tensor], Tensor]
+
+# Luminance of red, green and blue (ITU-R BT.601).
+_LUMINANCE = (0.299, 0.587, 0.114)
+
+
+class ImageTransform:
+    """Maps a stored image to the input of a model.
+
+    Random changes draw from torch's default generators.
+
+    Args:
+        section: `data.transforms`.
+        shape: channels, height and width of the model's images.
+        statistics: of the data set, for `data.transforms.mean` and `std` that are not set.
+        training: make the random changes.
+
+    Shape:
+        uint8 [1 or 3, any, any] -> float32 `shape`
+
+    Raises:
+        ConfigError: the model has neither 1 nor 3 channels, `mean` has not as many as it, or
+            torchvision is missing.
+    """
+
+    def __init__(
+        self,
+        section: ImageTransforms,
+        shape: tuple[int, int, int],
+        statistics: ChannelStatistics,
+        *,
+        training: bool,
+    ) -> None:
+        channels, *size = shape
+        if channels not in (1, 3):
+            raise ConfigError(
+                f"data.images have 1 or 3 channels, and the model takes {channels}: set "
+                "model.num_channels to 1 or 3",
+                on_every_rank=True,
+            )
+        mean, std = section.mean or statistics.mean, section.std or statistics.std
+        if section.mean and len(section.mean) != channels:
+            raise ConfigError(
+                f"data.transforms.mean has {counted(len(section.mean), 'number')}, and the images "
+                f"of the model have {counted(channels, 'channel')}: give one number per channel",
+                on_every_rank=True,
+            )
+        self._channels, self._size = channels, (size[0], size[1])
+        self._mean, self._std = _per_channel(mean, channels), _per_channel(std, channels)
+        self._center_crop = section.center_crop
+        self._flip = training and section.flip
+        self._padding = section.random_crop if training else 0
+        self._resized_crop: Transform | None = None
+        self._augment: Transform | None = None
+        if training and section.random_resized_crop:
+            v2 = _torchvision("random_resized_crop")
+            self._resized_crop = v2.RandomResizedCrop(self._size, scale=section.scales)
+        if training and section.auto_augment:
+            v2 = _torchvision("auto_augment")
+            self._augment = v2.AutoAugment(v2.AutoAugmentPolicy(section.auto_augment))
+
+    def __call__(self, image: Tensor) -> Tensor:
+        """Return the input of the model for one image."""
+        image = self._of_size(image) if self._resized_crop is None else self._resized_crop(image)
+        if self._padding:
+            image = _random_crop(image, self._padding)
+        if self._flip and torch.rand(()) < 0.5:
+            image = image.flip(-1)
+        if self._augment is not None:
+            image = self._augment(image)
+        return (_of_channels(image.float() / 255, self._channels) - self._mean) / self._std
+
+    def _of_size(self, image: Tensor) -> Tensor:
+        """Scale the image and cut out its centre: the model's size."""
+        wanted, (height, width) = self._size, image.shape[-2:]
+        scale = max(wanted[0] / height, wanted[1] / width) / self._center_crop
+        scaled = [max(math.floor(side * scale + 0.5), least)
+                  for side, least in zip((height, width), wanted, strict=True)]  # fmt: skip
+        if scaled != [height, width]:
+            floats = image[None].float()
+            floats = F.interpolate(floats, scaled, mode="bilinear", antialias=True)
+            image = floats[0].round().clamp(0, 255).to(torch.uint8)
+        top, left = ((have - want) // 2 for have, want in zip(scaled, wanted, strict=True))
+        return image[..., top : top + wanted[0], left : left + wanted[1]]
+
+
+def _random_crop(image: Tensor, padding: int) -> Tensor:
+    """Add black pixels on each side, and cut out a random part of the old size."""
+    height, width = image.shape[-2:]
+    top, left = torch.randint(2 * padding + 1, (2,)).tolist()
+    padded = F.pad(image, [padding] * 4)
+    return padded[..., top : top + height, left : left + width]
+
+
+def _of_channels(image: Tensor, channels: int) -> Tensor:
+    """Return the image in grey or in three channels."""
+    if image.shape[0] == channels:
+        return image
+    if channels == 3:
+        return image.expand(3, -1, -1)
+    return (image * image.new_tensor(_LUMINANCE)[:, None, None]).sum(0, keepdim=True)
+
+
+def _per_channel(numbers: tuple[float, ...], channels: int) -> Tensor:
+    """Return numbers of a data set, whose channels may be other ones: [channels, 1, 1]."""
+    found = torch.tensor(numbers)
+    if len(found) != channels:
+        found = found.mean().expand(channels)
+    return found[:, None, None]
+
+
+def _torchvision(key: str) -> Any:
+    try:
+        from torchvision.transforms import v2
+    # One that was built for another version of torch raises a RuntimeError.
+    except (ImportError, RuntimeError) as error:
+        is_missing = isinstance(error, ModuleNotFoundError) and error.name == "torchvision"
+        why = "is not installed" if is_missing else f"cannot be imported ({error})"
+        raise ConfigError(
+            f"data.transforms.{key} needs torchvision, which {why}: {EXTRA}, or remove the key",
+            on_every_rank=True,
+        ) from error
+    return v2
+
 
 ImageSample = tuple[Tensor, int | Tensor]
 
@@ -100,3 +246,143 @@ class ImageDataset(Dataset[ImageSample]):
             f"{self.name}: {len(self):,} images of {len(self.source.classes)} classes, "
             f"{self.source.name}, as {channels} x {height} x {width}"
         )
+
+
+_MEANING = {"train": "training", "valid": "validation", "test": "the test set"}
+
+
+@dataclass(frozen=True)
+class ImageRequest:
+    """What a run needs from its images.
+
+    Attributes:
+        shape: channels, height and width of the model's images.
+        num_classes: of the model; None: those of the data.
+        splits: the sets that are read.
+    """
+
+    shape: tuple[int, int, int]
+    num_classes: int | None
+    splits: Sequence[str] = ("train",)
+
+
+class BuiltImages(NamedTuple):
+    """The datasets of a run.
+
+    Args:
+        splits: "train", "valid", "test" -> dataset; None: not requested, or there is none.
+        description: lines for the log.
+    """
+
+    splits: Mapping[str, ImageDataset | None]
+    description: tuple[str, ...]
+
+
+class _Part(NamedTuple):
+    """Images of a source that are one split."""
+
+    source: LabelledImages
+    chosen: Labels
+
+
+def build_images(section: DataSection, request: ImageRequest) -> BuiltImages:
+    """Read the images of `section`; every rank calls it with equal values.
+
+    Raises:
+        ConfigError: no folder is named, a package is missing, or the model has fewer classes.
+        DataError: files are missing or damaged, or a class has no images of a split.
+    """
+    lines: list[str] = []
+    parts = _parts(section, request.splits, lines)
+    first = next(iter(parts.values())).source
+    known, needed = request.num_classes, len(first.classes)
+    if known is not None and known < needed:
+        raise ConfigError(
+            f"model.num_classes is {known}, and the data, {first.name}, has {needed} classes: set "
+            f"model.num_classes to {needed}",
+            on_every_rank=True,
+        )
+    splits = {
+        name: ImageDataset(
+            part.source, name, part.chosen, section.transforms, request.shape, known or needed
+        )
+        for name, part in parts.items()
+    }
+    lines += [dataset.describe() for dataset in splits.values()]
+    return BuiltImages({name: splits.get(name) for name in SPLITS}, tuple(lines))
+
+
+def _parts(section: DataSection, splits: Sequence[str], lines: list[str]) -> dict[str, _Part]:
+    """Return the images of each split that is requested and exists.
+
+    Args:
+        lines: for the log; more are added.
+    """
+    kind, folders = section.images, [*image_folders(section).items()]
+    if not folders:
+        return _cut(_digits(kind == "glyphs", lines), section, splits)
+    key, path = folders[0]
+    if kind in ("cifar10", "cifar100"):
+        sets = {"train": False, "valid": True}
+        return {
+            name: _whole(read_cifar(kind, path, key, test=is_test))
+            for name, is_test in sets.items()
+            if name in splits
+        }
+    training, validation = split_folders(path)
+    valid_key = key
+    if len(folders) > 1:
+        valid_key, validation = folders[1]
+    source = read_folder(training, key)
+    if validation is None:
+        return _cut(source, section, splits)
+    parts = {"train": _whole(source)} if "train" in splits else {}
+    if "valid" in splits:
+        part = _whole(read_folder(validation, valid_key, source))
+        parts["valid"] = part._replace(chosen=_in_mixed_order(part.chosen))
+    return parts
+
+
+def _digits(drawn: bool, lines: list[str]) -> LabelledImages:
+    found = None if drawn else scikit_digits()
+    if found is None and not drawn:
+        lines.append(f"scikit-learn is not installed ({EXTRA}): the digits are drawn instead")
+    return found or drawn_digits()
+
+
+def _whole(source: LabelledImages) -> _Part:
+    return _Part(source, np.arange(len(source.labels)))
+
+
+def _cut(source: LabelledImages, section: DataSection, splits: Sequence[str]) -> dict[str, _Part]:
+    """Cut the images of each class by `data.split`: always the same ones.
+
+    Raises:
+        ConfigError: no training images are left.
+        DataError: a class has no images in a split.
+    """
+    weights = dict(zip(SPLITS, section.split_weights, strict=True))
+    if "train" in splits and not weights["train"]:
+        raise ConfigError(f"data.split is {section.split!r}, which leaves no training data")
+    chosen: dict[str, list[Labels]] = {name: [] for name in splits if weights[name]}
+    for label, name_of_class in enumerate(source.classes):
+        own = np.flatnonzero(source.labels == label)
+        order = np.random.default_rng(label).permutation(own)
+        ranges = split_ranges(section.split_weights, len(own))
+        for name, lists in chosen.items():
+            if not len(ranges[name]):
+                raise DataError(
+                    f"class {name_of_class!r} of {source.name} has {len(own)} images, of which "
+                    f"data.split ({section.split!r}) leaves none for {_MEANING[name]}: change "
+                    "data.split, set data.valid_path, or add images"
+                )
+            lists.append(order[ranges[name].start : ranges[name].stop])
+    return {
+        name: _Part(source, _in_mixed_order(np.concatenate(lists)))
+        for name, lists in chosen.items()
+    }
+
+
+def _in_mixed_order(chosen: Labels) -> Labels:
+    """Return numbers of images in a fixed order, so that the first ones are not of one class."""
+    return np.random.default_rng(0).permutation(np.sort(chosen))

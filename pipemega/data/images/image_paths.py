@@ -4,8 +4,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipemega.config.data import DataSection
-from pipemega.config.data_images import SOURCES_OF_FILES
+from pipemega.config.sections.data_section import SOURCES_OF_FILES, DataSection
 from pipemega.errors import ConfigError
 
 PATH_VARIABLE = "DATA"

@@ -10,8 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable
 from itertools import accumulate
 
-from pipemega.pipeline.autoschedule.problem import FORWARD, INPUT, ROUNDING, WEIGHT, WHOLE, Problem
-from pipemega.pipeline.autoschedule.replay import (
+from pipemega.pipeline.autoschedule.greedy import (
     NEVER,
     Measure,
     Run,
@@ -19,6 +18,7 @@ from pipemega.pipeline.autoschedule.replay import (
     replay_change,
     update_places,
 )
+from pipemega.pipeline.autoschedule.problem import FORWARD, INPUT, ROUNDING, WEIGHT, WHOLE, Problem
 
 # Distance by which a step moves, in positions.
 _DISTANCES = (1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 5, 7, 10)

@@ -10,16 +10,169 @@ code is the step of micro-batch n. A B counts as an I and as a W.
 An order remains a valid plan after any permutation in which no I comes before its F, no W before
 its I, and no B while an earlier W has not run (gradients are summed in the order of the
 micro-batches).
+
+Placements of the stages on the ranks, with the costs of each stage.
+
+Lower bounds for the time of any plan, so that a search can stop early.
+
+For each rank:
+
+- The compute time, with the faster kind of backward.
+- The rank is idle until its first micro-batch arrives. Until the gradient of that micro-batch
+  returns, it can only run forwards, and memory limits their number.
+- After its last I it can only run W, again limited by memory, while the gradient travels on to the
+  first stage.
+- Each micro-batch holds memory for at least the time to the end of the model and back. The sum of
+  memory times time is limited by the memory limit times the makespan.
+
+Source: the first three generalise (p - 1)(F / v + c), see docs/schedules.md; the last is the
+argument of Qi et al. 2024, arXiv:2405.15362, that memory is proportional to lifespan.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from operator import add
 
-from pipemega.pipeline.autoschedule.placements import Placement
+from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
+from pipemega.pipeline.plan.simulate import CostModel
+from pipemega.pipeline.schedules import RankCosts
+from pipemega.pipeline.schedules.building_blocks import loop_and_v
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Which rank holds which stage, and the costs of the stages.
+
+    Args:
+        rank_of_stage: stage s is on rank rank_of_stage[s]; every rank holds at least one stage.
+        costs: time and memory of each stage, and time of a message.
+        memory_limit: limit of each rank on this placement, in units of the costs; None: only the
+            limit of the search.
+
+    Raises:
+        ScheduleError: the costs have another number of stages, or a rank has no stage.
+    """
+
+    rank_of_stage: tuple[int, ...]
+    costs: CostModel
+    memory_limit: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.costs.num_stages != len(self.rank_of_stage):
+            raise ScheduleError(
+                f"the placement has {len(self.rank_of_stage)} stages and the costs have "
+                f"{self.costs.num_stages}: give the same number"
+            )
+        ranks = set(self.rank_of_stage)
+        if ranks != set(range(len(ranks))) or not ranks:
+            raise ScheduleError(
+                f"rank_of_stage is {list(self.rank_of_stage)}: number the ranks from 0 without gaps"
+            )
+
+    @property
+    def num_ranks(self) -> int:
+        return max(self.rank_of_stage) + 1
+
+    @property
+    def chunks(self) -> int:
+        """The highest number of stages on a rank."""
+        return max(map(self.rank_of_stage.count, range(self.num_ranks)))
+
+    @property
+    def least_memory(self) -> tuple[float, ...]:
+        """The memory that each rank needs under any plan: one micro-batch at all of its stages.
+
+        Less is not enough, because the last of these forwards runs before the first backward. It is
+        always enough: run one micro-batch after the other with whole backwards.
+        """
+        held = [0.0] * self.num_ranks
+        for rank, size in zip(self.rank_of_stage, self.costs.held_after_forward, strict=True):
+            held[rank] += size
+        return tuple(held)
+
+    def limits_within(self, limits: Sequence[float]) -> tuple[float, ...]:
+        """Return the limit of each rank: the lower one of `limits` and of `memory_limit`."""
+        return tuple(map(min, limits, self.memory_limit or limits))
+
+
+# Chunk counts that are tried in any case, and the highest one.
+_USUAL_CHUNKS, _MAX_CHUNKS = (1, 2, 4), 8
+
+
+def chunk_counts(pp_size: int, *layer_counts: int) -> tuple[int, ...]:
+    """Return the numbers of stages per rank to try: 1, 2, 4 and those that divide the layers.
+
+    Args:
+        layer_counts: the number of layers, then other numbers to divide, such as that of blocks.
+    """
+    if pp_size == 1:
+        return (1,)
+    divisible = (
+        count
+        for layers in layer_counts
+        for count in range(1, _MAX_CHUNKS + 1)
+        if layers and layers % (pp_size * count) == 0
+    )
+    counts = sorted({*_USUAL_CHUNKS, *divisible})
+    return tuple(count for count in counts if count == 1 or pp_size * count <= layer_counts[0])
+
+
+def limit_of_1f1b(placements: Sequence[Placement], num_microbatches: int) -> float:
+    """Return what 1F1B holds on its fullest rank, or what any plan needs if that is more.
+
+    1F1B has one stage per rank: consecutive stages of a placement together.
+    """
+    held = [_held_by_1f1b(placement, num_microbatches) for placement in placements]
+    return max(*held, min(max(placement.least_memory) for placement in placements))
+
+
+def _held_by_1f1b(placement: Placement, num_microbatches: int) -> float:
+    ranks, held = placement.num_ranks, placement.costs.held_after_forward
+    chunks = len(held) // ranks
+    return max(
+        min(num_microbatches, ranks - rank) * sum(held[rank * chunks : (rank + 1) * chunks])
+        for rank in range(ranks)
+    )
+
+
+def placements_of_rank_costs(
+    pp_size: int, costs: RankCosts, chunks: Iterable[int] = _USUAL_CHUNKS
+) -> list[Placement]:
+    """Return placements for costs per rank: a model that can be cut into any number of stages.
+
+    The costs of a rank are divided among its `chunks` stages. Placements are a loop for each number
+    of chunks, and a v for two or more. A pipeline of one rank gets one chunk, since more would not
+    help.
+
+    Raises:
+        ScheduleError: fewer than one rank or chunk, or an invalid cost.
+    """
+    counts = sorted(set(chunks)) if pp_size > 1 else [1]
+    for what, size in (("pipeline ranks", pp_size), *(("chunks", count) for count in counts)):
+        if size < 1:
+            raise ScheduleError(f"placements for {size} {what}: give at least 1")
+    places = [place for count in counts for place in loop_and_v(pp_size, count)]
+    return [Placement(place, CostModel.from_rank_costs(place, *costs)) for place in places]
+
+
+def placements_of_stage_costs(pp_size: int, costs: CostModel) -> list[Placement]:
+    """Return placements for costs per stage: a loop, and a v if ranks hold several stages.
+
+    Raises:
+        ScheduleError: the number of stages is not a multiple of the number of ranks.
+    """
+    chunks, rest = divmod(costs.num_stages, max(1, pp_size))
+    if pp_size < 1 or chunks < 1 or rest:
+        raise ScheduleError(
+            f"{costs.num_stages} stages cannot be divided evenly among {pp_size} pipeline ranks: "
+            f"give a multiple of the number of ranks"
+        )
+    return [Placement(place, costs) for place in loop_and_v(pp_size, chunks)]
+
 
 Orders = list[list[int]]
 
@@ -179,3 +332,101 @@ class Problem:
             if kind == WHOLE:
                 seen[WEIGHT * num + stage] += 1
         return tuple(program)
+
+
+def least_makespan(problem: Problem) -> float:
+    """Return a lower bound for the time from the first step of any plan to its last."""
+    single = _SingleMicrobatch(problem)
+    return max(
+        single.total,
+        *(
+            bound
+            for rank in range(problem.num_ranks)
+            for bound in (
+                single.arrival(rank)
+                + single.warm_up_idle(rank)
+                + problem.least_work[rank]
+                + single.cool_down_idle(rank),
+                single.arrival(rank) + _memory_time(problem, single, rank),
+            )
+        ),
+    )
+
+
+def least_span(problem: Problem) -> float:
+    """Return a lower bound for the longest time of a rank from its first step to its last."""
+    single = _SingleMicrobatch(problem)
+    return max(
+        max(
+            single.warm_up_idle(rank) + problem.least_work[rank],
+            _memory_time(problem, single, rank),
+        )
+        for rank in range(problem.num_ranks)
+    )
+
+
+class _SingleMicrobatch:
+    """Times of a single micro-batch in an empty pipeline.
+
+    `out[s]` is when its F starts at stage s, `back[s]` when its gradient arrives for I.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem, num, time = problem, problem.num_stages, problem.time
+        hops = [time[s] + problem.latency[s + 1] for s in range(num - 1)]
+        self.out = list(accumulate(hops, initial=0.0))
+        # B sends its gradient at its end; I may send it earlier.
+        self.fastest_gradient = list(map(min, problem.times_of(INPUT), problem.times_of(WHOLE)))
+        at = self.out[-1] + time[num - 1]
+        self.back = [0.0] * num
+        for stage in reversed(range(num)):
+            at += problem.latency[INPUT * num + stage]
+            self.back[stage] = at
+            at += self.fastest_gradient[stage]
+        self.total = self.back[0] + problem.fastest_backward[0]
+
+    def arrival(self, rank: int) -> float:
+        """Return when the first micro-batch arrives at `rank`."""
+        return self.out[self.problem.stages[rank][0]]
+
+    def warm_up_idle(self, rank: int) -> float:
+        """Return the least idle time of `rank` between its first step and its first backward."""
+        turn = self.back[self.problem.stages[rank][-1]] - self.arrival(rank)
+        return max(0.0, turn - _most_work(self.problem, rank, FORWARD))
+
+    def cool_down_idle(self, rank: int) -> float:
+        """Return the least idle time of `rank` between its last I and the end of the plan."""
+        stage = self.problem.stages[rank][0]
+        if stage == 0:
+            return 0.0
+        tail = self.total - self.back[stage] - self.fastest_gradient[stage]
+        return max(0.0, tail - _most_work(self.problem, rank, WEIGHT))
+
+
+def _most_work(problem: Problem, rank: int, kind: int) -> float:
+    """Return the longest time that `rank` can run only F, or only W, within its memory limit."""
+    num, free, done = problem.num_stages, problem.limit[rank] + ROUNDING, 0.0
+    steps = [
+        (abs(problem.memory[code]), problem.time[code])
+        for code in (kind * num + stage for stage in problem.stages[rank])
+    ]
+    # Longest time per memory first. If all have the same size, only whole steps count.
+    same_size = len({size for size, _ in steps}) == 1
+    for size, time in sorted(steps, key=lambda step: -step[1] / max(step[0], ROUNDING)):
+        count = min(problem.num_microbatches, free / size if size else math.inf)
+        if same_size:
+            count = math.floor(count)
+        done += count * time
+        free -= count * size
+    return done
+
+
+def _memory_time(problem: Problem, single: _SingleMicrobatch, rank: int) -> float:
+    """Return the time for which all micro-batches together occupy the memory of `rank`."""
+    num, time, memory, area = problem.num_stages, problem.time, problem.memory, 0.0
+    for stage in problem.stages[rank]:
+        size, kept = memory[stage], -memory[WEIGHT * num + stage]
+        away = single.back[stage] - single.out[stage]
+        halves = time[INPUT * num + stage] + time[WEIGHT * num + stage]
+        area += size * away + min(kept * halves, size * time[WHOLE * num + stage])
+    return problem.num_microbatches * area / max(problem.limit[rank], ROUNDING)

@@ -19,14 +19,49 @@ With queues, each channel between two ranks therefore has a group of its own:
 
 No smaller number fits every plan: two channels of opposite ways block each other as above, and two
 channels of the same way need sends and receives in one common order, which plans do not have.
+
+What the executor and the transport of one rank do with the messages of its program, in order.
+
+An instruction of a lowered plan is not yet an operation of the backend:
+
+- A receive is posted once its shapes are known: of an activation from its header, of a gradient
+  after the forward of the micro-batch. Until then it waits, and the later ones of its channel too.
+- A header is a message of its own, sent and received ahead of the tensors. The rank that receives
+  it waits for it in the step that uses the first message without a known header.
+- A gradient proves that the activation was used; after it, the rank waits for the send of the
+  activation. At the end of a step it waits for all sends.
+
+Runs the message operations of a plan through the queues of a transport, or reports who waits.
+
+A queue is between two ranks. Its operations start in the order in which each rank posted them, and
+nothing is buffered: a message arrives once its send is the next operation on one rank and its
+receive the next on the other. With tags each channel is a queue; without, all channels of one
+process group between two ranks share one.
+
+Each rank is executed in order. On a GPU the host posts operations ahead of the computation, but an
+operation starts only after the computation that was enqueued before it. So what this order cannot
+run, a GPU cannot run either, and the other way round.
+
+The channels of the instructions of vocabulary parallelism.
 """
 
-from collections import Counter
-from collections.abc import Sequence
-from typing import Literal, NamedTuple, get_args
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal, NamedTuple, NoReturn, get_args
 
-from pipemega.pipeline.plan.kinds import TRANSFER_OF_NAME
-from pipemega.pipeline.plan.kinds import Direction as Direction
+from pipemega.errors import ScheduleError
+from pipemega.pipeline.plan.instructions import (
+    TRANSFER_OF_NAME,
+    TRANSFERS,
+    Instruction,
+    Kind,
+    Plan,
+    Program,
+    Transfer,
+)
+from pipemega.pipeline.plan.instructions import Direction as Direction
+from pipemega.pipeline.plan.lowering import cycle_of, excerpt
 
 _BETWEEN_STAGES: tuple[Direction, ...] = ("activation", "gradient")
 MessageOrder = Literal["tags", "queues"]
@@ -126,3 +161,335 @@ def connections_per_rank(rank_of_stage: Sequence[int], vocabulary: bool = False)
     """
     count = Counter(rank for made in connections(rank_of_stage, vocabulary) for rank in made[1:3])
     return tuple(count[rank] for rank in range(max(rank_of_stage) + 1))
+
+
+# Transfer -> the one before it in the opposite direction, whose result it was computed from: after
+# its arrival the memory of that message is free.
+PROVES: Final[Mapping[Direction, Direction]] = {
+    "embedding gradient": "embedding",
+    "partial": "hidden",
+    "normalizer": "partial",
+}
+
+
+def vocabulary_channels(plan: Plan, transfer: Transfer, step: Instruction) -> tuple[Channel, ...]:
+    """Return the channels over which `step` sends, receives or uses messages of `transfer`.
+
+    None for a step without messages: on the rank of the stage, or of another transfer.
+    """
+    if step.kind not in (transfer.send, transfer.receive, transfer.user):
+        return ()
+    root = plan.root_of(transfer)
+    rank = plan.rank_of_stage[root]
+    if step.kind.has_shard:
+        shards: tuple[int, ...] = (step.stage,)
+    else:
+        shards = tuple(range(plan.num_ranks)) if step.stage == root else ()
+    return tuple(Channel(transfer.name, shard) for shard in shards if shard != rank)
+
+
+class Message(NamedTuple):
+    """One message: the tensors of a micro-batch, or their header."""
+
+    channel: Channel
+    microbatch: int
+    is_header: bool = False
+
+
+class Operation(NamedTuple):
+    """Posts a send or a receive without waiting, or waits until a message has arrived.
+
+    Args:
+        at: index of the instruction in the program of the rank.
+    """
+
+    at: int
+    posts: bool
+    message: Message
+
+
+@dataclass
+class _Step:
+    """State of one run of a program; a discarded warm-up is a run of its own."""
+
+    unposted: dict[Channel, deque[int]] = field(default_factory=dict)
+    # Requested and not yet used.
+    receives: dict[tuple[Channel, int], None] = field(default_factory=dict)
+    # Not yet known to have arrived.
+    sends: dict[Message, None] = field(default_factory=dict)
+    forwards: set[tuple[int, int]] = field(default_factory=set)
+
+
+class MessageOperations:
+    """Turns parts of the program of one rank into operations; keeps the known headers.
+
+    Args:
+        plan: lowered.
+        shapes: of the transport; in evaluation every message has a header.
+    """
+
+    def __init__(self, plan: Plan, shapes: ShapeMode) -> None:
+        self._plan = plan
+        self._shapes: ShapeMode = "exchanged" if plan.forward_only else shapes
+        self._sent_headers: set[Channel] = set()
+        self._received_headers: set[Channel] = set()
+        self._step = _Step()
+
+    def program(self, program: Program) -> Iterator[Operation]:
+        """Yield the operations of the first part of a program."""
+        for at, (kind, stage, m) in enumerate(program):
+            if kind is Kind.FORWARD:
+                yield from self._wait(at, Channel("activation", stage - 1), m)
+                self._step.forwards.add((stage, m))
+            elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
+                yield from self._wait(at, Channel("gradient", stage), m)
+                yield from self._finish_sends(at, Channel("activation", stage), m)
+            elif kind is Kind.SEND_ACTIVATION:
+                yield from self._send(at, Channel("activation", stage), m)
+            elif kind is Kind.SEND_GRADIENT:
+                yield from self._send(at, Channel("gradient", stage - 1), m)
+            elif kind is Kind.RECV_ACTIVATION:
+                yield from self._receive(at, Channel("activation", stage - 1), m)
+            elif kind is Kind.RECV_GRADIENT:
+                yield from self._receive(at, Channel("gradient", stage), m)
+            if kind.is_vocabulary or (self._plan.has_vocabulary and kind is Kind.FORWARD):
+                yield from self._vocabulary(at, program[at])
+
+    def _vocabulary(self, at: int, step: Instruction) -> Iterator[Operation]:
+        """Yield the operations of a step of vocabulary parallelism."""
+        for transfer in TRANSFERS:
+            for channel in vocabulary_channels(self._plan, transfer, step):
+                if step.kind is transfer.send:
+                    yield from self._send(at, channel, step.microbatch)
+                elif step.kind is transfer.receive:
+                    yield from self._receive(at, channel, step.microbatch)
+                elif step.kind is transfer.user:
+                    yield from self._wait(at, channel, step.microbatch)
+        # What has arrived proves that the other rank has used what was sent to it before.
+        for transfer in TRANSFERS:
+            if step.kind is transfer.user and transfer.name in PROVES:
+                sent = TRANSFER_OF_NAME[PROVES[transfer.name]]
+                for channel in vocabulary_channels(self._plan, transfer, step):
+                    proven = Channel(sent.name, channel.boundary)
+                    yield from self._finish_sends(at, proven, step.microbatch)
+
+    def step(self, program: Program) -> Iterator[Operation]:
+        """Yield the operations of a whole step."""
+        yield from self.program(program)
+        yield from self._end(len(program))
+
+    def _end(self, at: int) -> Iterator[Operation]:
+        """Yield the waits for all sends, at the end of a step."""
+        for message in self._step.sends:
+            yield Operation(at, False, message)
+        assert not self._step.receives, f"never used: {list(self._step.receives)}"
+        self._step = _Step()
+
+    def discard(self, at: int, unread: Program) -> Iterator[Operation]:
+        """Yield the operations that complete a discarded warm-up.
+
+        Args:
+            unread: receives of messages that were sent to this rank, and that it has not requested.
+        """
+        for step in unread:
+            yield from self._receive(at, Channel("activation", step.stage - 1), step.microbatch)
+        for channel, m in list(self._step.receives):
+            yield from self._wait(at, channel, m)
+        yield from self._end(at)
+
+    def _send(self, at: int, channel: Channel, m: int) -> Iterator[Operation]:
+        messages = [Message(channel, m)]
+        if channel.direction == "activation" and not self._is_known(channel, self._sent_headers):
+            messages.insert(0, Message(channel, m, is_header=True))
+            self._sent_headers.add(channel)
+        for message in messages:
+            self._step.sends[message] = None
+            yield Operation(at, True, message)
+
+    def _receive(self, at: int, channel: Channel, m: int) -> Iterator[Operation]:
+        self._step.receives[channel, m] = None
+        self._step.unposted.setdefault(channel, deque()).append(m)
+        yield from self._post_known(at, channel)
+
+    def _wait(self, at: int, channel: Channel, m: int) -> Iterator[Operation]:
+        """Yield the wait for a message, if the step uses one from another rank."""
+        if (channel, m) not in self._step.receives:
+            return
+        del self._step.receives[channel, m]
+        unposted = self._step.unposted[channel]
+        while m in unposted:
+            first = unposted.popleft()
+            if channel.direction == "activation":
+                for posts in (True, False):
+                    yield Operation(at, posts, Message(channel, first, is_header=True))
+                self._received_headers.add(channel)
+            else:
+                assert self._has_shapes(channel, first), f"{channel} {first}: no forward before"
+            yield Operation(at, True, Message(channel, first))
+            yield from self._post_known(at, channel)
+        yield Operation(at, False, Message(channel, m))
+
+    def _post_known(self, at: int, channel: Channel) -> Iterator[Operation]:
+        """Yield the receives with known shapes, up to the first whose shapes are not known."""
+        unposted = self._step.unposted[channel]
+        while unposted and self._has_shapes(channel, unposted[0]):
+            yield Operation(at, True, Message(channel, unposted.popleft()))
+
+    def _has_shapes(self, channel: Channel, m: int) -> bool:
+        if channel.direction == "gradient":
+            return (channel.boundary, m) in self._step.forwards
+        if channel.direction != "activation":
+            return True  # the shapes follow from the micro-batch
+        return self._is_known(channel, self._received_headers)
+
+    def _is_known(self, channel: Channel, headers: set[Channel]) -> bool:
+        return self._shapes == "declared" or (self._shapes == "cached" and channel in headers)
+
+    def _finish_sends(self, at: int, channel: Channel, m: int) -> Iterator[Operation]:
+        for is_header in (True, False):
+            message = Message(channel, m, is_header)
+            if message in self._step.sends:
+                del self._step.sends[message]
+                yield Operation(at, False, message)
+
+
+# Direction -> kinds of the instructions that send and receive.
+_KINDS = {
+    "activation": (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION),
+    "gradient": (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT),
+}
+
+
+def queues_of(
+    rank_of_stage: Sequence[int], order: MessageOrder, vocabulary: bool = False
+) -> dict[Channel, Hashable]:
+    """Return the queue of each channel under the transport."""
+    if order == "tags":
+        return {channel: channel for channel in channels(rank_of_stage, vocabulary)}
+    return {
+        made.channel: (made.group, frozenset((made.source, made.target)))
+        for made in connections(rank_of_stage, vocabulary)
+    }
+
+
+class MessageQueues:
+    """The queues of one pipeline.
+
+    Args:
+        plan: lowered.
+        queue_of: the queue of each channel.
+    """
+
+    def __init__(self, plan: Plan, queue_of: Mapping[Channel, Hashable]) -> None:
+        self._plan, self._queue_of = plan, queue_of
+        self._ranks = {channel: channel.ranks(plan.rank_of_stage) for channel in queue_of}
+        # Posted and not started, on each of the two ranks.
+        self._ends: dict[tuple[Hashable, int], deque[Message]] = {}
+        for channel, ranks in self._ranks.items():
+            for rank in ranks:
+                self._ends[queue_of[channel], rank] = deque()
+        self._arrived: set[Message] = set()
+
+    def run(self, operations: Sequence[Iterable[Operation]]) -> None:
+        """Run the operations of each rank, a step or a part of one, to the end.
+
+        Raises:
+            ScheduleError: some ranks wait for ever, or a message arrives as another one.
+        """
+        rest = [iter(row) for row in operations]
+        waits: dict[int, Operation] = {}
+        waiting: dict[Message, list[int]] = {}
+        runnable = list(reversed(range(len(rest))))
+        while runnable:
+            rank = runnable.pop()
+            for operation in rest[rank]:
+                message = operation.message
+                if operation.posts:
+                    for arrived in self._post(rank, operation):
+                        runnable += waiting.pop(arrived, ())
+                elif message not in self._arrived:
+                    waits[rank] = operation
+                    waiting.setdefault(message, []).append(rank)
+                    break
+        stuck = {rank: waits[rank] for ranks in waiting.values() for rank in ranks}
+        if stuck:
+            self._report(stuck)
+
+    def end_step(self) -> None:
+        """Forget the messages that have arrived; all have, because each rank waited for its own."""
+        left = {end: list(queue) for end, queue in self._ends.items() if queue}
+        assert not left, f"posted and never waited for: {left}"
+        self._arrived.clear()
+
+    def _post(self, rank: int, operation: Operation) -> list[Message]:
+        """Enqueue a send or a receive; return the messages that arrive by it."""
+        message = operation.message
+        queue = self._queue_of[message.channel]
+        source, target = self._ranks[message.channel]
+        own, other = self._ends[queue, rank], self._ends[queue, source + target - rank]
+        own.append(message)
+        arrived = []
+        while own and other and own[0] == other[0]:
+            arrived.append(own.popleft())
+            other.popleft()
+        if own and other:
+            self._check_same_way(rank, own[0], other[0])
+        self._arrived.update(arrived)
+        return arrived
+
+    def _check_same_way(self, rank: int, own: Message, other: Message) -> None:
+        """Check that the next operations of a queue do not match two messages of one way."""
+        sender, receiver = self._ranks[own.channel]
+        if (sender, receiver) != self._ranks[other.channel]:
+            return  # two sends or two receives: both ranks wait
+        sent, received = (own, other) if rank == sender else (other, own)
+        problem = (
+            f"rank {sender} sends {self._name(sent, sender)} when rank {receiver} receives "
+            f"{self._name(received, receiver)}, in one queue"
+        )
+        self._fail("mixes messages", [problem], {})
+
+    def _report(self, stuck: Mapping[int, Operation]) -> NoReturn:
+        """Raise the error about ranks that wait for each other for ever."""
+        peers = {r: sum(self._ranks[wait.message.channel]) - r for r, wait in stuck.items()}
+        cycle = cycle_of(peers)
+        waits = []
+        for rank in cycle:
+            program, operation = self._plan.programs[rank], stuck[rank]
+            at = program[operation.at] if operation.at < len(program) else "the end of the step"
+            ends = (f"{self._next(operation.message, r)} on rank {r}" for r in (rank, peers[rank]))
+            waits.append(
+                f"rank {rank} waits at {at} for {self._name(operation.message, peers[rank])}; next "
+                f"in this queue: {', '.join(ends)}"
+            )
+        if others := len(stuck) - len(cycle):
+            waits.append(f"and {others} more ranks wait for them")
+        self._fail("deadlocks", waits, {rank: stuck[rank].at for rank in (*cycle, *stuck)})
+
+    def _fail(self, what: str, lines: Sequence[str], marks: Mapping[int, int]) -> NoReturn:
+        lines = [
+            f"schedule {self._plan.name!r} {what} if the messages between two ranks run in the "
+            f"order in which they were posted, as over NCCL:",
+            *(f"  {line}" for line in lines),
+            "  use another schedule, or gloo, which separates messages by tag (mesh.device 'cpu')",
+            excerpt(self._plan, marks),
+        ]
+        raise ScheduleError("\n".join(lines))
+
+    def _next(self, message: Message, rank: int) -> str:
+        end = self._ends[self._queue_of[message.channel], rank]
+        return self._name(end[0], rank) if end else "nothing"
+
+    def _name(self, message: Message, rank: int) -> str:
+        """Return the instruction of `rank` that sends or receives the message."""
+        channel, m, is_header = message
+        receives = rank != self._ranks[channel][0]
+        if channel.direction in _KINDS:
+            stage = channel.target if receives else channel.source
+            step = Instruction(_KINDS[channel.direction][receives], stage, m)
+        else:
+            transfer = TRANSFER_OF_NAME[channel.direction]
+            kind = transfer.receive if receives else transfer.send
+            place = channel.boundary if kind.has_shard else self._plan.root_of(transfer)
+            step = Instruction(kind, place, m)
+        return f"the header of {step}" if is_header else str(step)

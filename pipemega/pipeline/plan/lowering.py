@@ -17,14 +17,41 @@ Instructions of a lowered plan:
 - Stages on the same rank exchange tensors without a message.
 - In vocabulary parallelism (`plan.kinds`), a send to the shards sends to all other ranks; a receive
   from the shards, which has the number of the stage, is a receive from each other rank.
+
+Limits the memory that a rank holds between I and W, by running W earlier.
+
+I of a micro-batch queues what W needs. A rank may run a queued W at any time after its I: no other
+rank waits for W, and the messages do not change. In all schedules the W of a stage have the order
+of its I and keep it, so gradients are added in the order of the micro-batches and the results are
+bitwise equal. In a plan file with another order, a W that runs earlier changes the order of
+additions.
+
+The decision is part of the plan, so that all data and tensor ranks run the same instructions in
+the same order, and the plan that runs is the one that was validated, simulated and drawn.
+
+Splits a plan at the end of the warm-up: the forwards of each rank before its first backward.
+
+    rank 0   F0 F1 F2 F3 |       B0 F4 B1 ..
+    rank 1      F0 F1 F2 |    B0 F3 B1 ..
+    rank 2         F0 F1 | B0 F2 B1 ..
+
+The steps before the cut can be discarded and run again: no gradient has been computed, and the
+warm-up of a rank needs no message from after the cut of another rank. If the first backwards alone
+do not give such a cut, as in some hand-made plans, the cut is moved to an earlier position.
+
+A possible execution order of the instructions of a plan, or a report of its deadlock.
+
+Each rank runs its program in order, and an instruction waits for those that it needs
+(`Plan.all_needs`), on the same or other ranks. Nothing else waits: sends are asynchronous, and a
+receive is only posted.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
-from pipemega.pipeline.plan.kinds import TRANSFERS
+from pipemega.errors import ScheduleError
+from pipemega.pipeline.plan.instructions import TRANSFERS, Instruction, Kind, Plan, Program
 
 # Kind of a step -> the send and the receive of its result, and the stage offset of the receiver.
 _MESSAGES_OF = {
@@ -147,3 +174,258 @@ def _receives(plan: Plan, step: Instruction) -> Iterator[Instruction]:
 def _other_shards(plan: Plan, root: int) -> tuple[int, ...]:
     """Return the shards that are not on the rank of stage `root`."""
     return tuple(s for s in range(plan.num_ranks) if s != plan.rank_of_stage[root])
+
+
+def limit_weight_queue(plan: Plan, kept: Sequence[float], limit: float) -> Plan:
+    """Return the compute steps of `plan` with queues of W that never hold more than `limit`.
+
+    An I that would exceed the limit comes after the oldest W of the queue. If `kept` of one I is
+    more than the limit, a whole B replaces I and W.
+
+        kept=[1], limit=1:   F0 I0 F1 I1 W0 W1   becomes   F0 I0 F1 W0 I1 W1
+
+    Args:
+        kept: memory from I to W, per stage.
+        limit: for each rank, in the unit of `kept`.
+    """
+    plan = plan.compute_only()
+    programs = tuple(tuple(_limited(program, kept, limit)) for program in plan.programs)
+    return replace(plan, programs=programs)
+
+
+def _limited(program: Program, kept: Sequence[float], limit: float) -> Iterator[Instruction]:
+    queue: list[Instruction] = []
+    held = 0.0
+    for step in program:
+        if step.kind is Kind.BACKWARD_INPUT:
+            weight = step._replace(kind=Kind.BACKWARD_WEIGHT)
+            while queue and held + kept[step.stage] > limit:
+                held -= kept[queue[0].stage]
+                yield queue.pop(0)
+            if kept[step.stage] > limit:
+                yield step._replace(kind=Kind.BACKWARD)
+                continue
+            queue.append(weight)
+            held += kept[step.stage]
+        elif step.kind is Kind.BACKWARD_WEIGHT:
+            if step not in queue:
+                continue  # it ran before
+            queue.remove(step)
+            held -= kept[step.stage]
+        yield step
+
+
+def queued_bytes(program: Program, kept: Sequence[float]) -> float:
+    """Return the most that the queue of W of a rank holds during `program`."""
+    held = most = 0.0
+    for step in program:
+        if step.kind is Kind.BACKWARD_INPUT:
+            held += kept[step.stage]
+        elif step.kind is Kind.BACKWARD_WEIGHT:
+            held -= kept[step.stage]
+        most = max(most, held)
+    return most
+
+
+_BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+_RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
+
+
+@dataclass(frozen=True)
+class WarmupCut:
+    """A lowered plan with its cut.
+
+    Args:
+        plan: the same steps in the same order, with receives that only later steps use moved after
+            the cut.
+        stop: the warm-up of rank r is its first `stop[r]` instructions.
+        last_forward: rank r runs no forward after its first `last_forward[r]` instructions; never
+            before the cut.
+        unread: the receives that rank r must still post to receive all messages that the warm-ups
+            of other ranks have sent to it, in the order of each channel.
+    """
+
+    plan: Plan
+    stop: tuple[int, ...]
+    last_forward: tuple[int, ...]
+    unread: tuple[Program, ...]
+
+
+def warmup_cut(plan: Plan) -> WarmupCut:
+    """Return the latest possible cut of a lowered `plan`."""
+    stops = _move_back(plan, [_first_backward(program) for program in plan.programs])
+    parts = [_split(program, stop) for program, stop in zip(plan.programs, stops, strict=True)]
+    sent: dict[int, list[Instruction]] = defaultdict(list)  # stage that receives -> in order
+    for head, _ in parts:
+        for step in head:
+            if step.kind is Kind.SEND_ACTIVATION:
+                receive = Instruction(Kind.RECV_ACTIVATION, step.stage + 1, step.microbatch)
+                sent[receive.stage].append(receive)
+    return WarmupCut(
+        replace(plan, programs=tuple(head + rest for head, rest in parts)),
+        tuple(len(head) for head, _ in parts),
+        tuple(max(len(head), _last_forward(head + rest)) for head, rest in parts),
+        tuple(
+            tuple(
+                receive
+                for stage in plan.stages_of(rank)
+                for receive in sent[stage]
+                if receive not in set(head)
+            )
+            for rank, (head, _) in enumerate(parts)
+        ),
+    )
+
+
+def _first_backward(program: Program) -> int:
+    kinds = (at for at, step in enumerate(program) if step.kind in _BACKWARD)
+    return next(kinds, len(program))
+
+
+def _last_forward(program: Program) -> int:
+    return max((at + 1 for at, step in enumerate(program) if step.kind is Kind.FORWARD), default=0)
+
+
+def _move_back(plan: Plan, stops: list[int]) -> list[int]:
+    """Move the cut back until no forward before it needs one after it."""
+    while True:
+        heads = [program[:stop] for program, stop in zip(plan.programs, stops, strict=True)]
+        done = {step for head in heads for step in head if step.kind is Kind.FORWARD}
+        earlier = [_first_unmet(head, done) for head in heads]
+        if earlier == stops:
+            return stops
+        stops = earlier
+
+
+def _first_unmet(head: Program, done: Iterable[Instruction]) -> int:
+    for at, step in enumerate(head):
+        needs = step._replace(stage=step.stage - 1)
+        if step.kind is Kind.FORWARD and step.stage > 0 and needs not in done:
+            return at
+    return len(head)
+
+
+def _split(program: Program, stop: int) -> tuple[Program, Program]:
+    """Return the warm-up and the rest of a program.
+
+    A receive stays in the warm-up if the warm-up uses it or a later one of its channel, because
+    channels are first in, first out.
+    """
+    used = {step for step in program[:stop] if step.kind is Kind.FORWARD}
+    keep: list[Instruction] = []
+    later: list[Instruction] = []
+    open_channels: set[int] = set()
+    for step in reversed(program[:stop]):
+        if step.kind not in _RECEIVES:
+            keep.append(step)
+        elif step.kind is Kind.RECV_ACTIVATION and (
+            step.stage in open_channels or step._replace(kind=Kind.FORWARD) in used
+        ):
+            open_channels.add(step.stage)
+            keep.append(step)
+        else:
+            later.append(step)
+    return tuple(reversed(keep)), (*reversed(later), *program[stop:])
+
+
+def execution_order(plan: Plan) -> Iterator[tuple[int, Instruction, tuple[Instruction, ...]]]:
+    """Yield every instruction after those that it needs: (rank, instruction, needed ones).
+
+    Takes time proportional to the number of instructions.
+
+    Raises:
+        ScheduleError: the plan deadlocks, after all possible instructions were yielded; the message
+            says which ranks wait for what.
+    """
+    done: set[Instruction] = set()
+    waiting: dict[Instruction, list[int]] = {}
+    position = [0] * plan.num_ranks
+    runnable = list(reversed(range(plan.num_ranks)))
+    while runnable:
+        rank = runnable.pop()
+        program, at = plan.programs[rank], position[rank]
+        while at < len(program):
+            step = program[at]
+            needs = plan.all_needs(step)
+            missing = next((need for need in needs if need not in done), None)
+            if missing is not None:
+                waiting.setdefault(missing, []).append(rank)
+                break
+            yield rank, step, needs
+            done.add(step)
+            at += 1
+            if step in waiting:
+                runnable += waiting.pop(step)
+        position[rank] = at
+    stuck = {r: at for r, at in enumerate(position) if at < len(plan.programs[r])}
+    if stuck:
+        needed = {rank: need for need, ranks in waiting.items() for rank in ranks}
+        waits = _describe_waits(plan, stuck, needed)
+        raise ScheduleError(f"schedule {plan.name!r} deadlocks:\n{waits}")
+
+
+def last_gradients(program: Program) -> frozenset[Instruction]:
+    """Return the last B or W of each stage of a rank; after it the gradients are complete.
+
+    Never an I, because weights get their gradients in W.
+    """
+    last = {s.stage: s for s in program if s.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
+    return frozenset(last.values())
+
+
+def _describe_waits(plan: Plan, stuck: Mapping[int, int], needed: Mapping[int, Instruction]) -> str:
+    """Describe the cycle of ranks that wait for each other, and show their part of the plan."""
+    cycle = cycle_of({r: plan.rank_of(need) for r, need in needed.items()})
+    waits = []
+    for rank in cycle:
+        step = plan.programs[rank][stuck[rank]]
+        waits.append(f"  rank {rank} waits at {step} for {needed[rank]}")
+    if others := len(stuck) - len(cycle):
+        waits.append(f"  and {others} more ranks wait for them")
+    cycle_first = {rank: stuck[rank] for rank in (*cycle, *stuck)}
+    return "\n".join([*waits, excerpt(plan, cycle_first)])
+
+
+def cycle_of(waits_for: Mapping[int, int]) -> list[int]:
+    """Return the ranks that wait for each other, sorted; a single one if it waits for itself.
+
+    Args:
+        waits_for: stuck rank -> the rank that it waits for.
+    """
+    path: list[int] = []
+    rank = min(waits_for)
+    while rank not in path:
+        path.append(rank)
+        if waits_for[rank] not in waits_for:  # it has finished, without what the rank needs
+            return [rank]
+        rank = waits_for[rank]
+    return sorted(path[path.index(rank) :])
+
+
+def excerpt(plan: Plan, marks: Mapping[int, int], around: int = 5, most: int = 16) -> str:
+    """Return part of the plan as text, one row per rank.
+
+        rank 0   F0@0 F1@0 > B0@0
+        rank 1   > F1@1 F0@1 B0@1 ..
+
+    Args:
+        marks: rank -> position in its program; an arrow marks it, at the end of the row if the rank
+            has finished.
+        around: instructions shown on either side; `..` stands for the others.
+        most: number of rows; marked ranks are shown first.
+    """
+    chosen = list(dict.fromkeys((*marks, *range(plan.num_ranks))))[:most]
+    chosen = sorted(chosen)
+    rows = [f"    rank {r:<3} {_row(plan.programs[r], marks.get(r), around)}" for r in chosen]
+    if plan.num_ranks > most:
+        rows.append(f"    and {plan.num_ranks - most} more ranks")
+    return "\n".join(rows)
+
+
+def _row(program: Program, mark: int | None, around: int) -> str:
+    start = max(0, (mark or 0) - around)
+    stop = (mark or 0) + around + 1
+    shown = enumerate(program[start:stop], start)
+    words = [f"> {step}" if at == mark else str(step) for at, step in shown]
+    words += [">"] * (mark == len(program))
+    return " ".join([".."] * (start > 0) + words + [".."] * (stop < len(program)))

@@ -12,17 +12,19 @@ from typing import Final
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.schedules.building_blocks import (
+    Formula,
+    RankCosts,
+    ScheduleFamily,
+    Sizes,
+    loop,
+    v,
+)
 from pipemega.pipeline.schedules.controllable_memory import ONE_F_ONE_B_V, V_HALF, V_MIN
 from pipemega.pipeline.schedules.dual_pipe import DUALPIPE_V
-from pipemega.pipeline.schedules.family import Formula, RankCosts, ScheduleFamily, Sizes
-from pipemega.pipeline.schedules.forward_only import forward_only
-from pipemega.pipeline.schedules.gpipe import GPIPE
 from pipemega.pipeline.schedules.interleaved import INTERLEAVED, LOOPED_BFS
-from pipemega.pipeline.schedules.one_f_one_b import ONE_F_ONE_B
-from pipemega.pipeline.schedules.placement import loop, v
-from pipemega.pipeline.schedules.sequential import SEQUENTIAL
-from pipemega.pipeline.schedules.zero_bubble import INTERLEAVED_ZB, ZB_H1, ZB_H2
-from pipemega.pipeline.schedules.zero_bubble_v import ZB_V
+from pipemega.pipeline.schedules.one_f_one_b import GPIPE, ONE_F_ONE_B, SEQUENTIAL, forward_only
+from pipemega.pipeline.schedules.zero_bubble import INTERLEAVED_ZB, ZB_H1, ZB_H2, ZB_V
 
 SCHEDULES: Final[dict[str, ScheduleFamily]] = {
     family.name: family

@@ -12,15 +12,16 @@ from pipemega.pipeline.schedules.building_blocks import (
     BACKWARD_UP,
     FORWARD_DOWN,
     FORWARD_UP,
+    Formula,
+    ScheduleFamily,
     Slots,
     Step,
     compact,
     fill_gaps_with_weights,
     move_earlier,
     repeat,
+    v,
 )
-from pipemega.pipeline.schedules.family import Formula, ScheduleFamily
-from pipemega.pipeline.schedules.placement import v
 
 
 def v_half(pp_size: int, num_microbatches: int) -> Plan:

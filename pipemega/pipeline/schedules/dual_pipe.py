@@ -1,10 +1,13 @@
 """DualPipeV: two chunks in a v; the forward of one chunk next to the backward of the other."""
 
 from pipemega.pipeline.plan.instructions import Plan, Program
-from pipemega.pipeline.schedules.family import Formula, ScheduleFamily
-from pipemega.pipeline.schedules.placement import v
-from pipemega.pipeline.schedules.sequences import keep_first
-from pipemega.pipeline.schedules.two_chunks import TwoChunkProgram
+from pipemega.pipeline.schedules.building_blocks import (
+    Formula,
+    ScheduleFamily,
+    TwoChunkProgram,
+    keep_first,
+    v,
+)
 
 
 def dual_pipe_v(pp_size: int, num_microbatches: int) -> Plan:

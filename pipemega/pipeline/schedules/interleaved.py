@@ -1,9 +1,13 @@
 """Several small stages on each rank, placed in a loop: interleaved 1F1B and looped BFS."""
 
 from pipemega.pipeline.plan.instructions import Kind, Plan, Program
-from pipemega.pipeline.schedules.family import Formula, ScheduleFamily
-from pipemega.pipeline.schedules.placement import loop
-from pipemega.pipeline.schedules.sequences import alternate, steps_in_groups
+from pipemega.pipeline.schedules.building_blocks import (
+    Formula,
+    ScheduleFamily,
+    alternate,
+    loop,
+    steps_in_groups,
+)
 
 
 def groups_of(pp_size: int, num_microbatches: int) -> tuple[int, ...]:

@@ -27,9 +27,8 @@ from dataclasses import replace
 from heapq import heappop, heappush
 
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 
 # Places by which forwards may move ahead. The exchange takes one place, and one more if the other
 # ranks are in the middle of a step when it begins.

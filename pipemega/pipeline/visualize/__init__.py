@@ -13,10 +13,8 @@ display nor a network.
 """
 
 from pipemega.pipeline.visualize.chrome_trace import chrome_trace
-from pipemega.pipeline.visualize.figure import png, svg
-from pipemega.pipeline.visualize.page import html
-from pipemega.pipeline.visualize.page_intro import Bars, Intro, Table, Verdict
-from pipemega.pipeline.visualize.panel import Panel
+from pipemega.pipeline.visualize.figure import Panel, png, svg
+from pipemega.pipeline.visualize.page import Bars, Intro, Table, Verdict, html
 from pipemega.pipeline.visualize.render import FORMATS, render
 
 __all__ = [

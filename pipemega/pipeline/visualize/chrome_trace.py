@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from pipemega.pipeline.plan.instructions import Instruction
 from pipemega.pipeline.plan.simulate import Timeline
+from pipemega.pipeline.visualize.figure import Panel, Wait, as_panels
 from pipemega.pipeline.visualize.palette import ALL_NAMES
-from pipemega.pipeline.visualize.panel import Panel, Wait, as_panels
 
 _MICROSECONDS: Final[Mapping[str, float]] = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0}
 

@@ -3,22 +3,263 @@
 The page shows details of a step that is selected by pointer, touch or keyboard: its kind, times,
 wait and the memory of its rank. It is assembled from `page.html`, `page.css`, `page_drawing.js` and
 `page_interaction.js`; `page_data.panel_data` encodes the steps, `page_intro` the text above them.
+
+Encodes timelines as columns of small integers, the data of the HTML page.
+
+196,608 steps take about four megabytes, a tenth of one JSON object per step. Times and memory are
+integer multiples of a tick, the largest tick that keeps seven digits.
+
+What the HTML page shows besides the timelines: verdict, memory bars and tables, as HTML.
 """
 
 import html as escaping
 import json
+import math
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipemega.pipeline.plan.simulate import Timeline
 from pipemega.pipeline.visualize import palette
-from pipemega.pipeline.visualize.page_data import panel_data
-from pipemega.pipeline.visualize.page_intro import Intro, Table, intro_html, table_html
-from pipemega.pipeline.visualize.panel import Panel, as_panels
+from pipemega.pipeline.visualize.figure import Panel, as_panels
 from pipemega.printing import percent
+
+
+def panel_data(panel: Panel) -> dict[str, Any]:
+    """Return the data of one panel; steps are ordered by rank.
+
+    title                 heading
+    makespan              time from the first to the last step or phase
+    outside               for each rank, (name, start, end) of the phases of a measured step
+    chunks                maximum number of stages on a rank
+    rank_of_stage, chunk_of_stage
+    counts                number of steps of each rank
+    kinds                 one letter per step
+    stages, batches       stage and micro-batch of each step
+    tick                  units of time in one tick
+    gaps, times           ticks from the end of the previous step of the rank (or time 0) to the
+                          start, and ticks from start to end
+    waits                 (index of a step, index of the step of another rank that it waited for)
+    memory_tick, during, after    memory of the rank during and after each step
+    """
+    timeline, plan = panel.timeline, panel.timeline.plan
+    steps = list(plan.steps())
+    position = {step: index for index, step in enumerate(steps)}
+    tick, moments = _ticks(
+        time - panel.origin
+        for rank in range(plan.num_ranks)
+        for _, *interval in timeline.steps(rank)
+        for time in interval
+    )
+    memory_tick, held = _ticks(
+        value for rank in range(plan.num_ranks) for pair in panel.held(rank) for value in pair
+    )
+    gaps, first, waits = [], 0, []
+    for rank, program in enumerate(plan.programs):
+        starts = moments[2 * first : 2 * (first + len(program)) : 2]
+        ends = moments[2 * first + 1 : 2 * (first + len(program)) : 2]
+        gaps += [start - end for start, end in zip(starts, [0, *ends[:-1]], strict=True)]
+        for wait in panel.waits(rank):
+            if wait.awaited is not None:
+                waits.append((first + wait.at, position[wait.awaited]))
+        first += len(program)
+    return {
+        "title": panel.heading,
+        "makespan": panel.length,
+        "outside": [
+            [(name, start - panel.origin, end - panel.origin) for name, start, end in rank]
+            for rank in panel.phases
+        ],
+        "chunks": panel.num_chunks,
+        "rank_of_stage": plan.rank_of_stage,
+        "chunk_of_stage": panel.chunk_of_stage,
+        "counts": [len(program) for program in plan.programs],
+        "kinds": "".join(step.kind.value for step in steps),
+        "stages": [step.stage for step in steps],
+        "batches": [step.microbatch for step in steps],
+        "tick": tick,
+        "gaps": gaps,
+        "times": [e - s for s, e in zip(moments[::2], moments[1::2], strict=True)],
+        "waits": waits,
+        "memory_tick": memory_tick,
+        "during": held[::2],
+        "after": held[1::2],
+    }
+
+
+def _ticks(values: Iterable[float]) -> tuple[float, Sequence[int]]:
+    """Return (tick, values in ticks)."""
+    values = list(values)
+    highest = max(map(abs, values), default=0.0)
+    if not highest:
+        return 1.0, [0] * len(values)
+    fine = 10.0 ** (math.floor(math.log10(highest)) - 6)
+    whole = [round(value / fine) for value in values]
+    common = math.gcd(*whole) or 1
+    return float(f"{fine * common:.12g}"), [number // common for number in whole]
+
+
+_NUMBER = re.compile(r"[+-]?[\d.,]+(e[+-]?\d+)?( ?\S{1,3})?")
+
+
+class Table(NamedTuple):
+    """A table of the page; all strings are text, not HTML.
+
+    Args:
+        title: shown above the table.
+        header: names of the columns.
+        rows: each with one cell per column.
+        marked: indices of the rows to highlight.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    marked: Collection[int] = ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The box at the top of the page.
+
+    Args:
+        good: whether the answer is yes; None: unknown.
+        headline: the answer.
+        facts: (name, value) of the numbers that matter most.
+        remarks: (name, text) of warnings and suggestions, shown below the facts.
+    """
+
+    good: bool | None
+    headline: str
+    facts: Sequence[tuple[str, str]] = ()
+    remarks: Sequence[tuple[str, str]] = ()
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Stacked horizontal bars on one scale, such as the memory of each rank.
+
+    Args:
+        title: shown above the bars, with the unit.
+        unit: of the values.
+        parts: names of the parts of a bar, at most as many as `Theme.parts`.
+        rows: (label, value of each part).
+        limit: drawn as a line across all bars; the part of a bar above it is hatched.
+        limit_name: of the line.
+    """
+
+    title: str
+    unit: str
+    parts: Sequence[str]
+    rows: Sequence[tuple[str, Sequence[float]]]
+    limit: float | None = None
+    limit_name: str = ""
+
+
+@dataclass(frozen=True)
+class Intro:
+    """What the page shows besides the timelines.
+
+    Args:
+        title: of the page; None: the heading of the first panel.
+        verdict, bars, tables: shown above the timelines, in this order.
+        details: tables below the timelines, folded.
+    """
+
+    title: str | None = None
+    verdict: Verdict | None = None
+    bars: Bars | None = None
+    tables: Sequence[Table] = ()
+    details: Sequence[Table] = ()
+
+
+def intro_html(intro: Intro) -> str:
+    """Return verdict, bars and tables as HTML."""
+    parts = [verdict_html(intro.verdict)] if intro.verdict else []
+    parts += [bars_html(intro.bars)] if intro.bars else []
+    return "\n".join([*parts, *map(table_html, intro.tables)])
+
+
+def verdict_html(verdict: Verdict) -> str:
+    """Return the verdict as HTML."""
+    style, sign = {True: ("good", "✓ "), False: ("bad", "✗ "), None: ("open", "")}[verdict.good]
+    facts = "".join(
+        f"<div><dt>{escaping.escape(name)}</dt><dd>{escaping.escape(value)}</dd></div>"
+        for name, value in verdict.facts
+    )
+    remarks = "".join(
+        f"<li><b>{escaping.escape(name)}</b> {escaping.escape(text)}</li>"
+        for name, text in verdict.remarks
+    )
+    return (
+        f'<div id="verdict" class="{style}"><p>{sign}{escaping.escape(verdict.headline)}</p>'
+        f"<dl>{facts}</dl>" + (f"<ul>{remarks}</ul></div>" if remarks else "</div>")
+    )
+
+
+def bars_html(bars: Bars) -> str:
+    """Return the bars as an HTML table with one row per bar, and a legend."""
+    totals = [sum(values) for _, values in bars.rows]
+    scale = 100 / (max([*totals, bars.limit or 0.0]) or 1.0)
+    legend = "".join(
+        f'<span><i style="background:var(--part{number})"></i>{escaping.escape(name)}</span>'
+        for number, name in enumerate(bars.parts)
+    )
+    line = ""
+    if bars.limit is not None:
+        name = escaping.escape(f"{bars.limit_name}: {bars.limit:,.2f} {bars.unit}")
+        legend += f'<span><i class="limit"></i>{name}</span>'
+        line = f'<i class="limit" style="left:{bars.limit * scale:.2f}%"></i>'
+    rows = "".join(
+        f'<tr><th scope="row">{escaping.escape(label)}</th>'
+        f'<td class="track"><div>{_stack(bars, values, scale)}{line}</div></td>'
+        f"<td class=n>{total:,.2f} {escaping.escape(bars.unit)}</td></tr>"
+        for (label, values), total in zip(bars.rows, totals, strict=True)
+    )
+    return (
+        f"<h3>{escaping.escape(bars.title)}</h3>"
+        f'<table class="bars">{rows}</table><p class="legend">{legend}</p>'
+    )
+
+
+def _stack(bars: Bars, values: Sequence[float], scale: float) -> str:
+    """Return one bar: a box per part, and a hatched box where it exceeds the limit."""
+    boxes, left = [], 0.0
+    for number, (name, value) in enumerate(zip(bars.parts, values, strict=True)):
+        text = escaping.escape(f"{name}: {value:,.2f} {bars.unit}")
+        boxes.append(
+            f'<b style="left:{left:.2f}%;width:{value * scale:.2f}%;'
+            f'background:var(--part{number})" title="{text}"></b>'
+        )
+        left += value * scale
+    if bars.limit is not None and left > bars.limit * scale:
+        start = bars.limit * scale
+        boxes.append(f'<b class="over" style="left:{start:.2f}%;width:{left - start:.2f}%"></b>')
+    return "".join(boxes)
+
+
+def table_html(table: Table) -> str:
+    """Return the table as HTML; columns of numbers are right-aligned."""
+    columns = list(zip(*table.rows, strict=True))
+    right = [bool(column) and all(map(_NUMBER.fullmatch, column)) for column in columns]
+    right += [False] * (len(table.header) - len(right))
+
+    def row(cells: Sequence[str], tag: str) -> str:
+        return "".join(
+            f"<{tag}{' class=n' if is_number else ''}>{escaping.escape(cell)}</{tag}>"
+            for cell, is_number in zip(cells, right, strict=True)
+        )
+
+    title = f"<h3>{escaping.escape(table.title)}</h3>" if table.title else ""
+    body = "".join(
+        f"<tr{' class=marked' if number in table.marked else ''}>{row(cells, 'td')}</tr>"
+        for number, cells in enumerate(table.rows)
+    )
+    head = f"<thead><tr>{row(table.header, 'th')}</tr></thead>"
+    return f'{title}<div class="scroll"><table>{head}<tbody>{body}</tbody></table></div>'
+
 
 # If there are more panels than this, the page first shows only those with a mark.
 _MAX_SHOWN = 4

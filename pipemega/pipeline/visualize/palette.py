@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Final
 
-from pipemega.monitor.step_phases import PHASES
+from pipemega.monitor.timers import PHASES
 from pipemega.pipeline.plan.instructions import Kind
 
 # In the order of the legend, which shows the letter of the kind, too: "F forward".

@@ -4,10 +4,8 @@ from collections.abc import Sequence
 from typing import Final
 
 from pipemega.pipeline.visualize.chrome_trace import chrome_trace
-from pipemega.pipeline.visualize.figure import png, svg
-from pipemega.pipeline.visualize.page import html
-from pipemega.pipeline.visualize.page_intro import Intro
-from pipemega.pipeline.visualize.panel import Panel
+from pipemega.pipeline.visualize.figure import Panel, png, svg
+from pipemega.pipeline.visualize.page import Intro, html
 
 # Format -> file extension.
 FORMATS: Final = {"png": "png", "svg": "svg", "html": "html", "trace": "trace.json"}

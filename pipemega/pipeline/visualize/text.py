@@ -22,7 +22,7 @@ The phases of a measured step around its pipeline are drawn with one letter each
 
 from collections.abc import Callable, Iterator
 
-from pipemega.monitor.step_phases import PHASES, PhasesByRank
+from pipemega.monitor.timers import PHASES, PhasesByRank
 from pipemega.pipeline.plan.instructions import Instruction, Plan
 from pipemega.pipeline.plan.simulate import Timeline
 

@@ -11,9 +11,15 @@ from itertools import product
 from typing import Any
 
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.autoschedule.placements import Placement
-from pipemega.pipeline.autoschedule.problem import FORWARD, INPUT, WEIGHT, Orders, Problem
-from pipemega.pipeline.autoschedule.replay import replay_all
+from pipemega.pipeline.autoschedule.greedy import replay_all
+from pipemega.pipeline.autoschedule.problem import (
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Orders,
+    Placement,
+    Problem,
+)
 
 # The solver uses integers: the time unit is 1 divided by one of these numbers.
 _DIVISORS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 25, 30, 40, 50, 60, 80, 100, 200, 400, 1000)

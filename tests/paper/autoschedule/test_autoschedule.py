@@ -20,18 +20,14 @@ from pipemega.pipeline.autoschedule import (
     placements_of_stage_costs,
 )
 from pipemega.pipeline.autoschedule.anneal import anneal, critical_path
-from pipemega.pipeline.autoschedule.bounds import least_makespan
-from pipemega.pipeline.autoschedule.greedy import construct
-from pipemega.pipeline.autoschedule.priorities import PriorityRule
-from pipemega.pipeline.autoschedule.problem import Problem
-from pipemega.pipeline.autoschedule.replay import makespan, replay_all
-from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.autoschedule.greedy import PriorityRule, construct, makespan, replay_all
+from pipemega.pipeline.autoschedule.problem import Problem, least_makespan
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan.validate import validate, validate_messages
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts, Sizes, build_plan
-from pipemega.pipeline.schedules.placement import loop, v
+from pipemega.pipeline.schedules.building_blocks import loop, v
 from tests.paper.autoschedule.exact import solve
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "schedules.json").read_text())

@@ -9,7 +9,7 @@ from pipemega.pipeline.pipeline_graph import PipelineGraph
 from pipemega.pipeline.plan.simulate import simulate
 from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.schedules import build_plan
-from pipemega.pipeline.schedules.placement import v
+from pipemega.pipeline.schedules.building_blocks import v
 
 # Hidden size, heads and tokens of a layer, and the memory of F, B and W per element of a batch.
 H, A, S = 1024, 16, 256

@@ -9,8 +9,8 @@ import pytest
 import pipemega
 from pipemega.cli import COMMANDS, main
 from pipemega.config import load
-from pipemega.data.fast_tokenizer import FastTokenizer
-from pipemega.data.indexed import IndexedWriter
+from pipemega.data.tokens.token_files import IndexedWriter
+from pipemega.data.tokens.tokenizers import FastTokenizer
 from tests.paper.config.config_tree import BASE
 
 

@@ -7,9 +7,8 @@ import pytest
 
 from pipemega.cli import schedule
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
 
 

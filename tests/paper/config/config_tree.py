@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-from pipemega.config import optimizer, scheduler
 from pipemega.config.config import MODEL_TYPES, Config
-from pipemega.config.key_kinds import Section, key_info
-from pipemega.config.model_hf import HFSection
+from pipemega.config.declarations import Section, key_info
 from pipemega.config.reference_pages import all_sections
+from pipemega.config.sections import optimizer_section, scheduler_section
+from pipemega.config.sections.hf_section import HFSection
 
 MODEL = {"num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "seq_length": 32}
 BASE: dict[str, Any] = {
@@ -19,8 +19,8 @@ BASE: dict[str, Any] = {
 # Required keys of `params` and of types of `model`, by class.
 REQUIRED: dict[type[Section], dict[str, Any]] = {
     HFSection: {"path": "folder"},
-    scheduler.OneCycleParams: {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
-    scheduler.WsdParams: {"wsd_decay_steps": 10},
+    scheduler_section.OneCycleParams: {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2},
+    scheduler_section.WsdParams: {"wsd_decay_steps": 10},
 }
 
 
@@ -36,7 +36,9 @@ def objects() -> Iterator[tuple[tuple[str, ...], dict[str, Any], dict[str, str]]
 
 def _containing(path: tuple[str, ...], kind: type[Section]) -> dict[str, Any]:
     if path[-1:] == ("params",):
-        table: Any = optimizer.PARAMS if path[0] == "optimizer" else scheduler.PARAMS
+        table: Any = (
+            optimizer_section.PARAMS if path[0] == "optimizer" else scheduler_section.PARAMS
+        )
         name = next(name for name, params in table.items() if params is kind)
         return {**BASE, path[0]: {"type": name, "params": REQUIRED.get(kind, {})}}
     if path in (("optimizer",), ("scheduler",)):

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from pipemega.config import load
-from pipemega.config.batch_equation import nearest_divisors, solve
+from pipemega.config.batch import nearest_divisors, solve
 from pipemega.errors import ConfigError
 from tests.paper.config.config_tree import MODEL
 

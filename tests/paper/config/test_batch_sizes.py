@@ -9,7 +9,7 @@ import pytest
 
 from pipemega.cli import main
 from pipemega.config import load
-from pipemega.config.batch_sizes import RAMPUP, BatchSizes
+from pipemega.config.batch import RAMPUP, BatchSizes
 from pipemega.errors import ConfigError
 
 

@@ -15,10 +15,10 @@ from pydantic.errors import PydanticSchemaGenerationError
 import pipemega
 from pipemega.cli import main
 from pipemega.config import load, model_registry
-from pipemega.config.json_schema import schema
-from pipemega.config.model import GPTSection
-from pipemega.config.model_hf import HFSection
 from pipemega.config.model_registry import ModelSection, model_types, register_model
+from pipemega.config.reference_pages import schema
+from pipemega.config.sections.hf_section import HFSection
+from pipemega.config.sections.transformer_sections import GPTSection
 from pipemega.errors import ConfigError
 from tests.paper.config.config_tree import BASE, MODEL
 

@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 import pipemega
-from pipemega.config.json_schema import schema
-from pipemega.config.key_kinds import key_info, section_type
-from pipemega.config.model_hf import HFSection
-from pipemega.config.reference_pages import all_sections, deepspeed_page, reference_page
+from pipemega.config.declarations import key_info, section_type
+from pipemega.config.reference_pages import all_sections, deepspeed_page, reference_page, schema
+from pipemega.config.sections.hf_section import HFSection
 from tests.paper.config.config_tree import objects
 
 DOCS = Path(__file__).parents[3] / "docs"

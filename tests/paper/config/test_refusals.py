@@ -3,7 +3,7 @@
 import pytest
 
 from pipemega.config import load
-from pipemega.config.key_kinds import key_info
+from pipemega.config.declarations import key_info
 from pipemega.config.reference_pages import all_sections
 from pipemega.errors import ConfigError
 from tests.paper.config.config_tree import BASE, MODEL, objects, put

@@ -5,13 +5,12 @@ from dataclasses import replace
 import pytest
 
 from pipemega.config import load
-from pipemega.config.pipeline import PipelineSection
+from pipemega.config.sections.pipeline_sections import PipelineSection
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.pipeline.autoschedule import Placement, limit_of_1f1b
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.plan_selection import (
     best_plan,

@@ -17,7 +17,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass, field
 
 from pipemega.pipeline.plan.instructions import Kind
-from pipemega.pipeline.plan.warmup import warmup_cut
+from pipemega.pipeline.plan.lowering import warmup_cut
 
 SENDS = {Kind.SEND_ACTIVATION: ("A", 0), Kind.SEND_GRADIENT: ("G", -1)}
 RECEIVES = {Kind.RECV_ACTIVATION: ("A", -1), Kind.RECV_GRADIENT: ("G", 0)}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from pipemega.pipeline.plan.channels import Channel, channels, connections, connections_per_rank
-from pipemega.pipeline.schedules.placement import loop, v
+from pipemega.pipeline.schedules.building_blocks import loop, v
 from tests.paper.hand_made_plans import placements
 
 

@@ -1,8 +1,7 @@
 """Tests of the deadlock report."""
 
-from pipemega.pipeline.plan.deadlock_report import PlanPosition, describe_deadlock
-from pipemega.pipeline.plan.execution_order import excerpt
-from pipemega.pipeline.plan.lowering import lower
+from pipemega.pipeline.plan.lowering import excerpt, lower
+from pipemega.pipeline.plan.validate import PlanPosition, describe_deadlock
 from pipemega.pipeline.schedules import build_plan
 
 

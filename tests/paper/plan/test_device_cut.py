@@ -5,7 +5,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from pipemega.errors import ConfigError
-from pipemega.pipeline.plan.device_cut import (
+from pipemega.pipeline.plan.partition import (
     changes_of_device,
     check_stage_devices,
     partition_on_devices,

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
+from pipemega.pipeline.schedules.building_blocks import loop, v
 from pipemega.pipeline.schedules.one_f_one_b import one_f_one_b
-from pipemega.pipeline.schedules.placement import loop, v
 from tests.paper.hand_made_plans import hand_made, valid_plans
 
 

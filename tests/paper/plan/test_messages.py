@@ -10,12 +10,15 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.plan.channels import channels, connections
-from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.message_operations import MessageOperations
-from pipemega.pipeline.plan.message_queues import MessageQueues, queues_of
+from pipemega.pipeline.plan.channels import (
+    MessageOperations,
+    MessageQueues,
+    channels,
+    connections,
+    queues_of,
+)
+from pipemega.pipeline.plan.lowering import lower, warmup_cut
 from pipemega.pipeline.plan.validate import validate_messages
-from pipemega.pipeline.plan.warmup import warmup_cut
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, forward_only
 from tests.paper.hand_made_plans import hand_made, valid_plans
 from tests.paper.plan.nccl_simulation import Simulation

@@ -8,14 +8,13 @@ from hypothesis import strategies as st
 
 from pipemega.config import load
 from pipemega.errors import PipemegaError, ScheduleError
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.plan_selection import training_plan
 from pipemega.pipeline.schedules import build_plan
-from pipemega.profiling.trace import FORMAT, Trace
+from pipemega.profiling.step_trace import FORMAT, Trace
 from tests.paper.mutations import changed, damaged, fuzzing, text_of
 
 PLANS = [build_plan(*sizes) for sizes in (("1f1b", 2, 3), ("zb-v", 2, 4), ("interleaved", 2, 4, 2))]

@@ -8,13 +8,10 @@ from dataclasses import replace
 import pytest
 
 from pipemega.errors import ConfigError
-from pipemega.pipeline.plan.cost_replay import CostReplay
-from pipemega.pipeline.plan.costs import CostModel
-from pipemega.pipeline.plan.layer_moves import LayerMoves
-from pipemega.pipeline.plan.simulate import simulate
-from pipemega.pipeline.plan.stage_cut import Cut, LayerCosts, best_cut, limit_error
+from pipemega.pipeline.plan.partition import Cut, LayerCosts, LayerMoves, best_cut, limit_error
+from pipemega.pipeline.plan.simulate import CostModel, CostReplay, simulate
 from pipemega.pipeline.schedules import SCHEDULES, Sizes, build_plan, forward_only
-from pipemega.planning.layer_times import measured_layers
+from pipemega.planning.prediction import measured_layers
 
 
 def layers(times, held=None):

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given
 
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
-from pipemega.pipeline.plan.lowering import lower
+from pipemega.pipeline.plan.lowering import WarmupCut, lower, warmup_cut
 from pipemega.pipeline.plan.validate import validate
-from pipemega.pipeline.plan.warmup import WarmupCut, warmup_cut
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
 from tests.paper.hand_made_plans import hand_made, valid_plans
 

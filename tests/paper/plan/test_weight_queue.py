@@ -6,12 +6,10 @@ from hypothesis import strategies as st
 
 from pipemega.config import load
 from pipemega.errors import ConfigError
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind, Plan
-from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.lowering import limit_weight_queue, lower, queued_bytes
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan.validate import validate
-from pipemega.pipeline.plan.weight_queue import limit_weight_queue, queued_bytes
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, splits_backward
 from tests.paper.hand_made_plans import with_w_last
 

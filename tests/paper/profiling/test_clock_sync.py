@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipemega.profiling.clock_sync import ClockSample, clock_offset
+from pipemega.profiling.step_trace import ClockSample, clock_offset
 
 _TIMES = st.integers(0, 10**6)
 

@@ -8,13 +8,12 @@ import pytest
 
 from pipemega.errors import ScheduleError
 from pipemega.monitor import Phase
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.schedules import build_plan, forward_only
 from pipemega.profiling.cost_estimation import measured_costs, message_time
-from pipemega.profiling.trace import Trace
+from pipemega.profiling.step_trace import Trace
 
 COSTS = CostModel(
     (3.0, 1.0, 2.0, 5.0),

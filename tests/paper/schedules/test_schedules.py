@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 
 from docs.pictures import schedule_table
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.schedules import (
     SCHEDULES,
@@ -27,9 +26,9 @@ from pipemega.pipeline.schedules import (
     find_schedule,
     forward_only,
 )
+from pipemega.pipeline.schedules.building_blocks import loop, v
 from pipemega.pipeline.schedules.interleaved import groups_of, interleaved, looped_bfs
 from pipemega.pipeline.schedules.one_f_one_b import one_f_one_b
-from pipemega.pipeline.schedules.placement import loop, v
 from pipemega.pipeline.schedules.zero_bubble import interleaved_zb, zb_h1
 from pipemega.pipeline.visualize.text import draw_text
 from tests.paper.hand_made_plans import placements
@@ -321,7 +320,7 @@ NEW_SCHEDULE = """
 import sys
 from dataclasses import replace
 from pipemega.pipeline.schedules import SCHEDULES
-from pipemega.pipeline.schedules.gpipe import GPIPE, gpipe
+from pipemega.pipeline.schedules.one_f_one_b import GPIPE, gpipe
 
 def mine(pp_size, num_microbatches):
     return replace(gpipe(pp_size, num_microbatches), name="mine")

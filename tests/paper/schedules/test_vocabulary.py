@@ -7,11 +7,15 @@ import pytest
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.channels import channels, connections
-from pipemega.pipeline.plan.costs import CostModel, VocabularyCosts
-from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
-from pipemega.pipeline.plan.kinds import TRANSFERS, VOCABULARY_PASSES
+from pipemega.pipeline.plan.instructions import (
+    TRANSFERS,
+    VOCABULARY_PASSES,
+    Instruction,
+    Kind,
+    Plan,
+)
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, VocabularyCosts, simulate
 from pipemega.pipeline.plan.validate import validate, validate_messages
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, forward_only
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary

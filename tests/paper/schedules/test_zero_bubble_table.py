@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipemega.pipeline.plan.costs import CostModel
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.schedules import build_plan
 
 ROOT = Path(__file__).parents[3]

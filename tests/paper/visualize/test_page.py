@@ -5,8 +5,7 @@ import re
 
 import pytest
 
-from pipemega.pipeline.plan.costs import CostModel
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.schedules import build_plan
 from pipemega.pipeline.visualize import Bars, Intro, Panel, Table, Verdict, html
 from tests.paper.visualize.chromium import BROWSER, NAMES, browser

@@ -15,13 +15,12 @@ from PIL import Image
 
 from docs import pictures as docs_pictures
 from pipemega.errors import ConfigError
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Instruction, Kind
-from pipemega.pipeline.plan.simulate import Timeline, simulate
+from pipemega.pipeline.plan.simulate import CostModel, Timeline, simulate
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
 from pipemega.pipeline.visualize import Panel, chrome_trace, png, svg
-from pipemega.pipeline.visualize.figure import draw_figure
-from pipemega.pipeline.visualize.page_data import panel_data
+from pipemega.pipeline.visualize.figure import Wait, draw_figure
+from pipemega.pipeline.visualize.page import panel_data
 from pipemega.pipeline.visualize.palette import (
     DARK,
     KIND_NAMES,
@@ -30,7 +29,6 @@ from pipemega.pipeline.visualize.palette import (
     shade,
     text_colour,
 )
-from pipemega.pipeline.visualize.panel import Wait
 from tests.paper.hand_made_plans import hand_made
 
 TEXT = "{http://www.w3.org/2000/svg}text"

@@ -4,10 +4,9 @@ import re
 
 import pytest
 
-from pipemega.pipeline.plan.costs import CostModel
-from pipemega.pipeline.plan.simulate import Timeline, simulate
+from pipemega.pipeline.plan.simulate import CostModel, Timeline, simulate
+from pipemega.pipeline.schedules.building_blocks import v
 from pipemega.pipeline.schedules.one_f_one_b import one_f_one_b
-from pipemega.pipeline.schedules.placement import v
 from pipemega.pipeline.visualize import text as text_module
 from pipemega.pipeline.visualize.text import draw_text
 from tests.paper.hand_made_plans import hand_made

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from pipemega.checkpoint import newest
 from pipemega.checkpoint.dcp_storage import ShardReader
-from pipemega.checkpoint.shards import TensorShard
-from pipemega.checkpoint.tensors import logical_tensors
+from pipemega.checkpoint.tensors import TensorShard, logical_tensors
 from pipemega.config import load
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize

@@ -16,7 +16,7 @@ import pytest
 
 from pipemega.checkpoint.layout import complete_tags, delete_leftovers, read_latest
 from pipemega.storage.filesystem import LocalStorage
-from pipemega.storage.folder_lock import LOCK_FILE
+from pipemega.storage.locks import LOCK_FILE
 from tests.optional_packages import HAS_MUON
 from tests.ranks.checkpoint import checkpoint_runs
 from tests.ranks.pool import RankPool, RanksFailed

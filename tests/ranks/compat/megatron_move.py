@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 import pipemega
-from pipemega.data.fast_tokenizer import FastTokenizer
-from pipemega.data.indexed import IndexedWriter
+from pipemega.data.tokens.token_files import IndexedWriter
+from pipemega.data.tokens.tokenizers import FastTokenizer
 from pipemega.training.pretrain import load_datasets
 
 TEXT = Path(__file__).parents[3] / "LICENSE"

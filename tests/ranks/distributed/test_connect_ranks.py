@@ -9,7 +9,7 @@ import pytest
 import torch.distributed as dist
 
 import pipemega
-from pipemega.distributed.connect_ranks import connect_ranks
+from pipemega.distributed.process_groups import connect_ranks
 from pipemega.errors import MeshError, PipelineError
 
 CHECK = "check that all ranks were started, and MASTER_ADDR and MASTER_PORT (pipemega doctor)"
@@ -62,7 +62,7 @@ def test_a_rank_that_waits_for_the_process_group_of_all_ranks_names_them(
     set_variables(monkeypatch, RANK="0", MASTER_PORT="29500")
     reason = "wait timeout after 3000ms, keys: /default_pg/0//cpu//0/1"
     with (
-        patch("pipemega.distributed.connect_ranks.launch_store"),
+        patch("pipemega.distributed.process_groups.launch_store"),
         patch.object(dist, "init_process_group", side_effect=dist.DistStoreError(reason)),
         pytest.raises(PipelineError) as error,
     ):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from pipemega import Engine, build_mesh, build_model, initialize, load_config, module_state_dict
-from pipemega.pipeline.gather_tensors import gather_full_tensors
+from pipemega.pipeline.model.stages import gather_full_tensors
 from tests.torch_resnet import TorchResNet
 
 STEPS, RATE, CLASSES, MICRO, COUNT = 2, 0.1, 5, 3, 4

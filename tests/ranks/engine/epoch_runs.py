@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from pipemega import LayerSpec, PipelineModule, WeightedLoss, initialize
-from pipemega.data.sample_order import EpochOrder
+from pipemega.data.sample_reader import EpochOrder
 from pipemega.engine.engine import Engine
 
 WIDTH, SEED, LR = 4, 3, 0.1

@@ -8,8 +8,8 @@ import torch
 
 from pipemega import build_mesh, build_model, initialize
 from pipemega.config import load
-from pipemega.data.build_datasets import DataRequest, build_datasets
-from pipemega.data.fast_tokenizer import FastTokenizer
+from pipemega.data.tokens.build_datasets import DataRequest, build_datasets
+from pipemega.data.tokens.tokenizers import FastTokenizer
 
 LENGTH = 24
 WORDS = "to be or not to be that is the question"

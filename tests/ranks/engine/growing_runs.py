@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipemega import LayerSpec
-from pipemega.data.sample_order import EpochOrder
+from pipemega.data.sample_reader import EpochOrder
 from pipemega.engine.engine import Engine
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.pipeline.plan.lowering import lower

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from pipemega.engine.engine import Engine
 from pipemega.errors import PipemegaError
-from pipemega.hf.load_model import from_pretrained
+from pipemega.hf.hf_module import from_pretrained
 from tests.ranks.lora.hf_runs import config_of
 from tests.ranks.lora.hf_runs import microbatch as hf_microbatch
 from tests.ranks.small_models import squared_error

@@ -21,9 +21,9 @@ from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
 from pipemega.engine.step_callbacks import StepCallback, TrainStep
 from pipemega.errors import NonFiniteError
-from pipemega.hf.load_model import from_pretrained
+from pipemega.hf.hf_module import from_pretrained
 from pipemega.models import GPTConfig, gpt
-from pipemega.optimizer.state_by_name import pack
+from pipemega.optimizer.param_groups import pack
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.schedules import build_plan

@@ -21,7 +21,7 @@ from pipemega.distributed.mesh import Axis, Mesh, new_group
 from pipemega.engine.engine import Engine
 from pipemega.errors import PipelineError
 from pipemega.fault_tolerance import error_propagation, watchdog
-from pipemega.optimizer import post_validate
+from pipemega.optimizer import post_validation
 from tests.ranks.fault_tolerance.test_failures import CUT_IN_2, CUT_IN_4, messages, small_config
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import build, data, settings
@@ -169,7 +169,7 @@ def make_axis(world: Axis, timeout: timedelta) -> None:
 
 
 def make_sums(world: Axis, timeout: timedelta) -> None:
-    post_validate._separate_group(replace(Mesh.single(), world=world, timeout=timeout))
+    post_validation._separate_group(replace(Mesh.single(), world=world, timeout=timeout))
 
 
 def make_saves(world: Axis, timeout: timedelta) -> None:

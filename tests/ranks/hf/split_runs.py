@@ -10,8 +10,8 @@ import pipemega
 from pipemega.hf.description import ModelDescription
 from pipemega.hf.hf_module import HFPipelineModule
 from pipemega.hf.tasks import model_class_of
-from pipemega.hf.weight_source import is_transposed
-from pipemega.hf_check.float64 import KeepFloat64
+from pipemega.hf.weights.safetensors_files import is_transposed
+from pipemega.hf_check.split_run import KeepFloat64
 from pipemega.parameters import shard_of
 from tests.ranks.hf import tiny_models
 

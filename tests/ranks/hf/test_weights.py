@@ -10,8 +10,8 @@ pytest.importorskip("transformers", reason="Hugging Face models need transformer
 import transformers
 
 from pipemega.errors import CheckpointError
-from pipemega.hf.checkpoint_model import export_checkpoint
-from pipemega.hf_check.float64 import KeepFloat64
+from pipemega.hf.weights.checkpoint_model import export_checkpoint
+from pipemega.hf_check.split_run import KeepFloat64
 from tests.ranks.hf import tiny_models
 from tests.ranks.hf.weight_runs import LEARNING_RATE, built_in_gpt, load_step_and_save
 from tests.ranks.pool import RanksFailed

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from transformers.models.auto import modeling_auto
 
 from pipemega.hf.tasks import model_class_of, task_of
-from pipemega.hf_check.float64 import KeepFloat64
+from pipemega.hf_check.split_run import KeepFloat64
 
 VOCAB, LENGTH, NUM_MICROBATCHES = 37, 8, 4
 

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 
 import pipemega
-from pipemega.hf.gpt_export import gpt_to_export
-from pipemega.hf.gpt_import import gpt_from_pretrained, gpt_section
-from pipemega.hf_check.float64 import KeepFloat64
+from pipemega.hf.weights.gpt_export import gpt_to_export
+from pipemega.hf.weights.gpt_import import gpt_from_pretrained, gpt_section
+from pipemega.hf_check.split_run import KeepFloat64
 from tests.ranks.hf import tiny_models
 
 LEARNING_RATE = 0.1

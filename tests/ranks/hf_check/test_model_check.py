@@ -10,10 +10,10 @@ pytest.importorskip("transformers", reason="needs transformers")
 
 from pipemega import cli
 from pipemega.cli import hf_check as cli_hf
-from pipemega.hf import local_layer
+from pipemega.hf import segments
 from pipemega.hf_check import model_check
+from pipemega.hf_check.check_report import report
 from pipemega.hf_check.model_check import check_model
-from pipemega.hf_check.report import report
 from pipemega.hf_check.split_run import SplitSettings, split_gradients
 
 # Tensor ranks alone: each test starts two ranks.
@@ -30,12 +30,12 @@ def qwen3(**changes):
 
 def without_entry(entry, split, batches):
     """Compute the gradients with a plan in which `entry` is missing."""
-    whole = local_layer.styles_of
-    local_layer.styles_of = lambda config: {k: v for k, v in whole(config).items() if k != entry}
+    whole = segments.styles_of
+    segments.styles_of = lambda config: {k: v for k, v in whole(config).items() if k != entry}
     try:
         return split_gradients(split, batches)
     finally:
-        local_layer.styles_of = whole
+        segments.styles_of = whole
 
 
 def test_the_check_finds_the_parameter_whose_entry_is_missing_in_the_plan(pool):

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from pipemega import initialize
-from pipemega.hf.load_model import from_pretrained
-from pipemega.hf_check.float64 import KeepFloat64
+from pipemega.hf.hf_module import from_pretrained
+from pipemega.hf_check.split_run import KeepFloat64
 
 VOCAB, LENGTH, MICRO = 48, 8, 2
 

@@ -11,8 +11,8 @@ import torch
 from pipemega import PipelineModule
 from pipemega.engine.engine import Engine
 from pipemega.fault_tolerance import error_propagation
-from pipemega.optimizer import zero_comm
-from pipemega.training.generate import generate
+from pipemega.optimizer import zero
+from pipemega.training.generation import generate
 from tests.ranks import small_models, training_runs
 from tests.ranks.small_models import WIDTH, microbatches
 
@@ -88,8 +88,8 @@ def hash_of_parameters(engine: Engine) -> str:
 
 
 def train_and_count_reduce_scatters(cases: Sequence[Case]) -> tuple[list[Result], int]:
-    scatter = zero_comm.reduce_scatter_single
-    with mock.patch.object(zero_comm, "reduce_scatter_single", wraps=scatter) as calls:
+    scatter = zero.reduce_scatter_single
+    with mock.patch.object(zero, "reduce_scatter_single", wraps=scatter) as calls:
         return train_all(cases), calls.call_count
 
 

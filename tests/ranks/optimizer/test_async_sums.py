@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.errors import PipelineError
-from pipemega.optimizer.async_sums import HostSums
+from pipemega.optimizer.post_validation import HostSums
 from pipemega.optimizer.step_outcome import GlobalStats
 from tests.ranks.pool import RankPool
 from tests.unit.late_copies import LateHostMemory

@@ -10,7 +10,6 @@ from torch import nn
 from pipemega.config import load
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
-from pipemega.optimizer.grad_norm import GradientNorms
 from pipemega.optimizer.gradients import (
     DataReduction,
     GradientBuffer,
@@ -19,6 +18,7 @@ from pipemega.optimizer.gradients import (
     reduce_partial,
     reduce_tied,
 )
+from pipemega.optimizer.step_outcome import GradientNorms
 from pipemega.parameters import Shard, attach_shard
 from tests.ranks.logical_model import SHAPES, local_model, mesh_of, whole_gradient
 

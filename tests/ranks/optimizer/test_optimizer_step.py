@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipemega.config.optimizer import PARAMS
-from pipemega.config.scheduler import DecayParams, SchedulerSection
+from pipemega.config.sections.optimizer_section import PARAMS
+from pipemega.config.sections.scheduler_section import DecayParams, SchedulerSection
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import CheckpointError, LossScaleError, NonFiniteError, PipelineError
 from pipemega.kernels import Kernels

@@ -15,10 +15,14 @@ from pipemega.config import Config
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import PipelineError
-from pipemega.optimizer import ZeroMasterParams, build_step, zero_comm
-from pipemega.optimizer.grad_layout import ShardingSpec, bucketed_layout
-from pipemega.optimizer.gradients import DataReduction, GradientBuffer
-from pipemega.optimizer.zero_comm import AllGather, ReduceScatter
+from pipemega.optimizer import ZeroMasterParams, build_step, zero
+from pipemega.optimizer.gradients import (
+    DataReduction,
+    GradientBuffer,
+    ShardingSpec,
+    bucketed_layout,
+)
+from pipemega.optimizer.zero import AllGather, ReduceScatter
 from pipemega.parameters import shard_of
 from tests.ranks import small_models
 from tests.ranks.small_models import WIDTH, engine_of, microbatches, squares
@@ -79,7 +83,7 @@ class _DelayedWork:
 
 def train_with_late_parameters(configs: list[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Run `train_all` with copies of sent gradients and delayed writes of gathered parameters."""
-    gather, send = zero_comm.all_gather_single, ReduceScatter._send
+    gather, send = zero.all_gather_single, ReduceScatter._send
 
     def delayed_gather(flat: Tensor, own: Tensor, **settings: Any) -> _DelayedWork:
         received = torch.empty_like(flat)
@@ -89,7 +93,7 @@ def train_with_late_parameters(configs: list[Mapping[str, Any]]) -> list[dict[st
         return send(self, sent.clone(), share)
 
     with (
-        patch.object(zero_comm, "all_gather_single", delayed_gather),
+        patch.object(zero, "all_gather_single", delayed_gather),
         patch.object(ReduceScatter, "_send", copying_send),
     ):
         return train_all([(config, "float32") for config in configs])

@@ -10,8 +10,8 @@ from torch.utils.data import TensorDataset
 from pipemega.config import load
 from pipemega.engine.initialize import initialize
 from pipemega.models import GPTConfig, gpt
-from pipemega.pipeline.module import PipelineModule
-from pipemega.pipeline.spec import LayerSpec
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.spec import LayerSpec
 from pipemega.profiling.tensor_meter import TensorMeter
 
 STEPS = 2

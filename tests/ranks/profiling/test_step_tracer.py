@@ -15,8 +15,8 @@ from pipemega import LayerSpec, PipelineModule
 from pipemega.engine.engine import Engine
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.profiling.cost_estimation import measured_costs
+from pipemega.profiling.step_trace import Trace
 from pipemega.profiling.step_tracer import Tracer
-from pipemega.profiling.trace import Trace
 from pipemega.training import Trainer
 from tests.ranks.pool import RankPool
 

@@ -13,10 +13,9 @@ from pipemega.tensor_parallel import (
     VocabParallelHead,
     vocab_parallel_cross_entropy,
 )
-from pipemega.tensor_parallel.collectives import gather_from_tensor
+from pipemega.tensor_parallel.collectives import gather_from_tensor, local_range, rows_per_rank
 from pipemega.tensor_parallel.deferred_logits import defer_logits
 from pipemega.tensor_parallel.linear_cross_entropy import linear_cross_entropy
-from pipemega.tensor_parallel.vocabulary import local_range, rows_per_rank
 from tests.ranks.tensor_axis import (
     ALONE,
     close,

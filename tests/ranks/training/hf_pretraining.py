@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pipemega
-from pipemega.data.fast_tokenizer import FastTokenizer
+from pipemega.data.tokens.tokenizers import FastTokenizer
 from pipemega.training.pretrain import flops_per_token, load_datasets
 
 TEXT = Path(__file__).parents[3] / "LICENSE"

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from pipemega import LayerSpec, PipelineModule, initialize
-from pipemega.checkpoint import free_space
-from pipemega.checkpoint.free_space import warn_at_start, warn_if_short
+from pipemega.checkpoint import layout
+from pipemega.checkpoint.layout import warn_at_start, warn_if_short
 from pipemega.storage.filesystem import LocalStorage, storage_at
 from tests.ranks.small_models import squared_error
 
@@ -87,7 +87,7 @@ def test_the_start_and_each_save_warn_of_the_size_that_is_then_written(
     tmp_path, monkeypatch, caplog, changes
 ):
     set_free(monkeypatch, 1000)
-    monkeypatch.setattr(free_space, "_text", str)
+    monkeypatch.setattr(layout, "_text", str)
     config = {
         "train_batch_size": 2,
         "mesh": {"device": "cpu"},

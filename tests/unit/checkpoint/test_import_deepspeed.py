@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from pipemega.checkpoint.deepspeed import ImportOptions, NameRules, ReadOptions, import_deepspeed
 from pipemega.checkpoint.deepspeed.deepspeed_weights import read_deepspeed
-from pipemega.checkpoint.open_path import open_path
+from pipemega.checkpoint.save_load import open_path
 from pipemega.cli import main
 from pipemega.errors import CheckpointError
 from tests.unit.checkpoint.deepspeed_files import (

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from pipemega import initialize
 from pipemega.checkpoint.dcp_storage import ShardReader
 from pipemega.checkpoint.manifest import FileEntry, dump_state, parse_state
-from pipemega.config.optimizer import PARAMS
+from pipemega.config.sections.optimizer_section import PARAMS
 from pipemega.engine.engine import Engine
 from pipemega.errors import CheckpointError
 from pipemega.storage.filesystem import LocalStorage

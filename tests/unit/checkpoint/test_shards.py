@@ -13,11 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.serialization import get_crc32_options
 
-from pipemega.checkpoint import shards
-from pipemega.checkpoint.collective_io import CollectiveIO
+from pipemega.checkpoint import tensors
 from pipemega.checkpoint.dcp_storage import ShardReader, write_shards
-from pipemega.checkpoint.manifest import ChecksumWriter
-from pipemega.checkpoint.shards import TensorShard, assign_writes, chunks_of_range, split_range
+from pipemega.checkpoint.manifest import ChecksumWriter, CollectiveIO
+from pipemega.checkpoint.tensors import TensorShard, assign_writes, chunks_of_range, split_range
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import CheckpointError
 from pipemega.parameters import Shard
@@ -115,7 +114,7 @@ def test_shards_with_spans_write_the_logical_tensor_once_and_read_their_part_bac
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5])
 def test_data_ranks_write_equal_bytes_and_each_element_once(size, monkeypatch):
-    monkeypatch.setattr(shards, "LARGEST_CHUNK", 64)
+    monkeypatch.setattr(tensors, "LARGEST_CHUNK", 64)
     shapes = {"a": (64, 8), "b": (9,), "c": (), "d": (30, 4, 2), "e": (1, 40)}
     times = {name: torch.zeros(shape) for name, shape in shapes.items()}
     bytes_of = []
@@ -158,7 +157,7 @@ class CountingStorage(LocalStorage):
 
 
 def test_reading_a_part_of_a_large_tensor_reads_little_more_than_the_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "LARGEST_CHUNK", 64 << 10)
+    monkeypatch.setattr(tensors, "LARGEST_CHUNK", 64 << 10)
     storage, ranks = CountingStorage(tmp_path), CollectiveIO(Axis("world"), LocalStorage(tmp_path))
     whole = torch.arange(1 << 20, dtype=torch.float32).view(1024, 1024)
     shard = TensorShard(whole, Shard((1024, 1024)), write_range=(0, whole.numel()))
@@ -185,11 +184,11 @@ def test_chunks_are_read_into_the_memory_of_the_tensors_without_copies(tmp_path)
         "scalar": torch.tensor(3.0),
         "strided target": torch.randn(6, 6),
     }
-    shards = {
+    tensors = {
         name: TensorShard(t, Shard(tuple(t.shape)), write_range=(0, t.numel()))
         for name, t in stored.items()
     }
-    outgoing = {name: shard.outgoing for name, shard in shards.items()}
+    outgoing = {name: shard.outgoing for name, shard in tensors.items()}
     write_shards(ChecksumWriter(storage, "."), "tensors", outgoing, ranks)
     into = {name: torch.zeros(t.shape, dtype=t.dtype) for name, t in stored.items()}
     into["strided target"] = torch.zeros(6, 12)[:, ::2]
@@ -229,7 +228,7 @@ def test_torch_computes_no_second_checksum_while_a_checkpoint_is_written(tmp_pat
 
 def test_the_threads_of_a_load_read_all_chunks_and_pass_on_errors(tmp_path, monkeypatch):
     monkeypatch.setattr("pipemega.checkpoint.dcp_storage.num_readers", lambda parts: 3)
-    monkeypatch.setattr(shards, "LARGEST_CHUNK", 4 << 10)
+    monkeypatch.setattr(tensors, "LARGEST_CHUNK", 4 << 10)
     storage, ranks = LocalStorage(tmp_path), CollectiveIO(Axis("world"), LocalStorage(tmp_path))
     stored = {name: torch.randn(80, 64) for name in "abc"}
     outgoing = {

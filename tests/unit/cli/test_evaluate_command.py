@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipemega.cli import main
-from pipemega.data.indexed import IndexedDataset
+from pipemega.data.tokens.token_files import IndexedDataset
 from tests.ranks.trained_models import TEXTS, command, log_probabilities, train, write_text
 
 

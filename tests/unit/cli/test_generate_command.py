@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from pipemega.cli import main
-from pipemega.data.load_tokenizer import load_tokenizer
+from pipemega.data.tokens.tokenizers import load_tokenizer
 from pipemega.training import generate
 from tests.ranks.trained_models import command, train, write_text
 

@@ -13,8 +13,7 @@ from torch import nn
 
 from pipemega import LayerSpec, PipelineModule
 from pipemega.cli import main
-from pipemega.data.fast_tokenizer import FastTokenizer
-from pipemega.data.load_tokenizer import load_tokenizer
+from pipemega.data.tokens.tokenizers import FastTokenizer, load_tokenizer
 from pipemega.pipeline.schedules import SCHEDULES
 
 ROOT = Path(__file__).parents[3]

@@ -10,12 +10,11 @@ import torch
 
 import pipemega
 from pipemega.cli import main
-from pipemega.data.load_tokenizer import load_tokenizer
+from pipemega.data.tokens.tokenizers import load_tokenizer
 from pipemega.hf import from_pretrained
-from pipemega.hf.unsplit_model import unsplit_model
+from pipemega.hf.hf_module import unsplit_model
 from pipemega.training import generate
-from pipemega.training.sampling import Sampling
-from pipemega.training.text_generator import TextGenerator
+from pipemega.training.generation import Sampling, TextGenerator
 from tests.ranks import hf_folders
 from tests.ranks.trained_models import TEXTS, command, train, write_text
 

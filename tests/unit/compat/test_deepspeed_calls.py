@@ -35,7 +35,7 @@ from pipemega.compat.deepspeed.repeating_loader import RepeatingLoader
 from pipemega.compat.deepspeed.schedule_classes import warmup_decay_lr, warmup_lr
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError
-from pipemega.optimizer.torch_schedule import TorchSchedule
+from pipemega.optimizer.lr_schedules import TorchSchedule
 
 
 def test_the_options_of_a_launch_line_are_added_beside_those_of_the_script() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import Dataset, IterableDataset
 
 from pipemega.data.loader import BatchLoader
-from pipemega.data.sample_order import Share
-from pipemega.data.sources import LoaderOptions
+from pipemega.data.sample_reader import Share
+from pipemega.data.sample_sources import LoaderOptions
 
 
 def drawn():

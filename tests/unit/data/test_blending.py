@@ -9,16 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipemega.data.blending import (
+from pipemega.data.tokens.blending import (
     BlendedDataset,
     blend,
     blend_exhaustively,
     normalized,
     sizes_of_parts,
 )
-from pipemega.data.gpt_dataset import GPTDataset, SampleFormat
-from pipemega.data.indexed import IndexedDataset, IndexedWriter
-from pipemega.data.samples import Split
+from pipemega.data.tokens.gpt_dataset import GPTDataset, SampleFormat, Split
+from pipemega.data.tokens.token_files import IndexedDataset, IndexedWriter
 from pipemega.errors import DataError
 
 GOLDEN = json.loads(

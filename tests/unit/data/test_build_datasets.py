@@ -8,19 +8,17 @@ import pytest
 import torch
 
 from pipemega.config import load
-from pipemega.data import bigram as bigram_module
-from pipemega.data.bigram import bigram_loss
-from pipemega.data.blending import BlendedDataset
-from pipemega.data.build_datasets import DataRequest, build_datasets
-from pipemega.data.data_files import errors_of_eod, known_vocabulary
-from pipemega.data.fast_tokenizer import FastTokenizer
-from pipemega.data.gpt_dataset import GPTDataset
-from pipemega.data.indexed import IndexedDataset, IndexedWriter
-from pipemega.data.load_tokenizer import load_tokenizer
 from pipemega.data.loader import BatchLoader
-from pipemega.data.mock import MockDataset
-from pipemega.data.prepare import PrepareOptions, prepare, tokenizer_of
-from pipemega.data.sample_order import Share
+from pipemega.data.sample_reader import Share
+from pipemega.data.tokens import generated_data as bigram_module
+from pipemega.data.tokens.blending import BlendedDataset
+from pipemega.data.tokens.build_datasets import DataRequest, build_datasets
+from pipemega.data.tokens.data_files import errors_of_eod, known_vocabulary
+from pipemega.data.tokens.generated_data import MockDataset, bigram_loss
+from pipemega.data.tokens.gpt_dataset import GPTDataset
+from pipemega.data.tokens.prepare import PrepareOptions, prepare, tokenizer_of
+from pipemega.data.tokens.token_files import IndexedDataset, IndexedWriter
+from pipemega.data.tokens.tokenizers import FastTokenizer, load_tokenizer
 from pipemega.errors import ConfigError, DataError
 from tests.unit.data.tokenizer_files import bpe_files, sentencepiece_model
 

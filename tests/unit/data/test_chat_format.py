@@ -5,10 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from pipemega.data.finetuning.answer_spans import answer_spans
-from pipemega.data.finetuning.chat_format import ChatFormat, tokens_in
+from pipemega.data.finetuning.conversations import ChatFormat, answer_spans, tokens_in
 from pipemega.data.finetuning.record_files import Record
-from pipemega.data.load_tokenizer import load_tokenizer
+from pipemega.data.tokens.tokenizers import load_tokenizer
 from pipemega.errors import DataError
 from tests.unit.data import chat_templates
 from tests.unit.data.chat_templates import TWO_TURNS

@@ -8,10 +8,10 @@ import torch
 
 from pipemega.config import load
 from pipemega.data.loader import BatchLoader
-from pipemega.data.sample_order import Cyclic, CyclicOrder, Share
-from pipemega.data.sources import LoaderOptions
+from pipemega.data.sample_reader import Cyclic, CyclicOrder, Share
+from pipemega.data.sample_sources import LoaderOptions
 from pipemega.distributed.mesh import Mesh
-from pipemega.engine.build_loader import training_loader
+from pipemega.engine.training_data import training_loader
 from pipemega.errors import ConfigError, DataError
 from tests.unit.data.test_loader import Numbers, Stream, flat, make_loader, steps_of
 

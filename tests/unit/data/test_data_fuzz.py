@@ -9,14 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipemega.data.corpus import Skipped, find_corpus
-from pipemega.data.fast_tokenizer import FastTokenizer
 from pipemega.data.file_cache import cached_arrays
-from pipemega.data.gpt_dataset import GPTDataset, SampleFormat
-from pipemega.data.indexed import IndexedDataset, IndexedWriter, files_of
-from pipemega.data.load_tokenizer import load_tokenizer
-from pipemega.data.prepare import manifest_of, read_manifest
-from pipemega.data.samples import Split
+from pipemega.data.tokens.corpus import Skipped, find_corpus
+from pipemega.data.tokens.gpt_dataset import GPTDataset, SampleFormat, Split
+from pipemega.data.tokens.prepare import manifest_of, read_manifest
+from pipemega.data.tokens.token_files import IndexedDataset, IndexedWriter, files_of
+from pipemega.data.tokens.tokenizers import FastTokenizer, load_tokenizer
 from pipemega.errors import DataError, PipemegaError
 from tests.paper.mutations import changed, damaged, fuzzing, text_of
 

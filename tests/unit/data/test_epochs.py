@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from pipemega.data.loader import BatchLoader
-from pipemega.data.sample_order import Share
-from pipemega.data.sources import LoaderOptions, groups
+from pipemega.data.sample_reader import Share
+from pipemega.data.sample_sources import LoaderOptions, groups
 from pipemega.errors import ConfigError, DataError
 from tests.unit.data.augmented_data import Augmented
 

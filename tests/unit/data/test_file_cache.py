@@ -25,8 +25,7 @@ from pipemega.data.file_cache import (
 )
 from pipemega.errors import DataError
 from pipemega.storage.filesystem import LocalStorage
-from pipemega.storage.heartbeat_lock import HeartbeatLock
-from pipemega.storage.process_identity import ProcessIdentity
+from pipemega.storage.locks import HeartbeatLock, ProcessIdentity
 
 
 def write_half(path):

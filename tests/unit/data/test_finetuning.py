@@ -9,17 +9,16 @@ import pytest
 import torch
 
 from pipemega.config import load
-from pipemega.data.build_datasets import DataRequest, build_datasets
-from pipemega.data.data_files import check_data_inputs
-from pipemega.data.finetuning import build_finetuning as build_module
-from pipemega.data.finetuning import example_cache
-from pipemega.data.finetuning.build_finetuning import finetuning_dataset
-from pipemega.data.finetuning.example_format import InstructionFormat, TextFormat
-from pipemega.data.finetuning.packing import cut, pack
+from pipemega.data.finetuning import finetuning_dataset as build_module
+from pipemega.data.finetuning import finetuning_dataset as example_cache
+from pipemega.data.finetuning.examples import InstructionFormat, TextFormat
+from pipemega.data.finetuning.finetuning_dataset import cut, finetuning_dataset, pack
 from pipemega.data.finetuning.record_files import Record, find_records
-from pipemega.data.load_tokenizer import load_tokenizer
 from pipemega.data.loader import BatchLoader, LoaderOptions
-from pipemega.data.sample_order import Share
+from pipemega.data.sample_reader import Share
+from pipemega.data.tokens.build_datasets import DataRequest, build_datasets
+from pipemega.data.tokens.data_files import check_data_inputs
+from pipemega.data.tokens.tokenizers import load_tokenizer
 from pipemega.errors import ConfigError, DataError
 from tests.unit.data.tokenizer_files import bpe_files, sentencepiece_model
 

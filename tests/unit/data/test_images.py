@@ -12,13 +12,12 @@ import torch
 
 from pipemega.cli import main
 from pipemega.config import load
-from pipemega.config.data import DataSection
-from pipemega.data.data_files import check_data_inputs
-from pipemega.data.images.build_images import ImageRequest, build_images
-from pipemega.data.images.image_dataset import ImageDataset
-from pipemega.data.images.labelled_images import ArrayPixels, LabelledImages
+from pipemega.config.sections.data_section import DataSection
+from pipemega.data.images.image_dataset import ImageDataset, ImageRequest, build_images
+from pipemega.data.images.image_files import ArrayPixels, LabelledImages
 from pipemega.data.loader import BatchLoader, LoaderOptions
-from pipemega.data.sample_order import Share
+from pipemega.data.sample_reader import Share
+from pipemega.data.tokens.data_files import check_data_inputs
 from pipemega.errors import ConfigError, DataError, PipemegaError
 from tests.optional_packages import imported
 from tests.unit.data.image_files import cifar_images, dump, write_cifar, write_folder

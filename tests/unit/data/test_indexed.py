@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from pipemega.data.indexed import (
+from pipemega.data.tokens.token_files import (
     DTYPES,
     IndexedDataset,
     IndexedWriter,

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.utils.data import Dataset, IterableDataset
 
-from pipemega.data.collate import stack_samples
 from pipemega.data.loader import BatchLoader
-from pipemega.data.sample_order import EpochOrder, Share
-from pipemega.data.sources import LoaderOptions
+from pipemega.data.sample_reader import EpochOrder, Share, stack_samples
+from pipemega.data.sample_sources import LoaderOptions
 from pipemega.errors import ConfigError, DataError
 
 
@@ -398,7 +397,7 @@ def test_sys_exit_in_a_dataset_is_an_error():
 
 STUCK_WORKER = """
 import threading, time
-from pipemega.data.workers import Workers
+from pipemega.data.read_ahead import Workers
 
 begun = threading.Event()
 
@@ -423,8 +422,8 @@ READING_AHEAD = """
 import sys
 import torch
 from pipemega.data.loader import BatchLoader
-from pipemega.data.sample_order import Share
-from pipemega.data.sources import LoaderOptions
+from pipemega.data.sample_reader import Share
+from pipemega.data.sample_sources import LoaderOptions
 
 class Slow:
     deterministic = True

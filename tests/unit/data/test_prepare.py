@@ -13,14 +13,19 @@ import numpy as np
 import pytest
 
 from pipemega.cli import data as cli
-from pipemega.data import corpus as corpus_module
-from pipemega.data import prepare as prepare_module
-from pipemega.data.corpus import Skipped, find_corpus
-from pipemega.data.fast_tokenizer import FastTokenizer
-from pipemega.data.indexed import IndexedDataset, files_of
-from pipemega.data.load_tokenizer import load_tokenizer
-from pipemega.data.prepare import PrepareOptions, manifest_of, prepare, read_manifest, tokenizer_of
-from pipemega.data.tokenizer import EOD
+from pipemega.data.tokens import corpus as corpus_module
+from pipemega.data.tokens import prepare as prepare_module
+from pipemega.data.tokens.corpus import Skipped, find_corpus
+from pipemega.data.tokens.prepare import (
+    PrepareOptions,
+    manifest_of,
+    prepare,
+    read_manifest,
+    tokenizer_of,
+)
+from pipemega.data.tokens.token_files import IndexedDataset, files_of
+from pipemega.data.tokens.tokenizer import EOD
+from pipemega.data.tokens.tokenizers import FastTokenizer, load_tokenizer
 from pipemega.errors import ConfigError, DataError
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}  # ünï☃\n" for i in range(40)]
@@ -414,7 +419,8 @@ def test_a_tokenizer_and_a_vocabulary_size_exclude_each_other(lines, capsys):
 
 
 def test_preparing_text_imports_no_torch():
-    code = "import sys, pipemega.data.prepare, pipemega.cli.data; sys.exit('torch' in sys.modules)"
+    names = "pipemega.data.tokens.prepare, pipemega.cli.data"
+    code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
 
 

@@ -9,17 +9,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipemega.config.data import DataSection
-from pipemega.data.gpt_dataset import GPTDataset, SampleFormat, positions_within_documents
-from pipemega.data.indexed import IndexedDataset, IndexedWriter, files_of
-from pipemega.data.samples import (
+from pipemega.config.sections.data_section import DataSection
+from pipemega.data.tokens.gpt_dataset import (
     Epochs,
+    GPTDataset,
+    SampleFormat,
     Split,
     build_indices,
     count_windows,
     plan_epochs,
+    positions_within_documents,
     split_ranges,
 )
+from pipemega.data.tokens.token_files import IndexedDataset, IndexedWriter, files_of
 from pipemega.errors import DataError
 
 GOLDEN = json.loads(
@@ -206,7 +208,7 @@ def test_indices_are_stored_next_to_the_data_and_reused(tmp_path, monkeypatch):
         "GPTDataset-train-sample_index.npy",
         "GPTDataset-train-shuffle_index.npy",
     ]
-    monkeypatch.setattr("pipemega.data.gpt_dataset.build_indices", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("pipemega.data.tokens.gpt_dataset.build_indices", lambda *a, **k: 1 / 0)
     assert dataset(data)[3][0].tolist() == first[3][0].tolist()
     with pytest.raises(ZeroDivisionError):
         dataset(data, seed=2)

@@ -8,12 +8,10 @@ import json
 import pytest
 import tokenizers
 
-from pipemega.data.fast_tokenizer import FastTokenizer
-from pipemega.data.indexed import IndexedDataset
-from pipemega.data.load_tokenizer import load_tokenizer
-from pipemega.data.prepare import PrepareOptions, prepare, read_manifest, tokenizer_of
-from pipemega.data.tiktoken_tokenizer import TiktokenTokenizer
-from pipemega.data.tokenizer import EOD
+from pipemega.data.tokens.prepare import PrepareOptions, prepare, read_manifest, tokenizer_of
+from pipemega.data.tokens.token_files import IndexedDataset
+from pipemega.data.tokens.tokenizer import EOD
+from pipemega.data.tokens.tokenizers import FastTokenizer, TiktokenTokenizer, load_tokenizer
 from pipemega.errors import DataError
 from tests.unit.data.tokenizer_files import bpe_files, sentencepiece_model
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipemega.data.fast_tokenizer import FastTokenizer
+from pipemega.data.tokens.tokenizers import FastTokenizer
 
 TEXTS = ["to be or not to be, that is the question: über alles. " * 3] * 40
 

@@ -3,7 +3,7 @@
 import math
 import random
 
-from pipemega.diagnostics.loss_spikes import SpikeDetector
+from pipemega.diagnostics.stragglers import SpikeDetector
 
 
 def losses(count: int, noise: float = 0.05) -> list[float]:

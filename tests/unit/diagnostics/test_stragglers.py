@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipemega.config.training import StragglersSection
+from pipemega.config.sections.run_sections import StragglersSection
 from pipemega.diagnostics.stragglers import Episodes, StragglerWatch, summarize
 from pipemega.distributed.mesh import Mesh
 from pipemega.distributed.topology import Topology

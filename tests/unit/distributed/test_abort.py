@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from pipemega.distributed import abort
+from pipemega.distributed import process_groups
 
 
 class Backend:
@@ -28,22 +28,22 @@ class Backend:
 def test_all_communicators_are_aborted_in_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     backends = [Backend(calls, name) for name in "abc"]
-    monkeypatch.setattr(abort, "_backends", lambda: backends)
-    assert abort.abort_communicators()
+    monkeypatch.setattr(process_groups, "_backends", lambda: backends)
+    assert process_groups.abort_communicators()
     assert calls == ["start", "a", "b", "c", "end"]
 
 
 def test_an_abort_that_is_stuck_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
-    monkeypatch.setattr(abort, "ABORT_SECONDS", 0.1)
-    monkeypatch.setattr(abort, "_backends", lambda: [Backend(calls, "a", stuck=True)])
+    monkeypatch.setattr(process_groups, "ABORT_SECONDS", 0.1)
+    monkeypatch.setattr(process_groups, "_backends", lambda: [Backend(calls, "a", stuck=True)])
     began = time.monotonic()
-    assert not abort.abort_communicators()
+    assert not process_groups.abort_communicators()
     # A second call neither waits for the first nor disturbs it.
-    assert abort.abort_communicators()
+    assert process_groups.abort_communicators()
     assert time.monotonic() - began < 1.0
     assert calls == ["start", "a"]
 
 
 def test_without_nccl_there_is_nothing_to_abort() -> None:
-    assert abort.abort_communicators()
+    assert process_groups.abort_communicators()

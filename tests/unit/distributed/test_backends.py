@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipemega.distributed.backends import backends_except_gloo, nccl_backend
+from pipemega.distributed.process_groups import backends_except_gloo, nccl_backend
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -12,8 +12,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipemega.distributed import device_waits
 from pipemega.distributed.comm_errors import comm_error, describe_comm_error, is_connection_loss
-from pipemega.distributed.device_collectives import all_reduce
 from pipemega.distributed.device_waits import DeviceWaits, nccl_timeout
+from pipemega.distributed.exchanges import all_reduce
 from pipemega.distributed.mesh import Axis, build_mesh, open_axes
 from pipemega.distributed.topology import Topology
 from pipemega.errors import PipelineError, Stopped

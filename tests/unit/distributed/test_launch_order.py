@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipemega.distributed.launch_order import launch_order_advice
+from pipemega.distributed.process_groups import launch_order_advice
 from pipemega.engine import components
 from tests.ranks.training_runs import build, settings
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipemega.distributed.mixed_mesh import pick_mixed_device
+from pipemega.distributed.mesh import pick_mixed_device
 from pipemega.errors import MeshError
 
 WISHES = ["cpu", "cuda", "cuda", "cpu", "cuda", "cuda"]

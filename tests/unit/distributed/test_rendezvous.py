@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from pipemega.distributed.rendezvous import agree_on_incarnation
+from pipemega.distributed.topology import agree_on_incarnation
 from pipemega.errors import MeshError
 
 

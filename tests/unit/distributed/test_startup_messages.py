@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from pipemega.distributed import mesh
-from pipemega.distributed.rendezvous import agree_on_incarnation
-from pipemega.distributed.topology import Topology
+from pipemega.distributed.topology import Topology, agree_on_incarnation
 
 
 class CountingStore:

@@ -1,6 +1,6 @@
 """The clock of a stream, with fake events."""
 
-from pipemega.distributed.stream_clock import StreamClock
+from pipemega.distributed.device_waits import StreamClock
 
 
 class Stream:

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from pipemega.config.optimizer import PARAMS
+from pipemega.config.sections.optimizer_section import PARAMS
 from pipemega.distributed import torch_versions
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
 from pipemega.optimizer import build_optimizer
-from pipemega.pipeline.backward_pass import run_backward
+from pipemega.pipeline.executor import run_backward
 
 c10d = dist.distributed_c10d
 

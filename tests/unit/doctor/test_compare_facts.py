@@ -8,9 +8,8 @@ import torch
 from pipemega.config import load
 from pipemega.distributed.topology import Topology
 from pipemega.doctor import rank_facts
-from pipemega.doctor.compare_facts import compare
 from pipemega.doctor.examination import judge_memory
-from pipemega.doctor.rank_facts import RankFacts, host_free, read_facts
+from pipemega.doctor.rank_facts import RankFacts, compare, host_free, read_facts
 
 GIB = 2**30
 VERSIONS = {

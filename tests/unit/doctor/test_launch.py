@@ -2,7 +2,7 @@
 
 import pytest
 
-from pipemega.doctor.launch import read_launch
+from pipemega.doctor.attendance import read_launch
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pipemega.engine import schedule_tuner
 from pipemega.engine.measured_stages import MeasuredStages
-from pipemega.pipeline.plan.costs import CostModel
+from pipemega.pipeline.plan.simulate import CostModel
 
 
 def test_cached_costs_are_those_that_were_written(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.config import load
-from pipemega.engine.determinism import use_deterministic_algorithms
+from pipemega.engine.run_arguments import use_deterministic_algorithms
 from pipemega.errors import ConfigError, PipemegaError
 from tests.ranks.training_runs import settings, train
 

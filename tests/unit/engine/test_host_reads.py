@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pipemega import LayerSpec, PipelineModule
 from pipemega.config import load
+from pipemega.distributed.device_waits import StreamClock
 from pipemega.distributed.mesh import Axis, Mesh
-from pipemega.distributed.stream_clock import StreamClock
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
@@ -25,7 +25,7 @@ from pipemega.engine.loss import sum_losses
 from pipemega.errors import PipelineError
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.execution_state import MicroBatches, Results
-from pipemega.pipeline.module import RngKey
+from pipemega.pipeline.model.module import RngKey
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.recorder import NULL_RECORDER, Recorder, make_recorder
 from tests.optional_packages import needs_meta_collectives

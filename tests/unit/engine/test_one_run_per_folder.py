@@ -10,8 +10,13 @@ from torch import nn
 from pipemega import LayerSpec, PipelineModule, Trainer, initialize
 from pipemega.errors import CheckpointError, FolderLockedError
 from pipemega.storage.filesystem import LocalStorage
-from pipemega.storage.folder_lock import LOCK_FILE, FolderLocks, LockOptions, folder_locks
-from pipemega.storage.process_identity import ProcessIdentity
+from pipemega.storage.locks import (
+    LOCK_FILE,
+    FolderLocks,
+    LockOptions,
+    ProcessIdentity,
+    folder_locks,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +78,7 @@ def test_a_trainer_releases_its_folder_at_the_end_and_after_an_error(tmp_path):
 
 
 def test_a_run_in_a_folder_that_is_in_use_changes_no_file(tmp_path, monkeypatch):
-    monkeypatch.setattr("pipemega.storage.folder_lock.HEARTBEAT_SECONDS", 0.2)
+    monkeypatch.setattr("pipemega.storage.locks.HEARTBEAT_SECONDS", 0.2)
     (tmp_path / "metrics.jsonl").write_text("of the first run\n")
     take_over(tmp_path)
     folder_locks.release_all()

@@ -19,19 +19,15 @@ from pipemega.engine.plan_choice import PlanChooser
 from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.models import GPTConfig, gpt
-from pipemega.pipeline.plan.costs import CostModel
 from pipemega.pipeline.plan.instructions import Kind
-from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.simulate import simulate
-from pipemega.pipeline.plan.stage_cut import Cut, LayerCosts
-from pipemega.pipeline.plan.weight_queue import queued_bytes
+from pipemega.pipeline.plan.lowering import lower, queued_bytes
+from pipemega.pipeline.plan.partition import Cut, LayerCosts
+from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan_selection import measurement_plan
 from pipemega.pipeline.schedules import SCHEDULES, Sizes, build_plan
 from pipemega.planning import schedule_choice
-from pipemega.planning.cut_report import explain
 from pipemega.planning.estimate import Request, estimate
-from pipemega.planning.prediction import predict
-from pipemega.planning.rates import Rates
+from pipemega.planning.prediction import Rates, explain, predict
 from tests.paper.hand_made_plans import one_queue_per_pair
 
 MODEL = {

@@ -12,7 +12,7 @@ from pipemega.distributed.mesh import Mesh
 from pipemega.engine import run_folder
 from pipemega.engine.run_folder import RunFolder
 from pipemega.errors import CheckpointError, ConfigError, FolderLockedError
-from pipemega.storage.folder_lock import FolderLocks
+from pipemega.storage.locks import FolderLocks
 
 LOG = logging.getLogger("pipemega.test")
 TIME = r"\d{8}-\d{6}"

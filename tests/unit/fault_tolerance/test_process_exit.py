@@ -11,9 +11,13 @@ import torch.distributed as dist
 
 from pipemega.errors import ConfigError, PeerError, Stopped
 from pipemega.fault_tolerance import final_report
-from pipemega.fault_tolerance.failure_store import FailureReport, FailureStore
-from pipemega.fault_tolerance.process_exit import exit_code
-from pipemega.fault_tolerance.sigterm import SigtermWatch, ignore_sigterm
+from pipemega.fault_tolerance.failure_store import (
+    FailureReport,
+    FailureStore,
+    SigtermWatch,
+    ignore_sigterm,
+)
+from pipemega.fault_tolerance.run import exit_code
 
 ROOT = Path(__file__).parents[3]
 
@@ -21,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 SCRIPT = """
 import atexit, sys, threading
 import torch.distributed as dist
-from pipemega.fault_tolerance.process_exit import skip_teardown
+from pipemega.fault_tolerance.run import skip_teardown
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 

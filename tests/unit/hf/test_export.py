@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 import pipemega
 from pipemega.cli import main
 from pipemega.errors import CheckpointError
-from pipemega.hf import safetensors_writer
-from pipemega.hf.checkpoint_model import export_checkpoint
 from pipemega.hf.tasks import model_class_of
-from pipemega.hf_check.float64 import KeepFloat64
+from pipemega.hf.weights import export
+from pipemega.hf.weights.checkpoint_model import export_checkpoint
+from pipemega.hf_check.split_run import KeepFloat64
 from pipemega.models import GPTConfig, gpt
 from tests.ranks.hf import tiny_models
 from tests.ranks.hf_check import test_special_models
@@ -212,14 +212,14 @@ def test_an_export_that_does_not_fit_on_the_disk_is_refused_with_both_sizes(
 
 
 def test_an_interrupted_export_leaves_no_folder(llama_checkpoint, tmp_path, monkeypatch):
-    write = safetensors_writer.SafetensorsWriter.write
+    write = export.SafetensorsWriter.write
 
     def fail(writer, name, tensor):
         if "layers.2" in name:
             raise OSError(28, "No space left on device")
         write(writer, name, tensor)
 
-    monkeypatch.setattr(safetensors_writer.SafetensorsWriter, "write", fail)
+    monkeypatch.setattr(export.SafetensorsWriter, "write", fail)
     with pytest.raises(OSError, match="No space left"):
         export_checkpoint(str(llama_checkpoint / "checkpoint"), tmp_path / "out")
     assert not list(tmp_path.iterdir())

@@ -9,8 +9,8 @@ import transformers
 
 import pipemega
 from pipemega.errors import ConfigError
-from pipemega.hf.gpt_import import gpt_from_pretrained, gpt_section
-from pipemega.hf_check.float64 import KeepFloat64
+from pipemega.hf.weights.gpt_import import gpt_from_pretrained, gpt_section
+from pipemega.hf_check.split_run import KeepFloat64
 from tests.ranks.hf import tiny_models
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipemega.errors import DataError
-from pipemega.hf.mask_loss import mask_loss
+from pipemega.hf.tasks import mask_loss
 
 GENERATOR = torch.Generator().manual_seed(0)
 

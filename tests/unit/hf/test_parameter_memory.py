@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from pipemega.hf.parameter_memory import allocate, parameters_on_meta
+from pipemega.hf.placeholders import allocate, parameters_on_meta
 
 
 class Layer(nn.Module):

@@ -12,16 +12,15 @@ pytest.importorskip("transformers", reason="Hugging Face models need transformer
 import transformers
 
 import pipemega
-from pipemega.data.collate import stack_samples
-from pipemega.data.gpt_dataset import GPTDataset, SampleFormat
-from pipemega.data.indexed import IndexedDataset, IndexedWriter
-from pipemega.data.samples import Split
+from pipemega.data.sample_reader import stack_samples
+from pipemega.data.tokens.gpt_dataset import GPTDataset, SampleFormat, Split
+from pipemega.data.tokens.token_files import IndexedDataset, IndexedWriter
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.hf.description import ModelDescription
-from pipemega.hf.position_tables import refuse_missing_positions, untrained_rotary_positions
+from pipemega.hf.hf_module import unsplit_model
+from pipemega.hf.model_facts import refuse_missing_positions, untrained_rotary_positions
 from pipemega.hf.tasks import model_class_of
-from pipemega.hf.unsplit_model import unsplit_model
 from tests.ranks.hf import tiny_models
 
 EOD = 2

@@ -12,10 +12,10 @@ pytest.importorskip("transformers", reason="Hugging Face models need transformer
 import transformers
 
 import pipemega
-from pipemega.config.model_hf import HFSection
+from pipemega.config.sections.hf_section import HFSection
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, DataError
-from pipemega.hf import installed_transformers
+from pipemega.hf import placeholders
 from pipemega.hf.tasks import model_class_of
 from tests.ranks.hf import tiny_models
 
@@ -67,10 +67,10 @@ def test_an_unknown_family_is_named(tmp_path):
 
 def test_versions_out_of_range_are_refused(monkeypatch):
     # Not the name `transformers` of this file: the package replaces its module while it loads.
-    module = installed_transformers.import_transformers()
+    module = placeholders.import_transformers()
     monkeypatch.setattr(module, "__version__", "4.57.1")
     with pytest.raises(ConfigError, match=r"transformers 4.57.1 is installed.*>= 5.9, < 6: pip"):
-        installed_transformers.import_transformers()
+        placeholders.import_transformers()
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from pipemega.errors import CheckpointError
-from pipemega.hf.safetensors_source import SafetensorsSource
-from pipemega.hf.weight_source import mark_transposed
+from pipemega.hf.weights.safetensors_files import mark_transposed
+from pipemega.hf.weights.safetensors_source import SafetensorsSource
 from pipemega.parameters import Shard, attach_shard
 from tests.ranks.hf import tiny_models
 

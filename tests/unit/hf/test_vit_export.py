@@ -13,8 +13,8 @@ import transformers
 import pipemega
 from pipemega.config import load
 from pipemega.errors import CheckpointError
-from pipemega.hf.checkpoint_model import export_checkpoint
-from pipemega.hf.vit_export import vit_to_export
+from pipemega.hf.weights.checkpoint_model import export_checkpoint
+from pipemega.hf.weights.gpt_export import vit_to_export
 
 MODEL = {
     "type": "vit", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "image_size": 8,

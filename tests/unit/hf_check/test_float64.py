@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from pipemega.hf_check.float64 import KeepFloat64
+from pipemega.hf_check.split_run import KeepFloat64
 
 X = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
 

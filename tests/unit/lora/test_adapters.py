@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from pipemega.config import load
-from pipemega.config.lora import LoraSection
+from pipemega.config.sections.run_sections import LoraSection
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
-from pipemega.lora.adapted_model import add_lora
+from pipemega.lora.adapters import add_lora, merged
 from pipemega.lora.low_rank import add_adapter
-from pipemega.lora.merging import merged
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from pipemega import initialize
-from pipemega.hf.load_model import from_pretrained
-from pipemega.hf.unsplit_model import unsplit_model
+from pipemega.hf.hf_module import from_pretrained, unsplit_model
 from pipemega.training.trained_model import find_model, open_model
 from tests.unit.lora.adapted_models import batch, gpt_engine, hf_logits, hf_model, logits_of
 

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipemega.checkpoint.open_path import open_path
+from pipemega.checkpoint.save_load import open_path
 from pipemega.cli import main
 from pipemega.errors import CheckpointError, ConfigError
-from pipemega.hf.adapter_export import export_adapter
-from pipemega.hf.checkpoint_model import export_checkpoint
-from pipemega.hf.load_model import from_pretrained
+from pipemega.hf.hf_module import from_pretrained
+from pipemega.hf.weights.checkpoint_model import export_adapter, export_checkpoint
 from tests.unit.lora.adapted_models import (
     batch,
     engine_of,

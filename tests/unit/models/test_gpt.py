@@ -15,8 +15,8 @@ from pipemega.config import load
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import ConfigError, DataError
 from pipemega.models import GPTConfig, gpt
-from pipemega.pipeline.local_model import LocalModel, build_local_model
-from pipemega.pipeline.module import BuildOptions
+from pipemega.pipeline.model.module import BuildOptions
+from pipemega.pipeline.model.stages import LocalModel, build_local_model
 
 SIZES = Sizes(vocab=128, hidden=16, layers=2, heads=4, seq=8)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipemega import build_mesh, build_model, initialize, load_config, module_state_dict
-from pipemega.config.model_resnet import BLOCKS
+from pipemega.config.sections.image_model_sections import BLOCKS
 from pipemega.errors import ConfigError
 from pipemega.models.resnet import ResNet, resnet_from_torchvision
 from tests.optional_packages import imported

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from pipemega.config import load
-from pipemega.config.model import GPTSection
+from pipemega.config.sections.transformer_sections import GPTSection
 from pipemega.errors import ConfigError
 from pipemega.models import GPTConfig
 from pipemega.models.rotary import Rotary
@@ -73,7 +73,7 @@ def rotated_by_transformers(scaling: dict[str, Any], q: Tensor, positions: Tenso
     from transformers import LlamaConfig
     from transformers.models.llama import modeling_llama as llama
 
-    from pipemega.hf.gpt_export import gpt_to_export
+    from pipemega.hf.weights.gpt_export import gpt_to_export
 
     section = load(config_of(scaling)).model
     assert isinstance(section, GPTSection)

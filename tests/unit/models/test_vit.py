@@ -12,12 +12,15 @@ from pipemega.config import load
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import ConfigError, DataError, PipelineError
 from pipemega.models import ViTConfig, vit
-from pipemega.models.classification_loss import ClassificationLoss
-from pipemega.models.drop_path import DropPath, drop_path_rate
-from pipemega.models.vit import ViTBlock
-from pipemega.models.vit_weights import vit_from_torchvision, vit_to_torchvision
-from pipemega.pipeline.local_model import LocalModel, build_local_model
-from pipemega.pipeline.module import BuildOptions, PipelineModule
+from pipemega.models.transformer_block import DropPath, drop_path_rate
+from pipemega.models.vit import (
+    ClassificationLoss,
+    ViTBlock,
+    vit_from_torchvision,
+    vit_to_torchvision,
+)
+from pipemega.pipeline.model.module import BuildOptions, PipelineModule
+from pipemega.pipeline.model.stages import LocalModel, build_local_model
 from tests.optional_packages import imported
 from tests.unit.models.vit_reference import ReferenceViT
 

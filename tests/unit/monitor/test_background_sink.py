@@ -97,7 +97,7 @@ def test_no_step_waits_for_a_slow_sink_and_all_its_records_are_written(tmp_path)
 
 
 def test_a_sink_with_a_full_queue_is_switched_off(monkeypatch, caplog):
-    monkeypatch.setattr("pipemega.monitor.background_sink.MOST_QUEUED", 5)
+    monkeypatch.setattr("pipemega.monitor.sinks.MOST_QUEUED", 5)
     sink = BrokenSink("write")
     monitor = Monitor([BackgroundSink(sink, close_seconds=0.1)], LOGGER)
     for step in range(1, 11):

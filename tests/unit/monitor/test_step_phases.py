@@ -3,7 +3,7 @@
 from itertools import count
 
 from pipemega.monitor import Phase, StepPhases
-from pipemega.monitor.step_clock import HostClock
+from pipemega.monitor.timers import HostClock
 
 
 def test_phases_have_no_gaps_and_what_no_phase_claims_is_other() -> None:

@@ -19,8 +19,7 @@ from pipemega.monitor import (
     peak_tflops,
     tflops_per_device,
 )
-from pipemega.monitor.step_clock import HostClock
-from pipemega.monitor.timers import HISTORY
+from pipemega.monitor.timers import HISTORY, HostClock
 
 
 class Clock:

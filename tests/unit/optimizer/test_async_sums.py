@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from pipemega.distributed.host_memory import HostMemory
-from pipemega.optimizer import post_validate
-from pipemega.optimizer.async_sums import HostSums
+from pipemega.optimizer import post_validation
 from pipemega.optimizer.mixed_precision import Precision
+from pipemega.optimizer.post_validation import HostSums
 from tests.unit.late_copies import LateHostMemory
 from tests.unit.optimizer import test_post_validate as steps
 
@@ -19,7 +19,7 @@ def test_a_step_waits_for_the_device_only_when_it_needs_the_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     memory = LateHostMemory.reset(CPU)
-    monkeypatch.setattr(post_validate, "HostMemory", lambda _: memory)
+    monkeypatch.setattr(post_validation, "HostMemory", lambda _: memory)
     weight, step = steps.build(steps.PostValidatedStep, "AdamW", Precision(), sync_after=0)
     waits = [("MainThread", "synchronizes")]
 
@@ -44,7 +44,7 @@ def test_steps_with_late_numbers_equal_synchronous_steps(
     dtype: torch.dtype | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     memory = LateHostMemory.reset(CPU)
-    monkeypatch.setattr(post_validate, "HostMemory", lambda _: memory)
+    monkeypatch.setattr(post_validation, "HostMemory", lambda _: memory)
     steps.check("AdamW", dtype)
     assert ("MainThread", "synchronizes") in memory.log
 

@@ -5,7 +5,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipemega.optimizer.buckets import ALIGNMENT, aligned, fill_buckets, intersection
+from pipemega.optimizer.gradients import ALIGNMENT, aligned, fill_buckets, intersection
 
 SIZES = st.lists(st.integers(0, 1000), max_size=12)
 RANKS = st.integers(1, 7)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipemega.config import load
-from pipemega.config.optimizer import AdamParams
+from pipemega.config.sections.optimizer_section import AdamParams
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels

@@ -11,7 +11,7 @@ from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError
 from pipemega.optimizer import Lamb
-from pipemega.optimizer.cut_test import check_cuts
+from pipemega.optimizer.user_optimizer import check_cuts
 from tests.optional_packages import needs_muon
 from tests.unit.optimizer import user_optimizers
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pipemega.optimizer.eager_torch import build_eagerly
+from pipemega.optimizer.optimizers import build_eagerly
 
 KINDS = ["AdamW", "Adam", "SGD", "Adagrad", "RMSprop", "NAdam"]
 

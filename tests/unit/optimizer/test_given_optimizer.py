@@ -10,7 +10,7 @@ from pipemega.config import load
 from pipemega.engine.initialize import initialize_loop
 from pipemega.engine.loop_engine import LoopEngine
 from pipemega.errors import ConfigError
-from pipemega.optimizer.given_optimizer import GivenGroups, GivenOptimizer
+from pipemega.optimizer.user_optimizer import GivenGroups, GivenOptimizer
 from tests.unit.optimizer.user_optimizers import Lion
 
 

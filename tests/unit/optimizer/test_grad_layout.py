@@ -7,7 +7,7 @@ from torch import nn
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
 from pipemega.optimizer import ModelParams, ZeroMasterParams
-from pipemega.optimizer.grad_layout import ShardingSpec, bucketed_layout
+from pipemega.optimizer.gradients import ShardingSpec, bucketed_layout
 from pipemega.optimizer.mixed_precision import Precision
 from pipemega.parameters import Shard, attach_shard
 

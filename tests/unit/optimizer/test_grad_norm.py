@@ -9,10 +9,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipemega.distributed.mesh import Axis
-from pipemega.optimizer import grad_norm
-from pipemega.optimizer.grad_layout import ShardingSpec, bucketed_layout
-from pipemega.optimizer.grad_norm import GradientNorms, square_sums
-from pipemega.optimizer.gradients import GradientBuffer
+from pipemega.optimizer import step_outcome
+from pipemega.optimizer.gradients import GradientBuffer, ShardingSpec, bucketed_layout
+from pipemega.optimizer.step_outcome import GradientNorms, square_sums
 from pipemega.parameters import Shard, attach_shard
 
 SINGLE = {name: Axis(name) for name in ("tensor", "data")}
@@ -87,7 +86,7 @@ def test_the_norm_of_each_layer_is_that_of_its_gradients(
     ranks: int, on_device: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if on_device:
-        monkeypatch.setattr(grad_norm, "square_sums", grad_norm._square_sums_on_device)
+        monkeypatch.setattr(step_outcome, "square_sums", step_outcome._square_sums_on_device)
     total = torch.zeros(6, dtype=torch.float64)
     for rank in range(ranks):
         named = model([0, 2, 4])
@@ -134,7 +133,7 @@ def test_the_square_sums_on_a_device_equal_those_on_the_cpu(dtype: torch.dtype) 
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(n, generator=generator).to(dtype) for n in (1, 1000, 7)]
     tensors.insert(1, torch.randn(5, generator=generator))
-    got = grad_norm._square_sums_on_device(tensors)
+    got = step_outcome._square_sums_on_device(tensors)
     assert got.tolist() == pytest.approx(square_sums(tensors).tolist(), rel=1e-14)
 
 

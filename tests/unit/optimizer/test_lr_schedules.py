@@ -8,10 +8,14 @@ import torch
 from torch import nn
 
 from pipemega.config import load
-from pipemega.config.scheduler import DecayParams, RunLength, SchedulerSection
+from pipemega.config.sections.scheduler_section import (
+    DecayParams,
+    Megatron,
+    RunLength,
+    SchedulerSection,
+)
 from pipemega.errors import CheckpointError, ConfigError
 from pipemega.optimizer import build_schedule
-from pipemega.optimizer.lr_formulas import Megatron
 
 LOG = 1 / math.log(4)
 

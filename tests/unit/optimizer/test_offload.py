@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipemega.config.optimizer import PARAMS
+from pipemega.config.sections.optimizer_section import PARAMS
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh
 from pipemega.kernels import Kernels
@@ -20,8 +20,8 @@ from pipemega.optimizer import (
     build_optimizer,
     parameter_groups,
 )
+from pipemega.optimizer.masters import Offload
 from pipemega.optimizer.mixed_precision import DynamicLossScale, Precision
-from pipemega.optimizer.offload import Offload
 from pipemega.optimizer.user_optimizer import build_user_optimizer
 from tests.unit.late_copies import LateHostMemory
 from tests.unit.optimizer.user_optimizers import Corrected, Lion

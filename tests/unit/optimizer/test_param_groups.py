@@ -9,8 +9,8 @@ from torch import nn
 
 import pipemega
 from pipemega.config import load
-from pipemega.config.group_keys import GroupSpec
-from pipemega.config.scheduler import DecayParams, RunLength, SchedulerSection
+from pipemega.config.sections.optimizer_section import GroupSpec
+from pipemega.config.sections.scheduler_section import DecayParams, RunLength, SchedulerSection
 from pipemega.errors import ConfigError
 from pipemega.optimizer import build_schedule, parameter_groups
 from pipemega.optimizer.param_groups import check_specs

@@ -13,8 +13,8 @@ from torch.optim import lr_scheduler
 import pipemega
 from pipemega.engine.engine import Engine
 from pipemega.errors import CheckpointError, ConfigError
-from pipemega.optimizer.backup import Backup
-from pipemega.optimizer.torch_schedule import TorchSchedule
+from pipemega.optimizer.lr_schedules import TorchSchedule
+from pipemega.optimizer.post_validation import Backup
 from tests.unit.optimizer.user_optimizers import Corrected, Factored, Lion, ParameterFree, Shampoo
 
 SGD = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)

@@ -7,10 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from pipemega.distributed.mesh import Axis
-from pipemega.optimizer import zero_comm
-from pipemega.optimizer.grad_layout import ShardingSpec, bucketed_layout
-from pipemega.optimizer.gradients import DataReduction, GradientBuffer
-from pipemega.optimizer.zero_comm import ReduceScatter
+from pipemega.optimizer import zero
+from pipemega.optimizer.gradients import (
+    DataReduction,
+    GradientBuffer,
+    ShardingSpec,
+    bucketed_layout,
+)
+from pipemega.optimizer.zero import ReduceScatter
 
 NUM_BUCKETS = 5
 
@@ -47,7 +51,7 @@ def reduction_on_a_device(
     layout = bucketed_layout(named, None, ShardingSpec(2, 1, 100))
     assert len(layout.buckets) == NUM_BUCKETS
     gradients, calls = GradientBuffer(named, layout=layout), Calls()
-    monkeypatch.setattr(zero_comm, "reduce_scatter_single", calls.reduce_scatter)
+    monkeypatch.setattr(zero, "reduce_scatter_single", calls.reduce_scatter)
     data = Axis("data", (0, 1), 1)
     return ReduceScatter(gradients, data, DataReduction(dtype=dtype), window), gradients, calls
 

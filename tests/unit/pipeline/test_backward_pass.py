@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-from pipemega.pipeline.backward_pass import run_backward
+from pipemega.pipeline.executor import run_backward
 
 
 def test_gradients_are_accumulated_from_tensors_and_edges() -> None:

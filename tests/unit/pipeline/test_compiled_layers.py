@@ -16,8 +16,8 @@ from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError, PipelineError
-from pipemega.pipeline import compiled_layers
-from pipemega.pipeline.compiled_linear import trace_deferred_gradients
+from pipemega.pipeline.model import compiled_layers
+from pipemega.pipeline.model.compiled_layers import trace_deferred_gradients
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.ranks.training_runs import settings, train
@@ -105,7 +105,11 @@ class Parallel(nn.Module):
 def test_w_of_a_compiled_layer_has_the_products_and_i_has_the_rest(backend: str) -> None:
     """inductor reuses the memory of tensors after their last use: those of W must not be reused."""
     from pipemega.config import load
-    from pipemega.pipeline.compiled_layers import _missing_compiler, _options, _set_up_compiler
+    from pipemega.pipeline.model.compiled_layers import (
+        _missing_compiler,
+        _options,
+        _set_up_compiler,
+    )
 
     section = load({"train_batch_size": 1, "compile": {"backend": backend}}).compile
     torch.manual_seed(0)

@@ -13,7 +13,7 @@ from pipemega.distributed.topology import Topology
 from pipemega.errors import MeshError
 from pipemega.pipeline.connections import message_order, nccl_communicators
 from pipemega.pipeline.plan.channels import connections, connections_per_rank
-from pipemega.pipeline.schedules.placement import loop, v
+from pipemega.pipeline.schedules.building_blocks import loop, v
 from pipemega.pipeline.transport import Transport
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

@@ -10,11 +10,7 @@ from torch import Tensor, nn
 from pipemega import DeferredBatchNorm, Engine, LayerSpec, PipelineModule, initialize
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, PipelineError
-from pipemega.pipeline.deferred_batch_norm import (
-    Deferral,
-    DeferredBatchNorm2d,
-    defer_batch_norms,
-)
+from pipemega.pipeline.model.batch_norm import Deferral, DeferredBatchNorm2d, defer_batch_norms
 
 
 class Own(nn.BatchNorm1d):

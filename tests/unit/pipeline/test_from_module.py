@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from pipemega import SPLIT, PipelineModule, module_state_dict
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import CheckpointError, ConfigError, PipelineError
-from pipemega.pipeline.module import BuildOptions, build_stages
+from pipemega.pipeline.model.module import BuildOptions, build_stages
 from tests.optional_packages import imported
 from tests.ranks.small_models import engine_of
 from tests.ranks.traced_models import (

@@ -13,7 +13,7 @@ import pipemega
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
-from pipemega.pipeline.module import BuildOptions, build_stages
+from pipemega.pipeline.model.module import BuildOptions, build_stages
 
 
 class Model(nn.Module):

@@ -11,8 +11,8 @@ from pipemega.config import load
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.models import GPTConfig, gpt
-from pipemega.pipeline.module import BuildOptions, build_stages
-from pipemega.pipeline.recompute import ActivationCheckpoints
+from pipemega.pipeline.model.module import BuildOptions, build_stages
+from pipemega.pipeline.model.recompute import ActivationCheckpoints
 from tests.ranks.training_runs import build, data, settings
 
 

@@ -8,7 +8,7 @@ import pipemega
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec
 from pipemega.config import load
 from pipemega.errors import ConfigError, MeshError
-from pipemega.pipeline.stage_devices import with_stage_devices
+from pipemega.pipeline.model.stages import with_stage_devices
 
 
 def net_of(*devices, head=None):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 import pipemega
 from pipemega import LayerSpec, PipelineModule
 from pipemega.errors import PipelineError
-from pipemega.pipeline.recompute import recompute
-from pipemega.pipeline.stage_input import InputGuard, collect_gradients
+from pipemega.pipeline.messages import InputGuard, collect_gradients
+from pipemega.pipeline.model.recompute import recompute
 
 
 def test_a_received_tensor_may_be_changed_in_place_without_a_copy() -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipemega.profiling import meta_results
+from pipemega.profiling import tensor_meter
 from pipemega.profiling.tensor_meter import TensorMeter
 
 
@@ -41,7 +41,7 @@ class _Remembered(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return meta_results.run_operation(func, args, kwargs or {})
+        return tensor_meter.run_operation(func, args, kwargs or {})
 
 
 def described(result: Any) -> list[Any]:
@@ -82,12 +82,12 @@ def test_tensors_of_a_real_device_are_computed() -> None:
 
 
 def test_the_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(meta_results, "_MAX_RESULTS", 4)
-    monkeypatch.setattr(meta_results, "_known", {})
+    monkeypatch.setattr(tensor_meter, "_MAX_RESULTS", 4)
+    monkeypatch.setattr(tensor_meter, "_known", {})
     with _Remembered():
         for size in range(10):
             meta(size).mul(2.0)
-    assert 0 < len(meta_results._known) <= 4
+    assert 0 < len(tensor_meter._known) <= 4
 
 
 def test_the_profiler_records_operations_on_the_meta_device() -> None:

@@ -13,7 +13,7 @@ from pipemega import LayerSpec, ModelContext, PipelineModule
 from pipemega.cli import main
 from pipemega.config import load, model_registry
 from pipemega.config.model_registry import register_model
-from pipemega.data.fast_tokenizer import FastTokenizer
+from pipemega.data.tokens.tokenizers import FastTokenizer
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError
 from pipemega.models.build_model import build_from, sample_from
@@ -21,8 +21,8 @@ from pipemega.monitor import gpt_flops_per_token
 from pipemega.pipeline.schedules import SCHEDULES
 from pipemega.planning.estimate import Request, estimate
 from pipemega.planning.meta_model import MetaModel
-from pipemega.planning.model_flops import flops_per_token, forward_flops
-from pipemega.planning.model_source import Sample, model_and_sample
+from pipemega.planning.prediction import flops_per_token, forward_flops
+from pipemega.planning.stage_costs import Sample, model_and_sample
 
 BASE: dict[str, Any] = {
     "train_batch_size": 16,

@@ -11,8 +11,8 @@ from pipemega.config import load
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.planning.estimate import Request, estimate
-from pipemega.planning.report_text import step_summary
-from pipemega.planning.units import (
+from pipemega.planning.report import step_summary
+from pipemega.printing import (
     parse_bytes,
     show_bytes,
     show_count,
@@ -21,8 +21,7 @@ from pipemega.planning.units import (
     show_time,
     three,
 )
-from pipemega.profiling.meta_kernels import DeviceKernels
-from pipemega.profiling.tensor_meter import TensorMeter
+from pipemega.profiling.tensor_meter import DeviceKernels, TensorMeter
 from pipemega.tensor_parallel.collectives import (
     gather_sequence,
     reduce_from_tensor,

@@ -11,7 +11,7 @@ from pipemega.config import load
 from pipemega.distributed.topology import Topology
 from pipemega.models.build_model import ModelContext
 from pipemega.planning.estimate import Request, estimate
-from pipemega.planning.model_flops import flops_per_sample, flops_per_token
+from pipemega.planning.prediction import flops_per_sample, flops_per_token
 
 HIDDEN, LAYERS, CLASSES, PATCHES, PATCH_SIZE = 32, 4, 10, 16, 4
 CONFIG: dict[str, Any] = {

@@ -11,8 +11,8 @@ from pipemega.pipeline.plan_selection import with_passes
 from pipemega.pipeline.schedules import build_plan
 from pipemega.planning.advice import advise
 from pipemega.planning.estimate import Report, Request, estimate
-from pipemega.planning.report_json import as_json
-from pipemega.planning.vocabulary_choice import with_cut_vocabulary
+from pipemega.planning.report import as_json
+from pipemega.planning.schedule_choice import with_cut_vocabulary
 
 
 def settings(vocabulary: int, schedule: str = "auto", **changes: Any) -> dict[str, Any]:

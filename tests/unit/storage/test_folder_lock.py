@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 
 from pipemega.errors import FolderLockedError
-from pipemega.storage import folder_lock
+from pipemega.storage import locks as folder_lock
 from pipemega.storage.filesystem import LocalStorage, storage_at
-from pipemega.storage.folder_lock import LOCK_FILE, FolderLocks, LockOptions
-from pipemega.storage.process_identity import ProcessIdentity
+from pipemega.storage.locks import LOCK_FILE, FolderLocks, LockOptions, ProcessIdentity
 
 ALICE = "process 4711 on node7 (user alice), since 2026-11-22T04:01:50+00:00"
 TAKE_OVER = LockOptions(take_over=True)
@@ -58,7 +57,7 @@ def leave_lock(folder, **changes):
 SCRIPT = """
 import sys, time
 from pipemega.storage.filesystem import LocalStorage
-from pipemega.storage.folder_lock import folder_locks
+from pipemega.storage.locks import folder_locks
 folder_locks.lock(LocalStorage(sys.argv[1]))
 print("locked", flush=True)
 {end}

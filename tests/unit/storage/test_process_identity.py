@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipemega.storage.process_identity import ProcessIdentity
+from pipemega.storage.locks import ProcessIdentity
 
 
 def test_this_process_runs_and_is_restored_from_its_json():
@@ -38,7 +38,7 @@ def test_a_sibling_is_another_running_process_of_the_same_parent():
     here = ProcessIdentity.current()
     code = (
         "import sys; from dataclasses import replace;"
-        "from pipemega.storage.process_identity import ProcessIdentity;"
+        "from pipemega.storage.locks import ProcessIdentity;"
         "now = ProcessIdentity.current();"
         "print([replace(now, pid=int(p), start_ticks=0).is_sibling() for p in sys.argv[1:]])"
     )

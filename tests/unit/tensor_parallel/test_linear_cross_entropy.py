@@ -18,11 +18,15 @@ from pipemega.profiling.tensor_meter import TensorMeter
 from pipemega.tensor_parallel import (
     DeferredLogits,
     VocabParallelHead,
-    chunked_logits,
+    deferred_logits,
     vocab_parallel_cross_entropy,
 )
-from pipemega.tensor_parallel.chunked_logits import HeadGradients, HeadShard
-from pipemega.tensor_parallel.deferred_logits import defer_logits, without_output
+from pipemega.tensor_parallel.deferred_logits import (
+    HeadGradients,
+    HeadShard,
+    defer_logits,
+    without_output,
+)
 from pipemega.tensor_parallel.linear_cross_entropy import (
     count_labels,
     linear_cross_entropy,
@@ -409,13 +413,13 @@ def test_passes_over_parts_of_the_vocabulary_sum_to_the_whole(cuts: tuple[int, .
         )
         for a, b in pairwise(cuts)
     ]  # fmt: skip
-    gathered = torch.stack([chunked_logits.statistics(head, x, target) for head in heads])
-    losses, lse = chunked_logits.combine(heads[0], gathered)
+    gathered = torch.stack([deferred_logits.statistics(head, x, target) for head in heads])
+    losses, lse = deferred_logits.combine(heads[0], gathered)
     torch.testing.assert_close(losses.sum(), want_loss, rtol=1e-12, atol=0)
     dx = torch.zeros_like(x)
     for head in heads:
         into = HeadGradients.of(head, x, True, True, False)
-        chunked_logits.gradients(head, x, target, lse, into, 0.5)
+        deferred_logits.gradients(head, x, target, lse, into, 0.5)
         assert into.hidden is not None
         assert into.weight is not None
         dx += into.hidden
@@ -441,4 +445,4 @@ def test_the_logits_of_a_chunk_take_as_much_memory_as_the_weight(
     dim: int, dtype: torch.dtype, tokens: int, length: int
 ) -> None:
     weight = torch.empty(8, dim, dtype=dtype, device="meta")
-    assert chunked_logits.chunk_length(HeadShard(weight, 0, 8, 8), tokens) == length
+    assert deferred_logits.chunk_length(HeadShard(weight, 0, 8, 8), tokens) == length

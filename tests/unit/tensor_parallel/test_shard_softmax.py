@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from pipemega.distributed.mesh import Axis
-from pipemega.tensor_parallel.shard_softmax import (
+from pipemega.tensor_parallel.cross_entropy import (
     HeadRows,
     Partial,
     TokenObjective,
@@ -86,7 +86,7 @@ def test_large_softmax_is_computed_in_chunks(monkeypatch):
     weight, x = torch.randn(VOCABULARY, HIDDEN), torch.randn(TOKENS, HIDDEN)
     target, dloss = torch.arange(TOKENS), torch.ones(TOKENS)
     whole = passes(weight, x, target, dloss, TokenObjective(VOCABULARY), [0, 20])
-    monkeypatch.setattr("pipemega.tensor_parallel.shard_softmax._CHUNK", 40)
+    monkeypatch.setattr("pipemega.tensor_parallel.cross_entropy._CHUNK", 40)
     chunked = passes(weight, x, target, dloss, TokenObjective(VOCABULARY), [0, 20])
     for one, other in zip(whole, chunked, strict=True):
         torch.testing.assert_close(one, other)

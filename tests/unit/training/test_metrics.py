@@ -11,7 +11,7 @@ from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import ConfigError, DataError, PipelineError, PipemegaError
 from pipemega.tensor_parallel import ColumnParallelLinear, VocabParallelHead
 from pipemega.training import Accuracy, Loss, Metric, MixupAccuracy, Perplexity
-from pipemega.training.metric_set import MetricSet, checked_metrics
+from pipemega.training.metrics import MetricSet, checked_metrics
 
 
 def values_of(metrics, *batches):

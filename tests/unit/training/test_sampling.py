@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from pipemega.errors import ConfigError, PipelineError
-from pipemega.training.sampling import Sampler, Sampling
-from pipemega.training.text_generator import _end_tokens
+from pipemega.training.generation import Sampler, Sampling, _end_tokens
 
 
 def logits() -> torch.Tensor:

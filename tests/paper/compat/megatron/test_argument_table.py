@@ -9,7 +9,7 @@ import pytest
 from pipemega.compat.megatron.absent_arguments import ABSENT, absent
 from pipemega.compat.megatron.argument_page import argument_page
 from pipemega.compat.megatron.arguments import ARGUMENTS, SECTIONS
-from pipemega.config.json_schema import schema
+from pipemega.config.reference_pages import schema
 
 ROOT = Path(__file__).parents[4]
 SOURCES = [*(ROOT / "pipemega/compat/megatron").glob("*_keys.py"),

@@ -1,0 +1,380 @@
+"""`model`: sizes and options of the built-in GPT, with Megatron's names.
+
+The keys that the built-in transformers have in common, with Megatron's names.
+
+`model.rope_scaling`: rotary frequencies for longer sequences, by the keys of transformers.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar, Literal
+
+from pipemega.config.declarations import (
+    Auto,
+    Count,
+    Fraction,
+    NotNegative,
+    Positive,
+    Section,
+    own,
+    rule,
+)
+from pipemega.config.model_registry import ModelSection, register_model
+from pipemega.config.sections.pipeline_sections import MeshSection
+
+
+class TransformerSection(ModelSection):
+    """A built-in model of equal transformer blocks."""
+
+    other_layers: ClassVar[tuple[str, ...]]
+    """The layers of the pipeline besides the blocks."""
+
+    num_layers: Count = own(..., "Number of transformer blocks.")
+    hidden_size: Count = own(..., "Hidden size of the transformer.")
+    num_attention_heads: Count = own(..., "Number of attention (query) heads.")
+    ffn_hidden_size: Count | None = own(None, "Feed-forward size; null: 4 * hidden_size.")
+    attention_dropout: Fraction = own(0.1, "Dropout probability of the attention weights.")
+    hidden_dropout: Fraction = own(0.1, "Dropout probability of embeddings and residuals.")
+    recompute: Literal["none", "selective", "full"] = own(
+        "none", "Activations to recompute: none, of attention (selective), of whole blocks (full)."
+    )
+    recompute_method: Literal["uniform", "block"] | None = own(
+        None,
+        'With `model.recompute` `"full"`: `"uniform"` forms groups of recompute_num_layers blocks, '
+        'and stores only the input of a group; `"block"` recomputes only the first '
+        "recompute_num_layers blocks of each stage, one by one; null recomputes all blocks, "
+        "one by one.",
+    )
+    recompute_num_layers: Count = own(1, "Number of blocks for recompute_method.")
+
+    @property
+    def feed_forward_size(self) -> int:
+        """`ffn_hidden_size`, or its default if it is null."""
+        return self.ffn_hidden_size or 4 * self.hidden_size
+
+    def layer_count(self) -> int:
+        return self.num_layers + len(self.other_layers)
+
+    def sharded_sizes(self, mesh: MeshSection) -> Mapping[str, int]:
+        """Return key -> size of what is sharded over the tensor ranks."""
+        return {
+            "num_attention_heads": self.num_attention_heads,
+            "ffn_hidden_size": self.feed_forward_size,
+        }
+
+    def mesh_errors(self, mesh: MeshSection) -> Iterator[str]:
+        """Yield why the model cannot be sharded over this mesh."""
+        for name, size in self.sharded_sizes(mesh).items():
+            if size % mesh.tensor:
+                yield (
+                    f"model.{name} ({size}) must be a multiple of mesh.tensor ({mesh.tensor}), "
+                    f"over which it is sharded; the nearest {near_multiples(size, mesh.tensor)}"
+                )
+
+    @rule("recompute", "recompute_method", "recompute_num_layers")
+    def _method_fits_recompute(self) -> Iterator[str]:
+        method, number = self.recompute_method, self.recompute_num_layers
+        if method is not None and self.recompute != "full":
+            yield (
+                f"model.recompute_method {method!r} recomputes whole blocks, and model.recompute "
+                f"is {self.recompute!r}: set it to 'full', or remove recompute_method"
+            )
+        if method is None and number != 1:
+            yield (
+                f"model.recompute_num_layers ({number}) has no effect without "
+                "model.recompute_method: set it to 'uniform' or 'block'"
+            )
+
+
+def near_multiples(size: int, of: int, base: int = 0) -> str:
+    """Return "that fits is 4" or "that fit are 12 and 16": multiples of `of` next to `size`.
+
+    Args:
+        base: added to both.
+    """
+    below, above = base + size // of * of, base - (-size // of) * of
+    return f"that fit are {below} and {above}" if below else f"that fits is {above}"
+
+
+RopeType = Literal["default", "linear", "dynamic", "yarn", "llama3"]
+
+# Keys that a rope_type uses, besides `factor`; a key with True must be given.
+_KEYS: dict[str, dict[str, bool]] = {
+    "default": {},
+    "linear": {},
+    "dynamic": {"original_max_position_embeddings": True},
+    "yarn": {
+        "original_max_position_embeddings": True, "attention_factor": False, "beta_fast": False,
+        "beta_slow": False, "mscale": False, "mscale_all_dim": False, "truncate": False,
+    },
+    "llama3": {
+        "original_max_position_embeddings": True, "low_freq_factor": True,
+        "high_freq_factor": True,
+    },
+}  # fmt: skip
+
+
+class RopeScalingSection(Section):
+    """`rope_scaling` (or `rope_parameters`) of a config of transformers."""
+
+    old_names: ClassVar[Mapping[str, str]] = {"type": "rope_type"}
+
+    rope_type: RopeType = own(
+        "default",
+        '`"linear"`: positions / factor; `"dynamic"`: NTK, a larger base for samples longer than '
+        'the original length; `"yarn"`; `"llama3"`; `"default"`: no scaling.',
+    )
+    factor: Positive | None = own(
+        None,
+        "Longest sequence / original length; >= 1. yarn: null for max_position_embeddings / "
+        "original.",
+    )
+    original_max_position_embeddings: Count | None = own(
+        None,
+        "Length of the sequences before scaling. dynamic: the `max_position_embeddings` of "
+        "transformers.",
+    )
+    attention_factor: Positive | None = own(
+        None, "yarn: factor of queries and keys; null: from `factor`, `mscale`, `mscale_all_dim`."
+    )
+    beta_fast: Positive = own(32.0, "yarn: rotations from which channels are not scaled.")
+    beta_slow: Positive = own(1.0, "yarn: rotations up to which channels are scaled by factor.")
+    mscale: Positive | None = own(
+        None, "yarn: weight of log(factor) in the numerator of the attention factor."
+    )
+    mscale_all_dim: Positive | None = own(
+        None, "yarn: weight of log(factor) in the denominator of the attention factor."
+    )
+    truncate: bool = own(True, "yarn: round the range of channels to integers.")
+    low_freq_factor: Positive | None = own(
+        None, "llama3: wavelengths above original length / this are scaled by factor."
+    )
+    high_freq_factor: Positive | None = own(
+        None, "llama3: wavelengths below original length / this are not scaled."
+    )
+
+    @classmethod
+    def prepare(cls, raw: Any) -> Any:
+        if isinstance(raw, Mapping) and "rope_theta" in raw:
+            raise ValueError("rope_theta is model.rotary_base here: move its value there")
+        if isinstance(raw, Mapping) and "partial_rotary_factor" in raw:
+            raise ValueError(
+                "partial_rotary_factor is model.rotary_percent here: move its value there"
+            )
+        return raw
+
+    def hf_keys(self) -> dict[str, Any]:
+        """Return the keys of transformers that `rope_type` uses, without null."""
+        names = ("rope_type", "factor", *_KEYS[self.rope_type])
+        values = {name: getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+    @rule("rope_type", *(name for keys in _KEYS.values() for name in keys), "factor")
+    def _keys_fit_the_type(self) -> Iterator[str]:
+        kind, keys = self.rope_type, _KEYS[self.rope_type]
+        if kind not in ("default", "yarn") and self.factor is None:
+            yield f"model.rope_scaling.factor is missing: rope_type '{kind}' needs it"
+        for name, needed in keys.items():
+            if needed and getattr(self, name) is None:
+                yield f"model.rope_scaling.{name} is missing: rope_type '{kind}' needs it"
+        known = {"rope_type", *keys, *(() if kind == "default" else ("factor",))}
+        for name, field in type(self).model_fields.items():
+            if name not in known and getattr(self, name) != field.default:
+                used = ", ".join(other for other, names in _KEYS.items() if name in names)
+                yield (
+                    f"model.rope_scaling.{name} has no effect on rope_type '{kind}', only on "
+                    f"{used or 'the other types'}: remove it"
+                )
+
+    @rule("factor", "low_freq_factor", "high_freq_factor")
+    def _ranges(self) -> Iterator[str]:
+        if self.factor is not None and self.factor < 1:
+            yield f"model.rope_scaling.factor ({self.factor:g}) must be at least 1"
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and low >= high:
+            yield (
+                f"model.rope_scaling.low_freq_factor ({low:g}) must be below high_freq_factor "
+                f"({high:g})"
+            )
+
+
+# SwiGLU has three matrices and GELU two: 2/3 * 4h gives the same number of parameters. GEMM kernels
+# are fast for multiples of this.
+_SWIGLU_MULTIPLE = 64
+
+
+@register_model("gpt")
+class GPTSection(TransformerSection):
+    """The built-in GPT."""
+
+    builder = "pipemega.models.gpt"
+    other_layers = ("embedding", "positions", "norm", "head")
+
+    type: Literal["gpt"] = own("gpt", "Type of the model.")
+    ffn_hidden_size: Count | None = own(
+        None,
+        "Feed-forward size; null: 4 * hidden_size (swiglu: 8/3 * hidden_size, rounded up to a "
+        "multiple of 64).",
+    )
+    num_query_groups: Count | None = own(None, "Key and value heads; null: num_attention_heads.")
+    kv_channels: Count | None = own(None, "Head size; null: hidden_size / num_attention_heads.")
+    seq_length: Count = own(..., "Tokens per sample.")
+    max_position_embeddings: Count | None = own(
+        None,
+        "Positions of the model, at least seq_length: with learned position embeddings their "
+        "number of rows, with rope_scaling the length of the longest sequence; null: seq_length.",
+    )
+    vocab_size: Count | Auto = own("auto", 'Vocabulary size; `"auto"`: that of the tokenizer.')
+    make_vocab_size_divisible_by: Count = own(
+        128,
+        "Pad the vocabulary to a multiple of this * `mesh.tensor`; the padding is masked and not "
+        "saved.",
+    )
+    pad_vocab_size_to: Count | None = own(
+        None, "Pad the vocabulary to this size instead; a multiple of `mesh.tensor`."
+    )
+    position_embedding_type: Literal["learned_absolute", "rope"] = own(
+        "learned_absolute", "Learned position embeddings, or rotary position embeddings (RoPE)."
+    )
+    rotary_base: Positive = own(10000.0, "Base of the RoPE frequencies.")
+    rotary_percent: float = own(1.0, "Fraction of a head that RoPE rotates.", gt=0, le=1)
+    rope_scaling: RopeScalingSection | None = own(
+        None, "Scaling of the RoPE frequencies, with the keys of transformers."
+    )
+    normalization: Literal["LayerNorm", "RMSNorm"] = own("LayerNorm", "Normalization layer.")
+    norm_epsilon: Positive = own(1e-5, "Epsilon of the normalization layers.")
+    embedding_norm: bool = own(
+        False, "Normalize the token embeddings, as in BLOOM (Megatron's --embed-layernorm)."
+    )
+    qk_layernorm: bool = own(
+        False, "Normalize queries and keys over the channels of each head, before RoPE."
+    )
+    swiglu: bool = own(False, "Use SwiGLU instead of GELU.")
+    squared_relu: bool = own(False, "Use the square of ReLU instead of GELU.")
+    add_bias_linear: bool = own(True, "Add biases to the linear layers.")
+    add_qkv_bias: bool = own(False, "Add QKV biases even if add_bias_linear is false.")
+    untie_embeddings_and_output_weights: bool = own(False, "Give the output head its own weight.")
+    init_method_std: NotNegative = own(0.02, "Standard deviation of the initial weights.")
+    label_smoothing: Fraction = own(
+        0.0, "Share of the target probability that is spread over the vocabulary."
+    )
+    z_loss: NotNegative = own(
+        0.0, "Weight of the squared log-sum-exp of the logits, added to the loss (PaLM: 1e-4)."
+    )
+
+    @property
+    def feed_forward_size(self) -> int:
+        """`ffn_hidden_size`, or its default if it is null."""
+        if self.ffn_hidden_size is not None or not self.swiglu:
+            return super().feed_forward_size
+        return -(-8 * self.hidden_size // (3 * _SWIGLU_MULTIPLE)) * _SWIGLU_MULTIPLE
+
+    @property
+    def num_positions(self) -> int:
+        """`max_position_embeddings`, or its default if it is null."""
+        return self.max_position_embeddings or self.seq_length
+
+    @property
+    def query_groups(self) -> int:
+        """`num_query_groups`, or its default if it is null."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        """`kv_channels`, or its default if it is null."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def sample(self, context: Any) -> Any:
+        return self.above("sample")(self, context)
+
+    def flops_per_token(self, context: Any) -> Any:
+        return self.above("flops_per_token")(self, context)
+
+    def sharded_sizes(self, mesh: MeshSection) -> Mapping[str, int]:
+        sharded = {**super().sharded_sizes(mesh)}
+        if mesh.sequence_parallel:
+            sharded["seq_length"] = self.seq_length
+        if self.query_groups != self.num_attention_heads:
+            sharded["num_query_groups"] = self.query_groups
+        if self.pad_vocab_size_to is not None:
+            sharded["pad_vocab_size_to"] = self.pad_vocab_size_to
+        return sharded
+
+    def padding_errors(self, vocab_size: int) -> Iterator[str]:
+        """Yield why a vocabulary of this size cannot be padded to `pad_vocab_size_to`."""
+        size = self.pad_vocab_size_to
+        if size is not None and size < vocab_size:
+            yield (
+                f"model.pad_vocab_size_to ({size}) must be at least the size of the vocabulary "
+                f"({vocab_size})"
+            )
+
+    def computed_values(self) -> Iterator[tuple[str, str, str]]:
+        if self.ffn_hidden_size is None:
+            factor = "8/3, up to a multiple of 64" if self.swiglu else "4"
+            why = f"hidden_size {self.hidden_size} x {factor}"
+            yield "model.ffn_hidden_size", str(self.feed_forward_size), why
+        if self.max_position_embeddings is None:
+            yield "model.max_position_embeddings", str(self.num_positions), "seq_length"
+        if self.num_query_groups is None:
+            yield "model.num_query_groups", str(self.query_groups), "num_attention_heads"
+        if self.kv_channels is None:
+            why = f"hidden_size {self.hidden_size} / {self.num_attention_heads} heads"
+            yield "model.kv_channels", str(self.head_size), why
+
+    @rule("hidden_size", "num_attention_heads", "kv_channels")
+    def _heads_divide_the_hidden_size(self) -> Iterator[str]:
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if self.kv_channels is None and hidden % heads:
+            yield (
+                f"model.hidden_size ({hidden}) must be a multiple of model.num_attention_heads "
+                f"({heads}): the nearest {near_multiples(hidden, heads)}; or give model.kv_channels"
+            )
+
+    @rule("num_query_groups", "num_attention_heads")
+    def _groups_divide_the_heads(self) -> Iterator[str]:
+        heads, groups = self.num_attention_heads, self.query_groups
+        if heads % groups:
+            yield (
+                f"model.num_attention_heads ({heads}) must be a multiple of "
+                f"model.num_query_groups ({groups}): all groups have the same number of heads"
+            )
+
+    @rule("max_position_embeddings", "seq_length")
+    def _samples_fit_the_positions(self) -> Iterator[str]:
+        if self.num_positions < self.seq_length:
+            yield (
+                f"model.max_position_embeddings ({self.num_positions}) must be at least "
+                f"model.seq_length ({self.seq_length}): the tokens of a sample need positions"
+            )
+
+    @rule("pad_vocab_size_to", "vocab_size")
+    def _vocabulary_fits_its_padding(self) -> Iterator[str]:
+        if isinstance(self.vocab_size, int):
+            yield from self.padding_errors(self.vocab_size)
+
+    @rule("squared_relu", "swiglu")
+    def _one_activation(self) -> Iterator[str]:
+        if self.squared_relu and self.swiglu:
+            yield (
+                "model.squared_relu and model.swiglu are two activation functions of the "
+                "feed-forward layers: set one of them to false"
+            )
+
+    @rule("rope_scaling", "position_embedding_type")
+    def _scaling_needs_rope(self) -> Iterator[str]:
+        if self.rope_scaling is not None and self.position_embedding_type != "rope":
+            yield (
+                "model.rope_scaling has no effect on model.position_embedding_type "
+                f"'{self.position_embedding_type}': set it to 'rope', or remove the scaling"
+            )
+
+    @rule("rotary_percent", "position_embedding_type", "hidden_size", "num_attention_heads",
+          "kv_channels")  # fmt: skip
+    def _rope_rotates_pairs(self) -> Iterator[str]:
+        rotated = round(self.head_size * self.rotary_percent)
+        if self.position_embedding_type == "rope" and (rotated < 2 or rotated % 2):
+            yield (
+                f"RoPE rotates pairs of channels, and {rotated} channels of each head would be "
+                f"rotated (head size {self.head_size} * model.rotary_percent "
+                f"{self.rotary_percent}): this number must be even"
+            )

@@ -1,0 +1,1 @@
+"""Token files: reading, writing, blending, preparing, tokenizers."""

@@ -1,0 +1,1 @@
+"""Weights in the format of Hugging Face: reading by slices, export, import."""

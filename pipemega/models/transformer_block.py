@@ -1,0 +1,489 @@
+"""Self-attention of the transformer blocks.
+
+Causal attention with grouped queries, on the fused kernel of the device.
+
+On a CUDA device torch chooses among three kernels:
+
+    kernel              dtypes        heads of k and v
+    flash, cuDNN        bf16, fp16    may be fewer than those of q (`enable_gqa`)
+    memory-efficient    and fp32      as many as those of q
+    math                all           may be fewer; holds the scores [heads, sequence, sequence]
+
+So k and v are expanded where flash attention does not run; it takes no mask. The fused kernel of a
+CPU takes fewer heads in all dtypes, and masks.
+
+Attention of samples that contain several documents: no token sees another document.
+
+Keys and values of the positions that attention has seen, for generation.
+
+With a cache, a new token costs the forward of one position instead of the whole sequence.
+
+The block of a transformer: norms, attention and MLP.
+
+Sizes and options of the transformer blocks that the GPT and the ViT share.
+
+The linears of a transformer block, sharded over the tensor ranks.
+
+The norms of a transformer, of the type that its config selects.
+
+Stochastic depth: a sample skips a residual branch.
+
+Source: Huang et al. 2016, arXiv:1603.09382.
+"""
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from einops import rearrange
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from pipemega.config.sections.transformer_sections import GPTSection
+from pipemega.distributed.mesh import Axis
+from pipemega.kernels import Kernels
+from pipemega.models.rotary import RopeScaling, Rotary
+from pipemega.parameters import mark_partial_gradient, normal
+from pipemega.pipeline.model.recompute import ActivationCheckpoints, recompute
+from pipemega.random import sharded_rng
+from pipemega.tensor_parallel import ColumnParallelLinear, Dropout, RowParallelLinear
+
+# Limits of flash attention in torch 2.13: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
+_FLASH_DTYPES = (torch.float16, torch.bfloat16)
+_FLASH_CHANNELS = 256
+_FLASH_ARCHITECTURE = 8  # Ampere
+
+
+def causal_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Return softmax(q kᵀ / sqrt(head)) v, in which a position sees itself and earlier ones.
+
+    Args:
+        mask: which positions each position sees; it is causal itself. None: all earlier ones.
+        dropout: probability that a weight of the softmax becomes 0.
+
+    Shape:
+        q [batch, heads, queries, head], k and v [batch, groups, sequence, head]  ->  as q;
+        the queries are those of the last positions of the sequence; heads / groups consecutive
+        heads of q use one head of k and v; mask bool [batch, 1, queries, sequence]
+    """
+    queries, length = q.shape[2], k.shape[2]
+    is_causal = mask is None and queries == length
+    if mask is None and 1 < queries < length:
+        # torch's own causal mask starts at the first position.
+        seen = torch.ones(queries, length, dtype=torch.bool, device=q.device)
+        mask = seen.tril(length - queries)
+    heads, groups = q.shape[1], k.shape[1]
+    takes_groups = takes_grouped_queries(q) and (mask is None or not q.is_cuda)
+    if heads != groups and not takes_groups:
+        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
+    enable_gqa = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, dropout, is_causal=is_causal, enable_gqa=enable_gqa
+    )
+
+
+def takes_grouped_queries(q: Tensor) -> bool:
+    """Return whether a fused kernel of q's device takes fewer heads in k and v than in q."""
+    if not q.is_cuda:
+        return True
+    if q.dtype not in _FLASH_DTYPES or q.shape[-1] > _FLASH_CHANNELS:
+        return False
+    # The planner counts tensors without values as if they were on a GPU of today.
+    return q.is_meta or _has_flash(q.device)
+
+
+def _has_flash(device: torch.device) -> bool:
+    architecture: int = torch.cuda.get_device_properties(device).major
+    # ROCm's flash attention takes no grouped queries.
+    return architecture >= _FLASH_ARCHITECTURE and torch.version.hip is None
+
+
+def documents_of(positions: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
+    """Return the number of each token's document in its sample; None: one document.
+
+    A document starts where the positions do not continue. Tokens that `attention_mask` excludes
+    are documents of their own, so that no other token sees them.
+
+    Shape:
+        positions, attention_mask [batch, sequence]  ->  [batch, sequence]
+    """
+    documents = None
+    if positions is not None:
+        continues = positions[:, 1:] == positions[:, :-1] + 1
+        documents = torch.nn.functional.pad((~continues).cumsum(-1), (1, 0))
+    if attention_mask is None:
+        return documents
+    # Negative numbers: padding. It attends to itself, because a softmax needs one position.
+    kept = 0 if documents is None else documents
+    return torch.where(attention_mask.bool(), kept, -1)
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Return which positions each position sees: itself and the earlier ones of its document.
+
+    The mask is kept for the other layers of the micro-batch.
+
+    Shape:
+        documents [batch, sequence]  ->  bool [batch, 1, sequence (query), sequence (key)]
+    """
+    global _kept
+    # An inference tensor has no version, which would show a change in place.
+    if torch.compiler.is_compiling() or documents.is_inference():
+        return _document_mask(documents)
+    if _kept is not None and _kept.documents() is documents and _kept.version == documents._version:
+        return _kept.mask
+    # Validation creates masks within `torch.inference_mode`; training may use them later.
+    with torch.inference_mode(False), torch.no_grad():
+        mask = _document_mask(documents)
+    _kept = _Kept(weakref.ref(documents, _forget), documents._version, mask)
+    return mask
+
+
+def _document_mask(documents: Tensor) -> Tensor:
+    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
+    return same.tril_().unsqueeze(1)
+
+
+@dataclass(frozen=True, eq=False)
+class _Kept:
+    """The mask of the documents that a micro-batch has brought."""
+
+    documents: "weakref.ref[Tensor]"
+    version: int
+    mask: Tensor
+
+
+_kept: _Kept | None = None
+
+
+def _forget(documents: "weakref.ref[Tensor]") -> None:
+    global _kept
+    if _kept is not None and _kept.documents is documents:
+        _kept = None
+
+
+class KeyValueCache:
+    """Keys and values of one attention layer, on the ranks that hold its heads.
+
+    Args:
+        capacity: largest number of positions.
+
+    Attributes:
+        length: number of positions in the cache.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._keys: Tensor | None = None
+        self._values: Tensor | None = None
+        self.length = 0
+
+    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Add new positions; return keys and values of all positions, as views.
+
+        Shape:
+            [batch, groups / T, new, head]  ->  [batch, groups / T, length, head]
+        """
+        if self._keys is None or self._values is None:
+            batch, groups, _, head = keys.shape
+            self._keys = keys.new_empty(batch, groups, self._capacity, head)
+            self._values = torch.empty_like(self._keys)
+        start, self.length = self.length, self.length + keys.shape[2]
+        self._keys[:, :, start : self.length] = keys
+        self._values[:, :, start : self.length] = values
+        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
+
+
+def gpt_default(name: str) -> Any:
+    """Return the default of a key of `GPTSection`."""
+    return GPTSection.model_fields[name].default
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockConfig:
+    """Sizes and options of the blocks with Megatron's names; defaults are those of `GPTSection`.
+
+    Args:
+        causal: a position sees itself and earlier ones; else all.
+        padded_from: first position that is padding, which makes the sequence a multiple of the
+            tensor ranks; None: there is none.
+    """
+
+    first_block: ClassVar[int]
+    """Position of the first block in the pipeline."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int
+    num_query_groups: int
+    kv_channels: int
+    position_embedding_type: Literal["learned_absolute", "rope"] = gpt_default(
+        "position_embedding_type"
+    )
+    rotary_base: float = gpt_default("rotary_base")
+    rotary_percent: float = gpt_default("rotary_percent")
+    rope_scaling: RopeScaling | None = None
+    qk_layernorm: bool = gpt_default("qk_layernorm")
+    squared_relu: bool = gpt_default("squared_relu")
+    normalization: Literal["LayerNorm", "RMSNorm"] = gpt_default("normalization")
+    norm_epsilon: float = gpt_default("norm_epsilon")
+    swiglu: bool = gpt_default("swiglu")
+    add_bias_linear: bool = gpt_default("add_bias_linear")
+    add_qkv_bias: bool = gpt_default("add_qkv_bias")
+    attention_dropout: float = gpt_default("attention_dropout")
+    hidden_dropout: float = gpt_default("hidden_dropout")
+    init_method_std: float = gpt_default("init_method_std")
+    recompute: Literal["none", "selective", "full"] = gpt_default("recompute")
+    recompute_method: Literal["uniform", "block"] | None = gpt_default("recompute_method")
+    recompute_num_layers: int = gpt_default("recompute_num_layers")
+    sequence_parallel: bool = False
+    causal: bool = True
+    padded_from: int | None = None
+
+    @property
+    def checkpoints(self) -> ActivationCheckpoints | None:
+        """The blocks that are recomputed; None: not whole blocks."""
+        if self.recompute != "full":
+            return None
+        number, method = self.recompute_num_layers, self.recompute_method
+        return ActivationCheckpoints(
+            self.first_block,
+            self.first_block + self.num_layers,
+            size=number if method == "uniform" else 1,
+            most=number if method == "block" else None,
+        )
+
+
+def column_parallel(
+    c: BlockConfig, out_features: int | tuple[int, ...], axis: Axis, bias: bool
+) -> ColumnParallelLinear:
+    """Return the linear hidden -> out_features, whose output features are sharded over `axis`."""
+    return ColumnParallelLinear(
+        c.hidden_size,
+        out_features,
+        axis=axis,
+        bias=bias,
+        sequence_parallel=c.sequence_parallel,
+        init_method=normal(c.init_method_std),
+    )
+
+
+def row_parallel(c: BlockConfig, in_features: int, axis: Axis) -> RowParallelLinear:
+    """Return the linear in_features -> hidden, whose input features are sharded over `axis`."""
+    return RowParallelLinear(
+        in_features,
+        c.hidden_size,
+        axis=axis,
+        bias=c.add_bias_linear,
+        sequence_parallel=c.sequence_parallel,
+        # As in GPT-2: the residual stream is a sum of 2 L outputs.
+        init_method=normal(c.init_method_std / math.sqrt(2 * c.num_layers)),
+    )
+
+
+def hidden_norm(config: BlockConfig, kernels: Kernels) -> nn.Module:
+    """Return a norm over the hidden size.
+
+    Shape:
+        [batch, sequence (/ T), hidden]  ->  the same
+    """
+    module = _norm(config, kernels, config.hidden_size)
+    return mark_partial_gradient(module) if config.sequence_parallel else module
+
+
+def head_norm(config: BlockConfig, kernels: Kernels, axis: Axis) -> nn.Module:
+    """Return a norm over the channels of each head; all heads share its parameters.
+
+    Shape:
+        [batch, sequence, heads / T, head]  ->  the same
+    """
+    module = _norm(config, kernels, config.kv_channels)
+    # Each tensor rank computes the gradient of its own heads.
+    return mark_partial_gradient(module) if axis.size > 1 else module
+
+
+def _norm(config: BlockConfig, kernels: Kernels, size: int) -> nn.Module:
+    norm = kernels.rms_norm if config.normalization == "RMSNorm" else kernels.layer_norm
+    return norm(size, eps=config.norm_epsilon)
+
+
+class Attention(nn.Module):
+    """Self-attention, causal or not; the heads are sharded over the tensor ranks.
+
+    Attributes:
+        cache: keys and values of earlier positions; x then has only the positions after them.
+            None: x has all positions.
+
+    Shape:
+        x [batch, sequence (/ T), hidden]  ->  the same;
+        positions [batch, sequence], None for 0, 1, 2 ..; documents [batch, sequence]: a token sees
+        the tokens of its document, None for one document
+    """
+
+    def __init__(self, config: BlockConfig, kernels: Kernels, axis: Axis) -> None:
+        super().__init__()
+        c = config
+        self._axis, self._head = axis, c.kv_channels
+        self._heads = c.num_attention_heads // axis.size
+        self._groups = c.num_query_groups // axis.size
+        self._causal, self._padded_from = c.causal, c.padded_from
+        self._dropout, self._selective = c.attention_dropout, c.recompute == "selective"
+        queries = c.num_attention_heads * c.kv_channels
+        keys = c.num_query_groups * c.kv_channels
+        qkv_bias = c.add_bias_linear or c.add_qkv_bias
+        self.qkv = column_parallel(c, (queries, keys, keys), axis, qkv_bias)
+        self.output = row_parallel(c, queries, axis)
+        self.query_norm = head_norm(c, kernels, axis) if c.qk_layernorm else None
+        self.key_norm = head_norm(c, kernels, axis) if c.qk_layernorm else None
+        self._rotary: Rotary | None = None
+        if c.position_embedding_type == "rope":
+            dim = int(c.kv_channels * c.rotary_percent)
+            self._rotary = Rotary(dim, c.rotary_base, c.rope_scaling)
+        self.cache: KeyValueCache | None = None
+
+    def forward(
+        self, x: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        qkv = self.qkv(x)  # [batch, sequence, (heads + 2 groups) / T * head]
+        if self._selective:
+            restore_rng = self._dropout > 0 and self.training
+            mixed = recompute(self._attend, qkv, positions, documents, restore_rng=restore_rng)
+        else:
+            mixed = self._attend(qkv, positions, documents)
+        return self.output(mixed)  # type: ignore[no-any-return]
+
+    def _attend(self, qkv: Tensor, positions: Tensor | None, documents: Tensor | None) -> Tensor:
+        """Return the attention output [batch, sequence, heads / T * head]."""
+        d, h, g = self._head, self._heads, self._groups
+        padding = 0
+        if self._padded_from is not None:
+            # Without padding no position needs a mask, which flash attention does not take.
+            padding = qkv.shape[1] - self._padded_from
+            qkv = qkv[:, : self._padded_from]
+        q, k, v = (
+            rearrange(part, "b s (h d) -> b s h d", d=d)
+            for part in torch.split(qkv, [h * d, g * d, g * d], dim=-1)
+        )
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm(k)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # [batch, heads or groups, sequence, head]
+        if self._rotary is not None:
+            q, k = self._rotary(q, k, positions)
+        if self.cache is not None:
+            k, v = self.cache.append(k, v)
+        mask = None if documents is None else document_mask(documents)
+        if self._dropout > 0 and self.training:
+            mixed = self._attend_with_dropout(q, k, v, mask)
+        else:
+            mixed = self._mix(q, k, v, mask)
+        mixed = rearrange(mixed, "b h s d -> b s (h d)")
+        return F.pad(mixed, (0, 0, 0, padding)) if padding else mixed
+
+    def _mix(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float = 0.0
+    ) -> Tensor:
+        if self._causal:
+            return causal_attention(q, k, v, mask, dropout)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout)
+
+    # It seeds generators, which a graph of torch.compile cannot contain.
+    uncompiled_methods = ("_attend_with_dropout",)
+
+    def _attend_with_dropout(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        # Tensor ranks have different heads, so they need different masks.
+        with sharded_rng(self._axis, q.device):
+            return self._mix(q, k, v, mask, self._dropout)
+
+
+Hidden = Tensor | tuple[Tensor, ...]
+"""hidden, (hidden, positions), or (hidden, positions, documents); see `models.gpt`."""
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Shape:
+        hidden [batch, sequence (/ T), hidden]  ->  the same
+    """
+
+    def __init__(self, config: BlockConfig, kernels: Kernels, axis: Axis) -> None:
+        super().__init__()
+        c = config
+        self.attention_norm = hidden_norm(c, kernels)
+        self.attention = Attention(c, kernels, axis)
+        self.mlp_norm = hidden_norm(c, kernels)
+        self.mlp = MLP(c, axis)
+        self.dropout: nn.Module = Dropout(
+            c.hidden_dropout,
+            axis=axis,
+            sequence_parallel=c.sequence_parallel,
+            padded_from=c.padded_from,
+        )
+
+    def forward(self, inputs: Hidden) -> Hidden:
+        hidden, *per_token = inputs if isinstance(inputs, tuple) else (inputs,)
+        # No name holds the output of the attention while the MLP runs.
+        hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), *per_token))
+        hidden = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        return (hidden, *per_token) if per_token else hidden
+
+
+class MLP(nn.Module):
+    """down(gelu(up(x))); down(relu(up(x))²); or with SwiGLU down(silu(gate(x)) * up(x)).
+
+    Shape:
+        x [batch, sequence (/ T), hidden]  ->  the same
+    """
+
+    def __init__(self, config: BlockConfig, axis: Axis) -> None:
+        super().__init__()
+        c = config
+        self._swiglu, self._squared_relu = c.swiglu, c.squared_relu
+        size = c.ffn_hidden_size
+        self.up = column_parallel(c, (size, size) if c.swiglu else size, axis, c.add_bias_linear)
+        self.down = row_parallel(c, size, axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        up = self.up(x)  # [batch, sequence, (2) ffn / T]
+        if self._swiglu:
+            gate, up = up.chunk(2, dim=-1)
+            return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
+        activated = F.relu(up).square() if self._squared_relu else F.gelu(up)
+        return self.down(activated)  # type: ignore[no-any-return]
+
+
+class DropPath(nn.Module):
+    """Sets the branch of a sample to 0 with probability `p`, and scales the others by 1 / (1 - p).
+
+    The random numbers come from the default generator, whose state is equal on all tensor ranks.
+
+    Shape:
+        branch [batch, ...]  ->  the same
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.p = p
+
+    def forward(self, branch: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return branch
+        ones = branch.new_ones(branch.shape[0], *(1,) * (branch.dim() - 1))
+        return branch * F.dropout(ones, self.p)
+
+    def extra_repr(self) -> str:
+        return f"p={self.p:g}"
+
+
+def drop_path_rate(last: float, block: int, num_blocks: int) -> float:
+    """Return the rate of a block: 0 for the first block of the model, `last` for the last.
+
+    Args:
+        block: its number in the whole model, not in the stage.
+    """
+    return last * block / (num_blocks - 1) if num_blocks > 1 else last

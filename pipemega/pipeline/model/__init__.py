@@ -1,0 +1,1 @@
+"""The model of a pipeline: layers, stages, ties, recomputation, compiled layers."""

@@ -1,0 +1,89 @@
+"""Activation checkpointing: free intermediate activations and recompute them in backward.
+
+Source: Chen et al. 2016, arXiv:1604.06174.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from pipemega.config import Config
+from pipemega.errors import PipelineError
+from pipemega.pipeline.messages import tensors_of, versions_of
+
+
+@dataclass(frozen=True)
+class ActivationCheckpoints:
+    """The layers of a model that are recomputed, and how they share activation checkpoints.
+
+    Layers 2 to 7 may be recomputed; the stages are layers 0 to 4 and 5 to 9:
+
+        size 2               0  1  (2  3)(4)    |   (5  6)(7)  8  9
+        size 1, most 2       0  1  (2)(3) 4     |   (5)(6) 7   8  9
+
+    Args:
+        start, stop: positions of the first layer that may be recomputed, and after the last.
+        size: number of consecutive layers for which only the input of the first is stored.
+        most: largest number of checkpoints per stage; None: no limit.
+    """
+
+    start: int
+    stop: int
+    size: int = 1
+    most: int | None = None
+
+    def segments(self, start: int, stop: int) -> list[tuple[int, int, bool]]:
+        """Return (start, stop, whether it is recomputed) of the runs of layers of a stage."""
+        first, last = max(start, self.start), min(stop, self.stop)
+        if self.most is not None:
+            last = min(last, first + self.size * self.most)
+        if first >= last:
+            return [(start, stop, False)]
+        groups = [
+            (group, min(group + self.size, last), True) for group in range(first, last, self.size)
+        ]
+        runs = [(start, first, False), *groups, (last, stop, False)]
+        return [run for run in runs if run[0] < run[1]]
+
+
+def recompute(function: Callable[..., Any], *args: Any, restore_rng: bool = True) -> Any:
+    """Return `function(*args)`; keep only `args` and recompute the rest in backward.
+
+    The recomputation stops once it has the tensors that backward needs. If gradients are
+    disabled, this only calls the function.
+
+    Args:
+        restore_rng: recompute with the RNG state of the first run; False if the function sets
+            the seed or uses no random numbers.
+
+    Raises:
+        PipelineError: in backward, if `args` were changed in place since the call.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args)
+    if torch.compiler.is_compiling():
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=restore_rng)
+    versions: list[int] = []
+
+    def checked(*args: Any) -> Any:
+        now = versions_of(tensors_of(args))
+        if versions and now != versions:
+            raise PipelineError(
+                "the input of a checkpointed region was changed in place, so backward cannot "
+                "recompute the region: change a clone() of it, or use inplace=False"
+            )
+        versions[:] = now
+        return function(*args)
+
+    return checkpoint(checked, *args, use_reentrant=False, preserve_rng_state=restore_rng)
+
+
+def checkpoint_interval(config: Config, num_layers: int) -> int:
+    """Return the layers between two activation checkpoints, from the config key that is set."""
+    number = config.activation_checkpointing.number_checkpoints
+    if number is not None:
+        return -(-num_layers // number)
+    return config.pipeline.activation_checkpoint_interval

@@ -1,0 +1,1 @@
+"""A pipeline from a built module: `from_module` and its tracer."""

@@ -1,0 +1,566 @@
+"""The report as text, for a terminal with at least 60 columns.
+
+The report as JSON values, for scripts.
+
+The report for pictures and the HTML page: timelines with memory, verdict, bars and tables.
+"""
+
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import zip_longest
+from typing import Any
+
+from pipemega.config.sections.transformer_sections import TransformerSection
+from pipemega.pipeline.visualize import Bars, Intro, Panel, Table, Verdict
+from pipemega.planning.advice import MUCH_SLOWER, Advice, better_cut
+from pipemega.planning.estimate import Report
+from pipemega.planning.prediction import CutReport, Prediction
+from pipemega.printing import (
+    percent,
+    show_bytes,
+    show_count,
+    show_duration,
+    show_percent,
+    show_time,
+    three,
+    unit_of,
+)
+
+_LABEL_WIDTH = 12
+_MIN_WIDTH, _MAX_WIDTH = 60, 120
+
+# A header, then the rows of the table.
+Rows = list[tuple[str, ...]]
+
+
+def as_text(report: Report, advice: Advice, width: int = 80) -> str:
+    """Return the whole report, with lines of at most `width` characters if words allow it."""
+    width = max(_MIN_WIDTH, min(width, _MAX_WIDTH))
+    parts = [
+        _entries(summary_rows(report), width),
+        _section("stages", stage_table(report), width, flexible=2),
+        _section(memory_title(report), memory_table(report), width),
+        _entries(step_summary(report), width),
+    ]
+    if report.compared:
+        parts.append(_section("schedule comparison", comparison_table(report), width))
+        parts += [_entry("not possible", f"{n}: {why}", width) for n, why in report.refused.items()]
+        parts.append(_entry("recommended", advice.recommendation or "", width))
+    remarks = [_entry("warning", text, width) for text in advice.warnings]
+    remarks += [_entry("note", text, width) for text in report.notes]
+    if remarks:
+        parts.append("\n".join(remarks))
+    lines = [_entry(*verdict(report), width)]
+    for change, peak, fits in advice.suggestions:
+        text = f"{change}: {show_bytes(peak)}, {'fits' if fits else 'not enough'}"
+        lines.append(_entry("", text, width))
+    lines += [_entry(label, text, width) for label, text in unused_memory(report, advice)]
+    return "\n\n".join([*parts, "\n".join(lines)])
+
+
+def stage_table(report: Report) -> Rows:
+    """Return the table of stages."""
+    total = sum(stage.flops for stage in report.stages) or 1.0
+    rows = []
+    for stage in report.stages:
+        row = {
+            "stage": str(stage.number),
+            "rank": str(stage.rank),
+            "layers": stage.layers,
+            "parameters": show_count(stage.parameters),
+            "FLOPs": show_percent(stage.flops / total),
+            "time": show_percent(stage.time),
+            "kept F to B": show_bytes(stage.held),
+        }
+        if stage.kept is not None:
+            row["I to W"] = show_bytes(stage.kept)
+        rows.append(row)
+    return _with_header(rows)
+
+
+def memory_table(report: Report) -> Rows:
+    """Return the table of memory by pipeline rank, in one unit."""
+    memory = report.prediction.memory
+    mixed = len({rank.device for rank in memory}) > 1
+    _, unit = unit_of([rank.total for rank in memory])
+    rows = []
+    for number, rank in enumerate(memory):
+        parts = rank.footprint
+        row = {
+            "rank": f"{number} ({rank.device})" if mixed else str(number),
+            "weights": three(parts.weights / unit),
+            "gradients": three(parts.gradients / unit),
+            "optimizer": three((parts.masters + parts.optimizer) / unit),
+            "activations": three(rank.activations / unit),
+            "in flight": str(rank.schedule_peak.in_flight),
+            "buffers": three(rank.buffers / unit),
+            "total": three(rank.total / unit),
+        }
+        rows.append(row)
+    return _with_header(rows)
+
+
+def comparison_table(report: Report) -> Rows:
+    """Return the table of compared schedules, fastest first."""
+    seconds, limit = report.request.rates.known, report.request.limit
+    name, unit = unit_of([prediction.peak for prediction in report.compared])
+    rows = []
+    for prediction in report.compared:
+        makespan = prediction.timeline.makespan
+        row = {
+            "": "*" if prediction is report.prediction else "",
+            "schedule": prediction.plan.name,
+            "chunks": str(prediction.chunks),
+            "makespan": show_time(makespan) if seconds else three(makespan),
+            "bubble": show_percent(prediction.timeline.bubble),
+            f"peak, {name}": three(prediction.peak / unit),
+            "messages": f"{prediction.messages:,}",
+            "sent": show_bytes(prediction.message_bytes),
+        }
+        if limit is not None:
+            row["fits"] = "yes" if prediction.fits(limit) else "no"
+        rows.append(row)
+    return _with_header(rows)
+
+
+def _with_header(rows: list[dict[str, str]]) -> Rows:
+    return [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+
+
+def memory_title(report: Report) -> str:
+    """Return the title of the table of memory, with its unit."""
+    return f"memory per rank, {unit_of([rank.total for rank in report.prediction.memory])[0]}"
+
+
+def summary_rows(report: Report) -> dict[str, str]:
+    """Return one line each for mesh, batch, model and schedule."""
+    topology, prediction, request = report.topology, report.prediction, report.request
+    ranks = []
+    for p in range(topology.pipeline):
+        first = topology.rank(p, 0, 0)
+        last = topology.rank(p, topology.data - 1, topology.tensor - 1)
+        ranks.append(f"{p}: {first}" if first == last else f"{p}: {first}-{last}")
+    shown = ranks if len(ranks) <= 8 else [*ranks[:3], "...", ranks[-1]]
+    mesh = (
+        f"{topology.world_size} ranks = pipeline {topology.pipeline} x data {topology.data} x "
+        f"tensor {topology.tensor} (ranks by pipeline rank: {', '.join(shown)})"
+    )
+    stages = f"{prediction.chunks} stages" if prediction.chunks > 1 else "1 stage"
+    model = request.config.model
+    recompute = "none"
+    if isinstance(model, TransformerSection) and request.model is None:
+        recompute = model.recompute
+        if model.recompute_method is not None:
+            recompute += f", {model.recompute_method} {model.recompute_num_layers}"
+    interval = request.config.pipeline.activation_checkpoint_interval
+    if interval:
+        recompute = f"every {interval} layers"
+    return {
+        "mesh": mesh,
+        "batch": report.batch.equation.split("; ")[0],
+        "model": f"{report.parameters:,} parameters, {report.num_layers} layers; "
+        f"{report.precision}; recompute {recompute}",
+        "schedule": f"{prediction.plan.name}, {stages} per rank, "
+        f"{report.batch.num_microbatches} micro-batches",
+    }
+
+
+def step_summary(report: Report) -> dict[str, str]:
+    """Return one line each for bubble, time, traffic and communicators, and used host memory."""
+    prediction, timeline = report.prediction, report.prediction.timeline
+    bubble = f"{show_percent(timeline.bubble)} simulated"
+    if prediction.bubble_formula is not None:
+        bubble += f", {show_percent(prediction.bubble_formula)} by the formula for equal stages"
+    lines = {"cut": cut_line(report), "bubble": bubble} if report.cut else {"bubble": bubble}
+    if report.request.rates.known:
+        lines["step"] = f"{show_time(timeline.makespan)} for forward and backward"
+        if report.tokens:
+            rate = report.tokens / timeline.makespan
+            lines["step"] += f": {rate:,.0f} tokens/s ({report.tokens:,} tokens per step)"
+    else:
+        lines["step"] = (
+            f"{three(timeline.makespan)} times the mean forward of a rank, by FLOPs; give "
+            f"--tflops or --costs to see seconds"
+        )
+    lines |= _finish(report)
+    pipelines = report.topology.data * report.topology.tensor
+    each = f" in each of {pipelines} pipelines" if pipelines > 1 else ""
+    sent = show_bytes(prediction.message_bytes)
+    lines["traffic"] = f"{prediction.messages:,} messages, {sent} per step{each}"
+    if report.communicators is not None:
+        lines["NCCL"] = f"at most {report.communicators} communicators per rank"
+    host = max(rank.footprint.host for rank in prediction.memory)
+    staging = max(rank.footprint.staging for rank in prediction.memory)
+    uses = []
+    if host:
+        uses.append(
+            f"{show_bytes(host)} of host memory per rank for offloaded masters, their gradients "
+            f"and optimizer state"
+        )
+    if staging:
+        uses.append(
+            f"{show_bytes(staging)} of host memory per rank for the copy of a checkpoint "
+            f"(checkpoint.async)"
+        )
+    if uses:
+        lines["host"] = "; ".join(uses)
+    return lines
+
+
+def cut_line(report: Report) -> str:
+    """Return what the cut costs, and what a better one would give."""
+    cut = report.cut
+    assert cut is not None
+    text = (
+        f"{list(cut.bounds)}: the slowest rank takes {percent(cut.imbalance)} longer than the mean "
+        f"(column time, which counts memory traffic besides FLOPs)"
+    )
+    better = better_cut(report)
+    return f"{text}; no faster cut was found" if better is None else f"{text}; {better}"
+
+
+def _finish(report: Report) -> dict[str, str]:
+    """Return the line about the whole run; none if its number of steps is not known."""
+    steps, tokens = report.run_steps, report.run_tokens
+    if steps is None:
+        return {}
+    length = f"{steps:,} steps"
+    if tokens:
+        length = f"{show_count(tokens)} tokens in {length}"
+    seconds = report.run_seconds
+    if seconds is None:
+        return {"run": f"{length}; give --tflops or --costs to see the days"}
+    rate = f" at {tokens / seconds:,.0f} tokens/s" if tokens else ""
+    return {
+        "run": f"{length}: {show_duration(seconds)}{rate}, without the optimizer step, the "
+        "reduction of gradients, evaluation and checkpoints"
+    }
+
+
+def unused_memory(report: Report, advice: Advice) -> list[tuple[str, str]]:
+    """Return (label, text) of what could be done with memory that the run does not use."""
+    limit = report.request.limit
+    if limit is None or not report.fits:
+        return []
+    free = f"{show_bytes(limit - report.prediction.peak)} of {show_bytes(limit)} are unused"
+    if not advice.alternatives:
+        return [("unused", f"{free}; no change that was tried fits and is 2% faster")]
+    lines = [("unused", f"{free}; faster changes that fit, by this prediction:")]
+    for change, gain, peak in advice.alternatives:
+        lines.append(("", f"{change}: {show_percent(gain)} faster, {show_bytes(peak)}"))
+    return lines
+
+
+def verdict(report: Report) -> tuple[str, str]:
+    """Return (label, text): whether the run fits, with the memory of the fullest rank."""
+    limit, peak = report.request.limit, report.prediction.peak
+    if report.request.device == "cpu":
+        assumption = "assumes CPU kernels; leave room for fragmentation"
+    else:
+        assumption = "assumes CUDA kernels; leave room for the CUDA context and fragmentation"
+    rank = [memory.total for memory in report.prediction.memory].index(peak)
+    if limit is None:
+        return "peak", f"{show_bytes(peak)} on pipeline rank {rank}; {assumption}"
+    need, have = show_bytes(peak), show_bytes(limit)
+    if peak <= limit:
+        return "fits", f"{need} of {have} on pipeline rank {rank}; {assumption}"
+    return "does not fit", f"pipeline rank {rank} needs {need} and has {have}; {assumption}"
+
+
+def _entries(lines: Mapping[str, str], width: int) -> str:
+    return "\n".join(_entry(name, text, width) for name, text in lines.items())
+
+
+def _entry(name: str, text: str, width: int) -> str:
+    first = f"{name:<{_LABEL_WIDTH}}" if len(name) < _LABEL_WIDTH else f"{name}  "
+    return textwrap.fill(
+        text,
+        width,
+        initial_indent=first,
+        subsequent_indent=" " * _LABEL_WIDTH,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _section(title: str, table: Rows, width: int, flexible: int | None = None) -> str:
+    """Format a table; numbers are right-aligned, the column `flexible` is wrapped to fit."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    if flexible is not None:
+        others = sum(widths) - widths[flexible] + 2 * len(widths)
+        widths[flexible] = min(widths[flexible], max(16, width - others))
+    right = [all(cell[:1].isdigit() for cell in column[1:]) for column in zip(*table, strict=True)]
+    lines = [title]
+    for row in table:
+        wrapped = [
+            textwrap.wrap(cell, widths[i], break_on_hyphens=False) or [""]
+            if i == flexible
+            else [cell]
+            for i, cell in enumerate(row)
+        ]
+        for cells in zip_longest(*wrapped, fillvalue=""):
+            aligned = [
+                cell.rjust(size) if to_right else cell.ljust(size)
+                for cell, size, to_right in zip(cells, widths, right, strict=True)
+            ]
+            lines.append(("  " + "  ".join(aligned)).rstrip())
+    return "\n".join(lines)
+
+
+def as_json(report: Report, advice: Advice) -> dict[str, Any]:
+    """Return the report as JSON values: sizes in bytes, times in seconds if they are known."""
+    topology, request = report.topology, report.request
+    suggestions = [f"{s.change}: {s.peak} bytes" for s in advice.suggestions if s.fits]
+    return {
+        "mesh": {
+            "world": topology.world_size,
+            "pipeline": topology.pipeline,
+            "data": topology.data,
+            "tensor": topology.tensor,
+            "ranks": [
+                [topology.rank(p, 0, 0), topology.rank(p, topology.data - 1, topology.tensor - 1)]
+                for p in range(topology.pipeline)
+            ],
+        },
+        "batch": {
+            "train_batch_size": report.batch.train_batch_size,
+            "micro_batch_size": report.batch.micro_batch_size,
+            "num_microbatches": report.batch.num_microbatches,
+            "tokens": report.tokens,
+        },
+        "model": {
+            "parameters": report.parameters,
+            "layers": report.num_layers,
+            "precision": report.precision,
+        },
+        "stages": [vars(stage) for stage in report.stages],
+        "cut": None if report.cut is None else _cut(report.cut),
+        "nccl_communicators": report.communicators,
+        "device": {"type": request.device, "memory": request.limit},
+        "time_unit": "seconds" if request.rates.known else "mean forward of a rank",
+        "outcome": _prediction(report.prediction, report),
+        "compare": [_prediction(other, report) for other in report.compared],
+        "refused": report.refused,
+        "fits": report.fits,
+        "warnings": list(advice.warnings),
+        "advice": [advice.recommendation, *suggestions] if advice.recommendation else suggestions,
+        "faster": [alternative._asdict() for alternative in advice.alternatives],
+        "train_steps": report.run_steps,
+        "run_seconds": report.run_seconds,
+        "tflops": request.rates.tflops,
+        "notes": list(report.notes),
+    }
+
+
+def _cut(cut: CutReport) -> dict[str, Any]:
+    return {
+        "bounds": list(cut.bounds),
+        "work": list(cut.work),
+        "imbalance": cut.imbalance,
+        "slower_than_best": cut.slower,
+        "best_bounds": list(cut.best),
+        "best_peak_bytes": cut.best_peak,
+    }
+
+
+def _prediction(prediction: Prediction, report: Report) -> dict[str, Any]:
+    makespan = prediction.timeline.makespan
+    tokens = report.tokens if report.request.rates.known else None
+    return {
+        "schedule": prediction.plan.name,
+        "chunks": prediction.chunks,
+        "makespan": makespan,
+        "span": prediction.timeline.span,
+        "bubble": prediction.timeline.bubble,
+        "bubble_by_formula": prediction.bubble_formula,
+        "tokens_per_second": tokens / makespan if tokens and makespan else None,
+        "messages": prediction.messages,
+        "message_bytes": prediction.message_bytes,
+        "fits": prediction.fits(report.request.limit),
+        "peak_bytes": prediction.peak,
+        "memory": [
+            {
+                "rank": rank,
+                "device": memory.device,
+                "parameters": memory.footprint.parameters,
+                "weights": memory.footprint.weights,
+                "gradients": memory.footprint.gradients,
+                "masters": memory.footprint.masters,
+                "optimizer": memory.footprint.optimizer,
+                "host": memory.footprint.host,
+                "staging": memory.footprint.staging,
+                "activations": memory.activations,
+                "buffers": memory.buffers,
+                "total": memory.total,
+                "in_flight": memory.schedule_peak.in_flight,
+            }
+            for rank, memory in enumerate(prediction.memory)
+        ],
+    }
+
+
+_IN_CONFIG, _RECOMMENDED = "in the config", "recommended"
+_ALTERNATIVE, _SLOWER = "best alternative", "much slower"
+
+
+def report_panels(report: Report, advice: Advice) -> tuple[list[Panel], str]:
+    """Return a panel for each schedule, that of the config first; the unit of memory."""
+    predictions = _in_order(report, advice)
+    name, size = unit_of([int(max(p.timeline.peak)) for p in predictions])
+    panels = [_panel(p, size, _mark(p, report, advice)) for p in predictions]
+    return panels, f"{name} of activations"
+
+
+def _in_order(report: Report, advice: Advice) -> list[Prediction]:
+    """Return the schedule of the config, the best alternative, the others from fast to slow."""
+    first = [report.prediction]
+    alternative = _alternative(report, advice)
+    if alternative:
+        first.append(alternative)
+    return [*first, *(other for other in report.compared if other not in first)]
+
+
+def _alternative(report: Report, advice: Advice) -> Prediction | None:
+    """Return the recommended other schedule, or the fastest other one, if possible one that fits.
+
+    None if there was no comparison.
+    """
+    if advice.best not in (None, report.prediction):
+        return advice.best
+    others = [other for other in report.compared if other is not report.prediction]
+    fitting = [other for other in others if other.fits(report.request.limit) is not False]
+    return next(iter(fitting or others), None)
+
+
+def _mark(prediction: Prediction, report: Report, advice: Advice) -> str | None:
+    if not report.compared:
+        return None
+    marks = [_IN_CONFIG] * (prediction is report.prediction)
+    slow = _time_ratio(prediction, report) > MUCH_SLOWER
+    marks += [_RECOMMENDED] * (prediction is advice.best and not slow)
+    if not marks and prediction is _alternative(report, advice):
+        marks.append(_SLOWER if slow else _ALTERNATIVE)
+    return ", ".join(marks) or None
+
+
+def _panel(prediction: Prediction, unit: int, mark: str | None) -> Panel:
+    def scaled(sizes: Sequence[float]) -> tuple[float, ...]:
+        return tuple(round(size / unit, 2) for size in sizes)
+
+    costs = replace(
+        prediction.costs,
+        activation=scaled(prediction.costs.held_after_forward),
+        kept=scaled(prediction.costs.held_after_input),
+    )
+    timeline = replace(prediction.timeline, peak=scaled(prediction.timeline.peak))
+    return Panel(timeline, costs=costs, mark=mark)
+
+
+def report_intro(report: Report, advice: Advice, title: str) -> Intro:
+    """Return the verdict, the memory of each rank and the comparison; details in tables."""
+    summary: Rows = [("", ""), *summary_rows(report).items()]
+    summary += step_summary(report).items()
+    summary.append(verdict(report))
+    details: dict[str, Rows] = {
+        "mesh, batch, model and step": summary,
+        "stages": stage_table(report),
+        memory_title(report): memory_table(report),
+    }
+    return Intro(
+        title=title,
+        verdict=_verdict(report, advice),
+        bars=_memory(report),
+        tables=[_comparison(report, advice)] if report.compared else [],
+        details=[Table(name, header, rows) for name, (header, *rows) in details.items()],
+    )
+
+
+def _verdict(report: Report, advice: Advice) -> Verdict:
+    limit, prediction = report.request.limit, report.prediction
+    need = show_bytes(prediction.peak)
+    rank = [memory.total for memory in prediction.memory].index(prediction.peak)
+    if limit is None:
+        headline = f"Needs {need} of device memory"
+    elif report.fits:
+        headline = f"Fits: {need} of {show_bytes(limit)}"
+    else:
+        headline = f"Does not fit: needs {need} of {show_bytes(limit)}"
+    facts = [
+        ("schedule", prediction.plan.name),
+        ("time per step", _time(prediction, report)),
+        ("bubble", show_percent(prediction.timeline.bubble)),
+        ("fullest rank", f"pipeline rank {rank}"),
+    ]
+    alternative = _alternative(report, advice)
+    if alternative:
+        facts.append(("best alternative", _best_change(alternative, report, advice)))
+    remarks = [("recommended:", advice.recommendation)] if advice.recommendation else []
+    for change, peak, fits in advice.suggestions:
+        label = "to make it fit:" if fits else "reduces memory, not enough:"
+        remarks.append((label, f"{change} ({show_bytes(peak)})"))
+    for change, gain, peak in advice.alternatives:
+        remarks.append(("faster:", f"{change} ({show_percent(gain)} faster, {show_bytes(peak)})"))
+    remarks += [("warning:", text) for text in advice.warnings]
+    remarks += [(f"{name} is not possible:", why) for name, why in report.refused.items()]
+    remarks += [("note:", text) for text in report.notes]
+    return Verdict(report.fits, headline, facts, remarks)
+
+
+def _best_change(other: Prediction, report: Report, advice: Advice) -> str:
+    """Return name, time, memory, and whether the other schedule fits.
+
+    If the other schedule does not fit or is much slower, return the change of another key that
+    makes the run fit and saves least memory, because such a change often costs least time.
+    """
+    changes = [suggestion for suggestion in advice.suggestions if suggestion.fits]
+    if changes and (
+        not other.fits(report.request.limit) or _time_ratio(other, report) > MUCH_SLOWER
+    ):
+        least = max(changes, key=lambda suggestion: suggestion.peak)
+        return f"{least.change}: {show_bytes(least.peak)}, fits"
+    change = percent(_time_ratio(other, report) - 1, signed=True)
+    text = f"{other.plan.name}: {_time(other, report)} ({change})"
+    fits = {True: "fits", False: "does not fit", None: ""}[other.fits(report.request.limit)]
+    return ", ".join(filter(None, (text, show_bytes(other.peak), fits)))
+
+
+def _time_ratio(other: Prediction, report: Report) -> float:
+    return other.timeline.makespan / report.prediction.timeline.makespan
+
+
+def _time(prediction: Prediction, report: Report) -> str:
+    makespan = prediction.timeline.makespan
+    if report.request.rates.known:
+        return show_time(makespan)
+    return f"{three(makespan)} mean forwards of a rank"
+
+
+def _memory(report: Report) -> Bars:
+    memory, limit = report.prediction.memory, report.request.limit
+    name, unit = unit_of([rank.total for rank in memory])
+    parts = {
+        "weights": [rank.footprint.weights for rank in memory],
+        "gradients": [rank.footprint.gradients for rank in memory],
+        "optimizer": [rank.footprint.masters + rank.footprint.optimizer for rank in memory],
+        "activations": [rank.activations for rank in memory],
+        "buffers": [rank.buffers for rank in memory],
+    }
+    sizes = zip(*parts.values(), strict=True)
+    return Bars(
+        title="memory of each pipeline rank",
+        unit=name,
+        parts=tuple(parts),
+        rows=[(f"rank {n}", [size / unit for size in rank]) for n, rank in enumerate(sizes)],
+        limit=None if limit is None else limit / unit,
+        limit_name="device",
+    )
+
+
+def _comparison(report: Report, advice: Advice) -> Table:
+    """Return the table of compared schedules; words mark those that the timelines mark."""
+    header, *rows = comparison_table(report)
+    marks = [_mark(prediction, report, advice) for prediction in report.compared]
+    marked = [number for number, mark in enumerate(marks) if mark]
+    cells = [(*row[1:], mark or "") for row, mark in zip(rows, marks, strict=True)]
+    return Table("schedules", (*header[1:], ""), cells, marked)
