@@ -106,12 +106,10 @@ def test_a_config_that_one_rank_cannot_read_stops_the_checks_of_the_network(
 
 def broken_ring(folder: str) -> list[tuple[str, str, str]]:
     """Return the findings if an element arrives changed on rank 1."""
-    original = examination.connection_checks.exchange_in_ring
+    original = examination.measurements.exchange_in_ring
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(
-                examination.connection_checks, "exchange_in_ring", lambda *a: original(*a) + 1
-            )
+            patch.setattr(examination.measurements, "exchange_in_ring", lambda *a: original(*a) + 1)
         return examine(None, folder)
 
 
