@@ -301,7 +301,7 @@ def test_the_table_of_memory_has_the_planned_numbers() -> None:
 
 
 def peaks_of_1_3b_gpt(recompute: str) -> dict[str, str]:
-    """Return the GB of the fullest rank by schedule, as the command in docs/schedules.md prints them."""
+    """Return the GB of the fullest rank by schedule, as the command of that page prints them."""
     changes = ["train_batch_size=16", f"model.recompute={recompute}"]
     config = load(ROOT / "configs/gpt_1.3b_tp2_pp4.json", changes)
     report = estimate(Request(config, compare=tuple(SCHEDULES)))
