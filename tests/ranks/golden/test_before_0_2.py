@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.golden.make_before_0_2 import TUNED_STEPS, user_lines
+from tests.ranks.checkpoint.test_stored_checkpoint import files_of
 from tests.ranks.golden import before_0_2_runs as runs
 from tests.ranks.pool import RankPool
 
@@ -26,15 +27,6 @@ def folder(tmp_path: Path) -> Path:
     copy = tmp_path / "before_0_2"
     shutil.copytree(STORED, copy)
     return copy
-
-
-def files_of(folder: Path) -> dict[str, tuple[int, bytes]]:
-    """Inode and content of each file: a rewritten file differs, even with the same content."""
-    return {
-        str(path.relative_to(folder)): (path.stat().st_ino, path.read_bytes())
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
 
 
 def stored(name: str, file: str) -> Any:
