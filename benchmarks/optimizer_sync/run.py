@@ -72,7 +72,7 @@ def build(schedule: str, sync: str, num_microbatches: int) -> Engine:
 
 def add_sleeps(engine: Engine, seconds: float) -> None:
     """Sleep `seconds` after each F, I and W, and twice as long after a full backward."""
-    executor = engine._executor
+    executor = engine.steps.executor
     sleeps = {
         Kind.FORWARD: 1,
         Kind.BACKWARD_INPUT: 1,

@@ -113,7 +113,7 @@ def simulated(engine: Engine) -> float:
     topology = engine.mesh.topology
     model = MetaModel(engine.config, *model_and_sample(engine.config, topology), topology, "cpu")
     rates = Rates(layers=model.layer_costs)
-    return predict(model, engine.plan, rates, engine._model.bounds).timeline.makespan
+    return predict(model, engine.plan, rates, engine.steps.model.bounds).timeline.makespan
 
 
 def sleeping(rounds: int) -> dict[str, Any]:

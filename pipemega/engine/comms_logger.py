@@ -13,7 +13,7 @@ from pipemega.distributed.comm_recorder import (
 )
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh, gather_objects
-from pipemega.engine.step_callbacks import StepCallback, TrainStep
+from pipemega.engine.train_step import Step, StepFeature
 from pipemega.monitor import get_logger
 from pipemega.monitor.timers import HostClock
 from pipemega.pipeline.recorder import step_clock
@@ -68,7 +68,7 @@ class CommRow:
         return self.algorithm_bandwidth * factors.get(self.operation, 1.0)
 
 
-class CommsLogger(StepCallback):
+class CommsLogger(StepFeature):
     """Records one step on all ranks; rank 0 logs the table.  Collective at the end of the step.
 
     Args:
@@ -84,14 +84,14 @@ class CommsLogger(StepCallback):
         self._recorder: CommRecorder | None = None
         self.rows: list[CommRow] = []
 
-    def before_step(self, step: TrainStep) -> None:
+    def before_step(self, step: Step) -> None:
         self._steps += 1
         if self._steps == self._section.profile_step:
             clock = step_clock(self._mesh.device)
             self._recorder = CommRecorder(clock, HostClock(), _recorded_operations(self._section))
             record_with(self._recorder)
 
-    def after_step(self, step: TrainStep) -> None:
+    def after_step(self, step: Step) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return

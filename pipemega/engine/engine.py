@@ -1,4 +1,11 @@
-"""The engine that `pipemega.initialize` returns: steps, and the run that the config describes."""
+"""The engine that `pipemega.initialize` returns: the public methods of one rank of a training.
+
+    train_batch   -> Run.train_step -> StepRunner.train -> reader, executor, optimizer step
+    evaluate      -> Evaluator
+    checkpoints   -> Run -> Checkpointer
+
+Every method is collective, unless its docstring says otherwise: all ranks call it, in one order.
+"""
 
 import os
 import time
@@ -9,27 +16,30 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from pipemega.config import Config
 from pipemega.data.loader import BatchLoader
-from pipemega.distributed.mesh import Mesh, gather_objects, on_all_ranks
+from pipemega.distributed.mesh import gather_objects, on_all_ranks
 from pipemega.engine.batch_reader import StepData
-from pipemega.engine.checkpointed_engine import CheckpointedEngine
-from pipemega.engine.components import Components
 from pipemega.engine.evaluation import OnOutput
+from pipemega.engine.run import Run
+from pipemega.engine.step_runner import StepRunner
+from pipemega.engine.train_step import StepFeature
 from pipemega.engine.training_data import evaluation_loader
-from pipemega.engine.training_run import TrainingRun
 from pipemega.errors import ConfigError, StopTraining
-from pipemega.fault_tolerance.error_propagation import RunProgress, register_progress
+from pipemega.fault_tolerance.error_propagation import failure_reporter, register_progress
+from pipemega.optimizer import LRSchedule, StepReport
 from pipemega.optimizer.lr_schedules import SchedulerMaker, TorchSchedule
 from pipemega.pipeline.model.stages import gather_full_tensors
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.simulate import Timeline
+from pipemega.profiling.step_trace import Trace
 
 _Outputs = TypeVar("_Outputs")
 
 
-class Engine(CheckpointedEngine):
+class Engine:
     """Trains a model; returned by `pipemega.initialize`.
 
     `train_batch` also does what the config asks of a run (docs/long_runs.md): it writes records,
@@ -37,17 +47,21 @@ class Engine(CheckpointedEngine):
     limit. If no such key is set, it only trains.
 
     Attributes:
+        config, mesh, batch: as given; `batch` is the solved batch equation.
+        optimizer: torch's optimizer, over the master weights if they exist; None without training.
+        num_parameters: parameters of the whole model; tied copies count once.
+        timers: data, forward, backward, communication, optimizer; enabled by wall_clock_breakdown.
+        steps: runs the steps of this rank.
         run: records, counters and checkpoints of the run.
-        client_state: saved with each checkpoint for which `save_checkpoint` gets no other state;
-            set by the caller, and by `load_checkpoint`.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, plan: Plan, components: Components) -> None:
-        super().__init__(config, mesh, plan, components)
-        self.client_state: Any = None
-        self.run = TrainingRun(self)
-        self._saved_in = config.checkpoint.save
-        register_progress(self._progress)
+    def __init__(self, steps: StepRunner) -> None:
+        self.config, self.mesh, self.batch = steps.config, steps.mesh, steps.batch
+        self.timers, self.num_parameters = steps.timers, steps.num_parameters
+        self.steps, self.run, self._failures = steps, Run(steps), failure_reporter()
+        step = steps.optimizer_step
+        self.optimizer: Optimizer | None = step.optimizer if step else None
+        register_progress(self.run.progress)
 
     def train_batch(
         self,
@@ -85,19 +99,23 @@ class Engine(CheckpointedEngine):
             PipelineError: a layer or another rank failed; or as `settle`.
             ReplicaError: copies of a parameter differ (`training.check_replicas_every`).
         """
-        outputs: list[Any] | None = None
-
-        def train() -> float:
-            nonlocal outputs
-            loss, outputs = self._train_batch(data_iter, batch, return_outputs)
-            return loss
-
+        run = self.run
         with self._failures.propagate_errors("train_batch"):
             if batch is not None and data_iter is not None:
                 raise ConfigError("train_batch() takes an iterator or a batch, not both")
-            loss = self.run.train_step(train, data_iter, has_next=batch is None)
-        if self.run.stopped:
-            raise StopTraining(self.run.stopped)
+            loss, outputs = run.train_step(
+                partial(
+                    self.steps.train,
+                    data_iter,
+                    batch,
+                    keep_outputs=return_outputs,
+                    should_stop=run.should_stop,
+                ),
+                data_iter,
+                has_next=batch is None,
+            )
+        if run.stopped:
+            raise StopTraining(run.stopped)
         return (loss, outputs) if return_outputs else loss
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
@@ -150,11 +168,12 @@ class Engine(CheckpointedEngine):
                     "batch=(inputs, labels)"
                 )
             if data_iter is None:
-                data = self._reader.evaluation_batch(batch)
+                data = self.steps.reader.evaluation_batch(batch)
             else:
                 count = num_micro_batches or self.batch.num_microbatches
-                data = self._reader.next_evaluation(iter(data_iter), count)
-            return self._evaluator.batch(data, keep_outputs=return_outputs, on_output=on_output)
+                data = self.steps.reader.next_evaluation(iter(data_iter), count)
+            evaluator = self.steps.evaluator
+            return evaluator.batch(data, keep_outputs=return_outputs, on_output=on_output)
 
         loss, outputs = self._recorded("eval_batch", evaluate, split)
         return (loss, outputs) if return_outputs else loss
@@ -193,10 +212,10 @@ class Engine(CheckpointedEngine):
 
         def evaluate() -> tuple[float, None]:
             if isinstance(data, BatchLoader):
-                return self._evaluator.over(data, num_batches, on_output, on_batch), None
+                return self.steps.evaluator.over(data, num_batches, on_output, on_batch), None
             whole = num_batches is None
             with closing(evaluation_loader(self.config, self.mesh, data, whole=whole)) as loader:
-                return self._evaluator.over(loader, num_batches, on_output, on_batch), None
+                return self.steps.evaluator.over(loader, num_batches, on_output, on_batch), None
 
         return self._recorded("evaluate", evaluate, split, numbers)[0]
 
@@ -211,7 +230,7 @@ class Engine(CheckpointedEngine):
         self.run.settle_before_evaluation()
         started = time.perf_counter()
         with self._failures.propagate_errors(name):
-            self._settle()
+            self.steps.settle()
             loss, outputs = evaluate()
             metrics = {} if numbers is None else numbers()
         self.run.add_evaluation(loss, time.perf_counter() - started, split, metrics)
@@ -220,17 +239,17 @@ class Engine(CheckpointedEngine):
     def infer(self, inputs: Sequence[Any]) -> list[Any] | None:
         """Return the output of the last layer for each micro-batch; None on other stages' ranks."""
         with self._failures.propagate_errors("infer"):
-            self._settle()
-            data = StepData(self._reader.to_device(inputs), [], len(inputs))
-            return self._evaluator.outputs(data)
+            self.steps.settle()
+            data = StepData(self.steps.reader.to_device(inputs), [], len(inputs))
+            return self.steps.evaluator.outputs(data)
 
     def reset_shapes(self) -> None:
         """Let the next micro-batches have other shapes than the ones before; on every rank.
 
         For `pipeline.shapes: "cached"`, in which a change of the shapes is an error otherwise.
         """
-        self._settle()
-        self._executor.forget_shapes()
+        self.steps.settle()
+        self.steps.executor.forget_shapes()
 
     def set_lr_scheduler(self, lr_scheduler: SchedulerMaker) -> None:
         """Replace the learning-rate schedule, as `initialize(lr_scheduler=...)`.
@@ -239,20 +258,16 @@ class Engine(CheckpointedEngine):
             ConfigError: there is no optimizer, or it returns no scheduler over `optimizer`.
         """
         with self._failures.propagate_errors("set_lr_scheduler"):
-            self._settle()
-            if self._step is None:
+            self.steps.settle()
+            step = self.steps.optimizer_step
+            if step is None:
                 raise ConfigError(
                     "set_lr_scheduler() needs an optimizer: add the section 'optimizer'",
                     on_every_rank=True,
                 )
             by = "step" if self.config.scheduler is None else self.config.scheduler.by
-            make = partial(TorchSchedule, self._step.optimizer, lr_scheduler, by)
-            self._step.schedule = on_all_ranks(self.mesh.world, make)
-            self.lr_scheduler = self._step.schedule
-
-    def get_global_grad_norm(self) -> float | None:
-        """Gradient norm of the last step before clipping; None before the first. Not collective."""
-        return self.last_step.grad_norm if self.last_step else None
+            make = partial(TorchSchedule, step.optimizer, lr_scheduler, by)
+            step.schedule = on_all_ranks(self.mesh.world, make)
 
     @torch.no_grad()
     def parameter_state(self) -> dict[str, Tensor]:
@@ -261,17 +276,17 @@ class Engine(CheckpointedEngine):
         With bf16 or fp16, the fp32 master weight.
         """
         with self._failures.propagate_errors("parameter_state"):
-            self._settle()
-            values = {n: p.detach() for n, p in self._model.parameters.items()}
-            if self._step is not None:
-                values |= self._step.masters.gather_masters()
-            return gather_full_tensors(values, self._model, self.mesh)
+            self.steps.settle()
+            values = {n: p.detach() for n, p in self.steps.model.parameters.items()}
+            if self.steps.optimizer_step is not None:
+                values |= self.steps.optimizer_step.masters.gather_masters()
+            return gather_full_tensors(values, self.steps.model, self.mesh)
 
     @torch.no_grad()
     def buffer_state(self) -> dict[str, Tensor]:
         """Return logical name -> persistent buffer of the first data rank, on every rank's CPU."""
         with self._failures.propagate_errors("buffer_state"):
-            buffers = self._model.persistent_buffers
+            buffers = self.steps.model.persistent_buffers
             is_first = self.mesh.data.rank == 0 and self.mesh.tensor.rank == 0
             local = {n: b.cpu() for n, b in buffers.items()} if is_first else {}
             parts = gather_objects(local, self.mesh.world)
@@ -312,14 +327,17 @@ class Engine(CheckpointedEngine):
             saved = self.run.saved_automatically(save_dir)
             if saved is not None:
                 return saved
-        self._saved_in = os.fspath(save_dir)
         with self._failures.propagate_errors("save_checkpoint"):
-            self.run.before_save()
-        state = self.client_state if client_state is None else client_state
-        path = super().save_checkpoint(save_dir, tag, state, save_latest)
-        if save_latest:
-            self.run.record_save(save_dir)
-        return path
+            return self.run.save_checkpoint(save_dir, tag, client_state, save_latest)
+
+    def finish_saving(self) -> None:
+        """Wait until background writes of `checkpoint.async` are complete.
+
+        Raises:
+            CheckpointError: a rank could not write; earlier checkpoints are unchanged.
+        """
+        with self._failures.propagate_errors("finish_saving"):
+            self.run.checkpointer.wait()
 
     def load_checkpoint(
         self,
@@ -351,17 +369,15 @@ class Engine(CheckpointedEngine):
             CheckpointError: the checkpoint is missing, incomplete or damaged, or it was saved with
                 another model or another order of the data.
         """
-        path, self.client_state = super().load_checkpoint(
-            load_dir,
-            tag,
-            load_module_only=load_module_only,
-            load_optimizer_states=load_optimizer_states,
-            load_lr_scheduler_states=load_lr_scheduler_states,
-            strict=strict,
-        )
-        if not load_module_only:
-            self.run.record_load(load_dir)
-        return path, self.client_state
+        with self._failures.propagate_errors("load_checkpoint"):
+            return self.run.load_checkpoint(
+                load_dir,
+                tag,
+                module_only=load_module_only,
+                optimizer_states=load_optimizer_states,
+                lr_scheduler_states=load_lr_scheduler_states,
+                strict=strict,
+            )
 
     def close(self) -> None:
         """End the run: write the last records, save to `checkpoint.save` if this step was not
@@ -375,16 +391,193 @@ class Engine(CheckpointedEngine):
         """
         with self._failures.propagate_errors("close"):
             self.run.close()
-            self._checkpoints.wait()
+            self.run.checkpointer.wait()
 
-    def _progress(self) -> RunProgress:
-        """Return what an error message says about this run."""
-        config = self.config
-        resumes = config.training.resume == "auto" and self._saved_in == config.checkpoint.save
-        return RunProgress(self.global_steps, self._saved_in, resumes)
+    def check_replicas(self) -> None:
+        """Compare all copies of each parameter bit by bit.
 
-    def _run_state(self) -> dict[str, Any]:
-        return self.run.state_dict()
+        Raises:
+            ReplicaError: copies differ; on every rank.
+        """
+        with self._failures.propagate_errors("check_replicas"):
+            self.run.check_replicas()
 
-    def _restore_run_state(self, state: dict[str, Any]) -> None:
-        self.run.load_state_dict(state)
+    def settle(self) -> None:
+        """Complete the last step, so that parameters, optimizer and learning rate are final.
+
+        With `pipeline.optimizer_sync: "post_validate"` the last step may still be undone after
+        `train_batch` has returned; with `zero_optimization.overlap_comm` this rank may still be
+        gathering parameters. The engine's own methods settle first. Call it before you read
+        `module`, `optimizer` or `lr_scheduler`.
+
+        Raises:
+            NonFiniteError, LossScaleError: as `train_batch` without post-validation.
+        """
+        with self._failures.propagate_errors("settle"):
+            self.run.settle()
+
+    def set_epochs(self, epochs: int) -> None:
+        """Set `training.epochs` after `initialize`, before the first step of this process.
+
+        Raises:
+            ConfigError: the config has another length, a step was trained, or the data can be read
+                only once.
+        """
+        with self._failures.propagate_errors("set_epochs"):
+            self.steps.data.set_epochs(epochs, after_step=self.step_samples > 0)
+
+    def set_training_data(
+        self, data: Any, collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> None:
+        """Give the engine its training data after `initialize`, which has the same arguments.
+
+        If the run has epochs, call `set_epochs` first. If a checkpoint was loaded, the data
+        continue at its position.
+
+        Raises:
+            ConfigError: the engine has training data.
+            DataError: the checkpoint was saved with other data.
+        """
+        with self._failures.propagate_errors("set_training_data"):
+            loader = self.steps.data.set(data, collate_fn)
+            self.run.checkpointer.set_loader(loader)
+            self.steps.epoch = self.steps.data.start()
+
+    def add_feature(self, feature: StepFeature) -> None:
+        """Let `feature` watch each step from now on. Not collective."""
+        self.steps.features.append(feature)
+
+    def trace_next_step(self, memory: bool = False) -> None:
+        """Trace the next `train_batch`; `memory`: also what each instruction allocates."""
+        self.steps.tracing.tracer.trace_next_step(memory)
+
+    # Not collective
+
+    @property
+    def module(self) -> nn.ModuleList:
+        """The local stages, in the order of the model.
+
+        Stages whose `module` was read before the first step do not move
+        (`initialize(example=...)`).
+        """
+        self.steps.stages_were_read = True
+        return self.steps.stages
+
+    @property
+    def local_stages(self) -> nn.ModuleList:
+        """As `module`, for a reader that keeps no reference: the first step may move the stages."""
+        return self.steps.stages
+
+    @property
+    def plan(self) -> Plan:
+        """What every pipeline rank runs in a step."""
+        return self.steps.plan
+
+    @property
+    def lr_scheduler(self) -> LRSchedule | None:
+        """Stepped by `train_batch`; None: the learning rate is constant."""
+        return self.steps.schedule
+
+    @property
+    def loader(self) -> BatchLoader | None:
+        """The loader of the training data; None if the caller passes iterators."""
+        return self.steps.loader
+
+    @property
+    def client_state(self) -> Any:
+        """Saved with each checkpoint for which `save_checkpoint` gets no other state; set by the
+        caller, and by `load_checkpoint`."""
+        return self.run.client_state
+
+    @client_state.setter
+    def client_state(self, state: Any) -> None:
+        self.run.client_state = state
+
+    @property
+    def global_steps(self) -> int:
+        """Training steps so far, skipped ones included."""
+        return self.steps.global_steps
+
+    @property
+    def consumed_samples(self) -> int:
+        """Samples of these steps, over all data ranks."""
+        return self.steps.consumed_samples
+
+    @property
+    def step_samples(self) -> int:
+        """Samples of the last step; fewer than a batch if it was partial."""
+        return self.steps.step_samples
+
+    @property
+    def epoch(self) -> int:
+        """Completed passes over the training data.
+
+        Without `training.epochs` they are counted for map-style data only.
+        """
+        return self.steps.epoch
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the end of the run was requested on some rank in the last `train_batch`."""
+        return self.steps.stop_requested
+
+    @property
+    def total_steps(self) -> int | None:
+        """Steps of the whole run; None: not known."""
+        return self.steps.data.total_steps
+
+    @property
+    def epochs(self) -> int | None:
+        """Passes over the training data in the whole run; None: it has steps."""
+        return self.steps.data.epochs
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps or epochs of the run are done."""
+        return self.steps.is_complete
+
+    @property
+    def eval_batches(self) -> int | None:
+        """Global batches per evaluation (`training.eval_steps`); None: all."""
+        return self.config.training.eval_batches(self.epochs)
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """Report of the last step; None before the first.
+
+        With `pipeline.optimizer_sync: "post_validate"` this waits for the gradient norm.
+        """
+        return self.steps.last_step
+
+    @property
+    def skipped_steps(self) -> int:
+        """Skipped steps so far; waits as `last_step` does."""
+        return self.steps.skipped_steps
+
+    def take_reports(self) -> list[StepReport]:
+        """Return the reports of steps that became final since the last call, in order.
+
+        Does not wait. Only these reports have `origin`: where inf or nan arose.
+        """
+        taken = list(self.steps.reports)
+        self.steps.reports.clear()
+        return taken
+
+    def get_global_grad_norm(self) -> float | None:
+        """Gradient norm of the last step before clipping; None before the first."""
+        return self.last_step.grad_norm if self.last_step else None
+
+    @property
+    def work_seconds(self) -> float:
+        """Seconds that this rank read data and computed in its last step."""
+        return self.steps.busy_time.seconds
+
+    @property
+    def last_trace(self) -> Trace | None:
+        """The last traced step, with the times of each instruction; on rank 0 only."""
+        return self.steps.tracing.last_trace
+
+    @property
+    def last_timeline(self) -> Timeline | None:
+        """The timeline of the last traced step; on rank 0 only."""
+        return self.last_trace.timeline if self.last_trace else None

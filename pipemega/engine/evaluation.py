@@ -8,7 +8,7 @@ from torch import Tensor
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.batch_reader import BatchReader, StepData
-from pipemega.engine.loss import mean_of_sums, sum_losses
+from pipemega.engine.train_step import mean_of_sums, sum_losses
 from pipemega.errors import ConfigError
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor

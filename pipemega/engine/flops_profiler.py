@@ -9,7 +9,7 @@ from pipemega.config.batch import Batch
 from pipemega.config.sections.monitor_sections import FlopsProfilerSection
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.flops_report import FlopsProfile, RankProfile
-from pipemega.engine.step_callbacks import StepCallback, TrainStep
+from pipemega.engine.train_step import Step, StepFeature
 from pipemega.monitor import MultiTimer, get_logger, print_table
 from pipemega.pipeline.model.module import Stage
 from pipemega.pipeline.model.stages import LocalModel
@@ -47,7 +47,7 @@ def _shard_layers(shard: VocabularyShard) -> dict[int, ProfiledLayer]:
     return found
 
 
-class FlopsProfiler(StepCallback):
+class FlopsProfiler(StepFeature):
     """Measures one step on all ranks; the result is of data and tensor rank 0.
 
     All ranks, because a stage that reports its layers computes whole logits, with collectives of
@@ -139,10 +139,10 @@ class FlopsProfiler(StepCallback):
         with profiler.measure(0, None):
             yield
 
-    def before_step(self, step: TrainStep) -> None:
+    def before_step(self, step: Step) -> None:
         self.start(step.number)
 
-    def after_step(self, step: TrainStep) -> None:
+    def after_step(self, step: Step) -> None:
         if self._finish is None:
             return
         own, self._finish, self._step, self._is_counting = self._finish(), None, -1, False

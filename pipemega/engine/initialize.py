@@ -12,10 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from pipemega.config import Batch, Config, load
@@ -26,7 +25,6 @@ from pipemega.engine.components import build_components
 from pipemega.engine.engine import Engine
 from pipemega.engine.first_plan import FirstPlan, first_plan, with_chosen_vocabulary
 from pipemega.engine.late_choice import LateChoice
-from pipemega.engine.loop_engine import LoopEngine
 from pipemega.engine.resume import resume, with_saved_schedule
 from pipemega.engine.run_arguments import (
     build_mesh_of,
@@ -39,8 +37,8 @@ from pipemega.engine.run_arguments import (
 )
 from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.running_statistics import running_statistics_warning
+from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.training_data import training_loader
-from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.lora.adapters import add_lora
 from pipemega.lora.peft_files import load_adapter, section_of
@@ -66,9 +64,6 @@ def keep_freed_memory() -> bool:
         return False
     # Both: setting one threshold switches off the dynamic adjustment of the other.
     return bool(mallopt(_M_TRIM_THRESHOLD, _NEVER) and mallopt(_M_MMAP_THRESHOLD, _NEVER))
-
-
-AnyEngine = TypeVar("AnyEngine", bound=Engine)
 
 
 def initialize(
@@ -130,51 +125,23 @@ def initialize(
     config = with_devices_of_layers(load(config, overrides), model, mesh, plan)
     sample = None if example is None else Sample.like(*example)
     setup = RunSetup(config, mesh or build_mesh_of(config), model, arguments, example=sample)
-    engine = _initialize(Engine, setup, plan, training_data, collate_fn)
+    engine = build_engine(setup, plan, training_data, collate_fn)
     return engine, engine.optimizer, engine.loader, engine.lr_scheduler
 
 
-def initialize_loop(
-    module: nn.Module,
-    config: Config,
-    *,
-    mesh: Mesh | None = None,
-    optimizer: OptimizerMaker | GivenOptimizer | None = None,
-    lr_scheduler: SchedulerMaker | None = None,
-    model_parameters: Sequence[Mapping[str, Any]] | GivenGroups | None = None,
-) -> LoopEngine:
-    """Build the engine of a loop that runs the forward and backward of `module`.  Collective.
-
-    The arguments are those of `initialize`. A parameter `x` has the logical name `layers.0.x`.
-
-    Raises:
-        ConfigError, MeshError: as `initialize`; or a key has no meaning in such a loop.
-    """
-    arguments = optimizer_arguments(optimizer, lr_scheduler, model_parameters)
-    mesh = mesh or build_mesh_of(config)
-    for axis in (mesh.pipeline, mesh.tensor):
-        if axis.size > 1:
-            raise ConfigError(
-                f"mesh.{axis.name} is {axis.size}, and {type(module).__name__} is no pipeline, so "
-                f"each rank needs all of it: set mesh.{axis.name} to 1, or write the model as a "
-                "PipelineModule of its layers",
-                on_every_rank=True,
-            )
-    return _initialize(LoopEngine, RunSetup(config, mesh, PipelineModule([module]), arguments))
-
-
-def _initialize(
-    engine_class: type[AnyEngine],
+def build_engine(
     setup: RunSetup,
     plan: Plan | None = None,
     data: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
-) -> AnyEngine:
+    **options: Any,
+) -> Engine:
     """Build an engine, and load the checkpoint that the config names.  Collective.
 
     Args:
         setup: without a loader; its config and model are not final.
         plan, data, collate_fn: as for `initialize`.
+        options: for `StepRunner`.
     """
     config, mesh, net = setup.config, setup.mesh, setup.net
     with failure_reporter().propagate_errors("initialize"):
@@ -192,7 +159,7 @@ def _initialize(
         if data is not None:
             loader = training_loader(config, mesh, data, collate_fn, config.training.epochs)
         setup = replace(setup, config=config, net=net, loader=loader)
-        engine = _build_engine(engine_class, setup, plan)
+        engine = Engine(_build_steps(setup, plan, options))
         if mesh.world.size > 1:
             # If a rank could not build its part, all ranks stop here and not in the first step.
             dist.barrier(mesh.world.group)
@@ -202,9 +169,9 @@ def _initialize(
     return engine
 
 
-def _build_engine(
-    engine_class: type[AnyEngine], setup: RunSetup, given_plan: Plan | None
-) -> AnyEngine:
+def _build_steps(
+    setup: RunSetup, given_plan: Plan | None, options: Mapping[str, Any]
+) -> StepRunner:
     """Choose the plan, and build the stages of this rank and what trains them; collective."""
     mesh = setup.mesh
     if mesh.device.type == "cpu" and setup.config.mesh.keep_cpu_memory:
@@ -214,7 +181,7 @@ def _build_engine(
     late_choice = LateChoice(setup, given_plan) if first.is_provisional else None
     model = _build_stages(setup, first)
     components = build_components(setup, model, first, late_choice)
-    return engine_class(setup.config, mesh, first.plan, components)
+    return StepRunner(setup.config, mesh, first.plan, components, **options)
 
 
 def _build_stages(setup: RunSetup, first: FirstPlan) -> LocalModel:

@@ -3,19 +3,18 @@
 import logging
 from typing import Any
 
-from pipemega.checkpoint import any_checkpoint, newest
+from pipemega.checkpoint import newest
 from pipemega.checkpoint.checkpointer import with_values_of
 from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
 from pipemega.checkpoint.save_load import open_path
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.distributed.topology import Topology
-from pipemega.engine.checkpointed_engine import CheckpointedEngine
-from pipemega.errors import CheckpointError
+from pipemega.engine.engine import Engine
 from pipemega.storage.filesystem import is_remote
 
 
-def resume(engine: CheckpointedEngine, log: logging.Logger) -> None:
+def resume(engine: Engine, log: logging.Logger) -> None:
     """Load the checkpoint that the config asks for, if any; collective.
 
     With `training.resume: "auto"` this is the newest complete checkpoint in `checkpoint.save`, so
@@ -77,39 +76,8 @@ def _source(config: Config) -> tuple[str, str | None] | None:
     return settings.load, settings.load_tag
 
 
-def refuse_other_run(config: Config, engine: CheckpointedEngine) -> None:
-    """Refuse to replace the checkpoints of an earlier run, or to delete them as old; collective.
-
-    Call it before the first step, if the run was not loaded from `checkpoint.save`.
-
-    Raises:
-        CheckpointError: `checkpoint.save` has checkpoints, and `checkpoint.overwrite` is false.
-    """
-    folder = config.checkpoint.save
-    if folder is None or config.checkpoint.overwrite:
-        return
-    tag = from_first(engine.mesh.world, lambda: any_checkpoint(folder))
-    if tag is not None:
-        raise CheckpointError(
-            f"checkpoint.save ({folder}) has {tag} of an earlier run, and this run does not "
-            "continue it: set training.resume to 'auto' to continue it, choose another "
-            "checkpoint.save to keep it, or set checkpoint.overwrite to true to replace it",
-            on_every_rank=True,
-        )
-
-
-def log_iterator_position(engine: CheckpointedEngine, log: logging.Logger) -> None:
-    """Log that the position of the caller's iterator is not restored."""
-    step, samples = engine.global_steps, engine.consumed_samples
-    log.info(
-        f"resumed at step {step}: train_batch reads the caller's iterator, whose position is not "
-        f"in the checkpoint. The caller must skip the {samples} samples that the run has consumed "
-        "(engine.consumed_samples)"
-    )
-
-
 def _load(
-    engine: CheckpointedEngine,
+    engine: Engine,
     folder: str,
     tag: str | None,
     options: dict[str, bool],

@@ -20,8 +20,9 @@ from pipemega.engine.run_facts import run_facts
 from pipemega.engine.run_folder import RunFolder
 from pipemega.engine.run_history import EpochSums, RunTimes
 from pipemega.engine.run_stats import RunStats
-from pipemega.engine.step_engine import StepEngine
+from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.timelines import write_timeline
+from pipemega.engine.train_step import StepFeature
 from pipemega.monitor import (
     Console,
     EpochRecord,
@@ -40,11 +41,11 @@ from pipemega.optimizer import StepReport
 from pipemega.storage.locks import folder_locks
 
 
-class RunLogger:
-    """Writes the records of an engine's steps; every method is collective.
+class RunLogger(StepFeature):
+    """Writes the records of steps; every method is collective.
 
     Args:
-        engine: its steps are recorded.
+        steps: runs the steps that are recorded.
         log: of this rank.
         keeps_files: also write `metrics.jsonl` and `config.json`.
 
@@ -55,16 +56,16 @@ class RunLogger:
         tokens_per_sample, flops_per_sample: for tokens/s, TFLOP/s and MFU; 0: do not record them.
     """
 
-    def __init__(self, engine: StepEngine, log: logging.Logger, *, keeps_files: bool) -> None:
-        self._engine, self._config, self._log = engine, engine.config, log
+    def __init__(self, steps: StepRunner, log: logging.Logger, *, keeps_files: bool) -> None:
+        self._steps, self._config, self._log = steps, steps.config, log
         self._keeps_files, self._shows_progress = keeps_files, False
-        self.folder = RunFolder(self._config, engine.mesh, log)
+        self.folder = RunFolder(self._config, steps.mesh, log)
         model = self._config.model
         self.tokens_per_sample = (model.sample_tokens() if model else None) or 0
         self.flops_per_sample = 0.0
         self._peak_tflops = self._config.monitor.peak_tflops
-        if not self._peak_tflops and engine.mesh.device.type == "cuda":
-            self._peak_tflops = peak_tflops(torch.cuda.get_device_name(engine.mesh.device))
+        if not self._peak_tflops and steps.mesh.device.type == "cuda":
+            self._peak_tflops = peak_tflops(torch.cuda.get_device_name(steps.mesh.device))
         self._pending: deque[StepRecord] = deque()  # records of steps whose norm is not known yet
         self._reports: deque[StepReport] = deque()  # reports of steps that are not written yet
         self._elapsed: dict[str, float] = {}
@@ -73,7 +74,7 @@ class RunLogger:
         self.policy = NonFinitePolicy(self._config, self.history, self.warn)
         self._spikes = SpikeDetector(training.loss_spikes.window, training.loss_spikes.factor)
         self._stragglers = StragglerWatch(
-            engine.mesh, training.stragglers, self._config.steps_per_print or 10
+            steps.mesh, training.stragglers, self._config.steps_per_print or 10
         )
         self._monitor: Monitor | None = None
         self._sink_states: dict[str, Any] = {}
@@ -81,8 +82,6 @@ class RunLogger:
 
     def take_over(self) -> None:
         """Write what a Trainer writes: also files and a progress bar."""
-        # A step before this is not recorded.
-        self._engine.settle()
         self._keeps_files = self._shows_progress = True
 
     @property
@@ -107,13 +106,13 @@ class RunLogger:
 
     def _open_monitor(self) -> Monitor:
         resume, self._resume = self._resume or self._point(), None
-        if self._engine.mesh.rank > 0:
+        if self._steps.mesh.rank > 0:
             return Monitor([], self._log, self._sink_states)
         console = partial(
             Console,
-            self._engine.total_steps,
+            self._steps.data.total_steps,
             self._config.steps_per_print,
-            total_epochs=self._engine.epochs,
+            total_epochs=self._steps.data.epochs,
             progress=self._shows_progress and self._config.training.progress,
         )
         monitor = build_sinks(
@@ -130,16 +129,16 @@ class RunLogger:
         return monitor
 
     def _facts(self) -> dict[str, Any]:
-        engine = self._engine
-        return run_facts(engine.mesh, engine.batch, engine.num_parameters, engine.plan.name)
+        steps = self._steps
+        return run_facts(steps.mesh, steps.batch, steps.num_parameters, steps.plan.name)
 
     def _point(self) -> ResumePoint | None:
-        engine = self._engine
-        if engine.global_steps == 0:
+        steps = self._steps
+        if steps.global_steps == 0:
             return None
-        return ResumePoint(engine.global_steps, engine.consumed_samples)
+        return ResumePoint(steps.global_steps, steps.consumed_samples)
 
-    def state_dict(self) -> dict[str, Any]:
+    def run_state(self) -> dict[str, Any]:
         """Return the state that a resumed run continues from."""
         sinks = self._monitor.state_dict() if self._monitor else self._sink_states
         return {
@@ -148,8 +147,8 @@ class RunLogger:
             "spikes": self._spikes.state_dict(),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a checkpoint that the engine has loaded: drop records of later steps."""
+    def load_run_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from a checkpoint that was loaded: drop records of later steps."""
         self.close()
         self._pending.clear()
         self._reports.clear()
@@ -158,14 +157,14 @@ class RunLogger:
         if "spikes" in state:
             self._spikes.load_state_dict(state["spikes"])
 
-    def add_report(self, report: StepReport) -> None:
+    def on_report(self, report: StepReport) -> None:
         """Keep the report of a step that became final, for its record."""
         self._reports.append(report)
 
     # Steps
 
     def add(self, loss: float, seconds: float, samples: int, epoch: int | None) -> None:
-        """Record the step that the engine has just run.
+        """Record the step that the run has just run.
 
         Args:
             samples: of this step, over all data ranks.
@@ -190,16 +189,16 @@ class RunLogger:
         self, loss: float, seconds: float, samples: int, epoch: int | None
     ) -> StepRecord:
         """Return the record of the last step, without what its report has."""
-        engine = self._engine
+        steps = self._steps
         memory = self._peak_memory() if self._prints() else {}
         tflops = None
         if self.flops_per_sample:
             flops = self.flops_per_sample * samples
-            tflops = tflops_per_device(flops, seconds, engine.mesh.world.size)
+            tflops = tflops_per_device(flops, seconds, steps.mesh.world.size)
         return StepRecord(
-            step=engine.global_steps,
-            consumed_samples=engine.consumed_samples,
-            consumed_tokens=engine.consumed_samples * self.tokens_per_sample or None,
+            step=steps.global_steps,
+            consumed_samples=steps.consumed_samples,
+            consumed_tokens=steps.consumed_samples * self.tokens_per_sample or None,
             loss=loss,
             lr=math.nan,
             epoch=epoch,
@@ -227,12 +226,12 @@ class RunLogger:
         return samples * self.tokens_per_sample / seconds if seconds else math.nan
 
     def add_epoch(self, sums: EpochSums) -> EpochRecord:
-        """Record the epoch that the engine has just completed; return the record."""
-        engine = self._engine
+        """Record the epoch that the run has just completed; return the record."""
+        steps = self._steps
         record = EpochRecord(
-            step=engine.global_steps,
-            consumed_samples=engine.consumed_samples,
-            epoch=engine.epoch,
+            step=steps.global_steps,
+            consumed_samples=steps.consumed_samples,
+            epoch=steps.epoch,
             steps=sums.steps,
             samples=sums.samples,
             loss=sums.mean_loss,
@@ -278,30 +277,30 @@ class RunLogger:
 
     def _write_timeline(self) -> None:
         """Write the timeline of this step if it was traced; on rank 0."""
-        engine, trace = self._engine, self._engine.last_trace
-        if trace is None or trace.step != engine.global_steps:
+        steps, trace = self._steps, self._steps.tracing.last_trace
+        if trace is None or trace.step != steps.global_steps:
             return
         configured = self._config.monitor.trace.folder
         folder = Path(configured) if configured else self.folder.on_rank0() / "timelines"
-        self.monitor.write(write_timeline(trace, folder, engine.consumed_samples, self._log))
+        self.monitor.write(write_timeline(trace, folder, steps.consumed_samples, self._log))
 
     def _prints(self) -> bool:
         every = self._config.steps_per_print or 0
-        return every > 0 and self._engine.global_steps % every == 0
+        return every > 0 and self._steps.global_steps % every == 0
 
     def _breakdown(self) -> dict[str, float]:
         if not self._config.wall_clock_breakdown:
             return {}
-        elapsed = self._engine.timers.totals()
+        elapsed = self._steps.timers.totals()
         seconds = {name: total - self._elapsed.get(name, 0.0) for name, total in elapsed.items()}
         self._elapsed = elapsed
         if self._prints():
-            self._log.info(breakdown_line(self._engine.global_steps, seconds))
+            self._log.info(breakdown_line(self._steps.global_steps, seconds))
         return breakdown_scalars(seconds)
 
     def _peak_memory(self) -> dict[str, float]:
         """Return the peak GiB of each rank: allocated on a GPU, of the process on a CPU."""
-        mesh = self._engine.mesh
+        mesh = self._steps.mesh
         if mesh.device.type == "cuda":
             peak = float(torch.cuda.max_memory_allocated(mesh.device))
         else:
@@ -324,12 +323,12 @@ class RunLogger:
 
     def write(self, kind: Callable[..., Record], **fields: Any) -> None:
         """Write a record of this kind at the current step."""
-        step, samples = self._engine.global_steps, self._engine.consumed_samples
+        step, samples = self._steps.global_steps, self._steps.consumed_samples
         self.monitor.write(kind(step=step, consumed_samples=samples, **fields))
 
     def warn(self, text: str) -> None:
         """Log a warning on rank 0."""
-        if self._engine.mesh.rank == 0:
+        if self._steps.mesh.rank == 0:
             self._log.warning(text)
 
     def log_end(self, first_step: int, stopped: str, times: RunTimes) -> None:
@@ -339,14 +338,16 @@ class RunLogger:
             first_step: steps before this process.
             stopped: why the run ends early; empty if it does not.
         """
-        engine = self._engine
-        steps, total = engine.global_steps, engine.total_steps
+        steps = self._steps
+        done, total = steps.global_steps, steps.data.total_steps
         end = f"stopped ({stopped}) after" if stopped else "finished"
         of = "" if total is None else f" of {total}"
-        epochs = "" if engine.epochs is None else f" ({engine.epoch} of {engine.epochs} epochs)"
-        here = f", {steps - first_step} of them in this process" if first_step else ""
-        summary = self.history.summary(engine.skipped_steps)
-        self._log.info(f"{end} step {steps}{of}{epochs}{here}: {summary}; {times}")
+        epochs = (
+            "" if steps.data.epochs is None else f" ({steps.epoch} of {steps.data.epochs} epochs)"
+        )
+        here = f", {done - first_step} of them in this process" if first_step else ""
+        summary = self.history.summary(steps.skipped_steps)
+        self._log.info(f"{end} step {done}{of}{epochs}{here}: {summary}; {times}")
         if stopped and self._config.checkpoint.save is None:
             self.warn("the run was not saved: checkpoint.save is not set")
 
@@ -365,11 +366,11 @@ class RunLogger:
 
     def _compare_ranks(self) -> dict[str, float]:
         """Return the work times of all ranks every few steps, and warn of stragglers."""
-        engine, watch = self._engine, self._stragglers
-        summary = watch.add(engine.work_seconds)
+        steps, watch = self._steps, self._stragglers
+        summary = watch.add(steps.busy_time.seconds)
         if summary is None:
             return {}
-        warning = watch.warning(summary, engine.plan)
+        warning = watch.warning(summary, steps.plan)
         if warning:
             self.warn(warning)
             self.event("straggler", summary.scalars(), warning)

@@ -41,7 +41,7 @@ from pipemega.engine.measured_stages import (
 )
 from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
 from pipemega.engine.stage_mover import describe_cut
-from pipemega.engine.step_callbacks import StepCallback, TrainStep
+from pipemega.engine.train_step import PlanChange, Step, StepFeature
 from pipemega.errors import PipemegaError
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.partition import Bounds
@@ -96,7 +96,7 @@ class _Before:
     stages: _Stages
 
 
-class ScheduleTuner(StepCallback):
+class ScheduleTuner(StepFeature):
     """Selects the steps to trace, and after them the next plan.
 
     Args:
@@ -126,64 +126,65 @@ class ScheduleTuner(StepCallback):
         self._steps, self._changes, self._done = 0, 0, False
         self._timed: list[Trace] = []
         self._memory_trace: Trace | None = None
+        self._wanted: _Next | None = None
         # On rank 0:
         self._measured = 0.0  # seconds of a step
         self._costs: MeasuredStages | None = None
         self._moves = True
         self._before: _Before | None = None
 
-    def before_step(self, step: TrainStep) -> None:
-        if not self._measures(step):
-            return
+    def traces(self, step: Step) -> bool | None:
         at = self._steps % (WARM_UP + TIMED)
-        if not self._done and at >= WARM_UP - 1:
-            step.trace_memory = at < WARM_UP
+        if not self._measures(step) or self._done or at < WARM_UP - 1:
+            return None
+        return at < WARM_UP
 
-    def after_step(self, step: TrainStep) -> None:
+    def next_change(self, step: Step, trace: Trace | None) -> PlanChange | None:
         """Collect the trace; after the last timed step, choose the next plan.
 
         Raises:
             ScheduleError: no plan fits into the memory limit.
         """
         if not self._measures(step):
-            return
+            return None
+        memory = self.traces(step)
         self._steps += 1
-        if step.trace is not None and step.trace_memory is not None:
-            if step.trace_memory:
-                self._memory_trace = step.trace
+        if trace is not None and memory is not None:
+            if memory:
+                self._memory_trace = trace
             else:
-                self._timed.append(step.trace)
+                self._timed.append(trace)
         if self._done or self._steps % (WARM_UP + TIMED):
-            return
-        self._change(step, from_first(self._mesh.world, self._next))
+            return None
+        self._wanted = wanted = from_first(self._mesh.world, self._next)
         self._timed.clear()
-
-    def _change(self, step: TrainStep, wanted: _Next | None) -> None:
-        """Let the next steps run the wanted plan, on other stages if they can move."""
         if wanted is None:
             self._done = True
-            return
+            return None
+        better = wanted.moved
+        moved = None if better is None else (better.plan, better.bounds)
+        return PlanChange(wanted.order.plan, moved)
+
+    def on_change(self, change: PlanChange, obstacle: str) -> None:
+        wanted, self._wanted = self._wanted, None
+        assert wanted is not None
         used = wanted.order
-        if wanted.moved is not None:
+        if wanted.moved is not None and obstacle:
+            self._moves = False
             plan, bounds = wanted.moved.plan, wanted.moved.bounds
-            obstacle = step.obstacle(plan, bounds)
-            if obstacle:
-                self._moves = False
-                self._log.info(
-                    f"schedule auto: the stages stay, although a step on layers "
-                    f"{describe_cut(bounds, plan.rank_of_stage)} is predicted to take "
-                    f"{_ms(wanted.moved.seconds)}: {obstacle}"
-                )
-            else:
-                used = wanted.moved
-                self._before = _Before(self._measured, self._costs, wanted.order)
-                step.next_bounds = self._bounds = used.bounds
-        self._plan = step.next_plan = used.plan
-        self._predicted = used.seconds
-        self._done = wanted.is_last
+            self._log.info(
+                f"schedule auto: the stages stay, although a step on layers "
+                f"{describe_cut(bounds, plan.rank_of_stage)} is predicted to take "
+                f"{_ms(wanted.moved.seconds)}: {obstacle}"
+            )
+        elif wanted.moved is not None:
+            used = wanted.moved
+            self._before = _Before(self._measured, self._costs, wanted.order)
+            self._bounds = used.bounds
+        self._plan, self._predicted, self._done = used.plan, used.seconds, wanted.is_last
         self._changes += 1
 
-    def _measures(self, step: TrainStep) -> bool:
+    def _measures(self, step: Step) -> bool:
         """Return whether the step has the plan that is measured, and not one of a ramp-up."""
         return step.plan.num_microbatches == self._plan.num_microbatches
 

@@ -1,101 +1,493 @@
-"""Runs training steps; validates each one at once or, with post-validation, in the next one."""
+"""The training steps of one rank, on its stages, which may move between two steps.
 
-from collections.abc import Callable
+    read, freeze                      `read`; in the first step the stages may move
+    forwards, backwards               the executor runs the plan
+    optimizer step, reports           `finish`; with post-validation the report of the step before
+    features, next plan, counters     `finish`; the stages may move
 
-from pipemega.distributed.mesh import Mesh
-from pipemega.engine.batch_reader import StepData
-from pipemega.engine.loss import sum_losses
-from pipemega.engine.step_callbacks import TrainStep
-from pipemega.errors import PipemegaError
-from pipemega.optimizer import OptimizerStep, PostValidatedStep, StepReport
-from pipemega.optimizer.post_validation import SpeculativeRunner
+Every method is collective, unless its docstring says otherwise.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from torch import nn
+
+from pipemega.config import Config
+from pipemega.data.loader import BatchLoader
+from pipemega.diagnostics.nan_origin import NonFiniteLocator
+from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.mesh import Mesh, gather_objects
+from pipemega.engine.batch_reader import BatchReader, StepData
+from pipemega.engine.comms_logger import CommsLogger
+from pipemega.engine.components import Components
+from pipemega.engine.evaluation import Evaluator
+from pipemega.engine.flops_profiler import FlopsProfiler, LayerSource, layer_sources
+from pipemega.engine.running_statistics import BatchNormUpdates
+from pipemega.engine.stage_mover import BuiltModules, describe_cut
+from pipemega.engine.train_step import (
+    MeasureBusyTime,
+    PlanChange,
+    Step,
+    StepFeature,
+    TraceSteps,
+    sum_losses,
+)
+from pipemega.engine.training_data import TrainingData, share_of
+from pipemega.errors import ConfigError, PipemegaError
+from pipemega.monitor import get_logger
+from pipemega.monitor.timers import PIPELINE, StepPhases
+from pipemega.optimizer import LRSchedule, StepReport
+from pipemega.optimizer.post_validation import PostValidatedStep, SpeculativeRunner
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.model.module import RngKey
+from pipemega.pipeline.model.stages import LocalModel
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.partition import Bounds
+from pipemega.pipeline.recorder import NULL_RECORDER, Recorder
+from pipemega.random import preserve_rng
+
+# Reports kept for `take_reports`: a loop that calls it after each step finds two at most.
+_MAX_REPORTS = 8
 
 
 class StepRunner:
-    """Runs the forwards, backwards and optimizer steps of one rank.
-
-    Each step is final at once; only a `PostValidatedStep` is validated after the first forwards of
-    the next step.
+    """Runs the training steps of one rank.
 
     Args:
-        executor: runs the plans.
-        step: the optimizer step.
-        mesh: its data axis distributes the micro-batches.
-        seed: of the RNG keys of micro-batches.
-        on_rollback: called when the last step was undone, before the forwards run again.
-        on_failure: called when the last step fails after it returned: it has inf or nan and must
-            not be skipped. The error follows.
+        config, mesh, plan, components: as for `Engine`.
+        traces: trace the steps that the config selects; False in a loop without a plan.
+        sources: returns the layers to profile.
+
+    Attributes:
+        stages: the local stages, in the order of the model.
+        stages_were_read: the caller may refer to the stages, so that they do not move.
+        model, executor, reader, evaluator, locator: of the current stages.
+        profiler: the table of `flops_profiler`; None: not enabled.
+        features: watch the steps, in this order.
+        optimizer_step, schedule: None without training.
+        data: the training data, and the length of the run.
+        global_steps, consumed_samples, step_samples, epoch, stop_requested: as of `Engine`.
+        reports: the reports of steps that became final; the newest ones.
     """
 
     def __init__(
         self,
-        executor: Executor,
-        step: OptimizerStep,
+        config: Config,
         mesh: Mesh,
-        seed: int,
-        on_rollback: Callable[[], None],
-        on_failure: Callable[[], None],
+        plan: Plan,
+        components: Components,
+        *,
+        traces: bool = True,
+        sources: Callable[[LocalModel], list[LayerSource]] = layer_sources,
     ) -> None:
-        self._executor, self._step, self._mesh, self._seed = executor, step, mesh, seed
-        self._on_failure = on_failure
+        self.config, self.mesh, self.plan = config, mesh, plan
+        self.batch, self.timers = config.batch(mesh.data.size), components.timers
+        self.num_parameters = components.num_parameters
+        self.stages, self.stages_were_read = nn.ModuleList(), False
+        self.global_steps, self.consumed_samples, self.stop_requested = 0, 0, False
+        self.step_samples, self.epoch = 0, 0
+        self.data = TrainingData(config, mesh, components.loader)
+        self.optimizer_step = step = components.optimizer_step
+        if step is not None:
+            step.refuse_other_steps()
+        self.phases = step.phases if step is not None else StepPhases()
+        self.reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
+        self._plans, self._late_choice = components.plans, components.late_choice
+        self._sources = sources
+        self.tracing = TraceSteps(config.monitor.trace, mesh, self.phases)
+        self.busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
+        features = (
+            components.tuner,
+            self.tracing if traces else None,
+            self.busy_time,
+            CommsLogger(config.comms_logger, mesh) if config.comms_logger.enabled else None,
+        )
+        self.features: list[StepFeature] = [each for each in features if each is not None]
+        self.profiler: FlopsProfiler | None = None
+        self.mover = components.mover
+        self._use_stages(components.model, components.executor)
+        if step is not None:
+            self.mover.watch(components.model, step)
+
+    def _use_stages(self, model: LocalModel, executor: Executor) -> None:
+        """Run, read, evaluate, trace and profile with these stages from now on."""
+        config, mesh, step = self.config, self.mesh, self.optimizer_step
+        self.model, self.executor = model, executor
+        self._batch_norms = BatchNormUpdates(model, mesh.data)
+        self.stages._modules.clear()
+        self.stages.extend(model.modules)
         self._speculative: SpeculativeRunner | None = None
         if isinstance(step, PostValidatedStep):
-            self._speculative = SpeculativeRunner(
-                executor,
-                self.settle,
-                on_rollback,
-                lambda results: step.start_loss_sums(*sum_losses(results, mesh)),
+            self._speculative = SpeculativeRunner(executor, self._validate, self._take_reports)
+        ranks, cut = self.plan.rank_of_stage, model.vocabulary is not None
+        self.reader = BatchReader(
+            mesh,
+            ranks,
+            share_of(config, mesh),
+            self.data.sizes,
+            config.data.compare_every,
+            cut,
+            lambda: step is not None and step.masters.frozen.have_changed,
+            step is None or step.is_fenced,
+        )
+        self.evaluator = Evaluator(mesh, executor, self.reader, ranks, cut)
+        gradients, num_layers = step.gradients if step else None, model.bounds[-1]
+        self.locator = NonFiniteLocator(mesh, executor, gradients, num_layers, config.fp16.enabled)
+        self.tracing.executor = executor
+        if self.profiler is not None:
+            self.features.remove(self.profiler)
+            self.profiler = None
+        if config.flops_profiler.enabled:
+            self.profiler = FlopsProfiler(
+                config.flops_profiler,
+                mesh,
+                self.batch,
+                self._sources(model),
+                self.timers,
+                self.num_parameters,
             )
+            self.features.append(self.profiler)
 
-    def new_step(
+    # One step
+
+    def train(
         self,
-        number: int,
-        plan: Plan,
-        data: StepData,
+        data_iter: Iterator[Any] | None,
+        batch: Any,
         *,
-        keep_outputs: bool = False,
-    ) -> TrainStep:
-        """Return step `number`, with the micro-batches of this rank."""
-        count, axis = len(data.inputs), self._mesh.data
-        # Keys have the index in the global batch: dropout is the same on every mesh.
-        keys = [RngKey(self._seed, number - 1, m * axis.size + axis.rank) for m in range(count)]
+        keep_outputs: bool,
+        should_stop: Callable[[], bool],
+    ) -> tuple[float, list[Any] | None]:
+        """Train one step, as `Engine.train_batch`.
 
-        def micro_batches() -> MicroBatches:
-            # Validating the previous step may change the loss scale.
-            factor = self._step.loss_scale.scale / count
-            return MicroBatches(
-                data.inputs,
-                data.labels,
-                rng_keys=keys,
-                loss_factor=factor,
-                shares=data.shares,
-                keep_outputs=keep_outputs,
-                counted=data.counted,
+        Args:
+            should_stop: called late in the step: does this rank request the end of the run?
+
+        Returns:
+            the loss; and the outputs if they are kept, on the ranks of the last stage.
+        """
+        self.check_training("train_batch")
+        if self.model.loss_fn is None:
+            raise ConfigError(
+                "train_batch needs a loss: give PipelineModule(layers, loss_fn=...)",
+                on_every_rank=True,
+            )
+        self.phases.start(exact=self.tracing.tracer.is_due(self.global_steps + 1))
+        with self.locator.add_origin_to_errors():
+            data = self.read(data_iter, batch)
+        is_frozen_anew = self.reader.signalled
+        data = self._with_final_stages(data)
+        self._freeze(is_frozen_anew)
+        with self.locator.add_origin_to_errors(), self._batch_norms.dropped_on_error():
+            step, recorder = self.begin(data)
+            micro_batches = partial(self._micro_batches, step, keep_outputs)
+            with preserve_rng(self.mesh.device), self.phases(PIPELINE):
+                results = self._forward_backward(step, micro_batches, recorder, should_stop)
+            self.locator.record_step(step.plan, micro_batches())
+            # Before the stages may move.
+            outputs = self.evaluator.kept(results)
+            report = self.finish(step, results, should_stop)
+        return report.loss, outputs
+
+    def check_training(self, caller: str) -> None:
+        """Refuse `caller` without an optimizer.
+
+        Raises:
+            ConfigError: there is none; on every rank.
+        """
+        if self.optimizer_step is None:
+            raise ConfigError(
+                f"{caller} needs an optimizer: add the section 'optimizer', or give "
+                "initialize(optimizer=...)",
+                on_every_rank=True,
             )
 
-        return TrainStep(number, plan, micro_batches)
+    def read(self, data_iter: Iterator[Any] | None, batch: Any) -> StepData:
+        """Read the micro-batches of the next step."""
+        given = data_iter is not None or batch is not None
+        self.data.check_source(given)
+        self.data.check_schedule(self.schedule)
+        with self.timers("data"), self.phases("data"), self.busy_time.reading():
+            try:
+                position = self.data.position(self.consumed_samples, given=given)
+                data = self.reader.next_step(self.loader, data_iter, batch, position)
+            except StopIteration:
+                # After the end of the data no step follows that would settle the last one.
+                self.settle()
+                raise
+        self.data.count(data, given=given)
+        return data
 
-    def forward_backward(self, step: TrainStep) -> Results:
-        """Run all forwards and backwards of a step."""
-        self._step.stop_requested = step.should_stop
-        if self._speculative is not None:
-            return self._speculative.run(step.plan, step.micro_batches, step.recorder)
-        return self._executor.run(step.plan, step.micro_batches(), step.recorder)
+    def _freeze(self, agreed: bool) -> None:
+        """Leave out the parameters that the caller has frozen since the last step.
 
-    def optimizer_step(self, results: Results, num_samples: int) -> StepReport:
-        """Reduce the gradients and update the parameters, after a step of `num_samples`."""
-        self._step.samples = num_samples
-        return self._step(*sum_losses(results, self._mesh))
+        Args:
+            agreed: all ranks know that some rank has frozen or unfrozen parameters.
+        """
+        assert self.optimizer_step is not None
+        frozen = self.optimizer_step.masters.frozen
+        if not agreed:
+            if frozen.have_changed:
+                raise ConfigError(
+                    "parameters were frozen or unfrozen between two steps. With "
+                    "pipeline.optimizer_sync 'post_validate' and map-style training_data the "
+                    "ranks do not wait for each other before a step: set pipeline.optimizer_sync "
+                    "to 'fenced', or give train_batch() the data"
+                )
+            return
+        self.reader.signalled = False
+        # The last step may still be repeated, with the parameters that it had.
+        self.settle()
+        frozen.update(self.mesh)
+        # Messages may need a gradient no more, or again.
+        self.executor.forget_shapes(declared=True)
 
-    def settle(self) -> bool:
-        """Complete the last step; return False if this changed the parameters."""
+    def begin(self, data: StepData) -> tuple[Step, Recorder]:
+        """Return the next step, whose data were read, and what times its instructions."""
+        self.plan = self._plans.of(self.plan, self.model.bounds, len(data.inputs))
+        step = Step(self.global_steps + 1, self.plan, data)
+        for feature in self.features:
+            memory = feature.traces(step)
+            if memory is not None:
+                self.tracing.tracer.trace_next_step(memory)
+        recorders = [feature.before_step(step) or NULL_RECORDER for feature in self.features]
+        found = (each for each in recorders if each is not NULL_RECORDER)
+        return step, next(found, NULL_RECORDER)
+
+    def _micro_batches(self, step: Step, keep_outputs: bool) -> MicroBatches:
+        assert self.optimizer_step is not None
+        data, axis, count = step.data, self.mesh.data, len(step.data.inputs)
+        seed, number = self.config.seed, step.number - 1
+        return MicroBatches(
+            data.inputs,
+            data.labels,
+            # Keys have the index in the global batch: dropout is the same on every mesh.
+            rng_keys=[RngKey(seed, number, m * axis.size + axis.rank) for m in range(count)],
+            # Validating the previous step may change the loss scale.
+            loss_factor=self.optimizer_step.loss_scale.scale / count,
+            shares=data.shares,
+            keep_outputs=keep_outputs,
+            counted=data.counted,
+        )
+
+    def _forward_backward(
+        self,
+        step: Step,
+        micro_batches: Callable[[], MicroBatches],
+        recorder: Recorder,
+        should_stop: Callable[[], bool],
+    ) -> Results:
+        """Run all forwards and backwards of a step; validate the step before, if it needs that."""
+        if self._speculative is None:
+            return self.executor.run(step.plan, micro_batches(), recorder)
+        optimizer_step = self.optimizer_step
+        assert isinstance(optimizer_step, PostValidatedStep)
+
+        def start_loss_sums(results: Results) -> None:
+            optimizer_step.start_loss_sums(*sum_losses(results, self.mesh), should_stop())
+
+        return self._speculative.run(step.plan, micro_batches, recorder, start_loss_sums)
+
+    def finish(self, step: Step, results: Results, should_stop: Callable[[], bool]) -> StepReport:
+        """Update the parameters after all backwards of `step`, count it, and return its report."""
+        assert self.optimizer_step is not None
+        self._batch_norms.end_step()
+        with self.timers("optimizer"):
+            report = self.optimizer_step(
+                *sum_losses(results, self.mesh),
+                samples=step.data.num_samples,
+                stop=should_stop(),
+            )
+        self._take_reports()
+        step = replace(step, phases=self.phases.stop())
+        for feature in reversed(self.features):
+            feature.after_step(step)
+        bounds = self._change_plan(step)
+        self.stop_requested = report.stop_votes > 0
+        self._count(step.data)
+        if bounds is not None:
+            self._move_stages(self.plan, bounds)
+        return report
+
+    def _change_plan(self, step: Step) -> Bounds | None:
+        """Use the plan that a feature wants; return the bounds if the stages must move to it."""
+        for feature in self.features:
+            change = feature.next_change(step, self.tracing.trace)
+            if change is not None:
+                return self._use(change, feature)
+        return None
+
+    def _use(self, change: PlanChange, feature: StepFeature) -> Bounds | None:
+        obstacle = "" if change.moved is None else self.obstacle_to_move(*change.moved)
+        feature.on_change(change, obstacle)
+        if change.moved is None or obstacle:
+            self.plan = change.plan
+            return None
+        self.plan, bounds = change.moved
+        return bounds
+
+    def _count(self, data: StepData) -> None:
+        self.global_steps += 1
+        self.step_samples = data.num_samples
+        self.consumed_samples += data.num_samples
+        if self.data.epochs is not None and self.data.epoch > self.epoch:
+            self.settle()
+            self.end_epochs()
+        self.epoch = self.data.epoch
+
+    def end_epochs(self) -> None:
+        """Advance the schedule to the epoch of the data."""
+        for _ in range(self.epoch, self.data.epoch):
+            if self.optimizer_step is not None:
+                self.optimizer_step.end_epoch()
+        self.epoch = self.data.epoch
+
+    # Steps that become final
+
+    def settle(self) -> None:
+        """Complete the last step, so that parameters, optimizer and learning rate are final.
+
+        Raises:
+            NonFiniteError, LossScaleError: as `Engine.settle`.
+        """
+        if self.optimizer_step is not None:
+            self._validate()
+        # What follows reads parameters on the host.
+        synchronize()
+        if self.optimizer_step is not None:
+            # The caller may change parameters and masters, as loading does.
+            self.optimizer_step.wait_for_copies()
+        self._take_reports()
+
+    def _validate(self) -> bool:
+        """Validate the last step; return False if this changed the parameters."""
+        assert self.optimizer_step is not None
         try:
-            return self._step.settle()
+            return self.optimizer_step.settle()
         except PipemegaError as error:
             if self._speculative is not None and error.on_every_rank:
-                self._on_failure()
+                # The step fails after it was counted: it has inf or nan and must not be skipped.
+                self.global_steps -= 1
+                self.consumed_samples -= self.step_samples
             raise
+
+    def _take_reports(self) -> None:
+        """Handle the reports of the steps that have become final."""
+        for unchecked in self.optimizer_step.take_reports() if self.optimizer_step else ():
+            report = replace(unchecked, origin=self.locator.check(unchecked))
+            self.reports.append(report)
+            self._batch_norms.on_report(report)
+            for feature in self.features:
+                feature.on_report(report)
+
+    # Stages that move
+
+    def _with_final_stages(self, data: StepData) -> StepData:
+        """Choose plan and stages of the first step, if its shapes were unknown until now."""
+        late, self._late_choice = self._late_choice, None
+        if late is None:
+            return data
+        first = late.of(data)
+        place, bounds = self.plan.rank_of_stage, self.model.bounds
+        if (first.plan.rank_of_stage, first.bounds) != (place, bounds):
+            obstacle = self.obstacle_to_move(first.plan, first.bounds, is_first=True)
+            if obstacle:
+                if self.mesh.rank == 0:
+                    wanted = describe_cut(first.bounds, first.plan.rank_of_stage)
+                    get_logger().warning(
+                        f"the stages stay on layers {describe_cut(bounds, place)}, although "
+                        f"{wanted} would be chosen: {obstacle}; give "
+                        "initialize(example=(inputs, labels)), so that they are built there"
+                    )
+                first = late.on(self.plan, bounds)
+            else:
+                self._move_stages(first.plan, first.bounds, late.built)
+        self.plan, self._plans = first.plan, first.plans
+        if first.tuner is not None:
+            self.features.insert(0, first.tuner)
+        return self.reader.for_these_stages(data)
+
+    def obstacle_to_move(self, plan: Plan, bounds: Bounds, *, is_first: bool = False) -> str:
+        """Return why the stages cannot move, as a clause; "" if they can.
+
+        Args:
+            plan, bounds: as for `_move_stages`.
+            is_first: before the first step, whose data have been read.
+        """
+        if self.optimizer_step is None:
+            return "the run has no optimizer"
+        if plan.has_vocabulary != self.plan.has_vocabulary:
+            return "only one of the two plans has vocabulary parallelism"
+        reads, place = self.loader is None or not self.loader.is_map_style, plan.rank_of_stage
+        readers = self.plan.rank_of_stage[0], self.plan.rank_of_stage[-1]
+        if reads and not {place[0], place[-1]} <= set(readers):
+            return (
+                f"pipeline rank {place[-1]} would read labels from now on, and its iterator is at "
+                "the first step; give initialize() map-style training data"
+            )
+        if self.profiler is not None:
+            self.profiler.cancel_counting()
+        if is_first and any(gather_objects(self.stages_were_read, self.mesh.world)):
+            return "engine.module was read, so the caller may refer to its parameters"
+        return self.mover.obstacle(self.model, self.optimizer_step, bounds, is_first=is_first)
+
+    def _move_stages(self, plan: Plan, bounds: Bounds, built: BuiltModules | None = None) -> None:
+        """Move the stages to the ranks of `plan`, between two steps.
+
+        Args:
+            plan: the plan of the next steps, lowered.
+            bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
+            built: as for `StageMover.move`.
+
+        Raises:
+            NonFiniteError, LossScaleError: as `settle`, after the move.
+        """
+        assert self.optimizer_step is not None, "the caller has asked obstacle_to_move"
+        failed: PipemegaError | None = None
+        try:
+            self.settle()
+        except PipemegaError as error:
+            if not error.on_every_rank:
+                raise
+            # The step is undone. The run may continue after that, with the plan of the new stages.
+            failed = error
+            self.settle()
+        model, executor = self.mover.move(self.model, self.optimizer_step, plan, bounds, built)
+        self.plan = plan
+        self._use_stages(model, executor)
+        if failed is not None:
+            raise failed
+
+    # What the records and the run read; not collective
+
+    @property
+    def schedule(self) -> LRSchedule | None:
+        """The learning-rate schedule; None: a constant learning rate, or no training."""
+        return self.optimizer_step.schedule if self.optimizer_step else None
+
+    @property
+    def last_step(self) -> StepReport | None:
+        """As `Engine.last_step`."""
+        return self.optimizer_step.last if self.optimizer_step else None
+
+    @property
+    def skipped_steps(self) -> int:
+        """As `Engine.skipped_steps`."""
+        return self.optimizer_step.skipped_so_far if self.optimizer_step else 0
+
+    @property
+    def loader(self) -> BatchLoader | None:
+        """The loader of the training data; None: the caller passes iterators."""
+        return self.data.loader
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all steps or epochs of the run are done."""
+        if self.data.epochs is not None:
+            return self.epoch >= self.data.epochs
+        return self.data.is_complete(self.global_steps, self.consumed_samples)

@@ -270,16 +270,30 @@ class PostValidatedStep(OptimizerStep):
         super().replace_masters(*arguments)
         self._backup = self._new_backup()
 
+    @property
+    def is_fenced(self) -> bool:
+        return False
+
     def start_loss_sums(
-        self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
+        self,
+        loss_sum: Tensor | float,
+        weight_sum: Tensor | float,
+        num_microbatches: int,
+        stop: bool = False,
     ) -> None:
         """Start the all-reduce of the next call's arguments; collective, after all forwards."""
         # Same length and order as the sums with the norm, so that the results are bitwise equal.
-        local = self._stats_with(0.0, loss_sum, weight_sum, num_microbatches)
+        local = self._stats_with(0.0, loss_sum, weight_sum, num_microbatches, stop)
         self._loss_sums = self._sums.start("loss and weight", local)
 
     def __call__(
-        self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
+        self,
+        loss_sum: Tensor | float,
+        weight_sum: Tensor | float,
+        num_microbatches: int,
+        *,
+        samples: int = 0,
+        stop: bool = False,
     ) -> StepReport:
         """Do one step; wait only for ranks that hold the same parameters.
 
@@ -292,12 +306,12 @@ class PostValidatedStep(OptimizerStep):
         """
         assert self._unvalidated is None, "the previous step has not been settled"
         if self._loss_sums is None:
-            self.start_loss_sums(loss_sum, weight_sum, num_microbatches)
+            self.start_loss_sums(loss_sum, weight_sum, num_microbatches, stop)
         assert self._loss_sums is not None
-        attempt, totals = self._reduce(), self._loss_sums.wait()
+        attempt, totals = self._reduce(samples), self._loss_sums.wait()
         self._loss_sums = None
         with self.phases("gradient norm"):
-            stats = self._local_stats(loss_sum, weight_sum, num_microbatches)
+            stats = self._local_stats(loss_sum, weight_sum, num_microbatches, stop)
         sums = self._sums.start(f"the gradient norm of step {self.steps}", stats)
         assumed = decide(attempt, totals.without_norm(), self._settings.clip)
         if self._right_in_a_row < self._sync_after or assumed.report.overflow:
@@ -431,18 +445,15 @@ class SpeculativeRunner:
             raise a PipemegaError on every rank.
         before_rerun: called after a discarded warm-up and before its second run; collective, and
             may run other plans.
-        forwards_done: called with the losses when the last forward of this rank has run.
     """
 
     def __init__(
         self,
         executor: Executor,
         validate: Callable[[], bool],
-        before_rerun: Callable[[], None],
-        forwards_done: Callable[[Results], None],
+        before_rerun: Callable[[], object],
     ) -> None:
-        self._executor, self._validate = executor, validate
-        self._before_rerun, self._forwards_done = before_rerun, forwards_done
+        self._executor, self._validate, self._before_rerun = executor, validate, before_rerun
         self._plan: Plan | None = None
         self._cut: WarmupCut | None = None
 
@@ -451,6 +462,7 @@ class SpeculativeRunner:
         plan: Plan,
         micro_batches: Callable[[], MicroBatches],
         recorder: Recorder = NULL_RECORDER,
+        forwards_done: Callable[[Results], object] = lambda results: None,
     ) -> Results:
         """Run this rank's program of the lowered `plan` once.
 
@@ -458,6 +470,7 @@ class SpeculativeRunner:
             micro_batches: returns the same ones at each call, except for `loss_factor`, which
                 `validate` may change.
             recorder: times each instruction; if the warm-up is run again, its second run.
+            forwards_done: called with the losses when the last forward of this rank has run.
         """
         cut, executor = self._warmup_cut(plan), self._executor
         rank = executor.rank
@@ -480,7 +493,7 @@ class SpeculativeRunner:
             executor.begin(cut.plan, micro_batches(), recorder)
             executor.work(program[:stop])
         executor.work(program[stop:last])
-        self._forwards_done(executor.results)
+        forwards_done(executor.results)
         executor.work(program[last:])
         return executor.end()
 

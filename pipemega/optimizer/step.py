@@ -13,7 +13,7 @@
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,13 +96,6 @@ class OptimizerStep:
         self.steps = 0
         """Calls so far, skipped steps included."""
         self.skipped_steps = 0
-        self.stop_requested: Callable[[], bool] = lambda: False
-        """Called once per step: should this rank stop?  `StepReport.stop_votes` counts the True.
-
-        The answers are part of the all-reduce that the step needs anyway.
-        """
-        self.samples = 0
-        """Samples of the step, on all data ranks: set it before the call."""
         self.phases = StepPhases(exact_clock=step_clock(masters.mesh.device))
         """Phases of the whole training step; the engine adds those before the optimizer step."""
         self._copied: CopyEvent | None = None
@@ -132,12 +125,23 @@ class OptimizerStep:
             )
 
     @property
+    def is_fenced(self) -> bool:
+        """Whether each step is final when it returns, so that the ranks wait for each other."""
+        return True
+
+    @property
     def gradients(self) -> GradientBuffer:
         """The buffer with the summed gradients of a batch."""
         return self.masters.gradients
 
     def __call__(
-        self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
+        self,
+        loss_sum: Tensor | float,
+        weight_sum: Tensor | float,
+        num_microbatches: int,
+        *,
+        samples: int = 0,
+        stop: bool = False,
     ) -> StepReport:
         """Do one step; collective over the world.
 
@@ -149,14 +153,16 @@ class OptimizerStep:
                 ranks pass 0 here and in the next two.
             weight_sum: sum of their weights.
             num_microbatches: their number.
+            samples: samples of the step, on all data ranks, for the schedule.
+            stop: this rank requests the end of the run; part of the all-reduce of the step.
 
         Raises:
             NonFiniteError: a gradient is not finite, and such steps are not skipped.
             LossScaleError: fp16 overflowed at the smallest loss scale.
         """
-        attempt = self._reduce()
+        attempt = self._reduce(samples)
         with self.phases("gradient norm"):
-            stats = self._local_stats(loss_sum, weight_sum, num_microbatches)
+            stats = self._local_stats(loss_sum, weight_sum, num_microbatches, stop)
             if self._mesh.world.size > 1:
                 all_reduce(stats, self._mesh.world)
             synchronize()
@@ -190,7 +196,7 @@ class OptimizerStep:
         if self.schedule is not None:
             self.schedule.end_epoch()
 
-    def _reduce(self) -> Attempt:
+    def _reduce(self, samples: int) -> Attempt:
         """Begin a step: reduce the gradients, and collect what its decision depends on."""
         with self.phases("gradient reduction"):
             factor = self.masters.reduce()
@@ -202,14 +208,20 @@ class OptimizerStep:
             self.loss_scale.scale,
             float(self.optimizer.param_groups[0]["lr"]),
             self.skipped_steps,
+            samples,
             check_loss=self._check_loss,
         )
 
     def _local_stats(
-        self, loss_sum: Tensor | float, weight_sum: Tensor | float, num_microbatches: int
+        self,
+        loss_sum: Tensor | float,
+        weight_sum: Tensor | float,
+        num_microbatches: int,
+        stop: bool,
     ) -> Tensor:
         """Return this rank's part of the `GlobalStats`: [num_layers + 5] fp64, on the device."""
-        return self._stats_with(self._gradient_norms(), loss_sum, weight_sum, num_microbatches)
+        norms = self._gradient_norms()
+        return self._stats_with(norms, loss_sum, weight_sum, num_microbatches, stop)
 
     def _stats_with(
         self,
@@ -217,11 +229,12 @@ class OptimizerStep:
         loss_sum: Tensor | float,
         weight_sum: Tensor | float,
         num_microbatches: int,
+        stop: bool,
     ) -> Tensor:
         size = self.masters.num_layers + 5
         stats = torch.empty(size, dtype=torch.float64, device=self._mesh.device)
         stats[:-4] = squared_norms
-        numbers = (loss_sum, weight_sum, num_microbatches, self.stop_requested())
+        numbers = (loss_sum, weight_sum, num_microbatches, stop)
         for place, number in zip(stats[-4:], numbers, strict=True):
             # Not `stats[i] = number`: torch copies that from pageable memory, and the host waits.
             place.fill_(number.detach() if isinstance(number, Tensor) else number)
@@ -249,7 +262,7 @@ class OptimizerStep:
                 )
             self.skipped_steps += report.skipped
             if not report.skipped:
-                self._update(decision.factor)
+                self._update(decision)
             elif not report.overflow:
                 _log.warning(
                     "step %d is skipped: the batch has no token that counts (its weight is 0), so "
@@ -262,9 +275,9 @@ class OptimizerStep:
             if not keep_gradients:
                 self.gradients.zero()
 
-    def _update(self, factor: float) -> None:
+    def _update(self, decision: Decision) -> None:
         with self.phases("optimizer"):
-            self.masters.assign_grads(factor)
+            self.masters.assign_grads(decision.factor)
             self.wait_for_copies()
             self._updating = True
             try:
@@ -272,7 +285,7 @@ class OptimizerStep:
             finally:
                 self._updating = False
             if self.schedule is not None:
-                self.schedule.end_step(self.samples)
+                self.schedule.end_step(decision.samples)
             self.masters.release_grads()
         with self.phases("parameter gather"):
             self.masters.copy_to_model()

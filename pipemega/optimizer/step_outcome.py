@@ -54,7 +54,7 @@ class StepReport:
         skipped_steps: number of steps skipped so far, including this one.
         rollbacks: number of steps so far, including this one, that ran before their norm was known
             and had to be undone and repeated (`post_validate`).
-        stop_votes: number of ranks on which `OptimizerStep.stop_requested` returned True.
+        stop_votes: number of ranks that requested the end of the run.
         params_norm: of all logical parameters, after the step; None: not computed
             (`monitor.log_params_norm`).
         num_zeros: elements of the gradients of all logical parameters that are 0, after the
@@ -121,6 +121,7 @@ class Attempt:
     Args:
         factor: the reduced gradients still have to be multiplied by this.
         loss_scale, learning_rate, skipped_steps: their values at that time.
+        samples: samples of the step, on all data ranks.
         check_loss: treat a loss that is not finite as an overflow.  False with fp16, where a sum
             of losses may exceed the dtype although the gradients are right.
     """
@@ -129,6 +130,7 @@ class Attempt:
     loss_scale: float
     learning_rate: float
     skipped_steps: int
+    samples: int = 0
     check_loss: bool = True
 
 
@@ -139,11 +141,13 @@ class Decision:
     Args:
         factor: multiply the gradients by this before the update; includes clipping.
         nonfinite_ranks: number of ranks that hold inf or nan.
+        samples: samples of the step, on all data ranks.
     """
 
     report: StepReport
     factor: float
     nonfinite_ranks: float
+    samples: int
 
     def same_update(self, other: "Decision") -> bool:
         """Return whether both result in the same parameters and the same state."""
@@ -188,7 +192,7 @@ def decide(attempt: Attempt, stats: GlobalStats, clip: float) -> Decision:
         skipped_steps=attempt.skipped_steps + skipped,
         stop_votes=stats.stop_votes,
     )
-    return Decision(report, factor, stats.nonfinite_ranks)
+    return Decision(report, factor, stats.nonfinite_ranks, attempt.samples)
 
 
 # Elements of a flat buffer that are converted to fp64 at a time on a CPU: they fit into the cache.

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from pipemega.engine.run_observer import RunObserver
+from pipemega.engine.train_step import StepFeature
 from pipemega.errors import (
     CheckpointError,
     ConfigError,
@@ -74,8 +74,8 @@ class Callback:
         """Restore `state_dict()`; not called for checkpoints of a run without this callback."""
 
 
-class CallbackList(RunObserver):
-    """The callbacks of one Trainer, as the observer of its run.
+class CallbackList(StepFeature):
+    """The callbacks of one Trainer, as a feature of its run.
 
     Args:
         trainer: the `pipemega.Trainer`, which the callbacks get.
@@ -139,7 +139,7 @@ class CallbackList(RunObserver):
     def evaluate(self) -> None:
         self._trainer.evaluate()
 
-    def after_step(self, loss: float) -> None:
+    def after_record(self, loss: float) -> None:
         self._call("after_step", lambda callback: callback.after_step(self._trainer, loss))
 
     def after_epoch(self, epoch: EpochRecord) -> None:

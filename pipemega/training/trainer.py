@@ -1,7 +1,7 @@
 """The training loop: train steps or epochs, evaluate, and call callbacks; see docs/trainer.md.
 
 Records, checkpoints, resume and the end of the run belong to the engine, in a Trainer as in the
-user's own loop: `pipemega.engine.training_run`; see docs/long_runs.md.
+user's own loop: `pipemega.engine.run`; see docs/long_runs.md.
 """
 
 import math
@@ -10,7 +10,6 @@ from typing import Any
 
 from pipemega.distributed.mesh import gather_objects
 from pipemega.engine.engine import Engine
-from pipemega.engine.intervals import evaluates
 from pipemega.engine.run_history import Evaluation
 from pipemega.engine.run_stats import RunStats
 from pipemega.errors import ConfigError, StopTraining
@@ -134,7 +133,7 @@ class Trainer:
     @property
     def value_names(self) -> list[str]:
         """Names of the values of `Callback.after_evaluation`; [] if the run does not evaluate."""
-        return self._valid.value_names if evaluates(self.engine) else []
+        return self._valid.value_names if self.config.training.evaluates(self.engine.epochs) else []
 
     def mode_of(self, value: str) -> Mode | None:
         """Return "min" or "max", whichever is better for a value; None if that is not known."""

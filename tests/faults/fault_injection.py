@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipemega.data.sample_reader import stack_samples
-from pipemega.engine.step_engine import StepEngine
+from pipemega.engine.step_runner import StepRunner
 from pipemega.storage.filesystem import LocalStorage
 from pipemega.tensor_parallel.deferred_logits import takes_deferred_logits
 from pipemega.training import Trainer
@@ -139,7 +139,7 @@ def _first_layer(trainer: Trainer) -> nn.Module:
 
 
 def _loss(trainer: Trainer) -> tuple[Any, str] | None:
-    model = trainer.engine._executor._model
+    model = trainer.engine.steps.executor._model
     return None if model.loss_fn is None else (model, "loss_fn")
 
 
@@ -155,9 +155,9 @@ PLACES: dict[str, Owner] = {
     "loss": _loss,
     "data set": lambda t: (_loader(t).dataset, "before"),
     "collate": lambda t: (_loader(t)._reader._collate, "before"),
-    "gradient reduction": lambda t: (t.engine._step.masters, "reduce"),
-    "all-reduce of the step": lambda t: (t.engine._step, "_local_stats"),
-    "gathering of parameters": lambda t: (t.engine._step.masters, "copy_to_model"),
+    "gradient reduction": lambda t: (t.engine.steps.optimizer_step.masters, "reduce"),
+    "all-reduce of the step": lambda t: (t.engine.steps.optimizer_step, "_local_stats"),
+    "gathering of parameters": lambda t: (t.engine.steps.optimizer_step.masters, "copy_to_model"),
     "optimizer": lambda t: (t.engine.optimizer, "step"),
     "scheduler": lambda t: (t.engine.lr_scheduler, "end_step"),
     "monitor sink": lambda t: (t.monitor._sinks[-1], "write") if t.monitor._sinks else None,
@@ -275,19 +275,19 @@ def _inject_at_time(fault: Fault, trigger: Trigger, trainer: Trainer) -> None:
     """Inject at a fraction of the duration of the previous step or save."""
     # A step without the checkpoint that may follow it.
     owners: dict[str, tuple[Any, str]] = {
-        "step": (StepEngine, "_train_batch"),
+        "step": (StepRunner, "train"),
         "save": (trainer.engine.run, "save"),
     }
     owner, name = owners[fault.place]
     real, took = getattr(owner, name), 0.02
 
-    def timed(*args: Any) -> Any:
+    def timed(*args: Any, **options: Any) -> Any:
         nonlocal took
         if trainer.engine.global_steps == fault.step:
             # The run waits only for a small part of a background save.
             trigger.after(fault.fraction * max(took, 0.05 if fault.place == "save" else 0.0))
         started = time.monotonic()
-        result = real(*args)
+        result = real(*args, **options)
         took = time.monotonic() - started
         return result
 

@@ -35,7 +35,7 @@ def config_of(schedule: str, **changes: Any) -> dict[str, Any]:
 
 
 def stage_of(engine: Engine, stage: int) -> nn.Module | None:
-    stages: Any = engine._model.stages
+    stages: Any = engine.steps.model.stages
     return stages.get(stage)
 
 
@@ -85,7 +85,7 @@ def without_the_step(config: dict[str, Any]) -> dict[str, Any]:
     run(engine, BAD)
     assert engine.loader is not None
     engine.loader.next_step()
-    step = engine._step
+    step = engine.steps.optimizer_step
     assert step is not None
     if config.get("fp16"):
         step.loss_scale.update(True)
@@ -100,7 +100,9 @@ def run(engine: Engine, steps: int) -> dict[str, Any]:
     losses, scales = [], []
     for _ in range(steps):
         losses.append(engine.train_batch().hex())
-        scales.append(engine._step.loss_scale.scale if engine._step else 0.0)
+        scales.append(
+            engine.steps.optimizer_step.loss_scale.scale if engine.steps.optimizer_step else 0.0
+        )
     counters = (engine.global_steps, engine.consumed_samples, engine.skipped_steps)
     return {"losses": losses, "scales": scales, "end": (parameters_of(engine), counters)}
 

@@ -122,7 +122,7 @@ class EventLog:
 def log_events(engine: Engine, log: EventLog) -> None:
     """Write the steps and checkpoints of an engine to an event log."""
     log.write(started_at=engine.global_steps)
-    add_record, save = engine.run.logger.add, engine.save_checkpoint
+    add_record, save = engine.run.logger.add, engine.run.save_checkpoint
 
     def log_step(loss: float, *rest: Any) -> None:
         add_record(loss, *rest)
@@ -136,7 +136,7 @@ def log_events(engine: Engine, log: EventLog) -> None:
         return path
 
     engine.run.logger.add = log_step  # type: ignore[method-assign]
-    engine.save_checkpoint = log_save  # type: ignore[method-assign]
+    engine.run.save_checkpoint = log_save  # type: ignore[method-assign]
 
 
 def main(job: Job) -> None:
@@ -193,11 +193,11 @@ def _set_timeouts(seconds: float, engine: Engine) -> None:
     timeout = timedelta(seconds=seconds)
     for group in list(dist.distributed_c10d._world.pg_map):
         dist.distributed_c10d._set_pg_timeout(timeout, group)
-    transport = engine._executor._transport
+    transport = engine.steps.executor._transport
     if transport is not None:
         transport._timeout = timeout
     # The timeout of the group for background saves.
-    engine._checkpoints._background._timeout = timeout
+    engine.run.checkpointer._background._timeout = timeout
 
 
 if __name__ == "__main__":

@@ -105,7 +105,7 @@ def test_a_step_copies_its_batch_from_pinned_memory(own_iterator: bool) -> None:
     given = ((tokens[:, :4], tokens[:, 1:]) for _ in range(6)) if own_iterator else None
     with Sources() as sources:
         for _ in range(3):
-            data = engine._read_batch(given, None)
+            data = engine.steps.read(given, None)
             if own_iterator:
                 for part, expected in ((data.inputs, tokens[:, :4]), (data.labels, tokens[:, 1:])):
                     assert all(torch.equal(tensor.cpu(), expected) for tensor in part)

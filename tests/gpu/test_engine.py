@@ -74,8 +74,8 @@ def test_the_flops_profile_has_the_flops_of_the_cpu_and_times_of_the_stream() ->
         engine = build(on(device, model={**WIDER, **NO_DROPOUT}, flops_profiler=section))
         for step in range(2):
             engine.train_batch(data(engine, step))
-        assert engine._profiler is not None
-        profile = engine._profiler.profile
+        assert engine.steps.profiler is not None
+        profile = engine.steps.profiler.profile
         assert profile is not None
         profiles.append(profile)
     ours, theirs = profiles
@@ -186,14 +186,14 @@ def test_the_host_synchronizes_with_the_gpu_only_at_the_end_of_a_step(
     engine: Engine = build(on(ONE_DEVICE, model=model, **precision))
     # The first step allocates workspaces, handles and the optimizer state.
     engine.train_batch(data(engine, 0))
-    run, results = engine._executor.run, []
+    run, results = engine.steps.executor.run, []
 
     def run_without_synchronization(*args: Any) -> Any:
         with no_synchronization():
             results.append(run(*args))
         return results[-1]
 
-    monkeypatch.setattr(engine._executor, "run", run_without_synchronization)
+    monkeypatch.setattr(engine.steps.executor, "run", run_without_synchronization)
     engine.train_batch(data(engine, 1))
     assert len(results) == 1
     assert len(results[0].losses) == engine.batch.num_microbatches
@@ -206,13 +206,13 @@ def test_instruction_times_are_measured_without_synchronization(
     monitor = {"trace": {"steps": [2], "memory": True}}
     engine = build(on(ONE_DEVICE, pipeline={"schedule": schedule}, model=WIDER, monitor=monitor))
     engine.train_batch(data(engine, 0))
-    run = engine._executor.run
+    run = engine.steps.executor.run
 
     def run_without_synchronization(*args: Any) -> Any:
         with no_synchronization():
             return run(*args)
 
-    monkeypatch.setattr(engine._executor, "run", run_without_synchronization)
+    monkeypatch.setattr(engine.steps.executor, "run", run_without_synchronization)
     engine.train_batch(data(engine, 1))
     trace = engine.last_trace
     assert trace is not None
@@ -229,14 +229,14 @@ def test_the_busy_time_of_a_rank_is_measured_without_synchronization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine = build(on(ONE_DEVICE, model=WIDER))
-    run = engine._executor.run
+    run = engine.steps.executor.run
 
     def run_without_synchronization(*args: Any) -> Any:
         with no_synchronization():
             return run(*args)
 
     engine.train_batch(data(engine, 0))
-    monkeypatch.setattr(engine._executor, "run", run_without_synchronization)
+    monkeypatch.setattr(engine.steps.executor, "run", run_without_synchronization)
     started = time.perf_counter()
     engine.train_batch(data(engine, 1))
     engine.train_batch(data(engine, 2))
@@ -246,7 +246,7 @@ def test_the_busy_time_of_a_rank_is_measured_without_synchronization(
 def test_nan_origin_and_replica_check_run_on_the_device() -> None:
     engine = build(on(ONE_DEVICE, model=WIDER))
     engine.check_replicas()
-    weight = engine._model.parameters["layers.3.mlp.up.weight"]
+    weight = engine.steps.model.parameters["layers.3.mlp.up.weight"]
     weight.data[0, 0] = float("nan")
     with pytest.raises(NonFiniteError, match=r"layer 3 'layers.3' \(Block\): output has") as caught:
         engine.train_batch(data(engine, 0))

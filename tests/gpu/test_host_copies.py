@@ -142,9 +142,10 @@ def test_offloaded_training_has_the_losses_of_training_on_the_gpu(
         engine = build(settings(mesh={"device": ONE_DEVICE}, zero_optimization=zero, **precision))
         losses.append([engine.train_batch(data(engine, step)) for step in range(4)])
         if zero:
-            assert engine._step is not None
+            assert engine.steps.optimizer_step is not None
             assert all(
-                m.is_pinned() == (pin and ON_GPU) for m in engine._step.masters.named.values()
+                m.is_pinned() == (pin and ON_GPU)
+                for m in engine.steps.optimizer_step.masters.named.values()
             )
     assert losses[1] == pytest.approx(losses[0], rel=1e-3 if precision else 1e-5)
 
@@ -190,20 +191,20 @@ def test_a_background_save_neither_waits_nor_sees_the_next_step(tmp_path: Path) 
     engine.save_checkpoint(tmp_path, tag="warm")
     engine.finish_saving()
     test_staging.train(engine, 2)
-    assert engine._step is not None
-    expected = copy.deepcopy(engine._step.state_dict()["parameters"])
+    assert engine.steps.optimizer_step is not None
+    expected = copy.deepcopy(engine.steps.optimizer_step.state_dict()["parameters"])
     # The copies wait behind this on the device, and the next step behind the copies.
     occupy_the_device()
     engine.save_checkpoint(tmp_path, tag="saved")
-    assert engine._step._copied is not None
-    assert engine._step._copied.query() != ON_GPU
+    assert engine.steps.optimizer_step._copied is not None
+    assert engine.steps.optimizer_step._copied.query() != ON_GPU
     losses = test_staging.train(engine, 3, 4)
     engine.finish_saving()
 
     resumed = test_staging.engine_of(mesh={"device": ONE_DEVICE})
     resumed.load_checkpoint(tmp_path, tag="saved")
-    assert resumed._step is not None
-    for name, entry in resumed._step.state_dict()["parameters"].items():
+    assert resumed.steps.optimizer_step is not None
+    for name, entry in resumed.steps.optimizer_step.state_dict()["parameters"].items():
         for key, value in entry.items():
             assert torch.equal(value, expected[name][key]), (name, key)
     assert test_staging.train(resumed, 3, 4) == losses

@@ -59,9 +59,7 @@ def posted_messages(shapes: ShapeMode) -> tuple[list[Any], list[Any]]:
             for step in range(2):
                 engine.train_batch(microbatches(step, 4))
             engine.eval_batch(microbatches(9, 3), 3)
-            runner = SpeculativeRunner(
-                engine._executor, lambda: False, lambda: None, lambda results: None
-            )
+            runner = SpeculativeRunner(engine.steps.executor, lambda: False, lambda: None)
             inputs, labels = zip(*microbatches(3, 4), strict=True)
             runner.run(engine.plan, lambda: MicroBatches(inputs, labels))
     finally:

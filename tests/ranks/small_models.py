@@ -377,7 +377,7 @@ def bounds_by_time(**config: Any) -> tuple[int, ...]:
         dataset,
     )
     engine.train_batch()
-    return engine._model.bounds
+    return engine.steps.model.bounds
 
 
 def kept_between(schedule: str) -> tuple[int, bool]:
@@ -385,7 +385,7 @@ def kept_between(schedule: str) -> tuple[int, bool]:
     import weakref
 
     engine = engine_of(plain(6), pipeline={"schedule": schedule}, mesh={"pipeline": 2})
-    executor = engine._executor
+    executor = engine.steps.executor
     alive: list[int] = []
     outputs: list[Any] = []
     (stage,) = engine.module

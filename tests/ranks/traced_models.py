@@ -207,7 +207,7 @@ def train(
         losses = [engine.train_batch(iter(microbatches(model, s, mine))) for s in range(2)]
         losses.append(engine.eval_batch(microbatches(model, 9, mine)))
         end = module_state_dict(net, engine)
-        return {"losses": losses, "start": start, "end": end, "bounds": engine._model.bounds}
+        return {"losses": losses, "start": start, "end": end, "bounds": engine.steps.model.bounds}
     finally:
         torch.set_default_dtype(torch.float32)
 

@@ -113,8 +113,8 @@ def train_engine(
     """
     gradients: list[dict[str, Tensor]] = []
     assert engine.optimizer is not None
-    assert engine._step is not None
-    masters = engine._step.masters
+    assert engine.steps.optimizer_step is not None
+    masters = engine.steps.optimizer_step.masters
 
     def keep(*_: Any) -> None:
         grads = {n: m.grad.clone() for n, m in masters.named.items() if m.grad is not None}
@@ -133,7 +133,9 @@ def train_engine(
         engine.settle()  # a post-validated step has its numbers for the log only then
         result["params_norm"].append(engine.last_step.params_norm)
         result["num_zeros"].append(engine.last_step.num_zeros)
-    result["gradients"] = [gather_full_tensors(g, engine._model, engine.mesh) for g in gradients]
+    result["gradients"] = [
+        gather_full_tensors(g, engine.steps.model, engine.mesh) for g in gradients
+    ]
     result["parameters"] = engine.parameter_state()
     result["eval"] = engine.eval_batch(microbatches(engine, 99))
     # Arrays are sent between processes without shared memory.

@@ -14,10 +14,9 @@ from torch.utils.data.distributed import DistributedSampler
 from pipemega.compat.deepspeed.engine_checkpoints import EngineCheckpoints
 from pipemega.compat.deepspeed.engine_settings import EngineSettings, missing_name
 from pipemega.compat.deepspeed.launch_calls import CONFIG_CHANGES
+from pipemega.compat.deepspeed.loop_engine import LoopEngine, initialize_loop
 from pipemega.compat.deepspeed.schedule_adapter import given_schedule, schedule_maker
 from pipemega.config import Config, load
-from pipemega.engine.initialize import initialize_loop
-from pipemega.engine.loop_engine import LoopEngine
 from pipemega.engine.run_arguments import build_mesh_of
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
@@ -50,7 +49,7 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
     pipelines have. Attributes that the engine does not have are those of the module.
 
     Args:
-        engine: does the work.
+        loop: does the work.
         collate_fn: of `deepspeed_io`.
 
     Attributes:
@@ -60,13 +59,12 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
         training_dataloader: of the training data of `initialize`; None without.
     """
 
-    pipemega_engine: LoopEngine
-
     def __init__(
-        self, engine: LoopEngine, collate_fn: Callable[[list[Any]], Any] | None = None
+        self, loop: LoopEngine, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> None:
         nn.Module.__init__(self)
-        self.pipemega_engine, self.module = engine, engine.layer
+        engine = loop.engine
+        self.loop, self.pipemega_engine, self.module = loop, engine, loop.layer
         self.pipemega_config, self.mesh = engine.config, engine.mesh
         self.optimizer = engine.optimizer
         if self.optimizer is not None:
@@ -89,7 +87,7 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Call the module; with `fp16.auto_cast`, floating-point `inputs` are cast to fp16."""
-        return self.pipemega_engine.run_forward(*inputs, **kwargs)
+        return self.loop.run_forward(*inputs, **kwargs)
 
     def backward(
         self,
@@ -117,13 +115,11 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
                 "backward(allreduce_gradients=False): step() reduces the gradients once per step; "
                 "remove the argument, and the reduction of the script"
             )
-        return self.pipemega_engine.run_backward(
-            loss, retain_graph=retain_graph, mean=scale_wrt_gas
-        )
+        return self.loop.run_backward(loss, retain_graph=retain_graph, mean=scale_wrt_gas)
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss from which the script runs `backward()` itself."""
-        return self.pipemega_engine.scale(loss)
+        return self.loop.scale(loss)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; after the last of a step, update the parameters.
@@ -144,16 +140,16 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
             )
         if self._without_sync:
             raise ConfigError("step() is called within no_sync(): call it after the block")
-        self.pipemega_engine.end_micro_batch()
+        self.loop.end_micro_batch()
         self._report_to_optimizer()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the parameters."""
-        return self.pipemega_engine.ends_step
+        return self.loop.ends_step
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Let each next `step()` update the parameters, or not."""
-        self.pipemega_engine.at_boundary = is_boundary
+        self.loop.at_boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -171,7 +167,7 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
 
         `step` does it after each update.
         """
-        self.pipemega_engine.discard_gradients()
+        self.loop.discard_gradients()
 
     @property
     def global_steps(self) -> int:
@@ -189,7 +185,7 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
     @property
     def micro_steps(self) -> int:
         """Micro-batches so far."""
-        return self.pipemega_engine.micro_steps
+        return self.loop.micro_steps
 
     @property
     def data_parallel_group(self) -> Any:
@@ -298,7 +294,7 @@ def initialize_data_parallel(
     if groups is not None:
         named = {names[id(p)]: p for p in model.parameters()}
         freeze_others(named, groups, get_logger(mesh.rank))
-    inner = initialize_loop(
+    loop = initialize_loop(
         model,
         settings,
         mesh=mesh,
@@ -306,7 +302,7 @@ def initialize_data_parallel(
         lr_scheduler=schedule_maker(lr_scheduler, settings.batch(mesh.data.size).train_batch_size),
         model_parameters=groups if given is None else None,
     )
-    engine = DataParallelEngine(inner, collate_fn)
+    engine = DataParallelEngine(loop, collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler

@@ -278,7 +278,7 @@ def fail_in_the_background(
     engine.global_steps -= 1
     with small_files(1_000 if engine.mesh.rank == 1 else None):
         save()
-        engine._checkpoints._background._thread.join()  # type: ignore[union-attr]
+        engine.run.checkpointer._background._thread.join()  # type: ignore[union-attr]
     with captured_logs(logging.WARNING) as warnings:
         save()
     other = build(config, "float64")

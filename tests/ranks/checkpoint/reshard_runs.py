@@ -59,7 +59,7 @@ def unbroken(config: Mapping[str, Any]) -> dict[str, Any]:
     for _ in range(BEFORE):
         engine.train_batch()
     seen = next_step(engine)
-    shards = logical_tensors(engine._model, engine._step, engine.mesh)
+    shards = logical_tensors(engine.steps.model, engine.steps.optimizer_step, engine.mesh)
     return {**seen, "tensors": {name: shard.local.numpy() for name, shard in shards.items()}}
 
 
@@ -93,7 +93,7 @@ def resume_under_another_cut(
     first.save_checkpoint(config["checkpoint"]["save"])
     first.close()
     then = build(other)
-    bounds = [tuple(engine._model.bounds) for engine in (first, then)]
+    bounds = [tuple(engine.steps.model.bounds) for engine in (first, then)]
     return bounds, then.global_steps, next_step(then)
 
 
@@ -141,7 +141,9 @@ def _differences(engine: Engine, expected: Mapping[str, Any]) -> list[str]:
     if engine.consumed_samples != (BEFORE + 1) * engine.batch.train_batch_size:
         wrong.append(f"{engine.consumed_samples} samples were consumed")
     # Compare the shards of every rank, replicas too, with the full tensors.
-    for name, shard in logical_tensors(engine._model, engine._step, engine.mesh).items():
+    for name, shard in logical_tensors(
+        engine.steps.model, engine.steps.optimizer_step, engine.mesh
+    ).items():
         whole = torch.from_numpy(expected["tensors"][name])
         for offsets, part in shard.incoming.items():
             expected_part = whole

@@ -55,14 +55,14 @@ def train(config: dict[str, Any], dtype: str = "float64", steps: int = STEPS) ->
         start = module_state_dict(net, engine)
         data = engine.mesh.data
         gradients: list[dict[str, Tensor]] = []
-        step = engine._step
+        step = engine.steps.optimizer_step
         assert step is not None
         assert engine.optimizer is not None
         masters = step.masters
 
         def keep(*_: Any) -> None:
             local = {n: m.grad.clone() for n, m in masters.named.items() if m.grad is not None}
-            whole = gather_full_tensors(masters.gather(local), engine._model, engine.mesh)
+            whole = gather_full_tensors(masters.gather(local), engine.steps.model, engine.mesh)
             gradients.append({net.module_name(n): g for n, g in whole.items()})
 
         engine.optimizer.register_step_pre_hook(keep)
@@ -74,7 +74,7 @@ def train(config: dict[str, Any], dtype: str = "float64", steps: int = STEPS) ->
         end = module_state_dict(net, engine)
         return {
             "losses": losses, "gradients": gradients, "start": start, "end": end,
-            "skipped": skipped, "bounds": engine._model.bounds,
+            "skipped": skipped, "bounds": engine.steps.model.bounds,
         }  # fmt: skip
     finally:
         torch.set_default_dtype(torch.float32)

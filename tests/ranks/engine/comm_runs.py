@@ -18,7 +18,7 @@ def run(config: dict[str, Any], steps: int = 3) -> dict[str, Any]:
         losses = [engine.train_batch(training_runs.data(engine, step)) for step in range(steps)]
     finally:
         logging.getLogger("pipemega").removeHandler(handler)
-    loggers = [one for one in engine._callbacks if isinstance(one, CommsLogger)]
+    loggers = [one for one in engine.steps.features if isinstance(one, CommsLogger)]
     rows = [
         (row.operation, row.group, row.ranks, row.calls, row.nbytes, row.completed)
         for one in loggers

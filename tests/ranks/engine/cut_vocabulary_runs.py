@@ -65,10 +65,10 @@ def origins_of_nan(config: dict[str, Any]) -> list[str]:
     errors = []
     for layer in ("embedding", "head"):
         engine = training_runs.build(config)
-        assert engine._model.vocabulary is not None
+        assert engine.steps.model.vocabulary is not None
         if engine.mesh.rank == 1:
             with torch.no_grad():
-                getattr(engine._model.vocabulary, layer).weight[0, 0] = torch.nan
+                getattr(engine.steps.model.vocabulary, layer).weight[0, 0] = torch.nan
         with pytest.raises(NonFiniteError) as error:
             engine.train_batch(training_runs.data(engine, 0))
         errors.append(str(error.value))

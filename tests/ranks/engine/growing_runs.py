@@ -15,7 +15,7 @@ from torch import nn
 from pipemega import LayerSpec
 from pipemega.data.sample_reader import EpochOrder
 from pipemega.engine.engine import Engine
-from pipemega.engine.step_callbacks import StepCallback, TrainStep
+from pipemega.engine.train_step import PlanChange, Step, StepFeature
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.schedules import build_plan
 from tests.ranks.engine.epoch_runs import (
@@ -190,19 +190,21 @@ def _gradient(parameter: nn.Parameter) -> Any:
 Cut = tuple[str, int, list[int]]
 
 
-class Moves(StepCallback):
+class Moves(StepFeature):
     """Lets the engine move its stages after some steps, as schedule `auto` does."""
 
     def __init__(self, cuts: Mapping[int, Cut]) -> None:
         self._cuts = cuts
 
-    def after_step(self, step: TrainStep) -> None:
+    def next_change(self, step: Step, trace: object) -> PlanChange | None:
         if step.number not in self._cuts:
-            return
+            return None
         name, chunks, bounds = self._cuts[step.number]
         plan = build_plan(name, step.plan.num_ranks, step.plan.num_microbatches, chunks)
-        step.next_plan, step.next_bounds = lower(plan), tuple(bounds)
-        assert step.obstacle(step.next_plan, step.next_bounds) == ""
+        return PlanChange(step.plan, (lower(plan), tuple(bounds)))
+
+    def on_change(self, change: PlanChange, obstacle: str) -> None:
+        assert obstacle == ""
 
 
 def train_on_moving_stages(
@@ -220,14 +222,14 @@ def train_on_moving_stages(
     """
 
     def watch(engine: Engine) -> None:
-        engine.add_callback(Moves(cuts))
+        engine.add_feature(Moves(cuts))
         assert engine.optimizer is not None
         engine.optimizer.register_step_pre_hook(partial(record, engine))
 
     def record(engine: Engine, *_: Any) -> None:
-        assert engine._step is not None
-        bounds.append(engine._model.bounds)
-        named = engine._step.masters.named.items()
+        assert engine.steps.optimizer_step is not None
+        bounds.append(engine.steps.model.bounds)
+        named = engine.steps.optimizer_step.masters.named.items()
         gradients.append({n: p.grad.clone().numpy() for n, p in named if p.grad is not None})
 
     bounds: list[tuple[int, ...]] = []

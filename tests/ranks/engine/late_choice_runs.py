@@ -122,7 +122,7 @@ def built(net: str, source: str, settings: Mapping[str, Any], **arguments: Any) 
 
 def layout(engine: Engine) -> tuple[Any, ...]:
     """Return the plan of every rank, and the bounds of the stages."""
-    return engine.plan, engine._model.bounds
+    return engine.plan, engine.steps.model.bounds
 
 
 def trained(engine: Engine, net: str, steps: int = STEPS) -> dict[str, Any]:

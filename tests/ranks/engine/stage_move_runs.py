@@ -19,7 +19,7 @@ from pipemega.config import load
 from pipemega.distributed.byte_exchange import Piece, TensorInfo, exchange
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
-from pipemega.engine.step_callbacks import StepCallback, TrainStep
+from pipemega.engine.train_step import PlanChange, Step, StepFeature
 from pipemega.errors import NonFiniteError
 from pipemega.hf.hf_module import from_pretrained
 from pipemega.models import GPTConfig, gpt
@@ -166,7 +166,9 @@ def moved_and_loaded(move: Move, folder: str) -> dict[str, Any]:
         assert moving._mover is not None
         assert moving._step is not None
         # Every rank has an iterator, whatever it has read before.
-        obstacle = moving._mover.obstacle(moving._model, moving._step, bounds)
+        obstacle = moving.steps.mover.obstacle(
+            moving.steps.model, moving.steps.optimizer_step, bounds
+        )
         moving._move_stages(plan, bounds)
     found = after(move, moving)
     moving.finish_saving()
@@ -200,7 +202,7 @@ def logged() -> Iterator[list[str]]:
 def after(move: Move, engine: Engine) -> dict[str, Any]:
     """Train some steps; return the losses and the whole state of this rank."""
     found: dict[str, Any] = {"steps": engine.global_steps, "random": torch.get_rng_state()}
-    assert engine._step is not None
+    assert engine.steps.optimizer_step is not None
     assert engine.optimizer is not None
     for step in range(BEFORE, BEFORE + AFTER):
         found[f"loss {step}"] = engine.train_batch(move.batches(engine, step))
@@ -208,10 +210,12 @@ def after(move: Move, engine: Engine) -> dict[str, Any]:
         assert engine.last_step is not None
         rates = [group["lr"] for group in engine.optimizer.param_groups]
         found[f"report {step}"] = engine.last_step.grad_norm, engine.last_step.loss_scale, rates
-    for name, entry in pack(engine._step.optimizer, engine._step.masters).items():
+    for name, entry in pack(
+        engine.steps.optimizer_step.optimizer, engine.steps.optimizer_step.masters
+    ).items():
         found |= {f"{kind} of {name}": value for kind, value in entry.items()}
-    found |= {f"parameter {n}": p.detach() for n, p in engine._model.parameters.items()}
-    found |= {f"buffer {n}": b for n, b in engine._model.persistent_buffers.items()}
+    found |= {f"parameter {n}": p.detach() for n, p in engine.steps.model.parameters.items()}
+    found |= {f"buffer {n}": b for n, b in engine.steps.model.persistent_buffers.items()}
     found["eval"] = engine.eval_batch(move.batches(engine, 99))
     found["output"] = engine.infer([batch[0] for batch in move.batches(engine, 98)])
     engine.check_replicas()
@@ -260,7 +264,7 @@ def obstacle(case: str) -> tuple[str, list[str], bool]:
     move = cases.get(case, Move())
     engine = move.build(0)
     engine.train_batch(move.batches(engine, 0))
-    reason = engine._obstacle_to_move(move.plan(engine), tuple(move.bounds[1]))
+    reason = engine.steps.obstacle_to_move(move.plan(engine), tuple(move.bounds[1]))
     loss = engine.train_batch(move.batches(engine, 1))
     return reason, [stage.extra_repr() for stage in engine.module], loss > 0
 
@@ -271,17 +275,17 @@ def obstacles_by_caller() -> list[str]:
     engine = move.build(0)
     engine.train_batch(move.batches(engine, 0))
     arguments = move.plan(engine), tuple(move.bounds[1])
-    reasons = [engine._obstacle_to_move(*arguments)]
+    reasons = [engine.steps.obstacle_to_move(*arguments)]
     layer = engine.module[0].layers["7"] if engine.mesh.rank == 1 else Switched()
     hook = layer.register_forward_hook(lambda *_: None)
-    reasons.append(engine._obstacle_to_move(*arguments))
+    reasons.append(engine.steps.obstacle_to_move(*arguments))
     hook.remove()
     layer.dropout.p = 0.5
-    reasons.append(engine._obstacle_to_move(*arguments))
+    reasons.append(engine.steps.obstacle_to_move(*arguments))
     layer.dropout.p = 0.0
-    reasons.append(engine._obstacle_to_move(*arguments))
+    reasons.append(engine.steps.obstacle_to_move(*arguments))
     layer.calls += 1
-    return [*reasons, engine._obstacle_to_move(*arguments)]
+    return [*reasons, engine.steps.obstacle_to_move(*arguments)]
 
 
 # What the caller uses in the step of a move and after it
@@ -293,16 +297,16 @@ def used_over_a_move(folder: str) -> dict[str, Any]:
     move = Move(**TO_V, net="switched", changes={"flops_profiler": profiler})
     engine = move.build(0)
     callback = MoveAfterStep(move.plan(engine), move.bounds[1])
-    engine.add_callback(callback)
+    engine.add_feature(callback)
     outputs = engine.train_batch(move.batches(engine, 0), return_outputs=True)[1]
-    moved = engine._model.bounds
+    moved = engine.steps.model.bounds
     engine.train_batch(move.batches(engine, 1))
     engine.save_checkpoint(folder)
     saved = engine.parameter_state()
     other = replace(move, bounds=([0, 2, 8], move.bounds[1]), changes={}).build(0)
     other.load_checkpoint(folder)
     loaded = other.parameter_state()
-    profile = engine._profiler and engine._profiler.profile
+    profile = engine.steps.profiler and engine.steps.profiler.profile
     return {
         "outputs": None if outputs is None else len(outputs),
         "obstacle": callback.obstacle,
@@ -317,7 +321,7 @@ def nonfinite_step_of_a_move() -> tuple[str, list[int], int, float]:
     """Move after a step that post-validation undoes; return its error, and the step after it."""
     move = Move(**TO_V, net="switched", changes={"pipeline": {"optimizer_sync": "post_validate"}})
     engine = move.build(0)
-    engine.add_callback(MoveAfterStep(move.plan(engine), move.bounds[1]))
+    engine.add_feature(MoveAfterStep(move.plan(engine), move.bounds[1]))
     batch = [(x * float("nan"), y) for x, y in move.batches(engine, 0)]
     message = ""
     try:
@@ -326,7 +330,7 @@ def nonfinite_step_of_a_move() -> tuple[str, list[int], int, float]:
         message = str(error)
     loss = engine.train_batch(move.batches(engine, 1))
     engine.settle()
-    return message, list(engine._model.bounds), engine.global_steps, loss
+    return message, list(engine.steps.model.bounds), engine.global_steps, loss
 
 
 # Schedule `auto`
@@ -355,7 +359,7 @@ def tuned(
             engine.module[0].register_forward_hook(lambda *_: None)
         losses, stages = [], []
         for _ in range(steps):
-            stages.append(engine._model.bounds)
+            stages.append(engine.steps.model.bounds)
             losses.append(engine.train_batch())
         state = {name: p.numpy() for name, p in engine.parameter_state().items()}
     log = [line for line in lines if "schedule auto" in line or "moved" in line]
@@ -393,7 +397,7 @@ def tuned_in_a_ramp_up(schedule: str, cache: str, folder: str, measured: int) ->
 
     def train(steps: int) -> None:
         for _ in range(steps):
-            stages.append(engine._model.bounds)
+            stages.append(engine.steps.model.bounds)
             losses.append(engine.train_batch())
             sizes.append(engine.step_samples)
 
@@ -420,7 +424,7 @@ def resumed_in_a_ramp_up(schedule: str, cache: str, folder: str, steps: int) -> 
     return {"losses": losses, "state": state}
 
 
-class MoveAfterStep(StepCallback):
+class MoveAfterStep(StepFeature):
     """Lets the engine move its stages after a step."""
 
     obstacle = ""
@@ -428,23 +432,26 @@ class MoveAfterStep(StepCallback):
     def __init__(self, plan: Plan, bounds: Sequence[int]) -> None:
         self._plan, self._bounds = plan, tuple(bounds)
 
-    def after_step(self, step: TrainStep) -> None:
-        if step.plan is not self._plan:
-            self.obstacle = step.obstacle(self._plan, self._bounds)
-            step.next_plan, step.next_bounds = self._plan, self._bounds
+    def next_change(self, step: Step, trace: object) -> PlanChange | None:
+        if step.plan is self._plan:
+            return None
+        return PlanChange(step.plan, (self._plan, self._bounds))
+
+    def on_change(self, change: PlanChange, obstacle: str) -> None:
+        self.obstacle = obstacle
 
 
 def fail_in_move() -> None:
     move = Move()
     engine = move.build(0)
-    assert engine._mover is not None
+    assert engine.steps.mover is not None
     if engine.mesh.rank == 1:
 
         def fail(*_: Any) -> int:
             raise ValueError("no memory for the new stages")
 
-        engine._mover._fill = fail  # type: ignore[method-assign]
-    engine.add_callback(MoveAfterStep(move.plan(engine), move.bounds[1]))
+        engine.steps.mover._fill = fail  # type: ignore[method-assign]
+    engine.add_feature(MoveAfterStep(move.plan(engine), move.bounds[1]))
     engine.train_batch(move.batches(engine, 0))
 
 

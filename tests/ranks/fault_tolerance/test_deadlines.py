@@ -39,7 +39,7 @@ def shorten_deadlines(engine: Engine) -> None:
     """Set short timeouts after start-up, which may take longer on a busy machine."""
     for group in dist.distributed_c10d._world.pg_map:
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=DEADLINE), group)
-    if (transport := engine._executor._transport) is not None:
+    if (transport := engine.steps.executor._transport) is not None:
         transport._timeout = timedelta(seconds=DEADLINE)
 
 

@@ -49,7 +49,7 @@ def train_with_a_hang(
     engine = engine_of(pipeline, schedule)
     data = [(torch.ones(2, 4), torch.ones(2, 4))] * 4
     engine.train_batch(iter(data))
-    transport, run_kind = engine._executor._transport, dict(engine._executor._handlers)
+    transport, run_kind = engine.steps.executor._transport, dict(engine.steps.executor._handlers)
     assert transport is not None
     # Not before: start-up may take longer on a busy machine.
     transport._timeout = type(transport._timeout)(seconds=DEADLINE)
@@ -61,7 +61,7 @@ def train_with_a_hang(
             time.sleep(sleep)
         real(step)
 
-    engine._executor._handlers = {**run_kind, faulty.kind: hang_once}
+    engine.steps.executor._handlers = {**run_kind, faulty.kind: hang_once}
     deadline = timedelta(seconds=DEADLINE)
     with late_device(deadline) if late else nullcontext():
         engine.train_batch(iter(data))

@@ -119,7 +119,7 @@ def half_precision_step(family: str, mesh: tuple[int, int], precision: str) -> d
     finally:
         torch.set_default_dtype(torch.float32)
     loss = engine.train_batch(iter(data))
-    parameters = engine._model.parameters
+    parameters = engine.steps.model.parameters
     dtypes = {net.hf_name(name): str(p.dtype) for name, p in parameters.items()}
     return {"loss": loss, "dtypes": dtypes}
 

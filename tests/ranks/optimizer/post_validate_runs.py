@@ -25,7 +25,7 @@ Pushes = Mapping[int, float]
 
 def push_gradients(engine: Engine, pushes: Pushes) -> None:
     """Multiply the gradients of some steps before the reduction."""
-    step = engine._step
+    step = engine.steps.optimizer_step
     assert step is not None
     original = step._reduce
 
@@ -40,8 +40,8 @@ def push_gradients(engine: Engine, pushes: Pushes) -> None:
 
 def seen_of(engine: Engine) -> dict[str, Any]:
     """Return everything on this rank that the next step depends on."""
-    assert engine._step is not None
-    state = copy.deepcopy(engine._step.state_dict())
+    assert engine.steps.optimizer_step is not None
+    state = copy.deepcopy(engine.steps.optimizer_step.state_dict())
     parameters = {n: p.detach().clone() for n, p in engine.module.named_parameters()}
     buffers = {n: b.clone() for n, b in engine.module.named_buffers()}
     flat = _flat({"state": state, "parameters": parameters, "buffers": buffers})
@@ -75,7 +75,7 @@ def train(
     result: dict[str, Any] = {"loss": [], "reports": [], "waited": []}
     for step in range(steps):
         result["loss"].append(repr(engine.train_batch(data(engine, step))))
-        result["waited"].append(not getattr(engine._step, "_unvalidated", None))
+        result["waited"].append(not getattr(engine.steps.optimizer_step, "_unvalidated", None))
         if read_norm and step % 2 and engine.mesh.rank == 0:
             assert engine.get_global_grad_norm() is not None
         if step == 2:
@@ -196,7 +196,7 @@ def log_of(
 def fail_in_optimizer_step(config: Mapping[str, Any], what: str, rank: int) -> None:
     """Inject the fault `what` on `rank` in its second optimizer step, before the all-reduce."""
     engine = build_with_data(config, "float32")
-    step = engine._step
+    step = engine.steps.optimizer_step
     assert step is not None
     original = step._reduce
 
@@ -216,6 +216,6 @@ def backup_bytes(config: Mapping[str, Any]) -> tuple[int, int]:
     engine = build(config)
     for step in range(2):
         engine.train_batch(data(engine, step))
-    step_ = engine._step
+    step_ = engine.steps.optimizer_step
     assert isinstance(step_, PostValidatedStep)
     return step_._backup.bytes, sum(t.numel() for t in step_.masters.named.values())

@@ -63,7 +63,7 @@ def train_small(model: str, configs: list[Mapping[str, Any]]) -> list[dict[str, 
             count = engine.batch.num_microbatches
             losses = [engine.train_batch(microbatches(s, count)) for s in range(2)]
             parameters = {n: p.numpy() for n, p in engine.parameter_state().items()}
-            held = {n: p.detach().numpy().copy() for n, p in engine._model.parameters.items()}
+            held = {n: p.detach().numpy().copy() for n, p in engine.steps.model.parameters.items()}
             results.append({"loss": losses, "parameters": parameters, "held": held})
         return results
     finally:
@@ -116,8 +116,8 @@ def train_with_and_without_offload(configs: list[Mapping[str, Any]]) -> list[dic
 def bucket_starts(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the instruction of the second step at which each bucket starts; None: after all."""
     engine = build(config)
-    assert engine._step is not None
-    masters, executor = engine._step.masters, engine._executor
+    assert engine.steps.optimizer_step is not None
+    masters, executor = engine.steps.optimizer_step.masters, engine.steps.executor
     assert isinstance(masters, ZeroMasterParams)
     scatter, started = masters._reduce_scatter, []
     start = scatter.start_next
@@ -134,7 +134,7 @@ def bucket_starts(config: Mapping[str, Any]) -> dict[str, Any]:
     engine.train_batch(data(engine, 1))
     stage_of = {
         name: number
-        for number, stage in engine._model.stages.items()
+        for number, stage in engine.steps.model.stages.items()
         for name in stage.logical_names()
     }
     buckets = masters.layout.buckets
@@ -152,11 +152,11 @@ def spans_of(config: Mapping[str, Any]) -> dict[str, Any]:
     for step in range(2):
         engine.train_batch(data(engine, step))
     engine.settle()
-    assert engine._step is not None
-    state = copy.deepcopy(engine._step.state_dict())
+    assert engine.steps.optimizer_step is not None
+    state = copy.deepcopy(engine.steps.optimizer_step.state_dict())
     spans = {}
     for name, entry in state["parameters"].items():
-        parameter = engine._model.parameters[name]
+        parameter = engine.steps.model.parameters[name]
         start, stop = entry["span"]
         for key, value in entry.items():
             if isinstance(value, Tensor) and key != "step":
@@ -168,15 +168,15 @@ def spans_of(config: Mapping[str, Any]) -> dict[str, Any]:
     straight = [engine.train_batch(data(engine, step)) for step in (2, 3)]
     # Another engine, with the parameters of a loaded checkpoint.
     other = build(config)
-    assert other._step is not None
-    first = {n: p.detach().clone() for n, p in other._model.parameters.items()}
+    assert other.steps.optimizer_step is not None
+    first = {n: p.detach().clone() for n, p in other.steps.model.parameters.items()}
     for step in range(2):
         other.train_batch(data(other, step))
-    whole = {n: p.detach().clone() for n, p in other._model.parameters.items()}
+    whole = {n: p.detach().clone() for n, p in other.steps.model.parameters.items()}
     fresh = build(config)
     assert fresh._step is not None
     with torch.no_grad():
-        for name, parameter in fresh._model.parameters.items():
+        for name, parameter in fresh.steps.model.parameters.items():
             assert torch.equal(parameter, first[name])
             if "master" not in state["parameters"].get(name, {}):
                 parameter.copy_(whole[name])

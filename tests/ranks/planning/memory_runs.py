@@ -35,7 +35,7 @@ def held_bytes(config: Mapping[str, Any]) -> dict[str, int]:
                 (tokens(step, m, engine.batch.micro_batch_size, length, vocab),) * 2
                 for m in range(engine.batch.num_microbatches)
             )
-    optimizer, step = engine.optimizer, engine._step
+    optimizer, step = engine.optimizer, engine.steps.optimizer_step
     assert optimizer is not None
     assert step is not None
     states = [v for state in optimizer.state.values() for v in state.values()]

@@ -40,8 +40,8 @@ def profiled(
     """Return what this rank prints, and the costs of the modules by name."""
     with redirect_stdout(io.StringIO()) as out:
         engine = trained(mesh, pipeline, model, {})
-    assert engine._profiler is not None
-    profile = engine._profiler.profile
+    assert engine.steps.profiler is not None
+    profile = engine.steps.profiler.profile
     found = {}
     if profile is not None:
         found = {
@@ -126,7 +126,7 @@ def changed_by_the_profile(pipeline: dict[str, Any]) -> list[str]:
     """Return the parameters whose values differ from those of a run without a profile."""
     mesh = {"pipeline": 2}
     plain, engine = (trained(mesh, pipeline, {}, {"enabled": e}) for e in (False, True))
-    shard = engine._model.vocabulary
+    shard = engine.steps.model.vocabulary
     assert shard is not None
     assert shard.observer is None
     states = plain.parameter_state(), engine.parameter_state()

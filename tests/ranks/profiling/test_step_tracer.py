@@ -182,7 +182,7 @@ def run_with_clock_offset(ahead: int) -> str | None:
     def clock() -> int:
         return time.perf_counter_ns() + ahead * rank
 
-    engine._tracing.tracer = Tracer(engine.mesh, [2], clock=clock, host=f"host {rank}")
+    engine.steps.tracing.tracer = Tracer(engine.mesh, [2], clock=clock, host=f"host {rank}")
     engine.train_batch(batch(0))
     engine.train_batch(batch(1))
     return engine.last_trace and engine.last_trace.to_json()

@@ -274,7 +274,7 @@ def flip_a_bit(settings: Mapping[str, Any], name: str, rank: int, kind: str) -> 
         engine = build(settings)
     engine.check_replicas()
     if dist.get_rank() == rank:
-        bits = engine._model.parameters[name].data.view(-1).view(torch.int32)
+        bits = engine.steps.model.parameters[name].data.view(-1).view(torch.int32)
         bits[5] ^= 1 << 12
     with pytest.raises(PipemegaError) as caught:
         engine.check_replicas()

@@ -116,8 +116,8 @@ def test_a_parameter_that_was_not_finite_before_the_step_is_named(pool: RankPool
 
 def train_with_a_nan_in_a_parameter(settings: dict[str, Any]) -> str:
     engine = training_runs.build(settings)
-    if engine.mesh.tensor.rank == 1 and "layers.4.mlp.up.weight" in engine._model.parameters:
-        engine._model.parameters["layers.4.mlp.up.weight"].data[3, 3] = float("nan")
+    if engine.mesh.tensor.rank == 1 and "layers.4.mlp.up.weight" in engine.steps.model.parameters:
+        engine.steps.model.parameters["layers.4.mlp.up.weight"].data[3, 3] = float("nan")
     with pytest.raises(long_runs.PipemegaError) as caught:
         engine.train_batch(training_runs.data(engine, 0))
     return str(caught.value)
@@ -458,7 +458,7 @@ def flip_in_a_shard(settings: dict[str, Any]) -> str:
     engine.train_batch(training_runs.data(engine, 0))
     engine.check_replicas()
     if engine.mesh.rank == 3:
-        weight = engine._model.parameters["layers.2.mlp.up.weight"]
+        weight = engine.steps.model.parameters["layers.2.mlp.up.weight"]
         weight.data.view(-1)[0] += 1.0
     with pytest.raises(long_runs.PipemegaError) as caught:
         engine.check_replicas()

@@ -67,8 +67,8 @@ def saved(tmp_path: Path) -> Path:
 
 
 def moments(engine: Engine) -> dict[str, Any]:
-    assert engine._step is not None
-    entries = engine._step.state_dict()["parameters"]
+    assert engine.steps.optimizer_step is not None
+    entries = engine.steps.optimizer_step.state_dict()["parameters"]
     return {name: entry["exp_avg"].clone() for name, entry in entries.items() if "exp_avg" in entry}
 
 

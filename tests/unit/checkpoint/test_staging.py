@@ -108,7 +108,7 @@ def test_a_background_save_has_the_state_of_its_step_and_does_not_wait(
 
 def test_all_saves_use_one_buffer_until_the_shapes_change(tmp_path: Path) -> None:
     engine = engine_of()
-    staging = engine._checkpoints._staging
+    staging = engine.run.checkpointer._staging
 
     def storages() -> set[int]:
         return {view.untyped_storage().data_ptr() for view in staging._views.values()}

@@ -31,8 +31,8 @@ def gpt(steps: int = 2, model: dict[str, Any] | None = None, **section: Any) -> 
 
 
 def profile_of(engine: Engine) -> FlopsProfile:
-    assert engine._profiler is not None
-    profile = engine._profiler.profile
+    assert engine.steps.profiler is not None
+    profile = engine.steps.profiler.profile
     assert profile is not None
     return profile
 
@@ -82,7 +82,7 @@ def test_a_profiled_step_trains_with_the_same_bits_and_leaves_no_hooks() -> None
     for module in profiled.module.modules():
         assert not module._forward_hooks
         assert not module._forward_pre_hooks
-    assert all(stage.observer is None for stage in profiled._model.stages.values())
+    assert all(stage.observer is None for stage in profiled.steps.model.stages.values())
 
 
 def test_the_times_are_those_of_the_step_after_the_flops_were_counted() -> None:
@@ -185,15 +185,13 @@ def test_a_list_of_modules_has_the_sum_of_its_modules_in_the_users_own_loop(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     section = {"enabled": True, "profile_step": 2}
-    engine = loops.build(
-        Container().double(), gradient_accumulation_steps=2, flops_profiler=section
-    )
+    loop = loops.build(Container().double(), gradient_accumulation_steps=2, flops_profiler=section)
     for number in range(6):
         with torch.no_grad():
-            engine.run_forward(loops.data(number))  # an evaluation is not profiled
-        engine.run_backward(loops.loss_of(engine.run_forward(loops.data(number))))
-        engine.end_micro_batch()
-    costs = costs_of(engine)
+            loop.run_forward(loops.data(number))  # an evaluation is not profiled
+        loop.run_backward(loops.loss_of(loop.run_forward(loops.data(number))))
+        loop.end_micro_batch()
+    costs = costs_of(loop.engine)
     assert list(costs) == ["", "linears", "linears.0", "linears.1"]
     assert costs[""].flops == costs["linears"].flops == 2 * (2 * 2 * 3 * 3)
     assert costs["linears"].seconds == sum(costs[f"linears.{n}"].seconds for n in (0, 1))

@@ -36,11 +36,11 @@ def test_a_dropped_engine_frees_its_weights_masters_and_gradients(case: str) -> 
     engine = initialize(net, config, mesh=Mesh.single("cpu"))[0]
     pair = torch.ones(2, 4), torch.zeros(2, 4)
     engine.train_batch(iter([pair, pair]))
-    assert engine._step is not None
+    assert engine.steps.optimizer_step is not None
     held = [
         *engine.module.parameters(),
-        *engine._step.masters.named.values(),
-        *engine._step.gradients.flats.values(),
+        *engine.steps.optimizer_step.masters.named.values(),
+        *engine.steps.optimizer_step.gradients.flats.values(),
     ]
     alive = [weakref.ref(tensor) for tensor in held]
     del engine, held

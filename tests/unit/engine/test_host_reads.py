@@ -21,7 +21,7 @@ from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
-from pipemega.engine.loss import sum_losses
+from pipemega.engine.train_step import sum_losses
 from pipemega.errors import PipelineError
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.execution_state import MicroBatches, Results
@@ -68,7 +68,7 @@ def run(
     batch = MicroBatches(
         [inputs] * 2, [labels] * 2, rng_keys=rng_keys, loss_factor=0.5, counted=counted
     )
-    return engine._executor.run(engine.plan, batch, recorder)
+    return engine.steps.executor.run(engine.plan, batch, recorder)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
@@ -85,10 +85,10 @@ def test_a_step_of_the_gpt_reads_no_value_before_the_optimizer_step(
     tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
     results = run(engine, tokens, tokens)
     assert sorted(results.losses) == [0, 1]
-    assert engine._step is not None
+    assert engine.steps.optimizer_step is not None
     # The optimizer step reads once.
     with pytest.raises(NotImplementedError, match="meta tensor"):
-        engine._step(*sum_losses(results, engine.mesh))
+        engine.steps.optimizer_step(*sum_losses(results, engine.mesh))
 
 
 @pytest.mark.parametrize("counted", [(), (16, 5), (0, None)])
@@ -110,12 +110,12 @@ def test_the_labels_that_count_are_counted_before_they_are_copied_to_the_device(
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     labels = tokens.masked_fill(torch.arange(8) < 3, -100)
     pairs = [(tokens, labels), (tokens, labels.to("meta"))]
-    assert engine._read_batch(iter(pairs), None).counted == (10, None)
+    assert engine.steps.read(iter(pairs), None).counted == (10, None)
     whole = (torch.cat([tokens] * 2), torch.cat([labels, tokens]))
-    data = engine._read_batch(None, whole)
+    data = engine.steps.read(None, whole)
     assert data.counted == (10, 16)
-    step = engine._begin_step(engine._training_runner(""), data)
-    assert step.micro_batches().counted == (10, 16)
+    step, _ = engine.steps.begin(data)
+    assert engine.steps._micro_batches(step, keep_outputs=False).counted == (10, 16)
 
 
 @pytest.mark.parametrize("traced", [False, True], ids=["not timed", "timed"])
@@ -170,11 +170,11 @@ def test_timers_and_tracing_do_not_wait_for_the_device_within_a_step(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("synchronize"))
     config = {"train_batch_size": 2, "model": GPT2}
     engine = build(gpt(GPTConfig.of(load(config), VOCAB)), wall_clock_breakdown=True)
-    assert engine._step is not None
+    assert engine.steps.optimizer_step is not None
     tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
     recorder = make_recorder(torch.device("meta"))
-    engine._step.phases.start(exact=True)
-    with engine.timers("optimizer"), engine._step.phases("optimizer"):
+    engine.steps.optimizer_step.phases.start(exact=True)
+    with engine.timers("optimizer"), engine.steps.optimizer_step.phases("optimizer"):
         run(engine, tokens, tokens, recorder)
     assert Event.recorded > 10
     monkeypatch.setattr(Event, "finished", True)
@@ -185,7 +185,11 @@ def test_timers_and_tracing_do_not_wait_for_the_device_within_a_step(
     marks = recorder.marks()
     assert marks is not None
     assert list(marks.end) == sorted(marks.end)
-    assert [phase.name for phase in engine._step.phases.stop()] == ["other", "optimizer", "other"]
+    assert [phase.name for phase in engine.steps.optimizer_step.phases.stop()] == [
+        "other",
+        "optimizer",
+        "other",
+    ]
 
 
 class ReadsValue(nn.Module):
@@ -252,11 +256,11 @@ def test_the_ranks_agree_on_the_end_of_the_data_without_a_read(
     engine = initialize(net, config, mesh=two_data_ranks, training_data=data)[0]
     given = rows() if data is None else None
     for _ in range(2):
-        read = engine._read_batch(given, None)
+        read = engine.steps.read(given, None)
         assert all(tensor.is_meta for tensor in (*read.inputs, *read.labels))
     if data is None:
         with pytest.raises(StopIteration, match="no micro-batch left"):
-            engine._read_batch(given, None)
+            engine.steps.read(given, None)
     else:
         assert engine.loader is not None
         engine.loader.close()

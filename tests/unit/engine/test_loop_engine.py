@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipemega.compat.deepspeed.loop_engine import LoopEngine, initialize_loop
 from pipemega.config import load
-from pipemega.engine.initialize import initialize_loop
-from pipemega.engine.loop_engine import LoopEngine
 from pipemega.errors import ConfigError, LossScaleError, NonFiniteError
 
 SGD = {"type": "SGD", "params": {"lr": 0.125}}
@@ -43,7 +42,7 @@ def parameters(module: nn.Module) -> Tensor:
 
 def test_gradients_and_dropout_are_those_of_plain_torch_bit_for_bit() -> None:
     plain, ours = net(), net()
-    engine = build(ours, gradient_accumulation_steps=4)
+    loop = build(ours, gradient_accumulation_steps=4)
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.125)
     torch.manual_seed(9)
     for step in range(2):
@@ -54,36 +53,36 @@ def test_gradients_and_dropout_are_those_of_plain_torch_bit_for_bit() -> None:
     torch.manual_seed(9)
     for step in range(2):
         for m in range(4):
-            part = engine.run_backward(loss_of(engine.run_forward(data(4 * step + m))))
+            part = loop.run_backward(loss_of(loop.run_forward(data(4 * step + m))))
             assert not part.requires_grad
-            assert engine.end_micro_batch() == (m == 3)
+            assert loop.end_micro_batch() == (m == 3)
     assert torch.equal(parameters(plain), parameters(ours))
-    assert (engine.global_steps, engine.micro_steps, engine.consumed_samples) == (2, 8, 16)
+    assert (loop.engine.global_steps, loop.micro_steps, loop.engine.consumed_samples) == (2, 8, 16)
 
 
 def test_the_reported_loss_is_the_mean_over_the_micro_batches() -> None:
-    engine = build(nn.Linear(1, 1), gradient_accumulation_steps=2)
+    loop = build(nn.Linear(1, 1), gradient_accumulation_steps=2)
     for value in (1.0, 5.0):
-        engine.run_backward(engine.layer(torch.ones(2, 1)).sum() * 0 + value)
-        engine.end_micro_batch()
-    assert engine.last_step is not None
-    assert engine.last_step.loss == 3.0
+        loop.run_backward(loop.layer(torch.ones(2, 1)).sum() * 0 + value)
+        loop.end_micro_batch()
+    assert loop.engine.last_step is not None
+    assert loop.engine.last_step.loss == 3.0
 
 
 def test_several_losses_of_a_micro_batch_add_up() -> None:
     once, twice = nn.Linear(3, 2).double(), nn.Linear(3, 2).double()
     twice.load_state_dict(once.state_dict())
     for module in (once, twice):
-        engine = build(module)
-        output = engine.run_forward(data(0))
+        loop = build(module)
+        output = loop.run_forward(data(0))
         if module is once:
-            engine.run_backward(output.sum() + loss_of(output))
+            loop.run_backward(output.sum() + loss_of(output))
         else:
-            engine.run_backward(output.sum(), retain_graph=True)
-            engine.run_backward(loss_of(output))
-        engine.end_micro_batch()
-        assert engine.last_step is not None
-        results = engine.last_step.loss
+            loop.run_backward(output.sum(), retain_graph=True)
+            loop.run_backward(loss_of(output))
+        loop.end_micro_batch()
+        assert loop.engine.last_step is not None
+        results = loop.engine.last_step.loss
     assert torch.allclose(parameters(once), parameters(twice), atol=1e-12)
     assert results == pytest.approx((output.sum() + loss_of(output)).item(), abs=1e-12)
 
@@ -96,34 +95,34 @@ def test_a_caller_may_divide_and_scale_the_loss_itself() -> None:
         engines[0].run_backward(loss_of(engines[0].run_forward(data(m))))
         half = loss_of(engines[1].run_forward(data(m))) / 2
         torch.autograd.backward(engines[1].scale(half, mean=False))
-        for engine in engines:
-            engine.end_micro_batch()
+        for loop in engines:
+            loop.end_micro_batch()
     assert torch.allclose(parameters(one), parameters(other), atol=1e-12)
-    losses = [engine.last_step.loss for engine in engines if engine.last_step is not None]
+    losses = [loop.engine.last_step.loss for loop in engines if loop.engine.last_step is not None]
     assert losses[0] == pytest.approx(losses[1], abs=1e-12)
 
 
 def test_a_caller_may_set_the_last_micro_batch_of_a_step() -> None:
-    engine = build(gradient_accumulation_steps=4)
+    loop = build(gradient_accumulation_steps=4)
     for boundary in (False, True, True):
-        engine.at_boundary = boundary
-        engine.run_backward(loss_of(engine.run_forward(data(0))))
-        assert engine.end_micro_batch() == boundary
-    assert (engine.global_steps, engine.consumed_samples) == (2, 6)
+        loop.at_boundary = boundary
+        loop.run_backward(loss_of(loop.run_forward(data(0))))
+        assert loop.end_micro_batch() == boundary
+    assert (loop.engine.global_steps, loop.engine.consumed_samples) == (2, 6)
 
 
 def test_discarded_gradients_have_no_effect() -> None:
     module = nn.Linear(3, 2).bfloat16()
-    engine = build(module, gradient_accumulation_steps=2, bf16={"enabled": True})
+    loop = build(module, gradient_accumulation_steps=2, bf16={"enabled": True})
     before = parameters(module)
-    engine.run_backward(engine.run_forward(data(0).bfloat16()).sum())
-    engine.end_micro_batch()
-    engine.discard_gradients()
-    engine.run_backward(engine.run_forward(data(0).bfloat16()).sum() * 0)
-    engine.end_micro_batch()
+    loop.run_backward(loop.run_forward(data(0).bfloat16()).sum())
+    loop.end_micro_batch()
+    loop.discard_gradients()
+    loop.run_backward(loop.run_forward(data(0).bfloat16()).sum() * 0)
+    loop.end_micro_batch()
     assert torch.equal(parameters(module), before)
-    assert engine.last_step is not None
-    assert engine.last_step.loss == 0
+    assert loop.engine.last_step is not None
+    assert loop.engine.last_step.loss == 0
 
 
 def test_only_fp16_auto_cast_casts_inputs() -> None:
@@ -146,22 +145,22 @@ def test_only_fp16_auto_cast_casts_inputs() -> None:
 def test_an_fp16_overflow_skips_the_step_and_lowers_the_scale() -> None:
     fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1, "min_loss_scale": 8}
     module = nn.Linear(3, 2)
-    engine = build(module, fp16=fp16)
+    loop = build(module, fp16=fp16)
     before = parameters(module)
-    engine.run_backward(engine.run_forward(torch.ones(2, 3).half()).float().sum() * float("inf"))
-    engine.end_micro_batch()
-    assert (engine.global_steps, engine.skipped_steps) == (1, 1)
+    loop.run_backward(loop.run_forward(torch.ones(2, 3).half()).float().sum() * float("inf"))
+    loop.end_micro_batch()
+    assert (loop.engine.global_steps, loop.engine.skipped_steps) == (1, 1)
     assert torch.equal(parameters(module), before)
-    engine.run_backward(engine.run_forward(torch.ones(2, 3).half()).float().sum() * float("inf"))
+    loop.run_backward(loop.run_forward(torch.ones(2, 3).half()).float().sum() * float("inf"))
     with pytest.raises(LossScaleError, match="overflowed at step 1 with the loss scale at fp16"):
-        engine.end_micro_batch()
+        loop.end_micro_batch()
 
 
 def test_inf_in_fp32_ends_the_run() -> None:
-    engine = build()
-    engine.run_backward(loss_of(engine.run_forward(data(0))) * float("inf"))
+    loop = build()
+    loop.run_backward(loss_of(loop.run_forward(data(0))) * float("inf"))
     with pytest.raises(NonFiniteError, match="loss is inf at step 1"):
-        engine.end_micro_batch()
+        loop.end_micro_batch()
 
 
 @pytest.mark.parametrize(
@@ -199,10 +198,10 @@ def test_a_key_without_meaning_in_such_a_loop_is_refused(config: Any, message: s
 
 
 def test_without_an_optimizer_the_engine_only_computes() -> None:
-    engine = build(optimizer=None)
-    assert engine.run_forward(data(0)).shape == (2, 2)
+    loop = build(optimizer=None)
+    assert loop.run_forward(data(0)).shape == (2, 2)
     with pytest.raises(ConfigError, match="backward needs an optimizer: add the section"):
-        engine.run_backward(loss_of(engine.run_forward(data(0))))
+        loop.run_backward(loss_of(loop.run_forward(data(0))))
 
 
 def test_a_loaded_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
@@ -213,30 +212,30 @@ def test_a_loaded_checkpoint_continues_bit_for_bit(tmp_path: Path) -> None:
         module = nn.Linear(3, 2).double()
         if not resumes:
             module.load_state_dict({k: torch.ones_like(v) for k, v in module.state_dict().items()})
-        engine = build(module, optimizer=adam, scheduler=schedule)
+        loop = build(module, optimizer=adam, scheduler=schedule)
         start = 0
         if resumes:
-            _, client = engine.load_checkpoint(tmp_path)
+            _, client = loop.engine.load_checkpoint(tmp_path)
             assert client == {"note": "two"}
-            start = engine.global_steps
+            start = loop.engine.global_steps
             assert start == 2
         for step in range(start, 4):
-            engine.run_backward(loss_of(engine.run_forward(data(step))))
-            engine.end_micro_batch()
+            loop.run_backward(loss_of(loop.run_forward(data(step))))
+            loop.end_micro_batch()
             if step == 1:
-                engine.save_checkpoint(tmp_path, client_state={"note": "two"})
+                loop.engine.save_checkpoint(tmp_path, client_state={"note": "two"})
         states.append(parameters(module))
     assert torch.equal(states[0], states[1])
 
 
 def test_records_count_the_time_of_forward_and_backward(tmp_path: Path) -> None:
     file = tmp_path / "records.jsonl"
-    engine = build(steps_per_print=1, monitor={"jsonl": str(file)})
-    output = engine.run_forward(data(0))
+    loop = build(steps_per_print=1, monitor={"jsonl": str(file)})
+    output = loop.run_forward(data(0))
     time.sleep(0.2)
-    engine.run_backward(loss_of(output))
-    engine.end_micro_batch()
-    engine.close()
+    loop.run_backward(loss_of(output))
+    loop.end_micro_batch()
+    loop.engine.close()
     assert any(float(v) >= 0.2 for v in _numbers(file.read_text(), "seconds"))
 
 

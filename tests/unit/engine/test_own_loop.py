@@ -167,13 +167,13 @@ def test_a_loop_with_iterators_is_told_that_its_data_does_not_resume(
 def saves_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
     """Return a list to which each write of a checkpoint adds its folder and step."""
     written: list[tuple[str, int]] = []
-    save = engine._checkpoints.save
+    save = engine.run.checkpointer.save
 
     def counted(folder: Any, tag: Any, client: Any, counters: Any, **options: Any) -> Any:
         written.append((os.fspath(folder), counters.global_steps))
         return save(folder, tag, client, counters, **options)
 
-    monkeypatch.setattr(engine._checkpoints, "save", counted)
+    monkeypatch.setattr(engine.run.checkpointer, "save", counted)
     return written
 
 

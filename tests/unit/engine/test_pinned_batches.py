@@ -118,7 +118,7 @@ def test_data_is_pinned_in_the_thread_that_reads_it(kind: str, pinning: FakePinn
     engine = build(DATA[kind]())
     with CopiesToDevice() as copies:
         for _ in range(STEPS):
-            data = engine._read_batch(None, None)
+            data = engine.steps.read(None, None)
             assert data.inputs[0]["x"].is_meta
             assert data.labels[0].is_meta
     assert len(copies.sources) == 3 * COUNT * STEPS
@@ -135,7 +135,7 @@ def test_the_data_of_a_callers_iterator_is_pinned_by_the_step(pinning: FakePinni
     pinned = pinning.copy(torch.ones(2))
     with CopiesToDevice() as copies:
         pairs = [({"x": tokens[:, :4], "scale": pinned}, tokens[:, 1:])] * COUNT
-        engine._read_batch(iter(pairs), None)
+        engine.steps.read(iter(pairs), None)
     assert len(copies.sources) == 3 * COUNT
     assert all(pinning.is_pinned(source) for source in copies.sources)
     # A view of pinned memory with gaps is copied; a pinned tensor without gaps is not.
@@ -166,5 +166,5 @@ def test_on_a_cpu_nothing_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = build(Samples(), "cpu")
     engine.train_batch()
     batch = next(engine.loader)  # type: ignore[arg-type]
-    assert engine._reader.to_device(batch)[1] is batch[1]
+    assert engine.steps.reader.to_device(batch)[1] is batch[1]
     engine.loader.close()  # type: ignore[union-attr]

@@ -163,7 +163,7 @@ def test_a_post_validated_step_reads_its_two_sums_only_when_it_needs_them(
         build_step, "_step_class", lambda *_: partial(PostValidatedStep, sync_after=0)
     )
     engine = engine_of(zero_optimization=offload)
-    step = engine._step
+    step = engine.steps.optimizer_step
     assert isinstance(step, PostValidatedStep)
     events: list[str] = []
     with Transfers(monkeypatch) as transfers:

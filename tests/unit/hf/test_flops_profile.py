@@ -27,8 +27,8 @@ def test_the_flops_are_those_that_torch_counts_in_the_unsplit_model(family: str)
     )
     ids = torch.zeros(2, 8, dtype=torch.int64)
     engine.train_batch(iter([(ids, ids)]))
-    assert engine._profiler is not None
-    profile = engine._profiler.profile
+    assert engine.steps.profiler is not None
+    profile = engine.steps.profiler.profile
     assert profile is not None
     engine.close()
     whole = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")

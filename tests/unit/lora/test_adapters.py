@@ -109,14 +109,14 @@ def test_frozen_parameters_have_no_gradients_masters_or_optimizer_state(schedule
         lora={"r": 2}, bf16={"enabled": True}, pipeline={"schedule": schedule}, scheduler=None
     )
     engine.train_batch(data(engine, 0))
-    assert engine._step is not None
-    masters = engine._step.masters
-    trained = {n: p for n, p in engine._model.parameters.items() if p.requires_grad}
+    assert engine.steps.optimizer_step is not None
+    masters = engine.steps.optimizer_step.masters
+    trained = {n: p for n, p in engine.steps.model.parameters.items() if p.requires_grad}
     assert set(masters.named) == {slot.name for slot in masters.gradients.slots} == set(trained)
     assert all(".lora_" in name for name in trained)
-    assert all(p.grad is None for n, p in engine._model.parameters.items() if n not in trained)
-    assert len(engine._step.optimizer.state) == len(trained)
-    frozen = engine._model.parameters["layers.2.attention.qkv.weight"]
+    assert all(p.grad is None for n, p in engine.steps.model.parameters.items() if n not in trained)
+    assert len(engine.steps.optimizer_step.optimizer.state) == len(trained)
+    frozen = engine.steps.model.parameters["layers.2.attention.qkv.weight"]
     assert frozen.dtype == torch.bfloat16
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipemega.compat.deepspeed.loop_engine import LoopEngine, initialize_loop
 from pipemega.config import load
-from pipemega.engine.initialize import initialize_loop
-from pipemega.engine.loop_engine import LoopEngine
 from pipemega.errors import ConfigError
 from pipemega.optimizer.user_optimizer import GivenGroups, GivenOptimizer
 from tests.unit.optimizer.user_optimizers import Lion
@@ -32,18 +31,18 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def train(module: nn.Module, engine: LoopEngine | None, optimizer: Any, schedule: Any) -> None:
+def train(module: nn.Module, loop: LoopEngine | None, optimizer: Any, schedule: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         x, y = (torch.randn(2, n, generator=generator, dtype=torch.float64) for n in (3, 2))
-        if engine is None:
+        if loop is None:
             nn.functional.mse_loss(module(x), y).backward()
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
         else:
-            engine.run_backward(nn.functional.mse_loss(engine.run_forward(x), y))
-            engine.end_micro_batch()
+            loop.run_backward(nn.functional.mse_loss(loop.run_forward(x), y))
+            loop.end_micro_batch()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop, Lion])
@@ -53,16 +52,16 @@ def test_an_optimizer_over_the_parameters_of_the_model_trains_as_in_plain_torch(
     for module in (plain, ours):
         optimizer = kind(groups_of(module), lr=0.05)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 0.5**s, lambda s: 1.0])
-        engine = None
+        loop = None
         if module is ours:
-            engine = initialize_loop(
+            loop = initialize_loop(
                 module,
                 load({"train_batch_size": 2, "gradient_clipping": 0}),
                 optimizer=GivenOptimizer(optimizer, names_of(module)),
                 lr_scheduler=lambda _, schedule=schedule: schedule,
             )
-            assert engine.optimizer is optimizer
-        train(module, engine, optimizer, schedule)
+            assert loop.engine.optimizer is optimizer
+        train(module, loop, optimizer, schedule)
         results.append([group["lr"] for group in optimizer.param_groups])
     assert results[0] == results[1] == [0.05 / 8, 0.05]
     for one, other in zip(plain.parameters(), ours.parameters(), strict=True):
@@ -72,7 +71,7 @@ def test_an_optimizer_over_the_parameters_of_the_model_trains_as_in_plain_torch(
 def test_the_masters_of_a_half_precision_model_take_the_place_of_its_parameters() -> None:
     module = model().float()
     optimizer = torch.optim.AdamW(groups_of(module), lr=0.05)
-    engine = initialize_loop(
+    loop = initialize_loop(
         module,
         load({"train_batch_size": 2, "bf16": {"enabled": True}}),
         optimizer=GivenOptimizer(optimizer, names_of(module)),
@@ -81,8 +80,8 @@ def test_the_masters_of_a_half_precision_model_take_the_place_of_its_parameters(
     assert held == [[(4, 3), (2, 4)], [(4,), (2,)]]
     assert {p.dtype for g in optimizer.param_groups for p in g["params"]} == {torch.float32}
     assert optimizer.param_groups[1]["tag"] == "b"
-    engine.run_backward(engine.run_forward(torch.ones(2, 3, dtype=torch.bfloat16)).float().sum())
-    engine.end_micro_batch()
+    loop.run_backward(loop.run_forward(torch.ones(2, 3, dtype=torch.bfloat16)).float().sum())
+    loop.end_micro_batch()
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
 
 
@@ -103,7 +102,7 @@ def test_a_copy_of_an_optimizer_leaves_it_as_it_is() -> None:
 
 def test_groups_of_a_config_optimizer_have_their_own_options() -> None:
     module = model()
-    engine = initialize_loop(
+    loop = initialize_loop(
         module,
         load(
             {
@@ -113,9 +112,9 @@ def test_groups_of_a_config_optimizer_have_their_own_options() -> None:
         ),
         model_parameters=GivenGroups(groups_of(module), names_of(module)),
     )
-    assert engine.optimizer is not None
-    assert [g["weight_decay"] for g in engine.optimizer.param_groups] == [0.5, 0.0]
-    assert [g["lr"] for g in engine.optimizer.param_groups] == [0.25, 0.25]
+    assert loop.engine.optimizer is not None
+    assert [g["weight_decay"] for g in loop.engine.optimizer.param_groups] == [0.5, 0.0]
+    assert [g["lr"] for g in loop.engine.optimizer.param_groups] == [0.25, 0.25]
 
 
 def test_parameters_without_groups_are_one_group() -> None:

@@ -299,7 +299,10 @@ def test_a_resumed_run_keeps_state_of_every_form(make: Any, tmp_path: Path) -> N
     resumed = build(make)
     train(resumed, 1)
     resumed.load_checkpoint(tmp_path)
-    named = zip(*(list(e._step.masters.named.values()) for e in (unbroken, resumed)), strict=True)
+    named = zip(
+        *(list(e.steps.optimizer_step.masters.named.values()) for e in (unbroken, resumed)),
+        strict=True,
+    )
     for one, other in named:
         before, after = unbroken.optimizer.state[one], resumed.optimizer.state[other]
         assert {k: type(v) for k, v in after.items()} == {k: type(v) for k, v in before.items()}

@@ -34,7 +34,7 @@ def trained(recompute: dict[str, Any], **changes: Any) -> tuple[Counter[int], di
     batch = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2}
     engine = build(settings(model=model, **batch, **changes))
     runs: Counter[int] = Counter()
-    for stage in engine._model.stages.values():
+    for stage in engine.steps.model.stages.values():
         stage.register_layer_hook(lambda position: runs.update([position]))
     engine.train_batch(data(engine, 0))
     state = engine.parameter_state()

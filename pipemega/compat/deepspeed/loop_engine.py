@@ -6,6 +6,7 @@ end_micro_batch  after the last micro-batch of a step: reduce, clip, update, as 
 """
 
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,32 +15,40 @@ from torch import Tensor, nn
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.batch_reader import StepData
-from pipemega.engine.components import Components
 from pipemega.engine.engine import Engine
 from pipemega.engine.flops_profiler import LayerSource
+from pipemega.engine.initialize import build_engine
+from pipemega.engine.run_arguments import build_mesh_of, optimizer_arguments
+from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, StopTraining
+from pipemega.fault_tolerance.error_propagation import failure_reporter
+from pipemega.optimizer import OptimizerStep
 from pipemega.optimizer.build_step import precision_of
+from pipemega.optimizer.lr_schedules import SchedulerMaker
+from pipemega.optimizer.user_optimizer import GivenGroups, GivenOptimizer, OptimizerMaker
 from pipemega.pipeline.execution_state import Results
-from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.stages import LocalModel
 from pipemega.profiling.module_profiler import ProfiledLayer
 
 
-class LoopEngine(Engine):
+class LoopEngine:
     """Trains one module; the caller computes the losses.
 
     Random numbers are those of torch's generators, which the engine neither seeds nor restores.
 
+    Args:
+        engine: has one layer, the module, and reads no data.
+
     Attributes:
+        engine: as given; saves, loads and records.
         micro_steps: micro-batches that were ended so far.
         at_boundary: whether the current micro-batch is the last of its step; None: every
             `gradient_accumulation_steps`-th is. Set by the caller.
     """
 
-    def __init__(self, config: Config, mesh: Mesh, plan: Plan, components: Components) -> None:
-        _check_keys(config)
-        super().__init__(config, mesh, plan, components)
-        # It observes the instructions of a plan.
-        self._callbacks.remove(self._tracing)
+    def __init__(self, engine: Engine) -> None:
+        self.engine, self._steps, self._failures = engine, engine.steps, failure_reporter()
         self.micro_steps = 0
         self.at_boundary: bool | None = None
         self._results = Results()
@@ -49,32 +58,29 @@ class LoopEngine(Engine):
     @property
     def layer(self) -> nn.Module:
         """The module that is trained."""
-        (stage,) = self._model.stages.values()
-        return stage.layers["0"]
-
-    def _layer_sources(self) -> list[LayerSource]:
-        return [({0: ProfiledLayer(self.layer, "", type(self.layer).__name__, 0)}, [])]
+        return _layer(self._steps.model)
 
     @property
     def ends_step(self) -> bool:
         """Whether the current micro-batch is the last of its step."""
         if self.at_boundary is not None:
             return self.at_boundary
-        return (self.micro_steps + 1) % self.batch.num_microbatches == 0
+        return (self.micro_steps + 1) % self.engine.batch.num_microbatches == 0
 
     def run_forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module; its error ends the other ranks too.
 
         With `fp16.auto_cast`, floating-point tensors in `args` are cast to fp16. Not collective.
         """
+        steps, config = self._steps, self.engine.config
         if self._started is None and torch.is_grad_enabled():
             self._started = time.perf_counter()
-        with self._failures.propagate_errors("forward"), self.timers("forward"):
-            if self.config.fp16.enabled:
-                args = precision_of(self.config).cast_inputs(args)
-            if self._profiler is None or not torch.is_grad_enabled():
+        with self._failures.propagate_errors("forward"), steps.timers("forward"):
+            if config.fp16.enabled:
+                args = precision_of(config).cast_inputs(args)
+            if steps.profiler is None or not torch.is_grad_enabled():
                 return self.layer(*args, **kwargs)
-            with self._profiler.forward(self.global_steps + 1):
+            with steps.profiler.forward(steps.global_steps + 1):
                 return self.layer(*args, **kwargs)
 
     def run_backward(
@@ -94,16 +100,14 @@ class LoopEngine(Engine):
             ConfigError: there is no optimizer.
             PipemegaError: the loss is no scalar, or has no gradient.
         """
-        with self._failures.propagate_errors("backward"), self.timers("backward"):
+        with self._failures.propagate_errors("backward"), self._steps.timers("backward"):
             scaled = self.scale(loss, mean=mean)
             torch.autograd.backward(scaled, retain_graph=retain_graph)
             return loss.detach() / self._divisor(mean)
 
     def scale(self, loss: Tensor, *, mean: bool = True) -> Tensor:
         """Return the loss that the caller's `backward()` starts from; see `run_backward`."""
-        self._training_runner("backward")
-        step = self._step
-        assert step is not None
+        step = self._optimizer_step("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise ConfigError(
@@ -117,20 +121,26 @@ class LoopEngine(Engine):
             )
         divisor, losses, number = self._divisor(mean), self._results.losses, self._microbatch
         # Relative to the mean over the micro-batches, which the step reports.
-        part = loss.detach().double().reshape(()) * (self.batch.num_microbatches / divisor)
+        of_mean = self.engine.batch.num_microbatches / divisor
+        part = loss.detach().double().reshape(()) * of_mean
         losses[number] = losses[number] + part if number in losses else part
         self._results.weights[number] = torch.ones((), device=loss.device)
         # In fp16 the scale itself may be inf.
         whole = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         return whole * (step.loss_scale.scale / divisor)
 
+    def _optimizer_step(self, caller: str) -> OptimizerStep:
+        self._steps.check_training(caller)
+        assert self._steps.optimizer_step is not None
+        return self._steps.optimizer_step
+
     def _divisor(self, mean: bool) -> int:
-        return self.batch.num_microbatches if mean else 1
+        return self.engine.batch.num_microbatches if mean else 1
 
     def discard_gradients(self) -> None:
         """Set the gradients of the micro-batches of this step so far to zero; not collective."""
-        if self._step is not None:
-            self._step.gradients.zero()
+        if self._steps.optimizer_step is not None:
+            self._steps.optimizer_step.gradients.zero()
         self._results = Results()
 
     def end_micro_batch(self) -> bool:
@@ -145,8 +155,9 @@ class LoopEngine(Engine):
             ConfigError: there was no backward since the last call; or there is no optimizer.
             StopTraining, NonFiniteError, LossScaleError, PipelineError: as `train_batch`.
         """
+        run = self.engine.run
         with self._failures.propagate_errors("step"):
-            self._training_runner("step")
+            self._optimizer_step("step")
             if self._microbatch not in self._results.losses:
                 raise ConfigError(
                     "step() is called without gradients: call engine.backward(loss) before each "
@@ -156,29 +167,66 @@ class LoopEngine(Engine):
             ends = self.ends_step
             self._microbatch += 1
             if ends:
-                self.run.train_step(self._update, has_next=False)
+                started, self._started = self._started, None
+                run.train_step(self._update, has_next=False, started=started)
         self.micro_steps += 1
-        if ends and self.run.stopped:
-            raise StopTraining(self.run.stopped)
+        if ends and run.stopped:
+            raise StopTraining(run.stopped)
         return ends
 
-    def step_started(self) -> float:
-        started, self._started = self._started, None
-        return super().step_started() if started is None else started
-
-    def _update(self) -> float:
-        results, self._results, self._microbatch = self._results, Results(), 0
-        count, runner = len(results.losses), self._training_runner("step")
-        assert self._step is not None
-        self._phases.start(exact=False)
-        samples = count * self.batch.micro_batch_size * self.mesh.data.size
-        data = StepData([None] * count, [], samples)
-        step = self._begin_step(runner, data)
-        self._step.stop_requested = step.should_stop
-        report = self._finish_step(runner, step, data, results)
+    def _update(self) -> tuple[float, None]:
+        steps, results = self._steps, self._results
+        self._results, self._microbatch = Results(), 0
+        count = len(results.losses)
+        steps.phases.start(exact=False)
+        samples = count * steps.batch.micro_batch_size * steps.mesh.data.size
+        step, _ = steps.begin(StepData([None] * count, [], samples))
+        report = steps.finish(step, results, self.engine.run.should_stop)
         # The caller may read the parameters at any time.
-        self._settle()
-        return report.loss
+        steps.settle()
+        return report.loss, None
+
+
+def _layer(model: LocalModel) -> nn.Module:
+    (stage,) = model.stages.values()
+    return stage.layers["0"]
+
+
+def _sources(model: LocalModel) -> list[LayerSource]:
+    layer = _layer(model)
+    return [({0: ProfiledLayer(layer, "", type(layer).__name__, 0)}, [])]
+
+
+def initialize_loop(
+    module: nn.Module,
+    config: Config,
+    *,
+    mesh: Mesh | None = None,
+    optimizer: OptimizerMaker | GivenOptimizer | None = None,
+    lr_scheduler: SchedulerMaker | None = None,
+    model_parameters: Sequence[Mapping[str, Any]] | GivenGroups | None = None,
+) -> LoopEngine:
+    """Build the engine of a loop that runs the forward and backward of `module`.  Collective.
+
+    The arguments are those of `initialize`. A parameter `x` has the logical name `layers.0.x`.
+
+    Raises:
+        ConfigError, MeshError: as `initialize`; or a key has no meaning in such a loop.
+    """
+    arguments = optimizer_arguments(optimizer, lr_scheduler, model_parameters)
+    mesh = mesh or build_mesh_of(config)
+    for axis in (mesh.pipeline, mesh.tensor):
+        if axis.size > 1:
+            raise ConfigError(
+                f"mesh.{axis.name} is {axis.size}, and {type(module).__name__} is no pipeline, so "
+                f"each rank needs all of it: set mesh.{axis.name} to 1, or write the model as a "
+                "PipelineModule of its layers",
+                on_every_rank=True,
+            )
+    _check_keys(config)
+    setup = RunSetup(config, mesh, PipelineModule([module]), arguments)
+    # Without a plan there is nothing to trace.
+    return LoopEngine(build_engine(setup, traces=False, sources=_sources))
 
 
 def _check_keys(config: Config) -> None:

@@ -1,0 +1,217 @@
+"""One training step, the features that watch steps and the run, and the sums of the loss."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipemega.config.sections.monitor_sections import TraceSection
+from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.exchanges import all_reduce
+from pipemega.distributed.mesh import Mesh
+from pipemega.engine.batch_reader import StepData
+from pipemega.monitor import EpochRecord, Phase, StepPhases
+from pipemega.optimizer import StepReport
+from pipemega.pipeline.execution_state import Results
+from pipemega.pipeline.executor import Executor
+from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.partition import Bounds
+from pipemega.pipeline.recorder import NULL_RECORDER, BusyTimeRecorder, Recorder
+from pipemega.profiling.step_trace import Trace
+from pipemega.profiling.step_tracer import Tracer
+
+
+@dataclass(frozen=True)
+class Step:
+    """One training step, as its features get it.
+
+    Args:
+        number: 1 for the first step of a run.
+        plan: what every pipeline rank runs, lowered.
+        data: the micro-batches of this rank.
+        phases: the phases of the step, in `after_step`.
+    """
+
+    number: int
+    plan: Plan
+    data: StepData
+    phases: Sequence[Phase] = ()
+
+
+@dataclass(frozen=True)
+class PlanChange:
+    """What runs from the next step on.
+
+    Args:
+        plan: the next plan, on the current stages.
+        moved: a plan on other stages, and their bounds; used instead if the stages can move.
+    """
+
+    plan: Plan
+    moved: tuple[Plan, Bounds] | None = None
+
+
+class StepFeature:
+    """Watches the steps and the run of an engine; here each method does nothing.
+
+    Each method is called on every rank. Points of one step, in this order:
+
+        traces          the step was read: should it be traced?
+        before_step     forwards and backwards follow
+        on_report       a step became final; with post-validation, the step before
+        after_step      the optimizer step has ended; in the reverse order of the features
+        next_change     another plan for the next steps
+        after_record    the step was counted and recorded
+        after_epoch     it ended an epoch
+        evaluate        an evaluation is due
+        before_save     a checkpoint follows
+
+    The last four are points of a run that keeps records. `after_load` follows the loading of a
+    checkpoint that continues a run; if it was loaded before the feature was added, it is called
+    when the run begins.
+    """
+
+    def traces(self, step: Step) -> bool | None:
+        """Return whether to trace memory too, if the step must be traced; None: it need not be."""
+        return None
+
+    def before_step(self, step: Step) -> Recorder | None:
+        """Return what times the instructions, if anything; the first feature that does so wins."""
+        return None
+
+    def on_report(self, report: StepReport) -> None:
+        """Handle the report of a step that became final."""
+
+    def after_step(self, step: Step) -> None:
+        """Handle the end of the optimizer step."""
+
+    def next_change(self, step: Step, trace: Trace | None) -> PlanChange | None:
+        """Return what the next steps run; None: the same.
+
+        Args:
+            trace: the traced step; on rank 0 only.
+        """
+        return None
+
+    def on_change(self, change: PlanChange, obstacle: str) -> None:
+        """Handle the use of a change.
+
+        Args:
+            obstacle: why the stages of `moved` are not used; "" if they are.
+        """
+
+    def after_record(self, loss: float) -> None:
+        """Handle the end of a step."""
+
+    def after_epoch(self, epoch: EpochRecord) -> None:
+        """Handle the end of an epoch."""
+
+    def evaluate(self) -> None:
+        """Evaluate the model."""
+
+    def before_save(self) -> None:
+        """Prepare the state for a checkpoint."""
+
+    def after_load(self) -> None:
+        """Handle the state of a checkpoint, after `load_state_dict`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state that is saved with each checkpoint, as JSON values, on rank 0."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore `state_dict()` of the run that saved; {} if that run had no such feature.
+
+        Raises:
+            CheckpointError: another feature has saved the state; on every rank.
+        """
+
+
+class TraceSteps(StepFeature):
+    """Traces the steps that the config, a caller or another feature selects.
+
+    Args:
+        phases: of the steps; the preparation of a traced step is a phase of it.
+
+    Attributes:
+        executor: of the current stages; set when they change.
+        tracer: selects and times steps.
+        trace: the trace of the last step, if it was traced; on rank 0 only.
+        last_trace: the trace of the last traced step; on rank 0 only.
+    """
+
+    executor: Executor
+
+    def __init__(self, section: TraceSection, mesh: Mesh, phases: StepPhases) -> None:
+        self._phases = phases
+        self.tracer = Tracer(mesh, section.steps, section.every, section.memory)
+        self.trace: Trace | None = None
+        self.last_trace: Trace | None = None
+
+    def before_step(self, step: Step) -> Recorder | None:
+        with self._phases("tracing"):
+            return self.tracer.begin(step.number)
+
+    def after_step(self, step: Step) -> None:
+        # The plan of the executor: speculative forwards reorder its receives.
+        self.trace = self.tracer.finish(step.number, self.executor.plan, step.phases)
+        self.last_trace = self.trace or self.last_trace
+
+
+class MeasureBusyTime(StepFeature):
+    """Measures the seconds that this rank reads data and computes, without waiting.
+
+    Args:
+        enabled: also time the instructions of steps that are not traced.
+    """
+
+    def __init__(self, device: torch.device, enabled: bool) -> None:
+        self._recorder = BusyTimeRecorder(device) if enabled else NULL_RECORDER
+        self._read_seconds = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of the last step; on CUDA its computing time is that of the step before."""
+        return self._recorder.seconds() + self._read_seconds
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Measure the reading of a batch."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._read_seconds = time.perf_counter() - started
+
+    def before_step(self, step: Step) -> Recorder | None:
+        return self._recorder
+
+
+def sum_losses(results: Results, mesh: Mesh) -> tuple[Tensor | float, Tensor | float, int]:
+    """Sum over this rank's micro-batches: (losses, weights, number of micro-batches).
+
+    Zeros except on the first tensor rank of the last stage, so that sums over all ranks count each
+    micro-batch once.
+    """
+    if not results.losses or mesh.tensor.rank > 0:
+        return 0.0, 0.0, 0
+    # In the order of micro-batches: every schedule gives the same sum.
+    order = sorted(results.losses)
+    losses = torch.stack([results.losses[m].double() for m in order]).sum()
+    weights = torch.stack([results.weights[m].double() for m in order]).sum()
+    return losses, weights, len(order)
+
+
+def mean_of_sums(loss: Tensor | float, weight: Tensor | float, mesh: Mesh) -> float:
+    """Return the loss summed over all ranks, divided by the weight; collective."""
+    sums = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in (loss, weight)])
+    sums = sums.to(mesh.device)
+    if mesh.world.size > 1:
+        all_reduce(sums, mesh.world)
+    synchronize()
+    loss_sum, weight_sum = sums.tolist()
+    return loss_sum / weight_sum if weight_sum else float("nan")
