@@ -13,7 +13,7 @@ from pipemega.distributed.comm_recorder import (
 )
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh, gather_objects
-from pipemega.engine.train_step import Step, StepFeature
+from pipemega.engine.train_step import StepFeature, TrainStep
 from pipemega.monitor import get_logger
 from pipemega.monitor.timers import HostClock
 from pipemega.pipeline.recorder import step_clock
@@ -84,14 +84,14 @@ class CommsLogger(StepFeature):
         self._recorder: CommRecorder | None = None
         self.rows: list[CommRow] = []
 
-    def before_step(self, step: Step) -> None:
+    def before_step(self, step: TrainStep) -> None:
         self._steps += 1
         if self._steps == self._section.profile_step:
             clock = step_clock(self._mesh.device)
             self._recorder = CommRecorder(clock, HostClock(), _recorded_operations(self._section))
             record_with(self._recorder)
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, step: TrainStep) -> None:
         recorder, self._recorder = self._recorder, None
         if recorder is None:
             return

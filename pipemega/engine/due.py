@@ -55,7 +55,7 @@ def check_units(config: Config, epochs: int | None) -> None:
             )
 
 
-class Position(NamedTuple):
+class RunPosition(NamedTuple):
     """Where a run is between two steps.
 
     Args:
@@ -79,7 +79,7 @@ class Due(NamedTuple):
     exit: bool
 
 
-def due_at(config: Config, at: Position) -> Due:
+def due_at(config: Config, at: RunPosition) -> Due:
     """Return what the config asks for at this position."""
     training, saves = config.training, config.checkpoint
     return Due(
@@ -90,7 +90,7 @@ def due_at(config: Config, at: Position) -> Due:
     )
 
 
-def evaluation_is_due(config: Config, at: Position) -> bool:
+def evaluation_is_due(config: Config, at: RunPosition) -> bool:
     """Return whether an evaluation is due; with an interval in steps also before the first one."""
     training = config.training
     if training.eval_interval is None:
@@ -104,7 +104,7 @@ def _is_multiple(step: int, interval: int | None) -> bool:
     return interval is not None and interval > 0 and step % interval == 0
 
 
-def _is_due(at: Position, interval: int, by: Literal["step", "epoch"]) -> bool:
+def _is_due(at: RunPosition, interval: int, by: Literal["step", "epoch"]) -> bool:
     if by == "epoch":
         return at.ended_epoch and _is_multiple(at.epoch, interval)
     return _is_multiple(at.steps, interval)

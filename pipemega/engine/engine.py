@@ -1,8 +1,8 @@
 """The engine that `pipemega.initialize` returns: the public methods of one rank of a training.
 
-    train_batch   -> Run.train_step -> StepRunner.train -> reader, executor, optimizer step
+    train_batch   -> TrainingRun.train_step -> StepRunner.train -> reader, executor, optimizer step
     evaluate      -> Evaluator
-    checkpoints   -> Run -> Checkpointer
+    checkpoints   -> TrainingRun -> Checkpointer
 
 Every method is collective, unless its docstring says otherwise: all ranks call it, in one order.
 """
@@ -23,10 +23,10 @@ from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import gather_objects, on_all_ranks
 from pipemega.engine.batch_reader import StepData
 from pipemega.engine.evaluation import OnOutput
-from pipemega.engine.run import Run
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.train_step import StepFeature
 from pipemega.engine.training_data import evaluation_loader
+from pipemega.engine.training_run import TrainingRun
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.error_propagation import failure_reporter, register_progress
 from pipemega.optimizer import LRSchedule, StepReport
@@ -58,7 +58,7 @@ class Engine:
     def __init__(self, steps: StepRunner) -> None:
         self.config, self.mesh, self.batch = steps.config, steps.mesh, steps.batch
         self.timers, self.num_parameters = steps.timers, steps.num_parameters
-        self.steps, self.run, self._failures = steps, Run(steps), failure_reporter()
+        self.steps, self.run, self._failures = steps, TrainingRun(steps), failure_reporter()
         step = steps.optimizer_step
         self.optimizer: Optimizer | None = step.optimizer if step else None
         register_progress(self.run.progress)

@@ -9,7 +9,7 @@ from pipemega.config.batch import Batch
 from pipemega.config.sections.monitor_sections import FlopsProfilerSection
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.flops_report import FlopsProfile, RankProfile
-from pipemega.engine.train_step import Step, StepFeature
+from pipemega.engine.train_step import StepFeature, TrainStep
 from pipemega.monitor import MultiTimer, get_logger, print_table
 from pipemega.pipeline.model.module import Stage
 from pipemega.pipeline.model.stages import LocalModel
@@ -139,10 +139,10 @@ class FlopsProfiler(StepFeature):
         with profiler.measure(0, None):
             yield
 
-    def before_step(self, step: Step) -> None:
+    def before_step(self, step: TrainStep) -> None:
         self.start(step.number)
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, step: TrainStep) -> None:
         if self._finish is None:
             return
         own, self._finish, self._step, self._is_counting = self._finish(), None, -1, False

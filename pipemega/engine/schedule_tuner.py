@@ -41,7 +41,7 @@ from pipemega.engine.measured_stages import (
 )
 from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
 from pipemega.engine.stage_mover import describe_cut
-from pipemega.engine.train_step import PlanChange, Step, StepFeature
+from pipemega.engine.train_step import PlanChange, StepFeature, TrainStep
 from pipemega.errors import PipemegaError
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.partition import Bounds
@@ -133,13 +133,13 @@ class ScheduleTuner(StepFeature):
         self._moves = True
         self._before: _Before | None = None
 
-    def traces(self, step: Step) -> bool | None:
+    def traces(self, step: TrainStep) -> bool | None:
         at = self._steps % (WARM_UP + TIMED)
         if not self._measures(step) or self._done or at < WARM_UP - 1:
             return None
         return at < WARM_UP
 
-    def next_change(self, step: Step, trace: Trace | None) -> PlanChange | None:
+    def next_change(self, step: TrainStep, trace: Trace | None) -> PlanChange | None:
         """Collect the trace; after the last timed step, choose the next plan.
 
         Raises:
@@ -184,7 +184,7 @@ class ScheduleTuner(StepFeature):
         self._plan, self._predicted, self._done = used.plan, used.seconds, wanted.is_last
         self._changes += 1
 
-    def _measures(self, step: Step) -> bool:
+    def _measures(self, step: TrainStep) -> bool:
         """Return whether the step has the plan that is measured, and not one of a ramp-up."""
         return step.plan.num_microbatches == self._plan.num_microbatches
 

@@ -31,9 +31,9 @@ from pipemega.engine.stage_mover import BuiltModules, describe_cut
 from pipemega.engine.train_step import (
     MeasureBusyTime,
     PlanChange,
-    Step,
     StepFeature,
     TraceSteps,
+    TrainStep,
     sum_losses,
 )
 from pipemega.engine.training_data import TrainingData, share_of
@@ -247,10 +247,10 @@ class StepRunner:
         # Messages may need a gradient no more, or again.
         self.executor.forget_shapes(declared=True)
 
-    def begin(self, data: StepData) -> tuple[Step, Recorder]:
+    def begin(self, data: StepData) -> tuple[TrainStep, Recorder]:
         """Return the next step, whose data were read, and what times its instructions."""
         self.plan = self._plans.of(self.plan, self.model.bounds, len(data.inputs))
-        step = Step(self.global_steps + 1, self.plan, data)
+        step = TrainStep(self.global_steps + 1, self.plan, data)
         for feature in self.features:
             memory = feature.traces(step)
             if memory is not None:
@@ -259,7 +259,7 @@ class StepRunner:
         found = (each for each in recorders if each is not NULL_RECORDER)
         return step, next(found, NULL_RECORDER)
 
-    def _micro_batches(self, step: Step, keep_outputs: bool) -> MicroBatches:
+    def _micro_batches(self, step: TrainStep, keep_outputs: bool) -> MicroBatches:
         assert self.optimizer_step is not None
         data, axis, count = step.data, self.mesh.data, len(step.data.inputs)
         seed, number = self.config.seed, step.number - 1
@@ -277,7 +277,7 @@ class StepRunner:
 
     def _forward_backward(
         self,
-        step: Step,
+        step: TrainStep,
         micro_batches: Callable[[], MicroBatches],
         recorder: Recorder,
         should_stop: Callable[[], bool],
@@ -293,7 +293,9 @@ class StepRunner:
 
         return self._speculative.run(step.plan, micro_batches, recorder, start_loss_sums)
 
-    def finish(self, step: Step, results: Results, should_stop: Callable[[], bool]) -> StepReport:
+    def finish(
+        self, step: TrainStep, results: Results, should_stop: Callable[[], bool]
+    ) -> StepReport:
         """Update the parameters after all backwards of `step`, count it, and return its report."""
         assert self.optimizer_step is not None
         self._batch_norms.end_step()
@@ -314,7 +316,7 @@ class StepRunner:
             self._move_stages(self.plan, bounds)
         return report
 
-    def _change_plan(self, step: Step) -> Bounds | None:
+    def _change_plan(self, step: TrainStep) -> Bounds | None:
         """Use the plan that a feature wants; return the bounds if the stages must move to it."""
         for feature in self.features:
             change = feature.next_change(step, self.tracing.trace)

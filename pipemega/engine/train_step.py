@@ -26,7 +26,7 @@ from pipemega.profiling.step_tracer import Tracer
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainStep:
     """One training step, as its features get it.
 
     Args:
@@ -75,21 +75,21 @@ class StepFeature:
     when the run begins.
     """
 
-    def traces(self, step: Step) -> bool | None:
+    def traces(self, step: TrainStep) -> bool | None:
         """Return whether to trace memory too, if the step must be traced; None: it need not be."""
         return None
 
-    def before_step(self, step: Step) -> Recorder | None:
+    def before_step(self, step: TrainStep) -> Recorder | None:
         """Return what times the instructions, if anything; the first feature that does so wins."""
         return None
 
     def on_report(self, report: StepReport) -> None:
         """Handle the report of a step that became final."""
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, step: TrainStep) -> None:
         """Handle the end of the optimizer step."""
 
-    def next_change(self, step: Step, trace: Trace | None) -> PlanChange | None:
+    def next_change(self, step: TrainStep, trace: Trace | None) -> PlanChange | None:
         """Return what the next steps run; None: the same.
 
         Args:
@@ -152,11 +152,11 @@ class TraceSteps(StepFeature):
         self.trace: Trace | None = None
         self.last_trace: Trace | None = None
 
-    def before_step(self, step: Step) -> Recorder | None:
+    def before_step(self, step: TrainStep) -> Recorder | None:
         with self._phases("tracing"):
             return self.tracer.begin(step.number)
 
-    def after_step(self, step: Step) -> None:
+    def after_step(self, step: TrainStep) -> None:
         # The plan of the executor: speculative forwards reorder its receives.
         self.trace = self.tracer.finish(step.number, self.executor.plan, step.phases)
         self.last_trace = self.trace or self.last_trace
@@ -187,7 +187,7 @@ class MeasureBusyTime(StepFeature):
         finally:
             self._read_seconds = time.perf_counter() - started
 
-    def before_step(self, step: Step) -> Recorder | None:
+    def before_step(self, step: TrainStep) -> Recorder | None:
         return self._recorder
 
 

@@ -1,7 +1,7 @@
 """The training loop: train steps or epochs, evaluate, and call callbacks; see docs/trainer.md.
 
 Records, checkpoints, resume and the end of the run belong to the engine, in a Trainer as in the
-user's own loop: `pipemega.engine.run`; see docs/long_runs.md.
+user's own loop: `pipemega.engine.training_run`; see docs/long_runs.md.
 """
 
 import math

@@ -15,7 +15,7 @@ from torch import nn
 from pipemega import LayerSpec
 from pipemega.data.sample_reader import EpochOrder
 from pipemega.engine.engine import Engine
-from pipemega.engine.train_step import PlanChange, Step, StepFeature
+from pipemega.engine.train_step import PlanChange, StepFeature, TrainStep
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.schedules import build_plan
 from tests.ranks.engine.epoch_runs import (
@@ -196,7 +196,7 @@ class Moves(StepFeature):
     def __init__(self, cuts: Mapping[int, Cut]) -> None:
         self._cuts = cuts
 
-    def next_change(self, step: Step, trace: object) -> PlanChange | None:
+    def next_change(self, step: TrainStep, trace: object) -> PlanChange | None:
         if step.number not in self._cuts:
             return None
         name, chunks, bounds = self._cuts[step.number]

@@ -19,7 +19,7 @@ from pipemega.config import load
 from pipemega.distributed.byte_exchange import Piece, TensorInfo, exchange
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
-from pipemega.engine.train_step import PlanChange, Step, StepFeature
+from pipemega.engine.train_step import PlanChange, StepFeature, TrainStep
 from pipemega.errors import NonFiniteError
 from pipemega.hf.hf_module import from_pretrained
 from pipemega.models import GPTConfig, gpt
@@ -432,7 +432,7 @@ class MoveAfterStep(StepFeature):
     def __init__(self, plan: Plan, bounds: Sequence[int]) -> None:
         self._plan, self._bounds = plan, tuple(bounds)
 
-    def next_change(self, step: Step, trace: object) -> PlanChange | None:
+    def next_change(self, step: TrainStep, trace: object) -> PlanChange | None:
         if step.plan is self._plan:
             return None
         return PlanChange(step.plan, (self._plan, self._bounds))

@@ -15,7 +15,7 @@ from pipemega.checkpoint import Checkpointer, Counters, LoadOptions, any_checkpo
 from pipemega.diagnostics.replica_check import check_replicas
 from pipemega.distributed.mesh import from_first, gather_objects
 from pipemega.engine.due import (
-    Position,
+    RunPosition,
     SavedSteps,
     check_units,
     describes_run,
@@ -35,7 +35,7 @@ from pipemega.monitor import EvalRecord, SampleRecord, ScalarRecord, get_logger
 _Trained = TypeVar("_Trained")
 
 
-class Run:
+class TrainingRun:
     """Records, checks and saves the steps of an engine, and ends the run; collective.
 
     It is active if the config has a key of `describes_run`, or in a Trainer. Otherwise it only
@@ -256,7 +256,7 @@ class Run:
             self.end_early(self._stop.reasons())
             return
         due = due_at(
-            self._config, Position(steps.global_steps, steps.epoch, ended_epoch, completed)
+            self._config, RunPosition(steps.global_steps, steps.epoch, ended_epoch, completed)
         )
         if due.replica_check:
             self.check_replicas()
@@ -309,7 +309,7 @@ class Run:
         if step == 0 and not self._config.training.eval_on_start:
             return
         ended_epoch = steps.data.epochs is not None and self._epoch.steps == 0 and step > 0
-        at = Position(step, steps.epoch, ended_epoch, steps.is_complete)
+        at = RunPosition(step, steps.epoch, ended_epoch, steps.is_complete)
         if not evaluation_is_due(self._config, at):
             return
         self._wanted_saves = []
