@@ -9,7 +9,7 @@ HERE = Path(__file__).parent
 
 setup(
     name="pipemega",
-    version=run_path(str(HERE / "pipemega" / "startup" / "version.py"))["__version__"],
+    version=run_path(str(HERE / "pipemega" / "lazy_imports.py"))["__version__"],
     description="Train large transformers over data, tensor and pipeline ranks, from one JSON file",
     long_description=(HERE / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from pipemega.startup.deferred_import import import_first
-from pipemega.startup.version import __version__ as __version__
+from pipemega.lazy_imports import __version__ as __version__
+from pipemega.lazy_imports import import_first
 
 if TYPE_CHECKING:
     from pipemega.config import Config

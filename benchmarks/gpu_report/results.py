@@ -18,7 +18,7 @@ from xml.etree import ElementTree
 
 import torch
 
-from pipemega.startup.version import __version__
+from pipemega.lazy_imports import __version__
 
 ROOT = Path(__file__).parents[2]
 # The ranks of `pipemega doctor` where there is no GPU.

@@ -33,10 +33,10 @@ from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
 from pipemega.errors import CheckpointError, DataError
+from pipemega.lazy_imports import deferred
 from pipemega.optimizer import OptimizerStep
 from pipemega.pipeline.model.stages import LocalModel
 from pipemega.random import derive_seed, rng_state, seed_rng, set_rng_state
-from pipemega.startup.deferred_import import deferred
 from pipemega.storage.filesystem import LocalStorage, Storage, is_remote, storage_at
 from pipemega.storage.locks import LockOptions, folder_locks
 

@@ -27,7 +27,7 @@ from pipemega.checkpoint.manifest import (
 from pipemega.checkpoint.tensors import OutgoingShard
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import CheckpointError, FolderLockedError, short_cause
-from pipemega.startup.deferred_import import deferred
+from pipemega.lazy_imports import deferred
 from pipemega.storage.filesystem import LocalStorage, Storage, storage_at
 
 if TYPE_CHECKING:

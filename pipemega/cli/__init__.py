@@ -6,9 +6,8 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from pipemega.errors import PipemegaError
+from pipemega.lazy_imports import __version__, import_first
 from pipemega.printing import coloured
-from pipemega.startup.deferred_import import import_first
-from pipemega.startup.version import __version__
 
 # A command's module is imported when the command is called: importing torch would slow --help.
 COMMANDS: Mapping[str, str] = {

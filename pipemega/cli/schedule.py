@@ -12,10 +12,6 @@ formats:
          one program per rank; F0@0 is the forward of micro-batch 0 at stage 0
   csv    one row per rank, in the format of torch.distributed.pipelining: 0F0 is stage 0,
          forward, micro-batch 0
-
-`python -m pipemega schedule auto`: options, search and output of schedule `auto`.
-
-Options of the commands that draw timelines, and the function that writes their output.
 """
 
 import argparse

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipemega.config.launch_variables import launch_variables
 from pipemega.errors import DataError
-from pipemega.startup.deferred_import import deferred
+from pipemega.lazy_imports import deferred
 from pipemega.storage.filesystem import LocalStorage, fsync_path
 from pipemega.storage.locks import HeartbeatLock, Holder, LockObserver
 

@@ -27,8 +27,8 @@ from pipemega.distributed.mesh import (
 from pipemega.distributed.topology import Topology
 from pipemega.doctor.attendance import Finding, listed, ranges
 from pipemega.errors import MeshError
+from pipemega.lazy_imports import __version__
 from pipemega.printing import show_bytes
-from pipemega.startup.version import __version__
 
 # Variables that change how ranks communicate; they should be equal on all ranks.
 _NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")

@@ -7,7 +7,7 @@ import torch
 
 from pipemega.config import Batch
 from pipemega.distributed.mesh import Mesh
-from pipemega.startup.version import __version__
+from pipemega.lazy_imports import __version__
 
 _GIT_SECONDS = 5.0
 

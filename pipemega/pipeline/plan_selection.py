@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from pipemega.config.sections.pipeline_sections import CostsSection, PipelineSection, PlanFile
 from pipemega.errors import ConfigError, ScheduleError
+from pipemega.lazy_imports import deferred
 from pipemega.pipeline.plan.channels import MessageOrder
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
@@ -22,7 +23,6 @@ from pipemega.pipeline.plan.validate import validate_messages
 from pipemega.pipeline.schedules import build_plan, forward_only
 from pipemega.pipeline.schedules.building_blocks import loop_and_v
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
-from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     from pipemega.pipeline import autoschedule

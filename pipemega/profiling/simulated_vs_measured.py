@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from pipemega.lazy_imports import deferred
 from pipemega.monitor.timers import OTHER, PIPELINE, Phase
 from pipemega.pipeline.plan.simulate import CostModel, Timeline, simulate
 from pipemega.printing import aligned, percent
 from pipemega.profiling.cost_estimation import measured_costs
 from pipemega.profiling.step_trace import Trace
-from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     from pipemega.pipeline import visualize

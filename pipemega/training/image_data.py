@@ -10,8 +10,8 @@ from pipemega.config.sections.data_section import DataSection
 from pipemega.data.tokens.build_datasets import Datasets
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError
+from pipemega.lazy_imports import deferred
 from pipemega.models.build_model import ModelContext, model_section, sample_from
-from pipemega.startup.deferred_import import deferred
 
 if TYPE_CHECKING:
     from pipemega.data.images import image_dataset

@@ -8,7 +8,7 @@ weights_loading.py    loads them into a run, or writes them as a checkpoint of p
 
 from typing import TYPE_CHECKING
 
-from pipemega.startup.deferred_import import names_of
+from pipemega.lazy_imports import names_of
 
 if TYPE_CHECKING:
     from pipemega.checkpoint.deepspeed.deepspeed_folder import NameRules, find_deepspeed

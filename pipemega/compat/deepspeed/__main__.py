@@ -10,7 +10,7 @@ import runpy
 import sys
 from pathlib import Path
 
-from pipemega.compat.deepspeed.launch_calls import CONFIG_CHANGES
+from pipemega.compat.deepspeed.process_topology import CONFIG_CHANGES
 from pipemega.compat.deepspeed.virtual_modules import install_as_deepspeed
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.run import run

@@ -11,11 +11,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from pipemega.compat.deepspeed.engine_checkpoints import EngineCheckpoints
-from pipemega.compat.deepspeed.engine_settings import EngineSettings, missing_name
-from pipemega.compat.deepspeed.launch_calls import CONFIG_CHANGES
+from pipemega.compat.deepspeed.deepspeed_engine import (
+    EngineCheckpoints,
+    EngineSettings,
+    given_schedule,
+    missing_name,
+    schedule_maker,
+)
 from pipemega.compat.deepspeed.loop_engine import LoopEngine, initialize_loop
-from pipemega.compat.deepspeed.schedule_adapter import given_schedule, schedule_maker
+from pipemega.compat.deepspeed.process_topology import CONFIG_CHANGES
 from pipemega.config import Config, load
 from pipemega.engine.run_arguments import build_mesh_of
 from pipemega.errors import ConfigError

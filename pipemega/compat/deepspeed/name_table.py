@@ -8,23 +8,19 @@ from collections.abc import Mapping
 
 _HERE = "pipemega.compat.deepspeed"
 _MODULE = f"{_HERE}.pipeline_module"
-_SPECS = f"{_HERE}.layer_specs"
 _TOPOLOGY = f"{_HERE}.process_topology"
-_GRID = f"{_HERE}.parallel_grid"
-_LOGGING = f"{_HERE}.logging_calls"
-_SCHEDULES = f"{_HERE}.schedule_classes"
-_LAUNCH = f"{_HERE}.launch_calls"
+_CALLS = f"{_HERE}.small_calls"
 
 _SPEC_NAMES = {
-    "LayerSpec": f"{_SPECS}:PipeLayerSpec",
-    "TiedLayerSpec": f"{_SPECS}:PipeTiedLayerSpec",
+    "LayerSpec": f"{_MODULE}:PipeLayerSpec",
+    "TiedLayerSpec": f"{_MODULE}:PipeTiedLayerSpec",
 }
 _PIPE = {"PipelineModule": f"{_MODULE}:DeepSpeedPipelineModule", **_SPEC_NAMES}
 _TOPOLOGIES = {
     "ProcessTopology": f"{_TOPOLOGY}:ProcessTopology",
     "PipeDataParallelTopology": f"{_TOPOLOGY}:PipeDataParallelTopology",
     "PipeModelDataParallelTopology": f"{_TOPOLOGY}:PipeModelDataParallelTopology",
-    "PipelineParallelGrid": f"{_GRID}:PipelineParallelGrid",
+    "PipelineParallelGrid": f"{_TOPOLOGY}:PipelineParallelGrid",
 }
 _CHECKPOINTING = {
     name: f"{_HERE}.activation_checkpoints:{name}"
@@ -34,41 +30,41 @@ _CHECKPOINTING = {
         "model_parallel_reconfigure_tp_seed", "set_num_layers",
     )
 }  # fmt: skip
-_LOADERS = {"RepeatingLoader": f"{_HERE}.repeating_loader:RepeatingLoader"}
+_LOADERS = {"RepeatingLoader": f"{_MODULE}:RepeatingLoader"}
 _LOG = {
-    name: f"{_LOGGING}:{name}" for name in (
+    name: f"{_CALLS}:{name}" for name in (
         "logger", "log_dist", "print_rank_0", "warning_once", "set_log_level_from_string",
     )
 }  # fmt: skip
 _ACCELERATOR = {"get_accelerator": f"{_HERE}.torch_accelerator:get_accelerator"}
 _RUNTIME_UTILS = {
-    name: f"{_HERE}.runtime_calls:{name}"
+    name: f"{_CALLS}:{name}"
     for name in (
         "set_random_seed", "see_memory_usage", "partition_uniform", "partition_balanced",
         "call_to_str", "ensure_directory_exists",
     )
 }  # fmt: skip
-_ENGINE = {"DeepSpeedEngine": f"{_HERE}.engine_settings:EngineSettings"}
+_ENGINE = {"DeepSpeedEngine": f"{_HERE}.deepspeed_engine:EngineSettings"}
 _ZERO = {
-    name: f"{_HERE}.zero_calls:{name}"
+    name: f"{_CALLS}:{name}"
     for name in (
         "Init", "GatheredParameters", "register_external_parameter",
         "unregister_external_parameter",
     )
 }  # fmt: skip
 _EXPERTS = ("is_moe_param", "has_moe_layers")
-_INIT = {"init_distributed": f"{_LAUNCH}:init_distributed"}
-_COMM = {**_INIT, "log_summary": f"{_LOGGING}:log_summary"}
+_INIT = {"init_distributed": f"{_TOPOLOGY}:init_distributed"}
+_COMM = {**_INIT, "log_summary": f"{_CALLS}:log_summary"}
 
 MODULES: Mapping[str, Mapping[str, str]] = {
     "": {
-        "initialize": f"{_HERE}.initialize_engine:initialize",
-        "add_config_arguments": f"{_LAUNCH}:add_config_arguments",
+        "initialize": f"{_HERE}.initialize_deepspeed:initialize",
+        "add_config_arguments": f"{_TOPOLOGY}:add_config_arguments",
         "PipelineModule": _PIPE["PipelineModule"],
         "PipelineEngine": f"{_HERE}.pipeline_engine:PipelineEngine",
         "dist": "torch.distributed",
-        "__version__": f"{_LAUNCH}:DEEPSPEED_VERSION",
-        "version": f"{_LAUNCH}:DEEPSPEED_VERSION",
+        "__version__": f"{_TOPOLOGY}:DEEPSPEED_VERSION",
+        "version": f"{_TOPOLOGY}:DEEPSPEED_VERSION",
         **_ENGINE,
         **_INIT,
         **_LOG,
@@ -80,15 +76,15 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "moe": {},
-    "moe.layer": {"MoE": f"{_HERE}.expert_calls:MoE"},
+    "moe.layer": {"MoE": f"{_CALLS}:MoE"},
     "moe.utils": {
-        name: f"{_HERE}.expert_calls:{name}"
+        name: f"{_CALLS}:{name}"
         for name in (*_EXPERTS, "split_params_into_different_moe_groups_for_optimizer")
     },
     "ops": {},
     "ops.adam": {
-        "FusedAdam": f"{_HERE}.optimizer_classes:FusedAdam",
-        "DeepSpeedCPUAdam": f"{_HERE}.optimizer_classes:DeepSpeedCPUAdam",
+        "FusedAdam": f"{_CALLS}:FusedAdam",
+        "DeepSpeedCPUAdam": f"{_CALLS}:DeepSpeedCPUAdam",
     },
     "ops.lamb": {"FusedLamb": "pipemega.optimizer.optimizers:Lamb"},
     "ops.adagrad": {"DeepSpeedCPUAdagrad": "torch.optim:Adagrad"},
@@ -99,11 +95,11 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "runtime.dataloader": _LOADERS,
     "runtime.engine": _ENGINE,
     "runtime.lr_schedules": {
-        "WarmupLR": f"{_SCHEDULES}:warmup_lr",
-        "WarmupDecayLR": f"{_SCHEDULES}:warmup_decay_lr",
-        "WarmupCosineLR": f"{_SCHEDULES}:warmup_cosine_lr",
-        "OneCycle": f"{_SCHEDULES}:one_cycle",
-        "LRRangeTest": f"{_SCHEDULES}:lr_range_test",
+        "WarmupLR": f"{_CALLS}:warmup_lr",
+        "WarmupDecayLR": f"{_CALLS}:warmup_decay_lr",
+        "WarmupCosineLR": f"{_CALLS}:warmup_cosine_lr",
+        "OneCycle": f"{_CALLS}:one_cycle",
+        "LRRangeTest": f"{_CALLS}:lr_range_test",
     },
     "runtime.pipe": {**_PIPE, "ProcessTopology": _TOPOLOGIES["ProcessTopology"]},
     "runtime.pipe.engine": {"PipelineEngine": f"{_HERE}.pipeline_engine:PipelineEngine"},
@@ -115,17 +111,17 @@ MODULES: Mapping[str, Mapping[str, str]] = {
     "runtime.zero": _ZERO,
     "runtime.zero.partition_parameters": {
         **_ZERO,
-        "ZeroParamStatus": f"{_HERE}.zero_calls:ZeroParamStatus",
+        "ZeroParamStatus": f"{_CALLS}:ZeroParamStatus",
     },
     "utils": {
         **_LOADERS,
         **_LOG,
         **_INIT,
-        "set_z3_leaf_modules": f"{_HERE}.zero_calls:set_z3_leaf_modules",
+        "set_z3_leaf_modules": f"{_CALLS}:set_z3_leaf_modules",
     },
     "utils.logging": _LOG,
     "utils.zero_to_fp32": {
-        name: f"{_HERE}.fp32_weights:{name}"
+        name: f"{_CALLS}:{name}"
         for name in (
             "get_fp32_state_dict_from_zero_checkpoint",
             "load_state_dict_from_zero_checkpoint",

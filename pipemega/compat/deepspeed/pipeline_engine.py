@@ -1,21 +1,181 @@
-"""The engine of `deepspeed.initialize` for a PipelineModule, over pipemega's Engine."""
+"""The engine of `deepspeed.initialize` for a PipelineModule, over pipemega's Engine.
+
+`eval_batch` of DeepSpeed: losses or outputs of micro-batches, averaged or one by one.
+
+Micro-batches of a DeepSpeed script, as the engine reads them.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
-from pipemega.compat.deepspeed.engine_checkpoints import EngineCheckpoints
-from pipemega.compat.deepspeed.engine_settings import EngineSettings, missing_name
-from pipemega.compat.deepspeed.parallel_grid import PipelineParallelGrid
-from pipemega.compat.deepspeed.pipeline_data import BatchFn, ScriptBatches, training_loader_of
-from pipemega.compat.deepspeed.pipeline_evaluation import PipelineEvaluation
-from pipemega.compat.deepspeed.pipeline_module import DeepSpeedPipelineModule
-from pipemega.compat.deepspeed.repeating_loader import RepeatingLoader
-from pipemega.compat.deepspeed.schedule_adapter import given_schedule
+from pipemega.compat.deepspeed.deepspeed_engine import (
+    EngineCheckpoints,
+    EngineSettings,
+    given_schedule,
+    missing_name,
+)
+from pipemega.compat.deepspeed.pipeline_module import DeepSpeedPipelineModule, RepeatingLoader
+from pipemega.compat.deepspeed.process_topology import PipelineParallelGrid
+from pipemega.config import Config
+from pipemega.distributed.exchanges import all_reduce
+from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
+
+
+class PipelineEvaluation:
+    """Runs forwards of an engine.
+
+    Args:
+        engine: of the layers of `module`.
+        module: has the loss function.
+    """
+
+    def __init__(self, engine: Engine, module: DeepSpeedPipelineModule) -> None:
+        self._engine, self._module = engine, module
+        grid = module.mpu()
+        self._is_first, self._is_last = grid.is_first_stage, grid.is_last_stage
+
+    def __call__(
+        self,
+        data: Iterator[Any] | None,
+        count: int,
+        compute_loss: bool,
+        reduce_output: str | None,
+    ) -> tuple[Any, Any]:
+        """Return (loss, outputs of the last micro-batch); see `PipelineEngine.eval_batch`.
+
+        The loss is a float if it is that of the engine.
+        """
+        if reduce_output is not None and str(reduce_output).lower() != "avg":
+            raise ConfigError(
+                f"eval_batch(reduce_output={reduce_output!r}): write 'avg', or None for a list "
+                "with the loss of each micro-batch",
+                on_every_rank=True,
+            )
+        if compute_loss and reduce_output is not None:
+            return self._mean_loss(data, count)
+        outputs, labels = self._forward(data, count)
+        if outputs is None:
+            return None, None
+        results = self._losses(outputs, labels) if compute_loss else outputs
+        if reduce_output is None:
+            return results, outputs[-1]
+        return self._mean(results), outputs[-1]
+
+    def _mean_loss(self, data: Iterator[Any] | None, count: int) -> tuple[float, Any]:
+        last: list[Any] = [None]
+
+        def keep(output: Any, _: Any) -> None:
+            last[0] = output
+
+        source = iter(()) if data is None else data
+        loss: float = self._engine.eval_batch(source, count, on_output=keep)
+        return loss, pytree.tree_map_only(Tensor, Tensor.detach, last[0])
+
+    def _forward(self, data: Iterator[Any] | None, count: int) -> tuple[list[Any] | None, Any]:
+        """Return the outputs of the last layer and the labels of `count` micro-batches."""
+        reads = self._is_first or self._is_last
+        pairs = list(islice(data, count)) if reads and data is not None else [(None, None)] * count
+        outputs = self._engine.infer([pair[0] for pair in pairs])
+        return outputs, [pair[1] for pair in pairs]
+
+    @torch.no_grad()
+    def _losses(self, outputs: list[Any], labels: list[Any]) -> list[Any]:
+        loss_fn = self._module.loss_fn
+        if loss_fn is None:
+            return outputs
+        device = self._engine.mesh.device
+        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), labels)
+        return [loss_fn(output, label) for output, label in zip(outputs, moved, strict=True)]
+
+    def _mean(self, results: list[Any]) -> Any:
+        """Return the mean of trees of tensors over the micro-batches and the data ranks."""
+        data = self._engine.mesh.data
+
+        def mean(*parts: Tensor) -> Tensor:
+            total = torch.stack([part.detach() for part in parts]).sum(0) / (len(parts) * data.size)
+            if data.size > 1:
+                all_reduce(total, data)
+            return total
+
+        return pytree.tree_map(mean, *results)
+
+
+BatchFn = Callable[[Any], Any]
+
+
+class ScriptBatches:
+    """Iterator over (inputs, labels), from an iterator of the user; lists become tuples.
+
+    Args:
+        source: yields (inputs, labels), or what `batch_fn` makes such a pair of. None: `batch_fn`
+            gets None, as on tensor ranks that receive their data from another one.
+        batch_fn: of `set_batch_fn`.
+
+    Attributes:
+        inputs_may_differ: DeepSpeed uses the inputs of the first stage only, so those of other
+            stages may be random. The labels must agree: they show that the samples are the same.
+    """
+
+    inputs_may_differ = True
+
+    def __init__(self, source: Iterator[Any] | None, batch_fn: BatchFn | None) -> None:
+        self._source, self._batch_fn = source, batch_fn
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = None if self._source is None else next(self._source)
+        if self._batch_fn is not None:
+            batch = self._batch_fn(batch)
+        if not isinstance(batch, tuple | list) or not batch:
+            return batch  # the engine names its type
+        # Without a loss_fn there may be no labels.
+        inputs, labels = batch[0], batch[1] if len(batch) > 1 else None
+        return _tupled(inputs), _tupled(labels)
+
+
+def _tupled(part: Any) -> Any:
+    """Return a list of tensors, which torch's DataLoader makes of a tuple, as a tuple."""
+    return tuple(part) if isinstance(part, list) else part
+
+
+def training_loader_of(
+    dataset: Any, config: Config, mesh: Mesh, collate_fn: Callable[[list[Any]], Any] | None
+) -> DataLoader[Any]:
+    """Return DeepSpeed's loader of training data: in order, every data-th sample of each rank.
+
+    Raises:
+        ConfigError: the data has no length.
+    """
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise ConfigError(
+            f"initialize(training_data=...) is a {type(dataset).__name__} without a length: pass "
+            "an iterator over micro-batches to train_batch(data_iter) instead",
+            on_every_rank=True,
+        )
+    sampler: DistributedSampler[Any] = DistributedSampler(
+        dataset, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False
+    )
+    return DataLoader(
+        dataset,
+        batch_size=config.batch(mesh.data.size).micro_batch_size,
+        sampler=sampler,
+        collate_fn=collate_fn,
+        drop_last=config.dataloader_drop_last,
+        num_workers=config.data.num_workers,
+        pin_memory=torch.cuda.is_available(),
+    )
+
 
 _ADVICE: Mapping[str, str] = {
     "no_sync": "train_batch() reduces the gradients once per step",

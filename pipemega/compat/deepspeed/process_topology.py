@@ -1,12 +1,35 @@
-"""DeepSpeed's topologies: which rank has which index on the axes pipe, data and model."""
+"""DeepSpeed's topologies: which rank has which index on the axes pipe, data and model.
 
+DeepSpeed's PipelineParallelGrid, which scripts know as `engine.grid` and `engine.mpu`.
+
+What a DeepSpeed script calls before it builds a model: arguments, and the process group.
+"""
+
+import argparse
+import os
 from collections import namedtuple
 from collections.abc import Sequence
+from datetime import timedelta
 from itertools import product
-from typing import Any
+from typing import Any, Final
 
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+
+from pipemega.distributed.mesh import (
+    DEFAULT_TIMEOUT,
+    Axis,
+    Mesh,
+    build_mesh,
+    launched_world_size,
+    new_group,
+    pick_device,
+)
+from pipemega.distributed.process_groups import checked_launch, connect_ranks
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError
+from pipemega.monitor import get_logger
 
 # DeepSpeed's name of each axis of the mesh, in the order of the mesh.
 _AXES = ("pipe", "data", "model")
@@ -136,3 +159,206 @@ def mesh_topology(topology: ProcessTopology) -> Topology:
         )
     pipeline, data, tensor = (max(1, topology.get_dim(axis)) for axis in _AXES)
     return Topology(pipeline, data, tensor)
+
+
+# What scripts compare: the version whose interface this package has.
+DEEPSPEED_VERSION: Final = "0.19.8"
+# `--set` of `python -m pipemega.compat.deepspeed`: KEY=VALUE, for each config of the script.
+CONFIG_CHANGES: Final[list[str]] = []
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the options of DeepSpeed's launch lines; `initialize(args=...)` reads deepspeed_config.
+
+    Options that the parser has already are kept.
+    """
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    known = parser._option_string_actions
+
+    def add(name: str, **options: Any) -> None:
+        if name not in known:
+            group.add_argument(name, **options)
+
+    add("--deepspeed", action="store_true", help="a flag for the script; no effect on the engine")
+    add("--deepspeed_config", type=str, default=None, help="the JSON file")
+    add("--deepscale", action="store_true", help=argparse.SUPPRESS)
+    add("--deepscale_config", type=str, default=None, help=argparse.SUPPRESS)
+    return parser
+
+
+def init_distributed(
+    dist_backend: str | None = None,
+    auto_mpi_discovery: bool = True,
+    distributed_port: int = 29500,
+    verbose: bool = True,
+    timeout: timedelta | None = None,
+    init_method: str | None = None,
+    dist_init_required: bool | None = None,
+    config: Any = None,
+    rank: int = -1,
+    world_size: int = -1,
+) -> None:
+    """Connect the launched ranks, unless torch.distributed is initialized.  Collective.
+
+    Works under torchrun, srun and mpirun, and in one process. As DeepSpeed does, it sets RANK,
+    LOCAL_RANK and torchrun's other variables if srun or mpirun has started the ranks.
+
+    Args:
+        dist_backend: ignored but for a warning: the ranks use NCCL and gloo on GPUs, gloo on CPUs.
+        timeout: of each wait; None: that of `mesh.timeout_seconds`.
+        init_method, rank, world_size: as for torch.distributed.init_process_group.
+        dist_init_required: False: the caller has initialized torch.distributed.
+        auto_mpi_discovery, distributed_port, verbose, config: have no effect here.
+    """
+    if dist.is_initialized() or dist_init_required is False:
+        return
+    device = pick_device("auto")
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    wait = DEFAULT_TIMEOUT if timeout is None else timeout
+    given: dict[str, Any] = {"init_method": init_method, "rank": rank, "world_size": world_size}
+    if init_method is None and rank < 0:
+        os.environ |= checked_launch().values
+        if launched_world_size() > 1:
+            connect_ranks(backend, wait)
+        given = {"store": HashStore(), "rank": 0, "world_size": 1}
+    if not dist.is_initialized():
+        dist.init_process_group(backend, timeout=wait, **given)
+    if dist_backend not in (None, "gloo", "nccl"):
+        text = f"dist_backend {dist_backend!r} is not used: the backend is {backend}"
+        get_logger(dist.get_rank()).info(text)
+
+
+class PipelineParallelGrid:
+    """The place of this rank in a topology, and the process groups of its axes.  Collective.
+
+    Args:
+        topology: None: all ranks are stages.
+        process_group: is not used: a grid has all ranks.
+
+    Attributes:
+        mesh: the mesh of the same ranks.
+    """
+
+    def __init__(self, topology: ProcessTopology | None = None, process_group: Any = None) -> None:
+        init_distributed()
+        self.global_rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        if topology is None:
+            topology = PipeDataParallelTopology(num_pp=self.world_size, num_dp=1)
+        self._topo = topology
+        self.mesh = mesh = build_mesh(mesh_topology(topology), pick_device())
+        place = mesh.topology
+        self.pipe_parallel_size, self.data_parallel_size = place.pipeline, place.data
+        self.model_parallel_size = self.slice_parallel_size = place.tensor
+        self.stage_id, self.data_parallel_id = mesh.pipeline.rank, mesh.data.rank
+        self.is_first_stage = self.stage_id == 0
+        self.is_last_stage = self.stage_id == self.pipe_parallel_size - 1
+        self.pp_group, self.dp_group = list(mesh.pipeline.ranks), list(mesh.data.ranks)
+        self.slice_group = list(mesh.tensor.ranks)
+        self.pipe_groups = self._groups("pipe")
+        self.dp_groups = self._groups("data")
+        self.p2p_groups = self._p2p_groups(place)
+        self.pp_proc_group = _process_group(mesh.pipeline, mesh)
+        self.dp_proc_group = _process_group(mesh.data, mesh)
+        self.slice_proc_group = _process_group(mesh.tensor, mesh)
+        # The ranks that hold one copy of the model.
+        copy = [
+            rank
+            for rank in range(self.world_size)
+            if place.coordinate(rank).data == self.data_parallel_id
+        ]
+        self.ds_model_world_size, self.ds_model_rank = len(copy), copy.index(self.global_rank)
+        self.ds_model_proc_group = new_group(copy, mesh.device, mesh.timeout, "model")
+
+    def _groups(self, axis: str) -> list[list[int]]:
+        single = [[rank] for rank in range(self.world_size)]
+        return self._topo.get_axis_comm_lists(axis) or single
+
+    def _p2p_groups(self, place: Topology) -> list[list[int]]:
+        """Return [rank, rank of the next stage] of each rank; stage 0 follows the last."""
+        pairs = []
+        for rank in range(self.world_size):
+            ranks = place.along("pipeline", rank)
+            pairs.append([rank, ranks[(ranks.index(rank) + 1) % len(ranks)]])
+        return pairs
+
+    def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
+        """Return the rank of a stage with the other indices of this rank, or those of `kwargs`."""
+        here = self._topo.get_coord(self.global_rank)._asdict()
+        here |= {"pipe": stage_id} if "pipe" in here else {}
+        return self._topo.get_rank(**(here | kwargs))
+
+    def topology(self) -> ProcessTopology:
+        return self._topo
+
+    def get_global_rank(self) -> int:
+        return self.global_rank
+
+    # Pipeline
+
+    def get_stage_id(self) -> int:
+        return self.stage_id
+
+    def get_pipe_parallel_rank(self) -> int:
+        return self.stage_id
+
+    def get_pipe_parallel_world_size(self) -> int:
+        return self.pipe_parallel_size
+
+    def get_pipe_parallel_group(self) -> dist.ProcessGroup:
+        return self.pp_proc_group
+
+    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
+    get_pipeline_model_parallel_group = get_pipe_parallel_group
+
+    # Data
+
+    def get_data_parallel_id(self) -> int:
+        return self.data_parallel_id
+
+    def get_data_parallel_rank(self) -> int:
+        return self.data_parallel_id
+
+    def get_data_parallel_world_size(self) -> int:
+        return self.data_parallel_size
+
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self.dp_proc_group
+
+    def get_data_parallel_group_ranks(self) -> list[int]:
+        return self.dp_group
+
+    # All ranks of one copy of the model
+
+    def get_model_parallel_rank(self) -> int:
+        return self.ds_model_rank
+
+    def get_model_parallel_world_size(self) -> int:
+        return self.ds_model_world_size
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self.ds_model_proc_group
+
+    # Tensor
+
+    def get_slice_parallel_rank(self) -> int:
+        return self.mesh.tensor.rank
+
+    def get_slice_parallel_world_size(self) -> int:
+        return self.slice_parallel_size
+
+    def get_slice_parallel_group(self) -> dist.ProcessGroup:
+        return self.slice_proc_group
+
+    get_tensor_model_parallel_rank = get_slice_parallel_rank
+    get_tensor_model_parallel_world_size = get_slice_parallel_world_size
+    get_tensor_model_parallel_group = get_slice_parallel_group
+
+
+def _process_group(axis: Axis, mesh: Mesh) -> dist.ProcessGroup:
+    """Return the group of an axis; one rank gets a group too, as scripts reduce over it."""
+    if axis.group is not None:
+        return axis.group
+    return new_group(list(axis.ranks), mesh.device, mesh.timeout, axis.name)

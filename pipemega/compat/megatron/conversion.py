@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import json5
 
-from pipemega.compat.megatron.arguments import ARGUMENTS
-from pipemega.compat.megatron.data_keys import data_section
-from pipemega.compat.megatron.given import Given, Remark
+from pipemega.compat.megatron.arguments import ARGUMENTS, Given, Remark
 from pipemega.compat.megatron.model_keys import mesh_section, model_section, pipeline_section
 from pipemega.compat.megatron.shell_words import names_of_unknown, within_unknown_folder
 from pipemega.compat.megatron.training_keys import (
     batch_keys,
     checkpoint_section,
+    data_section,
     optimizer_section,
     output_keys,
     precision_keys,

@@ -4,7 +4,7 @@ import re
 from itertools import pairwise
 from typing import Any
 
-from pipemega.compat.megatron.given import Given
+from pipemega.compat.megatron.arguments import Given
 
 _LLAMA3 = {
     "original_max_position_embeddings": 8192,

@@ -24,7 +24,7 @@ from pipemega.data.tokens.prepare import PrepareOptions, prepare
 from pipemega.data.tokens.token_files import IndexedDataset
 from pipemega.data.tokens.tokenizer import Tokenizer
 from pipemega.errors import ConfigError, DataError
-from pipemega.startup.deferred_import import deferred
+from pipemega.lazy_imports import deferred
 
 if TYPE_CHECKING:
     from pipemega.data.finetuning import finetuning_dataset as finetuning

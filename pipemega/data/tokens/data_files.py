@@ -20,7 +20,7 @@ from pipemega.data.tokens.corpus import (
 )
 from pipemega.data.tokens.tokenizer import UNKNOWN_EOD, Tokenizer
 from pipemega.errors import ConfigError, DataError, PipemegaError
-from pipemega.startup.deferred_import import deferred
+from pipemega.lazy_imports import deferred
 
 if TYPE_CHECKING:
     from pipemega.data.tokens import token_files, tokenizers

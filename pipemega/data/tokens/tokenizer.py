@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from pipemega.errors import DataError
-from pipemega.startup.deferred_import import deferred
+from pipemega.lazy_imports import deferred
 
 if TYPE_CHECKING:
     import numpy as np

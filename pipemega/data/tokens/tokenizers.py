@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pipemega.data.tokens.tokenizer import EOD, Tokenizer
 from pipemega.errors import ConfigError, DataError
-from pipemega.startup.deferred_import import deferred
+from pipemega.lazy_imports import deferred
 
 if TYPE_CHECKING:
     import numpy as np

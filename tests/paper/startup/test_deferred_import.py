@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from pipemega.startup.deferred_import import deferred, import_first, names_of
+from pipemega.lazy_imports import deferred, import_first, names_of
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_a_deferred_module_is_imported_when_an_attribute_is_read() -> None:
     code = (
-        "import sys; from pipemega.startup.deferred_import import deferred\n"
+        "import sys; from pipemega.lazy_imports import deferred\n"
         "d = deferred('colorsys')\n"
         "assert 'colorsys' not in sys.modules; d.rgb_to_hsv; assert 'colorsys' in sys.modules"
     )

@@ -102,7 +102,7 @@ def image(generator: torch.Generator) -> Any:
 
 
 def tied_layers() -> list[Any]:
-    from pipemega.compat.deepspeed.layer_specs import PipeLayerSpec, PipeTiedLayerSpec
+    from pipemega.compat.deepspeed.pipeline_module import PipeLayerSpec, PipeTiedLayerSpec
 
     def tied(**options: Any) -> Any:
         return PipeTiedLayerSpec(

@@ -62,8 +62,10 @@ def build(num_pp: int, num_dp: int, **changes: Any) -> tuple[Any, Any]:
 
 def grid_calls(num_pp: int, num_mp: int, num_dp: int) -> dict[str, Any]:
     """Return (rank, size, ranks of the group) for each kind of groups of a grid."""
-    from pipemega.compat.deepspeed.parallel_grid import PipelineParallelGrid
-    from pipemega.compat.deepspeed.process_topology import PipeModelDataParallelTopology
+    from pipemega.compat.deepspeed.process_topology import (
+        PipelineParallelGrid,
+        PipeModelDataParallelTopology,
+    )
 
     deepspeed.init_distributed()
     grid = PipelineParallelGrid(PipeModelDataParallelTopology(num_pp, num_mp, num_dp))

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers", reason="needs transformers")
 
 from pipemega import cli
-from pipemega.cli import hf_check as cli_hf
+from pipemega.cli import hf as cli_hf
 from pipemega.hf import segments
 from pipemega.hf_check import model_check
 from pipemega.hf_check.check_report import report

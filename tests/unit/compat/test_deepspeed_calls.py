@@ -20,19 +20,26 @@ from pipemega.compat.deepspeed.activation_checkpoints import (
     is_configured,
     model_parallel_cuda_manual_seed,
 )
-from pipemega.compat.deepspeed.client_state import decoded, encoded
-from pipemega.compat.deepspeed.initialize_engine import merged_config
-from pipemega.compat.deepspeed.launch_calls import add_config_arguments
-from pipemega.compat.deepspeed.layer_specs import PipeLayerSpec, PipeTiedLayerSpec
-from pipemega.compat.deepspeed.optimizer_classes import DeepSpeedCPUAdam, FusedAdam
-from pipemega.compat.deepspeed.pipeline_data import ScriptBatches
+from pipemega.compat.deepspeed.deepspeed_engine import decoded, encoded
+from pipemega.compat.deepspeed.initialize_deepspeed import merged_config
+from pipemega.compat.deepspeed.pipeline_engine import ScriptBatches
+from pipemega.compat.deepspeed.pipeline_module import (
+    PipeLayerSpec,
+    PipeTiedLayerSpec,
+    RepeatingLoader,
+)
 from pipemega.compat.deepspeed.process_topology import (
     PipeModelDataParallelTopology,
     ProcessTopology,
+    add_config_arguments,
     mesh_topology,
 )
-from pipemega.compat.deepspeed.repeating_loader import RepeatingLoader
-from pipemega.compat.deepspeed.schedule_classes import warmup_decay_lr, warmup_lr
+from pipemega.compat.deepspeed.small_calls import (
+    DeepSpeedCPUAdam,
+    FusedAdam,
+    warmup_decay_lr,
+    warmup_lr,
+)
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError
 from pipemega.optimizer.lr_schedules import TorchSchedule

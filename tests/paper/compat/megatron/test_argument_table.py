@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from pipemega.compat.megatron.absent_arguments import ABSENT, absent
-from pipemega.compat.megatron.argument_page import argument_page
-from pipemega.compat.megatron.arguments import ARGUMENTS, SECTIONS
+from pipemega.compat.megatron.absent import ABSENT, absent
+from pipemega.compat.megatron.arguments import ARGUMENTS, SECTIONS, argument_page
 from pipemega.config.reference_pages import schema
 
 ROOT = Path(__file__).parents[4]

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipemega.compat.megatron.shell_run import ScriptRun
-from pipemega.compat.megatron.shell_tokens import ScriptError
+from pipemega.compat.megatron.shell_syntax import ScriptError
 from pipemega.compat.megatron.shell_words import shown
 
 # Each script prints words with `show`, which bash and the test replace by their own command.

@@ -1,17 +1,37 @@
-"""What a DeepSpeed engine says about its config and its optimizer."""
+"""What a DeepSpeed engine says about its config and its optimizer.
 
+Checkpoints of a DeepSpeed engine, with DeepSpeed's arguments and return values.
+
+The client state of DeepSpeed scripts as values that a checkpoint can contain, and back.
+
+Scripts save argparse namespaces, numpy arrays and numbers with it; a checkpoint contains tensors
+and plain values only, so that loading it runs no code.
+
+Schedulers of the caller: torch's, and others that have a method `step`.
+"""
+
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from pipemega.checkpoint import any_checkpoint
+from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
 from pipemega.config import Batch, Config
 from pipemega.config.launch_variables import launch_variables
-from pipemega.distributed.mesh import Mesh
+from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
+from pipemega.monitor import get_logger
+from pipemega.optimizer.lr_schedules import LRSchedule, SchedulerMaker, TorchSchedule
+from pipemega.storage.filesystem import is_remote
 
 _ADVICE: Mapping[str, str] = {
     "allreduce_gradients": "the engine reduces the gradients once per step",
@@ -245,3 +265,167 @@ class EngineSettings(ABC):
     def destroy(self) -> None:
         """End the run; see `pipemega.Engine.close`.  Collective."""
         self.pipemega_engine.close()
+
+
+_NAMESPACE, _ARRAY = "argparse.Namespace", "numpy.ndarray"
+
+
+def encoded(value: Any) -> Any:
+    """Return `value` with namespaces and arrays as tagged dicts."""
+    if isinstance(value, Namespace):
+        return {_NAMESPACE: encoded(vars(value))}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        stored = value.astype(_stored_dtype(value.dtype))
+        return {_ARRAY: torch.from_numpy(stored), "dtype": str(value.dtype)}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: encoded(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(encoded(part) for part in value)
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """Return what `encoded` was given."""
+    if isinstance(value, dict):
+        if value.keys() == {_NAMESPACE}:
+            return Namespace(**decoded(value[_NAMESPACE]))
+        if value.keys() == {_ARRAY, "dtype"}:
+            return value[_ARRAY].numpy().astype(value["dtype"])
+        return {key: decoded(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(decoded(part) for part in value)
+    return value
+
+
+def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype for torch, which has few operations for unsigned integers."""
+    return np.dtype(np.int64) if dtype.kind == "u" and dtype.itemsize < 8 else dtype
+
+
+class EngineCheckpoints:
+    """Saves and loads `pipemega_engine`."""
+
+    pipemega_engine: Engine
+
+    def save_checkpoint(
+        self,
+        save_dir: str | Path,
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save the run in pipemega's format, which loads on any mesh; return True.  Collective.
+
+        Args:
+            client_state: state of the caller, the same on every rank: tensors, numbers, text,
+                containers of them, argparse namespaces and numpy arrays.
+            exclude_frozen_parameters: has no effect: all parameters are saved.
+        """
+        self.pipemega_engine.save_checkpoint(
+            save_dir, None if tag is None else str(tag), encoded(client_state or {}), save_latest
+        )
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | Path,
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Any = None,
+    ) -> tuple[Any, Any]:
+        """Load a checkpoint of `save_checkpoint`, or the weights of one of DeepSpeed.  Collective.
+
+        Returns:
+            its path and client state; (None, None), with a warning, if `load_dir` has no checkpoint
+            and no `tag` is given.
+
+        Raises:
+            ConfigError: custom_load_fn.
+            CheckpointError: as `pipemega.Engine.load_checkpoint`.
+        """
+        if custom_load_fn is not None:
+            raise ConfigError(
+                "load_checkpoint(custom_load_fn=...) is not supported: load_module_strict=False "
+                "loads the parameters that match",
+                on_every_rank=True,
+            )
+        world = self.pipemega_engine.mesh.world
+        if tag is None and from_first(world, lambda: _is_empty(load_dir)):
+            if world.rank == 0:
+                get_logger().warning(f"{load_dir} has no checkpoint: nothing is loaded")
+            return None, None
+        path, client = self.pipemega_engine.load_checkpoint(
+            load_dir,
+            None if tag is None else str(tag),
+            load_module_only=load_module_only,
+            load_optimizer_states=load_optimizer_states,
+            load_lr_scheduler_states=load_lr_scheduler_states,
+            strict=load_module_strict,
+        )
+        return str(path), decoded(client) or {}
+
+
+def _is_empty(folder: str | Path) -> bool:
+    if any_checkpoint(folder) is not None:
+        return False
+    return is_remote(folder) or find_deepspeed(folder) is None
+
+
+class _IncrementedSchedule:
+    """A scheduler whose `step` takes the number of samples, as Megatron's do.
+
+    Args:
+        scheduler: of the caller.
+        increment: samples of each step.
+    """
+
+    def __init__(self, scheduler: Any, increment: int) -> None:
+        self.scheduler, self._increment = scheduler, increment
+        self.state_dict = scheduler.state_dict
+        self.load_state_dict = scheduler.load_state_dict
+        if hasattr(scheduler, "optimizer"):
+            self.optimizer = scheduler.optimizer
+
+    def step(self) -> None:
+        self.scheduler.step(self._increment)
+
+
+def schedule_maker(scheduler: Any, train_batch_size: int) -> SchedulerMaker | None:
+    """Return what `pipemega.initialize` takes for the `lr_scheduler` of `deepspeed.initialize`.
+
+    Args:
+        scheduler: a scheduler over the caller's optimizer, or a function of the optimizer.
+        train_batch_size: passed to a `step` that needs an argument.
+    """
+    if scheduler is None:
+        return None
+
+    def make(optimizer: Optimizer) -> Any:
+        is_scheduler = hasattr(scheduler, "step")
+        made = scheduler if is_scheduler or not callable(scheduler) else scheduler(optimizer)
+        step = getattr(made, "step", None)
+        if callable(step) and _needs_argument(step) and not isinstance(made, ReduceLROnPlateau):
+            return _IncrementedSchedule(made, train_batch_size)
+        return made
+
+    return make
+
+
+def given_schedule(schedule: LRSchedule | None) -> Any:
+    """Return the scheduler of the caller in the schedule of an engine; else the schedule."""
+    if not isinstance(schedule, TorchSchedule):
+        return schedule
+    found = schedule.scheduler
+    return found.scheduler if isinstance(found, _IncrementedSchedule) else found
+
+
+def _needs_argument(step: Callable[..., Any]) -> bool:
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(step).parameters.values()
+    return any(p.kind in kinds and p.default is p.empty for p in parameters)

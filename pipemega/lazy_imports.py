@@ -7,6 +7,8 @@
 
 A type checker and the tests of the import layers see an ordinary import. Annotations with a name
 of such a module are written as strings.
+
+The version is here too: setup.py runs this module without importing the package.
 """
 
 import gc
@@ -61,3 +63,6 @@ def import_first(name: str) -> ModuleType:
             gc.freeze()
         if enabled:
             gc.enable()
+
+
+__version__ = "0.1.0"

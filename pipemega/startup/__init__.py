@@ -1,1 +1,0 @@
-"""What a process needs first: the version, and imports of modules on first use."""
