@@ -22,6 +22,7 @@ from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.schedules import SCHEDULES, build_plan
 from pipemega.planning.estimate import Request, estimate
 from tests.paper.test_imports import LAYERS
+from tests.sampling import some
 from tests.unit.checkpoint.deepspeed_files import write_pipeline
 
 ROOT = Path(__file__).parents[2]
@@ -292,6 +293,7 @@ def test_the_readmes_table_of_schedules_has_the_simulated_numbers() -> None:
         assert float(memory) == max(timeline.peak), name
 
 
+@pytest.mark.sweep
 def test_the_table_of_memory_has_the_planned_numbers() -> None:
     pattern = r"^\| `([\w-]+)` \| ([\d.]+) \| ([\d.]+) \|$"
     rows = re.findall(pattern, text_of(ROOT / "docs/schedules.md"), re.M)
@@ -308,7 +310,7 @@ def peaks_of_1_3b_gpt(recompute: str) -> dict[str, str]:
     return {one.plan.name: f"{one.peak / 1e9:.2f}" for one in report.compared}
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", some(["none", "full"], 0))
 def test_the_table_of_weight_queue_limits_has_the_planned_numbers(recompute: str) -> None:
     page = text_of(ROOT / "docs/pipeline.md")
     pattern = rf"^\| {recompute} \|[^|]*\|[^|]*\| (\w+)[^|]* \| ([\d.]+) GB \| ([\d.]+) \|"

@@ -21,6 +21,7 @@ from tests.optional_packages import HAS_MUON
 from tests.ranks.checkpoint import checkpoint_runs
 from tests.ranks.pool import RankPool, RanksFailed
 from tests.ranks.training_runs import settings
+from tests.sampling import some_cases
 
 FP16 = {"enabled": True, "initial_scale_power": 20, "loss_scale_window": 2, "hysteresis": 1}
 # Changes of the config, and the default dtype.
@@ -40,13 +41,19 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
 
 # (pipeline, data, tensor) -> the choices to test on it.
 MESHES = {
-    (1, 1, 1): ("fp64", "bf16"),
-    (2, 1, 1): ("fp32", "bf16", "SGD", "LoRA"),
-    (1, 2, 1): ("fp16", "ZeRO fp16", "fp64"),
-    (1, 1, 2): ("fp16", "LAMB"),
-    (1, 2, 2): ("bf16", "LoRA, ZeRO"),
+    (1, 1, 1): ("fp64",),
+    (2, 1, 1): ("SGD", "LoRA"),
+    (1, 2, 1): ("ZeRO fp16",),
+    (1, 1, 2): ("LAMB",),
+    (1, 2, 2): ("LoRA, ZeRO",),
 }
-SWEPT = pytest.param((1, 2, 2), ("fp64", "ZeRO"), marks=pytest.mark.sweep, id="(1, 2, 2)-more")
+SWEPT = {
+    (1, 1, 1): ("bf16",),
+    (2, 1, 1): ("fp32", "bf16"),
+    (1, 2, 1): ("fp16", "fp64"),
+    (1, 1, 2): ("fp16",),
+    (1, 2, 2): ("bf16", "fp64", "ZeRO"),
+}
 
 
 def config_of(mesh: tuple[int, int, int] = (1, 1, 1), **changes: Any) -> dict[str, Any]:
@@ -72,7 +79,9 @@ def size(mesh: tuple[int, int, int]) -> int:
     return mesh[0] * mesh[1] * mesh[2]
 
 
-@pytest.mark.parametrize(("mesh", "choices"), [*MESHES.items(), SWEPT], ids=str)
+@pytest.mark.parametrize(
+    ("mesh", "choices"), some_cases([*MESHES.items(), *SWEPT.items()], *range(5)), ids=str
+)
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     pool: RankPool, mesh, choices, tmp_path
 ):

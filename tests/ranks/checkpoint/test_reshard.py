@@ -15,6 +15,7 @@ import torch
 from tests.ranks.checkpoint import reshard_runs
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import settings
+from tests.sampling import some
 
 # (data, tensor, pipeline), and further settings.
 MESHES: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
@@ -108,8 +109,9 @@ def covering_pairs() -> list[tuple[str, str]]:
     return [pair[:: -1 if number % 2 else 1] for number, pair in enumerate(pairs)]
 
 
-def test_every_mesh_works_as_source_or_as_target(pool: RankPool, tmp_path):
-    assert wrong_after(pool, covering_pairs(), tmp_path) == []
+@pytest.mark.parametrize("every", some([1, 2], 1))
+def test_meshes_work_as_source_or_as_target(pool: RankPool, tmp_path, every):
+    assert wrong_after(pool, covering_pairs()[::every], tmp_path) == []
 
 
 def test_loading_and_saving_on_other_meshes_keeps_every_bit(pool, tmp_path):

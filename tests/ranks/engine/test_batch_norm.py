@@ -70,8 +70,7 @@ def assert_all_like_one_process(
 @pytest.mark.parametrize(
     ("mesh", "configs"),
     [
-        ({"pipeline": 2}, [config("1f1b"), config("interleaved"), config("zb-v"),
-                           config("zb-h1", pipeline=RECOMPUTED),
+        ({"pipeline": 2}, [config("zb-v"), config("zb-h1", pipeline=RECOMPUTED),
                            config("1f1b", pipeline=POST_VALIDATED)]),
         ({"data": 2}, [config("1f1b"),
                        config("gpipe", pipeline=RECOMPUTED, zero_optimization={"stage": 1})]),

@@ -10,6 +10,7 @@ import pytest
 from tests.ranks.engine import epoch_runs
 from tests.ranks.engine.test_training_data import ranks_of
 from tests.ranks.pool import RankPool, RanksFailed
+from tests.sampling import some_cases
 
 RTOL = 1e-10
 
@@ -36,7 +37,7 @@ def assert_like_torch(result: dict[str, Any], expected: dict[str, Any], done: in
 
 @pytest.mark.parametrize(
     ("kind", "loss", "mesh", "changes"),
-    [
+    some_cases([
         ("map-style", "mean", {}, {"train_micro_batch_size_per_gpu": 8}),
         ("map-style", "mean", {"data": 2}, {"zero_optimization": {"stage": 1}}),
         ("map-style", "weighted", {"data": 4}, {}),
@@ -51,7 +52,7 @@ def assert_like_torch(result: dict[str, Any], expected: dict[str, Any], done: in
         ("iterable", "weighted", {"data": 2}, {"train_micro_batch_size_per_gpu": 4}),
         ("DataLoader", "mean", {"pipeline": 3}, {}),
         ("DataLoader", "mean", {"pipeline": 2, "data": 2}, {}),
-    ],
+    ], 0, 2, 4, 6),
     ids=str,
 )  # fmt: skip
 def test_epochs_train_like_a_loop_of_torch(
@@ -78,7 +79,8 @@ def test_the_last_samples_of_an_epoch_can_be_dropped(
 
 
 @pytest.mark.parametrize(
-    ("kind", "done"), [("map-style", 3), ("map-style", 4), ("iterable", 4), ("DataLoader", 5)]
+    ("kind", "done"),
+    some_cases([("map-style", 3), ("map-style", 4), ("iterable", 4), ("DataLoader", 5)], 1, 2),
 )
 def test_a_run_resumes_in_an_epoch_on_another_mesh_with_another_micro_batch_size(
     pool: RankPool, torch_loop: Any, tmp_path: Path, kind: str, done: int

@@ -15,6 +15,7 @@ import pytest
 from tests.ranks import small_models, traced_models, training_runs
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import settings
+from tests.sampling import some
 
 MESHES = [
     (data, tensor, pipeline)
@@ -294,7 +295,7 @@ def assert_bitwise(results: list[Any], *, norm: bool = True) -> None:
                 assert numpy.array_equal(mine[name], value), name
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("mesh", some(MESHES, 0, 1, 3, 5, 8, 9, 10), ids=str)
 def test_every_mesh_trains_like_one_process_and_all_schedules_give_the_same_bits(
     pool: RankPool, oracle: Oracle, mesh: tuple[int, int, int]
 ) -> None:
@@ -325,22 +326,20 @@ ONLY_SWEPT = (
 
 
 def _some() -> Iterator[tuple[str, tuple[int, int, int]]]:
-    """Return each choice on one mesh, and on further meshes where it matters most."""
+    """Return each choice on one mesh, where it matters most."""
     for choice in CHOICES:
         if choice == "plain" or choice.endswith("ZeRO") or choice.startswith("partial step, "):
             continue
         if choice in ONLY_SWEPT:
             continue
-        yield choice, (1, 2 if choice in WITH_TENSOR_RANKS else 1, 2)
-        if choice in (
-            "mean of micro-batches", "prescaled", "fp32", "bf16", "fp16", "clipped",
-            "partial step", "ramp-up",
-        ):  # fmt: skip
+        if choice in ("mean of micro-batches", "prescaled", "fp32", "partial step", "ramp-up"):
             yield choice, (2, 1, 2)
-        if choice in ("sequence parallel", "LAMB", "llama style"):
+        elif choice in ("sequence parallel", "LAMB", "clipped"):
             yield choice, (2, 2, 1)
-        if choice in ("untied", "exchanged shapes", "recompute full"):
+        elif choice == "exchanged shapes":
             yield choice, (1, 1, 4)
+        else:
+            yield choice, (1, 2 if choice in WITH_TENSOR_RANKS else 1, 2)
 
 
 @pytest.mark.parametrize(("choice", "mesh"), list(_some()), ids=str)
@@ -350,9 +349,8 @@ def test_every_setting_trains_like_one_process(
     # With two stages per rank the partition of the setting has the wrong number of stages.
     cut = choice.startswith("cut")
     split = "zb-v" if mesh[2] == 2 and not cut else "zb-h1" if mesh[2] > 1 else "sequential"
-    results = run_all(pool, mesh, [("1f1b", choice), (split, choice)])
-    assert_bitwise(results)
-    assert_like_the_oracle(results[0], oracle(choice, mesh[0]), choice)
+    (result,) = run_all(pool, mesh, [(split, choice)])
+    assert_like_the_oracle(result, oracle(choice, mesh[0]), choice)
 
 
 # Bitwise equal where no order of a sum changes: two data ranks, and no clipping by the norm.

@@ -25,6 +25,7 @@ from pipemega.optimizer import post_validation
 from tests.ranks.fault_tolerance.test_failures import CUT_IN_2, CUT_IN_4, messages, small_config
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import build, data, settings
+from tests.sampling import some_cases
 
 DEADLINE, COLLECT = 0.6, 0.8
 # How long the rank hangs: until all others have timed out.
@@ -120,7 +121,7 @@ MORE_CASES = [
 
 @pytest.mark.parametrize(
     ("world", "changes", "place", "action", "met"),
-    [*CASES, *(pytest.param(*case, marks=pytest.mark.sweep) for case in MORE_CASES)],
+    some_cases([*CASES, *MORE_CASES], 1, 3),
 )
 def test_a_timeout_names_the_collective_and_the_location_of_the_hanging_rank(
     pool: RankPool, tmp_path: Any, world: int, changes: Any, place: str, action: str, met: str

@@ -24,6 +24,7 @@ from tests.ranks.error_logs import find_logs, read_entries
 from tests.ranks.injected_faults import ACTIONS, Fault, inject, run_with
 from tests.ranks.pool import RankPool, RanksFailed
 from tests.ranks.training_runs import build, data, settings
+from tests.sampling import some_cases
 
 # TokenEmbedding, Positions, three Blocks, FinalNorm, VocabParallelHead.
 CUT_IN_4 = [0, 2, 3, 4, 7]
@@ -143,7 +144,7 @@ def fail_in_the_optimizer(rank: int, config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "killed"),
-    [({"pipeline": 4}, 2), ({"pipeline": 2, "tensor": 2}, 1), ({"data": 4}, 0)],
+    some_cases([({"pipeline": 4}, 2), ({"pipeline": 2, "tensor": 2}, 1), ({"data": 4}, 0)], 1),
     ids=["a stage", "a tensor rank", "a data rank"],
 )
 def test_all_other_ranks_name_a_killed_rank(

@@ -16,6 +16,7 @@ import pytest
 from tests.ranks.fault_tolerance.test_failing_scripts import Scripts, _environment, _port
 from tests.ranks.pool import RankPool
 from tests.ranks.training import long_runs
+from tests.sampling import some_cases
 
 # The model and the data of long_runs.py; {event} runs on each rank before each step.
 SCRIPT = """
@@ -164,10 +165,13 @@ def test_sigterm_to_torchrun_ends_all_ranks_with_a_checkpoint_and_exit_code_0(
 
 @pytest.mark.parametrize(
     ("signals", "code", "words"),
-    [
-        (["SIGINT"], 0, "stopped (SIGINT) after step 2 of 8"),
-        (["SIGUSR1", "SIGTERM"], 143, "rank 0: SIGTERM after SIGUSR1: exiting at once"),
-    ],
+    some_cases(
+        [
+            (["SIGINT"], 0, "stopped (SIGINT) after step 2 of 8"),
+            (["SIGUSR1", "SIGTERM"], 143, "rank 0: SIGTERM after SIGUSR1: exiting at once"),
+        ],
+        1,
+    ),
     ids=["Ctrl-C", "twice"],
 )
 def test_one_process_saves_after_the_first_signal_and_exits_at_the_second(

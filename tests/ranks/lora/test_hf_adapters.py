@@ -7,6 +7,7 @@ import pytest
 
 from tests.ranks.lora import hf_runs
 from tests.ranks.pool import RankPool
+from tests.sampling import some
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -32,7 +33,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some(CASES, 0, 3))
 def test_every_mesh_trains_the_adapters_like_one_process(pool: RankPool, name: str) -> None:
     results = pool.run(4, hf_runs.train_all, CASES[name])[0]
     family = CASES[name][0][0]

@@ -9,6 +9,7 @@ import pytest
 from tests.ranks import training_runs
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import settings
+from tests.sampling import some_cases
 
 LOGGED = {"log_params_norm": True, "log_num_zeros_in_grad": True}
 ZERO = {"zero_optimization": {"stage": 1, "reduce_bucket_size": 1500, "overlap_comm": True}}
@@ -28,12 +29,12 @@ def config(mesh: tuple[int, int, int], schedule: str, **changes: Any) -> dict[st
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [
+    some_cases([
         (1, [((1, 1, 1), "1f1b", {}), ((1, 1, 1), "zb-h1", LORA)]),
         (2, [((1, 1, 2), "zb-v", {}), ((1, 1, 2), "zb-h1", {"pipeline": POST}),
              ((2, 1, 1), "1f1b", ZERO), ((1, 2, 1), "1f1b", LORA)]),
         (4, [((2, 2, 1), "1f1b", ZERO), ((2, 1, 2), "zb-h1", ZERO), ((1, 2, 2), "1f1b", {})]),
-    ],
+    ], 1),
 )  # fmt: skip
 def test_every_element_of_a_logical_parameter_is_counted_once(
     pool: RankPool, ranks: int, cases: list[tuple[Any, str, dict[str, Any]]]

@@ -10,6 +10,7 @@ from tests.optional_packages import HAS_MUON
 from tests.ranks.optimizer import user_optimizer_runs
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import settings
+from tests.sampling import some_cases
 
 # (ranks, changes of the config).
 MESHES: dict[str, tuple[int, dict[str, Any]]] = {
@@ -54,10 +55,17 @@ def wrong(seen: dict[str, Any], expected: dict[str, Any]) -> list[str]:
 
 @pytest.mark.parametrize(
     ("optimizer", "route", "more"),
-    [
-        ("SmoothLion", ROUTE, {"schedule": "cosine", "groups": user_optimizer_runs.GROUPS}),
-        ("Corrected", ["alone", "pipeline 2, data 2, ZeRO", "tensor 2"], {"schedule": "lambda"}),
-    ],
+    some_cases(
+        [
+            ("SmoothLion", ROUTE, {"schedule": "cosine", "groups": user_optimizer_runs.GROUPS}),
+            (
+                "Corrected",
+                ["alone", "pipeline 2, data 2, ZeRO", "tensor 2"],
+                {"schedule": "lambda"},
+            ),
+        ],
+        1,
+    ),
 )
 def test_runs_saved_on_one_mesh_and_resumed_on_another_equal_one_process(
     pool: RankPool, tmp_path: Path, optimizer: str, route: list[str], more: dict[str, Any]

@@ -15,6 +15,7 @@ from tests.ranks import training_runs
 from tests.ranks.optimizer import post_validate_runs, zero_runs
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import settings
+from tests.sampling import some, some_cases
 
 
 def zero(bucket: int = 1500, **keys: Any) -> dict[str, Any]:
@@ -50,14 +51,18 @@ HALF = {"bf16": {"enabled": True}}
             {"training": {"weight_decay_norms_and_biases": False}},
             marks=pytest.mark.sweep,
         ),
-        ("zb-h1", {"gradient_clipping": 0.05}),
+        pytest.param("zb-h1", {"gradient_clipping": 0.05}, marks=pytest.mark.sweep),
         ("zb-v", HALF),
         pytest.param(
             "interleaved",
             {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}},
             marks=pytest.mark.sweep,
         ),
-        ("1f1b", HALF | {"communication_data_type": "bf16", "prescale_gradients": True}),
+        pytest.param(
+            "1f1b",
+            HALF | {"communication_data_type": "bf16", "prescale_gradients": True},
+            marks=pytest.mark.sweep,
+        ),
         ("zb-h1", {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
@@ -138,7 +143,7 @@ def test_no_bucket_starts_before_the_last_gradient_of_its_stages_is_final(
             assert len({step for _, step in early}) == 2
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+@pytest.mark.parametrize("schedule", some(["1f1b", "zb-v"], 1))
 def test_every_layer_waits_for_its_parameters_if_they_arrive_late(
     pool: RankPool, schedule: str
 ) -> None:
@@ -163,7 +168,8 @@ def test_the_state_contains_the_span_of_each_parameter_on_this_rank(pool: RankPo
 
 # Gradients changed by the test must not be in flight; with overlap each step is clipped instead.
 @pytest.mark.parametrize(
-    ("overlap", "clip", "pushes"), [(False, 0.5, {2: 1000.0, 4: float("inf")}), (True, 0.05, {})]
+    ("overlap", "clip", "pushes"),
+    some_cases([(False, 0.5, {2: 1000.0, 4: float("inf")}), (True, 0.05, {})], 1),
 )
 def test_a_post_validated_step_equals_the_fenced_step(
     pool: RankPool, overlap: bool, clip: float, pushes: dict[int, float]

@@ -94,6 +94,10 @@ CASES = {
 }
 # Not in the default run, which has at least one case for each of their properties.
 SLOW = (
+    "1f1b, dropout",
+    "1f1b, block recompute",
+    "gpipe, Llama",
+    "one rank",
     "1f1b, cut vocabulary on 4 ranks",
     "zb-v, cut vocabulary, tensor 2, bf16",
     "1f1b, tensor and sequence 2",

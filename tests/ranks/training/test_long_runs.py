@@ -20,6 +20,7 @@ from tests.ranks.training.long_runs import (
     config,
     sample,
 )
+from tests.sampling import some_cases
 from tests.unit.storage.test_folder_lock import start_holder
 
 HALF = f"of {MICRO * long_runs.WIDTH} elements"
@@ -320,11 +321,14 @@ def test_an_overflow_at_the_smallest_loss_scale_names_the_layer(pool: RankPool) 
 
 @pytest.mark.parametrize(
     ("number", "rank", "mesh"),
-    [
-        (signal.SIGUSR1, 1, {"pipeline": 2}),
-        (signal.SIGTERM, 0, {"data": 2}),  # with ZeRO
-        (signal.SIGINT, 1, {"pipeline": 2}),
-    ],
+    some_cases(
+        [
+            (signal.SIGUSR1, 1, {"pipeline": 2}),
+            (signal.SIGTERM, 0, {"data": 2}),  # with ZeRO
+            (signal.SIGINT, 1, {"pipeline": 2}),
+        ],
+        1,
+    ),
     ids=["SIGUSR1", "SIGTERM", "Ctrl-C"],
 )
 def test_a_signal_to_one_rank_ends_all_after_the_same_step_and_the_next_run_is_bitwise_equal(

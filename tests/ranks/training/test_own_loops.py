@@ -10,6 +10,7 @@ from tests.ranks.pool import RankPool
 from tests.ranks.training import long_runs
 from tests.ranks.training.long_runs import FORWARD, config, sample
 from tests.ranks.training.test_long_runs import equal
+from tests.sampling import some
 
 # Fields that contain measured times or memory; work_seconds_* are measured, too.
 MEASURED = {"step_seconds", "samples_per_second", "tokens_per_second", "peak_gib", "extra"}
@@ -31,7 +32,7 @@ def states_of(folder: Path) -> dict[str, Any]:
     return states
 
 
-@pytest.mark.parametrize("sync", ["fenced", "post_validate"])
+@pytest.mark.parametrize("sync", some(["fenced", "post_validate"], 1))
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
 def test_own_loop_and_trainer_have_equal_records_checkpoints_and_parameters(
     pool: RankPool, tmp_path: Path, policy: str, sync: str

@@ -8,6 +8,7 @@ import pytest
 from tests.ranks import hf_folders
 from tests.ranks.pool import RankPool
 from tests.ranks.trained_models import command, train, write_text
+from tests.sampling import some
 
 MESHES = [
     {"pipeline": 2, "tensor": 2},
@@ -17,7 +18,7 @@ MESHES = [
     pytest.param({"data": 4}, marks=pytest.mark.sweep),
     pytest.param({"pipeline": 2, "tensor": 2, "sequence_parallel": True}, marks=pytest.mark.sweep),
 ]
-MODELS = ["gpt", "llama", pytest.param("t5", marks=pytest.mark.sweep)]
+MODELS = some(["gpt", "llama", "t5"], 1)
 
 
 @pytest.fixture(scope="module")

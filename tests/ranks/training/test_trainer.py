@@ -10,6 +10,7 @@ from tests.ranks import training_runs
 from tests.ranks.pool import RankPool
 from tests.ranks.training import trainer_runs
 from tests.ranks.training.trainer_runs import config
+from tests.sampling import some_cases
 
 
 def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -26,13 +27,16 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     ("mesh", "changes"),
-    [
-        # The last stage is on rank 0.
-        ({"pipeline": 2}, {"pipeline": {"schedule": "zb-v"}}),
-        # A step is validated in the next one.
-        ({"data": 2, "pipeline": 2}, {"pipeline": {"optimizer_sync": "post_validate"}}),
-        ({"data": 4}, {"train_micro_batch_size_per_gpu": 1}),
-    ],
+    some_cases(
+        [
+            # The last stage is on rank 0.
+            ({"pipeline": 2}, {"pipeline": {"schedule": "zb-v"}}),
+            # A step is validated in the next one.
+            ({"data": 2, "pipeline": 2}, {"pipeline": {"optimizer_sync": "post_validate"}}),
+            ({"data": 4}, {"train_micro_batch_size_per_gpu": 1}),
+        ],
+        1,
+    ),
     ids=str,
 )
 def test_epochs_metrics_and_callbacks_are_those_of_one_process(

@@ -28,6 +28,7 @@ from pipemega.engine.initialize import initialize
 from pipemega.models import GPTConfig, gpt
 from pipemega.optimizer import PostValidatedStep, build_step
 from tests.optional_packages import needs_meta_collectives
+from tests.sampling import some
 
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "seq_length": 8}
 
@@ -134,7 +135,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", some(VARIANTS, 0, 2, 5, 8, 9, 10))
 def test_a_step_copies_nothing_and_reads_once(
     variant: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -155,7 +156,7 @@ def test_a_step_copies_nothing_and_reads_once(
     assert transfers.reads == 2 * ["step.py: __call__"]
 
 
-@pytest.mark.parametrize("offload", [{}, OFFLOAD], ids=["on the device", "offload"])
+@pytest.mark.parametrize("offload", some([{}, OFFLOAD], 1), ids=["on the device", "offload"])
 def test_a_post_validated_step_reads_its_two_sums_only_when_it_needs_them(
     offload: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -206,7 +207,7 @@ def two_data_ranks() -> Iterator[Mesh]:
 
 @needs_meta_collectives
 @pytest.mark.filterwarnings("ignore:Set timeout is now only supported for either nccl or gloo")
-@pytest.mark.parametrize("offload", [{}, OFFLOAD], ids=["on the device", "offload"])
+@pytest.mark.parametrize("offload", some([{}, OFFLOAD], 1), ids=["on the device", "offload"])
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_step_on_data_ranks_copies_nothing_and_reads_once(
     stage: int, offload: dict[str, Any], two_data_ranks: Mesh, monkeypatch: pytest.MonkeyPatch

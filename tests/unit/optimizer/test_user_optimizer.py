@@ -15,6 +15,7 @@ from pipemega.engine.engine import Engine
 from pipemega.errors import CheckpointError, ConfigError
 from pipemega.optimizer.lr_schedules import TorchSchedule
 from pipemega.optimizer.post_validation import Backup
+from tests.sampling import some
 from tests.unit.optimizer.user_optimizers import Corrected, Factored, Lion, ParameterFree, Shampoo
 
 SGD = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
@@ -271,7 +272,7 @@ def momentum(params: Any) -> torch.optim.SGD:
 
 @pytest.mark.filterwarnings("ignore:.*epoch parameter in `scheduler.step:UserWarning")
 @pytest.mark.parametrize("of_config", [False, True], ids=["user's SGD", "SGD of the config"])
-@pytest.mark.parametrize("name", SCHEDULERS)
+@pytest.mark.parametrize("name", some(SCHEDULERS, 0, 3, 6))
 def test_a_resumed_run_with_a_torch_scheduler_equals_the_unbroken_run(
     name: str, of_config: bool, tmp_path: Path
 ) -> None:
