@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from pipemega.data.finetuning.finetuning_dataset import finetuning_dataset
     from pipemega.engine.engine import Engine
     from pipemega.engine.initialize import initialize
-    from pipemega.engine.module_state import module_state_dict
     from pipemega.engine.run_arguments import build_mesh_of as build_mesh
     from pipemega.engine.run_arguments import rank_logger
     from pipemega.errors import PipemegaError, StopTraining
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from pipemega.pipeline.model.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
     from pipemega.pipeline.tracing.from_module import SPLIT
     from pipemega.training import Trainer, pretrain
+    from pipemega.training.trained_model import module_state_dict
 
 __all__ = [
     "SPLIT",
@@ -82,7 +82,7 @@ _MODULE_AND_NAME = {
     "from_pretrained": ("pipemega.hf.hf_module", "from_pretrained"),
     "initialize": ("pipemega.engine.initialize", "initialize"),
     "load_config": ("pipemega.config", "load"),
-    "module_state_dict": ("pipemega.engine.module_state", "module_state_dict"),
+    "module_state_dict": ("pipemega.training.trained_model", "module_state_dict"),
     "pretrain": ("pipemega.training.pretrain", ""),
     "rank_logger": ("pipemega.engine.run_arguments", "rank_logger"),
     "register_model": ("pipemega.config.model_registry", "register_model"),

@@ -1,26 +1,26 @@
 """The engine: one rank of a training run.
 
-initialize       builds an engine from a config and a model, with components
-run_setup        what an engine is built from
-first_plan       the plan of the first step and its stages; plan_choice chooses plans
-engine           Engine: steps, checkpoints, evaluation, and the run that the config describes
-checkpointed_engine  CheckpointedEngine: a StepEngine that is saved and loaded
-step_engine      StepEngine: train single steps
-loop_engine      LoopEngine: an Engine for a loop that runs forward and backward itself
-batch_reader     micro-batches for the first and the last stage
-step_runner      forwards, backwards, optimizer step; post-validation
-step_callbacks   observe steps: tracing, busy time
-flops_profiler   the table of `flops_profiler`; flops_report formats it
-measured_stages  costs of stages for schedule "auto"; when others are worth a move
-schedule_tuner   schedule "auto": measures, then changes the plan
-loss             sums of the loss over micro-batches and ranks
-cpu_allocator    keeps freed memory on CPUs
-
-Of a run, whether a Trainer or the user's own loop calls `train_batch`:
-
+engine           Engine: the public methods
 training_run     TrainingRun: what follows a step: records, checks, checkpoints, the end of the run
-resume           which checkpoint a run starts from
-run_logger       a record for each step; events; run_stats counts them over restarts
-nan_policy       training.on_nonfinite: skip, stop or roll back
-timelines        files for a traced step
+step_runner      StepRunner: single steps on the stages of this rank, which may move
+train_step       TrainStep, StepFeature: what watches steps and the run; sums of the loss
+
+initialize       builds an engine from a config and a model, and loads its checkpoint
+run_setup        what an engine is built from; builds the executor of any stages
+engine_parts     the first plan and its stages, executor, optimizer step
+run_arguments    checks of the arguments, mesh, determinism, logs of ranks
+plan_choice      chooses plans and cuts, on rank 0
+schedule_tuner   schedule "auto": measures, then changes the plan
+stage_mover      moves the stages to other ranks
+
+batch_reader     micro-batches for the first and the last stage
+training_data    the loader of the training data, and the length of the run
+evaluation       forwards only
+running_statistics   BatchNorm: updates, warnings
+flops_profiler   the table of `flops_profiler`; comms_logger: the table of `comms_logger`
+
+due              what is due after a step
+run_logger       a record for each step; events
+run_history      times and counters over restarts; training.on_nonfinite
+run_folder       the folder of a run, its lock, facts about the run
 """

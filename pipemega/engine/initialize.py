@@ -5,9 +5,12 @@ Set glibc's allocator to keep freed memory: the next micro-batch needs it again.
 By default glibc returns the top of the heap to the kernel when it is freed, which happens after
 every backward pass, and gets the same pages again in the next forward, with one page fault each.
 On GPUs torch's caching allocator keeps freed memory too.
+
+How a run starts: from its own checkpoint, from another run's checkpoint, or at step 0.
 """
 
 import ctypes
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -17,15 +20,22 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim import Optimizer
 
+from pipemega.checkpoint import newest
+from pipemega.checkpoint.checkpointer import with_values_of
+from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
+from pipemega.checkpoint.save_load import open_path
 from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
-from pipemega.distributed.mesh import Mesh, on_all_ranks, set_world_timeout
-from pipemega.distributed.topology import register_exit_hook
-from pipemega.engine.components import build_components
+from pipemega.distributed.mesh import Mesh, from_first, on_all_ranks, set_world_timeout
+from pipemega.distributed.topology import Topology, register_exit_hook
 from pipemega.engine.engine import Engine
-from pipemega.engine.first_plan import FirstPlan, first_plan, with_chosen_vocabulary
-from pipemega.engine.late_choice import LateChoice
-from pipemega.engine.resume import resume, with_saved_schedule
+from pipemega.engine.engine_parts import (
+    FirstPlan,
+    LateChoice,
+    build_components,
+    first_plan,
+    with_chosen_vocabulary,
+)
 from pipemega.engine.run_arguments import (
     build_mesh_of,
     check_arguments,
@@ -50,6 +60,81 @@ from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel, log_stages, make_replicas_equal
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.planning.stage_costs import Sample
+from pipemega.storage.filesystem import is_remote
+
+
+def resume(engine: Engine, log: logging.Logger) -> None:
+    """Load the checkpoint that the config asks for, if any; collective.
+
+    With `training.resume: "auto"` this is the newest complete checkpoint in `checkpoint.save`, so
+    that the same command continues a run. Otherwise, or if there is none, it is `checkpoint.load`.
+    """
+    config = engine.config.checkpoint
+    if engine.config.training.resume == "auto":
+        assert config.save is not None, "the config has been checked"
+        folder = config.save
+        tag = from_first(engine.mesh.world, lambda: newest(folder))
+        if tag is not None:
+            log.info(f"training.resume 'auto': resuming from {tag} in {folder}")
+            _load(engine, folder, None, {}, log)
+            return
+        start = f"loading checkpoint.load ({config.load})" if config.load else "starting a new run"
+        log.info(f"training.resume 'auto': {folder} has no complete checkpoint; {start}")
+    if config.load is not None:
+        options = {
+            "load_module_only": config.load_module_only,
+            "load_optimizer_states": config.load_optimizer_states,
+            "load_lr_scheduler_states": config.load_lr_scheduler_states,
+            "strict": config.strict,
+        }
+        _load(engine, config.load, config.load_tag, options, log)
+
+
+def with_saved_schedule(config: Config, mesh: Mesh, log: logging.Logger) -> Config:
+    """Apply `checkpoint.use_checkpoint_opt_param_scheduler`; collective.
+
+    Raises:
+        CheckpointError: the checkpoint that the run continues is damaged.
+    """
+    if not config.checkpoint.use_checkpoint_opt_param_scheduler:
+        return config
+
+    def read() -> tuple[str, dict[str, Any]] | None:
+        source = _source(config)
+        reader = None if source is None else open_path(*source)
+        return None if reader is None else (reader.full_path, reader.found.state)
+
+    found = from_first(mesh.world, read)
+    if found is None:
+        return config
+    path, state = found
+    log.info(f"learning rate, its schedule and weight decay are those of {path}")
+    return with_values_of(config, state["config"], Topology.from_text(state["mesh"]).data)
+
+
+def _source(config: Config) -> tuple[str, str | None] | None:
+    """Return the folder and the tag of the checkpoint that `resume` loads; not collective."""
+    settings = config.checkpoint
+    own = settings.save if config.training.resume == "auto" else None
+    if own is not None and (tag := newest(own)) is not None:
+        return own, tag
+    if settings.load is None or settings.load_module_only:
+        return None
+    if not is_remote(settings.load) and find_deepspeed(settings.load, settings.load_tag):
+        return None  # only its weights are loaded
+    return settings.load, settings.load_tag
+
+
+def _load(
+    engine: Engine,
+    folder: str,
+    tag: str | None,
+    options: dict[str, bool],
+    log: logging.Logger,
+) -> None:
+    path, _ = engine.load_checkpoint(folder, tag, **options)
+    log.info(f"resumed from {path} at step {engine.global_steps}")
+
 
 # Parameters of mallopt(3).
 _M_TRIM_THRESHOLD = -1

@@ -4,10 +4,12 @@ Rank 0 chooses; the others receive the plan.  If the shapes of a micro-batch are
 section `model`, an example or the training data, the layers are counted on the meta device as in
 `pipemega plan`, and the choice is the same.  Otherwise the first choice is provisional: it is made
 again when the first micro-batch has been read (`late_choice`).
+
+Measured costs of stages, for schedule `auto`.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -15,7 +17,6 @@ import torch
 from torch import nn
 
 from pipemega.config import Config
-from pipemega.engine.measured_stages import MeasuredStages, is_worth_moving, stages_of
 from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.models.build_model import ModelContext, sample_from
@@ -23,7 +24,7 @@ from pipemega.monitor import get_logger
 from pipemega.pipeline.autoschedule import Placement
 from pipemega.pipeline.connections import message_order
 from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
-from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.partition import Bounds, Cut
 from pipemega.pipeline.plan.simulate import CostModel, simulate
@@ -45,6 +46,52 @@ from pipemega.planning.schedule_choice import ScheduleChooser, Stages, cut_wins,
 from pipemega.planning.stage_costs import Sample
 from pipemega.profiling.tensor_meter import DeviceType, unmetered
 from pipemega.random import preserve_rng
+
+# Stages differ from the measured ones only if this part of a step is predicted to be saved: times
+# vary by about as much, and those of the layers in other stages are known less well.
+_LEAST_GAIN = 0.02
+
+
+@dataclass(frozen=True)
+class MeasuredStages:
+    """Measured costs of stages.
+
+    Args:
+        bounds, rank_of_stage: of the stages.
+        split: I and W were measured, not only B.
+        costs: in seconds and bytes.
+        tried_others: a run had other stages too, and its steps were slower there.
+    """
+
+    bounds: Bounds
+    rank_of_stage: tuple[int, ...]
+    split: bool
+    costs: CostModel
+    tried_others: bool = False
+
+    @property
+    def stages(self) -> Stages:
+        return Stages(self.bounds, self.rank_of_stage)
+
+
+def is_worth_moving(best: Prediction, seconds: float) -> bool:
+    """Return whether `best`, on other stages, is fast enough to leave the measured ones.
+
+    Args:
+        seconds: predicted for the best plan on the measured stages.
+    """
+    return best.timeline.makespan <= seconds * (1 - _LEAST_GAIN)
+
+
+def stages_of(choice: Prediction) -> Stages:
+    """Return the stages of a choice."""
+    return Stages(choice.layout.bounds, choice.plan.rank_of_stage)
+
+
+def split_was_measured(plan: Plan) -> bool:
+    """Return whether a trace of `plan` has the times of I and W of each stage."""
+    stages = {step.stage for step in plan.steps() if step.kind is Kind.BACKWARD_WEIGHT}
+    return len(stages) == plan.num_stages
 
 
 class ChosenPlan(NamedTuple):

@@ -1,12 +1,14 @@
-"""Times, epochs and evaluations of a run, over all its restarts."""
+"""Times, counters and evaluations of a run over all its restarts; `training.on_nonfinite`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from time import perf_counter
 from typing import Any, NamedTuple
 
+from pipemega.config import Config
+from pipemega.errors import NonFiniteError
 from pipemega.monitor import MultiTimer
 
 
@@ -123,3 +125,116 @@ def _duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+# Lines kept for error messages.
+_MAX_LINES = 20
+
+
+@dataclass
+class RunStats:
+    """Counters that are saved in checkpoints.
+
+    Args:
+        nan_steps: steps whose loss or gradient norm is not finite, including overflows of fp16's
+            loss scale.
+        spent: steps that were skipped or rolled back by `training.on_nonfinite`.
+        rollbacks: rollbacks to a checkpoint by `training.on_nonfinite`.
+        spikes: loss spikes.
+        resumes: times that a process resumed the run from a checkpoint.
+        nonfinite: a line for each of the latest steps with inf or nan.
+    """
+
+    nan_steps: int = 0
+    spent: int = 0
+    rollbacks: int = 0
+    spikes: int = 0
+    resumes: int = 0
+    nonfinite: list[str] = field(default_factory=list)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a `state_dict`; counters that an older checkpoint lacks start at 0."""
+        start = asdict(RunStats())
+        for name, value in start.items():
+            setattr(self, name, state.get(name, value))
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def add_nonfinite(self, line: str) -> None:
+        """Keep a line about a step with inf or nan."""
+        self.nonfinite = [*self.nonfinite, line][-_MAX_LINES:]
+
+    def summary(self, skipped: int) -> str:
+        """Return "skipped 1, rolled back 0, loss spikes 2, nan 1, resumed 3"."""
+        return (
+            f"skipped {skipped}, rolled back {self.rollbacks}, loss spikes {self.spikes}, "
+            f"nan {self.nan_steps}, resumed {self.resumes}"
+        )
+
+
+class NonFinitePolicy:
+    """Decides about each such step and counts the budget; the same on every rank.
+
+        policy      the step                                        uses the budget
+        null        as bf16.check_grad_overflow or fp16 require     no
+        skip        changes nothing; training continues with the
+                    next batch                                      yes
+        rollback    the newest checkpoint is loaded; training
+                    continues with the batch after this one         yes
+        stop        raises an error                                 -
+
+    Args:
+        config: of the run.
+        history: counts the budget over restarts.
+        warn: logs a warning, on one rank.
+    """
+
+    def __init__(self, config: Config, history: RunStats, warn: Callable[[str], None]) -> None:
+        self._policy = config.training.on_nonfinite.policy
+        self._budget = config.training.on_nonfinite.budget
+        self._history, self._warn = history, warn
+
+    def on_skip(self, what: str, origin: str) -> None:
+        """Handle a step that was skipped for inf or nan (with fp16: in its loss).
+
+        Raises:
+            NonFiniteError: the policy does not allow to skip it, or the budget is used up.
+        """
+        error = NonFiniteError(what, origin=origin, on_every_rank=True)
+        if self._policy in ("stop", "rollback"):
+            raise error
+        self._history.add_nonfinite(str(error))
+        if self._policy is None:
+            self._warn(f"{error}. The step is skipped")
+            return
+        self._use_budget()
+        self._warn(f"{error}. The step is skipped ({self._used()})")
+
+    def on_error(self, error: NonFiniteError) -> None:
+        """Return if the run is to be rolled back after `error`.
+
+        Raises:
+            NonFiniteError: `error` itself if the policy is not "rollback"; an error with all such
+                steps if the budget is used up.
+        """
+        if self._policy != "rollback":
+            raise error
+        self._history.add_nonfinite(f"{error.what}: {error.origin}")
+        self._use_budget()
+        self._warn(f"{error.what}: {error.origin}. Rolling back ({self._used()})")
+
+    def _use_budget(self) -> None:
+        self._history.spent += 1
+        if self._history.spent > self._budget:
+            lines = "\n  ".join(self._history.nonfinite)
+            raise NonFiniteError(
+                f"{self._history.spent} steps of this run had inf or nan, and "
+                f"training.on_nonfinite.budget is {self._budget}:\n  {lines}\nLower the learning "
+                "rate, resume from an older checkpoint (checkpoint.load_tag), or look for the "
+                "cause in the layers that these lines name",
+                on_every_rank=True,
+            )
+
+    def _used(self) -> str:
+        return f"{self._history.spent} of training.on_nonfinite.budget {self._budget} used"

@@ -15,13 +15,9 @@ import torch
 import torch.distributed as dist
 
 from pipemega.diagnostics.stragglers import SHOWN_RANKS, SpikeDetector, StragglerWatch
-from pipemega.engine.nan_policy import NonFinitePolicy
-from pipemega.engine.run_facts import run_facts
-from pipemega.engine.run_folder import RunFolder
-from pipemega.engine.run_history import EpochSums, RunTimes
-from pipemega.engine.run_stats import RunStats
+from pipemega.engine.run_folder import RunFolder, run_facts
+from pipemega.engine.run_history import EpochSums, NonFinitePolicy, RunStats, RunTimes
 from pipemega.engine.step_runner import StepRunner
-from pipemega.engine.timelines import write_timeline
 from pipemega.engine.train_step import StepFeature
 from pipemega.monitor import (
     Console,
@@ -38,6 +34,7 @@ from pipemega.monitor import (
     tflops_per_device,
 )
 from pipemega.optimizer import StepReport
+from pipemega.profiling.simulated_vs_measured import write_timeline
 from pipemega.storage.locks import folder_locks
 
 

@@ -1,17 +1,31 @@
-"""What an engine is built from: the config, the mesh, the model and the data of a run."""
+"""What an engine is built from: config, mesh, model, data; and the executor of any stages."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
+
+import torch.distributed as dist
 
 from pipemega.config import Batch, Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
-from pipemega.optimizer.build_step import OptimizerArguments
+from pipemega.errors import ConfigError
+from pipemega.monitor import MultiTimer, get_logger
+from pipemega.optimizer import OptimizerStep, ZeroMasterParams
+from pipemega.optimizer.build_step import OptimizerArguments, precision_of
+from pipemega.optimizer.zero import BucketReadiness
+from pipemega.pipeline.connections import connect
+from pipemega.pipeline.executor import Executor, RankStages
+from pipemega.pipeline.messages import Header
+from pipemega.pipeline.microbatch_loss import reduced_loss
 from pipemega.pipeline.model.module import BuildOptions, PipelineModule
 from pipemega.pipeline.model.recompute import checkpoint_interval
 from pipemega.pipeline.model.stages import LocalModel, build_local_model
 from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
+from pipemega.pipeline.plan.instructions import Plan
+from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.transport import Transport
 from pipemega.planning.stage_costs import Sample
 
 
@@ -77,3 +91,112 @@ class RunSetup:
         """Build the stages of this rank; see `build_local_model`."""
         options, cuts = self.build_options, self.cuts_vocabulary
         return build_local_model(self.net, self.mesh, bounds, rank_of_stage, options, cuts)
+
+
+class ExecutorBuilder:
+    """Builds the executor of this rank for any stages of the model.
+
+    Args:
+        setup: of the run.
+        timers: of the engine.
+        plan_may_change: a plan that splits backward may replace the one of the executor.
+    """
+
+    def __init__(self, setup: RunSetup, timers: MultiTimer, plan_may_change: bool) -> None:
+        self._config, self._mesh, self._net = setup.config, setup.mesh, setup.net
+        self._timers, self._plan_may_change = timers, plan_may_change
+        self._groups: list[dist.ProcessGroup] = []
+
+    def splits_backward(self, plan: Plan) -> bool:
+        """Return whether an executor for `plan` runs I and W."""
+        # With the queue in every plan, a compiled layer rounds equally under all schedules.
+        compiled = self._config.compile.enabled and self._mesh.pipeline.size > 1
+        return self._plan_may_change or compiled or plan.splits_backward
+
+    def build(self, model: LocalModel, plan: Plan, step: OptimizerStep | None) -> Executor:
+        """Return the executor for the local stages `model`; collective over the pipeline.
+
+        Raises:
+            ConfigError: a message has no declared shape.
+        """
+        config, splits = self._config, self.splits_backward(plan)
+        weight_queue, readiness = _backward_listeners(step, model, splits)
+        before_training = None
+        if config.compile.enabled:
+            # It imports the compiler.
+            compiled = import_module("pipemega.pipeline.model.compiled_layers")
+            log = get_logger(self._mesh.rank)
+            before_training = compiled.compile_layers(model.stages, config.compile, self._mesh, log)
+        return Executor(
+            RankStages(
+                self._mesh.pipeline.rank,
+                model.stages,
+                plan.num_stages,
+                reduced_loss(config, model.loss_fn),
+                precision_of(config).cast_inputs,
+                model.vocabulary,
+            ),
+            self._transport(plan, model.bounds),
+            self._timers,
+            weight_queue,
+            readiness,
+            before_training,
+        )
+
+    def _transport(self, plan: Plan, bounds: Sequence[int]) -> Transport | None:
+        mesh, shapes = self._mesh, self._config.pipeline.shapes
+        if mesh.pipeline.size == 1:
+            return None
+        place, passes = plan.rank_of_stage, plan.has_vocabulary
+        routes = connect(
+            mesh.pipeline, place, mesh.device, mesh.timeout, passes, groups=self._groups
+        )
+        return Transport(
+            mesh.pipeline,
+            place,
+            mesh.device,
+            shapes,
+            declared_headers(self._net, bounds) if shapes == "declared" else {},
+            mesh.timeout,
+            routes,
+        )
+
+
+def _backward_listeners(
+    step: OptimizerStep | None, model: LocalModel, splits: bool
+) -> tuple[WeightGradQueue | None, BucketReadiness | None]:
+    """Return what takes deferred weight gradients, and what starts reductions of final gradients.
+
+    Args:
+        splits: a plan may split backward.
+    """
+    if step is None:
+        return None, None
+    weight_queue = None
+    if splits:
+        weight_queue = WeightGradQueue(step.gradients)
+        enable_split_backward(model.stages.values(), weight_queue)
+    if not isinstance(step.masters, ZeroMasterParams):
+        return weight_queue, None
+    step.masters.register_param_waits(model.modules)
+    return weight_queue, step.masters.bucket_readiness(hooks=weight_queue is None)
+
+
+def declared_headers(net: PipelineModule, bounds: Sequence[int]) -> dict[int, Header]:
+    """Return the header of the message at each boundary of the stages.
+
+    Raises:
+        ConfigError: the model declares none.
+    """
+    declared: dict[int, Header] = {}
+    for boundary, position in enumerate(bounds[1:-1]):
+        message = net.boundary(position)
+        if message is None:
+            raise ConfigError(
+                f"pipeline.shapes is 'declared', but the model declares no input of layer "
+                f"{position} ({net.layer_names[position]}), the first layer of a stage: give "
+                f"PipelineModule(..., boundary=...), or use 'cached'",
+                on_every_rank=True,
+            )
+        declared[boundary] = Header.of(message)
+    return declared

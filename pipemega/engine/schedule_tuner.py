@@ -33,13 +33,14 @@ import torch
 
 from pipemega.data.file_cache import atomic_path, user_cache_folder
 from pipemega.distributed.mesh import Mesh, from_first
-from pipemega.engine.measured_stages import (
+from pipemega.engine.plan_choice import (
+    ChosenPlan,
     MeasuredStages,
+    PlanChooser,
     is_worth_moving,
     split_was_measured,
     stages_of,
 )
-from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
 from pipemega.engine.stage_mover import describe_cut
 from pipemega.engine.train_step import PlanChange, StepFeature, TrainStep
 from pipemega.errors import PipemegaError

@@ -23,7 +23,7 @@ from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.batch_reader import BatchReader, StepData
 from pipemega.engine.comms_logger import CommsLogger
-from pipemega.engine.components import Components
+from pipemega.engine.engine_parts import Components
 from pipemega.engine.evaluation import Evaluator
 from pipemega.engine.flops_profiler import FlopsProfiler, LayerSource, layer_sources
 from pipemega.engine.running_statistics import BatchNormUpdates

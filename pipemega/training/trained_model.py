@@ -1,7 +1,11 @@
-"""Opens a trained model, from a checkpoint or a folder of transformers, to evaluate or generate."""
+"""Opens a trained model, from a checkpoint or a folder of transformers, to evaluate or generate.
+
+The state_dict of a model under other names: those of the module of `from_module`.
+"""
 
 import atexit
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -10,6 +14,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from pipemega.checkpoint.save_load import CheckpointReader, open_path
 from pipemega.config import Config, load
 from pipemega.config.model_registry import DEFAULT_TYPE
@@ -17,7 +23,7 @@ from pipemega.config.source import override, read
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
-from pipemega.errors import CheckpointError
+from pipemega.errors import CheckpointError, ConfigError
 from pipemega.models.build_model import build_model
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.training.evaluation_sets import model_tokenizer
@@ -190,3 +196,53 @@ def _micro_batch_size(stored: Mapping[str, Any]) -> int:
     kept = {key: stored[key] for key in (*_BATCH_KEYS, "mesh") if key in stored}
     config = load(kept)
     return config.batch(config.smallest_data_size).micro_batch_size
+
+
+_KINDS = ("parameters/", "buffers/")
+
+
+def module_state_dict(
+    net: PipelineModule, source: Engine | str | Path, tag: str | None = None
+) -> dict[str, Tensor]:
+    """Return the state_dict of the module of `from_module`, for `module.load_state_dict`.
+
+    A ResNet (`model.type` "resnet") has the names of torchvision's models.
+
+    From an engine it is collective, and every rank gets all tensors. From a checkpoint of any mesh
+    it runs in one process without torch.distributed.
+
+    Args:
+        net: the pipeline of the module.
+        source: the engine that trains `net`, or a folder of checkpoints, or one checkpoint.
+        tag: the checkpoint in the folder; None: the newest undamaged one.
+
+    Returns:
+        Name in the module -> full tensor on the CPU; with bf16 or fp16 the fp32 master weights.
+        Tensors that no layer uses are missing.
+
+    Raises:
+        ConfigError: `net` has no other names.
+        CheckpointError: the checkpoint cannot be read, or belongs to another model.
+    """
+    names = net.state_names()
+    if names is None:
+        raise ConfigError(
+            "module_state_dict: the model was not made by PipelineModule.from_module, and is no "
+            "ResNet, so its parameters have only their logical names: use engine.parameter_state()"
+        )
+    if isinstance(source, Engine):
+        tensors = source.parameter_state() | source.buffer_state()
+        return {name: tensors[logical] for name, logical in names.items()}
+    reader = open_path(os.fspath(source), tag)
+    stored = {
+        key.partition("/")[2]: key for key in reader.tensors.tensors if key.startswith(_KINDS)
+    }
+    missing = [f"{logical} ({name})" for name, logical in names.items() if logical not in stored]
+    if missing:
+        raise CheckpointError(
+            f"{reader.full_path} has no {missing[0]}, and lacks {len(missing)} of the "
+            f"{len(names)} tensors of the module: it is a checkpoint of another model, or of "
+            f"other layers of it; it has {', '.join(sorted(stored)[:4])}, ..."
+        )
+    read = {logical: reader.tensors.read_full(stored[logical]) for logical in set(names.values())}
+    return {name: read[logical] for name, logical in names.items()}

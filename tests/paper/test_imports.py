@@ -103,10 +103,10 @@ ARROWS_TO_LEAVES = {
     ("training", "planning"),
 }
 # Packages should have 3 to 14 modules. These have other numbers; the list only gets shorter.
-OTHER_SIZES = {"engine": 34}
+OTHER_SIZES = {"engine": 21}
 # Lines of code, without comments and docstrings, and modules. Both numbers only get smaller.
 MOST_LINES = 57900
-MOST_MODULES = 361
+MOST_MODULES = 310
 
 # Libraries that may be missing, and are therefore imported where they are used.
 OPTIONAL = {

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pipemega.distributed.process_groups import launch_order_advice
-from pipemega.engine import components
+from pipemega.engine import engine_parts
 from tests.ranks.training_runs import build, settings
 
 VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -53,6 +53,6 @@ def test_the_run_warns_unless_weight_gradients_are_computed_later(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(components, "launch_order_advice", lambda device, ranks: "one queue")
+    monkeypatch.setattr(engine_parts, "launch_order_advice", lambda device, ranks: "one queue")
     build(settings(pipeline={"schedule": schedule}))
     assert ("one queue" in caplog.messages) == warned

@@ -5,7 +5,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from pipemega.engine import schedule_tuner
-from pipemega.engine.measured_stages import MeasuredStages
+from pipemega.engine.plan_choice import MeasuredStages
 from pipemega.pipeline.plan.simulate import CostModel
 
 

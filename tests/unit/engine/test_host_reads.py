@@ -166,7 +166,7 @@ def test_timers_and_tracing_do_not_wait_for_the_device_within_a_step(
     def clock(*_: Any) -> StreamClock:
         return StreamClock(record=Event)
 
-    for module in ("engine.components", "pipeline.recorder", "optimizer.step"):
+    for module in ("engine.engine_parts", "pipeline.recorder", "optimizer.step"):
         monkeypatch.setattr(f"pipemega.{module}.step_clock", clock)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: pytest.fail("synchronize"))
     config = {"train_batch_size": 2, "model": GPT2}

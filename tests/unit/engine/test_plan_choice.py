@@ -14,8 +14,7 @@ from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.config import Config, load
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
-from pipemega.engine.measured_stages import MeasuredStages, split_was_measured
-from pipemega.engine.plan_choice import PlanChooser
+from pipemega.engine.plan_choice import MeasuredStages, PlanChooser, split_was_measured
 from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.models import GPTConfig, gpt

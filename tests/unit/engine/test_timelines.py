@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pipemega.engine.timelines import write_timeline
+from pipemega.profiling.simulated_vs_measured import write_timeline
 from tests.paper.profiling.test_trace import simulated_trace
 
 LOG = logging.getLogger("pipemega.test_timelines")
