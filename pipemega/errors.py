@@ -1,4 +1,7 @@
-"""The exception classes of pipemega, and the cause in a long error text. Imports no module."""
+"""The exception classes of pipemega, and the cause in a long error text."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class PipemegaError(Exception):
@@ -106,6 +109,20 @@ class FolderLockedError(CheckpointError):
 
 class Stopped(BaseException):
     """SIGTERM was received: from torchrun after another rank ended, or from the job scheduler."""
+
+
+@contextmanager
+def code_of_user(what: str, kind: type[PipemegaError] = ConfigError) -> Iterator[None]:
+    """Turn an error of the caller's code in the block into `kind`; errors of pipemega stay.
+
+    Only calls of that code belong into the block: an error of pipemega itself must end the run.
+    """
+    try:
+        yield
+    except PipemegaError:
+        raise
+    except Exception as error:
+        raise kind(f"{what}: {type(error).__name__}: {error}") from error
 
 
 def short_cause(error: BaseException) -> str:

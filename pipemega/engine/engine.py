@@ -327,8 +327,7 @@ class Engine:
             saved = self.run.saved_automatically(save_dir)
             if saved is not None:
                 return saved
-        with self._failures.propagate_errors("save_checkpoint"):
-            return self.run.save_checkpoint(save_dir, tag, client_state, save_latest)
+        return self.run.save_checkpoint(save_dir, tag, client_state, save_latest)
 
     def finish_saving(self) -> None:
         """Wait until background writes of `checkpoint.async` are complete.
@@ -413,8 +412,7 @@ class Engine:
         Raises:
             NonFiniteError, LossScaleError: as `train_batch` without post-validation.
         """
-        with self._failures.propagate_errors("settle"):
-            self.run.settle()
+        self.run.settle()
 
     def set_epochs(self, epochs: int) -> None:
         """Set `training.epochs` after `initialize`, before the first step of this process.

@@ -18,7 +18,7 @@ from torch import nn
 
 from pipemega.config import Config
 from pipemega.engine.run_setup import RunSetup
-from pipemega.errors import ConfigError, ScheduleError
+from pipemega.errors import ConfigError, PipelineError, PipemegaError, ScheduleError
 from pipemega.models.build_model import ModelContext, sample_from
 from pipemega.monitor import get_logger
 from pipemega.pipeline.autoschedule import Placement
@@ -148,9 +148,7 @@ class PlanChooser:
         """
         try:
             return pick()
-        except (ConfigError, ScheduleError):
-            raise
-        except Exception as error:  # code of the user
+        except PipelineError as error:
             if self._model is None:
                 raise
             self._model, self._bounds, self._failure = None, None, str(error)
@@ -371,6 +369,7 @@ class PlanChooser:
         """
         section, mesh = self._config.pipeline, self._mesh
         why = self._failure or "the shapes of a micro-batch are unknown"
+        tell = self._log.info if self._failure is None else self._log.warning
         for sample in self._samples() if self._failure is None else ():
             try:
                 device: DeviceType = "cuda" if mesh.device.type == "cuda" else "cpu"
@@ -379,9 +378,9 @@ class PlanChooser:
                     model = MetaModel(self._config, net, sample(), mesh.topology, device)
                     _ = model.layer_costs
                 return model
-            # Code of the user runs here, and a run that needs no counts has to start anyway.
-            except Exception as error:
-                why = str(error)
+            # A run that needs no counts has to start anyway.
+            except PipemegaError as error:
+                why, tell = str(error), self._log.warning
         if self.shapes_follow:
             self.is_provisional = True
             return None
@@ -397,17 +396,17 @@ class PlanChooser:
                     f"example=(inputs, labels), or remove pipeline.{key}"
                 )
         if section.schedule == AUTO:
-            self._log.info(
+            tell(
                 f"schedule auto: the FLOPs and bytes of the layers cannot be counted ({why}): the "
                 f"search is limited to pipeline.chunks {section.stages_per_rank or 1}"
             )
         elif section.weight_queue_limit == "auto" and self._splits_backward:
-            self._log.info(
+            tell(
                 f"weight_queue_limit auto: the tensors stored for W cannot be counted ({why}): "
                 f"schedule {section.schedule!r} stays as it is"
             )
         if section.partition == "auto":
-            self._log.info(
+            tell(
                 f"partition auto: the times of the layers cannot be counted ({why}): stages get "
                 "even numbers of parameters, as with pipeline.partition 'parameters'"
             )
@@ -421,7 +420,7 @@ class PlanChooser:
                     spec.build(self._mesh.tensor, torch.device("meta"))
                     for spec in self._net.on_meta().specs
                 ]
-        except Exception:  # code of the user
+        except ConfigError:  # a layer cannot be built there
             return False
         modules = (module for layer in layers for module in layer.modules())
         return all(

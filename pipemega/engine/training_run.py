@@ -28,7 +28,7 @@ from pipemega.engine.run_logger import RunLogger
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.train_step import StepFeature
 from pipemega.errors import CheckpointError, NonFiniteError
-from pipemega.fault_tolerance.error_propagation import RunProgress
+from pipemega.fault_tolerance.error_propagation import RunProgress, failure_reporter
 from pipemega.fault_tolerance.preemption import StopRequest
 from pipemega.monitor import EvalRecord, SampleRecord, ScalarRecord, get_logger
 
@@ -286,7 +286,8 @@ class TrainingRun:
 
     def settle(self) -> None:
         """Make the last step final; an error about inf and nan names its origin."""
-        with self._steps.locator.add_origin_to_errors():
+        reporter = failure_reporter()
+        with reporter.propagate_errors("settle"), self._steps.locator.add_origin_to_errors():
             self._steps.settle()
 
     def finish_steps(self) -> None:
@@ -404,16 +405,16 @@ class TrainingRun:
         save_latest: bool = True,
     ) -> Path | str:
         """Save a checkpoint, as `Engine.save_checkpoint`, even if this step is saved already."""
-        self.saved_in = os.fspath(folder)
-        if self._loop is not None:
-            self.finish_steps()
-            self._call(lambda feature: feature.before_save())
-        steps = self._steps
+        self.saved_in, steps = os.fspath(folder), self._steps
         state = self.client_state if client_state is None else client_state
-        steps.settle()
-        counters = Counters(steps.global_steps, steps.consumed_samples, self.state_dict())
-        self.checkpointer.model = steps.model
-        path = self.checkpointer.save(folder, tag, state, counters, set_latest=save_latest)
+        with failure_reporter().propagate_errors("save_checkpoint"):
+            if self._loop is not None:
+                self.finish_steps()
+                self._call(lambda feature: feature.before_save())
+            steps.settle()
+            counters = Counters(steps.global_steps, steps.consumed_samples, self.state_dict())
+            self.checkpointer.model = steps.model
+            path = self.checkpointer.save(folder, tag, state, counters, set_latest=save_latest)
         if save_latest:
             self._saved.add(folder, steps.global_steps)
         return path

@@ -24,7 +24,7 @@ from pipemega.config import Config
 from pipemega.data.tokens.data_files import Vocabulary, known_vocabulary
 from pipemega.distributed.topology import Topology
 from pipemega.distributed.torch_versions import gradient_edge
-from pipemega.errors import ConfigError, PipemegaError
+from pipemega.errors import ConfigError, PipelineError, code_of_user
 from pipemega.models.build_model import ModelContext, build_from, model_section, sample_from
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.mixed_precision import Precision
@@ -142,7 +142,7 @@ class Probe:
 
         try:
             result = measure(nullcontext())
-        except Exception:  # code of the user
+        except PipelineError:
             # The stage changes inputs, which it copies from now on; or its layers create tensors
             # and name no device.
             copies = stage.input_guard.copies
@@ -249,7 +249,9 @@ class _StageRun:
             output = self._stage(x, _RNG_KEY)
         header = Header.of(output)
         if loss is not None:
-            output = weighted_loss(loss(output, self._probe.labels)).sum
+            with code_of_user("the loss failed on the meta device", PipelineError):
+                output = loss(output, self._probe.labels)
+            output = weighted_loss(output).sum
         live.output = output
         differentiable = [t for t in tensors_of(output) if t.requires_grad]
         live.edges = [gradient_edge(t) for t in differentiable]
@@ -260,8 +262,15 @@ class _StageRun:
         weights = self._weights
         with nullcontext() if weights is None else weights.defer(_MICROBATCH):
             if live.edges:
-                run_backward(live.edges, live.gradients)
+                with code_of_user(self._backward_failed, PipelineError):
+                    run_backward(live.edges, live.gradients)
         live.edges, live.gradients = [], []
+
+    @property
+    def _backward_failed(self) -> str:
+        stage = self._stage
+        names = [stage.name_of(position) for position in range(stage.start, stage.stop)]
+        return f"the backward of {', '.join(dict.fromkeys(names))} failed on the meta device"
 
     def _weight_half(self) -> None:
         if self._weights is not None:
@@ -575,14 +584,8 @@ def user_model_and_sample(path: str, micro_batch_size: int) -> tuple[PipelineMod
         raise ConfigError(f"--model {path!r} names no function: {_USAGE}")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module_name), name)
-        with torch.device("meta"):
-            returned = function(micro_batch_size)
-    except PipemegaError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"--model {path!r} failed: {type(error).__name__}: {error}") from error
+    with code_of_user(f"--model {path!r} failed"), torch.device("meta"):
+        returned = getattr(importlib.import_module(module_name), name)(micro_batch_size)
     if not (
         isinstance(returned, tuple)
         and len(returned) == 3

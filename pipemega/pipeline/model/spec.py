@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from pipemega.distributed.mesh import Axis
-from pipemega.errors import ConfigError, PipemegaError
+from pipemega.errors import ConfigError, PipemegaError, code_of_user
 from pipemega.parameters import attach_shard, shard_of
 
 _SIZES = ("size", "dim", "numel")
@@ -395,7 +395,8 @@ class _BuiltModuleSpec(LayerSpec):
             memo[id(p)] = attach_shard(empty, shard_of(p))
         for b in self.module.buffers():
             memo[id(b)] = torch.empty_like(b, device="meta")
-        return _BuiltModuleSpec(copy.deepcopy(self.module, memo))
+        with code_of_user(f"{self.name} cannot be copied to the meta device"):
+            return _BuiltModuleSpec(copy.deepcopy(self.module, memo))
 
 
 class _MethodSpec(_BuiltModuleSpec):

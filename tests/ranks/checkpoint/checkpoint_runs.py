@@ -275,7 +275,7 @@ def fail_in_the_background(
         save()
         finish = error_of(engine.finish_saving)
     # Again, without a call of `finish_saving` before the next save.
-    engine.global_steps -= 1
+    engine.steps.global_steps -= 1
     with small_files(1_000 if engine.mesh.rank == 1 else None):
         save()
         engine.run.checkpointer._background._thread.join()  # type: ignore[union-attr]

@@ -29,11 +29,11 @@ def push_gradients(engine: Engine, pushes: Pushes) -> None:
     assert step is not None
     original = step._reduce
 
-    def reduce() -> float:
+    def reduce(samples: int) -> Any:
         if step.steps in pushes and engine.mesh.rank == 0:
             for flat in step.gradients.flats.values():
                 flat.mul_(pushes[step.steps])
-        return original()
+        return original(samples)
 
     step._reduce = reduce  # type: ignore[method-assign]
 
@@ -200,10 +200,10 @@ def fail_in_optimizer_step(config: Mapping[str, Any], what: str, rank: int) -> N
     assert step is not None
     original = step._reduce
 
-    def reduce() -> float:
+    def reduce(samples: int) -> Any:
         if step.steps == 1 and engine.mesh.rank == rank:
             ACTIONS[what]()
-        return original()
+        return original(samples)
 
     step._reduce = reduce  # type: ignore[method-assign]
     # From a dataset: reading from an iterator would synchronize the ranks before each step.

@@ -174,13 +174,13 @@ def spans_of(config: Mapping[str, Any]) -> dict[str, Any]:
         other.train_batch(data(other, step))
     whole = {n: p.detach().clone() for n, p in other.steps.model.parameters.items()}
     fresh = build(config)
-    assert fresh._step is not None
+    assert fresh.steps.optimizer_step is not None
     with torch.no_grad():
         for name, parameter in fresh.steps.model.parameters.items():
             assert torch.equal(parameter, first[name])
             if "master" not in state["parameters"].get(name, {}):
                 parameter.copy_(whole[name])
-    fresh._step.load_state_dict(state)
+    fresh.steps.optimizer_step.load_state_dict(state)
     fresh.global_steps = 2
     assert [fresh.train_batch(data(fresh, step)) for step in (2, 3)] == straight
     return spans

@@ -42,7 +42,7 @@ def test_rank_0_gets_the_outcomes_of_all_ranks():
 def test_ranks_that_do_not_come_are_named_on_all_others():
     first, second, *_ = ranks_of(4)
     host = Outcome("node0")
-    errors = on_threads(*(lambda r=r: r.collect("start", host, 0.3) for r in (first, second)))
+    errors = on_threads(*(lambda r=r: r.collect("start", host, 2.0) for r in (first, second)))
     for error in errors:
         assert isinstance(error, AbsentRanks)
         assert error.ranks == (2, 3)
