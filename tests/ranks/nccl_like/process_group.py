@@ -241,7 +241,7 @@ class NcclLike(dist.ProcessGroup):
 
     @property
     def timeout(self) -> timedelta:
-        return self._timeout if self._backend is None else self._backend.options._timeout
+        return self._timeout if self._backend is None else self._backend.timeout
 
     @property
     def _device_types(self) -> list[torch.device]:
@@ -300,7 +300,11 @@ class _Backend(dist.ProcessGroupGloo):
 
     def __init__(self, group: NcclLike) -> None:
         super().__init__(dist.HashStore(), 0, 1, group.timeout)
-        self._abort = group.abort
+        self.timeout, self._abort = group.timeout, group.abort
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        # Not read from the options of gloo: newer versions of torch do not change them.
+        self.timeout = timeout
 
     def abort(self) -> None:
         self._abort()
