@@ -18,8 +18,9 @@ setup(
     packages=find_packages(include=["pipemega", "pipemega.*"]),
     package_data={
         "pipemega": ["py.typed"],
-        "pipemega.config": ["*.md"],
-        "pipemega.compat.megatron": ["*.md"],
+        "pipemega.config": ["*.md", "*.json"],
+        "pipemega.compat.deepspeed": ["*.json"],
+        "pipemega.compat.megatron": ["*.md", "*.json"],
         "pipemega.pipeline.visualize": ["*.html", "*.css", "*.js"],
     },
     install_requires=[

@@ -2,7 +2,7 @@
 
     python -m pipemega.compat.deepspeed script.py ...     `import deepspeed` is this package
 
-The modules and names of DeepSpeed are in `name_table`; each is imported on first use.
+The modules and names of DeepSpeed are in `names.json`; each is imported on first use.
 """
 
 from typing import Any

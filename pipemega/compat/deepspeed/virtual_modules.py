@@ -1,21 +1,34 @@
-"""The modules of DeepSpeed, such as `deepspeed.runtime.pipe.topology`, made from `name_table`.
+"""The modules of DeepSpeed, such as `deepspeed.runtime.pipe.topology`, made from `names.json`.
 
 All of them are in `sys.modules` below `pipemega.compat.deepspeed`; after `install_as_deepspeed`
 also below `deepspeed`.
 """
 
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from pipemega.compat.deepspeed.name_table import ADVICE, DELEGATES, MODULES
 from pipemega.config.name_suggestions import did_you_mean
 
 _HERE = __name__.rpartition(".")[0]
+_TABLE = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
+
+MODULES: Mapping[str, Mapping[str, str]] = _TABLE["modules"]
+"""Module of DeepSpeed -> name -> "module" or "module:name"; ".module" is in this package.
+
+Modules below another one are its attributes.
+"""
+DELEGATES: Mapping[str, str] = _TABLE["delegates"]
+"""Module of DeepSpeed -> the module that has its other names."""
+ADVICE: Mapping[str, str] = _TABLE["advice"]
+"""Path in DeepSpeed -> what to use instead; "a.b.*": of each other name in a.b."""
+
 _THEIRS = "deepspeed"
 _RESERVED = ("__path__", "__file__", "__all__", "__wrapped__")
 
@@ -85,7 +98,7 @@ def attribute(path: str, name: str) -> Any:
     target = MODULES[path].get(name)
     if target is not None:
         module, _, attribute_name = target.partition(":")
-        found = import_module(module)
+        found = import_module(module, _HERE)
         return getattr(found, attribute_name) if attribute_name else found
     below = f"{path}.{name}" if path else name
     if below in MODULES:

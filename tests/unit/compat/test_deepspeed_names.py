@@ -9,8 +9,12 @@ import pytest
 import torch
 
 import pipemega.compat.deepspeed as deepspeed
-from pipemega.compat.deepspeed.name_table import ADVICE, MODULES
-from pipemega.compat.deepspeed.virtual_modules import attribute, install_as_deepspeed
+from pipemega.compat.deepspeed.virtual_modules import (
+    ADVICE,
+    MODULES,
+    attribute,
+    install_as_deepspeed,
+)
 
 # What scripts of 21 repositories use, as they write it.
 IMPORTS = """

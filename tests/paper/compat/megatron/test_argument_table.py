@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipemega.compat.megatron.absent import ABSENT, absent
-from pipemega.compat.megatron.arguments import ARGUMENTS, SECTIONS, argument_page
+from pipemega.compat.megatron.arguments import ABSENT, ARGUMENTS, SECTIONS, absent, argument_page
 from pipemega.config.reference_pages import schema
 
 ROOT = Path(__file__).parents[4]
