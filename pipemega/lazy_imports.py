@@ -46,6 +46,15 @@ def names_of(modules: Mapping[str, str]) -> Callable[[str], Any]:
     return get
 
 
+def load_name(path: str) -> Any:
+    """Return the object `module:name`, importing its module.
+
+    For a table of what not every run uses: the core names a leaf there, and does not import it.
+    """
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
 def import_first(name: str) -> ModuleType:
     """Import a module without collections of garbage meanwhile, and torch with it if it needs it.
 

@@ -16,11 +16,10 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipemega.checkpoint import differences, layout, save_load, tensors
 from pipemega.checkpoint.async_save import BackgroundTask, Staging
-from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
 from pipemega.checkpoint.differences import ConfigChange, is_within
 from pipemega.checkpoint.layout import Retention, estimated_bytes, warn_at_start
 from pipemega.checkpoint.manifest import CollectiveIO
@@ -33,7 +32,7 @@ from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Axis, Mesh, gather_objects
 from pipemega.errors import CheckpointError, DataError
-from pipemega.lazy_imports import deferred
+from pipemega.lazy_imports import load_name
 from pipemega.optimizer import OptimizerStep
 from pipemega.pipeline.model.stages import LocalModel
 from pipemega.random import derive_seed, rng_state, seed_rng, set_rng_state
@@ -105,11 +104,6 @@ def with_values_of(config: Config, stored: Mapping[str, Any], data_size: int) ->
         update["optimizer"] = config.optimizer.model_copy(update={"params": params_of_run})
     return config.model_copy(update=update)
 
-
-if TYPE_CHECKING:
-    from pipemega.checkpoint.deepspeed import weights_loading
-else:
-    weights_loading = deferred("pipemega.checkpoint.deepspeed.weights_loading")
 
 _log = logging.getLogger(__name__)
 
@@ -299,14 +293,11 @@ class Checkpointer:
         self._background.wait()
         storage = storage_at(folder)
         ranks = CollectiveIO(self._mesh.world, storage)
-        foreign = ranks.run_on_rank0(
-            lambda: None if is_remote(folder) else find_deepspeed(Path(folder), tag)
-        )
+        foreign = ranks.run_on_rank0(lambda: layout.find_foreign(folder, tag))
         if foreign is not None:
-            weights = weights_loading.load_deepspeed(
-                foreign, self.model, self._step, self._mesh, options, ranks
-            )
-            return Loaded(foreign, dict(weights.client), None)
+            found, load_weights = foreign
+            arguments = (found, self.model, self._step, self._mesh, options, ranks)
+            return Loaded(found, dict(load_name(load_weights)(*arguments).client), None)
         reader = save_load.open_checkpoint(storage, tag, ranks, verify=options.verify)
         state = reader.found.state
         same_mesh = state["mesh"] == str(self._mesh.topology)

@@ -20,10 +20,12 @@ Compare the size of checkpoints with the free space of the folder; log a warning
 """
 
 import logging
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from pipemega.checkpoint import manifest, tensors
@@ -31,12 +33,21 @@ from pipemega.checkpoint.manifest import STATE_FILE, DamagedCheckpoint, FileEntr
 from pipemega.checkpoint.tensors import OutgoingShard
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import CheckpointError
+from pipemega.lazy_imports import load_name
 from pipemega.optimizer import OptimizerStep
 from pipemega.pipeline.model.stages import LocalModel
-from pipemega.storage.filesystem import LocalStorage, Storage
+from pipemega.storage.filesystem import LocalStorage, Storage, is_remote
 from pipemega.storage.locks import folder_locks
 
 POINTER = "latest"
+
+# Of each other system: what finds its checkpoint in a folder, and what loads the weights.
+_FOREIGN = (
+    (
+        "pipemega.checkpoint.deepspeed:find_deepspeed",
+        "pipemega.checkpoint.deepspeed:load_deepspeed",
+    ),
+)
 
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 _STEP_TAG = re.compile(r"global_step(\d+)")
@@ -44,6 +55,21 @@ _VERSION_FOLDER = re.compile(r"saved-\d+")
 _CHECKPOINT_FILE = re.compile(r"tensors|client\.pt|rank_\d+\.pt")
 
 _log = logging.getLogger(__name__)
+
+
+def find_foreign(folder: str | os.PathLike[str], tag: str | None) -> tuple[Path, str] | None:
+    """Return a checkpoint of another system, and the name of what loads it; None: there is none.
+
+    Raises:
+        CheckpointError: the folder names a checkpoint that does not exist.
+    """
+    if is_remote(folder):
+        return None
+    for find, load in _FOREIGN:
+        path = load_name(find)(folder, tag)
+        if path is not None:
+            return path, load
+    return None
 
 
 @dataclass(frozen=True)

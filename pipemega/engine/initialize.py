@@ -13,7 +13,6 @@ import ctypes
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +21,11 @@ from torch.optim import Optimizer
 
 from pipemega.checkpoint import newest
 from pipemega.checkpoint.checkpointer import with_values_of
-from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
+from pipemega.checkpoint.layout import find_foreign
 from pipemega.checkpoint.save_load import open_path
 from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
-from pipemega.distributed.mesh import Mesh, from_first, on_all_ranks, set_world_timeout
+from pipemega.distributed.mesh import Mesh, from_first, set_world_timeout
 from pipemega.distributed.topology import Topology, register_exit_hook
 from pipemega.engine.engine import Engine
 from pipemega.engine.engine_parts import (
@@ -50,8 +49,7 @@ from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.training_data import training_loader
 from pipemega.fault_tolerance.error_propagation import failure_reporter
-from pipemega.lora.adapters import add_lora
-from pipemega.lora.peft_files import load_adapter, section_of
+from pipemega.lazy_imports import load_name
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
 from pipemega.optimizer.lr_schedules import SchedulerMaker
@@ -60,7 +58,6 @@ from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel, log_stages, make_replicas_equal
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.planning.stage_costs import Sample
-from pipemega.storage.filesystem import is_remote
 
 
 def resume(engine: Engine, log: logging.Logger) -> None:
@@ -120,7 +117,7 @@ def _source(config: Config) -> tuple[str, str | None] | None:
         return own, tag
     if settings.load is None or settings.load_module_only:
         return None
-    if not is_remote(settings.load) and find_deepspeed(settings.load, settings.load_tag):
+    if find_foreign(settings.load, settings.load_tag) is not None:
         return None  # only its weights are loaded
     return settings.load, settings.load_tag
 
@@ -235,10 +232,8 @@ def build_engine(
         use_deterministic_algorithms(config, mesh.device, log)
         batch = setup.batch
         config = with_saved_schedule(config, mesh, log)
-        if config.lora is not None:
-            lora = on_all_ranks(mesh.world, partial(section_of, config.lora))
-            config = config.model_copy(update={"lora": lora})
-            net = add_lora(net, lora)
+        for name in _transforms(config):
+            config, net = load_name(f"{name}:transform_model")(config, net, mesh)
         _log_config(config, batch, mesh)
         loader = None
         if data is not None:
@@ -269,13 +264,21 @@ def _build_steps(
     return StepRunner(setup.config, mesh, first.plan, components, **options)
 
 
+# Section of the config -> the module that changes the model, if the section is set.
+_TRANSFORMS = {"lora": "pipemega.lora.adapters"}
+
+
+def _transforms(config: Config) -> list[str]:
+    return [module for key, module in _TRANSFORMS.items() if getattr(config, key) is not None]
+
+
 def _build_stages(setup: RunSetup, first: FirstPlan) -> LocalModel:
     """Build the stages of this rank with their first values; collective."""
-    net, lora, log = setup.net, setup.config.lora, get_logger(setup.mesh.rank)
+    net, log = setup.net, get_logger(setup.mesh.rank)
     place = first.plan.rank_of_stage
     model = setup.build_stages(first.bounds, place)
-    if lora is not None and lora.path is not None:
-        load_adapter(Path(lora.path), net, model)
+    for name in _transforms(setup.config):
+        load_name(f"{name}:load_values")(setup.config, net, model)
     make_replicas_equal(net, setup.mesh, model)
     if setup.trains:
         _warn_of_running_statistics(setup)

@@ -21,7 +21,6 @@ from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, PipelineError, PipemegaError, ScheduleError
 from pipemega.models.build_model import ModelContext, sample_from
 from pipemega.monitor import get_logger
-from pipemega.pipeline.autoschedule import Placement
 from pipemega.pipeline.connections import message_order
 from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
 from pipemega.pipeline.plan.instructions import Kind, Plan
@@ -29,7 +28,7 @@ from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.partition import Bounds, Cut
 from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan_selection import (
-    best_plan,
+    best_plan_on,
     plan_is_provisional,
     plan_of_size,
     training_plan,
@@ -342,10 +341,10 @@ class PlanChooser:
             best: of `best_stages`; not searched again if it is on the stages of `current`.
         """
         if self._model is None:
-            placement = Placement(measured.rank_of_stage, measured.costs)
             limit = self._config.pipeline.memory_limit
-            found = best_plan([placement], self._num_microbatches, limit)
-            return self._validated(lower(found.plan)), measured.costs
+            stages = measured.rank_of_stage, measured.costs
+            plan = best_plan_on(*stages, self._num_microbatches, limit)
+            return self._validated(lower(plan)), measured.costs
         rates = self._rates(self._model, measured)
         if best is None or stages_of(best) != measured.stages:
             best = self._choose(self._model, rates, measured.stages)

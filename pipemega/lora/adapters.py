@@ -8,18 +8,24 @@ Merging: the weight of a linear with its adapter, W + scale * B A.
 import copy
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from pipemega.config import Config
 from pipemega.config.name_suggestions import did_you_mean
 from pipemega.config.sections.run_sections import LoraSection
+from pipemega.distributed.mesh import Mesh, on_all_ranks
 from pipemega.errors import ConfigError
 from pipemega.lora.low_rank import SCALE, A, B, LinearShape, add_adapter
+from pipemega.lora.peft_files import load_adapter, section_of
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.spec import LayerSpec
+from pipemega.pipeline.model.stages import LocalModel
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 ALL_LINEAR = "all-linear"
@@ -170,6 +176,26 @@ def _tie(net: PipelineModule, named: Named) -> str | None:
     """Return the key by which the weight of a module is tied to those of other layers."""
     weight = f"{named.inner}.weight" if named.inner else "weight"
     return net.specs[named.position].ties.get(weight, (None, ""))[0]
+
+
+def transform_model(
+    config: Config, net: PipelineModule, mesh: Mesh
+) -> tuple[Config, PipelineModule]:
+    """Return the config with the values of the adapter at `lora.path`, and the adapted model.
+
+    Raises:
+        ConfigError: as `section_of` and `add_lora`; on every rank.
+    """
+    assert config.lora is not None
+    section = on_all_ranks(mesh.world, partial(section_of, config.lora))
+    return config.model_copy(update={"lora": section}), add_lora(net, section)
+
+
+def load_values(config: Config, net: PipelineModule, model: LocalModel) -> None:
+    """Load the adapter at `lora.path`, if there is one, into the stages of this rank."""
+    assert config.lora is not None
+    if config.lora.path is not None:
+        load_adapter(Path(config.lora.path), net, model)
 
 
 def add_lora(net: PipelineModule, section: LoraSection) -> PipelineModule:

@@ -10,7 +10,7 @@ a name          the schedule of that name
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from pipemega.config.sections.pipeline_sections import CostsSection, PipelineSection, PlanFile
 from pipemega.errors import ConfigError, ScheduleError
@@ -24,10 +24,8 @@ from pipemega.pipeline.schedules import build_plan, forward_only
 from pipemega.pipeline.schedules.building_blocks import loop_and_v
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
 
-if TYPE_CHECKING:
-    from pipemega.pipeline import autoschedule
-else:
-    autoschedule = deferred("pipemega.pipeline.autoschedule")
+# Only schedule "auto" searches.
+autoschedule: Any = deferred("pipemega.pipeline.autoschedule")
 
 
 def plan_is_provisional(section: PipelineSection, pp_size: int, given: Plan | None = None) -> bool:
@@ -148,7 +146,7 @@ def first_plan(
         return build_plan(section.schedule, pp_size, num_microbatches, section.stages_per_rank)
     if isinstance(section.costs, CostsSection):
         placements = _placements(section, section.costs, pp_size, num_layers)
-        return best_plan(placements, num_microbatches, section.memory_limit).plan
+        return best_plan(placements, num_microbatches, section.memory_limit)
     if pp_size == 1:
         # One rank never waits: all schedules are equally fast.
         chunks = section.stages_per_rank or 1
@@ -187,23 +185,21 @@ def plan_of_size(section: PipelineSection, current: Plan, num_microbatches: int)
             placements = _placements(section, section.costs, ranks, stages)
             same = [p for p in placements if p.rank_of_stage == current.rank_of_stage]
             if same:
-                return best_plan(same, num_microbatches, section.memory_limit).plan
+                return best_plan(same, num_microbatches, section.memory_limit)
         plan = first_plan(section, ranks, num_microbatches, stages)
         if plan.rank_of_stage == current.rank_of_stage:
             return plan
         # Schedule `auto` has chosen other stages for the full steps, or a callback has moved them.
         equal = (1.0,) * stages
-        placement = autoschedule.Placement(current.rank_of_stage, CostModel(equal, equal, equal))
-        return best_plan([placement], num_microbatches, "auto").plan
+        costs = CostModel(equal, equal, equal)
+        return best_plan_on(current.rank_of_stage, costs, num_microbatches, "auto")
     except (ConfigError, ScheduleError) as error:
         raise type(error)(
             f"training.rampup_batch_size has steps of {num_microbatches} micro-batches, but {error}"
         ) from error
 
 
-def best_plan(
-    placements: "Sequence[autoschedule.Placement]", num_microbatches: int, memory_limit: float | str
-) -> "autoschedule.AutoPlan":
+def best_plan(placements: Sequence[Any], num_microbatches: int, memory_limit: float | str) -> Plan:
     """Return the plan with the shortest makespan on one of `placements` within the memory limit.
 
     Args:
@@ -214,12 +210,21 @@ def best_plan(
     """
     if isinstance(memory_limit, str):
         memory_limit = autoschedule.limit_of_1f1b(placements, num_microbatches)
-    return autoschedule.find_plan(placements, num_microbatches, memory_limit)
+    plan: Plan = autoschedule.find_plan(placements, num_microbatches, memory_limit).plan
+    return plan
+
+
+def best_plan_on(
+    rank_of_stage: tuple[int, ...], costs: CostModel, num_microbatches: int, limit: float | str
+) -> Plan:
+    """Return `best_plan` on these stages."""
+    placement = autoschedule.Placement(rank_of_stage, costs)
+    return best_plan([placement], num_microbatches, limit)
 
 
 def _placements(
     section: PipelineSection, costs: CostsSection, pp_size: int, num_layers: int
-) -> "list[autoschedule.Placement]":
+) -> list[Any]:
     """Return the placements to search, with the costs of their stages."""
     if (stages := costs.num_stages) is not None:
         if stages % pp_size or section.stages_per_rank not in (None, stages // pp_size):
@@ -229,7 +234,8 @@ def _placements(
                 f"pipeline.costs has {stages} numbers for each of F, I and W, and the stages are "
                 f"mesh.pipeline ({pp_size}){times}: write one number for each stage"
             )
-        return autoschedule.placements_of_stage_costs(pp_size, _per_stage(costs, [1.0] * stages))
+        per_stage = _per_stage(costs, [1.0] * stages)
+        return list(autoschedule.placements_of_stage_costs(pp_size, per_stage))
     found = []
     chunks = section.stages_per_rank
     for count in (chunks,) if chunks else autoschedule.chunk_counts(pp_size, num_layers):

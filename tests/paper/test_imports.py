@@ -87,16 +87,10 @@ LEAVES = {
 }  # fmt: skip
 # A core package should not import a leaf. These do; the list only gets shorter.
 ARROWS_TO_LEAVES = {
-    ("checkpoint", "checkpoint/deepspeed"),
     ("data/tokens", "data/finetuning"),
     ("data/tokens", "data/images"),
-    ("engine", "checkpoint/deepspeed"),
-    ("engine", "lora"),
-    ("engine", "pipeline/autoschedule"),
     ("engine", "planning"),
     ("engine", "profiling"),
-    ("pipeline", "pipeline/autoschedule"),
-    ("pipeline/model", "pipeline/tracing"),
     ("training", "data/finetuning"),
     ("training", "data/images"),
     ("training", "hf"),
@@ -105,8 +99,8 @@ ARROWS_TO_LEAVES = {
 # Packages should have 3 to 14 modules. These have other numbers; the list only gets shorter.
 OTHER_SIZES = {"engine": 21}
 # Lines of code, without comments and docstrings, and modules. Both numbers only get smaller.
-MOST_LINES = 57900
-MOST_MODULES = 310
+MOST_LINES = 57000
+MOST_MODULES = 308
 
 # Libraries that may be missing, and are therefore imported where they are used.
 OPTIONAL = {

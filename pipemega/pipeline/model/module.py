@@ -10,7 +10,7 @@ Copies of module buffers, which a forward may change.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -24,13 +24,26 @@ from pipemega import random
 from pipemega.config.unknown_keys import refuse_arguments
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, PipelineError
+from pipemega.lazy_imports import load_name
 from pipemega.parameters import attach_shard, initialize_parameters, shard_of
 from pipemega.pipeline.messages import InputGuard
 from pipemega.pipeline.microbatch_loss import Loss, check_loss
 from pipemega.pipeline.model.batch_norm import Deferral, check_deferral, defer_batch_norms
 from pipemega.pipeline.model.recompute import ActivationCheckpoints, recompute
 from pipemega.pipeline.model.spec import Layer, LayerSpec, as_specs, remedy
-from pipemega.pipeline.tracing.from_module import ModuleLayers, trace_layers
+
+_TRACER = "pipemega.pipeline.tracing.from_module:trace_layers"
+
+
+class LayersOfModule(Protocol):
+    """The layers of a module given to `from_module`, and their names in it."""
+
+    specs: list[LayerSpec]
+    splits: tuple[int, ...]  # positions of the layers at which the user starts a stage
+
+    def prepare(self, positions: Collection[int], seed: int) -> None: ...
+
+    def state_names(self) -> dict[str, str]: ...
 
 
 @dataclass(frozen=True)
@@ -218,7 +231,7 @@ class PipelineModule:
             ConfigError: the forward cannot be traced (names the line), a name does not exist, ...;
                 the same on every rank.
         """
-        origin = trace_layers(module_or_factory, example_inputs, exec_seq)
+        origin: LayersOfModule = load_name(_TRACER)(module_or_factory, example_inputs, exec_seq)
         net = cls(origin.specs, loss_fn, deferred_batch_norm=deferred_batch_norm)
         net.origin = origin
         return net
@@ -228,7 +241,7 @@ class PipelineModule:
     vocabulary: Any = None  # how embedding and head are cut: a `vocabulary_shard.VocabularySplit`
     sample_tokens: int | None = None  # of [samples, tokens], if the model takes token ids
 
-    origin: ModuleLayers | None = None  # the layers of a module given to `from_module`
+    origin: LayersOfModule | None = None  # the layers of a module given to `from_module`
 
     def on_meta(self) -> "PipelineModule":
         """Return a copy for the meta device; modules that the user built are copied, not used."""
