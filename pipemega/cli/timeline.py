@@ -17,7 +17,7 @@ from pipemega.cli.run_options import Subparsers, add_command
 from pipemega.cli.schedule import deliver, deliver_text, text_width
 from pipemega.errors import ConfigError
 from pipemega.pipeline.visualize import FORMATS
-from pipemega.profiling.simulated_vs_measured import compare
+from pipemega.profiling.measured_costs import compare
 from pipemega.profiling.step_trace import Trace
 
 _EXAMPLE = "example: python -m pipemega timeline runs/latest/timelines/step-10.json --format html"

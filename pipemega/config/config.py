@@ -34,7 +34,6 @@ from pipemega.config.declarations import (
     sections,
 )
 from pipemega.config.launch_variables import launch_variables
-from pipemega.config.mixed_devices import errors_of_mixed_devices
 from pipemega.config.model_registry import ModelSection, section_of_type
 from pipemega.config.name_suggestions import did_you_mean
 from pipemega.config.sections.data_section import (
@@ -61,6 +60,7 @@ from pipemega.config.sections.pipeline_sections import (
     MeshSection,
     PipelineSection,
     bounds_errors,
+    errors_of_mixed_devices,
 )
 from pipemega.config.sections.precision_sections import (
     ActivationCheckpointingSection,

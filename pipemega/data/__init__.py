@@ -1,11 +1,12 @@
-"""Data: from text to batches.
+"""Data: micro-batches of one data rank.
 
-    corpus, tokenizer, prepare     text -> tokens -> Megatron's token files
-    indexed, mapped_files          read and write token files
-    samples, gpt_dataset, blending     GPT samples and weighted mixtures of datasets
-    data_files                     which inputs exist, their tokenizer and vocabulary
-    build_datasets                 the datasets of a run, from the config section `data`
-    loader, sample_order, prefetch, workers    micro-batches of one data rank, resumable
+loader           BatchLoader: steps, position, state
+sample_reader    order, random numbers, reading and collating of samples
+sample_sources   map-style and iterable datasets; torch_loader: DataLoaders
+read_ahead       a thread or worker processes
+tokens/          text -> tokens -> Megatron's token files -> samples
+finetuning/      conversations and examples
+images/          files, datasets, transforms
 
 Imports nothing: text can be prepared without torch.
 """

@@ -17,10 +17,9 @@ batch_reader     micro-batches for the first and the last stage
 training_data    the loader of the training data, and the length of the run
 evaluation       forwards only
 running_statistics   BatchNorm: updates, warnings
-flops_profiler   the table of `flops_profiler`; comms_logger: the table of `comms_logger`
+step_tables      the tables of `flops_profiler` and `comms_logger`
 
-due              what is due after a step
 run_logger       a record for each step; events
-run_history      times and counters over restarts; training.on_nonfinite
+run_history      what is due after a step, times and counters over restarts, training.on_nonfinite
 run_folder       the folder of a run, its lock, facts about the run
 """

@@ -34,7 +34,7 @@ from pipemega.monitor import (
     tflops_per_device,
 )
 from pipemega.optimizer import StepReport
-from pipemega.profiling.simulated_vs_measured import write_timeline
+from pipemega.profiling.measured_costs import write_timeline
 from pipemega.storage.locks import folder_locks
 
 

@@ -31,7 +31,6 @@ from typing import Any
 
 import torch
 
-from pipemega.data.file_cache import atomic_path, user_cache_folder
 from pipemega.distributed.mesh import Mesh, from_first
 from pipemega.engine.plan_choice import (
     ChosenPlan,
@@ -49,8 +48,9 @@ from pipemega.pipeline.plan.partition import Bounds
 from pipemega.pipeline.plan.simulate import CostModel, VocabularyCosts, simulate
 from pipemega.planning.prediction import Prediction
 from pipemega.printing import percent
-from pipemega.profiling.cost_estimation import measured_costs
+from pipemega.profiling.measured_costs import measured_costs
 from pipemega.profiling.step_trace import Trace
+from pipemega.storage.build_once import atomic_path, user_cache_folder
 
 WARM_UP = 2
 TIMED = 4

@@ -22,12 +22,11 @@ from pipemega.diagnostics.nan_origin import NonFiniteLocator
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.batch_reader import BatchReader, StepData
-from pipemega.engine.comms_logger import CommsLogger
 from pipemega.engine.engine_parts import Components
 from pipemega.engine.evaluation import Evaluator
-from pipemega.engine.flops_profiler import FlopsProfiler, LayerSource, layer_sources
 from pipemega.engine.running_statistics import BatchNormUpdates
 from pipemega.engine.stage_mover import BuiltModules, describe_cut
+from pipemega.engine.step_tables import CommsLogger, FlopsProfiler, LayerSource, layer_sources
 from pipemega.engine.train_step import (
     MeasureBusyTime,
     PlanChange,

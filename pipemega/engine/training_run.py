@@ -14,8 +14,11 @@ from typing import Any, TypeVar
 from pipemega.checkpoint import Checkpointer, Counters, LoadOptions, any_checkpoint, newest
 from pipemega.diagnostics.replica_check import check_replicas
 from pipemega.distributed.mesh import from_first, gather_objects
-from pipemega.engine.due import (
+from pipemega.engine.run_history import (
+    EpochSums,
+    Evaluation,
     RunPosition,
+    RunTimes,
     SavedSteps,
     check_units,
     describes_run,
@@ -23,7 +26,6 @@ from pipemega.engine.due import (
     evaluation_is_due,
     keeps_files,
 )
-from pipemega.engine.run_history import EpochSums, Evaluation, RunTimes
 from pipemega.engine.run_logger import RunLogger
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.train_step import StepFeature

@@ -1,10 +1,11 @@
 """The training loop around an engine.
 
 trainer          Trainer: trains steps or epochs, and evaluates
-callback         Callback; callbacks: those that are ready to use; callback_list calls them
-metrics          Metric, Accuracy, ...; metric_set reduces them over micro-batches and ranks
-pretrain         data, model and results of pretrain_gpt.py; image_data: images for a model
-generate         generates text; sampling chooses the next token
+callback         Callback, and what calls all of them; callbacks: those that are ready to use
+metrics          Metric, Accuracy, ...; their sums over micro-batches and ranks
+validation       validation sets; evaluation_sets: data for `evaluate`, prompts, images of a model
+generation       generates text; trained_model: opens a trained model
+pretrain         data, model and results of pretrain_gpt.py
 """
 
 from pipemega.training.callback import Callback

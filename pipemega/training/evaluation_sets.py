@@ -1,6 +1,8 @@
 """The data sets that `pipemega evaluate` reads, from the words of its command line.
 
 Prompts as token ids, with the tokenizer of a model.
+
+The images of a run, in the size that its model takes.
 """
 
 import importlib
@@ -11,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from torch import Tensor
 
 from pipemega.config import Config, load
 from pipemega.config.sections.data_section import PATH_KEYS, RECORD_KEYS, DataSection
@@ -20,9 +24,58 @@ from pipemega.data.loader import is_map_style
 from pipemega.data.tokens.build_datasets import DataRequest, Datasets, build_datasets
 from pipemega.data.tokens.corpus import files_of, prefix_of
 from pipemega.data.tokens.data_files import check_data_inputs, run_tokenizer
-from pipemega.data.tokens.tokenizer import Tokenizer
+from pipemega.data.tokens.tokenizers import Tokenizer
+from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, DataError, short_cause
-from pipemega.training.image_data import load_images
+from pipemega.lazy_imports import deferred
+from pipemega.models.build_model import ModelContext, model_section, sample_from
+
+if TYPE_CHECKING:
+    from pipemega.data.images import image_dataset
+else:
+    image_dataset = deferred("pipemega.data.images.image_dataset")
+
+
+def load_images(config: Config, section: DataSection, splits: Sequence[str]) -> Datasets:
+    """Return the images of `section` for the model of `config`.
+
+    Args:
+        splits: the sets that are needed: "train", "valid", "test".
+
+    Raises:
+        ConfigError, DataError: the model takes no images, or as `build_images`.
+    """
+    request = image_dataset.ImageRequest(
+        image_shape(config), model_section(config).number_of_classes(), tuple(splits)
+    )
+    found = image_dataset.build_images(section, request)
+    return Datasets(
+        **found.splits,
+        vocab_size=None,
+        tokenizer=None,
+        description=found.description,
+    )
+
+
+def image_shape(config: Config) -> tuple[int, int, int]:
+    """Return channels, height and width of the images that the model takes.
+
+    Raises:
+        ConfigError: it takes no images.
+    """
+    mesh = config.mesh
+    topology = Topology(mesh.pipeline, config.smallest_data_size, mesh.tensor)
+    inputs, _ = sample_from(ModelContext.of(config, topology))
+    if isinstance(inputs, Tensor) and inputs.dim() == 4:
+        _, channels, height, width = inputs.shape
+        return channels, height, width
+    got = f"{list(inputs.shape)}" if isinstance(inputs, Tensor) else type(inputs).__name__
+    raise ConfigError(
+        f"data.images gives images [samples, channels, height, width], and model.type "
+        f"{model_section(config).type!r} takes {got}: set model.type to 'vit' or 'resnet', or "
+        f"remove data.images",
+        on_every_rank=True,
+    )
 
 
 def model_tokenizer(config: Config) -> tuple[str, Tokenizer]:

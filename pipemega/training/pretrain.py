@@ -15,8 +15,8 @@ from pipemega.monitor import get_logger
 from pipemega.planning import prediction
 from pipemega.printing import percent
 from pipemega.training.callbacks import SampleText
+from pipemega.training.evaluation_sets import load_images
 from pipemega.training.generation import generate
-from pipemega.training.image_data import load_images
 from pipemega.training.metrics import Accuracy, Metric
 from pipemega.training.trainer import Trainer
 

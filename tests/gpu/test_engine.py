@@ -18,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipemega.engine.engine import Engine
 from pipemega.errors import NonFiniteError
-from pipemega.profiling.cost_estimation import measured_costs
+from pipemega.profiling.measured_costs import measured_costs
 from tests.gpu.devices import ONE_DEVICE, one_gpu, only_on_a_gpu
 from tests.ranks.training_runs import build, data, settings, train
 

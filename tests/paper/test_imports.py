@@ -63,8 +63,7 @@ NO_TORCH = (
     "pipeline/plan_selection.py",
     "pipeline/pipeline_graph.py",
     "profiling/step_trace.py",
-    "profiling/cost_estimation.py",
-    "profiling/simulated_vs_measured.py",
+    "profiling/measured_costs.py",
     "distributed/topology.py",
     "monitor/",
     "data/tokens/data_files.py",
@@ -97,10 +96,10 @@ ARROWS_TO_LEAVES = {
     ("training", "planning"),
 }
 # Packages should have 3 to 14 modules. These have other numbers; the list only gets shorter.
-OTHER_SIZES = {"engine": 21}
+OTHER_SIZES = {"engine": 19}
 # Lines of code, without comments and docstrings, and modules. Both numbers only get smaller.
 MOST_LINES = 57000
-MOST_MODULES = 308
+MOST_MODULES = 300
 
 # Libraries that may be missing, and are therefore imported where they are used.
 OPTIONAL = {

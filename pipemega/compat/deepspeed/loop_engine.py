@@ -16,10 +16,10 @@ from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.batch_reader import StepData
 from pipemega.engine.engine import Engine
-from pipemega.engine.flops_profiler import LayerSource
 from pipemega.engine.initialize import build_engine
 from pipemega.engine.run_arguments import build_mesh_of, optimizer_arguments
 from pipemega.engine.run_setup import RunSetup
+from pipemega.engine.step_tables import LayerSource
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.optimizer import OptimizerStep

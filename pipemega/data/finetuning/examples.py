@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pipemega.data.finetuning.record_files import Record
-from pipemega.data.tokens.tokenizer import Tokenizer
+from pipemega.data.tokens.tokenizers import Tokenizer
 from pipemega.errors import DataError
 
 ALPACA_WITH_INPUT = (

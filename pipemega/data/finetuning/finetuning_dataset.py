@@ -26,23 +26,22 @@ from tqdm import tqdm
 
 from pipemega.config import load
 from pipemega.config.sections.data_section import DataSection
-from pipemega.data.file_cache import (
-    Say,
-    cached_arrays,
-    digest_of,
-    user_cache_folder,
-    writable_folder,
-)
 from pipemega.data.finetuning.conversations import ChatFormat
 from pipemega.data.finetuning.examples import Example, ExampleFormat, InstructionFormat, TextFormat
 from pipemega.data.finetuning.record_files import Record, RecordObjects, Records, find_records
 from pipemega.data.sample_reader import stack_samples
 from pipemega.data.tokens.gpt_dataset import IGNORE, SPLITS, split_ranges
 from pipemega.data.tokens.token_files import Mappings
-from pipemega.data.tokens.tokenizer import Tokenizer
-from pipemega.data.tokens.tokenizers import load_tokenizer
+from pipemega.data.tokens.tokenizers import Tokenizer, load_tokenizer
 from pipemega.errors import ConfigError, DataError
 from pipemega.printing import counted, percent
+from pipemega.storage.build_once import (
+    Say,
+    cached_arrays,
+    digest_of,
+    user_cache_folder,
+    writable_folder,
+)
 
 Indices = npt.NDArray[np.int64]
 Truncation = Literal["truncate", "split", "drop"]

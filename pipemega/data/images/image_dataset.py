@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from pipemega.config.sections.data_section import DataSection, ImageTransforms
-from pipemega.data.file_cache import digest_of
 from pipemega.data.images.cifar import read_cifar
 from pipemega.data.images.image_files import (
     EXTRA,
@@ -32,6 +31,7 @@ from pipemega.data.images.image_paths import image_folders, split_folders
 from pipemega.data.tokens.gpt_dataset import SPLITS, split_ranges
 from pipemega.errors import ConfigError, DataError
 from pipemega.printing import counted
+from pipemega.storage.build_once import digest_of
 
 Transform = Callable[[Tensor], Tensor]
 

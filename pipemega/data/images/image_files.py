@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipemega.data.file_cache import digest_of
 from pipemega.data.images.image_paths import class_names, folder_error, image_files, listed
 from pipemega.errors import ConfigError, DataError
+from pipemega.storage.build_once import digest_of
 
 Bytes = npt.NDArray[np.uint8]
 Labels = npt.NDArray[np.int64]

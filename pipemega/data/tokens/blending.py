@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 from torch.utils.data import Dataset
 
-from pipemega.data.file_cache import Say, cached_arrays, digest_of
 from pipemega.data.tokens.gpt_dataset import GPTDataset, Sample
 from pipemega.data.tokens.token_files import Mappings
 from pipemega.errors import DataError
+from pipemega.storage.build_once import Say, cached_arrays, digest_of
 
 Floats = npt.NDArray[np.float64]
 Counts = npt.NDArray[np.int64]

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias, Union
 
 from pipemega.config.sections.data_section import DataSection, TokenFiles
-from pipemega.data.file_cache import Say, user_cache_folder, writable_folder
 from pipemega.data.tokens.blending import SURPLUS, BlendedDataset, normalized, sizes_of_parts
 from pipemega.data.tokens.corpus import prefix_of
 from pipemega.data.tokens.data_files import corpus_prefix, find_tokenizer, token_prefixes
@@ -22,9 +21,10 @@ from pipemega.data.tokens.gpt_dataset import (
 )
 from pipemega.data.tokens.prepare import PrepareOptions, prepare
 from pipemega.data.tokens.token_files import IndexedDataset
-from pipemega.data.tokens.tokenizer import Tokenizer
+from pipemega.data.tokens.tokenizers import Tokenizer
 from pipemega.errors import ConfigError, DataError
 from pipemega.lazy_imports import deferred
+from pipemega.storage.build_once import Say, user_cache_folder, writable_folder
 
 if TYPE_CHECKING:
     from pipemega.data.finetuning import finetuning_dataset as finetuning

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipemega.config import Config
 from pipemega.config.sections.data_section import DataSection
-from pipemega.data.file_cache import digest_of, user_cache_folder
 from pipemega.data.finetuning.record_files import find_records
 from pipemega.data.images.image_paths import class_names, folder_error, image_folders, split_folders
 from pipemega.data.tokens.corpus import (
@@ -18,9 +17,10 @@ from pipemega.data.tokens.corpus import (
     read_manifest,
     tokenizer_of,
 )
-from pipemega.data.tokens.tokenizer import UNKNOWN_EOD, Tokenizer
+from pipemega.data.tokens.tokenizers import UNKNOWN_EOD, Tokenizer
 from pipemega.errors import ConfigError, DataError, PipemegaError
 from pipemega.lazy_imports import deferred
+from pipemega.storage.build_once import digest_of, user_cache_folder
 
 if TYPE_CHECKING:
     from pipemega.data.tokens import token_files, tokenizers

@@ -23,9 +23,9 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Dataset
 
-from pipemega.data.file_cache import digest_of
 from pipemega.data.tokens.gpt_dataset import SPLITS, Sample, SampleFormat
 from pipemega.errors import DataError
+from pipemega.storage.build_once import digest_of
 
 Tokens = npt.NDArray[np.generic]
 Ints = npt.NDArray[np.int64]

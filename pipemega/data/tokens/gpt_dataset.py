@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from pipemega.data.file_cache import (
+from pipemega.data.tokens.token_files import IndexedDataset, Mappings
+from pipemega.data.tokens.tokenizers import UNKNOWN_EOD
+from pipemega.errors import DataError
+from pipemega.printing import counted
+from pipemega.storage.build_once import (
     Say,
     cached_arrays,
     digest_of,
     user_cache_folder,
     writable_folder,
 )
-from pipemega.data.tokens.token_files import IndexedDataset, Mappings
-from pipemega.data.tokens.tokenizer import UNKNOWN_EOD
-from pipemega.errors import DataError
-from pipemega.printing import counted
 
 Ints = npt.NDArray[np.integer]
 

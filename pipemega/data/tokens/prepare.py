@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 from tqdm import tqdm
 
-from pipemega.data.file_cache import Say, atomic_path, build_once, digest_of
 from pipemega.data.tokens.corpus import (
     Corpus,
     Prepared,
@@ -35,9 +34,9 @@ from pipemega.data.tokens.corpus import (
     tokenizer_of,
 )
 from pipemega.data.tokens.token_files import IndexedDataset, IndexedWriter, smallest_dtype
-from pipemega.data.tokens.tokenizer import EOD, Tokenizer
-from pipemega.data.tokens.tokenizers import FastTokenizer, load_tokenizer
+from pipemega.data.tokens.tokenizers import EOD, FastTokenizer, Tokenizer, load_tokenizer
 from pipemega.errors import DataError
+from pipemega.storage.build_once import Say, atomic_path, build_once, digest_of
 
 # Increase it to invalidate files of older versions.
 FORMAT = 1

@@ -30,9 +30,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pipemega.data.file_cache import atomic_path
 from pipemega.data.tokens.corpus import files_of, prefix_of
 from pipemega.errors import DataError
+from pipemega.storage.build_once import atomic_path
 
 Array = npt.NDArray[np.generic]
 

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from pipemega.config import Config
-from pipemega.config.mixed_devices import errors_of_mixed_devices
-from pipemega.config.sections.pipeline_sections import PipelineSection
+from pipemega.config.sections.pipeline_sections import PipelineSection, errors_of_mixed_devices
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.exchanges import all_reduce, broadcast, broadcast_tied
 from pipemega.distributed.mesh import Axis, Mesh, from_first, gather_objects

@@ -14,8 +14,7 @@ display nor a network.
 
 from pipemega.pipeline.visualize.chrome_trace import chrome_trace
 from pipemega.pipeline.visualize.figure import Panel, png, svg
-from pipemega.pipeline.visualize.page import Bars, Intro, Table, Verdict, html
-from pipemega.pipeline.visualize.render import FORMATS, render
+from pipemega.pipeline.visualize.page import FORMATS, Bars, Intro, Table, Verdict, html, render
 
 __all__ = [
     "FORMATS",

@@ -10,6 +10,8 @@ Encodes timelines as columns of small integers, the data of the HTML page.
 integer multiples of a tick, the largest tick that keeps seven digits.
 
 What the HTML page shows besides the timelines: verdict, memory bars and tables, as HTML.
+
+Renders timelines as a file of a named format.
 """
 
 import html as escaping
@@ -19,11 +21,12 @@ import re
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from pipemega.pipeline.plan.simulate import Timeline
 from pipemega.pipeline.visualize import palette
-from pipemega.pipeline.visualize.figure import Panel, as_panels
+from pipemega.pipeline.visualize.chrome_trace import chrome_trace
+from pipemega.pipeline.visualize.figure import Panel, as_panels, png, svg
 from pipemega.printing import percent
 
 
@@ -399,3 +402,40 @@ def _by_rank(panel: Panel, unit: str, memory_unit: str) -> Table:
         for rank in range(timeline.plan.num_ranks)
     ]
     return Table(panel.heading, header, rows)
+
+
+# Format -> file extension.
+FORMATS: Final = {"png": "png", "svg": "svg", "html": "html", "trace": "trace.json"}
+
+
+def render(
+    form: str,
+    panels: Sequence[Panel],
+    *,
+    unit: str,
+    memory_unit: str,
+    memory: bool = False,
+    dark: bool = False,
+    intro: Intro | None = None,
+) -> bytes:
+    """Return the content of a file that shows `panels`.
+
+    Args:
+        form: one of `FORMATS`.
+        unit, memory_unit: names of the units of time and memory.
+        memory: PNG and SVG: also draw the memory of each rank.
+        dark: PNG and SVG: draw on a dark background.
+        intro: HTML: title, verdict, bars and tables.
+
+    Raises:
+        ConfigError: PNG or SVG, and matplotlib is not installed.
+    """
+    if form == "png":
+        return png(panels, unit=unit, memory=memory, memory_unit=memory_unit, dark=dark)
+    if form == "svg":
+        text = svg(panels, unit=unit, memory=memory, memory_unit=memory_unit, dark=dark)
+    elif form == "html":
+        text = html(panels, unit=unit, memory_unit=memory_unit, intro=intro)
+    else:
+        text = chrome_trace(panels, unit=unit, memory_unit=memory_unit)
+    return text.encode()

@@ -12,7 +12,7 @@ from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.schedules import build_plan, forward_only
-from pipemega.profiling.cost_estimation import measured_costs, message_time
+from pipemega.profiling.measured_costs import measured_costs, message_time
 from pipemega.profiling.step_trace import Trace
 
 COSTS = CostModel(

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from pipemega.engine.comms_logger import CommsLogger
+from pipemega.engine.step_tables import CommsLogger
 from tests.ranks import training_runs
 
 

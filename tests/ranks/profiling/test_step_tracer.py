@@ -14,7 +14,7 @@ import pipemega
 from pipemega import LayerSpec, PipelineModule
 from pipemega.engine.engine import Engine
 from pipemega.pipeline.plan.instructions import Kind
-from pipemega.profiling.cost_estimation import measured_costs
+from pipemega.profiling.measured_costs import measured_costs
 from pipemega.profiling.step_trace import Trace
 from pipemega.profiling.step_tracer import Tracer
 from pipemega.training import Trainer

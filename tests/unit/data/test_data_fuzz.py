@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipemega.data.file_cache import cached_arrays
 from pipemega.data.tokens.corpus import Skipped, find_corpus
 from pipemega.data.tokens.gpt_dataset import GPTDataset, SampleFormat, Split
 from pipemega.data.tokens.prepare import manifest_of, read_manifest
 from pipemega.data.tokens.token_files import IndexedDataset, IndexedWriter, files_of
 from pipemega.data.tokens.tokenizers import FastTokenizer, load_tokenizer
 from pipemega.errors import DataError, PipemegaError
+from pipemega.storage.build_once import cached_arrays
 from tests.paper.mutations import changed, damaged, fuzzing, text_of
 
 VOCABULARY = 300

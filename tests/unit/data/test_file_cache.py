@@ -13,8 +13,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipemega.data import file_cache
-from pipemega.data.file_cache import (
+from pipemega.errors import DataError
+from pipemega.storage import build_once as file_cache
+from pipemega.storage.build_once import (
     atomic_path,
     build_once,
     cached_arrays,
@@ -23,7 +24,6 @@ from pipemega.data.file_cache import (
     user_cache_folder,
     writable_folder,
 )
-from pipemega.errors import DataError
 from pipemega.storage.filesystem import LocalStorage
 from pipemega.storage.locks import HeartbeatLock, ProcessIdentity
 

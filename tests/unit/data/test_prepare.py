@@ -24,8 +24,7 @@ from pipemega.data.tokens.prepare import (
     tokenizer_of,
 )
 from pipemega.data.tokens.token_files import IndexedDataset, files_of
-from pipemega.data.tokens.tokenizer import EOD
-from pipemega.data.tokens.tokenizers import FastTokenizer, load_tokenizer
+from pipemega.data.tokens.tokenizers import EOD, FastTokenizer, load_tokenizer
 from pipemega.errors import ConfigError, DataError
 
 TEXTS = [f"def function_{i}(x):\n    return x + {i}  # ünï☃\n" for i in range(40)]

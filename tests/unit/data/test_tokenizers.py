@@ -10,8 +10,7 @@ import tokenizers
 
 from pipemega.data.tokens.prepare import PrepareOptions, prepare, read_manifest, tokenizer_of
 from pipemega.data.tokens.token_files import IndexedDataset
-from pipemega.data.tokens.tokenizer import EOD
-from pipemega.data.tokens.tokenizers import FastTokenizer, TiktokenTokenizer, load_tokenizer
+from pipemega.data.tokens.tokenizers import EOD, FastTokenizer, TiktokenTokenizer, load_tokenizer
 from pipemega.errors import DataError
 from tests.unit.data.tokenizer_files import bpe_files, sentencepiece_model
 

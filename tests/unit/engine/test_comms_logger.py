@@ -3,7 +3,7 @@
 import pytest
 
 from pipemega.distributed.comm_recorder import CommKind, CommRecorder, Totals
-from pipemega.engine.comms_logger import CommRow, _rows, table
+from pipemega.engine.step_tables import CommRow, _rows, table
 
 
 def row(operation: str, ranks: int, **changes: float) -> CommRow:

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import pipemega
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec
 from pipemega.engine.engine import Engine
-from pipemega.engine.flops_profiler import FlopsProfile
+from pipemega.engine.step_tables import FlopsProfile
 from pipemega.errors import PipelineError
 from pipemega.monitor import gpt_flops_per_token
 from pipemega.profiling.module_profiler import ModuleCost

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from pipemega.profiling.simulated_vs_measured import write_timeline
+from pipemega.profiling.measured_costs import write_timeline
 from tests.paper.profiling.test_trace import simulated_trace
 
 LOG = logging.getLogger("pipemega.test_timelines")
