@@ -1,12 +1,10 @@
 """Monitoring: records of a run, and the sinks that write them.
 
-records                 step, epoch, evaluation, timeline, event and sample records; metric_names
-sinks                   JSON lines, CSV, TensorBoard; Monitor, which combines sinks
-console, wandb_sink     progress bar and lines; Weights & Biases
-background_sink         runs a sink in a thread
-build_sinks             the sinks that a config enables
-step_phases, step_clock phases of a step that add up to its time; the clocks of a step
-timers, flops, logger   stopwatches, FLOP counts, the logger of a rank
+records          step, epoch, evaluation, timeline, event and sample records; names, FLOPs
+sinks            JSON lines, CSV, TensorBoard; Monitor, which combines sinks; a sink in a thread
+wandb_sink       Weights & Biases; console: progress bar and lines
+build_sinks      the sinks that a config enables
+timers           stopwatches, the phases of a step; logger: the logger of a rank
 """
 
 from pipemega.monitor.build_sinks import build_sinks

@@ -1,14 +1,13 @@
 """The optimizer step: from the gradients of a batch to updated parameters.
 
-step, step_outcome               the step; the decision to skip or clip
-gradients, grad_layout, buckets  gradient buffers and their reductions; their layout
-master_params, zero              what the optimizer updates: whole parameters, or ZeRO slices
-grad_ready, zero_comm            communication of ZeRO, during the backward pass if possible
-mixed_precision                  dtypes and loss scaling
-build_step, build_optimizer, lamb, param_groups, lr_schedules, lr_formulas
-user_optimizer, cut_test, torch_schedule         the optimizer and scheduler of a user
-state_by_name, plain_values
-post_validate, backup            the step that does not wait for the gradient norm
+step, step_outcome    the step; the decision to skip or clip
+post_validation       the step that does not wait for the gradient norm
+gradients             gradient buffers, their layout and reductions
+masters, zero         what the optimizer updates: whole parameters, or ZeRO slices
+mixed_precision       dtypes and loss scaling
+build_step            the step of a config; optimizers: torch's, fused, LAMB
+param_groups          groups, and states by logical name
+user_optimizer        the optimizer of a user; lr_schedules: schedules, also those of a user
 """
 
 from pipemega.optimizer.lr_schedules import LRSchedule, build_schedule

@@ -1,7 +1,6 @@
 """Images with a class each.
 
-cifar, image_folder, drawn_digits      where they come from
-labelled_images                        images of one source, before they are transformed
-image_transform, image_dataset         samples: (image, class), or (image, shares of classes)
-build_images                           the datasets of a run, from the config section `data`
+image_paths      the folders that a config names; without torch
+cifar            CIFAR's files; image_files: folders of images, digits for trials
+image_dataset    samples: (image, class), or (image, shares of classes); the datasets of a run
 """
