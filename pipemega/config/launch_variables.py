@@ -19,7 +19,7 @@ Launcher = Literal["torchrun", "srun", "mpirun", "variables", "none"]
 NEEDED: Final = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 START: Final = (
     "start the ranks with torchrun, on several nodes one torchrun per node, or with srun or mpirun "
-    "(docs/multinode.md)"
+    "(docs/long_runs.md)"
 )
 _NAMES: Final = (*NEEDED, "LOCAL_RANK")
 _NUMBERS: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")

@@ -114,20 +114,11 @@ def context_of_huggingface_weights(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def context_of_after_training(folder: Path) -> dict[str, Any]:
-    sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2, "seq_length": 16}
-    config = load({"train_batch_size": 1, "model": {**sizes, "vocab_size": 50}})
-    mesh = pipemega.build_mesh(config)
-    engine, *_ = pipemega.initialize(pipemega.build_model(config, mesh), config, mesh=mesh)
-    return {"engine": engine}
-
-
 CONTEXTS: dict[str, Callable[[Path], dict[str, Any]]] = {
-    "after_training": context_of_after_training,
     "checkpoints": context_of_checkpoints,
-    "huggingface_weights": context_of_huggingface_weights,
+    "huggingface": context_of_huggingface_weights,
     "pipeline": context_of_pipeline,
-    "tensor_parallel": context_of_tensor_parallel,
+    "models": context_of_tensor_parallel,
 }
 
 

@@ -25,7 +25,7 @@ _HINTS = {
     "_cuda_setDevice": _NO_GPU,
     "Found no NVIDIA driver": _NO_GPU,
     "The 'deepspeed>=": "transformers' Trainer needs the real DeepSpeed: use pipemega.Trainer and "
-    "from_pretrained, or deepspeed.initialize in a loop of your own (docs/from_deepspeed.md)",
+    "from_pretrained, or deepspeed.initialize in a loop of your own (docs/coming_from.md)",
 }
 
 

@@ -54,7 +54,7 @@ def missing_name(name: str, advice: Mapping[str, str]) -> AttributeError:
     Args:
         advice: of the kind of engine.
     """
-    text = {**_ADVICE, **advice}.get(name, "docs/from_deepspeed.md lists the names that exist")
+    text = {**_ADVICE, **advice}.get(name, "docs/coming_from.md lists the names that exist")
     return AttributeError(f"the engine has no {name!r}: {text}")
 
 

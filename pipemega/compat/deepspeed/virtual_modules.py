@@ -124,6 +124,6 @@ def _missing(path: str) -> str:
     module, _, name = path.rpartition(".")
     hint = did_you_mean(name, names_in(module)) if module in MODULES else ""
     return (
-        f"pipemega.compat.deepspeed has no {path!r}{hint}; docs/from_deepspeed.md lists the names "
+        f"pipemega.compat.deepspeed has no {path!r}{hint}; docs/coming_from.md lists the names "
         "that exist, and what replaces others"
     )

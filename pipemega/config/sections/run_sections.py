@@ -360,7 +360,7 @@ def errors_of_folder(config: Any) -> Iterator[str]:
 
 
 class LoraSection(Section):
-    """Train y = W x + alpha / r * B A x, with W frozen; see docs/lora.md."""
+    """Train y = W x + alpha / r * B A x, with W frozen; see docs/finetuning.md."""
 
     r: Count = own(8, "Rank: rows of A, columns of B.")
     alpha: Positive = own(8.0, "The product B A is multiplied by alpha / r.")

@@ -1,4 +1,4 @@
-"""The steps of pretrain_gpt.py with the config of docs/from_megatron.md."""
+"""The steps of pretrain_gpt.py with the config of docs/coming_from.md."""
 
 import json
 from pathlib import Path

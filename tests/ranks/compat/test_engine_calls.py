@@ -87,7 +87,7 @@ def test_what_does_not_exist_is_refused_at_the_call_on_every_rank(pool: RankPool
         "ConfigError: engine.micro_batches has been set to 5, and a step has 4 micro-batches: set "
         "gradient_accumulation_steps in the config",
         "AttributeError: the engine has no 'no_sync': train_batch() reduces the gradients once per",
-        "AttributeError: the engine has no 'no_such': docs/from_deepspeed.md lists",
+        "AttributeError: the engine has no 'no_such': docs/coming_from.md lists",
     ]
     for message, start in zip(first, expected, strict=True):
         assert message.startswith(start)

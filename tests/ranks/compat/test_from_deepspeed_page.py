@@ -1,4 +1,4 @@
-"""The complete move on docs/from_deepspeed.md: the file is explained, the script runs."""
+"""The complete move on docs/coming_from.md: the file is explained, the script runs."""
 
 import json
 import re
@@ -14,7 +14,7 @@ from pipemega.compat.deepspeed.virtual_modules import install_as_deepspeed
 from tests.ranks.pool import RankPool
 from tests.ranks.training.long_runs import handlers_restored
 
-PAGE = Path(__file__).parents[3] / "docs/from_deepspeed.md"
+PAGE = Path(__file__).parents[3] / "docs/coming_from.md"
 
 
 def blocks() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""docs/from_megatron.md: from a launch script and token files to a training on two ranks."""
+"""docs/coming_from.md: from a launch script and token files to a training on two ranks."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from pipemega.cli import main
 from tests.ranks.compat import megatron_move
 from tests.ranks.pool import RankPool
 
-PAGE = Path(__file__).parents[3] / "docs/from_megatron.md"
+PAGE = Path(__file__).parents[3] / "docs/coming_from.md"
 
 
 def block(language: str) -> str:

@@ -1,4 +1,4 @@
-"""docs/from_deepspeed.md: the script of a pipeline, and the same script as a command."""
+"""docs/coming_from.md: the script of a pipeline, and the same script as a command."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from pipemega.compat.deepspeed.virtual_modules import install_as_deepspeed
 from tests.ranks.pool import RankPool
 
 ROOT = Path(__file__).parents[3]
-PAGE = (ROOT / "docs/from_deepspeed.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs/coming_from.md").read_text(encoding="utf-8")
 
 
 def block(language: str) -> str:

@@ -1,6 +1,6 @@
 """A run over two nodes: it trains, sees a cut link on both sides, and goes on when that is mended.
 
-With real torchruns and a c10d rendezvous, on one machine; see docs/multinode.md.
+With real torchruns and a c10d rendezvous, on one machine; see docs/long_runs.md.
 """
 
 import json

@@ -462,7 +462,7 @@ def test_a_call_that_does_not_exist_here_says_what_to_use() -> None:
         (lambda: engine.train_batch(iter([])), "has no 'train_batch': the script calls forward"),
         (lambda: engine.set_train_batch_size(4), "set train_batch_size in the config"),
         (lambda: engine.allreduce_gradients(), "the engine reduces the gradients"),
-        (lambda: engine.no_such_name, "docs/from_deepspeed.md lists the names that exist"),
+        (lambda: engine.no_such_name, "docs/coming_from.md lists the names that exist"),
         (lambda: engine.backward(loss, allreduce_gradients=False), "step() reduces the gradients"),
         (lambda: engine.step(lr_kwargs={"epoch": 3}), "or the 8 samples of the step; remove"),
         (lambda: engine.load_checkpoint("x", custom_load_fn=print), "custom_load_fn=...) is not"),
