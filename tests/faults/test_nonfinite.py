@@ -91,8 +91,8 @@ def without_the_step(config: dict[str, Any]) -> dict[str, Any]:
         step.loss_scale.update(True)
     step.steps += 1
     step.skipped_steps += 1
-    engine.global_steps += 1
-    engine.consumed_samples += engine.batch.train_batch_size
+    engine.steps.global_steps += 1
+    engine.steps.consumed_samples += engine.batch.train_batch_size
     return run(engine, STEPS - BAD - 1)
 
 

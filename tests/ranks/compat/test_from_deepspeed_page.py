@@ -19,8 +19,8 @@ PAGE = Path(__file__).parents[3] / "docs/coming_from.md"
 
 def blocks() -> dict[str, str]:
     """Return the blocks of the section by their language."""
-    section = PAGE.read_text(encoding="utf-8").split("\n## A complete move")[1]
-    return dict(re.findall(r"^```(\w*)\n(.*?)^```", section.split("\n## ")[0], re.M | re.S))
+    section = PAGE.read_text(encoding="utf-8").split("\n### A complete move")[1]
+    return dict(re.findall(r"^```(\w*)\n(.*?)^```", section.split("\n### ")[0], re.M | re.S))
 
 
 def run_script(folder: str, config: str, stages: int) -> Any:

@@ -14,7 +14,8 @@ PAGE = Path(__file__).parents[3] / "docs/coming_from.md"
 
 
 def block(language: str) -> str:
-    (found, *_) = re.findall(rf"^```{language}\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    section = PAGE.read_text().split("\n## From Megatron-LM\n")[1]
+    (found, *_) = re.findall(rf"^```{language}\n(.*?)^```", section, re.M | re.S)
     return str(found)
 
 

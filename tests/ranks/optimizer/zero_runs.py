@@ -181,7 +181,7 @@ def spans_of(config: Mapping[str, Any]) -> dict[str, Any]:
             if "master" not in state["parameters"].get(name, {}):
                 parameter.copy_(whole[name])
     fresh.steps.optimizer_step.load_state_dict(state)
-    fresh.global_steps = 2
+    fresh.steps.global_steps = 2
     assert [fresh.train_batch(data(fresh, step)) for step in (2, 3)] == straight
     return spans
 

@@ -141,7 +141,7 @@ def test_an_attribute_that_does_not_exist_says_what_to_use() -> None:
     assert not hasattr(deepspeed, "init_inference")
     with pytest.raises(AttributeError, match="`pipemega generate` generates text"):
         deepspeed.init_inference  # noqa: B018
-    with pytest.raises(AttributeError, match=r"docs/from_deepspeed\.md"):
+    with pytest.raises(AttributeError, match=r"docs/coming_from\.md"):
         deepspeed.runtime.nothing_like_this  # noqa: B018
 
 
