@@ -3,6 +3,7 @@
 JSON Schema of the config, for completion and checks in an editor.
 """
 
+import inspect
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -65,8 +66,8 @@ def _sections_below(
         below, here = section_type(field.annotation), (*path, name)
         if below in (optimizer_section.OptimizerParams, scheduler_section.SchedulerParams):
             table = optimizer_section.PARAMS if path == ("optimizer",) else scheduler_section.PARAMS
-            for params in dict.fromkeys(table.values()):
-                types = ", ".join(word for word, other in table.items() if other is params)
+            for params in dict.fromkeys(map(_with_keys, table.values())):
+                types = ", ".join(w for w, other in table.items() if _with_keys(other) is params)
                 yield f"`{dotted(here)}` of {types}", here, params
         elif below is ModelSection:
             for model in MODEL_TYPES:
@@ -75,6 +76,11 @@ def _sections_below(
         elif below is not None:
             yield f"`{dotted(here)}`", here, below
             yield from _sections_below(below, here)
+
+
+def _with_keys(kind: type[Section]) -> type[Section]:
+    """Return the class that declares the keys of `kind`, which may have another formula only."""
+    return next(c for c in kind.__mro__ if inspect.get_annotations(c))
 
 
 def _topic_tables(topic: str, topics: Sequence[str]) -> str:
@@ -214,7 +220,7 @@ def _add_params_by_type(
 ) -> None:
     """Make the allowed keys of `params` depend on `type`."""
     cases = []
-    for word, kind in table.items():
+    for word, kind in ((word, _with_keys(kind)) for word, kind in table.items()):
         part = kind.model_json_schema()
         _adapt_object(part)
         definitions[kind.__name__] = part

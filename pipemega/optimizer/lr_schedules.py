@@ -4,7 +4,6 @@ A scheduler of torch.optim.lr_scheduler that the user has built, as the schedule
 """
 
 import copy
-import inspect
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -15,22 +14,12 @@ import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pipemega.config.sections.scheduler_section import (
-    By,
-    LRRangeTest,
-    Megatron,
-    OneCycle,
-    RunLength,
-    SchedulerSection,
-    WarmupCosineLR,
-    WarmupDecayLR,
-    WarmupLR,
-)
+from pipemega.config.sections.scheduler_section import By, RunLength, SchedulerSection
 from pipemega.errors import CheckpointError, ConfigError
 from pipemega.optimizer.param_groups import decode_text, encode_text, options_of
 
 Rate = Callable[[int], float]
-Betas = Callable[[int], tuple[float, float]]
+Betas = Callable[[int], tuple[float, float] | None]
 
 _log = logging.getLogger(__name__)
 
@@ -172,9 +161,6 @@ class FormulaSchedule(LRSchedule):
                 group["betas"] = self._betas(self._step)
 
 
-_DEEPSPEED = (WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle, LRRangeTest)
-"""DeepSpeed's types, named as in the config; Megatron's types are styles of one formula."""
-
 _LENGTH_UNKNOWN = (
     "its default, the length of the run, is not known: training_data has no length, or "
     'initialize() did not get it. Set the key, or scheduler.by "epoch" and training.epochs'
@@ -184,9 +170,6 @@ _UNKNOWN_LENGTH = RunLength()
 
 # Epochs whose rates are compared with 0: DeepSpeed's warm-ups begin with two equal rates.
 _MOST_IDLE_EPOCHS = 3
-
-# Arguments that default to the learning rate of the optimizer.
-_DEFAULT_TO_LR = {"base_lr", "warmup_max_lr", "max_lr"}
 
 
 def build_schedule(
@@ -205,28 +188,24 @@ def build_schedule(
         ConfigError: the parameters do not fit this length, or it is needed and not known; a group
             has a learning rate, and the optimizer has 0.
     """
-    name = section.type
-    formulas: dict[str, Callable[..., Rate]] = {kind.__name__: kind for kind in _DEEPSPEED}
-    formula = formulas.get(name or "") or partial(Megatron, style=name)  # type: ignore[arg-type]
-    keys = inspect.signature(formula).parameters.keys() - {"style"}
     try:
         section.check(length, _LENGTH_UNKNOWN)
     except ValueError as error:
         raise ConfigError(str(error), on_every_rank=True) from error
-    given = section.arguments(length)
-    arguments = {key: value for key, value in given.items() if key in keys}
+    assert section.params is not None, "a type has parameters"
+    params = section.params.with_length(length.in_unit(section.by), section.by)
     lr = float(optimizer.defaults.get("lr", optimizer.param_groups[0]["lr"]))
-    rate = formula(**dict.fromkeys(_DEFAULT_TO_LR & keys, lr) | arguments)
+    rate = partial(params.rate, lr=lr)
     rates = [_scaled(rate, float(group["lr"]), lr) for group in optimizer.param_groups]
     betas = None
-    if isinstance(rate, OneCycle) and given["cycle_momentum"]:
-        betas = rate.betas if "betas" in optimizer.defaults else None
-    if betas is None and given.get("cycle_momentum"):
+    if params.betas(0) is not None and "betas" in optimizer.defaults:
+        betas = params.betas
+    elif params.betas(0) is not None:
         _log.warning(
             "scheduler.params.cycle_momentum has no effect: the optimizer %s has no betas",
             torch.typename(optimizer),
         )
-    first_step = given.get("last_batch_iteration", -1) + 1
+    first_step = getattr(params, "last_batch_iteration", -1) + 1
     idle = next((n for n in range(_MOST_IDLE_EPOCHS) if any(r(n) for r in rates)), 0)
     if section.by == "epoch" and idle:
         _log.warning(

@@ -1,15 +1,15 @@
 """The config section `scheduler`: the learning rate over the steps, or over the epochs.
 
 DeepSpeed's five types (its lr_schedules.py) with its keys and defaults, and Megatron's five (its
-optimizer_param_scheduler.py).  Their formulas are called with the number of steps taken, and return
-the rate of the *next* optimizer step.  DeepSpeed's WarmupLR, WarmupDecayLR and WarmupCosineLR count
-from -1: the first two steps have the same rate.  This is kept: a config gives the same curve.
+optimizer_param_scheduler.py).  A class has the keys of a type, and the formula: `rate` gets the
+number of steps taken, and returns the rate of the *next* optimizer step.  DeepSpeed's WarmupLR,
+WarmupDecayLR and WarmupCosineLR count from -1: the first two steps have the same rate.  This is
+kept: a config gives the same curve.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from pydantic import SerializeAsAny
 
@@ -29,6 +29,8 @@ from pipemega.config.sections.optimizer_section import normalize_type
 
 Warmup = Literal["log", "linear"]
 By = Literal["step", "epoch", "sample"]
+# DeepSpeed's OneCycle sets Adam's beta2 to this.
+_CYCLE_BETA2 = 0.99
 _TOTAL = "Length of the whole run; null: that of the section `training`."
 _SET_ONE = {
     "step": "so is training.train_steps, its default: set one of them",
@@ -49,7 +51,7 @@ class SchedulerParams(Section):
         return []
 
     def arguments(self, total: int | None) -> dict[str, Any]:
-        """Return the arguments of the formula, without null ones.
+        """Return the values that the formula uses, without null ones, for a page.
 
         Args:
             total: length of the run, the default of other lengths.
@@ -59,6 +61,19 @@ class SchedulerParams(Section):
     def with_length(self, total: int | None, by: By) -> "SchedulerParams":
         """Return parameters with the same curve in a run of another length."""
         return self
+
+    def rate(self, step: int, lr: float) -> float:
+        """Return the rate of the next optimizer step.
+
+        Args:
+            step: steps (or epochs, samples) so far.
+            lr: the rate of the optimizer.
+        """
+        return lr
+
+    def betas(self, step: int) -> tuple[float, float] | None:
+        """Return Adam's betas of the next step; None: the schedule does not change them."""
+        return None
 
     def check(self, total: int | None, advice: str) -> None:
         """Raise ValueError if these parameters do not fit the length of the run.
@@ -74,6 +89,14 @@ class DeepSpeedParams(SchedulerParams):
     )
 
 
+def _warmup_share(kind: Warmup, length: int, iteration: int) -> float | None:
+    """Return the completed share of DeepSpeed's warm-up, of 2 steps or more; None: it is over."""
+    length = max(2, length)
+    if iteration >= length:
+        return None
+    return math.log(iteration + 1) / math.log(length) if kind == "log" else iteration / length
+
+
 class WarmupLRParams(DeepSpeedParams):
     """Rises from min to max, then stays constant."""
 
@@ -83,6 +106,14 @@ class WarmupLRParams(DeepSpeedParams):
     )
     warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; 0 and 1 count as 2.")
     warmup_type: Warmup = honoured("log", "Shape of the warm-up.")
+
+    def rate(self, step: int, lr: float) -> float:
+        iteration, low = step - 1, self.warmup_min_lr
+        if iteration < 0:
+            return low
+        share = _warmup_share(self.warmup_type, self.warmup_num_steps, iteration)
+        high = lr if self.warmup_max_lr is None else self.warmup_max_lr
+        return low + (high - low) * (1.0 if share is None else share)
 
 
 class _WithTotal(DeepSpeedParams):
@@ -109,6 +140,16 @@ class WarmupDecayLRParams(_WithTotal):
     warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; 0 and 1 count as 2.")
     warmup_type: Warmup = honoured("log", "Shape of the warm-up.")
 
+    def rate(self, step: int, lr: float) -> float:
+        iteration, low, total = step - 1, self.warmup_min_lr, self.total_num_steps or 0
+        if iteration < 0:
+            return low
+        share = _warmup_share(self.warmup_type, self.warmup_num_steps, iteration)
+        if share is None:
+            steps = max(1.0, total - max(2, self.warmup_num_steps))
+            share = max(0.0, (total - iteration) / steps)
+        return low + (self.warmup_max_lr - low) * share
+
 
 class WarmupCosineLRParams(_WithTotal):
     """Rises, then falls along a cosine; in ratios of the optimizer's rate."""
@@ -121,6 +162,18 @@ class WarmupCosineLRParams(_WithTotal):
         1e-4, "Rate at the end of the cosine, relative to that of the optimizer."
     )
     warmup_type: Warmup = honoured("log", "Shape of the warm-up.")
+
+    def rate(self, step: int, lr: float) -> float:
+        iteration, low, total = step - 1, self.warmup_min_ratio, self.total_num_steps or 0
+        if iteration < 0:
+            return 0.0
+        share = _warmup_share(self.warmup_type, self.warmup_num_steps, iteration)
+        if share is not None:
+            return lr * (low + (1 - low) * share)
+        warmup = max(2, self.warmup_num_steps)
+        progress = min(1.0, (iteration - warmup + 1) / max(1, total - warmup))
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return lr * max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * cosine)
 
 
 class OneCycleParams(DeepSpeedParams):
@@ -150,6 +203,43 @@ class OneCycleParams(DeepSpeedParams):
             "cycle_second_stair_count": self.cycle_first_stair_count if stairs is None else stairs,
         }
 
+    def with_length(self, total: int | None, by: By) -> SchedulerParams:
+        return self.model_copy(update=self.arguments(total))
+
+    def rate(self, step: int, lr: float) -> float:
+        low, over = self.cycle_min_lr, self._steps_over(step)
+        if over <= 0:
+            return low + (self.cycle_max_lr - low) * self._height(step)
+        if self.decay_step_size == 0:
+            return low
+        return low / (1 + self.decay_lr_rate * over / self.decay_step_size)
+
+    def betas(self, step: int) -> tuple[float, float] | None:
+        """beta1 goes from max to min to max; it is min in DeepSpeed's first step."""
+        if not self.cycle_momentum:
+            return None
+        if step == 0:
+            return self.cycle_min_mom, _CYCLE_BETA2
+        over, size = self._steps_over(step), self.decay_step_size
+        if over > 0:
+            growth = self.decay_mom_rate * over / size if size else 0.0
+            return self.cycle_max_mom * (1 + growth), _CYCLE_BETA2
+        depth = (self.cycle_max_mom - self.cycle_min_mom) * self._height(step)
+        return self.cycle_max_mom - depth, _CYCLE_BETA2
+
+    def _steps_over(self, step: int) -> int:
+        """Return the number of steps after the end of the cycle."""
+        return step - (self.cycle_first_step_size + (self.cycle_second_step_size or 0))
+
+    def _height(self, step: int) -> float:
+        """Return the height within the cycle: 0 at its ends, 1 at its peak."""
+        rises = step <= self.cycle_first_step_size
+        at = step if rises else -self._steps_over(step)
+        size = self.cycle_first_step_size if rises else self.cycle_second_step_size or 1
+        stairs = self.cycle_first_stair_count if rises else self.cycle_second_stair_count or 0
+        # Stairs from integers: the rounded height may be just below a stair.
+        return math.floor(at * stairs / size) / stairs if stairs > 0 else at / size
+
 
 class LRRangeTestParams(DeepSpeedParams):
     """Rises without limit, to find the rate at which training diverges."""
@@ -160,6 +250,12 @@ class LRRangeTestParams(DeepSpeedParams):
         1.0, "Size of a rise, as a multiple of the first rate."
     )
     lr_range_test_staircase: bool = honoured(False, "Rise in stairs.")
+
+    def rate(self, step: int, lr: float) -> float:
+        intervals = step / self.lr_range_test_step_size
+        if self.lr_range_test_staircase:
+            intervals = math.floor(intervals)
+        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * intervals)
 
 
 class ConstantParams(SchedulerParams):
@@ -226,6 +322,22 @@ class ConstantParams(SchedulerParams):
             return self.warmup_samples or self.warmup_steps
         return round(self.warmup_fraction * (self._decay or total or 0))
 
+    def rate(self, step: int, lr: float) -> float:
+        low, high = self.warmup_init_lr, lr if self.max_lr is None else self.max_lr
+        warmup = self._warmup(None)
+        if warmup > 0 and step <= warmup:
+            return low + (high - low) * step / warmup
+        return self.rate_after(step, warmup, high)
+
+    def rate_after(self, step: int, warmup: int, high: float) -> float:
+        """Return the rate after the warm-up.
+
+        Args:
+            warmup: its length.
+            high: the rate at its end.
+        """
+        return high
+
 
 class DecayParams(ConstantParams):
     """Decays from `max_lr` to `min_lr`, which is reached at `decay_steps`."""
@@ -242,6 +354,32 @@ class DecayParams(ConstantParams):
                 f"{self._key('decay')} ({end}) must be above the length of the warm-up "
                 f"({warmup}): the rate decays between the two"
             )
+
+    def rate_after(self, step: int, warmup: int, high: float) -> float:
+        end = self._decay or 0
+        if step > end:
+            return self.min_lr
+        return self.decayed(step, warmup, end, high)
+
+    def decayed(self, step: int, warmup: int, end: int, high: float) -> float:
+        """Return the rate between the end of the warm-up and `end`."""
+        share = self.share(step - warmup, end - warmup)
+        return self.min_lr + (high - self.min_lr) * share
+
+    def share(self, step: int, steps: int) -> float:
+        """Return the remaining share of max - min after `step` of `steps`."""
+        return _DECAYS["linear"](max(0, step) / max(1, steps))
+
+
+class CosineParams(DecayParams):
+    def share(self, step: int, steps: int) -> float:
+        return _DECAYS["cosine"](max(0, step) / max(1, steps))
+
+
+class InverseSquareRootParams(DecayParams):
+    def decayed(self, step: int, warmup: int, end: int, high: float) -> float:
+        scale = high * math.sqrt(max(warmup, 1))
+        return max(self.min_lr, scale / math.sqrt(max(step, 1)))
 
 
 class WsdParams(DecayParams):
@@ -283,6 +421,19 @@ class WsdParams(DecayParams):
                 "is the end of the schedule"
             )
 
+    def decayed(self, step: int, warmup: int, end: int, high: float) -> float:
+        tail = self._tail or 0
+        ratio = max(0, step - (end - tail)) / max(1, tail)
+        return self.min_lr + (high - self.min_lr) * _DECAYS[self.wsd_decay_style](ratio)
+
+
+_DECAYS: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda ratio: 1 - ratio,
+    "cosine": lambda ratio: (math.cos(math.pi * ratio) + 1) / 2,
+    "exponential": lambda ratio: float(2 * 0.5**ratio - 1),
+    "minus_sqrt": lambda ratio: 1 - math.sqrt(ratio),
+}
+"""Shape of a decay: completed share of its steps -> remaining share of max - min."""
 
 _IN_STEPS = {
     "warmup_samples": "warmup_steps",
@@ -299,22 +450,24 @@ PARAMS: Mapping[str, type[SchedulerParams]] = {
     "LRRangeTest": LRRangeTestParams,
     "constant": ConstantParams,
     "linear": DecayParams,
-    "cosine": DecayParams,
-    "inverse-square-root": DecayParams,
+    "cosine": CosineParams,
+    "inverse-square-root": InverseSquareRootParams,
     "WSD": WsdParams,
 }
 MEGATRON = tuple(name for name, params in PARAMS.items() if issubclass(params, ConstantParams))
+
+if TYPE_CHECKING:
+    ScheduleName = str
+else:
+    ScheduleName = Literal[tuple(PARAMS)]
 
 
 class SchedulerSection(Section):
     """The learning rate schedule; without this section the optimizer's rate is constant."""
 
-    type: Literal[
-        "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest",
-        "constant", "linear", "cosine", "inverse-square-root", "WSD",
-    ] | None = honoured(
+    type: ScheduleName | None = honoured(
         None, "The schedule; case is ignored. null: that of `initialize(lr_scheduler=...)`."
-    )  # fmt: skip
+    )
     params: SerializeAsAny[SchedulerParams | None] = honoured(
         None, "Parameters of the type, listed below."
     )
@@ -361,7 +514,7 @@ class SchedulerSection(Section):
                 )
 
     def arguments(self, length: "RunLength") -> dict[str, Any]:
-        """Return the arguments of the formula, as `SchedulerParams.arguments`."""
+        """Return the values that the formula uses, as `SchedulerParams.arguments`."""
         return {} if self.params is None else self.params.arguments(length.in_unit(self.by))
 
     def check(self, length: "RunLength", advice: str | None = None) -> None:
@@ -411,188 +564,3 @@ def errors_of_length(config: Any) -> Iterable[str]:
     if length.in_unit(section.by) is not None or not is_known_later:
         section.check(length)
     return ()
-
-
-# DeepSpeed's OneCycle sets Adam's beta2 to this.
-_CYCLE_BETA2 = 0.99
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Warmup:
-    """The warm-up of DeepSpeed's schedules, at least two steps long."""
-
-    warmup_num_steps: int
-    warmup_type: Literal["log", "linear"]
-
-    @property
-    def num_steps(self) -> int:
-        return max(2, self.warmup_num_steps)
-
-    def share(self, iteration: int) -> float:
-        """Return the completed share of the warm-up; for iterations below `num_steps`."""
-        if self.warmup_type == "log":
-            return math.log(iteration + 1) / math.log(self.num_steps)
-        return iteration / self.num_steps
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmupLR(_Warmup):
-    """DeepSpeed's WarmupLR: rises from min to max, then stays constant."""
-
-    warmup_min_lr: float
-    warmup_max_lr: float
-
-    def __call__(self, step: int) -> float:
-        iteration = step - 1
-        if iteration < 0:
-            return self.warmup_min_lr
-        warms_up = iteration < self.num_steps
-        share = self.share(iteration) if warms_up else self.share_after(iteration)
-        return self.warmup_min_lr + (self.warmup_max_lr - self.warmup_min_lr) * share
-
-    def share_after(self, iteration: int) -> float:
-        """Return the share of max - min after the warm-up."""
-        return 1.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmupDecayLR(WarmupLR):
-    """DeepSpeed's WarmupDecayLR: rises from min to max, then falls linearly to min."""
-
-    total_num_steps: int
-
-    def share_after(self, iteration: int) -> float:
-        steps = max(1.0, self.total_num_steps - self.num_steps)
-        return max(0.0, (self.total_num_steps - iteration) / steps)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WarmupCosineLR(_Warmup):
-    """DeepSpeed's WarmupCosineLR, in ratios of the optimizer's rate; the first rate is 0."""
-
-    base_lr: float
-    total_num_steps: int
-    warmup_min_ratio: float
-    cos_min_ratio: float
-
-    def __call__(self, step: int) -> float:
-        iteration, low = step - 1, self.warmup_min_ratio
-        if iteration < 0:
-            return 0.0
-        if iteration < self.num_steps:
-            return self.base_lr * (low + (1 - low) * self.share(iteration))
-        steps = max(1, self.total_num_steps - self.num_steps)
-        progress = min(1.0, (iteration - self.num_steps + 1) / steps)
-        cosine = (1 + math.cos(math.pi * progress)) / 2
-        return self.base_lr * max(0.0, self.cos_min_ratio + (1 - self.cos_min_ratio) * cosine)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LRRangeTest:
-    """DeepSpeed's LRRangeTest: rises by `step_rate` times min every `step_size` steps."""
-
-    lr_range_test_min_lr: float
-    lr_range_test_step_size: int
-    lr_range_test_step_rate: float
-    lr_range_test_staircase: bool
-
-    def __call__(self, step: int) -> float:
-        intervals = step / self.lr_range_test_step_size
-        if self.lr_range_test_staircase:
-            intervals = math.floor(intervals)
-        return self.lr_range_test_min_lr * (1 + self.lr_range_test_step_rate * intervals)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OneCycle:
-    """DeepSpeed's OneCycle: min to max to min, then decay by 1 / (1 + rate * intervals)."""
-
-    cycle_min_lr: float
-    cycle_max_lr: float
-    cycle_min_mom: float
-    cycle_max_mom: float
-    decay_lr_rate: float
-    decay_mom_rate: float
-    cycle_first_step_size: int
-    cycle_second_step_size: int
-    cycle_first_stair_count: int
-    cycle_second_stair_count: int
-    decay_step_size: int
-
-    def __call__(self, step: int) -> float:
-        over = self._steps_over(step)
-        if over <= 0:
-            return self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * self._height(step)
-        if self.decay_step_size == 0:
-            return self.cycle_min_lr
-        return self.cycle_min_lr / (1 + self.decay_lr_rate * over / self.decay_step_size)
-
-    def betas(self, step: int) -> tuple[float, float]:
-        """Adam's betas: beta1 from max to min to max; min in DeepSpeed's first step."""
-        if step == 0:
-            return self.cycle_min_mom, _CYCLE_BETA2
-        over, size = self._steps_over(step), self.decay_step_size
-        if over > 0:
-            growth = self.decay_mom_rate * over / size if size else 0.0
-            return self.cycle_max_mom * (1 + growth), _CYCLE_BETA2
-        depth = (self.cycle_max_mom - self.cycle_min_mom) * self._height(step)
-        return self.cycle_max_mom - depth, _CYCLE_BETA2
-
-    def _steps_over(self, step: int) -> int:
-        """Return the number of steps after the end of the cycle."""
-        return step - (self.cycle_first_step_size + self.cycle_second_step_size)
-
-    def _height(self, step: int) -> float:
-        """Return the height within the cycle: 0 at its ends, 1 at its peak."""
-        rises = step <= self.cycle_first_step_size
-        at = step if rises else -self._steps_over(step)
-        size = self.cycle_first_step_size if rises else self.cycle_second_step_size
-        stairs = self.cycle_first_stair_count if rises else self.cycle_second_stair_count
-        # Stairs from integers: the rounded height may be just below a stair.
-        return math.floor(at * stairs / size) / stairs if stairs > 0 else at / size
-
-
-@dataclass(frozen=True, kw_only=True)
-class Megatron:
-    """Megatron-LM's schedules: linear warm-up from init to max, then the decay of `style`.
-
-    Args:
-        decay_steps: not used by "constant".
-        wsd_decay_steps, wsd_decay_style: used by "WSD" only.
-    """
-
-    style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"]
-    max_lr: float
-    min_lr: float
-    init_lr: float
-    warmup_steps: int
-    decay_steps: int = 0
-    wsd_decay_steps: int = 0
-    wsd_decay_style: str = ""
-
-    def __call__(self, step: int) -> float:
-        if self.warmup_steps > 0 and step <= self.warmup_steps:
-            return self.init_lr + (self.max_lr - self.init_lr) * step / self.warmup_steps
-        if self.style == "constant":
-            return self.max_lr
-        if step > self.decay_steps:
-            return self.min_lr
-        if self.style == "inverse-square-root":
-            scale = self.max_lr * math.sqrt(max(self.warmup_steps, 1))
-            return max(self.min_lr, scale / math.sqrt(max(step, 1)))
-        return self.min_lr + (self.max_lr - self.min_lr) * self._share(step)
-
-    def _share(self, step: int) -> float:
-        """Return the remaining share of max - min."""
-        style: str = self.style
-        start = self.warmup_steps
-        if style == "WSD":
-            style, start = self.wsd_decay_style, self.decay_steps - self.wsd_decay_steps
-        ratio = max(0, step - start) / max(1, self.decay_steps - start)
-        if style == "linear":
-            return 1 - ratio
-        if style == "cosine":
-            return (math.cos(math.pi * ratio) + 1) / 2
-        if style == "exponential":
-            return float(2 * 0.5**ratio - 1)
-        return 1 - math.sqrt(ratio)

@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from torch import nn
 
 from pipemega.config import load
 from pipemega.config.sections.scheduler_section import (
+    PARAMS,
     DecayParams,
-    Megatron,
     RunLength,
     SchedulerSection,
+    WsdParams,
 )
 from pipemega.errors import CheckpointError, ConfigError
 from pipemega.optimizer import build_schedule
@@ -97,9 +99,12 @@ def test_the_curve_equals_the_one_computed_by_hand(name, params, expected):
     ],
 )
 def test_the_decay_of_wsd_goes_from_max_to_min_in_its_style(style, halfway):
-    rate = Megatron(style="WSD", max_lr=3.0, min_lr=1.0, init_lr=0.0, warmup_steps=0,
-                    decay_steps=10, wsd_decay_steps=4, wsd_decay_style=style)  # fmt: skip
-    assert [rate(6), rate(8), rate(10)] == pytest.approx([3, 1 + 2 * halfway, 1], rel=1e-12)
+    params = WsdParams(
+        max_lr=3.0, min_lr=1.0, decay_steps=10, wsd_decay_steps=4, wsd_decay_style=style
+    )
+    assert [params.rate(step, 0.0) for step in (6, 8, 10)] == pytest.approx(
+        [3, 1 + 2 * halfway, 1], rel=1e-12
+    )
 
 
 def test_one_cycle_moves_adams_beta1_opposite_to_the_rate():
@@ -251,9 +256,8 @@ def test_a_schedule_in_samples_advances_by_the_samples_of_each_step():
 
 
 def megatron(style, **more):
-    return Megatron(
-        style=style, max_lr=0.1, min_lr=0.01, init_lr=0.0, warmup_steps=8, decay_steps=40, **more
-    )
+    params = {"max_lr": 0.1, "min_lr": 0.01, "warmup_steps": 8, "decay_steps": 40, **more}
+    return partial(PARAMS[style](**params).rate, lr=0.0)
 
 
 def test_train_samples_alone_make_a_schedule_of_megatron_count_samples():
