@@ -59,7 +59,7 @@ from pipemega.distributed.mesh import Mesh
 from pipemega.errors import PipemegaError
 from pipemega.optimizer.param_groups import options_of
 from pipemega.optimizer.step import OptimizerStep
-from pipemega.optimizer.step_outcome import Attempt, Decision, GlobalStats, StepReport, decide
+from pipemega.optimizer.step_outcome import Attempt, Decision, GlobalStats, StepReport
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.model.module import BufferCopies
@@ -313,7 +313,7 @@ class PostValidatedStep(OptimizerStep):
         with self.phases("gradient norm"):
             stats = self._local_stats(loss_sum, weight_sum, num_microbatches, stop)
         sums = self._sums.start(f"the gradient norm of step {self.steps}", stats)
-        assumed = decide(attempt, totals.without_norm(), self._settings.clip)
+        assumed = self._decide(attempt, totals.without_norm())
         if self._right_in_a_row < self._sync_after or assumed.report.overflow:
             return self._wait_for_norm(attempt, assumed, sums)
         self._save_backup()
@@ -327,7 +327,7 @@ class PostValidatedStep(OptimizerStep):
     def _wait_for_norm(self, attempt: Attempt, assumed: Decision, sums: AsyncSums) -> StepReport:
         """Do the synchronous step; record whether the assumption would have been right."""
         with self.phases("gradient norm"):
-            decision = decide(attempt, sums.wait(), self._settings.clip)
+            decision = self._decide(attempt, sums.wait())
         self._count(right=decision.same_update(assumed))
         self._execute(decision)
         report = self._with_statistics(decision.report)
@@ -363,7 +363,7 @@ class PostValidatedStep(OptimizerStep):
         if step is None:
             return True
         with self.phases("gradient norm"):
-            decision = self._decide(step)
+            decision = self._decision(step)
         right = decision.same_update(step.assumed)
         self._unvalidated = None
         self._count(right=right)
@@ -394,8 +394,8 @@ class PostValidatedStep(OptimizerStep):
         self._record(replace(report, rollbacks=self.rollbacks))
         return right
 
-    def _decide(self, step: _UnvalidatedStep) -> Decision:
-        return decide(step.attempt, step.sums.wait(), self._settings.clip)
+    def _decision(self, step: _UnvalidatedStep) -> Decision:
+        return self._decide(step.attempt, step.sums.wait())
 
     def _count(self, *, right: bool) -> None:
         self._right_in_a_row = self._right_in_a_row + 1 if right else 0
@@ -406,7 +406,7 @@ class PostValidatedStep(OptimizerStep):
         step = self._unvalidated
         if step is None:
             return self._last
-        decision = self._decide(step)
+        decision = self._decision(step)
         wrong = not decision.same_update(step.assumed)
         return replace(decision.report, rollbacks=self.rollbacks + wrong)
 
@@ -414,7 +414,7 @@ class PostValidatedStep(OptimizerStep):
     def skipped_so_far(self) -> int:
         """Skipped steps, the last step included; waits as `last` does."""
         step = self._unvalidated
-        return self.skipped_steps if step is None else self._decide(step).report.skipped_steps
+        return self.skipped_steps if step is None else self._decision(step).report.skipped_steps
 
 
 def _separate_group(mesh: Mesh) -> dist.ProcessGroup | None:

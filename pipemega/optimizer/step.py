@@ -166,7 +166,7 @@ class OptimizerStep:
             if self._mesh.world.size > 1:
                 all_reduce(stats, self._mesh.world)
             synchronize()
-            decision = decide(attempt, GlobalStats.of(stats.tolist()), self._settings.clip)
+            decision = self._decide(attempt, GlobalStats.of(stats.tolist()))
         self._execute(decision)
         return self._record(self._with_statistics(decision.report))
 
@@ -239,6 +239,9 @@ class OptimizerStep:
             # Not `stats[i] = number`: torch copies that from pageable memory, and the host waits.
             place.fill_(number.detach() if isinstance(number, Tensor) else number)
         return stats
+
+    def _decide(self, attempt: Attempt, stats: GlobalStats) -> Decision:
+        return decide(attempt, stats, self._settings.clip)
 
     def _execute(self, decision: Decision, *, keep_gradients: bool = False) -> None:
         """Skip or update as decided, then set the gradients to zero unless they are kept.
