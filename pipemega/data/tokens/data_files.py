@@ -17,7 +17,6 @@ from pipemega.data.tokens.corpus import (
     read_manifest,
     tokenizer_of,
 )
-from pipemega.data.tokens.tokenizers import UNKNOWN_EOD, Tokenizer
 from pipemega.errors import ConfigError, DataError, PipemegaError
 from pipemega.lazy_imports import deferred
 from pipemega.storage.build_once import digest_of, user_cache_folder
@@ -173,7 +172,7 @@ def corpus_prefix(section: DataSection) -> tuple[Corpus, Path]:
 
 def find_tokenizer(
     prefixes: Sequence[Path], named: str | None, eod: int | str | None = None
-) -> Tokenizer | None:
+) -> "tokenizers.Tokenizer | None":
     """Return the named tokenizer, or the one next to the first token files; None if there is none.
 
     Args:
@@ -200,7 +199,7 @@ def find_tokenizer(
     return tokenizer
 
 
-def run_tokenizer(config: Config) -> tuple[str, Tokenizer] | None:
+def run_tokenizer(config: Config) -> "tuple[str, tokenizers.Tokenizer] | None":
     """Return path and tokenizer of a run: the named one, that of its token files, corpus or model.
 
     None if there is none; a corpus that was never prepared has none yet.
@@ -239,7 +238,7 @@ def errors_of_eod(section: DataSection, vocab_size: int | None) -> Iterator[str]
     if eod is None and keys and (named is None or _exists(named)):
         found = find_tokenizer(prefixes, named)
         if found is None or found.eod is None:
-            yield UNKNOWN_EOD.format(key=keys[0])
+            yield tokenizers.UNKNOWN_EOD.format(key=keys[0])
 
 
 class Vocabulary(NamedTuple):
