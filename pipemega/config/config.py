@@ -45,13 +45,9 @@ from pipemega.config.sections.hf_section import HFSection, errors_of_positions
 from pipemega.config.sections.image_model_sections import ResNetSection, ViTSection
 from pipemega.config.sections.monitor_sections import (
     CommsLoggerSection,
-    CsvSection,
     FlopsProfilerSection,
-    LoggingSection,
-    MonitorSection,
-    TensorboardSection,
+    MonitorKeys,
     TimersSection,
-    WandbSection,
     warnings_of_profiling,
 )
 from pipemega.config.sections.optimizer_section import OptimizerSection
@@ -205,7 +201,7 @@ class RunKeys(Section):
     dump_state: bool = honoured(False, "Log the resolved config at the start.")
 
 
-class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
+class Config(BatchKeys, RunKeys, GradientKeys, MonitorKeys, UnsupportedKeys):
     """The config of a run, frozen; values derived from the keys are properties and methods."""
 
     old_names: ClassVar[Mapping[str, str]] = {"bfloat16": "bf16"}
@@ -245,11 +241,6 @@ class Config(BatchKeys, RunKeys, GradientKeys, UnsupportedKeys):
     )
     compile: CompileSection = section(CompileSection, "torch.compile for each layer.")
     checkpoint: CheckpointSection = section(CheckpointSection, "Saving and loading of checkpoints.")
-    monitor: MonitorSection = section(MonitorSection, "Metrics that every run records.", own=True)
-    logging: LoggingSection = section(LoggingSection, "Messages of the logger.", own=True)
-    tensorboard: TensorboardSection = section(TensorboardSection, "TensorBoard.")
-    wandb: WandbSection = section(WandbSection, "Weights & Biases.")
-    csv_monitor: CsvSection = section(CsvSection, "CSV files.")
     flops_profiler: FlopsProfilerSection = section(
         FlopsProfilerSection, "Table of the costs of modules."
     )

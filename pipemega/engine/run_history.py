@@ -265,9 +265,7 @@ def keeps_files(config: Config) -> bool:
     trace = config.monitor.trace
     return (
         config.checkpoint.save is not None
-        or config.csv_monitor.enabled
-        or config.tensorboard.enabled
-        or config.wandb.enabled
+        or config.has_sinks
         or config.monitor.jsonl is not None
         or bool(trace.steps or trace.every)
     )

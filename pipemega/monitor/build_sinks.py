@@ -20,6 +20,12 @@ from pipemega.monitor.sinks import (
 )
 from pipemega.monitor.wandb_sink import WandbOptions, WandbSink
 
+# Section of the config -> its sink, which writes into a folder of the run.
+_FILE_SINKS: Mapping[str, Callable[..., Sink]] = {
+    "csv_monitor": CsvSink,
+    "tensorboard": TensorboardSink,
+}
+
 
 def build_sinks(
     config: Any,
@@ -74,12 +80,13 @@ def _file_sinks(
     names = config.monitor.metric_names
     path = config.monitor.jsonl or run_folder / "metrics.jsonl"
     builders: list[Callable[[], Sink]] = [partial(JsonLinesSink, path, resume)]
-    if config.csv_monitor.enabled:
-        folder = _job_folder(config.csv_monitor, run_folder / "csv")
-        builders.append(partial(_in_background, config, CsvSink, folder, resume, names))
-    if config.tensorboard.enabled:
-        folder = _job_folder(config.tensorboard, run_folder / "tensorboard")
-        builders.append(partial(_in_background, config, TensorboardSink, folder, resume, names))
+    for name, build in _FILE_SINKS.items():
+        section = getattr(config, name)
+        if section.enabled:
+            # output_path/job_name, as DeepSpeed.
+            default = run_folder / name.removesuffix("_monitor")
+            folder = Path(section.output_path or default, section.job_name)
+            builders.append(partial(_in_background, config, build, folder, resume, names))
     return builders
 
 
@@ -88,11 +95,6 @@ def _in_background(config: Any, build: Callable[..., Sink], *arguments: Any) -> 
     # The other ranks wait for this one at the end: it must close its sinks well within the timeout.
     seconds = min(CLOSE_SECONDS, config.mesh.timeout_seconds / 4)
     return BackgroundSink(build(*arguments), close_seconds=seconds)
-
-
-def _job_folder(section: Any, default: Path) -> Path:
-    """Return output_path/job_name, as DeepSpeed; `default` replaces an empty output_path."""
-    return Path(section.output_path or default, section.job_name)
 
 
 def _wandb(

@@ -6,7 +6,7 @@
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -237,3 +237,20 @@ class CommsLoggerSection(Section):
                 "comms_logger.prof_ops is empty: name the operations to record, or set prof_all "
                 "to true"
             )
+
+
+class MonitorKeys(Section):
+    """What a run records, and where. `monitor.build_sinks` has an entry for each of the sinks."""
+
+    SINKS: ClassVar = ("tensorboard", "wandb", "csv_monitor")
+
+    monitor: MonitorSection = section(MonitorSection, "Metrics that every run records.", own=True)
+    logging: LoggingSection = section(LoggingSection, "Messages of the logger.", own=True)
+    tensorboard: TensorboardSection = section(TensorboardSection, "TensorBoard.")
+    wandb: WandbSection = section(WandbSection, "Weights & Biases.")
+    csv_monitor: CsvSection = section(CsvSection, "CSV files.")
+
+    @property
+    def has_sinks(self) -> bool:
+        """Whether a sink is enabled."""
+        return any(getattr(self, name).enabled for name in self.SINKS)
