@@ -231,7 +231,7 @@ class _Probe(Recorder):
         step, passes = self._program[self._at], self._executor.vocabulary
         loss_kind = Kind.FORWARD if passes is None else Kind.LOSS
         if step.kind is loss_kind and step.stage == self._last_stage:
-            loss = self._executor.results.losses.get(step.microbatch)
+            loss = self._executor.results.losses.of(step.microbatch)
             if loss is not None and not _is_finite(loss):
                 text = f"the loss function: returns {loss.item():g}, its input was finite"
                 self._note(_Phase.FORWARD, step.microbatch, self._num_layers, text)

@@ -3,7 +3,7 @@
 engine           Engine: the public methods
 training_run     TrainingRun: what follows a step: records, checks, checkpoints, the end of the run
 step_runner      StepRunner: single steps on the stages of this rank, which may move
-train_step       TrainStep, StepFeature: what watches steps and the run; sums of the loss
+train_step       TrainStep, StepFeature: what watches steps and the run
 
 initialize       builds an engine from a config and a model, and loads its checkpoint
 run_setup        what an engine is built from; builds the executor of any stages

@@ -8,10 +8,10 @@ from torch import Tensor
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.batch_reader import BatchReader, StepData
-from pipemega.engine.train_step import mean_of_sums, sum_losses
 from pipemega.errors import ConfigError
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor
+from pipemega.pipeline.microbatch_loss import mean_over_ranks
 from pipemega.pipeline.plan_selection import evaluation_plan
 from pipemega.random import preserve_rng
 
@@ -52,8 +52,8 @@ class Evaluator:
             None on other stages' ranks.
         """
         results = self._forward(data, keep_outputs, on_output)
-        loss, weight, _ = sum_losses(results, self._mesh)
-        return mean_of_sums(loss, weight, self._mesh), self.kept(results)
+        loss, weight, _ = results.losses.totals(self._mesh)
+        return mean_over_ranks(loss, weight, self._mesh), self.kept(results)
 
     def outputs(self, data: StepData) -> list[Any] | None:
         """Return the outputs of some micro-batches, as `batch`."""
@@ -95,11 +95,12 @@ class Evaluator:
                 if num_batches is not None or done == 0:
                     raise
                 break
-            loss, weight, _ = sum_losses(self._forward(data, False, on_output), self._mesh)
+            results = self._forward(data, False, on_output)
+            loss, weight, _ = results.losses.totals(self._mesh)
             sums, done = (sums[0] + loss, sums[1] + weight), done + 1
             if on_batch is not None:
                 on_batch(data.num_samples)
-        return mean_of_sums(*sums, self._mesh)
+        return mean_over_ranks(*sums, self._mesh)
 
     def _forward(self, data: StepData, keep_outputs: bool, on_output: OnOutput | None) -> Results:
         if not data.inputs:  # only other data ranks have samples

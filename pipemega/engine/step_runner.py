@@ -33,7 +33,6 @@ from pipemega.engine.train_step import (
     StepFeature,
     TraceSteps,
     TrainStep,
-    sum_losses,
 )
 from pipemega.engine.training_data import TrainingData, share_of
 from pipemega.errors import ConfigError, PipemegaError
@@ -288,7 +287,7 @@ class StepRunner:
         assert isinstance(optimizer_step, PostValidatedStep)
 
         def start_loss_sums(results: Results) -> None:
-            optimizer_step.start_loss_sums(*sum_losses(results, self.mesh), should_stop())
+            optimizer_step.start_loss_sums(*results.losses.totals(self.mesh), should_stop())
 
         return self._speculative.run(step.plan, micro_batches, recorder, start_loss_sums)
 
@@ -300,7 +299,7 @@ class StepRunner:
         self._batch_norms.end_step()
         with self.timers("optimizer"):
             report = self.optimizer_step(
-                *sum_losses(results, self.mesh),
+                *results.losses.totals(self.mesh),
                 samples=step.data.num_samples,
                 stop=should_stop(),
             )

@@ -10,7 +10,7 @@ from torch.autograd.graph import GradientEdge
 
 from pipemega.distributed.torch_versions import gradient_edge
 from pipemega.pipeline.messages import InputGradient, TensorMeta
-from pipemega.pipeline.microbatch_loss import Loss
+from pipemega.pipeline.microbatch_loss import Loss, LossSums
 from pipemega.pipeline.model.module import RngKey, Stage
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.plan.instructions import Instruction, Plan
@@ -96,13 +96,9 @@ class MicroBatches:
 
 @dataclass
 class Results:
-    """Losses and outputs of a run on the rank of the last stage; empty on the other ranks.
+    """Losses and outputs of a run on the rank of the last stage; empty on the other ranks."""
 
-    `losses[m]` and `weights[m]` are scalars on the device; the weight of a mean loss is 1.
-    """
-
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    weights: dict[int, Tensor] = field(default_factory=dict)
+    losses: LossSums = field(default_factory=LossSums)
     outputs: dict[int, Any] = field(default_factory=dict)
 
 

@@ -346,8 +346,7 @@ class Executor:
             key = ("loss", run.train, is_used)
             given = (output, labels) if is_used else labels
             result, weight = self._guard.bind(key)(run_loss, given)
-            run.results.losses[m] = result.detach().reshape(())
-            run.results.weights[m] = weight.detach().reshape(())
+            run.results.losses.add(m, result, weight)
         if is_used and batch.on_output is not None:
             batch.on_output(detached, labels)
         return result
@@ -393,8 +392,9 @@ class Executor:
         if step.stage == self._model.num_stages - 1 and self._vocabulary is not None:
             return [self._vocabulary.output_gradient(step.microbatch)]
         if step.stage == self._model.num_stages - 1:
-            device = run.results.losses[step.microbatch].device
-            factor = run.batch.loss_factor
+            loss = run.results.losses.of(step.microbatch)
+            assert loss is not None, "its forward has run"
+            device, factor = loss.device, run.batch.loss_factor
             metas = run.in_flight[key].metas
             return [torch.full(m.shape, factor, dtype=m.dtype, device=device) for m in metas]
         if key in run.gradient_receives:

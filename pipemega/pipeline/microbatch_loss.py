@@ -1,4 +1,4 @@
-"""The loss of one micro-batch: its reduction, and checks of what the loss function returns."""
+"""The loss of a micro-batch: its reduction, checks of what the loss function returns, and sums."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from pipemega.config import Config
+from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.exchanges import all_reduce
+from pipemega.distributed.mesh import Mesh
 from pipemega.errors import ConfigError, PipelineError
 from pipemega.pipeline.messages import tensors_of
 from pipemega.pipeline.model.spec import LayerSpec, captured_names
@@ -61,6 +64,56 @@ def weighted_loss(result: Any) -> WeightedLoss:
                 f"reduce it, for example with .mean()"
             )
     return WeightedLoss(loss, weight)
+
+
+class LossSums:
+    """The losses of the micro-batches of a run on the rank of the last stage, and their weights.
+
+    Scalars on the device; the weight of a mean loss is 1. Empty on the other ranks.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def add(self, microbatch: int, loss: Tensor, weight: Tensor) -> None:
+        """Add the (weighted) loss of a micro-batch; several losses of one are one sum."""
+        loss, weight = loss.detach().reshape(()), weight.detach().reshape(())
+        if microbatch in self._parts:
+            loss = self._parts[microbatch][0] + loss
+        self._parts[microbatch] = loss, weight
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+    def of(self, microbatch: int) -> Tensor | None:
+        """Return the loss of a micro-batch; None if it is not known."""
+        part = self._parts.get(microbatch)
+        return None if part is None else part[0]
+
+    def totals(self, mesh: Mesh) -> tuple[Tensor | float, Tensor | float, int]:
+        """Return the sums of losses and weights, and the number of micro-batches.
+
+        Zeros except on the first tensor rank of the last stage, so that sums over all ranks count
+        each micro-batch once.
+        """
+        if not self._parts or mesh.tensor.rank > 0:
+            return 0.0, 0.0, 0
+        # In the order of micro-batches: every schedule gives the same sum.
+        parts = [self._parts[m] for m in sorted(self._parts)]
+        losses = torch.stack([loss.double() for loss, _ in parts]).sum()
+        weights = torch.stack([weight.double() for _, weight in parts]).sum()
+        return losses, weights, len(parts)
+
+
+def mean_over_ranks(loss: Tensor | float, weight: Tensor | float, mesh: Mesh) -> float:
+    """Return the loss summed over all ranks, divided by the weight; collective."""
+    sums = torch.stack([torch.as_tensor(x, dtype=torch.float64) for x in (loss, weight)])
+    sums = sums.to(mesh.device)
+    if mesh.world.size > 1:
+        all_reduce(sums, mesh.world)
+    synchronize()
+    loss_sum, weight_sum = sums.tolist()
+    return loss_sum / weight_sum if weight_sum else float("nan")
 
 
 def reduced_loss(config: Config, loss_fn: Loss | None) -> Loss | None:

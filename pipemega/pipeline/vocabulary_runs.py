@@ -199,8 +199,7 @@ class VocabularyRuns:
         with torch.set_grad_enabled(run.train):
             share = run.batch.share(m)
             loss, weight = microbatch_loss(self._loss_fn, losses, labels, share, run.train)
-        run.results.losses[m] = loss.detach().reshape(())
-        run.results.weights[m] = weight.detach().reshape(())
+        run.results.losses.add(m, loss, weight)
         if not run.train:
             return
         start = torch.full_like(loss, run.batch.loss_factor)

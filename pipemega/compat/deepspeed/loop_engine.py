@@ -119,12 +119,11 @@ class LoopEngine:
                 "backward(loss): the loss has no gradient: it was computed under no_grad, detached "
                 "or rounded, or the model has no trainable parameter"
             )
-        divisor, losses, number = self._divisor(mean), self._results.losses, self._microbatch
+        divisor = self._divisor(mean)
         # Relative to the mean over the micro-batches, which the step reports.
         of_mean = self.engine.batch.num_microbatches / divisor
-        part = loss.detach().double().reshape(()) * of_mean
-        losses[number] = losses[number] + part if number in losses else part
-        self._results.weights[number] = torch.ones((), device=loss.device)
+        weight = torch.ones((), device=loss.device)
+        self._results.losses.add(self._microbatch, loss.double() * of_mean, weight)
         # In fp16 the scale itself may be inf.
         whole = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
         return whole * (step.loss_scale.scale / divisor)
@@ -158,7 +157,7 @@ class LoopEngine:
         run = self.engine.run
         with self._failures.propagate_errors("step"):
             self._optimizer_step("step")
-            if self._microbatch not in self._results.losses:
+            if self._results.losses.of(self._microbatch) is None:
                 raise ConfigError(
                     "step() is called without gradients: call engine.backward(loss) before each "
                     "engine.step(). loss.backward() alone does not apply the loss scale and the "

@@ -21,7 +21,6 @@ from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
-from pipemega.engine.train_step import sum_losses
 from pipemega.errors import PipelineError
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.execution_state import MicroBatches, Results
@@ -85,11 +84,11 @@ def test_a_step_of_the_gpt_reads_no_value_before_the_optimizer_step(
     engine = build(net, training={"loss_reduction": reduction}, **precision)
     tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
     results = run(engine, tokens, tokens)
-    assert sorted(results.losses) == [0, 1]
+    assert len(results.losses) == 2
     assert engine.steps.optimizer_step is not None
     # The optimizer step reads once.
     with pytest.raises(NotImplementedError, match="meta tensor"):
-        engine.steps.optimizer_step(*sum_losses(results, engine.mesh))
+        engine.steps.optimizer_step(*results.losses.totals(engine.mesh))
 
 
 @pytest.mark.parametrize("counted", [(), (16, 5), (0, None)])
@@ -101,7 +100,7 @@ def test_labels_that_do_not_count_are_left_out_without_a_read(
     net = gpt(GPTConfig.of(load(config), VOCAB))
     engine = build(net, pipeline={"vocabulary": vocabulary})
     tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
-    assert sorted(run(engine, tokens, tokens, counted=counted).losses) == [0, 1]
+    assert len(run(engine, tokens, tokens, counted=counted).losses) == 2
 
 
 def test_the_labels_that_count_are_counted_before_they_are_copied_to_the_device() -> None:
@@ -132,7 +131,7 @@ def test_split_backward_and_tracing_read_no_value(
     assert {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT} <= kinds
     tokens = torch.empty(2, 8, dtype=torch.int64, device="meta")
     recorder = make_recorder(torch.device("meta"), record_memory=True) if traced else NULL_RECORDER
-    assert sorted(run(engine, tokens, tokens, recorder).losses) == [0, 1]
+    assert len(run(engine, tokens, tokens, recorder).losses) == 2
     marks = recorder.marks()
     assert (marks is not None) == traced
     if marks is not None:
