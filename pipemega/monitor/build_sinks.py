@@ -9,22 +9,15 @@ from typing import Any
 from pipemega.errors import ConfigError
 from pipemega.monitor.sinks import (
     CLOSE_SECONDS,
+    FILE_SINKS,
     BackgroundSink,
-    CsvSink,
     JsonLinesSink,
     Monitor,
     ResumePoint,
     Sink,
     State,
-    TensorboardSink,
 )
 from pipemega.monitor.wandb_sink import WandbOptions, WandbSink
-
-# Section of the config -> its sink, which writes into a folder of the run.
-_FILE_SINKS: Mapping[str, Callable[..., Sink]] = {
-    "csv_monitor": CsvSink,
-    "tensorboard": TensorboardSink,
-}
 
 
 def build_sinks(
@@ -80,7 +73,7 @@ def _file_sinks(
     names = config.monitor.metric_names
     path = config.monitor.jsonl or run_folder / "metrics.jsonl"
     builders: list[Callable[[], Sink]] = [partial(JsonLinesSink, path, resume)]
-    for name, build in _FILE_SINKS.items():
+    for name, build in FILE_SINKS.items():
         section = getattr(config, name)
         if section.enabled:
             # output_path/job_name, as DeepSpeed.

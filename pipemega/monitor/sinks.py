@@ -270,6 +270,13 @@ class TensorboardSink(Sink):
         self._writer.close()
 
 
+# Section of the config -> sink that writes into a folder of its own.
+FILE_SINKS: Mapping[str, Callable[..., Sink]] = {
+    "csv_monitor": CsvSink,
+    "tensorboard": TensorboardSink,
+}
+
+
 def _to_json(value: object) -> object:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)

@@ -87,8 +87,17 @@ class Footprint:
     staging: int = 0
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of the device's memory by name: what tables, bars and the total are made of."""
+        return {
+            "weights": self.weights,
+            "gradients": self.gradients,
+            "optimizer": self.masters + self.optimizer,
+        }
+
+    @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.masters + self.optimizer
+        return sum(self.parts.values())
 
 
 def count_footprint(config: Config, mesh: Mesh, local: LocalModel, device: DeviceType) -> Footprint:

@@ -155,8 +155,14 @@ class RankMemory:
         return self.schedule_peak.messages + self.schedule_peak.working + self.batch
 
     @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by name, at the peak."""
+        step = {"activations": self.activations, "buffers": self.buffers}
+        return {**self.footprint.parts, **step}
+
+    @property
     def total(self) -> int:
-        return self.footprint.total + self.activations + self.buffers
+        return sum(self.parts.values())
 
 
 @dataclass(frozen=True, eq=False)

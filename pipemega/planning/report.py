@@ -7,7 +7,7 @@ The report for pictures and the HTML page: timelines with memory, verdict, bars 
 
 import textwrap
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import zip_longest
 from typing import Any
 
@@ -86,17 +86,12 @@ def memory_table(report: Report) -> Rows:
     _, unit = unit_of([rank.total for rank in memory])
     rows = []
     for number, rank in enumerate(memory):
-        parts = rank.footprint
-        row = {
-            "rank": f"{number} ({rank.device})" if mixed else str(number),
-            "weights": three(parts.weights / unit),
-            "gradients": three(parts.gradients / unit),
-            "optimizer": three((parts.masters + parts.optimizer) / unit),
-            "activations": three(rank.activations / unit),
-            "in flight": str(rank.schedule_peak.in_flight),
-            "buffers": three(rank.buffers / unit),
-            "total": three(rank.total / unit),
-        }
+        row = {"rank": f"{number} ({rank.device})" if mixed else str(number)}
+        for name, size in rank.parts.items():
+            row[name] = three(size / unit)
+            if name == "activations":
+                row["in flight"] = str(rank.schedule_peak.in_flight)
+        row["total"] = three(rank.total / unit)
         rows.append(row)
     return _with_header(rows)
 
@@ -383,13 +378,7 @@ def _prediction(prediction: Prediction, report: Report) -> dict[str, Any]:
             {
                 "rank": rank,
                 "device": memory.device,
-                "parameters": memory.footprint.parameters,
-                "weights": memory.footprint.weights,
-                "gradients": memory.footprint.gradients,
-                "masters": memory.footprint.masters,
-                "optimizer": memory.footprint.optimizer,
-                "host": memory.footprint.host,
-                "staging": memory.footprint.staging,
+                **asdict(memory.footprint),
                 "activations": memory.activations,
                 "buffers": memory.buffers,
                 "total": memory.total,
@@ -539,19 +528,14 @@ def _time(prediction: Prediction, report: Report) -> str:
 def _memory(report: Report) -> Bars:
     memory, limit = report.prediction.memory, report.request.limit
     name, unit = unit_of([rank.total for rank in memory])
-    parts = {
-        "weights": [rank.footprint.weights for rank in memory],
-        "gradients": [rank.footprint.gradients for rank in memory],
-        "optimizer": [rank.footprint.masters + rank.footprint.optimizer for rank in memory],
-        "activations": [rank.activations for rank in memory],
-        "buffers": [rank.buffers for rank in memory],
-    }
-    sizes = zip(*parts.values(), strict=True)
     return Bars(
         title="memory of each pipeline rank",
         unit=name,
-        parts=tuple(parts),
-        rows=[(f"rank {n}", [size / unit for size in rank]) for n, rank in enumerate(sizes)],
+        parts=tuple(memory[0].parts),
+        rows=[
+            (f"rank {number}", [size / unit for size in rank.parts.values()])
+            for number, rank in enumerate(memory)
+        ],
         limit=None if limit is None else limit / unit,
         limit_name="device",
     )
