@@ -22,11 +22,16 @@ from typing import Any
 
 from tqdm import tqdm
 
-from pipemega.cli.run_options import Subparsers, add_command
-from pipemega.cli.trained_model_options import add_model_options, launched, positive_count
+from pipemega.cli.run_options import (
+    Subparsers,
+    add_command,
+    add_model_options,
+    launched,
+    positive_count,
+)
 from pipemega.distributed.mesh import launched_world_size
-from pipemega.engine.run_arguments import build_mesh_of
 from pipemega.errors import ConfigError
+from pipemega.run.run_arguments import build_mesh_of
 from pipemega.training.evaluation_sets import PromptEncoder
 from pipemega.training.generation import Sampling, TextGenerator
 from pipemega.training.trained_model import find_model, open_model

@@ -1,7 +1,19 @@
-"""The parser of a command, and options of the commands that read the config of a run."""
+"""The parser of a command, and options of the commands that read a config or run a model."""
 
 import argparse
-from typing import TypeAlias
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, TypeAlias
+
+from pipemega.lazy_imports import deferred
+
+if TYPE_CHECKING:
+    from pipemega.distributed import mesh
+    from pipemega.fault_tolerance import run
+else:
+    mesh = deferred("pipemega.distributed.mesh")
+    run = deferred("pipemega.fault_tolerance.run")
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
@@ -51,3 +63,42 @@ def add_overrides(parser: argparse.ArgumentParser, what: str) -> None:
         dest="overrides",
         help=f"{what}; repeatable",
     )
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Add CHECKPOINT, --tag, --set (as `overrides`), --json and --verbose."""
+    parser.add_argument(
+        "checkpoint", metavar="CHECKPOINT", help="folder of checkpoints, or of a Hugging Face model"
+    )
+    parser.add_argument("--tag", help="the checkpoint in the folder; default: the newest")
+    add_overrides(parser, "change a key of the config in the checkpoint")
+    parser.add_argument("--json", action="store_true", help="print JSON values, for scripts")
+    parser.add_argument("--verbose", action="store_true", help="print the log of the ranks")
+
+
+@contextmanager
+def launched(arguments: argparse.Namespace) -> Iterator[None]:
+    """Run the body on all launched ranks; with several, an error ends all with one message.
+
+    Without --verbose only warnings are logged. Several ranks exit without the teardown of the
+    interpreter: a thread of torch that needs the interpreter at that moment would abort a rank, and
+    torchrun would report an error after the result.
+    """
+    has_ranks = mesh.launched_world_size() > 1
+    disabled = logging.root.manager.disable
+    if not arguments.verbose:
+        logging.disable(max(disabled, logging.INFO))
+    try:
+        with run.run() if has_ranks else nullcontext():
+            yield
+        if has_ranks:
+            run.skip_teardown(0)
+    finally:
+        logging.disable(disabled)
+
+
+def positive_count(text: str) -> int:
+    """Return an option's number, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: give a number of at least 1")
+    return int(text)

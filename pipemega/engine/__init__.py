@@ -8,18 +8,13 @@ train_step       TrainStep, StepFeature: what watches steps and the run
 initialize       builds an engine from a config and a model, and loads its checkpoint
 run_setup        what an engine is built from; builds the executor of any stages
 engine_parts     the first plan and its stages, executor, optimizer step
-run_arguments    checks of the arguments, mesh, determinism, logs of ranks
 plan_choice      chooses plans and cuts, on rank 0
 schedule_tuner   schedule "auto": measures, then changes the plan
 stage_mover      moves the stages to other ranks
 
-batch_reader     micro-batches for the first and the last stage
-training_data    the loader of the training data, and the length of the run
 evaluation       forwards only
 running_statistics   BatchNorm: updates, warnings
 step_tables      the tables of `flops_profiler` and `comms_logger`
 
 run_logger       a record for each step; events
-run_history      what is due after a step, times and counters over restarts, training.on_nonfinite
-run_folder       the folder of a run, its lock, facts about the run
 """

@@ -21,11 +21,9 @@ from torch.optim import Optimizer
 
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import gather_objects, on_all_ranks
-from pipemega.engine.batch_reader import StepData
 from pipemega.engine.evaluation import OnOutput
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.train_step import StepFeature
-from pipemega.engine.training_data import evaluation_loader
 from pipemega.engine.training_run import TrainingRun
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.error_propagation import failure_reporter, register_progress
@@ -35,6 +33,8 @@ from pipemega.pipeline.model.stages import gather_full_tensors
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import Timeline
 from pipemega.profiling.step_trace import Trace
+from pipemega.run.batch_reader import StepData
+from pipemega.run.training_data import evaluation_loader
 
 _Outputs = TypeVar("_Outputs")
 

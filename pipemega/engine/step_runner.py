@@ -21,7 +21,6 @@ from pipemega.data.loader import BatchLoader
 from pipemega.diagnostics.nan_origin import NonFiniteLocator
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh, gather_objects
-from pipemega.engine.batch_reader import BatchReader, StepData
 from pipemega.engine.engine_parts import Components
 from pipemega.engine.evaluation import Evaluator
 from pipemega.engine.running_statistics import BatchNormUpdates
@@ -34,7 +33,6 @@ from pipemega.engine.train_step import (
     TraceSteps,
     TrainStep,
 )
-from pipemega.engine.training_data import TrainingData, share_of
 from pipemega.errors import ConfigError, PipemegaError
 from pipemega.monitor import get_logger
 from pipemega.monitor.timers import PIPELINE, StepPhases
@@ -48,6 +46,8 @@ from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.partition import Bounds
 from pipemega.pipeline.recorder import NULL_RECORDER, Recorder
 from pipemega.random import preserve_rng
+from pipemega.run.batch_reader import BatchReader, StepData
+from pipemega.run.training_data import TrainingData, share_of
 
 # Reports kept for `take_reports`: a loop that calls it after each step finds two at most.
 _MAX_REPORTS = 8

@@ -94,7 +94,7 @@ def precision_of(config: Config) -> Precision:
 def skips_nonfinite(config: Config) -> bool:
     """Return whether a step with inf or nan is skipped; otherwise it raises an error.
 
-    With fp16 always: skipping adjusts the loss scale. `engine.run_history` handles all other cases.
+    With fp16 always: skipping adjusts the loss scale. `run.run_history` handles all other cases.
     """
     policy = config.training.on_nonfinite.policy
     if config.fp16.enabled or policy is None:

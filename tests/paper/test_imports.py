@@ -47,6 +47,7 @@ LAYERS = [
     "hf",
     "fault_tolerance",
     "doctor",
+    "run",
     "engine",
     "training",
     "hf_check",
@@ -75,7 +76,7 @@ NO_TORCH = (
 # the connections of a cluster are torch's; a trained model runs.
 NEEDS_TORCH = (
     "cli/plan.py", "cli/checkpoint.py", "cli/doctor.py", "cli/evaluate.py", "cli/generate.py",
-    "cli/hf.py", "cli/trained_model_options.py",
+    "cli/hf.py",
 )  # fmt: skip
 
 # Ways in, ways out and views: what not every training step needs.
@@ -96,7 +97,7 @@ ARROWS_TO_LEAVES = {
     ("training", "planning"),
 }
 # Packages should have 3 to 14 modules. These have other numbers; the list only gets shorter.
-OTHER_SIZES = {"engine": 19}
+OTHER_SIZES: dict = {}
 # Lines of code, without comments and docstrings, and modules. Both numbers only get smaller.
 MOST_LINES = 57000
 MOST_MODULES = 300

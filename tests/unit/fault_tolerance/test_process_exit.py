@@ -64,7 +64,7 @@ def test_a_process_with_threads_in_the_store_exits_with_its_code_and_loses_nothi
 RANK_OF_A_COMMAND = """
 import argparse, threading
 import torch.distributed as dist
-from pipemega.cli.trained_model_options import launched
+from pipemega.cli.run_options import launched
 
 store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
