@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Number of test processes; each of them has a pool of ranks.
-WORKERS ?= 2
+# Test processes, each with a pool of ranks. Three for two cores: tests also wait for processes.
+WORKERS ?= 3
 # One thread per rank: several ranks share the cores.
 export OMP_NUM_THREADS ?= 1
 # Tests start scripts: without .pyc files each of them would compile pipemega again.

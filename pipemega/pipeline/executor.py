@@ -392,9 +392,7 @@ class Executor:
         if step.stage == self._model.num_stages - 1 and self._vocabulary is not None:
             return [self._vocabulary.output_gradient(step.microbatch)]
         if step.stage == self._model.num_stages - 1:
-            loss = run.results.losses.of(step.microbatch)
-            assert loss is not None, "its forward has run"
-            device, factor = loss.device, run.batch.loss_factor
+            device, factor = run.results.losses.device, run.batch.loss_factor
             metas = run.in_flight[key].metas
             return [torch.full(m.shape, factor, dtype=m.dtype, device=device) for m in metas]
         if key in run.gradient_receives:

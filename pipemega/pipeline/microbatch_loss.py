@@ -69,10 +69,11 @@ def weighted_loss(result: Any) -> WeightedLoss:
 class LossSums:
     """The losses of the micro-batches of a run on the rank of the last stage, and their weights.
 
-    Scalars on the device; the weight of a mean loss is 1. Empty on the other ranks.
+    Scalars on `device`; the weight of a mean loss is 1. Empty on the other ranks.
     """
 
     def __init__(self) -> None:
+        self.device: torch.device | None = None
         self._parts: dict[int, tuple[Tensor, Tensor]] = {}
 
     def add(self, microbatch: int, loss: Tensor, weight: Tensor) -> None:
@@ -81,6 +82,7 @@ class LossSums:
         if microbatch in self._parts:
             loss = self._parts[microbatch][0] + loss
         self._parts[microbatch] = loss, weight
+        self.device = loss.device
 
     def __len__(self) -> int:
         return len(self._parts)
