@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pipemega.data.finetuning.finetuning_dataset import finetuning_dataset
     from pipemega.engine.engine import Engine
     from pipemega.engine.initialize import initialize
+    from pipemega.engine.run.run_arguments import build_mesh_of as build_mesh
+    from pipemega.engine.run.run_arguments import rank_logger
     from pipemega.errors import PipemegaError, StopTraining
     from pipemega.fault_tolerance.run import run
     from pipemega.hf.hf_module import from_pretrained
@@ -23,8 +25,6 @@ if TYPE_CHECKING:
     from pipemega.pipeline.model.module import PipelineModule
     from pipemega.pipeline.model.spec import TENSOR_AXIS, LayerSpec, TiedLayerSpec
     from pipemega.pipeline.tracing.from_module import SPLIT
-    from pipemega.run.run_arguments import build_mesh_of as build_mesh
-    from pipemega.run.run_arguments import rank_logger
     from pipemega.training import Trainer, pretrain
     from pipemega.training.trained_model import module_state_dict
 
@@ -73,7 +73,7 @@ _MODULE_AND_NAME = {
     "Trainer": ("pipemega.training", "Trainer"),
     "WeightedLoss": ("pipemega.pipeline.microbatch_loss", "WeightedLoss"),
     "add_arguments": ("pipemega.config.builder", "add_arguments"),
-    "build_mesh": ("pipemega.run.run_arguments", "build_mesh_of"),
+    "build_mesh": ("pipemega.engine.run.run_arguments", "build_mesh_of"),
     "build_model": ("pipemega.models.build_model", "build_model"),
     "finetuning_dataset": (
         "pipemega.data.finetuning.finetuning_dataset",
@@ -84,7 +84,7 @@ _MODULE_AND_NAME = {
     "load_config": ("pipemega.config", "load"),
     "module_state_dict": ("pipemega.training.trained_model", "module_state_dict"),
     "pretrain": ("pipemega.training.pretrain", ""),
-    "rank_logger": ("pipemega.run.run_arguments", "rank_logger"),
+    "rank_logger": ("pipemega.engine.run.run_arguments", "rank_logger"),
     "register_model": ("pipemega.config.model_registry", "register_model"),
     "run": ("pipemega.fault_tolerance.run", "run"),
 }

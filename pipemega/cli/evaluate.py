@@ -35,8 +35,8 @@ from pipemega.cli.run_options import (
 )
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, launched_world_size
+from pipemega.engine.run.run_arguments import build_mesh_of
 from pipemega.printing import aligned, percent
-from pipemega.run.run_arguments import build_mesh_of
 from pipemega.training.evaluation_sets import FORMATS, EvaluationSet, EvaluationSets
 from pipemega.training.trained_model import ModelSource, find_model, open_model
 from pipemega.training.validation import SetResult, evaluate_set

@@ -30,8 +30,8 @@ from pipemega.cli.run_options import (
     positive_count,
 )
 from pipemega.distributed.mesh import launched_world_size
+from pipemega.engine.run.run_arguments import build_mesh_of
 from pipemega.errors import ConfigError
-from pipemega.run.run_arguments import build_mesh_of
 from pipemega.training.evaluation_sets import PromptEncoder
 from pipemega.training.generation import Sampling, TextGenerator
 from pipemega.training.trained_model import find_model, open_model

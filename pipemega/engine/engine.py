@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import gather_objects, on_all_ranks
 from pipemega.engine.evaluation import OnOutput
+from pipemega.engine.run.batch_reader import StepData
+from pipemega.engine.run.training_data import evaluation_loader
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.train_step import StepFeature
 from pipemega.engine.training_run import TrainingRun
@@ -33,8 +35,6 @@ from pipemega.pipeline.model.stages import gather_full_tensors
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import Timeline
 from pipemega.profiling.step_trace import Trace
-from pipemega.run.batch_reader import StepData
-from pipemega.run.training_data import evaluation_loader
 
 _Outputs = TypeVar("_Outputs")
 

@@ -20,6 +20,8 @@ from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh, from_first, gather_objects
 from pipemega.distributed.process_groups import launch_order_advice
 from pipemega.engine.plan_choice import PlanChooser
+from pipemega.engine.run.batch_reader import StepData
+from pipemega.engine.run.training_data import TrainingData
 from pipemega.engine.run_setup import ExecutorBuilder, RunSetup
 from pipemega.engine.schedule_tuner import ScheduleTuner, first_tuned_plan
 from pipemega.engine.stage_mover import BuiltModules, StageMover
@@ -36,8 +38,6 @@ from pipemega.pipeline.plan_selection import plan_is_provisional
 from pipemega.pipeline.recorder import step_clock
 from pipemega.planning.schedule_choice import with_cut_vocabulary
 from pipemega.planning.stage_costs import Sample
-from pipemega.run.batch_reader import StepData
-from pipemega.run.training_data import TrainingData
 
 
 class StepPlans:

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh, gather_objects
+from pipemega.engine.run.batch_reader import BatchReader, StepData
 from pipemega.errors import ConfigError
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.microbatch_loss import mean_over_ranks
 from pipemega.pipeline.plan_selection import evaluation_plan
 from pipemega.random import preserve_rng
-from pipemega.run.batch_reader import BatchReader, StepData
 
 OnOutput = Callable[[Any, Any], object]
 """Takes the (outputs, labels) of a micro-batch."""

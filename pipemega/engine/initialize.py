@@ -35,6 +35,16 @@ from pipemega.engine.engine_parts import (
     first_plan,
     with_chosen_vocabulary,
 )
+from pipemega.engine.run.run_arguments import (
+    build_mesh_of,
+    check_arguments,
+    open_log,
+    optimizer_arguments,
+    refuse_worker_process,
+    use_deterministic_algorithms,
+    with_devices_of_layers,
+)
+from pipemega.engine.run.training_data import training_loader
 from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.step_runner import StepRunner
@@ -48,16 +58,6 @@ from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel, log_stages, make_replicas_equal
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.planning.stage_costs import Sample
-from pipemega.run.run_arguments import (
-    build_mesh_of,
-    check_arguments,
-    open_log,
-    optimizer_arguments,
-    refuse_worker_process,
-    use_deterministic_algorithms,
-    with_devices_of_layers,
-)
-from pipemega.run.training_data import training_loader
 
 
 def resume(engine: Engine, log: logging.Logger) -> None:

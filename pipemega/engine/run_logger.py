@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 
 from pipemega.diagnostics.stragglers import SHOWN_RANKS, SpikeDetector, StragglerWatch
+from pipemega.engine.run.run_folder import RunFolder, run_facts
+from pipemega.engine.run.run_history import EpochSums, NonFinitePolicy, RunStats, RunTimes
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.train_step import StepFeature
 from pipemega.monitor import (
@@ -33,8 +35,6 @@ from pipemega.monitor import (
 )
 from pipemega.optimizer import StepReport
 from pipemega.profiling.measured_costs import write_timeline
-from pipemega.run.run_folder import RunFolder, run_facts
-from pipemega.run.run_history import EpochSums, NonFinitePolicy, RunStats, RunTimes
 from pipemega.storage.locks import folder_locks
 
 

@@ -23,6 +23,8 @@ from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.engine_parts import Components
 from pipemega.engine.evaluation import Evaluator
+from pipemega.engine.run.batch_reader import BatchReader, StepData
+from pipemega.engine.run.training_data import TrainingData, share_of
 from pipemega.engine.running_statistics import BatchNormUpdates
 from pipemega.engine.stage_mover import BuiltModules, describe_cut
 from pipemega.engine.step_tables import CommsLogger, FlopsProfiler, LayerSource, layer_sources
@@ -46,8 +48,6 @@ from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.partition import Bounds
 from pipemega.pipeline.recorder import NULL_RECORDER, Recorder
 from pipemega.random import preserve_rng
-from pipemega.run.batch_reader import BatchReader, StepData
-from pipemega.run.training_data import TrainingData, share_of
 
 # Reports kept for `take_reports`: a loop that calls it after each step finds two at most.
 _MAX_REPORTS = 8

@@ -10,6 +10,7 @@ import torch
 
 from pipemega.config.sections.monitor_sections import TraceSection
 from pipemega.distributed.mesh import Mesh
+from pipemega.engine.run.batch_reader import StepData
 from pipemega.monitor import EpochRecord, Phase, StepPhases
 from pipemega.optimizer import StepReport
 from pipemega.pipeline.executor import Executor
@@ -18,7 +19,6 @@ from pipemega.pipeline.plan.partition import Bounds
 from pipemega.pipeline.recorder import NULL_RECORDER, BusyTimeRecorder, Recorder
 from pipemega.profiling.step_trace import Trace
 from pipemega.profiling.step_tracer import Tracer
-from pipemega.run.batch_reader import StepData
 
 
 @dataclass(frozen=True)

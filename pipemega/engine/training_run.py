@@ -14,14 +14,7 @@ from typing import Any, TypeVar
 from pipemega.checkpoint import Checkpointer, Counters, LoadOptions, any_checkpoint, newest
 from pipemega.diagnostics.replica_check import check_replicas
 from pipemega.distributed.mesh import from_first, gather_objects
-from pipemega.engine.run_logger import RunLogger
-from pipemega.engine.step_runner import StepRunner
-from pipemega.engine.train_step import StepFeature
-from pipemega.errors import CheckpointError, NonFiniteError
-from pipemega.fault_tolerance.error_propagation import RunProgress, failure_reporter
-from pipemega.fault_tolerance.preemption import StopRequest
-from pipemega.monitor import EvalRecord, SampleRecord, ScalarRecord, get_logger
-from pipemega.run.run_history import (
+from pipemega.engine.run.run_history import (
     EpochSums,
     Evaluation,
     RunPosition,
@@ -33,6 +26,13 @@ from pipemega.run.run_history import (
     evaluation_is_due,
     keeps_files,
 )
+from pipemega.engine.run_logger import RunLogger
+from pipemega.engine.step_runner import StepRunner
+from pipemega.engine.train_step import StepFeature
+from pipemega.errors import CheckpointError, NonFiniteError
+from pipemega.fault_tolerance.error_propagation import RunProgress, failure_reporter
+from pipemega.fault_tolerance.preemption import StopRequest
+from pipemega.monitor import EvalRecord, SampleRecord, ScalarRecord, get_logger
 
 _Trained = TypeVar("_Trained")
 

@@ -10,10 +10,10 @@ from typing import Any
 
 from pipemega.distributed.mesh import gather_objects
 from pipemega.engine.engine import Engine
+from pipemega.engine.run.run_history import Evaluation, RunStats
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import Monitor, MultiTimer
-from pipemega.run.run_history import Evaluation, RunStats
 from pipemega.training.callback import Callback, CallbackList, Mode
 from pipemega.training.validation import ValidationSets
 

@@ -47,7 +47,7 @@ LAYERS = [
     "hf",
     "fault_tolerance",
     "doctor",
-    "run",
+    "engine/run",
     "engine",
     "training",
     "hf_check",

@@ -21,6 +21,7 @@ from pipemega.compat.deepspeed.deepspeed_engine import (
 from pipemega.compat.deepspeed.loop_engine import LoopEngine, initialize_loop
 from pipemega.compat.deepspeed.process_topology import CONFIG_CHANGES
 from pipemega.config import Config, load
+from pipemega.engine.run.run_arguments import build_mesh_of
 from pipemega.errors import ConfigError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger
@@ -30,7 +31,6 @@ from pipemega.optimizer.user_optimizer import (
     as_optimizer,
     freeze_others,
 )
-from pipemega.run.run_arguments import build_mesh_of
 
 _PIPELINE = "the script calls forward, backward and step; a PipelineModule has train_batch()"
 _ADVICE: Mapping[str, str] = {

@@ -16,6 +16,8 @@ from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import build_engine
+from pipemega.engine.run.batch_reader import StepData
+from pipemega.engine.run.run_arguments import build_mesh_of, optimizer_arguments
 from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.step_tables import LayerSource
 from pipemega.errors import ConfigError, StopTraining
@@ -28,8 +30,6 @@ from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel
 from pipemega.profiling.module_profiler import ProfiledLayer
-from pipemega.run.batch_reader import StepData
-from pipemega.run.run_arguments import build_mesh_of, optimizer_arguments
 
 
 class LoopEngine:

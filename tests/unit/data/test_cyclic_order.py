@@ -11,8 +11,8 @@ from pipemega.data.loader import BatchLoader
 from pipemega.data.sample_reader import Cyclic, CyclicOrder, Share
 from pipemega.data.sample_sources import LoaderOptions
 from pipemega.distributed.mesh import Mesh
+from pipemega.engine.run.training_data import training_loader
 from pipemega.errors import ConfigError, DataError
-from pipemega.run.training_data import training_loader
 from tests.unit.data.test_loader import Numbers, Stream, flat, make_loader, steps_of
 
 # What MegatronPretrainingRandomSampler of Megatron-LM (August 2026) yields for 14 samples,

@@ -15,8 +15,8 @@ import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from pipemega.engine.initialize import initialize
+from pipemega.engine.run.run_arguments import build_mesh_of
 from pipemega.errors import ConfigError, DataError
-from pipemega.run.run_arguments import build_mesh_of
 from tests.ranks.pool import PRELOAD
 from tests.unit.data.augmented_data import (
     Augmented,

@@ -10,8 +10,8 @@ from torch import nn
 
 from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.config import load
+from pipemega.engine.run.run_arguments import use_deterministic_algorithms
 from pipemega.errors import ConfigError, PipemegaError
-from pipemega.run.run_arguments import use_deterministic_algorithms
 from tests.ranks.training_runs import settings, train
 
 LOG = logging.getLogger("test")

@@ -10,8 +10,8 @@ import pytest
 from pipemega.config import load
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine import run_folder
+from pipemega.engine.run.run_folder import RunFolder
 from pipemega.errors import CheckpointError, ConfigError, FolderLockedError
-from pipemega.run.run_folder import RunFolder
 from pipemega.storage.locks import FolderLocks
 
 LOG = logging.getLogger("pipemega.test")

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from pipemega.run.run_history import EpochSums, Evaluation, RunTimes
+from pipemega.engine.run.run_history import EpochSums, Evaluation, RunTimes
 
 
 @pytest.mark.parametrize(

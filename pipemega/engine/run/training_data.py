@@ -14,10 +14,10 @@ from pipemega.data.sample_reader import Cyclic, Share
 from pipemega.data.sample_sources import LoaderOptions
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Mesh
+from pipemega.engine.run.batch_reader import StepData
 from pipemega.errors import ConfigError
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
-from pipemega.run.batch_reader import StepData
 
 
 def share_of(config: Config, mesh: Mesh) -> Share:
