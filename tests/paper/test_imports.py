@@ -96,10 +96,8 @@ ARROWS_TO_LEAVES = {
     ("training", "hf"),
     ("training", "planning"),
 }
-# Packages should have 3 to 14 modules. These have other numbers; the list only gets shorter.
-OTHER_SIZES: dict = {}
 # Lines of code, without comments and docstrings, and modules. Both numbers only get smaller.
-MOST_LINES = 57000
+MOST_LINES = 56800
 MOST_MODULES = 300
 
 # Libraries that may be missing, and are therefore imported where they are used.
@@ -198,7 +196,7 @@ def test_the_core_imports_no_leaves():
 def test_a_package_has_3_to_14_modules():
     packages = [package_of(file) for file in FILES if Path(file).name != "__init__.py"]
     sizes = {package: packages.count(package) for package in {*packages} - {"."}}
-    assert {name: n for name, n in sizes.items() if not 3 <= n <= 14} == OTHER_SIZES
+    assert {name: n for name, n in sizes.items() if not 3 <= n <= 14} == {}
 
 
 def lines_of_code(file):
