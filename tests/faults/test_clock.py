@@ -40,7 +40,7 @@ SHOWN = {
     "checkpoint/save_load.py",
     "cli/checkpoint.py",
     "doctor/measurements.py",
-    "engine/run_folder.py",
+    "engine/run/run_folder.py",
     "fault_tolerance/final_report.py",
     "monitor/wandb_sink.py",
     "storage/locks.py",

@@ -57,7 +57,7 @@ MENDS: dict[str, tuple[str, str, str]] = {
         "",
     ),
     "ranks agree that parameters are frozen": (
-        "engine/batch_reader.py",
+        "engine/run/batch_reader.py",
         "if loader.is_map_style and self._is_fenced:",
         "if False:",
     ),

@@ -15,8 +15,8 @@ import torch
 
 from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.distributed import mesh as mixed_mesh
-from pipemega.engine import run_arguments
 from pipemega.engine.engine import Engine
+from pipemega.engine.run import run_arguments
 from pipemega.pipeline import connections
 from tests.ranks import small_models
 from tests.ranks.fake_device import NAME, load_fake_device

@@ -9,7 +9,7 @@ import pytest
 
 from pipemega.config import load
 from pipemega.distributed.mesh import Mesh
-from pipemega.engine import run_folder
+from pipemega.engine.run import run_folder
 from pipemega.engine.run.run_folder import RunFolder
 from pipemega.errors import CheckpointError, ConfigError, FolderLockedError
 from pipemega.storage.locks import FolderLocks
