@@ -62,11 +62,16 @@ def read_junit(text: str) -> TestResults:
     return TestResults(passed, failed, dict(skipped))
 
 
-def run_tests(device: str, folder: Path, limit: float) -> TestResults:
-    """Run tests/gpu; without GPUs only the tests on CPU ranks that are in the default run."""
+def run_tests(device: str, folder: Path, limit: float, workers: int = 0) -> TestResults:
+    """Run tests/gpu; without GPUs only the tests on CPU ranks that are in the default run.
+
+    Args:
+        workers: number of test processes of pytest-xdist; 0 runs the tests in pytest's process.
+    """
     junit = folder / "tests.xml"
     marker = "gpu" if device == "cuda" else "not gpu and not sweep"
     words = ["-m", "pytest", "tests/gpu", "-m", marker, "-v", f"--junitxml={junit}"]
+    words += ["-n", str(workers), "--dist", "worksteal"] if workers else []
     ended = _run(words, limit)
     if not junit.exists():
         return TestResults(error=f"pytest {ended}")

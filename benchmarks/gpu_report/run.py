@@ -44,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--minutes", type=float, default=40.0, help="limit of the whole run (default: 40)"
     )
+    parser.add_argument(
+        "--workers", type=int, default=0, help="test processes, with pytest-xdist (default: one)"
+    )
     options = parser.parse_args(argv)
     if options.device == "cuda" and not torch.cuda.is_available():
         print(
@@ -72,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         write()
         benchmark = run_benchmark(options.device, folder, size, left(_SHARE_OF_BENCHMARK))
         write()
-        tests = run_tests(options.device, folder, left())
+        tests = run_tests(options.device, folder, left(), options.workers)
         write()
     print(options.out.read_text(encoding="utf-8"))
     print(f"the report is in {options.out}", file=sys.stderr)
