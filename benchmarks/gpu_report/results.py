@@ -71,7 +71,9 @@ def run_tests(device: str, folder: Path, limit: float, workers: int = 0) -> Test
     junit = folder / "tests.xml"
     marker = "gpu" if device == "cuda" else "not gpu and not sweep"
     words = ["-m", "pytest", "tests/gpu", "-m", marker, "-v", f"--junitxml={junit}"]
-    words += ["-n", str(workers), "--dist", "worksteal"] if workers else []
+    if workers:
+        # pytest-benchmark warns about test processes, and warnings are errors here.
+        words += ["-n", str(workers), "--dist", "worksteal", "-p", "no:benchmark"]
     ended = _run(words, limit)
     if not junit.exists():
         return TestResults(error=f"pytest {ended}")
