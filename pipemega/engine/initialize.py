@@ -33,8 +33,8 @@ from pipemega.engine.engine_parts import (
     LateChoice,
     build_components,
     first_plan,
-    with_chosen_vocabulary,
 )
+from pipemega.engine.plan_choice import with_chosen_vocabulary
 from pipemega.engine.run.run_arguments import (
     build_mesh_of,
     check_arguments,
@@ -49,6 +49,7 @@ from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.step_runner import StepRunner
 from pipemega.fault_tolerance.error_propagation import failure_reporter
+from pipemega.layer_costs.stage_costs import Sample
 from pipemega.lazy_imports import load_name
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
@@ -57,7 +58,6 @@ from pipemega.optimizer.user_optimizer import GivenGroups, GivenOptimizer, Optim
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel, log_stages, make_replicas_equal
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.planning.stage_costs import Sample
 
 
 def resume(engine: Engine, log: logging.Logger) -> None:
