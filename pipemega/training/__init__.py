@@ -8,7 +8,6 @@ generation       generates text; trained_model: opens a trained model
 pretrain         data, model and results of pretrain_gpt.py
 """
 
-from pipemega.training.callback import Callback
 from pipemega.training.callbacks import (
     EarlyStopping,
     LRLogger,
@@ -18,7 +17,7 @@ from pipemega.training.callbacks import (
 )
 from pipemega.training.generation import generate
 from pipemega.training.metrics import Accuracy, Loss, Metric, MixupAccuracy, Perplexity
-from pipemega.training.trainer import Trainer
+from pipemega.training.trainer import Callback, Trainer
 
 __all__ = [
     "Accuracy",

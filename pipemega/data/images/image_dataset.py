@@ -17,13 +17,13 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from pipemega.config.sections.data_section import DataSection, ImageTransforms
-from pipemega.data.images.cifar import read_cifar
 from pipemega.data.images.image_files import (
     EXTRA,
     ChannelStatistics,
     LabelledImages,
     Labels,
     drawn_digits,
+    read_cifar,
     read_folder,
     scikit_digits,
 )
