@@ -44,13 +44,13 @@ LAYERS = [
     "profiling",
     "diagnostics",
     "checkpoint",
-    "hf",
     "fault_tolerance",
     "engine/run",
     "engine",
     "planning",
     "doctor",
     "training",
+    "hf",
     "hf_check",
     "compat",
     "cli",
@@ -88,12 +88,7 @@ LEAVES = {
 }  # fmt: skip
 # A core package should not import a leaf. These do; the list only gets shorter.
 ARROWS_TO_LEAVES = {
-    ("data/tokens", "data/finetuning"),
-    ("data/tokens", "data/images"),
     ("engine", "profiling"),
-    ("training", "data/finetuning"),
-    ("training", "data/images"),
-    ("training", "hf"),
 }
 # Lines of code, without comments and docstrings, and modules. Both numbers only get smaller.
 MOST_LINES = 56800
