@@ -110,22 +110,23 @@ class PlanChooser:
         return None
 
     def _from_first(self, pick: Callable[[], ChosenPlan]) -> ChosenPlan:
-        return from_first(self._mesh.world, lambda: self.choose(pick))
-
-    def choose(self, pick: Callable[[], ChosenPlan]) -> ChosenPlan:
-        """Return `pick()`, a choice of this chooser.
+        """Return `pick()` of rank 0; collective.
 
         Layers that run on the meta device one by one may fail there as a stage: then the choice is
         made without counts.
         """
-        try:
-            return pick()
-        except PipelineError as error:
-            if self._model is None:
-                raise
-            self._model, self._bounds, self._failure = None, None, str(error)
-            self._has_counted = False
-            return pick()
+
+        def choose() -> ChosenPlan:
+            try:
+                return pick()
+            except PipelineError as error:
+                if self._model is None:
+                    raise
+                self._model, self._bounds, self._failure = None, None, str(error)
+                self._has_counted = False
+                return pick()
+
+        return from_first(self._mesh.world, choose)
 
     def configured_plan(self, given: Plan | None) -> ChosenPlan:
         """Return the plan of a schedule that needs no measurement, and its stages.
@@ -230,7 +231,11 @@ class PlanChooser:
                 f"schedule auto: the FLOPs and bytes of the layers cannot be counted ({why}): the "
                 f"search is limited to pipeline.chunks {section.stages_per_rank or 1}"
             )
-        elif section.weight_queue_limit == "auto" and self._splits_backward:
+        elif (
+            section.weight_queue_limit == "auto"
+            and not isinstance(section.schedule, PlanFile)
+            and splits_backward(section.schedule)
+        ):
             tell(
                 f"weight_queue_limit auto: the tensors stored for W cannot be counted ({why}): "
                 f"schedule {section.schedule!r} stays as it is"
@@ -240,11 +245,6 @@ class PlanChooser:
                 f"partition auto: the times of the layers cannot be counted ({why}): stages get "
                 "even numbers of parameters, as with pipeline.partition 'parameters'"
             )
-
-    @property
-    def _splits_backward(self) -> bool:
-        name = self._config.pipeline.schedule
-        return isinstance(name, str) and name != AUTO and splits_backward(name)
 
     def _samples(self) -> Iterator[Callable[[], Sample]]:
         """Yield functions that return a micro-batch: example, of the config, the data, the model.

@@ -16,7 +16,6 @@ from pipemega.distributed.mesh import from_first
 from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
 from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, ScheduleError
-from pipemega.layer_costs.counted_model import CountedModel
 from pipemega.layer_costs.tensor_meter import unmetered
 from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
 from pipemega.pipeline.plan.instructions import Kind, Plan
@@ -94,7 +93,7 @@ def split_was_measured(plan: Plan) -> bool:
 class Planner(PlanChooser):
     """Chooses plans and cuts with all costs of a model; see `PlanChooser`."""
 
-    counts_with: type[CountedModel] = MetaModel
+    counts_with = MetaModel
     _model: MetaModel | None
 
     @property

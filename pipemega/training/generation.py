@@ -142,11 +142,23 @@ def generate(
     Raises:
         ConfigError: the prompt has no tokens, or an argument of the sampling is out of its range.
     """
-    sampling, new = Sampling(temperature, top_k, top_p, seed), list[int]()
+    sampling = Sampling(temperature, top_k, top_p, seed)
     stream = token_stream(engine, prompt, seq_length, vocab_size, sampling, use_cache=use_cache)
+    return _first_tokens(stream, num_tokens, stop, lambda token: None)
+
+
+def _first_tokens(
+    stream: Generator[int, None, None],
+    num_tokens: int,
+    stop: Collection[int],
+    on_token: Callable[[int], object],
+) -> list[int]:
+    """Return the tokens of `stream` up to one of `stop`, and at most `num_tokens`."""
+    new: list[int] = []
     with closing(stream):
         for token in islice(stream, num_tokens):
             new.append(token)
+            on_token(token)
             if token in stop:
                 break
     return new
@@ -312,19 +324,6 @@ class TextGenerator:
         on_token: Callable[[int], object],
         as_inputs: Callable[[Tensor], Any] | None = None,
     ) -> list[int]:
-        new: list[int] = []
-        stream = token_stream(
-            self._engine,
-            prompt,
-            self.context_length,
-            self._vocab_size,
-            sampling,
-            as_inputs=as_inputs,
-        )
-        with closing(stream):
-            for token in islice(stream, num_tokens):
-                new.append(token)
-                on_token(token)
-                if token in stop:
-                    break
-        return new
+        sizes = self.context_length, self._vocab_size
+        stream = token_stream(self._engine, prompt, *sizes, sampling, as_inputs=as_inputs)
+        return _first_tokens(stream, num_tokens, stop, on_token)

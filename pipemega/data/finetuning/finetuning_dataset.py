@@ -416,13 +416,6 @@ def _tensor(parts: Sequence[npt.NDArray[np.int32]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
-class Reporting(NamedTuple):
-    """Function that takes log lines, and whether to show a progress bar."""
-
-    say: Say | None = None
-    progress: bool = False
-
-
 def finetuning_dataset(
     records: Any,
     data: DataSection | Mapping[str, Any],
@@ -454,7 +447,7 @@ def finetuning_dataset(
     else:
         source = RecordObjects(records)
     tokenizer = _tokenizer_of(section)
-    builder = _Builder(section, seq_length, seed, tokenizer, Reporting(say, progress))
+    builder = _Builder(section, seq_length, seed, tokenizer, say, progress)
     found = builder.examples(source)
     return builder.dataset(found, "train", np.arange(len(found.examples.offsets) - 1))
 
@@ -477,7 +470,7 @@ def build_finetuning(
             "of JSON lines or parquet"
         )
     tokenizer, seed = _tokenizer_of(section), request.seed
-    builder = _Builder(section, request.seq_length, seed, tokenizer, Reporting(say, progress))
+    builder = _Builder(section, request.seq_length, seed, tokenizer, say, progress)
     found = builder.examples(find_records(section.path))
     lines = [_describe(found, str(section.path))]
     number = len(found.examples.offsets) - 1
@@ -512,11 +505,13 @@ class _Builder(NamedTuple):
     seq_length: int
     seed: int
     tokenizer: Tokenizer
-    reporting: Reporting
+    say: Say | None
+    progress: bool
 
     def examples(self, records: Records) -> CachedExamples:
-        say, progress = self.reporting
-        return cached_examples(records, self._format(), self._folder(), say=say, progress=progress)
+        return cached_examples(
+            records, self._format(), self._folder(), say=self.say, progress=self.progress
+        )
 
     def dataset(self, source: CachedExamples, name: str, chosen: Any) -> FineTuningDataset:
         section = self.section
@@ -528,8 +523,7 @@ class _Builder(NamedTuple):
             pad_id=self.tokenizer.eod or 0,
             seed=self.seed,
         )
-        folder, say = self._folder(), self.reporting.say
-        return FineTuningDataset(source, name, chosen, sampling, folder, say)
+        return FineTuningDataset(source, name, chosen, sampling, self._folder(), self.say)
 
     def _format(self) -> ExampleFormat:
         section, tokenizer = self.section, self.tokenizer

@@ -281,8 +281,8 @@ def build_images(
     needed = len(first.classes)
     if num_classes is not None and num_classes < needed:
         raise ConfigError(
-            f"model.num_classes is {num_classes}, and the data, {first.name}, has {needed} classes: "
-            f"set model.num_classes to {needed}",
+            f"model.num_classes is {num_classes}, and the data, {first.name}, has {needed} "
+            f"classes: set model.num_classes to {needed}",
             on_every_rank=True,
         )
     splits: dict[str, ImageDataset | None] = dict.fromkeys(SPLITS)
