@@ -231,8 +231,7 @@ class Components:
         timers: of data, forward, backward, communication and optimizer.
         num_parameters: of the whole model.
         mover: moves stages to other ranks.
-        plans: of steps with different numbers of micro-batches.
-        tuner: replaces the plan of schedule `auto`; None: it stays.
+        first: the first plan and its stages, and what changes them later.
         late_choice: of plan and stages, when the first step has been read; None: they are final.
     """
 
@@ -243,8 +242,7 @@ class Components:
     timers: MultiTimer
     num_parameters: int
     mover: StageMover
-    plans: StepPlans
-    tuner: StepFeature | None
+    first: FirstPlan
     late_choice: LateChoice | None = None
 
 
@@ -278,7 +276,6 @@ def build_components(
         timers,
         setup.net.num_parameters(),
         StageMover(setup, executors),
-        first.plans,
-        first.tuner,
+        first,
         late_choice,
     )

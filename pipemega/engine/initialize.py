@@ -28,12 +28,7 @@ from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh, from_first, set_world_timeout
 from pipemega.distributed.topology import Topology, register_exit_hook
 from pipemega.engine.engine import Engine
-from pipemega.engine.engine_parts import (
-    FirstPlan,
-    LateChoice,
-    build_components,
-    first_plan,
-)
+from pipemega.engine.engine_parts import FirstPlan, LateChoice, build_components, first_plan
 from pipemega.engine.plan_choice import with_chosen_vocabulary
 from pipemega.engine.run.run_arguments import (
     build_mesh_of,
@@ -261,7 +256,7 @@ def _build_steps(
     late_choice = LateChoice(setup, given_plan) if first.is_provisional else None
     model = _build_stages(setup, first)
     components = build_components(setup, model, first, late_choice)
-    return StepRunner(setup.config, mesh, first.plan, components, **options)
+    return StepRunner(setup.config, mesh, components, **options)
 
 
 # Section of the config -> the module that changes the model, if the section is set.

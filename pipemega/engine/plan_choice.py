@@ -37,12 +37,10 @@ from pipemega.pipeline.plan_selection import (
 )
 from pipemega.pipeline.schedules import AUTO, forward_only, splits_backward
 
-# What a plan needs beyond the times of layers -> what chooses it.
-_PLANNERS = {
-    "bytes": "pipemega.planning.planner:Planner",
-    "measured times": "pipemega.planning.schedule_tuner:TunedPlans",
-    "vocabulary": "pipemega.planning.planner:with_chosen_vocabulary",
-}
+# Schedule `auto`; other plans that need more than the times of layers: see `plan_chooser`.
+_TUNED_PLANS = "pipemega.planning.schedule_tuner:TunedPlans"
+_CHOSEN_VOCABULARY = "pipemega.planning.planner:with_chosen_vocabulary"
+_PLANNER = "pipemega.planning.planner:Planner"
 
 
 class ChosenPlan(NamedTuple):
@@ -69,6 +67,7 @@ class PlanChooser:
         setup: what the engine is built from; without an optimizer the cut is for evaluation.
 
     Attributes:
+        mesh, log: those of the run and of this rank.
         shapes_follow: they are known once the first step has been read.
         is_provisional: on rank 0, a choice needed shapes that the first micro-batch is going to
             have.
@@ -77,7 +76,7 @@ class PlanChooser:
     counts_with: type[CountedModel] = CountedModel
 
     def __init__(self, setup: RunSetup) -> None:
-        self._config, self._mesh, self._net = setup.config, setup.mesh, setup.net
+        self._config, self.mesh, self._net = setup.config, setup.mesh, setup.net
         self._trains, self._loader, self._example = setup.trains, setup.loader, setup.example
         waits = setup.trains and setup.mesh.pipeline.size > 1 and not setup.has_read
         self.shapes_follow = waits and next(self._samples(), None) is None
@@ -87,7 +86,7 @@ class PlanChooser:
         self._has_counted = False
         self._bounds: Bounds | None = None  # of the stages of the run
         self._failure: str | None = None  # of a stage on the meta device
-        self._log = get_logger(setup.mesh.rank)
+        self.log = get_logger(setup.mesh.rank)
         self._order = message_order(setup.mesh.pipeline, setup.mesh.device)
 
     def first(self, given: Plan | None) -> ChosenPlan:
@@ -126,7 +125,7 @@ class PlanChooser:
                 self._has_counted = False
                 return pick()
 
-        return from_first(self._mesh.world, choose)
+        return from_first(self.mesh.world, choose)
 
     def configured_plan(self, given: Plan | None) -> ChosenPlan:
         """Return the plan of a schedule that needs no measurement, and its stages.
@@ -138,7 +137,7 @@ class PlanChooser:
             ConfigError, ScheduleError: as `training_plan`; a limit of pipeline is set, and bytes
                 cannot be counted; no cut keeps pipeline.memory_limit.
         """
-        section, ranks = self._config.pipeline, self._mesh.pipeline.size
+        section, ranks = self._config.pipeline, self.mesh.pipeline.size
         count, layers = self._num_microbatches, len(self._net)
         plan = training_plan(section, ranks, count, layers, self._order, given, self._with_passes)
         if plan.num_stages == 1:
@@ -188,7 +187,7 @@ class PlanChooser:
     @property
     def _device(self) -> DeviceType:
         """The device whose kernels are counted."""
-        return "cuda" if self._mesh.device.type == "cuda" else "cpu"
+        return "cuda" if self.mesh.device.type == "cuda" else "cpu"
 
     def _count(self) -> None:
         """Count the model on the meta device, once; `_model` is None if that is not possible.
@@ -199,25 +198,26 @@ class PlanChooser:
         if self._has_counted:
             return
         self._has_counted, section = True, self._config.pipeline
+        limit, name = section.weight_queue_limit, section.schedule
         why = self._failure or "the shapes of a micro-batch are unknown"
-        tell = self._log.info if self._failure is None else self._log.warning
+        tell = self.log.info if self._failure is None else self.log.warning
         for sample in self._samples() if self._failure is None else ():
             try:
                 with unmetered():
-                    of_run = self._config, self._net.on_meta(), sample(), self._mesh.topology
+                    of_run = self._config, self._net.on_meta(), sample(), self.mesh.topology
                     model = self.counts_with(*of_run, self._device)
                     _ = model.layer_costs
                 self._model = model
                 return
             # A run that needs no counts has to start anyway.
             except PipemegaError as error:
-                why, tell = str(error), self._log.warning
+                why, tell = str(error), self.log.warning
         if self.shapes_follow:
             self.is_provisional = True
             return
         limits = {
-            "weight_queue_limit": section.weight_queue_limit not in (None, "auto"),
-            "memory_limit": section.memory_limit != "auto" and section.schedule != AUTO,
+            "weight_queue_limit": limit not in (None, "auto"),
+            "memory_limit": section.memory_limit != "auto" and name != AUTO,
         }
         for key, is_set in limits.items():
             if is_set:
@@ -226,19 +226,15 @@ class PlanChooser:
                     f"counted: {why}; give initialize() layers that run on torch's meta device and "
                     f"example=(inputs, labels), or remove pipeline.{key}"
                 )
-        if section.schedule == AUTO:
+        if name == AUTO:
             tell(
                 f"schedule auto: the FLOPs and bytes of the layers cannot be counted ({why}): the "
                 f"search is limited to pipeline.chunks {section.stages_per_rank or 1}"
             )
-        elif (
-            section.weight_queue_limit == "auto"
-            and not isinstance(section.schedule, PlanFile)
-            and splits_backward(section.schedule)
-        ):
+        elif limit == "auto" and isinstance(name, str) and splits_backward(name):
             tell(
                 f"weight_queue_limit auto: the tensors stored for W cannot be counted ({why}): "
-                f"schedule {section.schedule!r} stays as it is"
+                f"schedule {name!r} stays as it is"
             )
         if section.partition == "auto":
             tell(
@@ -255,11 +251,11 @@ class PlanChooser:
         if example is not None:
             yield lambda: example
         if config.model is not None:
-            context = ModelContext.of(config, self._mesh.topology)
+            context = ModelContext.of(config, self.mesh.topology)
             yield lambda: Sample(*sample_from(context))
         if loader is not None and loader.is_map_style:
             yield lambda: Sample.like(*loader.peek())
-        length, topology = self._net.sample_tokens, self._mesh.topology
+        length, topology = self._net.sample_tokens, self.mesh.topology
         if length is not None:
             size = config.batch(topology.data).micro_batch_size
             tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
@@ -275,9 +271,9 @@ def plan_chooser(setup: RunSetup, given: Plan | None = None) -> PlanChooser:
     section = setup.config.pipeline
     kind: type[PlanChooser] = PlanChooser
     if plan_is_provisional(section, setup.mesh.pipeline.size, given):
-        kind = load_name(_PLANNERS["measured times"])
+        kind = load_name(_TUNED_PLANS)
     elif setup.cuts_vocabulary or _may_queue_weights(section.schedule, given):
-        kind = load_name(_PLANNERS["bytes"])
+        kind = load_name(_PLANNER)
     return kind(setup)
 
 
@@ -289,7 +285,7 @@ def with_chosen_vocabulary(setup: RunSetup, given: Plan | None) -> RunSetup:
     """
     if not plan_is_provisional(setup.config.pipeline, setup.mesh.pipeline.size, given):
         return setup
-    chosen: RunSetup = load_name(_PLANNERS["vocabulary"])(setup)
+    chosen: RunSetup = load_name(_CHOSEN_VOCABULARY)(setup)
     return chosen
 
 

@@ -57,7 +57,8 @@ class StepRunner:
     """Runs the training steps of one rank.
 
     Args:
-        config, mesh, plan, components: as for `Engine`.
+        config, mesh: those of the run.
+        components: what `initialize` has built.
         traces: trace the steps that the config selects; False in a loop without a plan.
         sources: returns the layers to profile.
 
@@ -77,13 +78,12 @@ class StepRunner:
         self,
         config: Config,
         mesh: Mesh,
-        plan: Plan,
         components: Components,
         *,
         traces: bool = True,
         sources: Callable[[LocalModel], list[LayerSource]] = layer_sources,
     ) -> None:
-        self.config, self.mesh, self.plan = config, mesh, plan
+        self.config, self.mesh, self.plan = config, mesh, components.first.plan
         self.batch, self.timers = config.batch(mesh.data.size), components.timers
         self.num_parameters = components.num_parameters
         self.stages, self.stages_were_read = nn.ModuleList(), False
@@ -95,12 +95,12 @@ class StepRunner:
             step.refuse_other_steps()
         self.phases = step.phases if step is not None else StepPhases()
         self.reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
-        self._plans, self._late_choice = components.plans, components.late_choice
+        self._plans, self._late_choice = components.first.plans, components.late_choice
         self._sources = sources
         self.tracing = TraceSteps(config.monitor.trace, mesh, self.phases)
         self.busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
         features = (
-            components.tuner,
+            components.first.tuner,
             self.tracing if traces else None,
             self.busy_time,
             CommsLogger(config.comms_logger, mesh) if config.comms_logger.enabled else None,

@@ -87,15 +87,10 @@ class HFTextGenerator(TextGenerator):
 
     def __init__(self, engine: Engine, net: HFPipelineModule, vocab_size: int | None) -> None:
         _check_generates(net)
-        self._net = net
-        super().__init__(engine, vocab_size)
-        self.end_tokens = _end_tokens(net)
-
-    def _positions(self, engine: Engine) -> int:
-        text = self._net.hf_config.get_text_config()
-        positions: int | None = getattr(text, "max_position_embeddings", None)
-        # An encoder-decoder may have neither; its relative positions have no largest one.
-        return positions or super()._positions(engine) or _LONGEST
+        positions = getattr(net.hf_config.get_text_config(), "max_position_embeddings", None)
+        # Of an encoder-decoder: its relative positions have no largest one.
+        super().__init__(engine, vocab_size, positions, _LONGEST)
+        self._net, self.end_tokens = net, _end_tokens(net)
 
     def generate(
         self,

@@ -39,11 +39,7 @@ from pipemega.pipeline.model.stages import build_local_model
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard, vocabulary_split
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
 from pipemega.pipeline.plan.lowering import limit_weight_queue, lower
-from pipemega.pipeline.plan.partition import (
-    Bounds,
-    LayerCosts,
-    even_ranks,
-)
+from pipemega.pipeline.plan.partition import Bounds, LayerCosts, even_ranks
 from pipemega.pipeline.plan_selection import measurement_plan
 from pipemega.pipeline.schedules import SCHEDULES
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
@@ -110,19 +106,6 @@ def _with_full_backwards(plan: Plan) -> list[Plan]:
     plain = measurement_plan(*sizes)
     plans = [plan, *([plain] if plain.rank_of_stage == plan.rank_of_stage else [])]
     return [lower(limit_weight_queue(each, [1.0] * plan.num_stages, 0.0)) for each in plans]
-
-
-def fit_queue_of_linears(plan: Plan, device: DeviceType) -> Plan:
-    """Return the compute steps of `plan` for a chain of linears whose sizes are unknown.
-
-    I keeps twice as much as F, whatever the sizes are; stages are taken as equal.
-    """
-    zero = (0, 0, 0)
-    costs = StageCosts(
-        input=0, held=1000, output=0, message=0, gradient_in=0, gradient_out=0, kept=2000,
-        working=zero, flops=zero, kernels=zero, seconds=zero, layer_flops=(),
-    )  # fmt: skip
-    return fit_weight_queue(plan, [costs] * plan.num_stages, [0] * plan.num_ranks, device)
 
 
 class _Fitting:

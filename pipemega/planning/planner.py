@@ -8,15 +8,11 @@ Measured costs of stages, for schedule `auto`.
 
 from dataclasses import dataclass, replace
 
-import torch
-from torch import nn
-
 from pipemega.config import Config
 from pipemega.distributed.mesh import from_first
 from pipemega.engine.plan_choice import ChosenPlan, PlanChooser
 from pipemega.engine.run_setup import RunSetup
-from pipemega.errors import ConfigError, ScheduleError
-from pipemega.layer_costs.tensor_meter import unmetered
+from pipemega.errors import ScheduleError
 from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
@@ -32,7 +28,7 @@ from pipemega.pipeline.plan_selection import (
 from pipemega.pipeline.schedules import AUTO
 from pipemega.pipeline.schedules.building_blocks import loop
 from pipemega.pipeline.schedules.one_f_one_b import sequential_on
-from pipemega.planning.meta_model import MetaModel, fit_queue_of_linears, may_limit
+from pipemega.planning.meta_model import MetaModel, may_limit
 from pipemega.planning.prediction import Prediction, Rates, measured_layers
 from pipemega.planning.schedule_choice import (
     ScheduleChooser,
@@ -41,7 +37,6 @@ from pipemega.planning.schedule_choice import (
     with_cut_vocabulary,
     within_memory_limit,
 )
-from pipemega.random import preserve_rng
 
 # Stages differ from the measured ones only if this part of a step is predicted to be saved: times
 # vary by about as much, and those of the layers in other stages are known less well.
@@ -102,7 +97,7 @@ class Planner(PlanChooser):
         return self._model is not None
 
     def configured_plan(self, given: Plan | None) -> ChosenPlan:
-        section, ranks = self._config.pipeline, self._mesh.pipeline.size
+        section, ranks = self._config.pipeline, self.mesh.pipeline.size
         if self.shapes_follow and plan_is_provisional(section, ranks, given):
             # Inputs and labels are read by the first and the last rank, as callers expect.
             bounds = section.partition
@@ -120,9 +115,6 @@ class Planner(PlanChooser):
         chosen = super()._with_stages(plan, given)
         if self._model is not None:
             plan = self._within_queue_limit(self._model, plan)
-        # The executor of a provisional plan has to run W, which the final plan may have.
-        elif not self.is_provisional and self._has_only_linears():
-            plan = self._validated(lower(fit_queue_of_linears(plan.compute_only(), self._device)))
         return chosen._replace(plan=plan)
 
     def _within_queue_limit(self, model: MetaModel, plan: Plan) -> Plan:
@@ -131,7 +123,7 @@ class Planner(PlanChooser):
         if limited == plan.compute_only():
             return plan
         if self._config.pipeline.weight_queue_limit == "auto":
-            self._log.info(
+            self.log.info(
                 f"schedule {plan.name}: some W run earlier than in the schedule, or with their I, "
                 f"so that the tensors stored for W need less memory; "
                 f'"pipeline": {{"weight_queue_limit": null}} keeps the order of the schedule'
@@ -190,9 +182,7 @@ class Planner(PlanChooser):
         if self._model is None:
             return False
         wins, why = cut_wins(self._model, cut, self._num_microbatches)
-        self._log.info(
-            f"pipeline.vocabulary auto: takes {'parallel' if wins else 'stage'!r}: {why}"
-        )
+        self.log.info(f"pipeline.vocabulary auto: takes {'parallel' if wins else 'stage'!r}: {why}")
         return wins
 
     def best_stages(self, measured: MeasuredStages) -> Prediction:
@@ -236,10 +226,10 @@ class Planner(PlanChooser):
         section = self._config.pipeline
         costs = "measured" if rates.layers else "counted"
         where = "" if stages is None else " on these stages"
-        self._log.info(f"schedule auto: rank 0 searches for the best plan{where}, by {costs} times")
+        self.log.info(f"schedule auto: rank 0 searches for the best plan{where}, by {costs} times")
         choice = ScheduleChooser(model, section, self._num_microbatches, rates, stages).choose()
         if choice.prediction.note is not None:
-            self._log.info(choice.prediction.note)
+            self.log.info(choice.prediction.note)
         return choice.prediction
 
     def next_plan(
@@ -270,23 +260,6 @@ class Planner(PlanChooser):
         counted = replace(model.layer_costs, instruction=model.instruction_seconds)
         split = measured.split
         return Rates(layers=measured_layers(counted, measured.bounds, measured.costs, split=split))
-
-    def _has_only_linears(self) -> bool:
-        """Return whether all parameters of the model are those of nn.Linear."""
-        try:
-            with unmetered(), preserve_rng():
-                layers = [
-                    spec.build(self._mesh.tensor, torch.device("meta"))
-                    for spec in self._net.on_meta().specs
-                ]
-        except ConfigError:  # a layer cannot be built there
-            return False
-        modules = (module for layer in layers for module in layer.modules())
-        return all(
-            isinstance(module, nn.Linear)
-            for module in modules
-            if next(module.parameters(recurse=False), None) is not None
-        )
 
 
 def with_chosen_vocabulary(setup: RunSetup) -> RunSetup:

@@ -19,7 +19,6 @@ with others, or if others gain little (`measured_stages`).
 
 import hashlib
 import json
-import logging
 import os
 import platform
 import statistics
@@ -31,7 +30,7 @@ from typing import Any
 
 import torch
 
-from pipemega.distributed.mesh import Mesh, from_first
+from pipemega.distributed.mesh import from_first
 from pipemega.engine.plan_choice import ChosenPlan
 from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.stage_mover import describe_cut
@@ -102,29 +101,18 @@ class ScheduleTuner(StepFeature):
     """Selects the steps to trace, and after them the next plan.
 
     Args:
-        mesh: of the run.
-        plan: the first plan, lowered.
-        bounds: of its stages.
-        predicted: its seconds, if they are known from an earlier run.
         chooser: chooses the next plan, on rank 0.
+        first: the first plan, and its seconds if they are known from an earlier run.
+        bounds: the bounds of its stages.
         cache: file for the costs; None: do not cache them.
-        log: of this rank.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        plan: Plan,
-        bounds: Bounds,
-        predicted: float | None,
-        chooser: Planner,
-        cache: Path | None,
-        log: logging.Logger,
+        self, chooser: Planner, first: ChosenPlan, bounds: Bounds, cache: Path | None
     ) -> None:
-        self._mesh, self._plan, self._chooser = mesh, plan, chooser
-        self._bounds = bounds
-        self._cache, self._log = cache, log
-        self._predicted = predicted
+        self._chooser, self._mesh, self._log = chooser, chooser.mesh, chooser.log
+        self._plan, self._predicted, self._bounds = first.plan, first.seconds, bounds
+        self._cache = cache
         self._steps, self._changes, self._done = 0, 0, False
         self._timed: list[Trace] = []
         self._memory_trace: Trace | None = None
@@ -294,25 +282,22 @@ class TunedPlans(Planner):
     def first(self, given: Plan | None) -> ChosenPlan:
         if self._cache is None:
             return self._from_first(lambda: self.first_plan(None))
-        measured = _cached(self._cache) if self._mesh.rank == 0 else None
+        measured = _cached(self._cache) if self.mesh.rank == 0 else None
         first = self._from_first(lambda: self.first_plan(measured))
         if first.seconds is None:
-            self._log.info(
+            self.log.info(
                 f"schedule auto: the first {WARM_UP + TIMED} steps run {first.plan.name} and are "
                 "measured; then the best plan replaces it"
             )
         else:
-            self._log.info(
+            self.log.info(
                 f"schedule auto: {first.plan.name} from cached costs ({self._cache}): predicted "
                 f"{_ms(first.seconds)}"
             )
         return first
 
     def tuner(self, first: ChosenPlan, bounds: Bounds) -> StepFeature | None:
-        if self._cache is None:
-            return None
-        given = first.plan, bounds, first.seconds
-        return ScheduleTuner(self._mesh, *given, self, self._cache, self._log)
+        return ScheduleTuner(self, first, bounds, self._cache) if self._cache else None
 
 
 def _cache_file(cost_key: Mapping[str, Any], device: torch.device) -> Path:

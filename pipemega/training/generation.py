@@ -268,6 +268,8 @@ class TextGenerator:
     Args:
         engine: the engine of the model.
         vocab_size: the vocabulary size of the model; None: it has no tokens.
+        positions: the number of positions of the model; None: use the tokens of a sample.
+        longest: the context length of a model that has neither.
 
     Attributes:
         context_length: largest number of tokens that the model sees.
@@ -279,8 +281,15 @@ class TextGenerator:
 
     end_tokens: tuple[int, ...] = ()
 
-    def __init__(self, engine: Engine, vocab_size: int | None) -> None:
-        model, length = engine.config.model, self._positions(engine)
+    def __init__(
+        self,
+        engine: Engine,
+        vocab_size: int | None,
+        positions: int | None = None,
+        longest: int | None = None,
+    ) -> None:
+        model = engine.config.model
+        length = positions or (None if model is None else model.sample_tokens()) or longest
         if length is None or vocab_size is None:
             raise ConfigError(
                 f"model.type {model.type if model else None!r} has no token ids, so it does not "
@@ -289,11 +298,6 @@ class TextGenerator:
             )
         self._engine, self._vocab_size = engine, vocab_size
         self.context_length = length
-
-    def _positions(self, engine: Engine) -> int | None:
-        """Return the largest number of tokens that the model sees; None: it takes no tokens."""
-        model = engine.config.model
-        return None if model is None else model.sample_tokens()
 
     def generate(
         self,
