@@ -1,7 +1,6 @@
-"""Costs and times: measured on real ranks, or counted on the meta device.
+"""Costs and times, measured on real ranks.
 
 step_tracer      selects and times training steps; step_trace has all ranks on one clock
 measured_costs   costs of the stages, from measured steps; a measured step next to its simulation
 module_profiler  FLOPs and times of the modules in a running step
-tensor_meter     bytes, FLOPs and kernels of tensor operations on the meta device
 """
