@@ -2,8 +2,8 @@
 
 config            the whole file, the rules between its sections, warnings and notes
 sections/         one class per section
-declarations      how a key is declared: own, honoured, ignored, replaced, refused, block; types; the
-                  DeepSpeed keys that have no counterpart
+declarations      how a key is declared: own, honoured, ignored, replaced, refused, block; types;
+                  the DeepSpeed keys that have no counterpart
 source            reads JSON with comments; remembers the line of each key
 builder           plain values -> sections, with all errors; `load`
 unknown_keys      the error of an unknown key; name_suggestions: "did you mean"

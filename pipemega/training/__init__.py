@@ -1,6 +1,6 @@
 """The training loop around an engine.
 
-trainer          Trainer: trains steps or epochs, and evaluates; Callback, and what calls all of them
+trainer          Trainer: trains steps or epochs, and evaluates; Callback, and what calls them
 callbacks        callbacks that are ready to use
 metrics          Metric, Accuracy, ...; their sums over micro-batches and ranks
 validation       validation sets; evaluation_sets: data for `evaluate`, prompts, images of a model

@@ -69,6 +69,8 @@ NO_TORCH = (
     "distributed/topology.py",
     "monitor/",
     "data/tokens/data_files.py",
+    "data/images/image_paths.py",
+    "data/finetuning/record_files.py",
     "planning/run_checks.py",
     "doctor/attendance.py",
     "cli/",

@@ -20,7 +20,7 @@ from pipemega.errors import ConfigError, ScheduleError
 from pipemega.layer_costs.counted_model import explain
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.plan.instructions import Kind
-from pipemega.pipeline.plan.lowering import lower, queued_bytes
+from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.partition import Cut, LayerCosts
 from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan_selection import measurement_plan
@@ -30,7 +30,7 @@ from pipemega.planning.estimate import Request, estimate
 from pipemega.planning.planner import MeasuredStages, Planner, split_was_measured
 from pipemega.planning.prediction import Rates, predict
 from pipemega.planning.schedule_tuner import TunedPlans
-from tests.paper.hand_made_plans import one_queue_per_pair
+from tests.paper.hand_made_plans import one_queue_per_pair, queued_bytes
 from tests.sampling import some
 
 MODEL = {
