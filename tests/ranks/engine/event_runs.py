@@ -467,6 +467,7 @@ RUNS: dict[str, Run] = {
         {**VALIDATED, "training": {"on_nonfinite": {"policy": "rollback"}}},
     ),
     "fp16_overflow": Run(2, partial(LOOP3, data=faulty(INF)), {**HAND_CUT, **FP16}),
+    "trainer_fp16_overflow": Run(2, partial(fit, data=faulty(INF)), {**HAND_CUT, **FP16}),
     "nonfinite_default": Run(2, partial(LOOP3, data=faulty(NAN)), HAND_CUT),
     "nonfinite_stop": Run(2, partial(fit, data=faulty(NAN)), policy("stop")),
     "nonfinite_skip": Run(2, partial(fit, data=faulty(NAN)), policy("skip")),
