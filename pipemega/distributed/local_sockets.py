@@ -99,7 +99,7 @@ class Sender:
     """The sending end of a stream."""
 
     def __init__(self, stream: socket.socket) -> None:
-        stream.settimeout(None)  # that of socket.setdefaulttimeout()
+        stream.settimeout(None)  # removes the timeout of socket.setdefaulttimeout()
         self._stream = stream
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._last: _Queued | None = None
@@ -169,7 +169,7 @@ class Receiver:
     """The receiving end of a stream."""
 
     def __init__(self, stream: socket.socket) -> None:
-        stream.settimeout(None)  # that of socket.setdefaulttimeout()
+        stream.settimeout(None)  # removes the timeout of socket.setdefaulttimeout()
         self._stream = stream
         self._poll = select.poll()
         self._poll.register(stream, select.POLLIN)
@@ -265,7 +265,7 @@ def open_streams(axis: Axis, streams: Sequence[tuple[int, int]]) -> list[Sender 
     """Connect the streams of this rank.  Collective.
 
     Args:
-        axis: its group runs gloo.
+        axis: the ranks, with a gloo process group.
         streams: (source, target) of all streams, as ranks of the axis; equal on all ranks.
 
     Returns:
