@@ -139,7 +139,7 @@ def _value_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor whose shape in the run differs from that in the checkpoint; None: missing."""
+    """A tensor with different shapes in the run and in the checkpoint; None: missing."""
 
     name: str
     in_run: Shape

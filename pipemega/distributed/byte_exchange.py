@@ -129,7 +129,7 @@ def _received(
     axis: Axis,
     device: torch.device,
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """Send the parts of a batch; yield those for this rank with their bytes."""
+    """Send the parts of a batch; yield the parts for this rank with their bytes."""
 
     def of(piece: Piece) -> Tensor:
         return _bytes(held[piece.key])[piece.read : piece.read + piece.size]

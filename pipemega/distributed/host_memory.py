@@ -80,7 +80,7 @@ class HostMemory:
         return _exactly_pinned(nbytes).view(dtype).view(shape)
 
     def empty_views(self, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-        """Return one uninitialized tensor per (shape, dtype): views of one buffer, as of `empty`.
+        """Return one uninitialized tensor per (shape, dtype): views of one buffer from `empty`.
 
         Each view starts at a multiple of 64 bytes.
         """

@@ -213,7 +213,7 @@ class Receiver:
     def _read(self, data: "ctypes.Array[ctypes.c_char]") -> None:
         size, have = len(data), 0
         while have < size:
-            # One system call waits for the whole message. It is short of that after a signal.
+            # One system call waits for the whole message. After a signal it returns less.
             into = memoryview(data).cast("B")[have:] if have else data
             read = self._stream.recv_into(into, size - have, socket.MSG_WAITALL)
             if read == 0:
@@ -367,7 +367,7 @@ def _accept(server: socket.socket, counts: Mapping[int, int]) -> dict[int, list[
         data = stream.recv(_RANK.size, socket.MSG_WAITALL)
         if len(data) == _RANK.size and counts[rank := _RANK.unpack(data)[0]]:
             accepted[rank].append(stream)
-        else:  # of a rank that could not make all of its connections, and uses none
+        else:  # a connection of a rank that could not make all of them, and uses none
             stream.close()
     return accepted
 

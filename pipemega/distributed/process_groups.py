@@ -144,7 +144,7 @@ def message_device(group: dist.ProcessGroup | None, device: torch.device) -> tor
 
 
 def backends_except_gloo(group: dist.ProcessGroup) -> list[Any]:
-    """Return the backends of the group other than gloo: those whose operations `abort` ends."""
+    """Return the backends of the group other than gloo: `abort` ends their operations."""
     return [
         _unwrapped(group._get_backend(torch.device(device)))
         for device, name in backend_names(group).items()

@@ -422,7 +422,7 @@ class PatchEmbedding(nn.Module):
         if images.shape[1:] != shape:
             raise DataError(
                 f"the ViT takes images [batch, {', '.join(map(str, shape))}] (model.num_channels, "
-                f"model.image_size twice), and those of this batch are {list(images.shape)}"
+                f"model.image_size twice), and the images of this batch are {list(images.shape)}"
             )
         if not images.is_floating_point():
             raise DataError(

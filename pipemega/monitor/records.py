@@ -74,7 +74,7 @@ def gpt_flops_per_token(
     Args:
         ffn_hidden_size: hidden width of the feed-forward block; with SwiGLU, the width of one half.
         vocab_size: rows of the head.  Megatron counts the padded ones.
-        num_query_groups: heads of key and value; None: as many as of query.
+        num_query_groups: heads of key and value; None: as many as query heads.
         kv_channels: size of one head; None: hidden_size / num_attention_heads.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, appendix; with the causal half and grouped

@@ -5,8 +5,8 @@
 
 A step runs the reductions in this order: parts that tensor ranks hold of one gradient, then
 replicas of tied parameters, then the data ranks.  After them every rank holds the gradients of its
-shards of the logical parameters (with ZeRO, of its slices of these); step_outcome.py computes their
-norm.
+shards of the logical parameters, or with ZeRO of its slices of the shards; step_outcome.py computes
+their norm.
 
 Layout of the gradients in flat buffers: which parameter's gradient is at which offset.
 

@@ -201,7 +201,7 @@ class SharedState:
                 f"{type(self._optimizer).__name__} has a state_dict() of its own, as optimizers "
                 "have that keep state outside of optimizer.state, such as wrappers of another "
                 "optimizer: a checkpoint would not contain it. Train without checkpoints "
-                "(checkpoint.save null), or use an optimizer that keeps its state as those of "
+                "(checkpoint.save null), or use an optimizer that keeps its state as optimizers of "
                 "torch.optim do",
                 on_every_rank=True,
             )

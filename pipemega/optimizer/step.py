@@ -257,7 +257,7 @@ class OptimizerStep:
                     report.in_words(self.steps),
                     advice=(
                         f"{decision.nonfinite_ranks:g} of {self._mesh.world.size} ranks held a "
-                        "gradient with inf or nan. Parameters and optimizer state are those of the "
+                        "gradient with inf or nan. Parameters and optimizer state are as after the "
                         "step before. Lower the learning rate or look for a division by 0 in the "
                         "model; training.on_nonfinite skips such steps, or rolls back to a "
                         "checkpoint"
@@ -305,7 +305,7 @@ class OptimizerStep:
     def wait_for_copies(self) -> None:
         """Wait until parameters, masters and optimizer state may change.
 
-        The device waits for the copies of `protect`; the host for those from offloaded masters.
+        The device waits for the copies of `protect`; the host for copies from offloaded masters.
         """
         if self._copied is not None:
             self._copied.wait()

@@ -53,7 +53,7 @@ from pipemega.errors import ConfigError, DataError
 Pending = Callable[[], Tensor]
 """A started collective: call it once to wait for the result."""
 
-SEQUENCE_DIM = 1  # of [batch, sequence, ...]
+SEQUENCE_DIM = 1  # in [batch, sequence, ...]
 
 # A collective is split if its parts have at least this size, and are at most this many: copying
 # smaller parts, or very many, takes less time than starting that many collectives.

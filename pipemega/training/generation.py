@@ -169,7 +169,7 @@ def token_stream(
     use_cache: bool = True,
     as_inputs: Callable[[Tensor], Any] | None = None,
 ) -> Generator[int, None, None]:
-    """Yield one new token after the other, without end; arguments as of `generate`.  Collective.
+    """Yield one new token after the other, without end.  Collective.  Arguments: see `generate`.
 
     Close it (`contextlib.closing`) before the next call of the engine.
 
@@ -181,7 +181,7 @@ def token_stream(
     next_token, tokens = _NextToken(engine, vocab_size, sampling), list(prompt)
     if use_cache and len(tokens) <= seq_length and _is_cacheable(engine):
         with key_value_caches(_layers(engine), seq_length):
-            length = 0  # of the caches
+            length = 0  # length of the caches
             while len(tokens) <= seq_length:
                 new = torch.tensor([tokens[length:]])
                 positions = torch.arange(length, len(tokens)).unsqueeze(0)
@@ -388,7 +388,7 @@ class TextGenerator:
         return self._stream([start], num_tokens, sampling, stop, on_token, with_prompt)
 
     def _room(self, prompt: int) -> int:
-        """Return how many tokens can follow a prompt: those without a position cannot."""
+        """Return how many tokens can follow a prompt: each token needs a position."""
         if prompt >= self.context_length:
             raise ConfigError(
                 f"the prompt has {prompt} tokens, and the model has {self.context_length} "

@@ -370,7 +370,7 @@ def _is_torchmetric(metric: Any) -> bool:
 def _reduce_over_data(metric: Any, mesh: Mesh) -> None:
     """Let a metric of torchmetrics reduce over the data axis; its default is the whole world."""
     metric.to(mesh.device)
-    for module in metric.modules():  # of a collection or a wrapper, also the inner ones
+    for module in metric.modules():  # also the inner metrics of a collection or a wrapper
         if hasattr(module, "sync_on_compute"):
             module.sync_on_compute = mesh.data.size > 1
             module.process_group = mesh.data.group

@@ -239,7 +239,7 @@ class PipelineModule:
     checkpoints: ActivationCheckpoints | None = None  # of the model, unless the config sets them
 
     vocabulary: Any = None  # how embedding and head are cut: a `vocabulary_shard.VocabularySplit`
-    sample_tokens: int | None = None  # of [samples, tokens], if the model takes token ids
+    sample_tokens: int | None = None  # tokens per sample, if the model takes token ids
 
     origin: LayersOfModule | None = None  # the layers of a module given to `from_module`
 

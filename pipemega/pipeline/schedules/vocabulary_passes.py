@@ -119,7 +119,7 @@ class _Insertion:
             tuple(step for steps in rest.values() for step in steps) for rest in self._rest
         )
         self._all = replace(base, programs=everything)
-        self._started_forwards: list[float] = []  # of the first stage
+        self._started_forwards: list[float] = []  # start times in the first stage
         self._end: dict[Instruction, float] = {}
         self._made: list[list[Instruction]] = [[] for _ in base.programs]
 
