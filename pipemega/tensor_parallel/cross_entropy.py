@@ -199,7 +199,7 @@ class Partial:
         statistics: log-sum-exp, logit of the target or 0, and with label smoothing the sum of the
             logits [2 or 3, tokens], in fp32 (fp64 for an fp64 head).
         rows: A_r and W[t] or 0 [2, tokens, hidden]; None in an evaluation.
-        weight_sum: sum of the rows [hidden]; None without label smoothing.
+        weight_sum: sum of the rows [hidden]; None without label smoothing, or in an evaluation.
     """
 
     statistics: Tensor
