@@ -139,7 +139,7 @@ def _value_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor whose shape in the run differs from that in the checkpoint; None: missing."""
+    """A tensor with different shapes in the run and in the checkpoint; None: missing."""
 
     name: str
     in_run: Shape
@@ -167,8 +167,8 @@ def tensor_differences(
     """Compare the parameters and buffers of all ranks with the stored ones; collective.
 
     Args:
-        shards: of the model of this rank.
-        is_replica: another rank has the same ones.
+        shards: this rank's shards of the model's parameters and buffers, by logical name.
+        is_replica: another rank has the same shards.
     """
     # Tensors without elements are not stored.
     mine = {name: tuple(shard.size()) for name, shard in shards.items() if shard.size().numel()}
@@ -190,7 +190,7 @@ def refuse_differences(where: str, found: list[TensorDifference]) -> None:
     """Raise an error that lists the first differences, if there are any.
 
     Raises:
-        CheckpointError: on every rank alike.
+        CheckpointError: there are differences; raised on every rank.
     """
     if not found:
         return

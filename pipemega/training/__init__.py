@@ -1,7 +1,7 @@
 """The training loop around an engine.
 
 trainer          Trainer: trains steps or epochs, and evaluates
-callback         Callback, and what calls all of them; callbacks: those that are ready to use
+callback         Callback, and what calls all of them; callbacks: callbacks that are ready to use
 metrics          Metric, Accuracy, ...; their sums over micro-batches and ranks
 validation       validation sets; evaluation_sets: data for `evaluate`, prompts, images of a model
 generation       generates text; trained_model: opens a trained model

@@ -30,7 +30,7 @@ class Callback:
     `trainer.save()`; then all ranks must do so.
 
     Attributes:
-        name: in errors and checkpoints; empty: the name of the class.
+        name: name of the callback in errors and checkpoints; empty: the name of the class.
     """
 
     name: str = ""
@@ -48,7 +48,7 @@ class Callback:
         """Called after each evaluation of all validation sets.
 
         Args:
-            values: "loss" and the metrics of the first set; those of set `name` as "name/loss".
+            values: "loss" and the metrics of the first set; values of set `name` as "name/loss".
         """
 
     def before_save(self, trainer: Any) -> None:
@@ -67,7 +67,7 @@ class Callback:
         """Called after the last step, also if `trainer.stopped` says why the run ended early."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON values; that of rank 0 is saved."""
+        """Return what a resumed run needs, as JSON values; the state of rank 0 is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -79,10 +79,10 @@ class CallbackList(StepFeature):
 
     Args:
         trainer: the `pipemega.Trainer`, which the callbacks get.
-        callbacks: in the order in which they are called; also an attribute.
+        callbacks: the callbacks, in the order in which they are called; also an attribute.
 
     Attributes:
-        names_with_state: of the callbacks that have state.
+        names_with_state: names of the callbacks that have state.
 
     Raises:
         ConfigError: an entry is no callback, or two with state have one name; on every rank.
@@ -155,8 +155,8 @@ class CallbackList(StepFeature):
         """Call a point of all callbacks.
 
         Raises:
-            PipelineError: one raised an error; with its name. Errors of pipemega stay as they are:
-                the policies of the run depend on their class.
+            PipelineError: a callback raised an error; the message names the callback. Errors of
+                pipemega stay as they are: the policies of the run depend on their class.
         """
         for callback in self.callbacks:
             try:

@@ -44,7 +44,7 @@ class Sampling:
         temperature: 0: the most likely token; else the logits are divided by it before sampling.
         top_k: sample only from this many most likely tokens; None: from all.
         top_p: sample only from the fewest most likely tokens whose probabilities add up to this.
-        seed: of the random numbers; equal seeds and logits give equal tokens.
+        seed: seed of the random numbers; equal seeds and logits give equal tokens.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -169,7 +169,7 @@ def token_stream(
     use_cache: bool = True,
     as_inputs: Callable[[Tensor], Any] | None = None,
 ) -> Generator[int, None, None]:
-    """Yield one new token after the other, without end; arguments as of `generate`.  Collective.
+    """Yield one new token after the other, without end.  Collective.  Arguments: see `generate`.
 
     Close it (`contextlib.closing`) before the next call of the engine.
 
@@ -181,7 +181,7 @@ def token_stream(
     next_token, tokens = _NextToken(engine, vocab_size, sampling), list(prompt)
     if use_cache and len(tokens) <= seq_length and _is_cacheable(engine):
         with key_value_caches(_layers(engine), seq_length):
-            length = 0  # of the caches
+            length = 0  # length of the caches
             while len(tokens) <= seq_length:
                 new = torch.tensor([tokens[length:]])
                 positions = torch.arange(length, len(tokens)).unsqueeze(0)
@@ -257,7 +257,7 @@ def _is_cacheable(engine: Engine) -> bool:
 class _Choice:
     """A logits processor that leaves only the token that a sampler has chosen.
 
-    So tokens do not depend on the number of ranks, as those of transformers' sampling would.
+    So tokens do not depend on the number of ranks, as they would with transformers' sampling.
     """
 
     def __init__(self, sampler: Sampler, on_token: Callable[[int], object]) -> None:
@@ -321,11 +321,11 @@ class TextGenerator:
 
     Args:
         net: the model that `engine` was built from.
-        vocab_size: of the model; None: it has no tokens.
+        vocab_size: vocabulary size of the model; None: it has no tokens.
 
     Attributes:
         context_length: largest number of tokens that the model sees.
-        end_tokens: that end a text, as the model of transformers says.
+        end_tokens: ids of the tokens that end a text, as the model of transformers says.
 
     Raises:
         ConfigError: the model does not generate text.
@@ -388,7 +388,7 @@ class TextGenerator:
         return self._stream([start], num_tokens, sampling, stop, on_token, with_prompt)
 
     def _room(self, prompt: int) -> int:
-        """Return how many tokens can follow a prompt: those without a position cannot."""
+        """Return how many tokens can follow a prompt: each token needs a position."""
         if prompt >= self.context_length:
             raise ConfigError(
                 f"the prompt has {prompt} tokens, and the model has {self.context_length} "
@@ -445,7 +445,7 @@ def _check_generates(net: HFPipelineModule) -> None:
 
 
 def _end_tokens(net: HFPipelineModule) -> tuple[int, ...]:
-    """Return the ids that end a text: those of the generation config, which has more for a chat."""
+    """Return the ids that end a text, from the generation config, which has more for a chat."""
     file = None if net.folder is None else net.folder / "generation_config.json"
     found = None
     if file is not None and file.is_file():

@@ -26,21 +26,22 @@ class Trainer:
                 callbacks=[SaveBest("top1")]).fit()
 
     Args:
-        engine: from `pipemega.initialize`.
+        engine: the engine that `pipemega.initialize` returned.
         valid: a validation dataset or DataLoader, or several by name; None: no evaluation.
         train: training data, if `initialize` got none.
-        epochs: passes over the training data; None: that of the config.
-        metrics: of each evaluation, by name: `pipemega.training.Metric`, or of torchmetrics.
-        callbacks: called in this order at each point.
-        tokens_per_sample, flops_per_token: for tokens/s, TFLOP/s and MFU; 0: do not record them.
+        epochs: passes over the training data; None: the number in the config.
+        metrics: metrics of each evaluation by name: `pipemega.training.Metric`, or of torchmetrics.
+        callbacks: the callbacks, which are called in this order at each point.
+        tokens_per_sample, flops_per_token: numbers for tokens/s, TFLOP/s and MFU; 0: do not record
+            them.
         flops_per_sample: the same for samples that are not tokens, such as images.
 
     Attributes:
-        callbacks: as given.
+        callbacks: the callbacks that the Trainer got.
         history: counters of the run, over all its restarts.
         evaluations: the step, the name of the data and the values of each evaluation so far.
         validation: (step, loss) of each evaluation of the first validation set.
-        timers: "training", "evaluation" and "saving", of this process.
+        timers: the timers "training", "evaluation" and "saving" of this process.
         stopped: why `fit` ended before the last step; empty if it did not.
 
     Raises:
@@ -220,10 +221,10 @@ class Trainer:
     def save(self, tag: str | None = None) -> None:
         """Save a checkpoint in `checkpoint.save`, if the config has that folder.
 
-        At a callback's point of a step: when all callbacks have handled this step.
+        If a callback calls this in a step, the save follows when all callbacks have handled it.
 
         Args:
-            tag: its name; a run does not resume from it by default. None: as
+            tag: name of the checkpoint; a run does not resume from it by default. None: save as
                 `checkpoint.interval` does, unless this step is saved already.
         """
         self._run.save(tag)
