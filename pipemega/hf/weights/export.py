@@ -116,7 +116,7 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def export_tensors(reader: CheckpointReader, path: Path) -> dict[str, Tensor]:
     """Write the parameters and buffers of a checkpoint of any model, unsharded, to one file.
 
-    The tensors keep their dtypes in the checkpoint: bf16 and fp16 runs give fp32 master weights.
+    The tensors have the dtypes of the checkpoint: fp32 master weights for bf16 and fp16 runs.
 
     Args:
         path: path of the new file, which appears when it is complete.
