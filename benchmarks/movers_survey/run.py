@@ -37,7 +37,7 @@ class Row(NamedTuple):
 
     Args:
         outcome: the exit code, or the class of an exception.
-        digest: of the printed config; empty if there is none.
+        digest: hash of the printed config; empty if there is none.
     """
 
     repository: str

@@ -51,8 +51,8 @@ class Layer(nn.Module):
     """A linear layer that records its passes.
 
     Args:
-        position: in the model, for the records.
-        width: of an inner layer, which makes the layer slower, in the eyes of `pipeline.partition`.
+        position: position of the layer in the model, for the records.
+        width: width of an inner layer, which makes the layer slower for `pipeline.partition`.
     """
 
     def __init__(self, position: int, width: int = 0) -> None:
@@ -396,7 +396,7 @@ class Run(NamedTuple):
     Args:
         world_size: number of ranks.
         function: (recorder, changes of the config).
-        changes: of the config.
+        changes: changes to the config.
     """
 
     world_size: int
