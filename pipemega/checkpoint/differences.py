@@ -100,7 +100,7 @@ def check_config_changes(
             kinds.append("another order of the data")
         keys = ", ".join(f'"{change.key}"' for change in refused)
         raise CheckpointError(
-            f"the config differs from that of {where} and would continue with "
+            f"the config differs from the config saved in {where} and would continue with "
             f"{' and '.join(kinds)}: {'; '.join(map(str, refused))}. Restore these values, or, if "
             f"the change is intended, set checkpoint.allow_changes [{keys}]; to start a new run "
             f"from the weights alone, set checkpoint.load_module_only"
@@ -108,7 +108,10 @@ def check_config_changes(
     if not changes:
         return None
     lines = "\n  ".join(map(str, changes))
-    return f"the config differs from that of {where}; the new values take effect:\n  {lines}"
+    return (
+        f"the config differs from the config saved in {where}; the new values take effect:\n"
+        f"  {lines}"
+    )
 
 
 def _with_defaults(stored: Mapping[str, Any]) -> Mapping[str, Any]:
