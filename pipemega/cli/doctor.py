@@ -1,10 +1,10 @@
 """Check a cluster before the first run: start it in place of the training script.
 
-It checks, in this order: the variables of the launcher; whether all ranks start; the disk of the
-checkpoint folder (written by one rank of each node, seen by all nodes); versions, devices, memory
+It checks, in this order: the variables of the launcher; whether all ranks start; the checkpoint
+folder (written by one rank of each node, seen by all nodes, free space); versions, devices, memory
 and variables of all ranks; one element over every connection (with --config: every group of the
-mesh and every pipeline connection; without: all ranks, and a ring); the bandwidth of each axis; the
-clocks of the nodes; with --config also the memory that `pipemega plan` predicts.
+mesh and every pipeline connection; without: all ranks, and a ring); latency and bandwidth of each
+axis; with --config also the memory that `pipemega plan` predicts.
 
 Rank 0 prints one line per check: ok, warning or failed, and what to do. Every wait has a deadline,
 and the message names the ranks that did not answer. Without GPUs it uses gloo.
@@ -44,8 +44,6 @@ examples:
   python -m pipemega doctor
 """
 
-_MEGABYTE = 10**6
-
 
 def add_parser(subparsers: Subparsers) -> None:
     """Add the command `doctor`."""
@@ -66,13 +64,6 @@ def add_parser(subparsers: Subparsers) -> None:
         default=60.0,
         metavar="S",
         help="deadline of each wait in seconds (default: 60)",
-    )
-    parser.add_argument(
-        "--disk-mb",
-        type=int,
-        default=64,
-        metavar="N",
-        help="MB that each node writes and reads (default: 64; 0: no check of the disk)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON values, for scripts")
     parser.set_defaults(func=run)
@@ -118,7 +109,7 @@ def _options(arguments: argparse.Namespace) -> Options:
         except ConfigError as problem:
             error = str(problem)
     folder = arguments.folder or (config is not None and config.checkpoint.save) or "."
-    return Options(config, error, folder, max(0, arguments.disk_mb) * _MEGABYTE)
+    return Options(config, error, folder)
 
 
 def _print(launch: Launch, findings: list[Finding], as_json: bool, **measured: object) -> int:

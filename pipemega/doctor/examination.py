@@ -35,7 +35,6 @@ from pipemega.doctor.rank_facts import RankFacts, read_facts
 from pipemega.errors import MeshError, PipemegaError
 from pipemega.planning.estimate import Report, Request, estimate
 from pipemega.printing import show_bytes
-from pipemega.profiling.step_trace import ClockSample
 
 # torch's own timeout must not end a process before the deadline of a step is reported.
 _LONGER_SECONDS = 60.0
@@ -49,14 +48,12 @@ class Options:
         config: of the run; None: world and ring only.
         config_error: why the config is not valid.
         folder: where checkpoints will be written.
-        disk_bytes: size of the file that each node writes; 0: no check of the disk.
         quiet: no progress on stderr.
     """
 
     config: Config | None = None
     config_error: str = ""
     folder: str = "."
-    disk_bytes: int = 64 * 10**6
     quiet: bool = False
 
 
@@ -137,49 +134,46 @@ class Examination:
         return topology
 
     def _check_disk(self, facts: dict[int, RankFacts]) -> None:
-        """Let the first rank of each node write and read a file."""
-        options, attendance = self.options, self.attendance
-        if not options.disk_bytes:
-            return
-        self._tell(f"speed of the disk of {options.folder}")
+        """Let the first rank of each node write a file into the folder for checkpoints."""
+        attendance = self.attendance
+        self._tell(f"the folder {self.options.folder}")
+        remedy = "choose a folder that all nodes share and can write (checkpoint.save)"
         prepared = attendance.run("disk folder", self._prepare_folder)
-        job = attendance.share(
-            "disk",
-            lambda: {
-                "firsts": {h: r[0] for h, r in rank_facts.ranks_of_hosts(facts).items()},
-                "error": prepared[0].error,
-                **(prepared[0].value or {"folder": options.folder, "token": ""}),
-            },
-        )
-        folder, token = job["folder"], job["token"]
+        failures = _errors("disk", prepared, remedy)
+        self._add(*failures)
+        firsts = {host: ranks[0] for host, ranks in rank_facts.ranks_of_hosts(facts).items()}
+        job = attendance.share("disk", lambda: [] if failures else [prepared[0].value, firsts])
+        if not job:
+            return
+        (folder, token), firsts = job
 
-        def measure() -> dict[str, Any] | None:
-            if job["error"] or attendance.rank not in job["firsts"].values():
+        def check() -> int | None:
+            if attendance.rank not in firsts.values():
                 return None
-            return measurements.measure_disk(folder, token, attendance.rank, options.disk_bytes)
+            return measurements.check_folder(folder, token, f"node{attendance.rank}")
 
         try:
-            outcomes = attendance.run("disk speed", measure)
+            outcomes = attendance.run("disk files", check)
         finally:
             # Also if ranks do not answer.
-            if token and attendance.rank == 0:
+            if attendance.rank == 0:
                 measurements.remove_marker(folder, token)
-        if attendance.rank > 0:
-            return
-        self._add(*_errors("disk", outcomes, f"check the file system of {folder}"))
-        values = {host: outcomes[rank].value for host, rank in job["firsts"].items()}
-        self.measured["disk"] = results = {h: v for h, v in values.items() if v is not None}
-        size = checkpoint_bytes(options.config, self._plan())
-        self._add(*measurements.judge_disk(folder, job["error"], results, size))
+        failures = _errors("disk", outcomes, remedy)
+        self._add(*failures)
+        if attendance.rank == 0 and firsts and not failures:
+            free = {host: outcomes[rank].value for host, rank in firsts.items()}
+            self.measured["disk"] = {host: {"free": number} for host, number in free.items()}
+            size = checkpoint_bytes(self.options.config, self._plan())
+            self._add(measurements.judge_space(folder, free.values(), size))
 
-    def _prepare_folder(self) -> dict[str, str] | None:
-        """Write the file that the other nodes look for, on rank 0."""
+    def _prepare_folder(self) -> list[str]:
+        """Write the file that the other nodes look for, on rank 0; return [folder, token]."""
         if self.attendance.rank > 0:
-            return None
+            return []
         folder = measurements.existing_folder(self.options.folder)
         token = f"pipemega-doctor-{uuid.uuid4().hex[:12]}"
         measurements.place_marker(folder, token)
-        return {"folder": folder, "token": token}
+        return [folder, token]
 
     def _check_network(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
         attendance = self.attendance
@@ -195,7 +189,11 @@ class Examination:
         if blocked:
             self._add(Finding("skipped", "connections", blocked))
             return
-        for topic, remedy, work in self._network_steps(topology):
+        remedy = (
+            "check the network between these nodes, firewalls, and the interface "
+            "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO prints NCCL's choice)"
+        )
+        for topic, work in self._network_steps(topology):
             self._tell(topic)
             outcomes = attendance.run(topic, work)
             failures = _errors(topic, outcomes, remedy)
@@ -212,27 +210,16 @@ class Examination:
         failed = sorted({f.check for f in self.findings if f.status == "failed"} & fatal)
         return f"not checked: repair {listed(failed)} first" if failed else ""
 
-    def _network_steps(
-        self, topology: Topology | None
-    ) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-        """Yield (topic, remedy if it fails, function)."""
-        world = self.attendance.world_size
-        interface = (
-            "check the network between these nodes, firewalls, and the interface "
-            "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO prints NCCL's choice)"
-        )
-        yield "process groups", interface, lambda: self._connect(topology or Topology(data=world))
-        yield "axes", interface, lambda: measurements.check_axes(self._ready_mesh(), self._at)
+    def _network_steps(self, topology: Topology | None) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yield (topic, function)."""
+        world, ready, at = self.attendance.world_size, self._ready_mesh, self._at
+        yield "process groups", lambda: self._connect(topology or Topology(data=world))
+        yield "axes", lambda: measurements.check_axes(ready(), at)
         if topology is None:
-            yield "ring", interface, self._ring
+            yield "ring", self._ring
         elif topology.pipeline > 1:
-            yield "pipeline", interface, lambda: self._pipeline(topology)
-        yield (
-            "bandwidth",
-            interface,
-            lambda: measurements.measure_bandwidth(self._ready_mesh(), self._at),
-        )
-        yield "clocks", interface, lambda: measurements.sample(self._ready_mesh())
+            yield "pipeline", lambda: self._pipeline(topology)
+        yield "bandwidth", lambda: measurements.measure_bandwidth(ready(), at)
 
     def _connect(self, topology: Topology) -> None:
         self._at(f"the process groups of the mesh {topology}")
@@ -278,9 +265,6 @@ class Examination:
             cuda = [fact.device.startswith("cuda") for fact in facts.values()]
             is_nccl = bool(cuda) and all(cuda)
             self._add(*measurements.judge_bandwidth(values, is_nccl))
-        elif topic == "clocks":
-            samples: dict[int, list[ClockSample]] = values
-            self._add(measurements.judge_clocks(samples, rank_facts.ranks_of_hosts(facts)))
 
     def _check_memory(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
         """Compare the memory that `pipemega plan` predicts with that of the GPUs and the hosts."""
