@@ -11,13 +11,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
-from pipemega.compat.deepspeed.deepspeed_engine import (
-    EngineCheckpoints,
-    EngineSettings,
-    given_schedule,
-    missing_name,
-    schedule_maker,
-)
+from pipemega.compat.deepspeed.deepspeed_engine import DeepSpeedEngine, schedule_maker
 from pipemega.compat.deepspeed.loop_engine import LoopEngine, initialize_loop
 from pipemega.compat.deepspeed.process_topology import CONFIG_CHANGES
 from pipemega.config import Config, load
@@ -33,15 +27,10 @@ from pipemega.optimizer.user_optimizer import (
 )
 
 _PIPELINE = "the script calls forward, backward and step; a PipelineModule has train_batch()"
-_ADVICE: Mapping[str, str] = {
-    "train_batch": _PIPELINE,
-    "eval_batch": _PIPELINE,
-    "set_dataloader": _PIPELINE,
-    "set_batch_fn": _PIPELINE,
-}
+_ADVICE = dict.fromkeys(("train_batch", "eval_batch", "set_dataloader", "set_batch_fn"), _PIPELINE)
 
 
-class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
+class DataParallelEngine(DeepSpeedEngine, nn.Module):
     """Trains a module whose forward and backward the script runs.
 
         loss = loss_fn(engine(x), y)
@@ -58,19 +47,17 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
 
     Attributes:
         module: as given to `initialize`.
-        optimizer: torch's optimizer, over the master weights if they exist; that of the script, if
-            it has one. The engine calls its `step()`.
         training_dataloader: of the training data of `initialize`; None without.
     """
+
+    _advice = _ADVICE
 
     def __init__(
         self, loop: LoopEngine, collate_fn: Callable[[list[Any]], Any] | None = None
     ) -> None:
         nn.Module.__init__(self)
-        engine = loop.engine
-        self.loop, self.pipemega_engine, self.module = loop, engine, loop.layer
-        self.pipemega_config, self.mesh = engine.config, engine.mesh
-        self.optimizer = engine.optimizer
+        self._use(loop.engine)
+        self.loop, self.module = loop, loop.layer
         if self.optimizer is not None:
             # That of torch discards the gradients of the masters, and not those of the buffer.
             vars(self.optimizer)["zero_grad"] = self.zero_grad
@@ -85,7 +72,7 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
         except AttributeError:
             if name != "module" and hasattr(self.module, name):
                 return getattr(self.module, name)
-        raise missing_name(name, _ADVICE)
+        raise self._missing(name)
 
     # A micro-batch
 
@@ -174,17 +161,8 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
         self.loop.discard_gradients()
 
     @property
-    def global_steps(self) -> int:
-        return self.pipemega_engine.global_steps
-
-    @property
     def global_samples(self) -> int:
         return self.pipemega_engine.consumed_samples
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The scheduler of the script or of the config; the engine calls its `step()`."""
-        return given_schedule(self.pipemega_engine.lr_scheduler)
 
     @property
     def micro_steps(self) -> int:

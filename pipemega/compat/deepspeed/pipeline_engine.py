@@ -15,12 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from pipemega.compat.deepspeed.deepspeed_engine import (
-    EngineCheckpoints,
-    EngineSettings,
-    given_schedule,
-    missing_name,
-)
+from pipemega.compat.deepspeed.deepspeed_engine import DeepSpeedEngine
 from pipemega.compat.deepspeed.pipeline_module import DeepSpeedPipelineModule, RepeatingLoader
 from pipemega.compat.deepspeed.process_topology import PipelineParallelGrid
 from pipemega.config import Config
@@ -189,7 +184,7 @@ _ADVICE: Mapping[str, str] = {
 }
 
 
-class PipelineEngine(EngineSettings, EngineCheckpoints):
+class PipelineEngine(DeepSpeedEngine):
     """Trains a PipelineModule with DeepSpeed's calls.
 
     Names that DeepSpeed's engine does not have are those of `pipemega.Engine` and of the module.
@@ -206,6 +201,8 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         grid, mpu: the place of this rank.
     """
 
+    _advice = _ADVICE
+
     def __init__(
         self,
         engine: Engine,
@@ -213,9 +210,8 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         training_data: Any = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
     ) -> None:
-        self.pipemega_engine, self.module = engine, module
-        self.pipemega_config, self.mesh = engine.config, engine.mesh
-        self.optimizer = engine.optimizer
+        self._use(engine)
+        self.module = module
         self.grid: PipelineParallelGrid = module.mpu()
         self.mpu = self.grid
         self.num_stages, self.stage_id = self.grid.pipe_parallel_size, self.grid.stage_id
@@ -240,20 +236,7 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         for owner in (self.pipemega_engine, self.module):
             if hasattr(owner, name):
                 return getattr(owner, name)
-        raise missing_name(name, _ADVICE)
-
-    @property
-    def global_steps(self) -> int:
-        return self.pipemega_engine.global_steps
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The scheduler of the user or of the config; None: the learning rate is constant."""
-        return given_schedule(self.pipemega_engine.lr_scheduler)
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, scheduler: Any) -> None:
-        self.pipemega_engine.set_lr_scheduler(lambda _: scheduler)
+        raise self._missing(name)
 
     def is_first_stage(self) -> bool:
         return self.stage_id == 0
