@@ -1,6 +1,6 @@
 """`engine(x)`, `engine.backward(loss)`, `engine.step()`: training of a module over data ranks."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
-from pipemega.compat.deepspeed.deepspeed_engine import DeepSpeedEngine, schedule_maker
+from pipemega.compat.deepspeed.deepspeed_engine import Collate, DeepSpeedEngine, schedule_maker
 from pipemega.compat.deepspeed.loop_engine import LoopEngine, initialize_loop
 from pipemega.compat.deepspeed.process_topology import CONFIG_CHANGES
 from pipemega.config import Config, load
@@ -52,9 +51,7 @@ class DataParallelEngine(DeepSpeedEngine, nn.Module):
 
     _advice = _ADVICE
 
-    def __init__(
-        self, loop: LoopEngine, collate_fn: Callable[[list[Any]], Any] | None = None
-    ) -> None:
+    def __init__(self, loop: LoopEngine, collate_fn: Collate | None = None) -> None:
         nn.Module.__init__(self)
         self._use(loop.engine)
         self.loop, self.module = loop, loop.layer
@@ -183,7 +180,7 @@ class DataParallelEngine(DeepSpeedEngine, nn.Module):
         route: str = "train",
         pin_memory: bool = True,
         data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
         """Return a loader of the micro-batches of this rank; it repeats nothing.
@@ -196,21 +193,15 @@ class DataParallelEngine(DeepSpeedEngine, nn.Module):
             route: "train" shuffles; "eval" and "predict" do not.
             num_local_io_workers: None: `data.num_workers`.
         """
-        mesh, config = self.mesh, self.pipemega_config
-        is_iterable = isinstance(dataset, IterableDataset)
-        if data_sampler is None and not is_iterable:
-            data_sampler = DistributedSampler(
-                dataset, mesh.data.size, mesh.data.rank, shuffle=route == "train"
-            )
-        workers = config.data.num_workers if num_local_io_workers is None else num_local_io_workers
-        return DataLoader(
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = self._sampler(dataset, shuffle=route == "train")
+        return self._loader(
             dataset,
-            batch_size or self.train_micro_batch_size_per_gpu(),
-            sampler=data_sampler,
-            collate_fn=collate_fn or self.collate_fn,
-            num_workers=workers,
-            pin_memory=pin_memory and mesh.device.type == "cuda",
-            drop_last=config.dataloader_drop_last,
+            data_sampler,
+            collate_fn or self.collate_fn,
+            batch_size=batch_size,
+            workers=num_local_io_workers,
+            pin_memory=pin_memory,
         )
 
     # The module
@@ -251,7 +242,7 @@ def initialize_data_parallel(
     training_data: Any = None,
     lr_scheduler: Any = None,
     mpu: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    collate_fn: Collate | None = None,
 ) -> tuple[DataParallelEngine, Optimizer | None, DataLoader[Any] | None, Any]:
     """Build the engine of a module that is no pipeline; see `initialize`.  Collective.
 

@@ -12,12 +12,14 @@ import inspect
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from pipemega.checkpoint import any_checkpoint
 from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
@@ -43,6 +45,10 @@ _ADVICE: Mapping[str, str] = {
     "flops_profiler": "set flops_profiler in the config",
     "timers": "set wall_clock_breakdown in the config",
 }
+
+
+Collate: TypeAlias = Callable[[list[Any]], Any]
+"""Makes a micro-batch of a list of samples."""
 
 
 class _Timer:
@@ -276,6 +282,36 @@ class DeepSpeedEngine:
         if self.optimizer is not None:
             scale, overflow = self.cur_scale, report is not None and report.skipped
             vars(self.optimizer).update(cur_scale=scale, loss_scale=scale, overflow=overflow)
+
+    # Data
+
+    def _sampler(self, dataset: Any, *, shuffle: bool) -> DistributedSampler[Any]:
+        """Return the samples of this data rank: every data-th one."""
+        return DistributedSampler(
+            dataset, self.mesh.data.size, self.mesh.data.rank, shuffle=shuffle
+        )
+
+    def _loader(
+        self,
+        dataset: Any,
+        sampler: Any,
+        collate_fn: Collate | None,
+        *,
+        batch_size: int | None = None,
+        workers: int | None = None,
+        pin_memory: bool = True,
+    ) -> DataLoader[Any]:
+        """Return a loader of micro-batches; None: the value of the config."""
+        config = self.pipemega_config
+        return DataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            sampler=sampler,
+            collate_fn=collate_fn,
+            num_workers=config.data.num_workers if workers is None else workers,
+            pin_memory=pin_memory and self.mesh.device.type == "cuda",
+            drop_last=config.dataloader_drop_last,
+        )
 
     # Checkpoints
 
