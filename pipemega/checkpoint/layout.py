@@ -44,8 +44,8 @@ POINTER = "latest"
 # Of each other system: what finds its checkpoint in a folder, and what loads the weights.
 _FOREIGN = (
     (
-        "pipemega.checkpoint.deepspeed:find_deepspeed",
-        "pipemega.checkpoint.deepspeed:load_deepspeed",
+        "pipemega.checkpoint.deepspeed.deepspeed_folder:find_deepspeed",
+        "pipemega.checkpoint.deepspeed.weights_loading:load_deepspeed",
     ),
 )
 

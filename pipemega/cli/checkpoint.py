@@ -17,9 +17,14 @@ from typing import get_args
 from tqdm import tqdm
 
 from pipemega.checkpoint import layout
-from pipemega.checkpoint.deepspeed import ImportOptions, NameRules, ReadOptions, import_deepspeed
+from pipemega.checkpoint.deepspeed.deepspeed_folder import NameRules
+from pipemega.checkpoint.deepspeed.deepspeed_weights import ReadOptions
 from pipemega.checkpoint.deepspeed.shard_rules import RULES, Rule
-from pipemega.checkpoint.deepspeed.weights_loading import describe_left_out
+from pipemega.checkpoint.deepspeed.weights_loading import (
+    ImportOptions,
+    describe_left_out,
+    import_deepspeed,
+)
 from pipemega.checkpoint.layout import StoredCheckpoint
 from pipemega.checkpoint.manifest import Progress
 from pipemega.checkpoint.save_load import damaged_files, locate, open_path

@@ -16,7 +16,7 @@ import torch
 from tqdm import tqdm
 
 from pipemega.checkpoint.save_load import open_path
-from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.cli.run_options import Subparsers, add_command, positive_count
 from pipemega.hf.hf_module import read_config
 from pipemega.hf.placeholders import without_progress_bars
 from pipemega.hf.weights.checkpoint_model import export_adapter, export_checkpoint
@@ -58,13 +58,13 @@ def add_check(commands: Subparsers) -> None:
     parser.add_argument("path", help="folder with config.json, or this file")
     parser.add_argument(
         "--pipeline",
-        type=_number_of_ranks,
+        type=positive_count,
         default=2,
         metavar="P",
         help="pipeline ranks (default: 2)",
     )
     parser.add_argument(
-        "--tensor", type=_number_of_ranks, default=1, metavar="T", help="tensor ranks (default: 1)"
+        "--tensor", type=positive_count, default=1, metavar="T", help="tensor ranks (default: 1)"
     )
     parser.add_argument(
         "--schedule", default="1f1b", metavar="S", help="as pipeline.schedule (default: 1f1b)"
@@ -130,13 +130,6 @@ def _table(arguments: argparse.Namespace) -> int:
         for line in table(titles):
             print(line, flush=True)
     return 0
-
-
-def _number_of_ranks(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number of ranks, at least 1")
-    return number
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -18,7 +18,7 @@ import json
 import shutil
 from pathlib import Path
 
-from pipemega.cli.run_options import Subparsers, add_command, add_config
+from pipemega.cli.run_options import Subparsers, add_command, add_config, positive_number
 from pipemega.cli.schedule import FORMATS_HELP, add_figure_options, deliver, show
 from pipemega.config import load
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts
@@ -62,11 +62,11 @@ def add_parser(subparsers: Subparsers) -> None:
         help=f"compare with other schedules: 'all', or some of {', '.join(SCHEDULES)}",
     )
     parser.add_argument(
-        "--tflops", type=_positive, metavar="X", help="TFLOP/s that a device achieves"
+        "--tflops", type=positive_number, metavar="X", help="TFLOP/s that a device achieves"
     )
     parser.add_argument(
         "--link",
-        type=_positive,
+        type=positive_number,
         metavar="GB/s",
         help="bandwidth between pipeline ranks; needs --tflops",
     )
@@ -118,16 +118,6 @@ def run(arguments: argparse.Namespace) -> int:
         intro = report_intro(report, advice, name)
         show(arguments, panels, f"{name}.plan", intro=intro, memory_unit=memory_unit)
     return 1 if report.fits is False else 0
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number")
-    return number
 
 
 def _costs(text: str) -> RankCosts:

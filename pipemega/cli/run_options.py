@@ -102,3 +102,14 @@ def positive_count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number of at least 1")
     return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Return an option's number, above 0 and finite."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number")
+    return number

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pipemega.config import Config
+from pipemega.config.launch_variables import LaunchVariables
 from pipemega.distributed.mesh import Mesh, build_mesh, build_mixed_mesh, pick_device
 from pipemega.distributed.process_groups import is_store_of_torchrun, message_device, wait_for_store
 from pipemega.distributed.topology import Topology
@@ -26,7 +27,6 @@ from pipemega.doctor.attendance import (
     AbsentRanks,
     Attendance,
     Finding,
-    Launch,
     Outcome,
     listed,
     ranges,
@@ -373,7 +373,7 @@ def _absent_finding(error: AbsentRanks, world_size: int) -> Finding:
     return Finding("failed", "ranks", text, remedy)
 
 
-def open_store(launch: Launch, seconds: float) -> Any:
+def open_store(launch: LaunchVariables, seconds: float) -> Any:
     """Return the store of all ranks; None for one rank.
 
     Args:
@@ -382,12 +382,13 @@ def open_store(launch: Launch, seconds: float) -> Any:
     Raises:
         MeshError: the store cannot be reached, or its port is taken.
     """
-    if launch.world_size == 1:
+    rank = launch.number("RANK", 0)
+    if launch.number("WORLD_SIZE", 1) <= 1:
         return None
-    host, port = launch.variables["MASTER_ADDR"], int(launch.variables["MASTER_PORT"])
-    is_host = launch.rank == 0 and not is_store_of_torchrun()
+    host, port = launch.values["MASTER_ADDR"], int(launch.values["MASTER_PORT"])
+    is_host = rank == 0 and not is_store_of_torchrun()
     if not is_host:
-        wait_for_store(launch.rank, host, port, seconds)
+        wait_for_store(rank, host, port, seconds)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
@@ -401,7 +402,5 @@ def open_store(launch: Launch, seconds: float) -> Any:
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise MeshError(
-            f"rank {launch.rank} cannot open the store at {host}:{port}: {reason}"
-        ) from error
+        raise MeshError(f"rank {rank} cannot open the store at {host}:{port}: {reason}") from error
     return dist.PrefixStore("pipemega/doctor", store)  # type: ignore[attr-defined]
