@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TextIO
 
 from pipemega.errors import ConfigError
@@ -32,6 +32,13 @@ def percent(fraction: float, decimals: int = 1, *, signed: bool = False) -> str:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """Return for example "1 rank" or "2 micro-batches"; `plural` is the ending."""
     return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def listed(items: Iterable[object], most: int = 5) -> str:
+    """Return the first items, separated by commas, and how many more there are."""
+    words = [str(item) for item in items]
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:

@@ -235,12 +235,6 @@ def as_values(findings: Sequence[Finding], **facts: Any) -> dict[str, Any]:
     }
 
 
-def listed(items: Sequence[object], most: int = 8) -> str:
-    """Return the first items, separated by commas, and how many more there are."""
-    shown = ", ".join(map(str, items[:most]))
-    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
-
-
 def ranges(numbers: Sequence[int]) -> str:
     """Return sorted numbers with runs folded: 0-3, 7."""
     runs: list[list[int]] = []

@@ -28,13 +28,12 @@ from pipemega.doctor.attendance import (
     Attendance,
     Finding,
     Outcome,
-    listed,
     ranges,
 )
 from pipemega.doctor.rank_facts import RankFacts, read_facts
 from pipemega.errors import MeshError, PipemegaError
 from pipemega.planning.estimate import Report, Request, estimate
-from pipemega.printing import show_bytes
+from pipemega.printing import listed, show_bytes
 
 # torch's own timeout must not end a process before the deadline of a step is reported.
 _LONGER_SECONDS = 60.0
@@ -208,7 +207,7 @@ class Examination:
         """Return why no rank should open connections; empty if they should."""
         fatal = {"configs", "devices", "versions"}
         failed = sorted({f.check for f in self.findings if f.status == "failed"} & fatal)
-        return f"not checked: repair {listed(failed)} first" if failed else ""
+        return f"not checked: repair {listed(failed, 8)} first" if failed else ""
 
     def _network_steps(self, topology: Topology | None) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Yield (topic, function)."""
