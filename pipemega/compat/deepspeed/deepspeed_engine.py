@@ -23,7 +23,6 @@ from torch.utils.data.distributed import DistributedSampler
 
 from pipemega.checkpoint import any_checkpoint
 from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
-from pipemega.config import Batch
 from pipemega.config.launch_variables import launch_variables
 from pipemega.distributed.mesh import from_first
 from pipemega.engine.engine import Engine
@@ -88,10 +87,6 @@ class DeepSpeedEngine:
         return AttributeError(f"the engine has no {name!r}: {text}")
 
     @property
-    def _batch(self) -> Batch:
-        return self.pipemega_config.batch(self.mesh.data.size)
-
-    @property
     def global_steps(self) -> int:
         """Optimizer steps so far, skipped ones included."""
         return self.pipemega_engine.global_steps
@@ -138,18 +133,18 @@ class DeepSpeedEngine:
 
     def train_batch_size(self) -> int:
         """Return the samples of a step on all data ranks."""
-        return self._batch.train_batch_size
+        return self.pipemega_engine.batch.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batch.micro_batch_size
+        return self.pipemega_engine.batch.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Return the micro-batches of a step of one data rank."""
-        return self._batch.num_microbatches
+        return self.pipemega_engine.batch.num_microbatches
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return (train batch size, micro-batch size, gradient accumulation steps)."""
-        batch = self._batch
+        batch = self.pipemega_engine.batch
         return batch.train_batch_size, batch.micro_batch_size, batch.num_microbatches
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
