@@ -136,30 +136,22 @@ def _print(source: ModelSource, results: Sequence[SetResult], *, as_json: bool) 
         return
     step = "" if source.step is None else f", step {source.step}"
     print(f"{source.path}{step}")
-    rows: list[tuple[str, ...]] = [
-        ("data", "loss", "accuracy", "samples", "seconds")
-        if results[0].accuracy is not None
-        else ("data", "loss", "perplexity", "tokens", "samples", "seconds")
-    ]
-    rows += [_row(result) for result in results]
-    print(aligned(rows))
+    rows = [_row(result) for result in results]
+    print(aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)]))
 
 
-def _row(result: SetResult) -> tuple[str, ...]:
-    perplexity = result.perplexity
+def _row(result: SetResult) -> dict[str, str]:
+    """Return column -> text."""
     if result.accuracy is not None:
-        return (
-            result.name,
-            f"{result.loss:.4f}",
-            percent(result.accuracy, 1),
-            f"{result.samples:,}",
-            f"{result.seconds:.1f}",
-        )
-    return (
-        result.name,
-        f"{result.loss:.4f}",
-        "" if perplexity is None else f"{perplexity:.2f}",
-        f"{result.tokens:,}" if result.tokens else "",
-        f"{result.samples:,}",
-        f"{result.seconds:.1f}",
-    )
+        quality = {"accuracy": percent(result.accuracy, 1)}
+    else:
+        perplexity = "" if result.perplexity is None else f"{result.perplexity:.2f}"
+        tokens = f"{result.tokens:,}" if result.tokens else ""
+        quality = {"perplexity": perplexity, "tokens": tokens}
+    return {
+        "data": result.name,
+        "loss": f"{result.loss:.4f}",
+        **quality,
+        "samples": f"{result.samples:,}",
+        "seconds": f"{result.seconds:.1f}",
+    }

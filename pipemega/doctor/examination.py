@@ -20,7 +20,7 @@ import torch.distributed as dist
 from pipemega.config import Config
 from pipemega.config.launch_variables import LaunchVariables
 from pipemega.distributed.mesh import Mesh, build_mesh, build_mixed_mesh, pick_device
-from pipemega.distributed.process_groups import is_store_of_torchrun, message_device, wait_for_store
+from pipemega.distributed.process_groups import is_store_of_torchrun, wait_for_store
 from pipemega.distributed.topology import Topology
 from pipemega.doctor import measurements, rank_facts
 from pipemega.doctor.attendance import (
@@ -79,7 +79,8 @@ class Examination:
             # Without a grace period: ranks may start at any time until the deadline.
             host = Outcome(socket.gethostname())
             self.attendance.collect("start", host, self.attendance.seconds)
-            self._count_ranks(time.monotonic() - started)
+            size, seconds = self.attendance.world_size, time.monotonic() - started
+            self._add(Finding("ok", "ranks", f"{size} of {size} answered within {seconds:.1f} s"))
             facts = self._facts()
             topology = self._topology()
             self._check_disk(facts)
@@ -87,19 +88,9 @@ class Examination:
             if facts:
                 self._check_memory(facts, topology)
         except AbsentRanks as error:
-            self._report_absent(error)
-
-    def _count_ranks(self, seconds: float) -> None:
-        size = self.attendance.world_size
-        self._add(Finding("ok", "ranks", f"{size} of {size} answered within {seconds:.1f} s"))
-
-    def _report_absent(self, error: AbsentRanks) -> None:
-        if self.attendance.rank > 0:
-            # Rank 0 reports them. If it cannot, each rank says so.
-            if 0 in error.ranks:
+            # Rank 0 reports the others. If it cannot, each rank says so.
+            if self.attendance.rank == 0 or 0 in error.ranks:
                 self.findings.append(_absent_finding(error, self.attendance.world_size))
-            return
-        self._add(_absent_finding(error, self.attendance.world_size))
 
     def _facts(self) -> dict[int, RankFacts]:
         self._tell("versions, devices, memory")
@@ -162,7 +153,7 @@ class Examination:
         if attendance.rank == 0 and firsts and not failures:
             free = {host: outcomes[rank].value for host, rank in firsts.items()}
             self.measured["disk"] = {host: {"free": number} for host, number in free.items()}
-            size = checkpoint_bytes(self.options.config, self._plan())
+            size = checkpoint_bytes(self.options.config, self._plan)
             self._add(measurements.judge_space(folder, free.values(), size))
 
     def _prepare_folder(self) -> list[str]:
@@ -215,7 +206,7 @@ class Examination:
         yield "process groups", lambda: self._connect(topology or Topology(data=world))
         yield "axes", lambda: measurements.check_axes(ready(), at)
         if topology is None:
-            yield "ring", self._ring
+            yield "ring", lambda: measurements.check_ring(ready(), at)
         elif topology.pipeline > 1:
             yield "pipeline", lambda: self._pipeline(topology)
         yield "bandwidth", lambda: measurements.measure_bandwidth(ready(), at)
@@ -236,11 +227,6 @@ class Examination:
             # The current device belongs to the thread, and each step has its own.
             torch.cuda.set_device(self._mesh.device)
         return self._mesh
-
-    def _ring(self) -> int:
-        mesh = self._ready_mesh()
-        device = message_device(mesh.world.group, mesh.device)
-        return measurements.check_ring(mesh.world, device, self._at)
 
     def _pipeline(self, topology: Topology) -> int:
         assert self.options.config is not None, "the topology is that of the config"
@@ -267,7 +253,7 @@ class Examination:
 
     def _check_memory(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
         """Compare the memory that `pipemega plan` predicts with that of the GPUs and the hosts."""
-        report = self._plan()
+        report = self._plan
         if topology is None or report is None:
             return
         memory = report.prediction.memory
@@ -276,17 +262,14 @@ class Examination:
         self._add(*judge_memory(needed, facts))
 
     @cached_property
-    def _planned(self) -> list[Report]:
+    def _plan(self) -> Report | None:
+        """What `pipemega plan` predicts; None without a model, or if it does not fit."""
         config = self.options.config
         if config is None or config.model is None:
-            return []
+            return None
         with suppress(PipemegaError):
-            return [estimate(Request(config, self.attendance.world_size, quick=True))]
-        return []
-
-    def _plan(self) -> Report | None:
-        """Return what `pipemega plan` predicts; None without a GPT, or if it does not fit."""
-        return self._planned[0] if self._planned else None
+            return estimate(Request(config, self.attendance.world_size, quick=True))
+        return None
 
     def _at(self, position: str) -> None:
         self.attendance.position = position

@@ -60,12 +60,13 @@ def check_axes(mesh: Mesh, tell: Tell) -> list[str]:
     return names
 
 
-def check_ring(axis: Axis, device: torch.device, tell: Tell) -> int:
+def check_ring(mesh: Mesh, tell: Tell) -> int:
     """Send one element to the next rank and receive one from the previous one; all at once.
 
     Raises:
         PipelineError: the element is not that of the previous rank.
     """
+    axis, device = mesh.world, message_device(mesh.world.group, mesh.device)
     received = exchange_in_ring(axis, torch.full((1,), float(axis.rank), device=device), tell)
     previous = (axis.rank - 1) % axis.size
     _compare(f"the element from rank {axis.ranks[previous]}", received, float(previous))
