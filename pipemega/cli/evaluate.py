@@ -21,10 +21,7 @@ fewer data ranks; set mesh.pipeline and mesh.tensor for another one.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-
-from tqdm import tqdm
+from collections.abc import Sequence
 
 from pipemega.cli.run_options import (
     Subparsers,
@@ -32,6 +29,7 @@ from pipemega.cli.run_options import (
     add_model_options,
     launched,
     positive_count,
+    progress,
 )
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, launched_world_size
@@ -94,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         _, engine = open_model(source, config, mesh)
         results = []
         for data in sets:
-            with _progress(data, mesh.rank == 0) as on_batch:
+            size = len(data.data) if hasattr(data.data, "__len__") else None
+            with progress(size, "sample", data.name, mesh.rank == 0) as on_batch:
                 results.append(evaluate_set(engine, data, on_batch))
         if mesh.rank == 0:
             _print(source, results, as_json=arguments.json)
@@ -114,19 +113,6 @@ def _sets(
         progress=on_terminal,
     )
     return sets.named(arguments.data) if arguments.data else [sets.own(arguments.split)]
-
-
-@contextmanager
-def _progress(data: EvaluationSet, shows: bool) -> Iterator[Callable[[int], object]]:
-    total = len(data.data) if hasattr(data.data, "__len__") else None
-    with tqdm(
-        total=total,
-        unit="sample",
-        desc=data.name,
-        leave=False,
-        disable=not (shows and sys.stderr.isatty()),
-    ) as bar:
-        yield bar.update
 
 
 def _print(source: ModelSource, results: Sequence[SetResult], *, as_json: bool) -> None:
