@@ -7,16 +7,13 @@ import argparse
 import json
 import logging
 import re
-import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
 
 import torch
-from tqdm import tqdm
 
 from pipemega.checkpoint.save_load import open_path
-from pipemega.cli.run_options import Subparsers, add_command, positive_count
+from pipemega.cli.run_options import Subparsers, add_command, positive_count, progress
 from pipemega.hf.hf_module import read_config
 from pipemega.hf.placeholders import without_progress_bars
 from pipemega.hf.weights.checkpoint_model import export_adapter, export_checkpoint
@@ -218,14 +215,7 @@ def _export(arguments: argparse.Namespace) -> int:
         size = export_adapter(open_path(arguments.checkpoint, arguments.tag), arguments.folder)
         print(f"{arguments.folder}: adapter for peft, {size / 1e6:,.1f} MB")
         return 0
-    bars: list[Any] = []
-
-    def start(size: int) -> Callable[[int], object]:
-        bars.append(tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()))
-        update: Callable[[int], object] = bars[0].update
-        return update
-
-    try:
+    with ExitStack() as bars:
         written = export_checkpoint(
             arguments.checkpoint,
             arguments.folder,
@@ -233,11 +223,9 @@ def _export(arguments: argparse.Namespace) -> int:
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
             max_shard_size=arguments.max_shard_size,
             source=arguments.source,
-            start=start,
+            # Called with the size, once it is known.
+            start=lambda size: bars.enter_context(progress(size, "B")),
         )
-    finally:
-        for bar in bars:
-            bar.close()
     files = "1 file" if written.num_files == 1 else f"{written.num_files} files"
     print(
         f"{arguments.folder}: {written.class_name}, {written.size / 1e6:,.1f} MB "
