@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pipemega.compat.deepspeed.deepspeed_engine import Collate, DeepSpeedEngine, schedule_maker
 from pipemega.compat.deepspeed.process_topology import CONFIG_CHANGES
+from pipemega.compat.deepspeed.virtual_modules import ENGINE_ADVICE
 from pipemega.config import Config, load
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
@@ -44,9 +45,6 @@ from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel
 from pipemega.profiling.module_profiler import ProfiledLayer
 
-_PIPELINE = "the script calls forward, backward and step; a PipelineModule has train_batch()"
-_ADVICE = dict.fromkeys(("train_batch", "eval_batch", "set_dataloader", "set_batch_fn"), _PIPELINE)
-
 
 class DataParallelEngine(DeepSpeedEngine, nn.Module):
     """Trains a module whose forward and backward the script runs.
@@ -69,7 +67,7 @@ class DataParallelEngine(DeepSpeedEngine, nn.Module):
         training_dataloader: of the training data of `initialize`; None without.
     """
 
-    _advice = _ADVICE
+    _advice = ENGINE_ADVICE["DataParallelEngine"]
 
     def __init__(self, engine: Engine, collate_fn: Collate | None = None) -> None:
         nn.Module.__init__(self)

@@ -23,6 +23,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from pipemega.checkpoint import any_checkpoint
 from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
+from pipemega.compat.deepspeed.virtual_modules import ENGINE_ADVICE
 from pipemega.config.launch_variables import launch_variables
 from pipemega.distributed.mesh import from_first
 from pipemega.engine.engine import Engine
@@ -30,21 +31,6 @@ from pipemega.errors import ConfigError
 from pipemega.monitor import get_logger
 from pipemega.optimizer.lr_schedules import SchedulerMaker, TorchSchedule
 from pipemega.storage.filesystem import is_remote
-
-_ADVICE: Mapping[str, str] = {
-    "allreduce_gradients": "the engine reduces the gradients once per step",
-    "set_train_micro_batch_size": "set train_micro_batch_size_per_gpu in the config",
-    "offload_states": "set zero_optimization.offload_optimizer in the config",
-    "reload_states": "set zero_optimization.offload_optimizer in the config",
-    "curriculum_scheduler": "curriculum learning does not exist",
-    "set_data_post_process_func": "curriculum learning does not exist",
-    "random_ltd_scheduler": "random layer token drop does not exist",
-    "progressive_layer_drop": "progressive layer drop does not exist",
-    "monitor": "set wandb, tensorboard or csv_monitor in the config",
-    "flops_profiler": "set flops_profiler in the config",
-    "timers": "set wall_clock_breakdown in the config",
-}
-
 
 Collate: TypeAlias = Callable[[list[Any]], Any]
 """Makes a micro-batch of a list of samples."""
@@ -81,9 +67,8 @@ class DeepSpeedEngine:
         self.mesh, self.optimizer = engine.mesh, engine.optimizer
 
     def _missing(self, name: str) -> AttributeError:
-        text = {**_ADVICE, **self._advice}.get(
-            name, "docs/coming_from.md lists the names that exist"
-        )
+        advice = {**ENGINE_ADVICE["DeepSpeedEngine"], **self._advice}
+        text = advice.get(name, "docs/coming_from.md lists the names that exist")
         return AttributeError(f"the engine has no {name!r}: {text}")
 
     @property

@@ -3,7 +3,7 @@
 Micro-batches of a DeepSpeed script, as the engine reads them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from pipemega.compat.deepspeed.deepspeed_engine import Collate, DeepSpeedEngine
 from pipemega.compat.deepspeed.pipeline_module import DeepSpeedPipelineModule, RepeatingLoader
 from pipemega.compat.deepspeed.process_topology import PipelineParallelGrid
+from pipemega.compat.deepspeed.virtual_modules import ENGINE_ADVICE
 from pipemega.distributed.exchanges import all_reduce
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
@@ -59,18 +60,6 @@ def _tupled(part: Any) -> Any:
     return tuple(part) if isinstance(part, list) else part
 
 
-_ADVICE: Mapping[str, str] = {
-    "no_sync": "train_batch() reduces the gradients once per step",
-    "set_gradient_accumulation_boundary": "train_batch() runs all micro-batches of a step",
-    "is_gradient_accumulation_boundary": "train_batch() runs all micro-batches of a step",
-    "deepspeed_io": "give initialize() training_data, or engine.set_dataloader() a DataLoader",
-    "save_16bit_model": "call save_checkpoint(); `pipemega hf export` reads its checkpoints",
-    "save_fp16_model": "call save_checkpoint(); `pipemega hf export` reads its checkpoints",
-    "total_loss": "train_batch() and eval_batch() return the loss",
-    "fwd_outputs": "eval_batch(compute_loss=False) returns the outputs",
-}
-
-
 class PipelineEngine(DeepSpeedEngine):
     """Trains a PipelineModule with DeepSpeed's calls.
 
@@ -88,7 +77,7 @@ class PipelineEngine(DeepSpeedEngine):
         grid, mpu: the place of this rank.
     """
 
-    _advice = _ADVICE
+    _advice = ENGINE_ADVICE["PipelineEngine"]
 
     def __init__(
         self,

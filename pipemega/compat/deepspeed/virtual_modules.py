@@ -32,6 +32,8 @@ REFUSED: Mapping[str, str] = _TABLE["refused"]
 """Path in DeepSpeed -> why it cannot be used. Scripts that do not use it import it, too."""
 ADVICE: Mapping[str, str] = _TABLE["advice"]
 """Path in DeepSpeed -> what to use instead; "a.b.*": of each other name in a.b."""
+ENGINE_ADVICE: Mapping[str, dict[str, str]] = _TABLE["engine_advice"]
+"""Class of an engine -> name that it does not have -> what to use instead."""
 
 _THEIRS = "deepspeed"
 _RESERVED = ("__path__", "__file__", "__all__", "__wrapped__")
