@@ -119,6 +119,11 @@ _UNITS = _DECIMAL | _BINARY
 _SIZE = re.compile(r"(?:[a-z][a-z0-9]*-)?(\d+(?:\.\d+)?) ?([kmgt]?i?b)", re.IGNORECASE)
 
 
+def print_error(text: str) -> None:
+    """Print `error: text` on stderr, coloured on a terminal."""
+    print(coloured("error:", "ERROR", sys.stderr), text, file=sys.stderr)
+
+
 def parse_bytes(text: str) -> int:
     """Parse a size such as 80GB or 79.2GiB, or a device name that ends in its size: H100-80GB.
 

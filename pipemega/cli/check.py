@@ -9,7 +9,6 @@ errors are printed instead, one on each line, and the exit code is 1.
 """
 
 import argparse
-import sys
 from collections.abc import Iterator
 from textwrap import indent
 
@@ -17,7 +16,7 @@ from pipemega.cli.run_options import Subparsers, add_command, add_config
 from pipemega.config import Config, examine
 from pipemega.config.batch import BatchSizes
 from pipemega.planning.run_checks import resolved_values, run_files, run_rules, topology_of
-from pipemega.printing import aligned, coloured, print_report
+from pipemega.printing import aligned, print_error, print_report
 
 _EXAMPLE = "example: python -m pipemega check ds.json --world 8 --set mesh.tensor=2"
 
@@ -42,8 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if draft.config is not None:
         draft.builder.apply(run_rules(arguments.world), draft.config)
     if draft.errors:
-        label = coloured("error:", "ERROR", sys.stderr)
-        print(f"{label} {draft.source.error(draft.errors)}", file=sys.stderr)
+        print_error(str(draft.source.error(draft.errors)))
         return 1
     assert draft.config is not None, "a draft without a config has errors"
     if arguments.format == "json":
