@@ -13,7 +13,6 @@ The version is here too: setup.py runs this module without importing the package
 
 import gc
 import sys
-from collections.abc import Callable, Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -29,21 +28,6 @@ class _Deferred(ModuleType):
 def deferred(name: str) -> Any:
     """Return a stand-in for the module `name`, which imports it when an attribute is read."""
     return _Deferred(name)
-
-
-def names_of(modules: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return a package's `__getattr__`, which imports a module when one of its names is first used.
-
-    Args:
-        modules: name -> the module that has it.
-    """
-
-    def get(name: str) -> Any:
-        if name not in modules:
-            raise AttributeError(f"no attribute {name!r}; it has {', '.join(modules)}")
-        return getattr(import_module(modules[name]), name)
-
-    return get
 
 
 def load_name(path: str) -> Any:

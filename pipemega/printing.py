@@ -9,7 +9,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, TextIO
 
 from pipemega.errors import ConfigError
@@ -32,6 +32,13 @@ def percent(fraction: float, decimals: int = 1, *, signed: bool = False) -> str:
 def counted(number: int, noun: str, plural: str = "s") -> str:
     """Return for example "1 rank" or "2 micro-batches"; `plural` is the ending."""
     return f"{number} {noun}{plural if number != 1 else ''}"
+
+
+def listed(items: Iterable[object], most: int = 5) -> str:
+    """Return the first items, separated by commas, and how many more there are."""
+    words = [str(item) for item in items]
+    more = f" and {len(words) - most} more" if len(words) > most else ""
+    return ", ".join(words[:most]) + more
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -110,6 +117,11 @@ _DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _UNITS = _DECIMAL | _BINARY
 _SIZE = re.compile(r"(?:[a-z][a-z0-9]*-)?(\d+(?:\.\d+)?) ?([kmgt]?i?b)", re.IGNORECASE)
+
+
+def print_error(text: str) -> None:
+    """Print `error: text` on stderr, coloured on a terminal."""
+    print(coloured("error:", "ERROR", sys.stderr), text, file=sys.stderr)
 
 
 def parse_bytes(text: str) -> int:

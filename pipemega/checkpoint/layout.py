@@ -45,8 +45,8 @@ POINTER = "latest"
 # loads the weights.
 _FOREIGN = (
     (
-        "pipemega.checkpoint.deepspeed:find_deepspeed",
-        "pipemega.checkpoint.deepspeed:load_deepspeed",
+        "pipemega.checkpoint.deepspeed.deepspeed_folder:find_deepspeed",
+        "pipemega.checkpoint.deepspeed.weights_loading:load_deepspeed",
     ),
 )
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from pipemega.errors import PipemegaError
 from pipemega.lazy_imports import __version__, import_first
-from pipemega.printing import coloured
+from pipemega.printing import print_error
 
 # A command's module is imported when the command is called: importing torch would slow --help.
 COMMANDS: Mapping[str, str] = {
@@ -81,14 +81,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PipemegaError as error:
         lines = str(error).split("\n") if getattr(error, "problems", ()) else [str(error)]
         first, *others = (" ".join(line.split()) for line in lines)
-        label = coloured("error:", "ERROR", sys.stderr)
-        print("\n  ".join([f"{label} {first}", *others]), file=sys.stderr)
+        print_error("\n  ".join([first, *others]))
         return 2
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        label = coloured("error:", "ERROR", sys.stderr)
-        print(f"{label} pipemega {command} needs torch: pip install torch", file=sys.stderr)
+        print_error(f"pipemega {command} needs torch: pip install torch")
         return 2
     except BrokenPipeError:
         # The reader closed the pipe (`| head`); redirect stdout so that the flush at exit succeeds.
@@ -97,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         path = f" ({error.filename})" if error.filename is not None else ""
         reason = error.strerror or str(error)
-        print(f"{coloured('error:', 'ERROR', sys.stderr)} {reason}{path}", file=sys.stderr)
+        print_error(f"{reason}{path}")
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

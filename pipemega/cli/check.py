@@ -9,14 +9,14 @@ errors are printed instead, one on each line, and the exit code is 1.
 """
 
 import argparse
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from textwrap import indent
 
 from pipemega.cli.run_options import Subparsers, add_command, add_config
 from pipemega.config import Config, examine
 from pipemega.config.batch import BatchSizes
 from pipemega.planning.run_checks import resolved_values, run_files, run_rules, topology_of
-from pipemega.printing import coloured, print_report
+from pipemega.printing import aligned, print_error, print_report
 
 _EXAMPLE = "example: python -m pipemega check ds.json --world 8 --set mesh.tensor=2"
 
@@ -41,8 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if draft.config is not None:
         draft.builder.apply(run_rules(arguments.world), draft.config)
     if draft.errors:
-        label = coloured("error:", "ERROR", sys.stderr)
-        print(f"{label} {draft.source.error(draft.errors)}", file=sys.stderr)
+        print_error(str(draft.source.error(draft.errors)))
         return 1
     assert draft.config is not None, "a draft without a config has errors"
     if arguments.format == "json":
@@ -72,10 +71,10 @@ def _page(config: Config, world: int | None) -> Iterator[str]:
         yield f"length     {config.training.epochs:,} epochs; the data determine the steps"
     resolved = list(resolved_values(config, topology))
     if resolved:
-        yield from ("", "computed values", *_table(resolved))
+        yield from ("", "computed values", indent(aligned(resolved, left=3), "  "))
     files = [(found.key, found.path, found.state) for found in run_files(config)]
     if files:
-        yield from ("", "files and folders", *_table(files))
+        yield from ("", "files and folders", indent(aligned(files, left=3), "  "))
     yield ""
     for warning in (*config.warnings, *batch.warnings):
         yield f"warning: {warning}"
@@ -106,9 +105,3 @@ def _length(config: Config, steps: int, samples: int) -> str:
     text = f"{steps:,} steps, {samples:,} samples"
     tokens = config.model.sample_tokens() if config.model else None
     return text if tokens is None else f"{text}, {samples * tokens:,} tokens"
-
-
-def _table(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for key, value, why in rows:
-        yield f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {why}".rstrip()

@@ -5,25 +5,23 @@
 
 import argparse
 import json
-import sys
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import datetime, timezone
 from math import prod
 from pathlib import Path
 from typing import get_args
 
-from tqdm import tqdm
-
 from pipemega.checkpoint import layout
-from pipemega.checkpoint.deepspeed import ImportOptions, NameRules, ReadOptions, import_deepspeed
+from pipemega.checkpoint.deepspeed.deepspeed_folder import NameRules
+from pipemega.checkpoint.deepspeed.deepspeed_weights import ReadOptions
 from pipemega.checkpoint.deepspeed.shard_rules import RULES, Rule
-from pipemega.checkpoint.deepspeed.weights_loading import describe_left_out
-from pipemega.checkpoint.layout import StoredCheckpoint
-from pipemega.checkpoint.manifest import Progress
+from pipemega.checkpoint.deepspeed.weights_loading import (
+    ImportOptions,
+    describe_left_out,
+    import_deepspeed,
+)
 from pipemega.checkpoint.save_load import damaged_files, locate, open_path
-from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.cli.run_options import Subparsers, add_command, progress
 from pipemega.config import load
 from pipemega.errors import CheckpointError
 from pipemega.hf.weights.export import export_tensors
@@ -207,8 +205,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         path = storage.full_path(one)
         try:
             found = layout.find_checkpoint(storage, one)
-            with _progress(found) as progress:
-                damages = damaged_files(storage, found, found.files, progress)
+            with progress(found.size, "B", found.tag) as on_bytes:
+                damages = damaged_files(storage, found, found.files, on_bytes)
         # Also if another version wrote it: continue with the other checkpoints.
         except CheckpointError as error:
             damages = [_without_path(error, storage, one)]
@@ -276,16 +274,3 @@ def _age(saved_at: str | None) -> str:
         if seconds >= length:
             return f"{seconds / length:.0f} {unit}"
     return f"{max(seconds, 0):.0f} s"
-
-
-@contextmanager
-def _progress(found: StoredCheckpoint) -> Iterator[Progress]:
-    with tqdm(
-        total=found.size,
-        unit="B",
-        unit_scale=True,
-        desc=found.tag,
-        leave=False,
-        disable=not sys.stderr.isatty(),
-    ) as bar:
-        yield bar.update

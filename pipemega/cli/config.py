@@ -20,7 +20,7 @@ from pipemega.config.from_deepspeed import Explanation, as_json, explain
 from pipemega.config.reference_pages import deepspeed_page, reference_page, schema
 from pipemega.config.source import override, read
 from pipemega.errors import ConfigError
-from pipemega.printing import coloured, line_width, wrapped
+from pipemega.printing import coloured, line_width, print_error, wrapped
 
 _DEEPSPEED = """\
 Explain a DeepSpeed JSON file key by key, and print it as a config of pipemega.
@@ -198,8 +198,7 @@ def _verdict(conversion: MegatronConversion, config: object, launch: TrainingLau
     assert isinstance(config, dict), "a conversion is an object"
     draft = examine(config)
     if draft.errors:
-        label = coloured("error:", "ERROR", sys.stderr)
-        print(f"{label} {draft.source.error(draft.errors)}", file=sys.stderr)
+        print_error(str(draft.source.error(draft.errors)))
         return 1
     processes, nodes = launch.ranks
     ranks = f" --nproc_per_node={processes}" if processes else ""

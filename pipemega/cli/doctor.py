@@ -1,10 +1,10 @@
 """Check a cluster before the first run: start it in place of the training script.
 
-It checks, in this order: the variables of the launcher; whether all ranks start; the disk of the
-checkpoint folder (written by one rank of each node, seen by all nodes); versions, devices, memory
+It checks, in this order: the variables of the launcher; whether all ranks start; the checkpoint
+folder (written by one rank of each node, seen by all nodes, free space); versions, devices, memory
 and variables of all ranks; one element over every connection (with --config: every group of the
-mesh and every pipeline connection; without: all ranks, and a ring); the bandwidth of each axis; the
-clocks of the nodes; with --config also the memory that `pipemega plan` predicts.
+mesh and every pipeline connection; without: all ranks, and a ring); latency and bandwidth of each
+axis; with --config also the memory that `pipemega plan` predicts.
 
 Rank 0 prints one line per check: ok, warning or failed, and what to do. Every wait has a deadline,
 and the message names the ranks that did not answer. Without GPUs it uses gloo.
@@ -20,17 +20,17 @@ import threading
 
 import torch.distributed as dist
 
-from pipemega.cli.run_options import Subparsers, add_command, add_overrides
+from pipemega.cli.run_options import Subparsers, add_command, add_overrides, positive_number
 from pipemega.config import Config, load
+from pipemega.config.launch_variables import LaunchVariables, launch_variables
 from pipemega.doctor.attendance import (
     THREAD_NAME,
     Attendance,
     Finding,
-    Launch,
     as_table,
     as_values,
     has_failed,
-    read_launch,
+    judge_launch,
 )
 from pipemega.doctor.examination import Examination, Options, open_store
 from pipemega.errors import ConfigError, MeshError
@@ -43,8 +43,6 @@ examples:
   srun --ntasks-per-node=8 python -m pipemega doctor --config ds.json --json > doctor.json
   python -m pipemega doctor
 """
-
-_MEGABYTE = 10**6
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -62,17 +60,10 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--timeout",
-        type=_positive,
+        type=positive_number,
         default=60.0,
         metavar="S",
         help="deadline of each wait in seconds (default: 60)",
-    )
-    parser.add_argument(
-        "--disk-mb",
-        type=int,
-        default=64,
-        metavar="N",
-        help="MB that each node writes and reads (default: 64; 0: no check of the disk)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON values, for scripts")
     parser.set_defaults(func=run)
@@ -80,26 +71,24 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks, print the result on rank 0 and return the exit code."""
-    launch = read_launch(os.environ)
-    os.environ |= launch.variables
-    if has_failed(launch.findings):
-        return _print(launch, list(launch.findings), arguments.json)
+    launch = launch_variables()
+    os.environ |= launch.values
+    found = judge_launch(launch)
+    if has_failed([found]):
+        return _print(launch, [found], arguments.json)
+    rank, world_size = launch.number("RANK", 0), launch.number("WORLD_SIZE", 1)
     try:
-        attendance = Attendance(
-            open_store(launch, arguments.timeout),
-            launch.rank,
-            launch.world_size,
-            arguments.timeout,
-        )
+        store = open_store(launch, arguments.timeout)
     except MeshError as error:
         remedy = "check that rank 0 was started, and that this node reaches that address and port"
         return _print(launch, [Finding("failed", "ranks", str(error), remedy)], arguments.json)
+    attendance = Attendance(store, rank, world_size, arguments.timeout)
     examination = Examination(attendance, _options(arguments))
     examination.run()
     attendance.leave()
     code = 0
-    if launch.rank == 0 or examination.findings:
-        findings = [*launch.findings, *examination.findings]
+    if rank == 0 or examination.findings:
+        findings = [found, *examination.findings]
         code = _print(launch, findings, arguments.json, **examination.measured)
     if any(thread.name == THREAD_NAME for thread in threading.enumerate()):
         # A check did not end: its thread is in a call of torch.
@@ -118,27 +107,20 @@ def _options(arguments: argparse.Namespace) -> Options:
         except ConfigError as problem:
             error = str(problem)
     folder = arguments.folder or (config is not None and config.checkpoint.save) or "."
-    return Options(config, error, folder, max(0, arguments.disk_mb) * _MEGABYTE)
+    return Options(config, error, folder)
 
 
-def _print(launch: Launch, findings: list[Finding], as_json: bool, **measured: object) -> int:
+def _print(
+    launch: LaunchVariables, findings: list[Finding], as_json: bool, **measured: object
+) -> int:
     """Print the findings on rank 0, or on the first rank of a node; return the exit code."""
     failed = has_failed(findings)
-    if launch.rank == 0 or launch.local_rank == 0:
+    if 0 in (launch.number("RANK", 0), launch.number("LOCAL_RANK", 0)):
         if as_json:
-            values = as_values(findings, world_size=launch.world_size, measured=measured)
+            size = max(1, launch.number("WORLD_SIZE", 1))
+            values = as_values(findings, world_size=size, measured=measured)
             print(json.dumps(values, indent=1))
         else:
             print_report(as_table(findings))
         sys.stdout.flush()
     return 1 if failed else 0
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number of seconds")
-    return number

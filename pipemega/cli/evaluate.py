@@ -21,10 +21,7 @@ fewer data ranks; set mesh.pipeline and mesh.tensor for another one.
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-
-from tqdm import tqdm
+from collections.abc import Sequence
 
 from pipemega.cli.run_options import (
     Subparsers,
@@ -32,6 +29,7 @@ from pipemega.cli.run_options import (
     add_model_options,
     launched,
     positive_count,
+    progress,
 )
 from pipemega.config import Config
 from pipemega.distributed.mesh import Mesh, launched_world_size
@@ -94,7 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
         _, engine = open_model(source, config, mesh)
         results = []
         for data in sets:
-            with _progress(data, mesh.rank == 0) as on_batch:
+            size = len(data.data) if hasattr(data.data, "__len__") else None
+            with progress(size, "sample", data.name, mesh.rank == 0) as on_batch:
                 results.append(evaluate_set(engine, data, on_batch))
         if mesh.rank == 0:
             _print(source, results, as_json=arguments.json)
@@ -116,19 +115,6 @@ def _sets(
     return sets.named(arguments.data) if arguments.data else [sets.own(arguments.split)]
 
 
-@contextmanager
-def _progress(data: EvaluationSet, shows: bool) -> Iterator[Callable[[int], object]]:
-    total = len(data.data) if hasattr(data.data, "__len__") else None
-    with tqdm(
-        total=total,
-        unit="sample",
-        desc=data.name,
-        leave=False,
-        disable=not (shows and sys.stderr.isatty()),
-    ) as bar:
-        yield bar.update
-
-
 def _print(source: ModelSource, results: Sequence[SetResult], *, as_json: bool) -> None:
     if as_json:
         values = {result.name: result.to_dict() for result in results}
@@ -136,30 +122,22 @@ def _print(source: ModelSource, results: Sequence[SetResult], *, as_json: bool) 
         return
     step = "" if source.step is None else f", step {source.step}"
     print(f"{source.path}{step}")
-    rows: list[tuple[str, ...]] = [
-        ("data", "loss", "accuracy", "samples", "seconds")
-        if results[0].accuracy is not None
-        else ("data", "loss", "perplexity", "tokens", "samples", "seconds")
-    ]
-    rows += [_row(result) for result in results]
-    print(aligned(rows))
+    rows = [_row(result) for result in results]
+    print(aligned([tuple(rows[0]), *(tuple(row.values()) for row in rows)]))
 
 
-def _row(result: SetResult) -> tuple[str, ...]:
-    perplexity = result.perplexity
+def _row(result: SetResult) -> dict[str, str]:
+    """Return column -> text."""
     if result.accuracy is not None:
-        return (
-            result.name,
-            f"{result.loss:.4f}",
-            percent(result.accuracy, 1),
-            f"{result.samples:,}",
-            f"{result.seconds:.1f}",
-        )
-    return (
-        result.name,
-        f"{result.loss:.4f}",
-        "" if perplexity is None else f"{perplexity:.2f}",
-        f"{result.tokens:,}" if result.tokens else "",
-        f"{result.samples:,}",
-        f"{result.seconds:.1f}",
-    )
+        quality = {"accuracy": percent(result.accuracy, 1)}
+    else:
+        perplexity = "" if result.perplexity is None else f"{result.perplexity:.2f}"
+        tokens = f"{result.tokens:,}" if result.tokens else ""
+        quality = {"perplexity": perplexity, "tokens": tokens}
+    return {
+        "data": result.name,
+        "loss": f"{result.loss:.4f}",
+        **quality,
+        "samples": f"{result.samples:,}",
+        "seconds": f"{result.seconds:.1f}",
+    }

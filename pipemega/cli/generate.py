@@ -14,13 +14,8 @@ sequence for each token.
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
-
-from tqdm import tqdm
 
 from pipemega.cli.run_options import (
     Subparsers,
@@ -28,6 +23,7 @@ from pipemega.cli.run_options import (
     add_model_options,
     launched,
     positive_count,
+    progress,
 )
 from pipemega.distributed.mesh import launched_world_size
 from pipemega.engine.run.run_arguments import build_mesh_of
@@ -122,8 +118,9 @@ def run(arguments: argparse.Namespace) -> int:
         results = []
         for text, prompt in zip(arguments.prompt, prompts, strict=True):
             started = time.perf_counter()
-            with _progress(arguments.max_tokens, mesh.rank == 0) as on_token:
-                tokens = generator.generate(prompt, arguments.max_tokens, sampling, stop, on_token)
+            most = arguments.max_tokens
+            with progress(most, "token", shows=mesh.rank == 0) as advance:
+                tokens = generator.generate(prompt, most, sampling, stop, lambda _: advance(1))
             ended = bool(tokens) and tokens[-1] in stop
             results.append(
                 {
@@ -156,13 +153,6 @@ def _is_utf8(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-@contextmanager
-def _progress(total: int, shows: bool) -> Iterator[Callable[[int], object]]:
-    shows = shows and sys.stderr.isatty()
-    with tqdm(total=total, unit="token", leave=False, disable=not shows) as bar:
-        yield lambda token: bar.update()
 
 
 def _print(results: list[dict[str, Any]], *, as_json: bool) -> None:

@@ -7,16 +7,13 @@ import argparse
 import json
 import logging
 import re
-import sys
 import warnings
-from collections.abc import Callable
-from typing import Any
+from contextlib import ExitStack
 
 import torch
-from tqdm import tqdm
 
 from pipemega.checkpoint.save_load import open_path
-from pipemega.cli.run_options import Subparsers, add_command
+from pipemega.cli.run_options import Subparsers, add_command, positive_count, progress
 from pipemega.hf.hf_module import read_config
 from pipemega.hf.placeholders import without_progress_bars
 from pipemega.hf.weights.checkpoint_model import export_adapter, export_checkpoint
@@ -58,13 +55,13 @@ def add_check(commands: Subparsers) -> None:
     parser.add_argument("path", help="folder with config.json, or this file")
     parser.add_argument(
         "--pipeline",
-        type=_number_of_ranks,
+        type=positive_count,
         default=2,
         metavar="P",
         help="pipeline ranks (default: 2)",
     )
     parser.add_argument(
-        "--tensor", type=_number_of_ranks, default=1, metavar="T", help="tensor ranks (default: 1)"
+        "--tensor", type=positive_count, default=1, metavar="T", help="tensor ranks (default: 1)"
     )
     parser.add_argument(
         "--schedule", default="1f1b", metavar="S", help="as pipeline.schedule (default: 1f1b)"
@@ -130,13 +127,6 @@ def _table(arguments: argparse.Namespace) -> int:
         for line in table(titles):
             print(line, flush=True)
     return 0
-
-
-def _number_of_ranks(text: str) -> int:
-    number = int(text) if text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: give a number of ranks, at least 1")
-    return number
 
 
 _DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -225,14 +215,7 @@ def _export(arguments: argparse.Namespace) -> int:
         size = export_adapter(open_path(arguments.checkpoint, arguments.tag), arguments.folder)
         print(f"{arguments.folder}: adapter for peft, {size / 1e6:,.1f} MB")
         return 0
-    bars: list[Any] = []
-
-    def start(size: int) -> Callable[[int], object]:
-        bars.append(tqdm(total=size, unit="B", unit_scale=True, disable=not sys.stderr.isatty()))
-        update: Callable[[int], object] = bars[0].update
-        return update
-
-    try:
+    with ExitStack() as bars:
         written = export_checkpoint(
             arguments.checkpoint,
             arguments.folder,
@@ -240,11 +223,9 @@ def _export(arguments: argparse.Namespace) -> int:
             dtype=getattr(torch, arguments.dtype) if arguments.dtype else None,
             max_shard_size=arguments.max_shard_size,
             source=arguments.source,
-            start=start,
+            # Called with the size, once it is known.
+            start=lambda size: bars.enter_context(progress(size, "B")),
         )
-    finally:
-        for bar in bars:
-            bar.close()
     files = "1 file" if written.num_files == 1 else f"{written.num_files} files"
     print(
         f"{arguments.folder}: {written.class_name}, {written.size / 1e6:,.1f} MB "

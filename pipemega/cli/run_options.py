@@ -2,16 +2,20 @@
 
 import argparse
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, TypeAlias
 
 from pipemega.lazy_imports import deferred
 
 if TYPE_CHECKING:
+    import tqdm
+
     from pipemega.distributed import mesh
     from pipemega.fault_tolerance import run
 else:
+    tqdm = deferred("tqdm")
     mesh = deferred("pipemega.distributed.mesh")
     run = deferred("pipemega.fault_tolerance.run")
 
@@ -97,8 +101,40 @@ def launched(arguments: argparse.Namespace) -> Iterator[None]:
         logging.disable(disabled)
 
 
+@contextmanager
+def progress(
+    total: int | None, unit: str, name: str = "", shows: bool = True
+) -> Iterator[Callable[[int], object]]:
+    """Show a progress bar on a terminal; give the function that gets how much more is done.
+
+    Args:
+        unit: "B" for bytes, else a noun.
+        shows: whether this rank shows it.
+    """
+    with tqdm.tqdm(
+        total=total,
+        unit=unit,
+        unit_scale=unit == "B",
+        desc=name or None,
+        leave=False,
+        disable=not (shows and sys.stderr.isatty()),
+    ) as bar:
+        yield bar.update
+
+
 def positive_count(text: str) -> int:
     """Return an option's number, at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number of at least 1")
     return int(text)
+
+
+def positive_number(text: str) -> float:
+    """Return an option's number, above 0 and finite."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number")
+    return number

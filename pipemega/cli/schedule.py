@@ -352,7 +352,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--costs",
-        type=_costs,
+        type=rank_costs,
         default=RankCosts(),
         metavar="F,I,W,c",
         help="times of forward, input gradient and weight gradient of one micro-batch in all "
@@ -453,7 +453,12 @@ def _text(
     )
 
 
-def _costs(text: str) -> RankCosts:
+def rank_costs(text: str) -> RankCosts:
+    """Return the costs in `text`: F,I,W or F,I,W,c.
+
+    Raises:
+        argparse.ArgumentTypeError: not three or four numbers, or one is negative or not finite.
+    """
     parts = text.split(",")
     try:
         costs = RankCosts(*map(float, parts))

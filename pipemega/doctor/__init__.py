@@ -2,6 +2,6 @@
 
 attendance      results of all ranks, through a store, with deadlines that name missing ranks
 rank_facts      versions, device, memory and config of a rank; what they must have in common
-measurements    connections and bandwidth of each axis, clocks of the nodes, checkpoint folder
+measurements    connections, latency and bandwidth of each axis, checkpoint folder
 examination     all of them in order
 """

@@ -16,12 +16,12 @@ Results of the checks, as a table for people and as JSON values.  Imports no tor
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from pipemega.config.launch_variables import START, Launcher, LaunchVariables, launch_variables
+from pipemega.config.launch_variables import START, LaunchVariables
 from pipemega.errors import MeshError
 
 # Seconds between two polls of the store.
@@ -235,12 +235,6 @@ def as_values(findings: Sequence[Finding], **facts: Any) -> dict[str, Any]:
     }
 
 
-def listed(items: Sequence[object], most: int = 8) -> str:
-    """Return the first items, separated by commas, and how many more there are."""
-    shown = ", ".join(map(str, items[:most]))
-    return shown if len(items) <= most else f"{shown} and {len(items) - most} more"
-
-
 def ranges(numbers: Sequence[int]) -> str:
     """Return sorted numbers with runs folded: 0-3, 7."""
     runs: list[list[int]] = []
@@ -252,37 +246,8 @@ def ranges(numbers: Sequence[int]) -> str:
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
-@dataclass(frozen=True)
-class Launch:
-    """How this process was started.
-
-    Args:
-        variables: the environment for torch.distributed, with what follows from other variables.
-        findings: of the check "launch"; failed if the ranks cannot find each other.
-    """
-
-    launcher: Launcher
-    rank: int
-    world_size: int
-    local_rank: int
-    variables: dict[str, str]
-    findings: tuple[Finding, ...]
-
-
-def read_launch(environment: Mapping[str, str]) -> Launch:
-    """Return how this process was started, and what is missing."""
-    found = launch_variables(environment)
-    return Launch(
-        found.launcher,
-        found.number("RANK", 0),
-        max(1, found.number("WORLD_SIZE", 1)),
-        found.number("LOCAL_RANK", 0),
-        dict(found.values),
-        (_finding(found),),
-    )
-
-
-def _finding(launch: LaunchVariables) -> Finding:
+def judge_launch(launch: LaunchVariables) -> Finding:
+    """Return the finding about the launcher; failed if the ranks cannot find each other."""
     found = launch.values
     if launch.launcher == "none":
         return Finding("ok", "launch", f"one process; for several ranks, {START}")

@@ -18,24 +18,22 @@ import torch
 import torch.distributed as dist
 
 from pipemega.config import Config
+from pipemega.config.launch_variables import LaunchVariables
 from pipemega.distributed.mesh import Mesh, build_mesh, build_mixed_mesh, pick_device
-from pipemega.distributed.process_groups import is_store_of_torchrun, message_device, wait_for_store
+from pipemega.distributed.process_groups import is_store_of_torchrun, wait_for_store
 from pipemega.distributed.topology import Topology
 from pipemega.doctor import measurements, rank_facts
 from pipemega.doctor.attendance import (
     AbsentRanks,
     Attendance,
     Finding,
-    Launch,
     Outcome,
-    listed,
     ranges,
 )
 from pipemega.doctor.rank_facts import RankFacts, read_facts
 from pipemega.errors import MeshError, PipemegaError
 from pipemega.planning.estimate import Report, Request, estimate
-from pipemega.printing import show_bytes
-from pipemega.profiling.step_trace import ClockSample
+from pipemega.printing import listed, show_bytes
 
 # torch's own timeout must not end a process before the deadline of a step is reported.
 _LONGER_SECONDS = 60.0
@@ -49,14 +47,12 @@ class Options:
         config: of the run; None: world and ring only.
         config_error: why the config is not valid.
         folder: where checkpoints will be written.
-        disk_bytes: size of the file that each node writes; 0: no check of the disk.
         quiet: no progress on stderr.
     """
 
     config: Config | None = None
     config_error: str = ""
     folder: str = "."
-    disk_bytes: int = 64 * 10**6
     quiet: bool = False
 
 
@@ -83,7 +79,8 @@ class Examination:
             # Without a grace period: ranks may start at any time until the deadline.
             host = Outcome(socket.gethostname())
             self.attendance.collect("start", host, self.attendance.seconds)
-            self._count_ranks(time.monotonic() - started)
+            size, seconds = self.attendance.world_size, time.monotonic() - started
+            self._add(Finding("ok", "ranks", f"{size} of {size} answered within {seconds:.1f} s"))
             facts = self._facts()
             topology = self._topology()
             self._check_disk(facts)
@@ -91,19 +88,9 @@ class Examination:
             if facts:
                 self._check_memory(facts, topology)
         except AbsentRanks as error:
-            self._report_absent(error)
-
-    def _count_ranks(self, seconds: float) -> None:
-        size = self.attendance.world_size
-        self._add(Finding("ok", "ranks", f"{size} of {size} answered within {seconds:.1f} s"))
-
-    def _report_absent(self, error: AbsentRanks) -> None:
-        if self.attendance.rank > 0:
-            # Rank 0 reports them. If it cannot, each rank says so.
-            if 0 in error.ranks:
+            # Rank 0 reports the others. If it cannot, each rank says so.
+            if self.attendance.rank == 0 or 0 in error.ranks:
                 self.findings.append(_absent_finding(error, self.attendance.world_size))
-            return
-        self._add(_absent_finding(error, self.attendance.world_size))
 
     def _facts(self) -> dict[int, RankFacts]:
         self._tell("versions, devices, memory")
@@ -137,49 +124,46 @@ class Examination:
         return topology
 
     def _check_disk(self, facts: dict[int, RankFacts]) -> None:
-        """Let the first rank of each node write and read a file."""
-        options, attendance = self.options, self.attendance
-        if not options.disk_bytes:
-            return
-        self._tell(f"speed of the disk of {options.folder}")
+        """Let the first rank of each node write a file into the folder for checkpoints."""
+        attendance = self.attendance
+        self._tell(f"the folder {self.options.folder}")
+        remedy = "choose a folder that all nodes share and can write (checkpoint.save)"
         prepared = attendance.run("disk folder", self._prepare_folder)
-        job = attendance.share(
-            "disk",
-            lambda: {
-                "firsts": {h: r[0] for h, r in rank_facts.ranks_of_hosts(facts).items()},
-                "error": prepared[0].error,
-                **(prepared[0].value or {"folder": options.folder, "token": ""}),
-            },
-        )
-        folder, token = job["folder"], job["token"]
+        failures = _errors("disk", prepared, remedy)
+        self._add(*failures)
+        firsts = {host: ranks[0] for host, ranks in rank_facts.ranks_of_hosts(facts).items()}
+        job = attendance.share("disk", lambda: [] if failures else [prepared[0].value, firsts])
+        if not job:
+            return
+        (folder, token), firsts = job
 
-        def measure() -> dict[str, Any] | None:
-            if job["error"] or attendance.rank not in job["firsts"].values():
+        def check() -> int | None:
+            if attendance.rank not in firsts.values():
                 return None
-            return measurements.measure_disk(folder, token, attendance.rank, options.disk_bytes)
+            return measurements.check_folder(folder, token, f"node{attendance.rank}")
 
         try:
-            outcomes = attendance.run("disk speed", measure)
+            outcomes = attendance.run("disk files", check)
         finally:
             # Also if ranks do not answer.
-            if token and attendance.rank == 0:
+            if attendance.rank == 0:
                 measurements.remove_marker(folder, token)
-        if attendance.rank > 0:
-            return
-        self._add(*_errors("disk", outcomes, f"check the file system of {folder}"))
-        values = {host: outcomes[rank].value for host, rank in job["firsts"].items()}
-        self.measured["disk"] = results = {h: v for h, v in values.items() if v is not None}
-        size = checkpoint_bytes(options.config, self._plan())
-        self._add(*measurements.judge_disk(folder, job["error"], results, size))
+        failures = _errors("disk", outcomes, remedy)
+        self._add(*failures)
+        if attendance.rank == 0 and firsts and not failures:
+            free = {host: outcomes[rank].value for host, rank in firsts.items()}
+            self.measured["disk"] = {host: {"free": number} for host, number in free.items()}
+            size = checkpoint_bytes(self.options.config, self._plan)
+            self._add(measurements.judge_space(folder, free.values(), size))
 
-    def _prepare_folder(self) -> dict[str, str] | None:
-        """Write the file that the other nodes look for, on rank 0."""
+    def _prepare_folder(self) -> list[str]:
+        """Write the file that the other nodes look for, on rank 0; return [folder, token]."""
         if self.attendance.rank > 0:
-            return None
+            return []
         folder = measurements.existing_folder(self.options.folder)
         token = f"pipemega-doctor-{uuid.uuid4().hex[:12]}"
         measurements.place_marker(folder, token)
-        return {"folder": folder, "token": token}
+        return [folder, token]
 
     def _check_network(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
         attendance = self.attendance
@@ -195,7 +179,11 @@ class Examination:
         if blocked:
             self._add(Finding("skipped", "connections", blocked))
             return
-        for topic, remedy, work in self._network_steps(topology):
+        remedy = (
+            "check the network between these nodes, firewalls, and the interface "
+            "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO prints NCCL's choice)"
+        )
+        for topic, work in self._network_steps(topology):
             self._tell(topic)
             outcomes = attendance.run(topic, work)
             failures = _errors(topic, outcomes, remedy)
@@ -210,29 +198,18 @@ class Examination:
         """Return why no rank should open connections; empty if they should."""
         fatal = {"configs", "devices", "versions"}
         failed = sorted({f.check for f in self.findings if f.status == "failed"} & fatal)
-        return f"not checked: repair {listed(failed)} first" if failed else ""
+        return f"not checked: repair {listed(failed, 8)} first" if failed else ""
 
-    def _network_steps(
-        self, topology: Topology | None
-    ) -> Iterator[tuple[str, str, Callable[[], Any]]]:
-        """Yield (topic, remedy if it fails, function)."""
-        world = self.attendance.world_size
-        interface = (
-            "check the network between these nodes, firewalls, and the interface "
-            "(NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO prints NCCL's choice)"
-        )
-        yield "process groups", interface, lambda: self._connect(topology or Topology(data=world))
-        yield "axes", interface, lambda: measurements.check_axes(self._ready_mesh(), self._at)
+    def _network_steps(self, topology: Topology | None) -> Iterator[tuple[str, Callable[[], Any]]]:
+        """Yield (topic, function)."""
+        world, ready, at = self.attendance.world_size, self._ready_mesh, self._at
+        yield "process groups", lambda: self._connect(topology or Topology(data=world))
+        yield "axes", lambda: measurements.check_axes(ready(), at)
         if topology is None:
-            yield "ring", interface, self._ring
+            yield "ring", lambda: measurements.check_ring(ready(), at)
         elif topology.pipeline > 1:
-            yield "pipeline", interface, lambda: self._pipeline(topology)
-        yield (
-            "bandwidth",
-            interface,
-            lambda: measurements.measure_bandwidth(self._ready_mesh(), self._at),
-        )
-        yield "clocks", interface, lambda: measurements.sample(self._ready_mesh())
+            yield "pipeline", lambda: self._pipeline(topology)
+        yield "bandwidth", lambda: measurements.measure_bandwidth(ready(), at)
 
     def _connect(self, topology: Topology) -> None:
         self._at(f"the process groups of the mesh {topology}")
@@ -250,11 +227,6 @@ class Examination:
             # The current device belongs to the thread, and each step has its own.
             torch.cuda.set_device(self._mesh.device)
         return self._mesh
-
-    def _ring(self) -> int:
-        mesh = self._ready_mesh()
-        device = message_device(mesh.world.group, mesh.device)
-        return measurements.check_ring(mesh.world, device, self._at)
 
     def _pipeline(self, topology: Topology) -> int:
         assert self.options.config is not None, "the topology is that of the config"
@@ -278,13 +250,10 @@ class Examination:
             cuda = [fact.device.startswith("cuda") for fact in facts.values()]
             is_nccl = bool(cuda) and all(cuda)
             self._add(*measurements.judge_bandwidth(values, is_nccl))
-        elif topic == "clocks":
-            samples: dict[int, list[ClockSample]] = values
-            self._add(measurements.judge_clocks(samples, rank_facts.ranks_of_hosts(facts)))
 
     def _check_memory(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
         """Compare the memory that `pipemega plan` predicts with that of the GPUs and the hosts."""
-        report = self._plan()
+        report = self._plan
         if topology is None or report is None:
             return
         memory = report.prediction.memory
@@ -293,17 +262,14 @@ class Examination:
         self._add(*judge_memory(needed, facts))
 
     @cached_property
-    def _planned(self) -> list[Report]:
+    def _plan(self) -> Report | None:
+        """What `pipemega plan` predicts; None without a model, or if it does not fit."""
         config = self.options.config
         if config is None or config.model is None:
-            return []
+            return None
         with suppress(PipemegaError):
-            return [estimate(Request(config, self.attendance.world_size, quick=True))]
-        return []
-
-    def _plan(self) -> Report | None:
-        """Return what `pipemega plan` predicts; None without a GPT, or if it does not fit."""
-        return self._planned[0] if self._planned else None
+            return estimate(Request(config, self.attendance.world_size, quick=True))
+        return None
 
     def _at(self, position: str) -> None:
         self.attendance.position = position
@@ -389,7 +355,7 @@ def _absent_finding(error: AbsentRanks, world_size: int) -> Finding:
     return Finding("failed", "ranks", text, remedy)
 
 
-def open_store(launch: Launch, seconds: float) -> Any:
+def open_store(launch: LaunchVariables, seconds: float) -> Any:
     """Return the store of all ranks; None for one rank.
 
     Args:
@@ -398,12 +364,13 @@ def open_store(launch: Launch, seconds: float) -> Any:
     Raises:
         MeshError: the store cannot be reached, or its port is taken.
     """
-    if launch.world_size == 1:
+    rank = launch.number("RANK", 0)
+    if launch.number("WORLD_SIZE", 1) <= 1:
         return None
-    host, port = launch.variables["MASTER_ADDR"], int(launch.variables["MASTER_PORT"])
-    is_host = launch.rank == 0 and not is_store_of_torchrun()
+    host, port = launch.values["MASTER_ADDR"], int(launch.values["MASTER_PORT"])
+    is_host = rank == 0 and not is_store_of_torchrun()
     if not is_host:
-        wait_for_store(launch.rank, host, port, seconds)
+        wait_for_store(rank, host, port, seconds)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             host,
@@ -417,7 +384,5 @@ def open_store(launch: Launch, seconds: float) -> Any:
         )
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
-        raise MeshError(
-            f"rank {launch.rank} cannot open the store at {host}:{port}: {reason}"
-        ) from error
+        raise MeshError(f"rank {rank} cannot open the store at {host}:{port}: {reason}") from error
     return dist.PrefixStore("pipemega/doctor", store)  # type: ignore[attr-defined]

@@ -1,16 +1,12 @@
 """Measures the bandwidth of every axis: all-reduces, and messages between pipeline neighbours.
 
-Measures how far the clocks of the nodes are apart.
-
 Sends one element over every connection that a run uses, and checks what arrives.
 
-Checks the checkpoint folder on every node: shared, free space, speed of writing and reading.
+Checks the checkpoint folder on every node: shared, writable, free space.
 """
 
-import errno
-import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,70 +21,15 @@ from pipemega.config import Config
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.process_groups import message_device
 from pipemega.distributed.topology import Topology
-from pipemega.doctor.attendance import Finding, listed, ranges
-from pipemega.errors import PipelineError
+from pipemega.doctor.attendance import Finding, ranges
+from pipemega.errors import CheckpointError, PipelineError
 from pipemega.pipeline.messages import TensorMeta
 from pipemega.pipeline.plan.channels import Channel, channels
 from pipemega.pipeline.plan_selection import training_plan
 from pipemega.pipeline.transport import Transport
 from pipemega.planning.run_checks import layers_of, planned_order
 from pipemega.printing import show_bytes, show_time
-from pipemega.profiling.step_trace import ClockSample, clock_offset
-from pipemega.storage.filesystem import LocalStorage, Storage, is_remote, storage_at
-
-NUM_SAMPLES = 8
-# Logs of different nodes are then hard to compare; leases of shared file systems may break earlier.
-_SKEW_SECONDS = 1.0
-
-
-def sample(mesh: Mesh, clock: Callable[[], int] = time.time_ns) -> list[ClockSample]:
-    """Return when this rank entered and left a few all-reduces over all ranks; collective."""
-    device = message_device(mesh.world.group, mesh.device)
-    token, samples = torch.zeros(1, device=device), []
-    for _ in range(NUM_SAMPLES):
-        enter = clock()
-        dist.all_reduce(token, group=mesh.world.group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        samples.append(ClockSample(enter, clock()))
-    return samples
-
-
-def judge_clocks(
-    samples: Mapping[int, Sequence[Sequence[int]]], hosts: Mapping[str, Sequence[int]]
-) -> Finding:
-    """Return the finding about the nodes whose clocks differ from that of rank 0.
-
-    Args:
-        samples: rank -> (enter, leave) of each all-reduce.
-        hosts: host -> ranks.
-    """
-
-    def of(rank: int) -> list[ClockSample]:
-        return [ClockSample(*pair) for pair in samples[rank]]
-
-    offsets = {host: clock_offset(of(0), of(ranks[0])) for host, ranks in hosts.items() if ranks}
-    far = {
-        host: offset / 1e9
-        for host, (offset, error) in offsets.items()
-        if abs(offset) - error > _SKEW_SECONDS * 1e9
-    }
-    if far:
-        own = next(host for host, ranks in hosts.items() if 0 in ranks)
-        words = [
-            f"{host} is {abs(offset):.3g} s {'ahead of' if offset > 0 else 'behind'} {own}"
-            for host, offset in far.items()
-        ]
-        return Finding("warning", "clocks", listed(words), "run chrony or ntpd on all nodes")
-    if len(hosts) == 1:
-        return Finding("ok", "clocks", "one node")
-    largest, error = max(offsets.values(), key=lambda pair: abs(pair[0]))
-    return Finding(
-        "ok",
-        "clocks",
-        f"at most {show_time(abs(largest) / 1e9)} apart (+- {show_time(error / 1e9)})",
-    )
-
+from pipemega.storage.filesystem import Storage, is_remote, storage_at
 
 # What the steps below wait for, told to the caller: it is in the error if one does not end.
 Tell = Callable[[str], None]
@@ -119,12 +60,13 @@ def check_axes(mesh: Mesh, tell: Tell) -> list[str]:
     return names
 
 
-def check_ring(axis: Axis, device: torch.device, tell: Tell) -> int:
+def check_ring(mesh: Mesh, tell: Tell) -> int:
     """Send one element to the next rank and receive one from the previous one; all at once.
 
     Raises:
         PipelineError: the element is not that of the previous rank.
     """
+    axis, device = mesh.world, message_device(mesh.world.group, mesh.device)
     received = exchange_in_ring(axis, torch.full((1,), float(axis.rank), device=device), tell)
     previous = (axis.rank - 1) % axis.size
     _compare(f"the element from rank {axis.ranks[previous]}", received, float(previous))
@@ -344,12 +286,8 @@ def _judge_axis(
 
 
 _MARKER = "rank0"
-_CHUNK = 1 << 20
 # Network file systems may show a new file to other nodes only after this time.
 _VISIBLE_SECONDS = 10.0
-# Bytes per second; slower than a single hard disk.
-_SLOW_DISK = 100e6
-_GIVE_SPACE = "free some space, or choose another folder (checkpoint.save)"
 
 
 def existing_folder(folder: str) -> str:
@@ -369,137 +307,53 @@ def place_marker(folder: str, token: str) -> None:
     storage_at(folder).write(f"{token}/{_MARKER}", b"pipemega doctor")
 
 
-def measure_disk(folder: str, token: str, rank: int, size: int) -> dict[str, Any]:
-    """Write and read a file of `size` bytes; return JSON values for `judge`.
+def check_folder(folder: str, token: str, name: str) -> int | None:
+    """Write the file `name` beside the marker; return the free bytes, None for a URL.
 
     Args:
         folder: exists on rank 0.
-        token: folder of the marker file.
-        rank: of this process, for the name of its file.
+        token: folder of the marker.
+
+    Raises:
+        OSError, CheckpointError: the folder cannot be written; or the marker is not visible here.
     """
-    storage = storage_at(folder)
-    result: dict[str, Any] = {"size": size, "shared": _sees_marker(storage, token)}
-    if not result["shared"]:
-        return result
-    name = f"{token}/speed{rank}"
-    try:
-        result["free"] = storage.free_bytes()
-        result["write"] = _write(storage, name, size)
-        result["read"] = _read(storage, name)
-    except OSError as error:
-        result["error"] = _reason(error)
-        result["full"] = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    finally:
-        with suppress(OSError):
-            storage.delete(name)
-    return result
+    storage, deadline = storage_at(folder), time.monotonic() + _VISIBLE_SECONDS
+    while not _exists(storage, f"{token}/{_MARKER}"):
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"cannot see a file that rank 0 wrote into {folder}")
+        time.sleep(0.1)
+    storage.write(f"{token}/{name}", b"pipemega doctor")
+    return storage.free_bytes()
 
 
 def remove_marker(folder: str, token: str) -> None:
-    """Delete the folder of the marker file, on rank 0."""
+    """Delete the folder of the marker and the files in it, on rank 0."""
     with suppress(OSError):
         storage_at(folder).delete(token)
 
 
-def _sees_marker(storage: Storage, token: str) -> bool:
-    deadline = time.monotonic() + _VISIBLE_SECONDS
-    while time.monotonic() < deadline:
-        with suppress(OSError):
-            if storage.exists(f"{token}/{_MARKER}"):
-                return True
-        time.sleep(0.1)
+def _exists(storage: Storage, name: str) -> bool:
+    with suppress(OSError):
+        return storage.exists(name)
     return False
 
 
-def _write(storage: Storage, name: str, size: int) -> float:
-    """Return the bytes per second until the file is durable."""
-    # Random bytes, which no file system compresses.
-    chunk = os.urandom(_CHUNK)
-    start = time.perf_counter()
-    with storage.create(name) as stream:
-        for position in range(0, size, _CHUNK):
-            stream.write(chunk[: size - position])
-    return size / (time.perf_counter() - start)
-
-
-def _read(storage: Storage, name: str) -> float:
-    """Return the bytes per second; a local file is first dropped from the page cache."""
-    start, size = time.perf_counter(), 0
-    with storage.open(name) as stream:
-        if isinstance(storage, LocalStorage):
-            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        while block := stream.read(_CHUNK):
-            size += len(block)
-    return size / (time.perf_counter() - start)
-
-
-def judge_disk(
-    folder: str,
-    marker_error: str,
-    results: Mapping[str, Mapping[str, Any]],
-    checkpoint_bytes: int | None,
-) -> Iterator[Finding]:
-    """Yield the findings about the folder.
+def judge_space(folder: str, free: Iterable[int | None], checkpoint_bytes: int | None) -> Finding:
+    """Return the finding about a folder that all nodes can write.
 
     Args:
-        marker_error: error of `place_marker`; empty if the file was written.
-        results: host -> what `measure` returned there.
+        free: free bytes as each node sees them; None for a URL.
         checkpoint_bytes: size of one checkpoint, if known.
     """
-    if marker_error:
-        remedy = "check its permissions and free space, or choose another one (checkpoint.save)"
-        yield Finding("failed", "disk", f"{folder}: {marker_error}", remedy)
-        return
-    hidden = [host for host, result in results.items() if not result["shared"]]
-    if hidden:
-        yield Finding(
-            "failed",
-            "disk",
-            f"{listed(hidden)} cannot see a file that rank 0 wrote into {folder}",
-            "choose a checkpoint folder on a file system that all nodes share",
-        )
-    for host, result in results.items():
-        if "error" in result:
-            full = f"; {show_bytes(result['free'])} free" if result.get("free") is not None else ""
-            size = show_bytes(result["size"])
-            remedy = _GIVE_SPACE if result["full"] else "check the file system of this folder"
-            text = f"{host} cannot write and read {size} in {folder}: {result['error']}{full}"
-            yield Finding("failed", "disk", text, remedy)
-    measured = {host: result for host, result in results.items() if "read" in result}
-    if measured:
-        yield from _judge_speed(folder, measured, checkpoint_bytes)
-
-
-def _judge_speed(
-    folder: str, results: Mapping[str, Mapping[str, Any]], checkpoint_bytes: int | None
-) -> Iterator[Finding]:
-    slowest = min(results, key=lambda host: float(results[host]["write"]))
-    # All nodes wrote at the same time, so a shared disk has the sum of their speeds.
-    together = sum(result["write"] for result in results.values())
-    free = min((r["free"] for r in results.values() if r["free"] is not None), default=None)
-    text = (
-        f"{folder}: writes {show_bytes(results[slowest]['write'])}/s and reads "
-        f"{show_bytes(results[slowest]['read'])}/s on the slowest node ({slowest})"
+    text, least = (
+        f"{folder}: written by all nodes",
+        min((f for f in free if f is not None), default=None),
     )
-    if free is not None:
-        text += f", {show_bytes(free)} free"
+    if least is not None:
+        text += f", {show_bytes(least)} free"
     if checkpoint_bytes is not None:
-        text += (
-            f"; a checkpoint of about {show_bytes(checkpoint_bytes)} takes about "
-            f"{show_time(checkpoint_bytes / together)}"
-        )
-    if free is not None and checkpoint_bytes is not None and free < checkpoint_bytes:
-        yield Finding("failed", "disk", text, _GIVE_SPACE)
-    elif results[slowest]["write"] < _SLOW_DISK:
-        yield Finding(
-            "warning",
-            "disk",
-            text,
-            "slow: choose a faster folder, or save in the background (checkpoint.async)",
-        )
-    else:
-        yield Finding("ok", "disk", text)
-
-
-def _reason(error: OSError) -> str:
-    return error.strerror or str(error)
+        text += f"; a checkpoint has about {show_bytes(checkpoint_bytes)}"
+        if least is not None and least < checkpoint_bytes:
+            remedy = "free some space, or choose another folder (checkpoint.save)"
+            return Finding("failed", "disk", text, remedy)
+    return Finding("ok", "disk", text)

@@ -25,10 +25,10 @@ from pipemega.distributed.mesh import (
     pick_mixed_device,
 )
 from pipemega.distributed.topology import Topology
-from pipemega.doctor.attendance import Finding, listed, ranges
+from pipemega.doctor.attendance import Finding, ranges
 from pipemega.errors import MeshError
 from pipemega.lazy_imports import __version__
-from pipemega.printing import show_bytes
+from pipemega.printing import listed, show_bytes
 
 # Variables that change how ranks communicate; they should be equal on all ranks.
 _NETWORK_VARIABLES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "CUDA_DEVICE_MAX_CONNECTIONS")
@@ -341,7 +341,7 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "memory",
-            f"GPUs are in use: {listed(lines)}",
+            f"GPUs are in use: {listed(lines, 8)}",
             "end other processes on them (nvidia-smi shows them)",
         )
     elif status:
@@ -362,7 +362,8 @@ def _memory(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "memory",
-            f"/dev/shm has {show_bytes(left)} free on {listed(small)}; NCCL uses it within a node",
+            f"/dev/shm has {show_bytes(left)} free on {listed(small, 8)}; NCCL uses it within a "
+            "node",
             "start the container with --shm-size=8g or --ipc=host",
         )
 
@@ -374,7 +375,7 @@ def _variables(facts: Facts) -> Iterator[Finding]:
         yield Finding(
             "warning",
             "variables",
-            f"not equal on all ranks: {listed(different)}",
+            f"not equal on all ranks: {listed(different, 8)}",
             "set the variables of NCCL and gloo to the same values on all nodes, unless the names "
             "of their interfaces differ",
         )
@@ -397,7 +398,7 @@ def _groups(facts: Facts, of: Callable[[RankFacts], str]) -> dict[str, list[int]
 
 
 def _described(groups: Mapping[str, Sequence[int]]) -> str:
-    return listed([f"{value or 'none'} on {_ranks(ranks)}" for value, ranks in groups.items()])
+    return listed((f"{value or 'none'} on {_ranks(ranks)}" for value, ranks in groups.items()), 8)
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -18,6 +18,7 @@ from pipemega.optimizer import StepReport
 from pipemega.pipeline.model.batch_norm import DeferredBatchNorm, deferred_batch_norms
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel
+from pipemega.printing import listed
 
 
 class BatchNormUpdates:
@@ -69,10 +70,6 @@ class BatchNormUpdates:
                 layer.update(sums)
 
 
-# Number of layers that a message names.
-_NAMED = 8
-
-
 def running_statistics_warning(
     net: PipelineModule, config: Config, batch: Batch, *, checkpointing: bool
 ) -> str | None:
@@ -95,8 +92,9 @@ def running_statistics_warning(
     ]
     if whole_world and batch.tensor_size * batch.pipeline_size > 1:
         raise ConfigError(
-            f"{_listed(whole_world)}: SyncBatchNorm communicates over all ranks, but only the data "
-            f"ranks of a stage run it: give it a process_group of these ranks, or use BatchNorm",
+            f"{listed(whole_world, 8)}: SyncBatchNorm communicates over all ranks, but only the "
+            "data ranks of a stage run it: give it a process_group of these ranks, or use "
+            "BatchNorm",
             on_every_rank=True,
         )
     problems = []
@@ -121,7 +119,7 @@ def running_statistics_warning(
     if not problems:
         return None
     return (
-        f"{_listed(names)}: {type(layers[0][1]).__name__} {'; '.join(problems)}. So evaluation "
+        f"{listed(names, 8)}: {type(layers[0][1]).__name__} {'; '.join(problems)}. So evaluation "
         f"differs from that of a model trained on whole batches. To update BatchNorms once per "
         f"step, from the whole batch, set model.batch_norm to 'deferred' if the model type has "
         f"this key, or give PipelineModule(..., deferred_batch_norm=True); GroupNorm and LayerNorm "
@@ -137,8 +135,3 @@ def _layers_with_statistics(net: PipelineModule) -> Iterator[tuple[str, "nn.Batc
             tracks = getattr(module, "track_running_stats", False) and not deferred
             if isinstance(module, nn.modules.batchnorm._NormBase) and tracks:
                 yield name, module  # type: ignore[misc]
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(names[:_NAMED])}{more}"

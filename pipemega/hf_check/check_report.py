@@ -7,7 +7,7 @@ with the default config of the family, shrunk.
 """
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from pipemega.hf_check.model_check import (
     small_model,
 )
 from pipemega.hf_check.shrink import Change, Needs
-from pipemega.hf_check.split_run import RunRanks, SplitSettings
+from pipemega.hf_check.split_run import RunRanks, SplitSettings, float64_by_default
 
 # Unequal parameters that are listed for each batch.
 _LISTED = 5
@@ -266,7 +266,8 @@ def export_round_trip(config: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]
         source, saved, exported = (str(Path(folder, name)) for name in ("in", "run", "out"))
         model.save_pretrained(source)
         settings = SplitSettings(pipeline=1, num_microbatches=1, folder=source)
-        _in_float64(lambda: _save(settings, saved))
+        with float64_by_default():
+            _save(settings, saved)
         export_checkpoint(saved, exported, dtype=torch.float64)
         again = type(model).from_pretrained(exported, dtype=torch.float64)
         return dict(model.state_dict()), dict(again.state_dict())
@@ -278,15 +279,6 @@ def _save(settings: SplitSettings, folder: str) -> None:
     engine, *_ = initialize(net, config)
     engine.save_checkpoint(folder)
     engine.close()
-
-
-def _in_float64(run: Callable[[], None]) -> None:
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.float64)
-    try:
-        run()
-    finally:
-        torch.set_default_dtype(default)
 
 
 def titles_of(names: list[str]) -> list[str]:

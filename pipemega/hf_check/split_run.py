@@ -20,8 +20,8 @@ import os
 import pickle
 import tempfile
 import traceback
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -319,6 +319,17 @@ class KeepFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+@contextmanager
+def float64_by_default() -> Iterator[None]:
+    """Let forwards of transformers, which create tensors of the default dtype, create float64."""
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+
+
 @dataclass(frozen=True)
 class Gradients:
     """The result of one step.
@@ -364,17 +375,11 @@ def reference_gradients(model: Any, batch: RandomBatch) -> Gradients:
     model.zero_grad(set_to_none=True)
     special = special_model(type(model).__name__)
     total, count = torch.zeros((), dtype=torch.float64), 0.0
-    default = torch.get_default_dtype()
-    # Forwards of transformers create tensors of the default dtype.
-    torch.set_default_dtype(torch.float64)
-    try:
-        with KeepFloat64():
-            for inputs, labels in batch.documents:
-                output = special.output(forward(model, inputs))
-                loss = (special.loss or token_loss)(output, labels)
-                total, count = total + loss.sum, count + float(loss.weight)
-    finally:
-        torch.set_default_dtype(default)
+    with float64_by_default(), KeepFloat64():
+        for inputs, labels in batch.documents:
+            output = special.output(forward(model, inputs))
+            loss = (special.loss or token_loss)(output, labels)
+            total, count = total + loss.sum, count + float(loss.weight)
     mean = total / count
     mean.backward()  # type: ignore[no-untyped-call]
     # A tied parameter has the name under which transformers saves it.
@@ -446,11 +451,8 @@ class SplitSettings:
 def split_gradients(split: SplitSettings, batches: list[RandomBatch]) -> list[Gradients | str]:
     """Return the gradients for each batch, or the message with which it was refused; collective."""
     torch.set_num_threads(1)
-    torch.set_default_dtype(torch.float64)
-    try:
+    with float64_by_default():
         return [_gradients_or_message(split, batch) for batch in batches]
-    finally:
-        torch.set_default_dtype(torch.float32)
 
 
 def _gradients_or_message(split: SplitSettings, batch: RandomBatch) -> Gradients | str:

@@ -19,6 +19,7 @@ from pipemega.errors import CheckpointError, ConfigError
 from pipemega.parameters import is_transposed, shard_of
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel
+from pipemega.printing import listed
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -155,9 +156,10 @@ def load_adapter(folder: Path, net: PipelineModule, model: LocalModel) -> None:
     missing = sorted(expected - set(keys))
     unexpected = sorted(set(keys) - set(trained) - others)
     if missing or unexpected:
-        lists = (_listed("it lacks", missing), _listed("the model has no", unexpected))
+        lists = [f"it lacks {listed(missing, 3)}"] if missing else []
+        lists += [f"the model has no {listed(unexpected, 3)}"] if unexpected else []
         raise CheckpointError(
-            f"{path} is the adapter of another model: {'; '.join(filter(None, lists))}",
+            f"{path} is the adapter of another model: {'; '.join(lists)}",
             on_every_rank=True,
         )
     for logical, parameter in model.parameters.items():
@@ -183,11 +185,6 @@ def load_adapter(folder: Path, net: PipelineModule, model: LocalModel) -> None:
                 on_every_rank=True,
             )
         shard.copy_from_full(full.to(parameter.dtype), parameter.data)
-
-
-def _listed(what: str, names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{what} {', '.join(names[:3])}{more}" if names else ""
 
 
 def save_adapter(

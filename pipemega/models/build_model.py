@@ -19,6 +19,7 @@ from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, PipemegaError
 from pipemega.parameters import attach_shard, shard_of
 from pipemega.pipeline.model.module import PipelineModule
+from pipemega.printing import listed
 
 
 @dataclass(frozen=True)
@@ -186,9 +187,9 @@ def _check(net: PipelineModule, values: Mapping[str, Tensor], new: Collection[st
     unknown = sorted(values.keys() - shapes.keys())
     for names, where in ((missing, "only in the model"), (unknown, "only in the values")):
         if names:
-            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
             raise ConfigError(
-                f"the values do not fit the model: {len(names)} tensors are {where}: {shown}",
+                f"the values do not fit the model: {len(names)} tensors are {where}: "
+                f"{listed(names, 3)}",
                 on_every_rank=True,
             )
     for name, value in values.items():

@@ -39,7 +39,6 @@ def test_clock_jumps_change_neither_the_run_nor_the_choice_of_the_newest_checkpo
 SHOWN = {
     "checkpoint/save_load.py",
     "cli/checkpoint.py",
-    "doctor/measurements.py",
     "engine/run/run_folder.py",
     "fault_tolerance/final_report.py",
     "monitor/wandb_sink.py",

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import pipemega
-from pipemega.checkpoint.deepspeed import ImportOptions, import_deepspeed
+from pipemega.checkpoint.deepspeed.weights_loading import ImportOptions, import_deepspeed
 from pipemega.cli import COMMANDS, main
 from pipemega.config import load
 from pipemega.pipeline.plan.simulate import CostModel, simulate

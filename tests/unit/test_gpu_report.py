@@ -41,7 +41,7 @@ DOCTOR = {
     "ok": True,
     "checks": [
         {"status": "ok", "check": "ranks", "text": "4 of 4", "remedy": ""},
-        {"status": "warning", "check": "clocks", "text": "node1 is off", "remedy": "run chrony"},
+        {"status": "warning", "check": "memory", "text": "a GPU is in use", "remedy": "end it"},
     ],
 }
 
@@ -67,7 +67,7 @@ def test_the_page_names_versions_tests_speed_memory_and_checks() -> None:
         "- skipped: 2 x needs 4 CUDA devices, found 1",
         "| none | 41234 | 52.0% | unknown | 55 | 50 | 1.100 |",
         "| full | out of memory: 3 / 4 | | | | | |",
-        "| warning | clocks | node1 is off; run chrony |",
+        "| warning | memory | a GPU is in use; end it |",
     ):
         assert line in page
 

@@ -45,6 +45,7 @@ from pipemega.checkpoint.tensors import (
     chunks_of_range,
 )
 from pipemega.errors import CheckpointError, short_cause
+from pipemega.printing import listed
 
 _LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
@@ -273,7 +274,6 @@ def read_torch_file(path: Path) -> TorchFile:
 
 _LOGICAL = re.compile(r"layers\.\d+\..+")
 _NUMBERED = re.compile(r"\d+\..+")
-_MOST_LISTED = 3
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ class NameRules:
         if unused:
             raise CheckpointError(
                 f"the name rule {unused[0]!r} matches no name of the checkpoint; it has: "
-                f"{_listed(names)}"
+                f"{listed(names, 3)}"
             )
         _check(found)
         return found
@@ -359,11 +359,6 @@ def _check(found: Mapping[str, str]) -> None:
             raise CheckpointError(
                 f"'{other}' and '{name}' both become '{logical}': change the name rules"
             )
-
-
-def _listed(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_LISTED} more" if len(names) > _MOST_LISTED else ""
-    return ", ".join(names[:_MOST_LISTED]) + more
 
 
 Piece = tuple[tuple[int, ...], Tensor]

@@ -228,8 +228,7 @@ class _Reader:
         self._has_masters = self._is_flat = False
         self._models = [_dict_of(self._read(path)) for path in files.models]
         self._first = self._models[0] if self._models else {}
-        universal = self._first.get("universal_checkpoint_info")
-        self._universal: Mapping[str, Any] = universal if isinstance(universal, dict) else {}
+        self._rules = ShardRules(options.shards, self._first)
 
     def read(self) -> DeepSpeedWeights:
         files = self._files
@@ -321,7 +320,6 @@ class _Reader:
                 self._has_masters = True
 
     def _joined(self, shards: list[dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
-        rules = ShardRules(self._options.shards, self._first)
         first = shards[0]
         for rank, other in enumerate(shards[1:], 1):
             if different := sorted(first.keys() ^ other.keys()):
@@ -331,7 +329,7 @@ class _Reader:
                 )
         parts = {name: [shard[name] for shard in shards] for name in first}
         return {
-            name: self._as_in_run(name, found) or rules.join(name, found, first)
+            name: self._as_in_run(name, found) or self._rules.join(name, found, first)
             for name, found in parts.items()
         }
 
@@ -381,7 +379,7 @@ class _Reader:
             )
 
     def _without_padding(self, name: str, tensor: StoredTensor) -> StoredTensor:
-        rows = self._options.vocabulary or self._universal.get("original_vocab_size")
+        rows = self._options.vocabulary or self._rules.universal.get("original_vocab_size")
         # In a universal checkpoint the padding is removed already.
         is_vocabulary = _is_vocabulary(name, tensor)
         as_in_run = tensor.shape == self._options.in_run.get(name)

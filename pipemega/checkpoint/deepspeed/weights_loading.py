@@ -33,9 +33,8 @@ from pipemega.errors import CheckpointError
 from pipemega.optimizer import OptimizerStep
 from pipemega.pipeline.model.module import TiedParameter
 from pipemega.pipeline.model.stages import LocalModel
+from pipemega.printing import listed
 from pipemega.storage.filesystem import is_remote, storage_at
-
-_MOST_LISTED = 5
 
 _log = logging.getLogger(__name__)
 
@@ -137,10 +136,9 @@ def describe_left_out(weights: DeepSpeedWeights) -> str | None:
     classes = sorted({name for names in weights.left_out.values() for name in names})
     if not classes:
         return None
-    more = f" and {len(classes) - _MOST_LISTED} more" if len(classes) > _MOST_LISTED else ""
     return (
         f"objects of these classes were left out, because loading them would run their code: "
-        f"{', '.join(classes[:_MOST_LISTED])}{more}"
+        f"{listed(classes)}"
     )
 
 

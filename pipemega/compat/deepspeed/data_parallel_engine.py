@@ -1,6 +1,12 @@
-"""`engine(x)`, `engine.backward(loss)`, `engine.step()`: training of a module over data ranks."""
+"""`engine(x)`, `engine.backward(loss)`, `engine.step()`: training of a module over data ranks.
 
-from collections.abc import Callable, Iterator, Mapping
+forward    the module, and whatever the caller computes from its outputs
+backward   gradients of loss * loss scale / gradient_accumulation_steps are summed
+step       after the last micro-batch of a step: reduce, clip, update, as in train_batch
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,39 +15,38 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
-from torch.utils.data.distributed import DistributedSampler
 
-from pipemega.compat.deepspeed.deepspeed_engine import (
-    EngineCheckpoints,
-    EngineSettings,
-    given_schedule,
-    missing_name,
-    schedule_maker,
-)
-from pipemega.compat.deepspeed.loop_engine import LoopEngine, initialize_loop
+from pipemega.compat.deepspeed.deepspeed_engine import Collate, DeepSpeedEngine, schedule_maker
 from pipemega.compat.deepspeed.process_topology import CONFIG_CHANGES
+from pipemega.compat.deepspeed.virtual_modules import ENGINE_ADVICE
 from pipemega.config import Config, load
-from pipemega.engine.run.run_arguments import build_mesh_of
-from pipemega.errors import ConfigError
+from pipemega.distributed.mesh import Mesh
+from pipemega.engine.engine import Engine
+from pipemega.engine.initialize import build_engine
+from pipemega.engine.run.batch_reader import StepData
+from pipemega.engine.run.run_arguments import build_mesh_of, optimizer_arguments
+from pipemega.engine.run_setup import RunSetup
+from pipemega.engine.step_tables import LayerSource
+from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger
+from pipemega.optimizer import OptimizerStep
+from pipemega.optimizer.build_step import precision_of
+from pipemega.optimizer.lr_schedules import SchedulerMaker
 from pipemega.optimizer.user_optimizer import (
     GivenGroups,
     GivenOptimizer,
+    OptimizerMaker,
     as_optimizer,
     freeze_others,
 )
-
-_PIPELINE = "the script calls forward, backward and step; a PipelineModule has train_batch()"
-_ADVICE: Mapping[str, str] = {
-    "train_batch": _PIPELINE,
-    "eval_batch": _PIPELINE,
-    "set_dataloader": _PIPELINE,
-    "set_batch_fn": _PIPELINE,
-}
+from pipemega.pipeline.execution_state import Results
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.stages import LocalModel
+from pipemega.profiling.module_profiler import ProfiledLayer
 
 
-class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
+class DataParallelEngine(DeepSpeedEngine, nn.Module):
     """Trains a module whose forward and backward the script runs.
 
         loss = loss_fn(engine(x), y)
@@ -50,27 +55,31 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
 
     Every micro-batch ends with `step()`; every `gradient_accumulation_steps`-th call reduces the
     gradients over the data ranks and updates the parameters, with the optimizer step that
-    pipelines have. Attributes that the engine does not have are those of the module.
+    pipelines have. Attributes that the engine does not have are those of the module. Random
+    numbers are those of torch's generators, which the engine neither seeds nor restores.
 
     Args:
-        loop: does the work.
+        engine: has one layer, the module, and reads no data.
         collate_fn: of `deepspeed_io`.
 
     Attributes:
         module: as given to `initialize`.
-        optimizer: torch's optimizer, over the master weights if they exist; that of the script, if
-            it has one. The engine calls its `step()`.
         training_dataloader: of the training data of `initialize`; None without.
     """
 
-    def __init__(
-        self, loop: LoopEngine, collate_fn: Callable[[list[Any]], Any] | None = None
-    ) -> None:
+    _advice = ENGINE_ADVICE["DataParallelEngine"]
+
+    def __init__(self, engine: Engine, collate_fn: Collate | None = None) -> None:
         nn.Module.__init__(self)
-        engine = loop.engine
-        self.loop, self.pipemega_engine, self.module = loop, engine, loop.layer
-        self.pipemega_config, self.mesh = engine.config, engine.mesh
-        self.optimizer = engine.optimizer
+        self._use(engine)
+        self._steps, self._failures = engine.steps, failure_reporter()
+        self.module = _layer(engine.steps.model)
+        self._micro_steps = 0
+        # Set by the caller; None: every gradient_accumulation_steps-th micro-batch ends a step.
+        self._at_boundary: bool | None = None
+        self._results = Results()
+        self._microbatch = 0  # of the step
+        self._started: float | None = None  # the first forward of the step
         if self.optimizer is not None:
             # That of torch discards the gradients of the masters, and not those of the buffer.
             vars(self.optimizer)["zero_grad"] = self.zero_grad
@@ -85,13 +94,25 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
         except AttributeError:
             if name != "module" and hasattr(self.module, name):
                 return getattr(self.module, name)
-        raise missing_name(name, _ADVICE)
+        raise self._missing(name)
 
     # A micro-batch
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Call the module; with `fp16.auto_cast`, floating-point `inputs` are cast to fp16."""
-        return self.loop.run_forward(*inputs, **kwargs)
+        """Call the module; its error ends the other ranks too.
+
+        With `fp16.auto_cast`, floating-point `inputs` are cast to fp16. Not collective.
+        """
+        steps, config = self._steps, self.pipemega_config
+        if self._started is None and torch.is_grad_enabled():
+            self._started = time.perf_counter()
+        with self._failures.propagate_errors("forward"), steps.timers("forward"):
+            if config.fp16.enabled:
+                inputs = precision_of(config).cast_inputs(inputs)
+            if steps.profiler is None or not torch.is_grad_enabled():
+                return self.module(*inputs, **kwargs)
+            with steps.profiler.forward(steps.global_steps + 1):
+                return self.module(*inputs, **kwargs)
 
     def backward(
         self,
@@ -112,18 +133,52 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
             release_loss: has no effect.
 
         Returns:
-            the loss, divided as its gradients are.
+            the loss, divided as its gradients are; detached.
+
+        Raises:
+            ConfigError: there is no optimizer.
+            PipemegaError: the loss is no scalar, or has no gradient.
         """
         if not allreduce_gradients:
             raise ConfigError(
                 "backward(allreduce_gradients=False): step() reduces the gradients once per step; "
                 "remove the argument, and the reduction of the script"
             )
-        return self.loop.run_backward(loss, retain_graph=retain_graph, mean=scale_wrt_gas)
+        with self._failures.propagate_errors("backward"), self._steps.timers("backward"):
+            divisor = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+            torch.autograd.backward(self._scaled(loss, divisor), retain_graph=retain_graph)
+            return loss.detach() / divisor
 
     def scale(self, loss: Tensor) -> Tensor:
         """Return the loss from which the script runs `backward()` itself."""
-        return self.loop.scale(loss)
+        return self._scaled(loss, self.gradient_accumulation_steps())
+
+    def _scaled(self, loss: Tensor, divisor: int) -> Tensor:
+        """Return loss * loss scale / divisor; add the loss to those of the step."""
+        step = self._optimizer_step("backward")
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise ConfigError(
+                f"backward(loss) takes a scalar tensor, the mean loss of the micro-batch, and got "
+                f"{shape}: reduce it, for example with .mean()"
+            )
+        if not loss.requires_grad:
+            raise ConfigError(
+                "backward(loss): the loss has no gradient: it was computed under no_grad, detached "
+                "or rounded, or the model has no trainable parameter"
+            )
+        # Relative to the mean over the micro-batches, which the step reports.
+        of_mean = self.gradient_accumulation_steps() / divisor
+        weight = torch.ones((), device=loss.device)
+        self._results.losses.add(self._microbatch, loss.double() * of_mean, weight)
+        # In fp16 the scale itself may be inf.
+        whole = loss.float() if loss.dtype in (torch.float16, torch.bfloat16) else loss
+        return whole * (step.loss_scale.scale / divisor)
+
+    def _optimizer_step(self, caller: str) -> OptimizerStep:
+        self._steps.check_training(caller)
+        assert self._steps.optimizer_step is not None
+        return self._steps.optimizer_step
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch; after the last of a step, update the parameters.
@@ -144,16 +199,46 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
             )
         if self._without_sync:
             raise ConfigError("step() is called within no_sync(): call it after the block")
-        self.loop.end_micro_batch()
+        run = self.pipemega_engine.run
+        with self._failures.propagate_errors("step"):
+            self._optimizer_step("step")
+            if self._results.losses.of(self._microbatch) is None:
+                raise ConfigError(
+                    "step() is called without gradients: call engine.backward(loss) before each "
+                    "engine.step(). loss.backward() alone does not apply the loss scale and the "
+                    "division by gradient_accumulation_steps; engine.scale(loss).backward() does"
+                )
+            ends = self.is_gradient_accumulation_boundary()
+            self._microbatch += 1
+            if ends:
+                started, self._started = self._started, None
+                run.train_step(self._update, has_next=False, started=started)
+        self._micro_steps += 1
+        if ends and run.stopped:
+            raise StopTraining(run.stopped)
         self._report_to_optimizer()
+
+    def _update(self) -> tuple[float, None]:
+        steps, results = self._steps, self._results
+        self._results, self._microbatch = Results(), 0
+        count = len(results.losses)
+        steps.phases.start(exact=False)
+        samples = count * steps.batch.micro_batch_size * steps.mesh.data.size
+        step, _ = steps.begin(StepData([None] * count, [], samples))
+        report = steps.finish(step, results, self.pipemega_engine.run.should_stop)
+        # The caller may read the parameters at any time.
+        steps.settle()
+        return report.loss, None
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Return whether the next `step()` updates the parameters."""
-        return self.loop.ends_step
+        if self._at_boundary is not None:
+            return self._at_boundary
+        return (self._micro_steps + 1) % self.gradient_accumulation_steps() == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Let each next `step()` update the parameters, or not."""
-        self.loop.at_boundary = is_boundary
+        self._at_boundary = is_boundary
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -171,25 +256,18 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
 
         `step` does it after each update.
         """
-        self.loop.discard_gradients()
-
-    @property
-    def global_steps(self) -> int:
-        return self.pipemega_engine.global_steps
+        if self._steps.optimizer_step is not None:
+            self._steps.optimizer_step.gradients.zero()
+        self._results = Results()
 
     @property
     def global_samples(self) -> int:
         return self.pipemega_engine.consumed_samples
 
     @property
-    def lr_scheduler(self) -> Any:
-        """The scheduler of the script or of the config; the engine calls its `step()`."""
-        return given_schedule(self.pipemega_engine.lr_scheduler)
-
-    @property
     def micro_steps(self) -> int:
         """Micro-batches so far."""
-        return self.loop.micro_steps
+        return self._micro_steps
 
     @property
     def data_parallel_group(self) -> Any:
@@ -205,7 +283,7 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
         route: str = "train",
         pin_memory: bool = True,
         data_sampler: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
         num_local_io_workers: int | None = None,
     ) -> DataLoader[Any]:
         """Return a loader of the micro-batches of this rank; it repeats nothing.
@@ -218,21 +296,15 @@ class DataParallelEngine(EngineSettings, EngineCheckpoints, nn.Module):
             route: "train" shuffles; "eval" and "predict" do not.
             num_local_io_workers: None: `data.num_workers`.
         """
-        mesh, config = self.mesh, self.pipemega_config
-        is_iterable = isinstance(dataset, IterableDataset)
-        if data_sampler is None and not is_iterable:
-            data_sampler = DistributedSampler(
-                dataset, mesh.data.size, mesh.data.rank, shuffle=route == "train"
-            )
-        workers = config.data.num_workers if num_local_io_workers is None else num_local_io_workers
-        return DataLoader(
+        if data_sampler is None and not isinstance(dataset, IterableDataset):
+            data_sampler = self._sampler(dataset, shuffle=route == "train")
+        return self._loader(
             dataset,
-            batch_size or self.train_micro_batch_size_per_gpu(),
-            sampler=data_sampler,
-            collate_fn=collate_fn or self.collate_fn,
-            num_workers=workers,
-            pin_memory=pin_memory and mesh.device.type == "cuda",
-            drop_last=config.dataloader_drop_last,
+            data_sampler,
+            collate_fn or self.collate_fn,
+            batch_size=batch_size,
+            workers=num_local_io_workers,
+            pin_memory=pin_memory,
         )
 
     # The module
@@ -273,7 +345,7 @@ def initialize_data_parallel(
     training_data: Any = None,
     lr_scheduler: Any = None,
     mpu: Any = None,
-    collate_fn: Callable[[list[Any]], Any] | None = None,
+    collate_fn: Collate | None = None,
 ) -> tuple[DataParallelEngine, Optimizer | None, DataLoader[Any] | None, Any]:
     """Build the engine of a module that is no pipeline; see `initialize`.  Collective.
 
@@ -298,7 +370,7 @@ def initialize_data_parallel(
     if groups is not None:
         named = {names[id(p)]: p for p in model.parameters()}
         freeze_others(named, groups, get_logger(mesh.rank))
-    loop = initialize_loop(
+    built = build_data_parallel(
         model,
         settings,
         mesh=mesh,
@@ -306,7 +378,7 @@ def initialize_data_parallel(
         lr_scheduler=schedule_maker(lr_scheduler, settings.batch(mesh.data.size).train_batch_size),
         model_parameters=groups if given is None else None,
     )
-    engine = DataParallelEngine(loop, collate_fn)
+    engine = DataParallelEngine(built, collate_fn)
     if training_data is not None:
         engine.training_dataloader = engine.deepspeed_io(training_data)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -350,3 +422,69 @@ def _given(
     if parameters is None or config.optimizer is None:
         return None, None
     return None, GivenGroups(parameters, names)
+
+
+def _layer(model: LocalModel) -> nn.Module:
+    (stage,) = model.stages.values()
+    return stage.layers["0"]
+
+
+def _sources(model: LocalModel) -> list[LayerSource]:
+    layer = _layer(model)
+    return [({0: ProfiledLayer(layer, "", type(layer).__name__, 0)}, [])]
+
+
+def build_data_parallel(
+    module: nn.Module,
+    config: Config,
+    *,
+    mesh: Mesh | None = None,
+    optimizer: OptimizerMaker | GivenOptimizer | None = None,
+    lr_scheduler: SchedulerMaker | None = None,
+    model_parameters: Sequence[Mapping[str, Any]] | GivenGroups | None = None,
+) -> Engine:
+    """Build the engine of a `DataParallelEngine` that trains `module`.  Collective.
+
+    The arguments are those of `initialize`. A parameter `x` has the logical name `layers.0.x`.
+
+    Raises:
+        ConfigError, MeshError: as `initialize`; or a key has no meaning in such a loop.
+    """
+    arguments = optimizer_arguments(optimizer, lr_scheduler, model_parameters)
+    mesh = mesh or build_mesh_of(config)
+    for axis in (mesh.pipeline, mesh.tensor):
+        if axis.size > 1:
+            raise ConfigError(
+                f"mesh.{axis.name} is {axis.size}, and {type(module).__name__} is no pipeline, so "
+                f"each rank needs all of it: set mesh.{axis.name} to 1, or write the model as a "
+                "PipelineModule of its layers",
+                on_every_rank=True,
+            )
+    _check_keys(config)
+    setup = RunSetup(config, mesh, PipelineModule([module]), arguments)
+    # Without a plan there is nothing to trace.
+    return build_engine(setup, traces=False, sources=_sources)
+
+
+def _check_keys(config: Config) -> None:
+    """Refuse keys that need the data or the instructions of the engine.
+
+    Raises:
+        ConfigError: names the key; on every rank.
+    """
+    trace, training = config.monitor.trace, config.training
+    reasons = {
+        "training.epochs": training.epochs is not None
+        and "the loop reads the data, so the engine cannot count passes over them",
+        "training.rampup_batch_size": training.rampup_batch_size is not None
+        and "the loop decides how many micro-batches a step has",
+        "monitor.trace": (trace.steps or trace.every)
+        and "the loop runs forward and backward, so there are no instructions to trace",
+        "lora": config.lora is not None and "add the adapters to the module, for example with peft",
+    }
+    for key, reason in reasons.items():
+        if reason:
+            raise ConfigError(
+                f"{key} is set, and the model is no pipeline: {reason}; remove the key",
+                on_every_rank=True,
+            )

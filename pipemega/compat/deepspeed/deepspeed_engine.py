@@ -1,6 +1,4 @@
-"""What a DeepSpeed engine says about its config and its optimizer.
-
-Checkpoints of a DeepSpeed engine, with DeepSpeed's arguments and return values.
+"""What both DeepSpeed engines have: getters of config and optimizer, checkpoints.
 
 The client state of DeepSpeed scripts as values that a checkpoint can contain, and back.
 
@@ -11,51 +9,31 @@ Schedulers of the caller: torch's, and others that have a method `step`.
 """
 
 import inspect
-from abc import ABC, abstractmethod
 from argparse import Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
 
 from pipemega.checkpoint import any_checkpoint
 from pipemega.checkpoint.deepspeed.deepspeed_folder import find_deepspeed
-from pipemega.config import Batch, Config
+from pipemega.compat.deepspeed.virtual_modules import ENGINE_ADVICE
 from pipemega.config.launch_variables import launch_variables
-from pipemega.distributed.mesh import Mesh, from_first
+from pipemega.distributed.mesh import from_first
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
 from pipemega.monitor import get_logger
-from pipemega.optimizer.lr_schedules import LRSchedule, SchedulerMaker, TorchSchedule
+from pipemega.optimizer.lr_schedules import SchedulerMaker, TorchSchedule
 from pipemega.storage.filesystem import is_remote
 
-_ADVICE: Mapping[str, str] = {
-    "allreduce_gradients": "the engine reduces the gradients once per step",
-    "set_train_micro_batch_size": "set train_micro_batch_size_per_gpu in the config",
-    "offload_states": "set zero_optimization.offload_optimizer in the config",
-    "reload_states": "set zero_optimization.offload_optimizer in the config",
-    "curriculum_scheduler": "curriculum learning does not exist",
-    "set_data_post_process_func": "curriculum learning does not exist",
-    "random_ltd_scheduler": "random layer token drop does not exist",
-    "progressive_layer_drop": "progressive layer drop does not exist",
-    "monitor": "set wandb, tensorboard or csv_monitor in the config",
-    "flops_profiler": "set flops_profiler in the config",
-    "timers": "set wall_clock_breakdown in the config",
-}
-
-
-def missing_name(name: str, advice: Mapping[str, str]) -> AttributeError:
-    """Return the error for a name that the engine does not have: says what to use.
-
-    Args:
-        advice: of the kind of engine.
-    """
-    text = {**_ADVICE, **advice}.get(name, "docs/coming_from.md lists the names that exist")
-    return AttributeError(f"the engine has no {name!r}: {text}")
+Collate: TypeAlias = Callable[[list[Any]], Any]
+"""Makes a micro-batch of a list of samples."""
 
 
 class _Timer:
@@ -71,22 +49,32 @@ class _Timer:
         """Do nothing."""
 
 
-class EngineSettings(ABC):
-    """The getters of a DeepSpeed engine; `pipemega_config` and `mesh` have their values."""
+class DeepSpeedEngine:
+    """What both DeepSpeed engines have, over a `pipemega.Engine`.
 
-    pipemega_engine: Engine
-    pipemega_config: Config
-    mesh: Mesh
-    optimizer: Optimizer | None
+    Attributes:
+        pipemega_engine: does the work.
+        pipemega_config, mesh: the config and the device mesh of the run.
+        optimizer: torch's optimizer, over the master weights if they exist, or the optimizer of the
+            script; None without one.
+    """
+
+    _advice: Mapping[str, str]
+    """Name that this kind of engine does not have -> what to use."""
+
+    def _use(self, engine: Engine) -> None:
+        self.pipemega_engine, self.pipemega_config = engine, engine.config
+        self.mesh, self.optimizer = engine.mesh, engine.optimizer
+
+    def _missing(self, name: str) -> AttributeError:
+        advice = {**ENGINE_ADVICE["DeepSpeedEngine"], **self._advice}
+        text = advice.get(name, "docs/coming_from.md lists the names that exist")
+        return AttributeError(f"the engine has no {name!r}: {text}")
 
     @property
-    def _batch(self) -> Batch:
-        return self.pipemega_config.batch(self.mesh.data.size)
-
-    @property
-    @abstractmethod
     def global_steps(self) -> int:
         """Optimizer steps so far, skipped ones included."""
+        return self.pipemega_engine.global_steps
 
     # Ranks
 
@@ -130,18 +118,18 @@ class EngineSettings(ABC):
 
     def train_batch_size(self) -> int:
         """Return the samples of a step on all data ranks."""
-        return self._batch.train_batch_size
+        return self.pipemega_engine.batch.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._batch.micro_batch_size
+        return self.pipemega_engine.batch.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
         """Return the micro-batches of a step of one data rank."""
-        return self._batch.num_microbatches
+        return self.pipemega_engine.batch.num_microbatches
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return (train batch size, micro-batch size, gradient accumulation steps)."""
-        batch = self._batch
+        batch = self.pipemega_engine.batch
         return batch.train_batch_size, batch.micro_batch_size, batch.num_microbatches
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
@@ -255,6 +243,19 @@ class EngineSettings(ABC):
         report = self.pipemega_engine.last_step
         return report is not None and not report.skipped
 
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler of the script or of the config; None: the learning rate is constant."""
+        found = self.pipemega_engine.lr_scheduler
+        if not isinstance(found, TorchSchedule):
+            return found
+        given = found.scheduler
+        return given.scheduler if isinstance(given, _IncrementedSchedule) else given
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        self.pipemega_engine.set_lr_scheduler(lambda _: scheduler)
+
     def _report_to_optimizer(self) -> None:
         """Give the optimizer what DeepSpeed's optimizers say about the last step."""
         report = self.pipemega_engine.last_step
@@ -262,52 +263,37 @@ class EngineSettings(ABC):
             scale, overflow = self.cur_scale, report is not None and report.skipped
             vars(self.optimizer).update(cur_scale=scale, loss_scale=scale, overflow=overflow)
 
-    def destroy(self) -> None:
-        """End the run; see `pipemega.Engine.close`.  Collective."""
-        self.pipemega_engine.close()
+    # Data
 
+    def _sampler(self, dataset: Any, *, shuffle: bool) -> DistributedSampler[Any]:
+        """Return the samples of this data rank: every data-th one."""
+        return DistributedSampler(
+            dataset, self.mesh.data.size, self.mesh.data.rank, shuffle=shuffle
+        )
 
-_NAMESPACE, _ARRAY = "argparse.Namespace", "numpy.ndarray"
+    def _loader(
+        self,
+        dataset: Any,
+        sampler: Any,
+        collate_fn: Collate | None,
+        *,
+        batch_size: int | None = None,
+        workers: int | None = None,
+        pin_memory: bool = True,
+    ) -> DataLoader[Any]:
+        """Return a loader of micro-batches; None: the value of the config."""
+        config = self.pipemega_config
+        return DataLoader(
+            dataset,
+            batch_size or self.train_micro_batch_size_per_gpu(),
+            sampler=sampler,
+            collate_fn=collate_fn,
+            num_workers=config.data.num_workers if workers is None else workers,
+            pin_memory=pin_memory and self.mesh.device.type == "cuda",
+            drop_last=config.dataloader_drop_last,
+        )
 
-
-def encoded(value: Any) -> Any:
-    """Return `value` with namespaces and arrays as tagged dicts."""
-    if isinstance(value, Namespace):
-        return {_NAMESPACE: encoded(vars(value))}
-    if isinstance(value, np.ndarray) and value.dtype != object:
-        stored = value.astype(_stored_dtype(value.dtype))
-        return {_ARRAY: torch.from_numpy(stored), "dtype": str(value.dtype)}
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, dict):
-        return {key: encoded(part) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(encoded(part) for part in value)
-    return value
-
-
-def decoded(value: Any) -> Any:
-    """Return what `encoded` was given."""
-    if isinstance(value, dict):
-        if value.keys() == {_NAMESPACE}:
-            return Namespace(**decoded(value[_NAMESPACE]))
-        if value.keys() == {_ARRAY, "dtype"}:
-            return value[_ARRAY].numpy().astype(value["dtype"])
-        return {key: decoded(part) for key, part in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(decoded(part) for part in value)
-    return value
-
-
-def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype for torch, which has few operations for unsigned integers."""
-    return np.dtype(np.int64) if dtype.kind == "u" and dtype.itemsize < 8 else dtype
-
-
-class EngineCheckpoints:
-    """Saves and loads `pipemega_engine`."""
-
-    pipemega_engine: Engine
+    # Checkpoints
 
     def save_checkpoint(
         self,
@@ -370,6 +356,47 @@ class EngineCheckpoints:
         )
         return str(path), decoded(client) or {}
 
+    def destroy(self) -> None:
+        """End the run; see `pipemega.Engine.close`.  Collective."""
+        self.pipemega_engine.close()
+
+
+_NAMESPACE, _ARRAY = "argparse.Namespace", "numpy.ndarray"
+
+
+def encoded(value: Any) -> Any:
+    """Return `value` with namespaces and arrays as tagged dicts."""
+    if isinstance(value, Namespace):
+        return {_NAMESPACE: encoded(vars(value))}
+    if isinstance(value, np.ndarray) and value.dtype != object:
+        stored = value.astype(_stored_dtype(value.dtype))
+        return {_ARRAY: torch.from_numpy(stored), "dtype": str(value.dtype)}
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, dict):
+        return {key: encoded(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(encoded(part) for part in value)
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """Return what `encoded` was given."""
+    if isinstance(value, dict):
+        if value.keys() == {_NAMESPACE}:
+            return Namespace(**decoded(value[_NAMESPACE]))
+        if value.keys() == {_ARRAY, "dtype"}:
+            return value[_ARRAY].numpy().astype(value["dtype"])
+        return {key: decoded(part) for key, part in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(decoded(part) for part in value)
+    return value
+
+
+def _stored_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype for torch, which has few operations for unsigned integers."""
+    return np.dtype(np.int64) if dtype.kind == "u" and dtype.itemsize < 8 else dtype
+
 
 def _is_empty(folder: str | Path) -> bool:
     if any_checkpoint(folder) is not None:
@@ -415,14 +442,6 @@ def schedule_maker(scheduler: Any, train_batch_size: int) -> SchedulerMaker | No
         return made
 
     return make
-
-
-def given_schedule(schedule: LRSchedule | None) -> Any:
-    """Return the scheduler of the caller in the schedule of an engine; else the schedule."""
-    if not isinstance(schedule, TorchSchedule):
-        return schedule
-    found = schedule.scheduler
-    return found.scheduler if isinstance(found, _IncrementedSchedule) else found
 
 
 def _needs_argument(step: Callable[..., Any]) -> bool:

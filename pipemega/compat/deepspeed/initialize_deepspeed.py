@@ -265,14 +265,9 @@ def merged_config(args: Any, config: Any, config_params: Any) -> Any:
     """
     if config is None:
         config = config_params
-    named = next(
-        (
-            getattr(args, name)
-            for name in ("deepspeed_config", "deepscale_config")
-            if getattr(args, name, None) is not None
-        ),
-        None,
-    )
+    named = getattr(args, "deepspeed_config", None)
+    if named is None:
+        named = getattr(args, "deepscale_config", None)
     if config is None and named is None:
         raise ConfigError(
             "initialize() has no config: give config= (a path or a dict), or the option "

@@ -1,11 +1,9 @@
 """The engine of `deepspeed.initialize` for a PipelineModule, over pipemega's Engine.
 
-`eval_batch` of DeepSpeed: losses or outputs of micro-batches, averaged or one by one.
-
 Micro-batches of a DeepSpeed script, as the engine reads them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NoReturn
 
@@ -13,101 +11,14 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
-from torch.utils.data.distributed import DistributedSampler
 
-from pipemega.compat.deepspeed.deepspeed_engine import (
-    EngineCheckpoints,
-    EngineSettings,
-    given_schedule,
-    missing_name,
-)
+from pipemega.compat.deepspeed.deepspeed_engine import Collate, DeepSpeedEngine
 from pipemega.compat.deepspeed.pipeline_module import DeepSpeedPipelineModule, RepeatingLoader
 from pipemega.compat.deepspeed.process_topology import PipelineParallelGrid
-from pipemega.config import Config
+from pipemega.compat.deepspeed.virtual_modules import ENGINE_ADVICE
 from pipemega.distributed.exchanges import all_reduce
-from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
-
-
-class PipelineEvaluation:
-    """Runs forwards of an engine.
-
-    Args:
-        engine: of the layers of `module`.
-        module: has the loss function.
-    """
-
-    def __init__(self, engine: Engine, module: DeepSpeedPipelineModule) -> None:
-        self._engine, self._module = engine, module
-        grid = module.mpu()
-        self._is_first, self._is_last = grid.is_first_stage, grid.is_last_stage
-
-    def __call__(
-        self,
-        data: Iterator[Any] | None,
-        count: int,
-        compute_loss: bool,
-        reduce_output: str | None,
-    ) -> tuple[Any, Any]:
-        """Return (loss, outputs of the last micro-batch); see `PipelineEngine.eval_batch`.
-
-        The loss is a float if it is that of the engine.
-        """
-        if reduce_output is not None and str(reduce_output).lower() != "avg":
-            raise ConfigError(
-                f"eval_batch(reduce_output={reduce_output!r}): write 'avg', or None for a list "
-                "with the loss of each micro-batch",
-                on_every_rank=True,
-            )
-        if compute_loss and reduce_output is not None:
-            return self._mean_loss(data, count)
-        outputs, labels = self._forward(data, count)
-        if outputs is None:
-            return None, None
-        results = self._losses(outputs, labels) if compute_loss else outputs
-        if reduce_output is None:
-            return results, outputs[-1]
-        return self._mean(results), outputs[-1]
-
-    def _mean_loss(self, data: Iterator[Any] | None, count: int) -> tuple[float, Any]:
-        last: list[Any] = [None]
-
-        def keep(output: Any, _: Any) -> None:
-            last[0] = output
-
-        source = iter(()) if data is None else data
-        loss: float = self._engine.eval_batch(source, count, on_output=keep)
-        return loss, pytree.tree_map_only(Tensor, Tensor.detach, last[0])
-
-    def _forward(self, data: Iterator[Any] | None, count: int) -> tuple[list[Any] | None, Any]:
-        """Return the outputs of the last layer and the labels of `count` micro-batches."""
-        reads = self._is_first or self._is_last
-        pairs = list(islice(data, count)) if reads and data is not None else [(None, None)] * count
-        outputs = self._engine.infer([pair[0] for pair in pairs])
-        return outputs, [pair[1] for pair in pairs]
-
-    @torch.no_grad()
-    def _losses(self, outputs: list[Any], labels: list[Any]) -> list[Any]:
-        loss_fn = self._module.loss_fn
-        if loss_fn is None:
-            return outputs
-        device = self._engine.mesh.device
-        moved = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), labels)
-        return [loss_fn(output, label) for output, label in zip(outputs, moved, strict=True)]
-
-    def _mean(self, results: list[Any]) -> Any:
-        """Return the mean of trees of tensors over the micro-batches and the data ranks."""
-        data = self._engine.mesh.data
-
-        def mean(*parts: Tensor) -> Tensor:
-            total = torch.stack([part.detach() for part in parts]).sum(0) / (len(parts) * data.size)
-            if data.size > 1:
-                all_reduce(total, data)
-            return total
-
-        return pytree.tree_map(mean, *results)
-
 
 BatchFn = Callable[[Any], Any]
 
@@ -149,47 +60,7 @@ def _tupled(part: Any) -> Any:
     return tuple(part) if isinstance(part, list) else part
 
 
-def training_loader_of(
-    dataset: Any, config: Config, mesh: Mesh, collate_fn: Callable[[list[Any]], Any] | None
-) -> DataLoader[Any]:
-    """Return DeepSpeed's loader of training data: in order, every data-th sample of each rank.
-
-    Raises:
-        ConfigError: the data has no length.
-    """
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise ConfigError(
-            f"initialize(training_data=...) is a {type(dataset).__name__} without a length: pass "
-            "an iterator over micro-batches to train_batch(data_iter) instead",
-            on_every_rank=True,
-        )
-    sampler: DistributedSampler[Any] = DistributedSampler(
-        dataset, num_replicas=mesh.data.size, rank=mesh.data.rank, shuffle=False
-    )
-    return DataLoader(
-        dataset,
-        batch_size=config.batch(mesh.data.size).micro_batch_size,
-        sampler=sampler,
-        collate_fn=collate_fn,
-        drop_last=config.dataloader_drop_last,
-        num_workers=config.data.num_workers,
-        pin_memory=torch.cuda.is_available(),
-    )
-
-
-_ADVICE: Mapping[str, str] = {
-    "no_sync": "train_batch() reduces the gradients once per step",
-    "set_gradient_accumulation_boundary": "train_batch() runs all micro-batches of a step",
-    "is_gradient_accumulation_boundary": "train_batch() runs all micro-batches of a step",
-    "deepspeed_io": "give initialize() training_data, or engine.set_dataloader() a DataLoader",
-    "save_16bit_model": "call save_checkpoint(); `pipemega hf export` reads its checkpoints",
-    "save_fp16_model": "call save_checkpoint(); `pipemega hf export` reads its checkpoints",
-    "total_loss": "train_batch() and eval_batch() return the loss",
-    "fwd_outputs": "eval_batch(compute_loss=False) returns the outputs",
-}
-
-
-class PipelineEngine(EngineSettings, EngineCheckpoints):
+class PipelineEngine(DeepSpeedEngine):
     """Trains a PipelineModule with DeepSpeed's calls.
 
     Names that DeepSpeed's engine does not have are those of `pipemega.Engine` and of the module.
@@ -206,16 +77,17 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         grid, mpu: the place of this rank.
     """
 
+    _advice = ENGINE_ADVICE["PipelineEngine"]
+
     def __init__(
         self,
         engine: Engine,
         module: DeepSpeedPipelineModule,
         training_data: Any = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        collate_fn: Collate | None = None,
     ) -> None:
-        self.pipemega_engine, self.module = engine, module
-        self.pipemega_config, self.mesh = engine.config, engine.mesh
-        self.optimizer = engine.optimizer
+        self._use(engine)
+        self.module = module
         self.grid: PipelineParallelGrid = module.mpu()
         self.mpu = self.grid
         self.num_stages, self.stage_id = self.grid.pipe_parallel_size, self.grid.stage_id
@@ -228,11 +100,9 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         self.batch_fn: BatchFn | None = None
         self.training_dataloader: Any = None
         self.data_iterator: Iterator[Any] | None = None
-        self._evaluation = PipelineEvaluation(engine, module)
         self._dtype = _loss_dtype(module)
         if training_data is not None:
-            loader = training_loader_of(training_data, engine.config, self.mesh, collate_fn)
-            self.set_dataloader(RepeatingLoader(loader))
+            self.set_dataloader(RepeatingLoader(self._training_loader(training_data, collate_fn)))
 
     def __getattr__(self, name: str) -> Any:
         if name in ("pipemega_engine", "module"):
@@ -240,20 +110,7 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         for owner in (self.pipemega_engine, self.module):
             if hasattr(owner, name):
                 return getattr(owner, name)
-        raise missing_name(name, _ADVICE)
-
-    @property
-    def global_steps(self) -> int:
-        return self.pipemega_engine.global_steps
-
-    @property
-    def lr_scheduler(self) -> Any:
-        """The scheduler of the user or of the config; None: the learning rate is constant."""
-        return given_schedule(self.pipemega_engine.lr_scheduler)
-
-    @lr_scheduler.setter
-    def lr_scheduler(self, scheduler: Any) -> None:
-        self.pipemega_engine.set_lr_scheduler(lambda _: scheduler)
+        raise self._missing(name)
 
     def is_first_stage(self) -> bool:
         return self.stage_id == 0
@@ -265,6 +122,20 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         return self.stage_id
 
     # Data
+
+    def _training_loader(self, dataset: Any, collate_fn: Collate | None) -> DataLoader[Any]:
+        """Return DeepSpeed's loader of training data: in order, every data-th sample of each rank.
+
+        Raises:
+            ConfigError: the data has no length.
+        """
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            raise ConfigError(
+                f"initialize(training_data=...) is a {type(dataset).__name__} without a length: "
+                "pass an iterator over micro-batches to train_batch(data_iter) instead",
+                on_every_rank=True,
+            )
+        return self._loader(dataset, self._sampler(dataset, shuffle=False), collate_fn)
 
     def set_dataloader(self, loader: Any) -> None:
         """Read the micro-batches of the next steps from `loader`."""
@@ -346,17 +217,70 @@ class PipelineEngine(EngineSettings, EngineCheckpoints):
         Raises:
             ConfigError: another `reduce_output`.
         """
+        if reduce_output is not None and str(reduce_output).lower() != "avg":
+            raise ConfigError(
+                f"eval_batch(reduce_output={reduce_output!r}): write 'avg', or None for a list "
+                "with the loss of each micro-batch",
+                on_every_rank=True,
+            )
         source = self.data_iterator
         self.data_iterator = data_iter
         try:
-            micro_batches = self._micro_batches()
+            data = self._micro_batches()
         finally:
             self.data_iterator = source
         count = self.micro_batches if num_micro_batches is None else num_micro_batches
-        loss, outputs = self._evaluation(micro_batches, count, compute_loss, reduce_output)
-        if isinstance(loss, float):
-            loss = torch.tensor(loss, dtype=self._dtype, device=self.device)
+        if compute_loss and reduce_output is not None:
+            loss, outputs = self._mean_loss(data, count)
+        else:
+            loss, outputs = self._results(data, count, compute_loss)
+            if loss is not None and reduce_output is not None:
+                loss = self._mean(loss)
         return (loss, outputs) if return_logits else loss
+
+    def _mean_loss(self, data: Iterator[Any] | None, count: int) -> tuple[Tensor, Any]:
+        """Return the mean loss of `count` micro-batches, and the outputs of the last one."""
+        last: list[Any] = [None]
+
+        def keep(output: Any, _: Any) -> None:
+            last[0] = output
+
+        source = iter(()) if data is None else data
+        loss = self.pipemega_engine.eval_batch(source, count, on_output=keep)
+        outputs = pytree.tree_map_only(Tensor, Tensor.detach, last[0])
+        return torch.tensor(loss, dtype=self._dtype, device=self.device), outputs
+
+    @torch.no_grad()
+    def _results(self, data: Iterator[Any] | None, count: int, compute_loss: bool) -> Any:
+        """Return losses or outputs of `count` micro-batches, and the outputs of the last one.
+
+        (None, None) on other ranks than those of the last stage.
+        """
+        reads = self.is_first_stage() or self.is_last_stage()
+        pairs = list(islice(data, count)) if reads and data is not None else [(None, None)] * count
+        outputs = self.pipemega_engine.infer([pair[0] for pair in pairs])
+        if outputs is None:
+            return None, None
+        loss_fn = self.module.loss_fn
+        if loss_fn is None or not compute_loss:
+            return outputs, outputs[-1]
+        labels = pytree.tree_map_only(
+            Tensor, lambda tensor: tensor.to(self.device), [pair[1] for pair in pairs]
+        )
+        losses = [loss_fn(output, label) for output, label in zip(outputs, labels, strict=True)]
+        return losses, outputs[-1]
+
+    def _mean(self, results: list[Any]) -> Any:
+        """Return the mean of trees of tensors over the micro-batches and the data ranks."""
+        data = self.mesh.data
+
+        def mean(*parts: Tensor) -> Tensor:
+            total = torch.stack([part.detach() for part in parts]).sum(0) / (len(parts) * data.size)
+            if data.size > 1:
+                all_reduce(total, data)
+            return total
+
+        return pytree.tree_map(mean, *results)
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Refuse the calls of a loop without a pipeline.

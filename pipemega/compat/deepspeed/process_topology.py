@@ -300,16 +300,13 @@ class PipelineParallelGrid:
     def get_stage_id(self) -> int:
         return self.stage_id
 
-    def get_pipe_parallel_rank(self) -> int:
-        return self.stage_id
-
     def get_pipe_parallel_world_size(self) -> int:
         return self.pipe_parallel_size
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
         return self.pp_proc_group
 
-    get_pipeline_model_parallel_rank = get_pipe_parallel_rank
+    get_pipe_parallel_rank = get_pipeline_model_parallel_rank = get_stage_id
     get_pipeline_model_parallel_world_size = get_pipe_parallel_world_size
     get_pipeline_model_parallel_group = get_pipe_parallel_group
 
@@ -318,8 +315,7 @@ class PipelineParallelGrid:
     def get_data_parallel_id(self) -> int:
         return self.data_parallel_id
 
-    def get_data_parallel_rank(self) -> int:
-        return self.data_parallel_id
+    get_data_parallel_rank = get_data_parallel_id
 
     def get_data_parallel_world_size(self) -> int:
         return self.data_parallel_size

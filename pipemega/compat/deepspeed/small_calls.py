@@ -1,6 +1,4 @@
-"""`deepspeed.zero`: without ZeRO stage 3 parameters are whole on each rank.
-
-`deepspeed.moe`: scripts import its names also where the model has no experts.
+"""`deepspeed.zero`: scripts use its names at all stages; without ZeRO stage 3 parameters are whole.
 
 `deepspeed.utils.logging`: the logger of pipemega, under DeepSpeed's names.
 
@@ -16,7 +14,7 @@
 import logging
 import os
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from enum import Enum
 from functools import cache
@@ -76,54 +74,12 @@ def register_external_parameter(module: Any, parameter: Any) -> None:
     """Do nothing: parameters are whole on each rank."""
 
 
-def unregister_external_parameter(module: Any, parameter: Any) -> None:
-    """Do nothing: parameters are whole on each rank."""
-
-
-def set_z3_leaf_modules(model: Any, leaf_module_classes: Any) -> list[Any]:
-    """Return []: parameters are whole on each rank, so no module is marked."""
-    return []
-
-
 class ZeroParamStatus(Enum):
     """The states of a parameter of ZeRO stage 3; no parameter has the attribute `ds_status`."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
-
-
-class MoE(nn.Module):
-    """Refuses to build a layer of experts.
-
-    Raises:
-        ConfigError: always.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            "deepspeed.moe.layer.MoE: mixture-of-experts layers do not exist; use a layer without "
-            "experts",
-            on_every_rank=True,
-        )
-
-
-def is_moe_param(param: Tensor) -> bool:
-    """Return False: there are no experts."""
-    return False
-
-
-def has_moe_layers(model: nn.Module) -> tuple[bool, int]:
-    """Return (False, 0): there are no experts."""
-    return False, 0
-
-
-def split_params_into_different_moe_groups_for_optimizer(
-    param_groups: Mapping[str, Any] | Iterable[Mapping[str, Any]], max_group_size: float = 0
-) -> list[dict[str, Any]]:
-    """Return the groups as a list: there are no experts, which would get groups of their own."""
-    groups = [param_groups] if isinstance(param_groups, Mapping) else param_groups
-    return [dict(group) for group in groups]
 
 
 logger = get_logger(launched_rank())

@@ -7,14 +7,16 @@ also below `deepspeed`.
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from pipemega.config.name_suggestions import did_you_mean
+from pipemega.errors import ConfigError
 
 _HERE = __name__.rpartition(".")[0]
 _TABLE = json.loads(Path(__file__).with_name("names.json").read_text(encoding="utf-8"))
@@ -26,8 +28,12 @@ Modules below another one are its attributes.
 """
 DELEGATES: Mapping[str, str] = _TABLE["delegates"]
 """Module of DeepSpeed -> the module that has its other names."""
+REFUSED: Mapping[str, str] = _TABLE["refused"]
+"""Path in DeepSpeed -> why it cannot be used. Scripts that do not use it import it, too."""
 ADVICE: Mapping[str, str] = _TABLE["advice"]
 """Path in DeepSpeed -> what to use instead; "a.b.*": of each other name in a.b."""
+ENGINE_ADVICE: Mapping[str, dict[str, str]] = _TABLE["engine_advice"]
+"""Class of an engine -> name that it does not have -> what to use instead."""
 
 _THEIRS = "deepspeed"
 _RESERVED = ("__path__", "__file__", "__all__", "__wrapped__")
@@ -103,6 +109,8 @@ def attribute(path: str, name: str) -> Any:
     below = f"{path}.{name}" if path else name
     if below in MODULES:
         return sys.modules[f"{_HERE}.{below}"]
+    if below in REFUSED:
+        return _refused(below)
     if name in _RESERVED:
         raise AttributeError(name)
     if path in DELEGATES:
@@ -110,6 +118,20 @@ def attribute(path: str, name: str) -> Any:
         if hasattr(delegate, name):
             return getattr(delegate, name)
     raise AttributeError(_missing(below))
+
+
+@cache
+def _refused(path: str) -> type:
+    """Return a class for a name that can be imported, but neither built nor called.
+
+    Raises:
+        ConfigError: in the call; says why.
+    """
+
+    def refuse(*_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(f"deepspeed.{path}: {REFUSED[path]}", on_every_rank=True)
+
+    return type(path.rpartition(".")[2], (), {"__init__": refuse})
 
 
 def _missing(path: str) -> str:

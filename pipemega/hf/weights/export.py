@@ -39,9 +39,9 @@ from pipemega.hf.weights.safetensors_files import (
     DTYPES,
     INDEX_FILE,
     WEIGHTS_FILE,
-    listed,
     stays_fp32,
 )
+from pipemega.printing import listed
 
 
 class ExportPlan:

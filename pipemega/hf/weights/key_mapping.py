@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from pipemega.errors import CheckpointError
-from pipemega.hf.weights.safetensors_files import SafetensorsFolder, listed
+from pipemega.hf.weights.safetensors_files import SafetensorsFolder
+from pipemega.printing import listed
 
 Shape = tuple[int, ...]
 

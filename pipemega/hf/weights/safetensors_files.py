@@ -13,7 +13,6 @@ Parameters that transformers keeps in fp32 in a model of half precision.
 
 import json
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 
 from pipemega.errors import CheckpointError, ConfigError
 from pipemega.parameters import is_kept_fp32, is_transposed, keep_fp32_in, mark_transposed
+from pipemega.printing import listed
 
 WEIGHTS_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -179,13 +179,6 @@ def _files_of_index(path: Path) -> dict[str, list[str]]:
             raise CheckpointError(f"{path} lists the file {file!r}, which is not in its folder")
         files.setdefault(file, []).append(name)
     return files
-
-
-def listed(names: Iterable[str], most: int = 5) -> str:
-    """Return the first names for a message, and the number of the others."""
-    names = list(names)
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 __all__ = ["WeightSource", "is_transposed", "mark_transposed"]

@@ -21,9 +21,9 @@ from pipemega.hf.weights.safetensors_files import (
     SafetensorsFolder,
     WeightSource,
     is_transposed,
-    listed,
 )
 from pipemega.parameters import shard_of
+from pipemega.printing import listed
 
 _log = logging.getLogger(__name__)
 

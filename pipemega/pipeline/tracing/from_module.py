@@ -31,6 +31,7 @@ from pipemega.pipeline.tracing.cut_points import (
 )
 from pipemega.pipeline.tracing.module_source import BuiltSource, FactorySource, ModuleSource
 from pipemega.pipeline.tracing.module_tracer import TracedModule, has_hooks, is_large, trace
+from pipemega.printing import listed
 from pipemega.random import preserve_all_rng
 
 
@@ -179,10 +180,9 @@ def _check_complete(entries: Sequence[_Entry], module: nn.Module) -> None:
         name for name, p in module.named_parameters() if p.requires_grad and id(p) not in covered
     ]
     if missing:
-        more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise _error(
             f"exec_seq leaves out trainable parameters of {type(module).__name__}: "
-            f"{', '.join(missing[:8])}{more}: add the names of their submodules, or set "
+            f"{listed(missing, 8)}: add the names of their submodules, or set "
             f"requires_grad=False if the module does not use them"
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipemega.lazy_imports import deferred, import_first, names_of
+from pipemega.lazy_imports import deferred, import_first
 
 ROOT = Path(__file__).parents[3]
 
@@ -26,13 +26,6 @@ def test_a_missing_attribute_or_module_raises_the_usual_error() -> None:
         _ = deferred("colorsys").nothing
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         _ = deferred("no_such_module").name
-
-
-def test_names_of_a_package_are_imported_from_their_modules() -> None:
-    get = names_of({"rgb_to_hsv": "colorsys"})
-    assert get("rgb_to_hsv").__module__ == "colorsys"
-    with pytest.raises(AttributeError, match="no attribute 'hsv'; it has rgb_to_hsv"):
-        get("hsv")
 
 
 def test_the_collector_is_as_before_after_an_import() -> None:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipemega.checkpoint.deepspeed import ImportOptions, import_deepspeed
 from pipemega.checkpoint.deepspeed.deepspeed_weights import read_deepspeed
+from pipemega.checkpoint.deepspeed.weights_loading import ImportOptions, import_deepspeed
 from tests.ranks.checkpoint import deepspeed_runs
 from tests.ranks.compat.megatron_layers import HIDDEN, RANKS, WIDTH, loaded_from_deepspeed
 from tests.ranks.pool import RankPool

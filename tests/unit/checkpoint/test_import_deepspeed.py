@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
-from pipemega.checkpoint.deepspeed import ImportOptions, NameRules, ReadOptions, import_deepspeed
-from pipemega.checkpoint.deepspeed.deepspeed_weights import read_deepspeed
+from pipemega.checkpoint.deepspeed.deepspeed_folder import NameRules
+from pipemega.checkpoint.deepspeed.deepspeed_weights import ReadOptions, read_deepspeed
+from pipemega.checkpoint.deepspeed.weights_loading import ImportOptions, import_deepspeed
 from pipemega.checkpoint.save_load import open_path
 from pipemega.cli import main
 from pipemega.errors import CheckpointError

@@ -492,18 +492,22 @@ def test_what_scripts_ask_an_engine_and_its_optimizer_has_an_answer() -> None:
     assert (engine.has_moe_layers, engine.is_model_parallel) == (False, False)
 
 
-def test_the_names_for_experts_exist_for_models_without_experts() -> None:
-    model = Net()
-    split = deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer
-    groups = split({"params": list(model.parameters()), "name": "all"})
-    assert [group["name"] for group in groups] == ["all"]
-    assert deepspeed.moe.utils.has_moe_layers(model) == (False, 0)
-    assert not deepspeed.moe.utils.is_moe_param(model.hidden.weight)
-    config = {**CONFIG, "optimizer": ADAM}
-    engine, *_ = deepspeed.initialize(model=model, config=config, model_parameters=groups)
-    assert engine.optimizer.param_groups[0]["name"] == "all"
-    with pytest.raises(ConfigError, match="mixture-of-experts layers do not exist"):
-        deepspeed.moe.layer.MoE(hidden_size=4)
+def test_names_for_experts_and_stage_3_are_refused_where_they_are_called() -> None:
+    """Scripts import them at the top, also those that never call them."""
+    experts = "mixture-of-experts layers do not exist"
+    for call, message in (
+        (lambda: deepspeed.moe.layer.MoE(hidden_size=4), experts),
+        (
+            lambda: deepspeed.moe.utils.split_params_into_different_moe_groups_for_optimizer({}),
+            f"{experts}; pass the parameter groups to initialize() as they are",
+        ),
+        (
+            lambda: deepspeed.utils.set_z3_leaf_modules(Net(), [nn.Linear]),
+            "parameters are whole on each rank; remove the call",
+        ),
+    ):
+        assert message in raises(call)
+    assert not isinstance(Net(), deepspeed.moe.layer.MoE)
 
 
 def test_blocks_for_zero_stage_3_do_nothing_at_lower_stages() -> None:

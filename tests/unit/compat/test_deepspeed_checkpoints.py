@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipemega.compat.deepspeed as deepspeed
-from pipemega.checkpoint.deepspeed import ImportOptions, import_deepspeed
+from pipemega.checkpoint.deepspeed.weights_loading import ImportOptions, import_deepspeed
 from tests.unit.checkpoint.deepspeed_files import write_module, write_pipeline
 
 CONFIG: dict[str, Any] = {

@@ -12,6 +12,7 @@ import pipemega.compat.deepspeed as deepspeed
 from pipemega.compat.deepspeed.virtual_modules import (
     ADVICE,
     MODULES,
+    REFUSED,
     attribute,
     install_as_deepspeed,
 )
@@ -23,6 +24,8 @@ import pipemega.compat.deepspeed.comm as dist
 from pipemega.compat.deepspeed import PipelineModule, comm, get_accelerator, init_distributed
 from pipemega.compat.deepspeed.accelerator import get_accelerator
 from pipemega.compat.deepspeed.accelerator.real_accelerator import get_accelerator
+from pipemega.compat.deepspeed.moe.layer import MoE
+from pipemega.compat.deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from pipemega.compat.deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from pipemega.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 from pipemega.compat.deepspeed.runtime.activation_checkpointing import checkpointing
@@ -34,7 +37,7 @@ from pipemega.compat.deepspeed.runtime.pipe.topology import (
     PipeDataParallelTopology, PipeModelDataParallelTopology, PipelineParallelGrid, ProcessTopology,
 )
 from pipemega.compat.deepspeed.runtime.utils import see_memory_usage, set_random_seed
-from pipemega.compat.deepspeed.utils import RepeatingLoader, log_dist, logger
+from pipemega.compat.deepspeed.utils import RepeatingLoader, log_dist, logger, set_z3_leaf_modules
 from pipemega.compat.deepspeed.utils.logging import logger
 
 names = [
@@ -147,7 +150,7 @@ def test_an_attribute_that_does_not_exist_says_what_to_use() -> None:
 
 def test_advice_is_for_names_that_do_not_exist() -> None:
     known = {f"{path}.{name}".lstrip(".") for path, names in MODULES.items() for name in names}
-    assert not {*ADVICE} & (known | {*MODULES})
+    assert not {*ADVICE, *REFUSED} & (known | {*MODULES})
 
 
 def test_log_summary_says_where_the_table_of_comms_logger_is(caplog):

@@ -43,14 +43,16 @@ def _free_port() -> int:
 
 
 def test_one_process_is_checked_without_a_launcher(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--disk-mb", "1", "--json"]) == 0
+    assert main(["doctor", "--json"]) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)
     status = {check["check"]: check["status"] for check in result["checks"]}
     assert result["ok"]
     assert {status[name] for name in ("launch", "ranks", "nodes", "versions")} == {"ok"}
     assert status["connections"] == "skipped"
-    assert result["measured"]["disk"]
+    (disk,) = result["measured"]["disk"].values()
+    assert disk["free"] > 0
+    assert status["disk"] == "ok"
     assert "doctor: waiting for all ranks ..." in printed.err
 
 
@@ -66,19 +68,19 @@ def test_the_predicted_memory_of_a_config_is_shown(
     }
     Path("ds.json").write_text(json.dumps(config))
     save = f"checkpoint.save={tmp_path}/run"
-    assert main(["doctor", "--config", "ds.json", "--disk-mb", "1", "--set", save]) == 0
+    assert main(["doctor", "--config", "ds.json", "--set", save]) == 0
     out = capsys.readouterr().out
     assert "config       mesh pipeline 1 x data 1 x tensor 1" in out
     assert "pipemega plan predicts" in out
-    assert f"disk         {tmp_path}: writes" in out
-    assert "a checkpoint of about" in out
+    assert f"disk         {tmp_path}: written by all nodes, " in out
+    assert "a checkpoint has about" in out
 
 
 def test_a_config_that_cannot_run_has_failed_and_the_rest_is_checked(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("ds.json").write_text('{"train_batch_size": 2, "mesh": {"pipeline": 2}}')
-    assert main(["doctor", "--config", "ds.json", "--disk-mb", "0"]) == 1
+    assert main(["doctor", "--config", "ds.json"]) == 1
     out = capsys.readouterr().out
     assert "1 rank was started, and one copy of the model takes" in out
     assert "ok       versions" in out
@@ -107,6 +109,19 @@ def test_a_rank_without_rank_0_names_the_address(
     assert f"rank 1: no store at 127.0.0.1:{port} within 0.3 s (Connection refused)" in out
 
 
+def test_a_folder_without_rights_has_failed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "/shared/run")
+
+    monkeypatch.setattr("pipemega.doctor.measurements.place_marker", refuse)
+    assert main(["doctor"]) == 1
+    out = capsys.readouterr().out
+    assert "disk         rank 0: [Errno 13] Permission denied: '/shared/run'" in out
+    assert "remedy: choose a folder that all nodes share and can write (checkpoint.save)" in out
+
+
 def test_a_missing_variable_of_the_launcher_ends_the_checks(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,19 +140,19 @@ def test_a_rank_that_cannot_read_its_facts_is_reported(
     model = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "seq_length": 16}
     config = {"train_batch_size": 2, "model": {**model, "vocab_size": 64}}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    assert main(["doctor", "--config", "config.json", "--disk-mb", "1"]) == 1
+    assert main(["doctor", "--config", "config.json"]) == 1
     assert "rank 0: CUDA error: the device is lost" in capsys.readouterr().out
 
 
-def test_a_rank_that_is_lost_while_the_disk_is_measured_leaves_no_file(tmp_path: Path) -> None:
+def test_a_rank_that_is_lost_while_the_folder_is_checked_leaves_no_file(tmp_path: Path) -> None:
     class LosesRanks(Attendance):
         def run(self, topic: str, step: Callable[[], Any]) -> dict[int, Outcome]:
-            if topic == "disk speed":
+            if topic == "disk files":
                 assert list(tmp_path.iterdir())
                 raise AbsentRanks(topic, (1,), self.seconds)
             return super().run(topic, step)
 
-    options = Options(folder=str(tmp_path), disk_bytes=10**5, quiet=True)
+    options = Options(folder=str(tmp_path), quiet=True)
     examination = Examination(LosesRanks(None, 0, 1, 30.0), options)
     examination.run()
     assert examination.findings[-1].status == "failed"

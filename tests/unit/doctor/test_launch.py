@@ -2,7 +2,8 @@
 
 import pytest
 
-from pipemega.doctor.attendance import read_launch
+from pipemega.config.launch_variables import launch_variables
+from pipemega.doctor.attendance import judge_launch
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",
@@ -22,25 +23,26 @@ SLURM = {
 
 
 def test_the_variables_of_torchrun_are_complete():
-    launch = read_launch(TORCHRUN | SLURM)
-    assert (launch.launcher, launch.rank, launch.world_size, launch.local_rank) == (
-        "torchrun", 3, 8, 3,
-    )  # fmt: skip
-    (finding,) = launch.findings
+    launch = launch_variables(TORCHRUN | SLURM)
+    numbers = [launch.number(name, 0) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")]
+    assert (launch.launcher, *numbers) == ("torchrun", 3, 8, 3)
+    finding = judge_launch(launch)
     assert (finding.status, finding.text) == ("ok", "torchrun: 8 ranks, store at node0:29400")
 
 
 def test_without_variables_it_is_one_process():
-    launch = read_launch({})
-    assert (launch.launcher, launch.rank, launch.world_size) == ("none", 0, 1)
-    assert launch.findings[0].status == "ok"
+    launch = launch_variables({})
+    assert (launch.launcher, launch.number("RANK", 0), launch.number("WORLD_SIZE", 1)) == (
+        "none", 0, 1,
+    )  # fmt: skip
+    assert judge_launch(launch).status == "ok"
 
 
 def test_srun_without_torchrun_needs_no_variables():
-    launch = read_launch(SLURM)
+    launch = launch_variables(SLURM)
     assert launch.launcher == "srun"
-    assert launch.variables["RANK"] == "5"
-    (finding,) = launch.findings
+    assert launch.values["RANK"] == "5"
+    finding = judge_launch(launch)
     assert (finding.status, finding.text) == ("ok", "srun: 8 ranks, store at gpu03:24567")
 
 
@@ -60,7 +62,7 @@ def test_srun_without_torchrun_needs_no_variables():
 )
 def test_a_missing_or_wrong_variable_is_named_with_a_remedy(change, status, text):
     environment = {k: v for k, v in (TORCHRUN | change).items() if v is not None}
-    (finding,) = read_launch(environment).findings
+    finding = judge_launch(launch_variables(environment))
     assert finding.status == status
     assert text in finding.text
     assert "torchrun" in finding.remedy

@@ -18,7 +18,7 @@ from pipemega.errors import PipelineError
 from pipemega.monitor import gpt_flops_per_token
 from pipemega.profiling.module_profiler import ModuleCost
 from tests.ranks.training_runs import LENGTH, MICRO, MODEL, VOCAB, build, data, settings
-from tests.unit.engine import test_loop_engine as loops
+from tests.unit.compat import test_data_parallel_loop as loops
 
 
 def gpt(steps: int = 2, model: dict[str, Any] | None = None, **section: Any) -> Engine:
@@ -188,10 +188,10 @@ def test_a_list_of_modules_has_the_sum_of_its_modules_in_the_users_own_loop(
     loop = loops.build(Container().double(), gradient_accumulation_steps=2, flops_profiler=section)
     for number in range(6):
         with torch.no_grad():
-            loop.run_forward(loops.data(number))  # an evaluation is not profiled
-        loop.run_backward(loops.loss_of(loop.run_forward(loops.data(number))))
-        loop.end_micro_batch()
-    costs = costs_of(loop.engine)
+            loop(loops.data(number))  # an evaluation is not profiled
+        loop.backward(loops.loss_of(loop(loops.data(number))))
+        loop.step()
+    costs = costs_of(loop.pipemega_engine)
     assert list(costs) == ["", "linears", "linears.0", "linears.1"]
     assert costs[""].flops == costs["linears"].flops == 2 * (2 * 2 * 3 * 3)
     assert costs["linears"].seconds == sum(costs[f"linears.{n}"].seconds for n in (0, 1))
@@ -218,5 +218,5 @@ def test_after_an_error_in_a_layer_no_operation_is_counted(in_a_pipeline: bool) 
     else:
         loop = loops.build(module, flops_profiler=section)
         with pytest.raises(Exception, match="as wanted"):
-            loop.run_forward(loops.data(0))
+            loop(loops.data(0))
     assert _get_current_dispatch_mode_stack() == []

@@ -6,8 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipemega.compat.deepspeed.loop_engine import LoopEngine, initialize_loop
-from pipemega.config import load
+from pipemega.compat.deepspeed.data_parallel_engine import (
+    DataParallelEngine,
+    build_data_parallel,
+)
+from pipemega.config import Config, load
 from pipemega.errors import ConfigError
 from pipemega.optimizer.user_optimizer import GivenGroups, GivenOptimizer
 from tests.unit.optimizer.user_optimizers import Lion
@@ -31,7 +34,13 @@ def groups_of(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def train(module: nn.Module, loop: LoopEngine | None, optimizer: Any, schedule: Any) -> None:
+def trained(module: nn.Module, config: Config, **given: Any) -> DataParallelEngine:
+    return DataParallelEngine(build_data_parallel(module, config, **given))
+
+
+def train(
+    module: nn.Module, loop: DataParallelEngine | None, optimizer: Any, schedule: Any
+) -> None:
     generator = torch.Generator().manual_seed(0)
     for _ in range(3):
         x, y = (torch.randn(2, n, generator=generator, dtype=torch.float64) for n in (3, 2))
@@ -41,8 +50,8 @@ def train(module: nn.Module, loop: LoopEngine | None, optimizer: Any, schedule: 
             schedule.step()
             optimizer.zero_grad()
         else:
-            loop.run_backward(nn.functional.mse_loss(loop.run_forward(x), y))
-            loop.end_micro_batch()
+            loop.backward(nn.functional.mse_loss(loop(x), y))
+            loop.step()
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Rprop, Lion])
@@ -54,13 +63,13 @@ def test_an_optimizer_over_the_parameters_of_the_model_trains_as_in_plain_torch(
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda s: 0.5**s, lambda s: 1.0])
         loop = None
         if module is ours:
-            loop = initialize_loop(
+            loop = trained(
                 module,
                 load({"train_batch_size": 2, "gradient_clipping": 0}),
                 optimizer=GivenOptimizer(optimizer, names_of(module)),
                 lr_scheduler=lambda _, schedule=schedule: schedule,
             )
-            assert loop.engine.optimizer is optimizer
+            assert loop.optimizer is optimizer
         train(module, loop, optimizer, schedule)
         results.append([group["lr"] for group in optimizer.param_groups])
     assert results[0] == results[1] == [0.05 / 8, 0.05]
@@ -71,7 +80,7 @@ def test_an_optimizer_over_the_parameters_of_the_model_trains_as_in_plain_torch(
 def test_the_masters_of_a_half_precision_model_take_the_place_of_its_parameters() -> None:
     module = model().float()
     optimizer = torch.optim.AdamW(groups_of(module), lr=0.05)
-    loop = initialize_loop(
+    loop = trained(
         module,
         load({"train_batch_size": 2, "bf16": {"enabled": True}}),
         optimizer=GivenOptimizer(optimizer, names_of(module)),
@@ -80,8 +89,8 @@ def test_the_masters_of_a_half_precision_model_take_the_place_of_its_parameters(
     assert held == [[(4, 3), (2, 4)], [(4,), (2,)]]
     assert {p.dtype for g in optimizer.param_groups for p in g["params"]} == {torch.float32}
     assert optimizer.param_groups[1]["tag"] == "b"
-    loop.run_backward(loop.run_forward(torch.ones(2, 3, dtype=torch.bfloat16)).float().sum())
-    loop.end_micro_batch()
+    loop.backward(loop(torch.ones(2, 3, dtype=torch.bfloat16)).float().sum())
+    loop.step()
     assert {p.dtype for p in module.parameters()} == {torch.bfloat16}
 
 
@@ -102,7 +111,7 @@ def test_a_copy_of_an_optimizer_leaves_it_as_it_is() -> None:
 
 def test_groups_of_a_config_optimizer_have_their_own_options() -> None:
     module = model()
-    loop = initialize_loop(
+    loop = trained(
         module,
         load(
             {
@@ -112,9 +121,9 @@ def test_groups_of_a_config_optimizer_have_their_own_options() -> None:
         ),
         model_parameters=GivenGroups(groups_of(module), names_of(module)),
     )
-    assert loop.engine.optimizer is not None
-    assert [g["weight_decay"] for g in loop.engine.optimizer.param_groups] == [0.5, 0.0]
-    assert [g["lr"] for g in loop.engine.optimizer.param_groups] == [0.25, 0.25]
+    assert loop.optimizer is not None
+    assert [g["weight_decay"] for g in loop.optimizer.param_groups] == [0.5, 0.0]
+    assert [g["lr"] for g in loop.optimizer.param_groups] == [0.25, 0.25]
 
 
 def test_parameters_without_groups_are_one_group() -> None:
@@ -155,4 +164,6 @@ def test_given_groups_exclude_the_key_that_makes_groups() -> None:
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     config = {"train_batch_size": 2, "training": {"weight_decay_norms_and_biases": False}}
     with pytest.raises(ConfigError, match=r"training\.weight_decay_norms_and_biases is false, and"):
-        initialize_loop(module, load(config), optimizer=GivenOptimizer(optimizer, names_of(module)))
+        build_data_parallel(
+            module, load(config), optimizer=GivenOptimizer(optimizer, names_of(module))
+        )
