@@ -148,9 +148,9 @@ class ExecutorBuilder:
         mesh, shapes = self._mesh, self._config.pipeline.shapes
         if mesh.pipeline.size == 1:
             return None
-        place, passes = plan.rank_of_stage, plan.has_vocabulary
+        place = plan.rank_of_stage
         routes = connect(
-            mesh.pipeline, place, mesh.device, mesh.timeout, passes, groups=self._groups
+            mesh.pipeline, place, mesh.device, mesh.timeout, plan.transfers, self._groups
         )
         return Transport(
             mesh.pipeline,

@@ -49,7 +49,7 @@ from pipemega.pipeline.messages import (
     wire_format,
 )
 from pipemega.pipeline.plan.channels import Channel, ShapeMode
-from pipemega.pipeline.plan.instructions import Instruction, Kind
+from pipemega.pipeline.plan.instructions import TRANSFER_OF_NAME, Instruction
 
 # Largest message that goes through a local socket. Several of them fit in its buffer. Larger ones
 # are transferred by gloo in its own thread, while this rank computes.
@@ -391,11 +391,9 @@ class Transport:
         peer_stage = channel.target if sends else channel.source
         peer_rank = self._pipeline.ranks[self._rank_of_stage[peer_stage]]
         peer = f"stage {peer_stage} on rank {peer_rank}"
-        kinds = {
-            "activation": (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION),
-            "gradient": (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT),
-        }
-        peer_step = Instruction(kinds[channel.direction][sends], peer_stage, microbatch)
+        transfer = TRANSFER_OF_NAME[channel.direction]
+        kind = transfer.receive if sends else transfer.send
+        peer_step = Instruction(kind, peer_stage, microbatch)
         waited = f"pipeline rank {self._pipeline.rank} waited for"
         if sends:
             return f"{waited} {peer} to receive {name} ({peer_step})"

@@ -19,11 +19,12 @@ from pipemega.pipeline.messages import InputGradient, TensorMeta, collect_gradie
 from pipemega.pipeline.microbatch_loss import microbatch_loss
 from pipemega.pipeline.model.vocabulary_shard import EmbeddedInputs, VocabularyShard
 from pipemega.pipeline.pipeline_ends import PipelineEnds
-from pipemega.pipeline.plan.channels import PROVES, Channel, vocabulary_channels
+from pipemega.pipeline.plan.channels import Channel, channels_of
 from pipemega.pipeline.plan.instructions import (
     TRANSFER_OF_NAME,
     TRANSFER_OF_RECEIVE,
     TRANSFER_OF_SEND,
+    WITH_SHARDS,
     Direction,
     Instruction,
     Kind,
@@ -93,8 +94,8 @@ class VocabularyRuns(PipelineEnds):
             Kind.LOSS: self._loss,
             Kind.OUTPUT_WEIGHT: self._output_weight,
             Kind.EMBED_WEIGHT: self._embed_weight,
-            **dict.fromkeys(TRANSFER_OF_SEND, self._send),
-            **dict.fromkeys(TRANSFER_OF_RECEIVE, self._receive),
+            **{transfer.send: self._send for transfer in WITH_SHARDS},
+            **{transfer.receive: self._receive for transfer in WITH_SHARDS},
         }
 
     def begin(self, run: ExecutionState) -> None:
@@ -312,7 +313,7 @@ class VocabularyRuns(PipelineEnds):
     def _send(self, step: Instruction) -> None:
         transfer = TRANSFER_OF_SEND[step.kind]
         tensors = self._sent(transfer.name, step.microbatch)
-        for channel in vocabulary_channels(self._run.plan, transfer, step):
+        for channel in channels_of(self._run.plan, transfer, step):
             self._transport.send(channel, step.microbatch, tensors)
 
     def _sent(self, direction: Direction, m: int) -> list[Tensor]:
@@ -340,7 +341,7 @@ class VocabularyRuns(PipelineEnds):
     def _receive(self, step: Instruction) -> None:
         transfer, m = TRANSFER_OF_RECEIVE[step.kind], step.microbatch
         metas = self._metas(transfer.name, m)
-        for channel in vocabulary_channels(self._run.plan, transfer, step):
+        for channel in channels_of(self._run.plan, transfer, step):
             receive = self._transport.receive(channel, m, lambda: metas)
             self._of(m).receives[channel] = receive
 
@@ -364,13 +365,12 @@ class VocabularyRuns(PipelineEnds):
 
     def _arrived(self, direction: Direction, step: Instruction) -> list[list[Tensor]]:
         """Wait for what `step` uses from other ranks, in the order of ranks."""
-        plan, m = self._run.plan, step.microbatch
-        transfer = TRANSFER_OF_NAME[direction]
-        receives, found = self._of(m).receives, []
-        for channel in vocabulary_channels(plan, transfer, step):
-            found.append(list(self._transport.wait(receives.pop(channel))))
-        for channel in vocabulary_channels(plan, transfer, step) if direction in PROVES else ():
-            self._transport.release(Channel(PROVES[direction], channel.boundary), m)
+        m, transfer = step.microbatch, TRANSFER_OF_NAME[direction]
+        used, receives = channels_of(self._run.plan, transfer, step), self._of(m).receives
+        found = [list(self._transport.wait(receives.pop(channel))) for channel in used]
+        if transfer.proves is not None:
+            for channel in used:
+                self._transport.release(Channel(transfer.proves, channel.boundary), m)
         if found:
             self._run.recorder.ready()
         return found
