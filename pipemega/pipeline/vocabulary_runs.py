@@ -15,10 +15,10 @@ from torch.nn import functional as F
 
 from pipemega.distributed.mesh import gather_objects
 from pipemega.pipeline.execution_state import ExecutionState, RankStages
+from pipemega.pipeline.executor import PipelineEnds
 from pipemega.pipeline.messages import InputGradient, TensorMeta, collect_gradients
 from pipemega.pipeline.microbatch_loss import microbatch_loss
 from pipemega.pipeline.model.vocabulary_shard import EmbeddedInputs, VocabularyShard
-from pipemega.pipeline.pipeline_ends import PipelineEnds
 from pipemega.pipeline.plan.channels import Channel, channels_of
 from pipemega.pipeline.plan.instructions import (
     TRANSFER_OF_NAME,
