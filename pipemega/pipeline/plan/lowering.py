@@ -15,8 +15,8 @@ Instructions of a lowered plan:
 - A receive may be posted before the stage has run the forward of that micro-batch, and before the
   message was sent, but not after the step that uses it.
 - Stages on the same rank exchange tensors without a message.
-- In vocabulary parallelism (`plan.kinds`), a send to the shards sends to all other ranks; a receive
-  from the shards, which has the number of the stage, is a receive from each other rank.
+- In vocabulary parallelism (`plan.instructions`), a send to the shards sends to all other ranks; a
+  receive from the shards, which has the number of the stage, is a receive from each other rank.
 
 Limits the memory that a rank holds between I and W, by running W earlier.
 
@@ -194,7 +194,6 @@ def queued_bytes(program: Program, kept: Sequence[float]) -> float:
 
 
 _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -282,7 +281,7 @@ def _split(program: Program, stop: int) -> tuple[Program, Program]:
     later: list[Instruction] = []
     open_channels: set[int] = set()
     for step in reversed(program[:stop]):
-        if step.kind not in _RECEIVES:
+        if not step.kind.is_receive:
             keep.append(step)
         elif step.kind is Kind.RECV_ACTIVATION and (
             step.stage in open_channels or step._replace(kind=Kind.FORWARD) in used

@@ -179,14 +179,14 @@ def _check_vocabulary(plan: Plan) -> None:
     if not plan.has_vocabulary:
         return
     last, shards = plan.num_stages - 1, range(plan.num_ranks)
-    passes = {Kind.EMBED: shards, Kind.OUTPUT: shards, Kind.LOSS: (last,)}
-    if not plan.forward_only:
-        passes |= {Kind.EMBED_WEIGHT: shards, Kind.OUTPUT_WEIGHT: shards}
+    passes: tuple[Kind, ...] = VOCABULARY_PASSES
+    if plan.forward_only:
+        passes = (Kind.EMBED, Kind.OUTPUT, Kind.LOSS)
     count = Counter(step for step in plan.steps() if step.kind in VOCABULARY_PASSES)
     expected = {
         Instruction(kind, place, m)
-        for kind, places in passes.items()
-        for place in places
+        for kind in passes
+        for place in (shards if kind.has_shard else (last,))
         for m in range(plan.num_microbatches)
     }
     for step in sorted(expected | set(count), key=str):
