@@ -29,6 +29,7 @@ from pipemega.pipeline.execution_state import MicroBatches
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.messages import tensors_of
 from pipemega.pipeline.model.module import BufferCopies, RngKey, Stage
+from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.recorder import Recorder
 from pipemega.random import preserve_rng
@@ -182,7 +183,7 @@ class _Probe(Recorder):
         if position == self._num_layers - 1:
             self._check_gradients_of(y, rng_key, position + 1)
         # With vocabulary parallelism, the input of the first layer is the result of E.
-        is_data = position == 0 and self._executor.vocabulary is None
+        is_data = position == 0 and not self._executor.ends.modules
         if _is_finite(y) or not (self._input_finite or is_data):
             return
         state = ""
@@ -228,19 +229,19 @@ class _Probe(Recorder):
         self._at = 0
 
     def end(self) -> None:
-        step, passes = self._program[self._at], self._executor.vocabulary
-        loss_kind = Kind.FORWARD if passes is None else Kind.LOSS
-        if step.kind is loss_kind and step.stage == self._last_stage:
+        step, ends = self._program[self._at], self._executor.ends
+        if step.kind in (Kind.FORWARD, Kind.LOSS) and step.stage == self._last_stage:
             loss = self._executor.results.losses.of(step.microbatch)
             if loss is not None and not _is_finite(loss):
                 text = f"the loss function: returns {loss.item():g}, its input was finite"
                 self._note(_Phase.FORWARD, step.microbatch, self._num_layers, text)
-        elif passes is not None and step.kind in (Kind.EMBED, Kind.OUTPUT):
-            self._check_pass(*passes.latest(step), step.microbatch)
+        elif (found := ends.layer_result(step)) is not None:
+            self._check_pass(*found, step.microbatch)
         elif step.kind in _OF_STAGE and not self._gradients_are_finite():
             self._check_parameters(self._executor.stages[step.stage], step.microbatch)
-        elif step.kind in _OF_SHARD and passes is not None and not self._gradients_are_finite():
-            self._check_parameters(passes.shard, step.microbatch)
+        elif step.kind in _OF_SHARD and not self._gradients_are_finite():
+            for module in ends.modules:
+                self._check_parameters(module, step.microbatch)
         self._at += 1
 
     def _check_pass(self, position: int, x: Tensor | None, y: Tensor | None, m: int) -> None:
@@ -282,22 +283,17 @@ class _Probe(Recorder):
         self.first = finding if self.first is None else min(self.first, finding)
 
     def _layer(self, position: int) -> nn.Module:
-        passes = self._executor.vocabulary
-        if passes is not None and str(position) in passes.shard.layers:
-            return passes.shard.layers[str(position)]
-        return self._stage_of(position).layers[str(position)]
+        return self._module_of(position).layers[str(position)]
 
     def _layer_name(self, position: int) -> str:
-        passes = self._executor.vocabulary
-        if passes is not None and str(position) in passes.shard.layers:
-            name = type(self._layer(position)).__name__
-        else:
-            name = self._stage_of(position).name_of(position)
+        name = self._module_of(position).name_of(position)
         return f"layer {position} 'layers.{position}' ({name})"
 
-    def _stage_of(self, position: int) -> Stage:
-        stages = self._executor.stages.values()
-        return next(stage for stage in stages if stage.start <= position < stage.stop)
+    def _module_of(self, position: int) -> Stage | VocabularyShard:
+        # With vocabulary parallelism, a stage has other layers in the places of embedding and head.
+        executor = self._executor
+        modules: list[Stage | VocabularyShard] = [*executor.ends.modules, *executor.stages.values()]
+        return next(each for each in modules if str(position) in each.layers)
 
 
 def _is_finite(tree: Any) -> bool:

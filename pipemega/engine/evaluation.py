@@ -1,17 +1,18 @@
 """Forwards without backwards: losses and outputs of micro-batches, and of a whole data set."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
 
 from pipemega.data.loader import BatchLoader
-from pipemega.distributed.mesh import Mesh, gather_objects
+from pipemega.distributed.mesh import Mesh
 from pipemega.engine.run.batch_reader import BatchReader, StepData
 from pipemega.errors import ConfigError
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.microbatch_loss import mean_over_ranks
+from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan_selection import evaluation_plan
 from pipemega.random import preserve_rng
 
@@ -26,8 +27,7 @@ class Evaluator:
         mesh: of the run.
         executor: runs the forwards.
         reader: reads the data.
-        rank_of_stage: the pipeline rank of each stage.
-        vocabulary: vocabulary parallelism.
+        plan: a plan of the training steps; gives the stages.
     """
 
     def __init__(
@@ -35,12 +35,11 @@ class Evaluator:
         mesh: Mesh,
         executor: Executor,
         reader: BatchReader,
-        rank_of_stage: Sequence[int],
-        vocabulary: bool = False,
+        plan: Plan,
     ) -> None:
         self._mesh, self._executor, self._reader = mesh, executor, reader
-        self._rank_of_stage, self._vocabulary = rank_of_stage, vocabulary
-        self._is_last = mesh.pipeline.rank == rank_of_stage[-1]
+        self._plan = plan
+        self._is_last = mesh.pipeline.rank == plan.rank_of_stage[-1]
 
     def batch(
         self, data: StepData, *, keep_outputs: bool = False, on_output: OnOutput | None = None
@@ -105,11 +104,7 @@ class Evaluator:
     def _forward(self, data: StepData, keep_outputs: bool, on_output: OnOutput | None) -> Results:
         if not data.inputs:  # only other data ranks have samples
             return Results()
-        if self._vocabulary:
-            # Every rank computes a part of the outputs of the last stage.
-            uses = keep_outputs or on_output is not None
-            keep_outputs |= any(gather_objects(uses, self._mesh.pipeline)) and on_output is None
-        plan = evaluation_plan(self._rank_of_stage, len(data.inputs), self._vocabulary)
+        plan = evaluation_plan(self._plan, len(data.inputs))
         batch = MicroBatches(
             data.inputs,
             data.labels,

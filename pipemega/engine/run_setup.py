@@ -27,6 +27,7 @@ from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.pipeline.transport import Transport
+from pipemega.pipeline.vocabulary_runs import VocabularyRuns
 
 
 @dataclass(frozen=True)
@@ -127,29 +128,29 @@ class ExecutorBuilder:
             compiled = import_module("pipemega.pipeline.model.compiled_layers")
             log = get_logger(self._mesh.rank)
             before_training = compiled.compile_layers(model.stages, config.compile, self._mesh, log)
+        transport = self._transport(plan, model.bounds)
+        stages = RankStages(
+            self._mesh.pipeline.rank,
+            model.stages,
+            plan.num_stages,
+            reduced_loss(config, model.loss_fn),
+            precision_of(config).cast_inputs,
+        )
+        ends = None
+        if model.vocabulary is not None:
+            assert transport is not None, "vocabulary parallelism needs several pipeline ranks"
+            ends = VocabularyRuns(stages, model.vocabulary, transport, readiness)
         return Executor(
-            RankStages(
-                self._mesh.pipeline.rank,
-                model.stages,
-                plan.num_stages,
-                reduced_loss(config, model.loss_fn),
-                precision_of(config).cast_inputs,
-                model.vocabulary,
-            ),
-            self._transport(plan, model.bounds),
-            self._timers,
-            weight_queue,
-            readiness,
-            before_training,
+            stages, transport, self._timers, weight_queue, readiness, before_training, ends
         )
 
     def _transport(self, plan: Plan, bounds: Sequence[int]) -> Transport | None:
         mesh, shapes = self._mesh, self._config.pipeline.shapes
         if mesh.pipeline.size == 1:
             return None
-        place, passes = plan.rank_of_stage, plan.has_vocabulary
+        place = plan.rank_of_stage
         routes = connect(
-            mesh.pipeline, place, mesh.device, mesh.timeout, passes, groups=self._groups
+            mesh.pipeline, place, mesh.device, mesh.timeout, plan.transfers, self._groups
         )
         return Transport(
             mesh.pipeline,

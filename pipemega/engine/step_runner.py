@@ -122,18 +122,16 @@ class StepRunner:
         self._speculative: SpeculativeRunner | None = None
         if isinstance(step, PostValidatedStep):
             self._speculative = SpeculativeRunner(executor, self._validate, self._take_reports)
-        ranks, cut = self.plan.rank_of_stage, model.vocabulary is not None
         self.reader = BatchReader(
             mesh,
-            ranks,
+            executor.ends.reads,
             share_of(config, mesh),
             self.data.sizes,
             config.data.compare_every,
-            cut,
             lambda: step is not None and step.masters.frozen.have_changed,
             step is None or step.is_fenced,
         )
-        self.evaluator = Evaluator(mesh, executor, self.reader, ranks, cut)
+        self.evaluator = Evaluator(mesh, executor, self.reader, self.plan)
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]
         self.locator = NonFiniteLocator(mesh, executor, gradients, num_layers, config.fp16.enabled)
         self.tracing.executor = executor

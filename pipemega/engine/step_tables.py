@@ -396,7 +396,7 @@ def _shard_layers(shard: VocabularyShard) -> dict[int, ProfiledLayer]:
     found = {}
     for position, formula in formulas.items():
         layer, name = shard.layers[str(position)], f"layers.{position}"
-        found[position] = ProfiledLayer(layer, name, type(layer).__name__, 1, formula)
+        found[position] = ProfiledLayer(layer, name, shard.name_of(position), 1, formula)
     return found
 
 

@@ -22,6 +22,7 @@ from pipemega.pipeline.plan.channels import (
     connections,
     connections_per_rank,
 )
+from pipemega.pipeline.plan.instructions import BETWEEN_STAGES, Transfer
 
 
 class Route(NamedTuple):
@@ -73,7 +74,7 @@ def connect(
     rank_of_stage: Sequence[int],
     device: torch.device,
     timeout: timedelta,
-    vocabulary: bool = False,
+    transfers: Sequence[Transfer] = BETWEEN_STAGES,
     groups: list[dist.ProcessGroup] | None = None,
 ) -> dict[Channel, Route]:
     """Return the route of each channel; collective over the pipeline.
@@ -82,7 +83,7 @@ def connect(
         rank_of_stage: the pipeline rank of each stage.
         device: of the messages.
         timeout: of each wait.
-        vocabulary: the plan has vocabulary parallelism.
+        transfers: of the plan (`Plan.transfers`).
         groups: made for an earlier placement of the stages; used again, and extended.
 
     Raises:
@@ -91,7 +92,7 @@ def connect(
     """
     if (group := pipeline.group) is None:
         return {}
-    ends = {c: c.ranks(rank_of_stage) for c in channels(rank_of_stage, vocabulary)}
+    ends = {c: c.ranks(rank_of_stage) for c in channels(rank_of_stage, transfers)}
     # Of a channel without this rank, the sender.
     peers = {c: pipeline.ranks[ends[c][ends[c][0] == pipeline.rank]] for c in ends}
     routes: dict[Channel, Route] = {}
@@ -102,7 +103,7 @@ def connect(
         streams = open_streams(pipeline, [ends[channel] for channel in tagged])
     for tag, (c, local) in enumerate(zip(tagged, streams, strict=True)):
         routes[c] = Route(peers[c], group, tag, local, on_host)
-    links = [c for c in connections(rank_of_stage, vocabulary) if c.channel not in routes]
+    links = [c for c in connections(rank_of_stage, transfers) if c.channel not in routes]
     if links:
         _refuse_bound_device(group)
         groups = [] if groups is None else groups

@@ -12,7 +12,6 @@ from pipemega.distributed.torch_versions import gradient_edge
 from pipemega.pipeline.messages import InputGradient, TensorMeta
 from pipemega.pipeline.microbatch_loss import Loss, LossSums
 from pipemega.pipeline.model.module import RngKey, Stage
-from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.plan.instructions import Instruction, Plan
 from pipemega.pipeline.recorder import Recorder
 from pipemega.pipeline.transport import Receive
@@ -33,8 +32,6 @@ class RankStages:
         num_stages: number of stages of the whole model.
         loss_fn: loss of the model; None if only outputs are computed.
         cast_inputs: casts the inputs of the first stage.
-        vocabulary: the rows of embedding and head on this rank, with vocabulary parallelism;
-            `loss_fn` then takes the losses of the tokens.
     """
 
     rank: int
@@ -42,7 +39,6 @@ class RankStages:
     num_stages: int
     loss_fn: Loss | None
     cast_inputs: Callable[[Any], Any] = lambda tree: tree
-    vocabulary: VocabularyShard | None = None
 
 
 @dataclass(frozen=True)
@@ -140,7 +136,7 @@ class ExecutionState:
     # or they are sent.
     activations: dict[Key, tuple[Any, list[int]]] = field(default_factory=dict)
     # Input gradients by the stage that computed them, until the previous stage takes them or they
-    # are sent.
+    # are sent. Those of the output of the last stage are as if a next stage had computed them.
     gradients: dict[Key, list[Tensor]] = field(default_factory=dict)
     # Posted receives, by the stage that uses the message.
     activation_receives: dict[Key, Receive] = field(default_factory=dict)

@@ -2,7 +2,8 @@
 
 The executor does not depend on the schedule. An activation or gradient is passed to another stage
 in one of two ways: directly if both stages are on this rank, else by the send and receive
-instructions of the lowered plan.
+instructions of the lowered plan. `PipelineEnds` gives the input of the first stage and uses the
+output of the last.
 
 Backward from the outputs of a stage, without the checks of `torch.autograd.backward` in Python.
 
@@ -40,6 +41,7 @@ from pipemega.pipeline.messages import (
 from pipemega.pipeline.microbatch_loss import microbatch_loss
 from pipemega.pipeline.model.batch_norm import uncounted
 from pipemega.pipeline.model.module import keep_buffers
+from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.plan.channels import Channel
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
 from pipemega.pipeline.plan.lowering import last_gradients
@@ -47,7 +49,6 @@ from pipemega.pipeline.plan.validate import PlanPosition
 from pipemega.pipeline.recorder import NULL_RECORDER, Recorder
 from pipemega.pipeline.split_backward import GradReadyListener, WeightGradQueue
 from pipemega.pipeline.transport import Receive, Transport
-from pipemega.pipeline.vocabulary_runs import VocabularyRuns
 from pipemega.tensor_parallel.deferred_logits import defer_logits, takes_deferred_logits
 
 
@@ -76,6 +77,92 @@ def run_backward(outputs: Sequence[Any], gradients: Sequence[Tensor]) -> None:
     )
 
 
+class PipelineEnds:
+    """The first stage gets the inputs of the micro-batches; backward starts from their losses.
+
+    Gradients are passed as between stages: the first stage leaves those of its input, and the last
+    stage takes those of its output, as if a stage followed (`ExecutionState.gradients`).
+
+    Args:
+        model: the local stages, with the loss.
+
+    Attributes:
+        reads: whether this rank needs the inputs, and the labels, of the micro-batches.
+        modules: layers of the model that are on this rank and in none of its stages.
+        handlers: run the instructions that only a derived class has.
+    """
+
+    modules: Sequence[VocabularyShard] = ()
+    handlers: Mapping[Kind, Callable[[Instruction], None]] = {}
+
+    def __init__(self, model: RankStages) -> None:
+        self._model, self._last = model, model.num_stages - 1
+        self.reads = 0 in model.stages, self._last in model.stages
+        self._guard = InputGuard()
+        self._run: ExecutionState  # set by `begin`
+
+    def begin(self, run: ExecutionState) -> None:
+        """Prepare a run; collective over the pipeline."""
+        self._run = run
+
+    def first_input(self, m: int) -> tuple[Any, list[InputGradient]]:
+        """Return the input of the first stage, and the gradients that its backward computes."""
+        return self._model.cast_inputs(self._run.batch.inputs[m]), []
+
+    def output_context(self, m: int) -> AbstractContextManager[None]:
+        """Return the context in which the head defers its logits if only the loss needs them."""
+        batch, stage = self._run.batch, self._model.stages[self._last]
+        if batch.uses_outputs or m >= len(batch.labels):
+            return nullcontext()
+        is_read = stage.observer is not None and stage.observer.reads_outputs
+        loss_fn = self._model.loss_fn
+        if is_read or not takes_deferred_logits(loss_fn):
+            return nullcontext()
+        return defer_logits(loss_fn, stage.last_layer, batch.loss_factor, batch.counted_labels(m))
+
+    def last_output(self, m: int, output: Any) -> Any:
+        """Record the results of the last stage; return what its backward starts from.
+
+        That is the loss, or the output if there is none. As between stages, the gradient of it must
+        be in the state of the run before this backward begins.
+        """
+        run, loss_fn = self._run, self._model.loss_fn
+        batch, share, result = run.batch, run.batch.share(m), output
+        is_used = share > 0 and batch.uses_outputs
+        detached = map_tensors(Tensor.detach, output) if is_used else None
+        if is_used and batch.keep_outputs:
+            run.results.outputs[m] = detached
+        has_labels = m < len(batch.labels)
+        labels = batch.labels[m] if has_labels else None
+        if has_labels and loss_fn is not None:
+
+            def run_loss(copied: Any) -> tuple[Tensor, Tensor]:
+                outputs, labels = copied if is_used else (output, copied)
+                return microbatch_loss(loss_fn, outputs, labels, share, run.train)
+
+            # The loss must not change labels, and outputs that are used again.
+            key = ("loss", run.train, is_used)
+            given = (output, labels) if is_used else labels
+            result, weight = self._guard.bind(key)(run_loss, given)
+            run.results.losses.add(m, result, weight)
+        if has_labels and is_used and batch.on_output is not None:
+            batch.on_output(detached, labels)
+        if run.train:
+            run.gradients[self._last + 1, m] = [
+                torch.full_like(tensor, batch.loss_factor)
+                for tensor in tensors_of(result)
+                if tensor.requires_grad
+            ]
+        return result
+
+    def layer_result(self, step: Instruction) -> tuple[int, Tensor | None, Tensor | None] | None:
+        """Return (position, input, result) of the layer of `modules` that `step` has just run.
+
+        None if it has run none.
+        """
+        return None
+
+
 T = TypeVar("T")
 
 # Equal channels are one object: a tuple is created once, not for every message.
@@ -93,6 +180,8 @@ class Executor:
         weight_queue: holds the deferred weight gradients; None if no plan splits backward.
         grad_listener: is notified when the last backward of a stage runs; may be None.
         before_training: called before each run with backwards; may be None.
+        ends: give the input of the first stage, and use the output of the last; None: data and
+            loss of the micro-batches.
     """
 
     def __init__(
@@ -103,13 +192,14 @@ class Executor:
         weight_queue: WeightGradQueue | None = None,
         grad_listener: GradReadyListener | None = None,
         before_training: Callable[[], None] | None = None,
+        ends: PipelineEnds | None = None,
     ) -> None:
         self._model, self._transport = model, transport
         self._before_training = before_training
         self.rank, self.stages = model.rank, model.stages
         self._timers = timers or MultiTimer(enabled=False)
         self._weight_queue, self._grad_listener = weight_queue, grad_listener
-        self._guard = InputGuard()
+        self.ends = ends or PipelineEnds(model)
         self._handlers: Mapping[Kind, Callable[[Instruction], None]] = {
             Kind.RECV_ACTIVATION: self._receive_activation,
             Kind.FORWARD: self._forward,
@@ -119,18 +209,9 @@ class Executor:
             Kind.BACKWARD_INPUT: self._backward_input,
             Kind.SEND_GRADIENT: self._send_gradient,
             Kind.BACKWARD_WEIGHT: self._backward_weight,
+            **self.ends.handlers,
         }
-        self._vocabulary: VocabularyRuns | None = None
-        if model.vocabulary is not None:
-            assert transport is not None, "vocabulary parallelism needs several pipeline ranks"
-            runs = VocabularyRuns(model.vocabulary, model.loss_fn, transport, grad_listener)
-            self._vocabulary, self._handlers = runs, {**self._handlers, **runs.handlers}
         self._run: ExecutionState  # set by `begin`
-
-    @property
-    def vocabulary(self) -> VocabularyRuns | None:
-        """The passes of vocabulary parallelism on this rank, if it has them."""
-        return self._vocabulary
 
     @property
     def plan(self) -> Plan:
@@ -177,8 +258,7 @@ class Executor:
         if self._grad_listener is not None and run.train and not batch.discard_grads:
             run.final_backwards = last_gradients(plan.programs[self.rank])
             self._grad_listener.begin()
-        if self._vocabulary is not None:
-            self._vocabulary.begin(run)
+        self.ends.begin(run)
         recorder.begin()
 
     def work(self, steps: Program) -> None:
@@ -254,11 +334,13 @@ class Executor:
 
     def _forward(self, step: Instruction) -> None:
         run, key = self._run, (step.stage, step.microbatch)
-        x, inputs, guard = self._stage_input(step)
+        x, inputs, views = self._stage_input(step)
+        guard = ViewGuard(x, views) if views else None
         is_last = step.stage == self._model.num_stages - 1
         run_stage = self._run_last_stage if is_last else self._run_stage
         output = self._timed("forward", run_stage, step, x)
-        guard.check()
+        if guard is not None:
+            guard.check()
         tensors = tensors_of(output)
         if not is_last:
             run.activations[key] = output, versions_of(tensors)
@@ -282,38 +364,22 @@ class Executor:
             return stage(x, rng_key)
 
     def _run_last_stage(self, step: Instruction, x: Any) -> Any:
-        with self._output_kind(step):
-            return self._finish_forward(step, self._run_stage(step, x))
+        with self.ends.output_context(step.microbatch):
+            return self.ends.last_output(step.microbatch, self._run_stage(step, x))
 
-    def _output_kind(self, step: Instruction) -> AbstractContextManager[None]:
-        """Return the context in which the head defers its logits if only the loss needs them."""
-        batch, stage = self._run.batch, self.stages[step.stage]
-        if batch.uses_outputs or step.microbatch >= len(batch.labels):
-            return nullcontext()
-        is_read = stage.observer is not None and stage.observer.reads_outputs
-        loss_fn = self._model.loss_fn
-        if is_read or not takes_deferred_logits(loss_fn):
-            return nullcontext()
-        counted = batch.counted_labels(step.microbatch)
-        return defer_logits(loss_fn, stage.last_layer, batch.loss_factor, counted)
-
-    def _stage_input(self, step: Instruction) -> tuple[Any, list[InputGradient], ViewGuard]:
+    def _stage_input(self, step: Instruction) -> tuple[Any, list[InputGradient], list[int]]:
+        """Return the input, the gradients to compute, and the indices of the views in the input."""
         run, key = self._run, (step.stage, step.microbatch)
-        views: list[int] = []
-        if step.stage == 0 and self._vocabulary is None:
-            x = self._model.cast_inputs(run.batch.inputs[step.microbatch])
-            return x, [], ViewGuard(x, views)
-        if self._vocabulary is not None and step.stage == 0:
-            message = self._vocabulary.first_input(step.microbatch)
-        elif (receive := run.activation_receives.pop(key, None)) is not None:
+        if step.stage == 0:
+            return *self.ends.first_input(step.microbatch), []
+        if (receive := run.activation_receives.pop(key, None)) is not None:
             message = self._wait(receive)
             assert receive.header is not None
             views = receive.header.views
         else:
             message = self._take_output(step.stage - 1, step.microbatch)
             views = sharing_memory(tensors_of(message))
-        x, inputs = collect_gradients(message)
-        return x, inputs, ViewGuard(x, views)
+        return *collect_gradients(message), views
 
     def _take_output(self, stage: int, microbatch: int) -> Any:
         """Return the output of a local stage, for the next stage."""
@@ -321,35 +387,6 @@ class Executor:
         name = f"the activation of micro-batch {microbatch} of stage {stage}"
         check_unchanged(output, versions, name)
         return output
-
-    def _finish_forward(self, step: Instruction, output: Any) -> Any:
-        """Record the results of the last stage; return the tensor that backward starts from."""
-        m, run, loss_fn = step.microbatch, self._run, self._model.loss_fn
-        if self._vocabulary is not None:
-            self._vocabulary.keep_hidden(m, output)
-            return output
-        batch, share = run.batch, run.batch.share(step.microbatch)
-        is_used = share > 0 and batch.uses_outputs
-        detached = map_tensors(Tensor.detach, output) if is_used else None
-        if is_used and batch.keep_outputs:
-            run.results.outputs[m] = detached
-        if m >= len(batch.labels):
-            return output
-        labels, result = batch.labels[m], output
-        if loss_fn is not None:
-
-            def run_loss(copied: Any) -> tuple[Tensor, Tensor]:
-                outputs, labels = copied if is_used else (output, copied)
-                return microbatch_loss(loss_fn, outputs, labels, share, run.train)
-
-            # The loss must not change labels, and outputs that are used again.
-            key = ("loss", run.train, is_used)
-            given = (output, labels) if is_used else labels
-            result, weight = self._guard.bind(key)(run_loss, given)
-            run.results.losses.add(m, result, weight)
-        if is_used and batch.on_output is not None:
-            batch.on_output(detached, labels)
-        return result
 
     def _send_activation(self, step: Instruction) -> None:
         assert self._transport is not None
@@ -382,19 +419,10 @@ class Executor:
             counts = run.batch.share(step.microbatch) > 0
             with nullcontext() if counts else uncounted():
                 self._run_backward(step, run_backward, state.edges, gradients)
-        if step.stage == 0 and self._vocabulary is not None:
-            self._vocabulary.keep_row_gradient(step.microbatch, state.inputs[0].take())
-        elif step.stage > 0:
-            run.gradients[key] = [gradient.take() for gradient in state.inputs]
+        run.gradients[key] = [gradient.take() for gradient in state.inputs]
 
     def _output_gradients(self, step: Instruction) -> list[Tensor]:
         run, key = self._run, (step.stage, step.microbatch)
-        if step.stage == self._model.num_stages - 1 and self._vocabulary is not None:
-            return [self._vocabulary.output_gradient(step.microbatch)]
-        if step.stage == self._model.num_stages - 1:
-            device, factor = run.results.losses.device, run.batch.loss_factor
-            metas = run.in_flight[key].metas
-            return [torch.full(m.shape, factor, dtype=m.dtype, device=device) for m in metas]
         if key in run.gradient_receives:
             assert self._transport is not None
             gradients = self._wait(run.gradient_receives.pop(key))

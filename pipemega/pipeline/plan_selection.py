@@ -102,16 +102,10 @@ def with_passes(plan: Plan) -> Plan:
     return with_vocabulary(plan, replace(costs, vocabulary=passes))
 
 
-def evaluation_plan(
-    rank_of_stage: Sequence[int], num_microbatches: int, vocabulary: bool = False
-) -> Plan:
-    """Return the lowered plan of an evaluation.
-
-    Args:
-        vocabulary: with the passes of vocabulary parallelism.
-    """
-    plan = forward_only(rank_of_stage, num_microbatches)
-    if vocabulary:
+def evaluation_plan(training: Plan, num_microbatches: int) -> Plan:
+    """Return the lowered plan of an evaluation with the stages of a training step."""
+    plan = forward_only(training.rank_of_stage, num_microbatches)
+    if training.has_vocabulary:
         plan = with_vocabulary(plan, CostModel.uniform(plan.num_stages))
     return lower(plan)
 
@@ -126,7 +120,7 @@ def validated(plan: Plan, section: PipelineSection, order: MessageOrder) -> Plan
     # A partial step at the end of an epoch sends headers, as evaluation does.
     for shapes in sorted({section.shapes, "exchanged"}):
         validate_messages(plan, order, shapes, discards=discards)
-    evaluation = evaluation_plan(plan.rank_of_stage, plan.num_microbatches, plan.has_vocabulary)
+    evaluation = evaluation_plan(plan, plan.num_microbatches)
     validate_messages(evaluation, order, section.shapes, discards=discards)
     return plan
 

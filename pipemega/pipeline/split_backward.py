@@ -376,7 +376,7 @@ class GradAccumulator(Protocol):
 
 
 class GradReadyListener(Protocol):
-    """Is notified of complete gradients; implemented by `optimizer.grad_ready`."""
+    """Is notified of complete gradients; implemented by `optimizer.zero.BucketReadiness`."""
 
     def begin(self) -> None: ...
 

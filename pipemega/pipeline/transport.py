@@ -49,7 +49,7 @@ from pipemega.pipeline.messages import (
     wire_format,
 )
 from pipemega.pipeline.plan.channels import Channel, ShapeMode
-from pipemega.pipeline.plan.instructions import Instruction, Kind
+from pipemega.pipeline.plan.instructions import TRANSFER_OF_NAME, Instruction
 
 # Largest message that goes through a local socket. Several of them fit in its buffer. Larger ones
 # are transferred by gloo in its own thread, while this rank computes.
@@ -380,23 +380,16 @@ class Transport:
     def _describe_wait(self, channel: Channel, microbatch: int) -> str:
         """Return the message and the peer that this rank waits for, for an error."""
         own, name = self._pipeline.rank, f"the {channel.direction} of micro-batch {microbatch}"
-        if channel.has_shard:
-            source, target = channel.ranks(self._rank_of_stage)
-            if own == source:
-                peer = f"rank {self._pipeline.ranks[target]}"
-                return f"pipeline rank {own} waited for {peer} to receive {name}"
-            peer = f"rank {self._pipeline.ranks[source]}"
-            return f"pipeline rank {own} waited for {name} from {peer}"
-        sends = self._rank_of_stage[channel.source] == own
-        peer_stage = channel.target if sends else channel.source
-        peer_rank = self._pipeline.ranks[self._rank_of_stage[peer_stage]]
-        peer = f"stage {peer_stage} on rank {peer_rank}"
-        kinds = {
-            "activation": (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION),
-            "gradient": (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT),
-        }
-        peer_step = Instruction(kinds[channel.direction][sends], peer_stage, microbatch)
-        waited = f"pipeline rank {self._pipeline.rank} waited for"
+        source, target = channel.ranks(self._rank_of_stage)
+        sends = own == source
+        peer, peer_step = f"rank {self._pipeline.ranks[target if sends else source]}", ""
+        if not channel.has_shard:
+            stage = channel.target if sends else channel.source
+            transfer = TRANSFER_OF_NAME[channel.direction]
+            kind = transfer.receive if sends else transfer.send
+            peer = f"stage {stage} on {peer}"
+            peer_step = f" ({Instruction(kind, stage, microbatch)})"
+        waited = f"pipeline rank {own} waited for"
         if sends:
-            return f"{waited} {peer} to receive {name} ({peer_step})"
-        return f"{waited} {name} from {peer} ({peer_step})"
+            return f"{waited} {peer} to receive {name}{peer_step}"
+        return f"{waited} {name} from {peer}{peer_step}"

@@ -5,23 +5,26 @@ losses, gradients and sums of partial results are in the order of ranks and micr
 every schedule.
 """
 
-from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipemega.pipeline.execution_state import ExecutionState
-from pipemega.pipeline.messages import TensorMeta
-from pipemega.pipeline.microbatch_loss import Loss, microbatch_loss
+from pipemega.distributed.mesh import gather_objects
+from pipemega.pipeline.execution_state import ExecutionState, RankStages
+from pipemega.pipeline.executor import PipelineEnds
+from pipemega.pipeline.messages import InputGradient, TensorMeta, collect_gradients
+from pipemega.pipeline.microbatch_loss import microbatch_loss
 from pipemega.pipeline.model.vocabulary_shard import EmbeddedInputs, VocabularyShard
-from pipemega.pipeline.plan.channels import PROVES, Channel, vocabulary_channels
+from pipemega.pipeline.plan.channels import Channel, channels_of
 from pipemega.pipeline.plan.instructions import (
     TRANSFER_OF_NAME,
     TRANSFER_OF_RECEIVE,
     TRANSFER_OF_SEND,
+    WITH_SHARDS,
     Direction,
     Instruction,
     Kind,
@@ -54,49 +57,57 @@ class _MicroBatch:
     hidden: Tensor | None = None
     # On the rank of the first or the last stage.
     row_gradient: Tensor | None = None
-    hidden_gradient: Tensor | None = None
     normalizers: Tensor | None = None
     receives: dict[Channel, Receive] = field(default_factory=dict)
     # Positions of the labels that count, or None for all; empty until they are known.
     counted: tuple[Tensor | None] | None = None
 
 
-class VocabularyRuns:
-    """The passes of one rank; `handlers` are those of the executor for their kinds.
+class VocabularyRuns(PipelineEnds):
+    """The passes of one rank; S gets the output of the last stage, and E gives the first its input.
 
     Args:
+        model: the local stages; its loss is (losses of the tokens, labels) -> loss of the
+            micro-batch.
         shard: the local rows.
-        loss_fn: (losses of the tokens, labels) -> loss of the micro-batch.
         transport: to the other pipeline ranks.
         listener: is notified when the gradients of a weight are complete; may be None.
     """
 
     def __init__(
         self,
+        model: RankStages,
         shard: VocabularyShard,
-        loss_fn: Loss | None,
         transport: Transport,
         listener: GradReadyListener | None,
     ) -> None:
-        self._shard, self._loss_fn = shard, loss_fn
+        super().__init__(model)
+        self._shard = shard
+        self.modules, self.reads = [shard], (True, True)
         self._transport, self._listener = transport, listener
         self._rank = shard.pipeline.rank
-        self._run: ExecutionState
         self._batches: dict[int, _MicroBatch] = {}
         self._final: frozenset[Instruction] = frozenset()
-        self.handlers: Mapping[Kind, Callable[[Instruction], None]] = {
+        self.handlers = {
             Kind.EMBED: self._embed,
             Kind.OUTPUT: self._output,
             Kind.LOSS: self._loss,
             Kind.OUTPUT_WEIGHT: self._output_weight,
             Kind.EMBED_WEIGHT: self._embed_weight,
-            **dict.fromkeys(TRANSFER_OF_SEND, self._send),
-            **dict.fromkeys(TRANSFER_OF_RECEIVE, self._receive),
+            **{transfer.send: self._send for transfer in WITH_SHARDS},
+            **{transfer.receive: self._receive for transfer in WITH_SHARDS},
         }
 
     def begin(self, run: ExecutionState) -> None:
-        """Prepare a run; all pipeline ranks use outputs, or none."""
-        self._run, self._batches = run, {}
+        """Prepare a run; collective over the pipeline without backwards."""
+        super().begin(run)
+        self._batches = {}
+        # Every rank computes a part of the outputs of the last stage. A training step returns its
+        # outputs on all ranks, or on none.
+        self._gives_outputs = run.batch.uses_outputs
+        if not run.train:
+            uses = gather_objects(self._gives_outputs, self._shard.pipeline)
+            self._gives_outputs = any(uses)
         self._final = frozenset()
         if run.final_backwards:  # the listener is to be notified
             program = run.plan.programs[self._rank]
@@ -105,44 +116,31 @@ class VocabularyRuns:
 
     # Between the stages and the shards, on the ranks of the first and the last stage
 
-    def first_input(self, m: int) -> EmbeddedInputs:
-        """Return the input of the first stage."""
+    def first_input(self, m: int) -> tuple[Any, list[InputGradient]]:
         step = Instruction(Kind.FORWARD, 0, m)
         first, *others = self._of_all_shards("embedding", step, [self._take_rows(m)])
         rows = first[0].clone()
         for (other,) in others:
             rows += other
-        return EmbeddedInputs(self._run.batch.inputs[m], rows.requires_grad_(self._run.train))
+        inputs = EmbeddedInputs(self._run.batch.inputs[m], rows.requires_grad_(self._run.train))
+        return collect_gradients(inputs)
 
-    def keep_hidden(self, m: int, hidden: Tensor) -> None:
+    def last_output(self, m: int, hidden: Tensor) -> Tensor:
         """Keep the output of the last stage for S."""
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
         counted = self._counted(m)
         self._of(m).hidden = flat if counted is None else flat.index_select(0, counted)
-
-    def output_gradient(self, m: int) -> Tensor:
-        """Return the gradient of the output of the last stage [batch, sequence, hidden]."""
-        batch = self._of(m)
-        gradient, batch.hidden_gradient = batch.hidden_gradient, None
-        assert gradient is not None, "C runs before the backward of the last stage"
-        return gradient
-
-    def keep_row_gradient(self, m: int, gradient: Tensor) -> None:
-        """Keep the gradient of the input of the first stage for G."""
-        self._of(m).row_gradient = gradient
+        return hidden
 
     # Diagnostics
 
-    @property
-    def shard(self) -> VocabularyShard:
-        """Embedding and head with the rows of this rank."""
-        return self._shard
-
-    def latest(self, step: Instruction) -> tuple[int, Tensor | None, Tensor | None]:
+    def layer_result(self, step: Instruction) -> tuple[int, Tensor | None, Tensor | None] | None:
         """Return (position of the layer, hidden, result) of an E or S of training that just ran."""
         batch, head = self._of(step.microbatch), self._shard.head
         if step.kind is Kind.EMBED:
             return 0, None, batch.rows
+        if step.kind is not Kind.OUTPUT:
+            return None
         # A shard of padding has no logits.
         statistics = batch.partial[0] if batch.partial and head.start < head.stop else None
         return self._shard.stop - 1, batch.hidden, statistics
@@ -175,7 +173,7 @@ class VocabularyRuns:
                     self._run.train,
                 )
             batch.partial = partial.tensors()
-        if self._run.batch.uses_outputs:
+        if self._gives_outputs:
             batch.partial.append(batch.hidden @ self._shard.head.weight.detach().t())
         if not self._run.train:
             batch.hidden = None
@@ -186,7 +184,7 @@ class VocabularyRuns:
         own, batch.partial = batch.partial, None
         assert own is not None
         received = self._of_all_shards("partial", step, own)
-        if run.batch.uses_outputs:
+        if self._gives_outputs:
             self._give_output(m, [part.pop() for part in received])
         if not self._has_labels(m):
             return
@@ -195,10 +193,11 @@ class VocabularyRuns:
         with torch.no_grad():
             combined = combine(parts, targets, split.token_loss, self._shard.tensor)
         losses = combined.losses.requires_grad_(run.train)
-        assert self._loss_fn is not None
+        loss_fn = self._model.loss_fn
+        assert loss_fn is not None
         with torch.set_grad_enabled(run.train):
             share = run.batch.share(m)
-            loss, weight = microbatch_loss(self._loss_fn, losses, labels, share, run.train)
+            loss, weight = microbatch_loss(loss_fn, losses, labels, share, run.train)
         run.results.losses.add(m, loss, weight)
         if not run.train:
             return
@@ -207,7 +206,7 @@ class VocabularyRuns:
         with torch.no_grad():
             dloss = dloss.masked_fill(targets == -100, 0.0)
             gradient = hidden_gradient(parts, combined, dloss, split.token_loss)
-            batch.hidden_gradient = self._whole(m, gradient)
+            run.gradients[self._last + 1, m] = [self._whole(m, gradient)]
             batch.normalizers = torch.stack([combined.normalizer.detach(), dloss])
 
     def _give_output(self, m: int, logits: list[Tensor]) -> None:
@@ -301,7 +300,7 @@ class VocabularyRuns:
             counted = None
             if self._has_labels(m):
                 require_one_target_per_token(self._labels(m), self._ids(m).numel())
-            if not self._run.batch.uses_outputs:
+            if not self._gives_outputs:
                 flat = self._labels(m).reshape(-1)
                 counted, _ = counted_rows(flat, self._run.batch.counted_labels(m))
             if counted is not None and not len(counted):
@@ -314,7 +313,7 @@ class VocabularyRuns:
     def _send(self, step: Instruction) -> None:
         transfer = TRANSFER_OF_SEND[step.kind]
         tensors = self._sent(transfer.name, step.microbatch)
-        for channel in vocabulary_channels(self._run.plan, transfer, step):
+        for channel in channels_of(self._run.plan, transfer, step):
             self._transport.send(channel, step.microbatch, tensors)
 
     def _sent(self, direction: Direction, m: int) -> list[Tensor]:
@@ -322,15 +321,14 @@ class VocabularyRuns:
         batch = self._of(m)
         if direction == "embedding":
             return [self._take_rows(m)]
+        if direction == "embedding gradient":
+            (batch.row_gradient,) = self._run.gradients.pop((0, m))
+            return [batch.row_gradient]
         if direction == "partial":
             sent, batch.partial = batch.partial, None
             assert sent is not None
             return sent
-        tensor = {
-            "embedding gradient": batch.row_gradient,
-            "hidden": batch.hidden,
-            "normalizer": batch.normalizers,
-        }[direction]
+        tensor = batch.hidden if direction == "hidden" else batch.normalizers
         assert tensor is not None
         return [tensor]
 
@@ -343,7 +341,7 @@ class VocabularyRuns:
     def _receive(self, step: Instruction) -> None:
         transfer, m = TRANSFER_OF_RECEIVE[step.kind], step.microbatch
         metas = self._metas(transfer.name, m)
-        for channel in vocabulary_channels(self._run.plan, transfer, step):
+        for channel in channels_of(self._run.plan, transfer, step):
             receive = self._transport.receive(channel, m, lambda: metas)
             self._of(m).receives[channel] = receive
 
@@ -359,7 +357,7 @@ class VocabularyRuns:
             shapes = []
             if self._has_labels(m):
                 shapes = partial_shapes(tokens, hidden, dtype, split.token_loss, self._run.train)
-            if self._run.batch.uses_outputs:
+            if self._gives_outputs:
                 shapes.append(((tokens, len(weight)), dtype))
         else:
             shapes = [((2, tokens), sum_dtype(dtype))]
@@ -367,13 +365,12 @@ class VocabularyRuns:
 
     def _arrived(self, direction: Direction, step: Instruction) -> list[list[Tensor]]:
         """Wait for what `step` uses from other ranks, in the order of ranks."""
-        plan, m = self._run.plan, step.microbatch
-        transfer = TRANSFER_OF_NAME[direction]
-        receives, found = self._of(m).receives, []
-        for channel in vocabulary_channels(plan, transfer, step):
-            found.append(list(self._transport.wait(receives.pop(channel))))
-        for channel in vocabulary_channels(plan, transfer, step) if direction in PROVES else ():
-            self._transport.release(Channel(PROVES[direction], channel.boundary), m)
+        m, transfer = step.microbatch, TRANSFER_OF_NAME[direction]
+        used, receives = channels_of(self._run.plan, transfer, step), self._of(m).receives
+        found = [list(self._transport.wait(receives.pop(channel))) for channel in used]
+        if transfer.proves is not None:
+            for channel in used:
+                self._transport.release(Channel(transfer.proves, channel.boundary), m)
         if found:
             self._run.recorder.ready()
         return found

@@ -19,7 +19,7 @@ import numpy as np
 from pipemega.layer_costs.stage_costs import stage_times
 from pipemega.layer_costs.tensor_meter import DeviceType
 from pipemega.monitor import peak_tflops
-from pipemega.pipeline.plan.channels import vocabulary_channels
+from pipemega.pipeline.plan.channels import channels_of
 from pipemega.pipeline.plan.instructions import TRANSFER_OF_SEND, Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.partition import Bounds, LayerCosts
@@ -255,7 +255,7 @@ def _sent_bytes(lowered: Plan, layout: StageLayout) -> Iterator[int]:
             yield layout.costs[step.stage].gradient_out
         elif step.kind in TRANSFER_OF_SEND and layout.vocabulary:
             transfer = TRANSFER_OF_SEND[step.kind]
-            for _ in vocabulary_channels(lowered, transfer, step):
+            for _ in channels_of(lowered, transfer, step):
                 yield layout.vocabulary[0].message_bytes[transfer.name]
 
 

@@ -83,13 +83,13 @@ def runs_to_the_end(plan: Plan) -> bool:
     return True
 
 
-def one_queue_per_pair(rank_of_stage, order, vocabulary=False):
+def one_queue_per_pair(rank_of_stage, order, transfers):
     """Return the queues of a transport that has one process group, to break rule 5."""
     if order == "tags":
-        return queues_of(rank_of_stage, order, vocabulary)
+        return queues_of(rank_of_stage, order, transfers)
     return {
         c: frozenset((rank_of_stage[c.source], rank_of_stage[c.target]))
-        for c in channels(rank_of_stage, vocabulary)
+        for c in channels(rank_of_stage, transfers)
     }
 
 

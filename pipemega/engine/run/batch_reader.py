@@ -256,12 +256,11 @@ class BatchReader:
 
     Args:
         mesh: its ranks agree on the number of micro-batches that are left.
-        rank_of_stage: the pipeline rank of each stage.
+        reads: whether the stages of this rank need the inputs, and the labels.
         share: of a training step: the number of samples and micro-batches after a ramp-up.
         sizes: the number of samples of each training step.
         compare_every: how often to compare what the ranks have read; config key
             data.compare_every.
-        vocabulary: vocabulary parallelism: every rank reads inputs and labels.
         signal: is called whenever the ranks agree on something.
         is_fenced: whether the ranks agree before each training step, also if the data do not need
             it; post-validation exists so that they do not wait for each other.
@@ -273,11 +272,10 @@ class BatchReader:
     def __init__(
         self,
         mesh: Mesh,
-        rank_of_stage: Sequence[int],
+        reads: tuple[bool, bool],
         share: Share,
         sizes: BatchSizes,
         compare_every: int,
-        vocabulary: bool = False,
         signal: Callable[[], bool] = lambda: False,
         is_fenced: bool = True,
     ) -> None:
@@ -287,9 +285,8 @@ class BatchReader:
         self._training_data = DataComparison(mesh, compare_every, "train_batch")
         self._evaluation_data = DataComparison(mesh, compare_every, "eval_batch")
         self._signal, self.signalled, self._is_fenced = signal, False, is_fenced
-        self._reads_inputs = vocabulary or mesh.pipeline.rank == rank_of_stage[0]
-        self._reads_labels = vocabulary or mesh.pipeline.rank == rank_of_stage[-1]
-        self._reads = self._reads_inputs or self._reads_labels
+        self._reads_inputs, self._reads_labels = reads
+        self._reads = any(reads)
 
     def next_step(
         self,

@@ -44,7 +44,6 @@ from pipemega.distributed.mesh import Axis, Mesh, gather_objects
 from pipemega.errors import ConfigError
 from pipemega.parameters import shard_of
 from pipemega.pipeline import split_backward
-from pipemega.pipeline import split_backward as deferred_gradients
 from pipemega.pipeline.model.module import Stage
 from pipemega.pipeline.split_backward import WeightGradQueue
 from pipemega.tensor_parallel.collectives import allow_tracing
@@ -62,7 +61,7 @@ class _Target:
         weight = None if module is None else module._parameters["weight"]
         assert weight is not None
         # Not summed: in a whole backward each gradient is added as it comes.
-        gradient = partial(deferred_gradients.linear_gradient, x, dy)
+        gradient = partial(split_backward.linear_gradient, x, dy)
         self.queue.add(weight, gradient, is_summed=False)
 
 
@@ -85,7 +84,7 @@ def trace_deferred_gradients(modules: Iterable[nn.Module]) -> None:
 
 def _trace(module: nn.Module, name: str, replaced: Any) -> None:
     queue = replaced.keywords["queue"]
-    if replaced.func not in (deferred_gradients.linear, split_backward.linear_forward):
+    if replaced.func not in (split_backward.linear, split_backward.linear_forward):
         vars(module)["_untraced"] = replaced
         # The same function for all modules, because a graph is compiled for one.
         vars(module)[name] = (
@@ -117,10 +116,10 @@ def _linear(
     queue: WeightGradQueue | None,
     number: Tensor,
 ) -> Tensor:
-    """`deferred_gradients.linear`, also within a graph, which finds the queue by the number."""
+    """`split_backward.linear`, also within a graph, which finds the queue by the number."""
     if not torch.compiler.is_compiling():
         assert queue is not None
-        return deferred_gradients.linear(x, weight, bias, queue=queue)
+        return split_backward.linear(x, weight, bias, queue=queue)
     if not weight.requires_grad:
         return F.linear(x, weight, bias)
     if not x.requires_grad:
@@ -139,7 +138,7 @@ def _linear_forward(module: Any, x: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _untraced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
-    return deferred_gradients.linear(x, weight, bias, queue=_targets[int(number)].queue)
+    return split_backward.linear(x, weight, bias, queue=_targets[int(number)].queue)
 
 
 class _DeferredLinear(torch.autograd.Function):

@@ -538,6 +538,17 @@ def build_stages(
     return stages
 
 
+def _buffers_of(*trees: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return (module, name, buffer) of each buffer of the modules and their submodules."""
+    return [
+        (module, name, buffer)
+        for tree in trees
+        for module in tree.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+
 class BufferCopies:
     """Copies of the current buffers of modules, for example running statistics.
 
@@ -547,13 +558,7 @@ class BufferCopies:
 
     @torch.no_grad()
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._copies: list[tuple[nn.Module, str, Tensor, Tensor]] = [
-            (module, name, buffer, buffer.clone())
-            for tree in modules
-            for module in tree.modules()
-            for name, buffer in module._buffers.items()
-            if buffer is not None
-        ]
+        self._copies = [(*found, found[2].clone()) for found in _buffers_of(*modules)]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -569,12 +574,7 @@ def keep_buffers(root: nn.Module) -> Iterator[None]:
     The buffers themselves are not restored but never changed: autograd may have saved them in the
     forwards of other micro-batches.
     """
-    kept = [
-        (module, name, buffer)
-        for module in root.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    kept = _buffers_of(root)
     for module, name, buffer in kept:
         module._buffers[name] = buffer.clone()
     try:

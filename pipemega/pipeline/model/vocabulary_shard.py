@@ -146,6 +146,10 @@ class VocabularyShard(nn.Module):
     def _rows(self, position: int) -> _Rows:
         return cast(_Rows, self.layers[str(position)])
 
+    def name_of(self, position: int) -> str:
+        """Return the name of the layer at `position` for messages."""
+        return type(self.layers[str(position)]).__name__
+
     def embed(self, ids: Tensor) -> Tensor:
         """Return the local rows of `ids` [..., hidden]; 0 for ids of other shards."""
         layer = self.embedding

@@ -48,12 +48,12 @@ The channels of the instructions of vocabulary parallelism.
 from collections import Counter, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NamedTuple, NoReturn, get_args
+from typing import Literal, NamedTuple, NoReturn
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.instructions import (
+    BETWEEN_STAGES,
     TRANSFER_OF_NAME,
-    TRANSFERS,
     Instruction,
     Kind,
     Plan,
@@ -63,7 +63,6 @@ from pipemega.pipeline.plan.instructions import (
 from pipemega.pipeline.plan.instructions import Direction as Direction
 from pipemega.pipeline.plan.lowering import cycle_of, excerpt
 
-_BETWEEN_STAGES: tuple[Direction, ...] = ("activation", "gradient")
 MessageOrder = Literal["tags", "queues"]
 # When headers are sent; see `pipeline.transport`.
 ShapeMode = Literal["declared", "cached", "exchanged"]
@@ -81,7 +80,7 @@ class Channel(NamedTuple):
     @property
     def has_shard(self) -> bool:
         """Whether it belongs to vocabulary parallelism."""
-        return self.direction not in _BETWEEN_STAGES
+        return not TRANSFER_OF_NAME[self.direction].offset
 
     @property
     def source(self) -> int:
@@ -113,30 +112,24 @@ class Connection(NamedTuple):
     channel: Channel
 
 
-def channels(rank_of_stage: Sequence[int], vocabulary: bool = False) -> list[Channel]:
-    """Return the channels between stages on different ranks.
-
-    Args:
-        vocabulary: also those of vocabulary parallelism.
-    """
-    found = [
-        Channel(direction, boundary)
-        for direction in _BETWEEN_STAGES
-        for boundary in range(len(rank_of_stage) - 1)
-        if rank_of_stage[boundary] != rank_of_stage[boundary + 1]
-    ]
-    if vocabulary:
-        shards = range(max(rank_of_stage) + 1)
-        directions: list[Direction] = [d for d in get_args(Direction) if d not in _BETWEEN_STAGES]
-        with_shards = (Channel(direction, shard) for direction in directions for shard in shards)
-        for channel in with_shards:
+def channels(
+    rank_of_stage: Sequence[int], transfers: Sequence[Transfer] = BETWEEN_STAGES
+) -> list[Channel]:
+    """Return the channels of `transfers` between different ranks."""
+    found = []
+    for transfer in transfers:
+        stages = len(rank_of_stage) - 1
+        for boundary in range(stages if transfer.offset else max(rank_of_stage) + 1):
+            channel = Channel(transfer.name, boundary)
             source, target = channel.ranks(rank_of_stage)
             if source != target:
                 found.append(channel)
     return found
 
 
-def connections(rank_of_stage: Sequence[int], vocabulary: bool = False) -> list[Connection]:
+def connections(
+    rank_of_stage: Sequence[int], transfers: Sequence[Transfer] = BETWEEN_STAGES
+) -> list[Connection]:
     """Return the connections for queues, in the one order in which all ranks open them.
 
     The k-th channel between two ranks is in group k. So no group has two channels between the same
@@ -144,7 +137,7 @@ def connections(rank_of_stage: Sequence[int], vocabulary: bool = False) -> list[
     """
     found: Counter[frozenset[int]] = Counter()
     made = []
-    for channel in channels(rank_of_stage, vocabulary):
+    for channel in channels(rank_of_stage, transfers):
         source, target = channel.ranks(rank_of_stage)
         pair = frozenset((source, target))
         made.append(Connection(found[pair], source, target, channel))
@@ -152,40 +145,26 @@ def connections(rank_of_stage: Sequence[int], vocabulary: bool = False) -> list[
     return sorted(made, key=lambda made: (made.group, min(made[1:3]), max(made[1:3])))
 
 
-def connections_per_rank(rank_of_stage: Sequence[int], vocabulary: bool = False) -> tuple[int, ...]:
+def connections_per_rank(
+    rank_of_stage: Sequence[int], transfers: Sequence[Transfer] = BETWEEN_STAGES
+) -> tuple[int, ...]:
     """Return how many connections each rank has with queues.
 
     At most four per stage: two directions across the boundary before it and the one after it. With
     vocabulary parallelism at most five more on each rank without the first and the last stage, and
     as many more for each other rank on those.
     """
-    count = Counter(rank for made in connections(rank_of_stage, vocabulary) for rank in made[1:3])
+    count = Counter(rank for made in connections(rank_of_stage, transfers) for rank in made[1:3])
     return tuple(count[rank] for rank in range(max(rank_of_stage) + 1))
 
 
-# Transfer -> the one before it in the opposite direction, whose result it was computed from: after
-# its arrival the memory of that message is free.
-PROVES: Final[Mapping[Direction, Direction]] = {
-    "embedding gradient": "embedding",
-    "partial": "hidden",
-    "normalizer": "partial",
-}
-
-
-def vocabulary_channels(plan: Plan, transfer: Transfer, step: Instruction) -> tuple[Channel, ...]:
-    """Return the channels over which `step` sends, receives or uses messages of `transfer`.
-
-    None for a step without messages: on the rank of the stage, or of another transfer.
-    """
-    if step.kind not in (transfer.send, transfer.receive, transfer.user):
-        return ()
-    root = plan.root_of(transfer)
-    rank = plan.rank_of_stage[root]
-    if step.kind.has_shard:
-        shards: tuple[int, ...] = (step.stage,)
-    else:
-        shards = tuple(range(plan.num_ranks)) if step.stage == root else ()
-    return tuple(Channel(transfer.name, shard) for shard in shards if shard != rank)
+def channels_of(plan: Plan, transfer: Transfer, step: Instruction) -> tuple[Channel, ...]:
+    """Return the channels over which `step` sends, receives or uses messages of its `transfer`."""
+    kind, place, _ = step
+    peers = plan.peers(transfer, place, sends=kind is transfer.send)
+    if transfer.offset:
+        return tuple(Channel(transfer.name, min(place, peer)) for peer in peers)
+    return tuple(Channel(transfer.name, place if kind.has_shard else peer) for peer in peers)
 
 
 class Message(NamedTuple):
@@ -231,47 +210,40 @@ class MessageOperations:
     def __init__(self, plan: Plan, shapes: ShapeMode) -> None:
         self._plan = plan
         self._shapes: ShapeMode = "exchanged" if plan.forward_only else shapes
+        # Equal in every micro-batch.
+        self._transfers: dict[tuple[Kind, int], list[tuple[Transfer, tuple[Channel, ...]]]] = {}
         self._sent_headers: set[Channel] = set()
         self._received_headers: set[Channel] = set()
         self._step = _Step()
 
     def program(self, program: Program) -> Iterator[Operation]:
         """Yield the operations of the first part of a program."""
-        for at, (kind, stage, m) in enumerate(program):
-            if kind is Kind.FORWARD:
-                yield from self._wait(at, Channel("activation", stage - 1), m)
-                self._step.forwards.add((stage, m))
-            elif kind is Kind.BACKWARD or kind is Kind.BACKWARD_INPUT:
-                yield from self._wait(at, Channel("gradient", stage), m)
-                yield from self._finish_sends(at, Channel("activation", stage), m)
-            elif kind is Kind.SEND_ACTIVATION:
-                yield from self._send(at, Channel("activation", stage), m)
-            elif kind is Kind.SEND_GRADIENT:
-                yield from self._send(at, Channel("gradient", stage - 1), m)
-            elif kind is Kind.RECV_ACTIVATION:
-                yield from self._receive(at, Channel("activation", stage - 1), m)
-            elif kind is Kind.RECV_GRADIENT:
-                yield from self._receive(at, Channel("gradient", stage), m)
-            if kind.is_vocabulary or (self._plan.has_vocabulary and kind is Kind.FORWARD):
-                yield from self._vocabulary(at, program[at])
+        for at, step in enumerate(program):
+            for transfer, used in self._transfers_of(step):
+                for channel in used:
+                    if step.kind is transfer.send:
+                        yield from self._send(at, channel, step.microbatch)
+                    elif step.kind is transfer.receive:
+                        yield from self._receive(at, channel, step.microbatch)
+                    else:
+                        yield from self._wait(at, channel, step.microbatch)
+                if step.kind in transfer.users and transfer.proves is not None:
+                    for channel in used:
+                        proven = Channel(transfer.proves, channel.boundary)
+                        yield from self._finish_sends(at, proven, step.microbatch)
+            if step.kind is Kind.FORWARD:
+                self._step.forwards.add((step.stage, step.microbatch))
 
-    def _vocabulary(self, at: int, step: Instruction) -> Iterator[Operation]:
-        """Yield the operations of a step of vocabulary parallelism."""
-        for transfer in TRANSFERS:
-            for channel in vocabulary_channels(self._plan, transfer, step):
-                if step.kind is transfer.send:
-                    yield from self._send(at, channel, step.microbatch)
-                elif step.kind is transfer.receive:
-                    yield from self._receive(at, channel, step.microbatch)
-                elif step.kind is transfer.user:
-                    yield from self._wait(at, channel, step.microbatch)
-        # What has arrived proves that the other rank has used what was sent to it before.
-        for transfer in TRANSFERS:
-            if step.kind is transfer.user and transfer.name in PROVES:
-                sent = TRANSFER_OF_NAME[PROVES[transfer.name]]
-                for channel in vocabulary_channels(self._plan, transfer, step):
-                    proven = Channel(sent.name, channel.boundary)
-                    yield from self._finish_sends(at, proven, step.microbatch)
+    def _transfers_of(self, step: Instruction) -> list[tuple[Transfer, tuple[Channel, ...]]]:
+        """Return the transfers of which `step` sends, receives or uses messages, with channels."""
+        key = step.kind, step.stage
+        if key not in self._transfers:
+            self._transfers[key] = [
+                (transfer, channels_of(self._plan, transfer, step))
+                for transfer in self._plan.transfers
+                if step.kind in (transfer.send, transfer.receive, *transfer.users)
+            ]
+        return self._transfers[key]
 
     def step(self, program: Program) -> Iterator[Operation]:
         """Yield the operations of a whole step."""
@@ -353,22 +325,17 @@ class MessageOperations:
                 yield Operation(at, False, message)
 
 
-# Direction -> kinds of the instructions that send and receive.
-_KINDS = {
-    "activation": (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION),
-    "gradient": (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT),
-}
-
-
 def queues_of(
-    rank_of_stage: Sequence[int], order: MessageOrder, vocabulary: bool = False
+    rank_of_stage: Sequence[int],
+    order: MessageOrder,
+    transfers: Sequence[Transfer] = BETWEEN_STAGES,
 ) -> dict[Channel, Hashable]:
     """Return the queue of each channel under the transport."""
     if order == "tags":
-        return {channel: channel for channel in channels(rank_of_stage, vocabulary)}
+        return {channel: channel for channel in channels(rank_of_stage, transfers)}
     return {
         made.channel: (made.group, frozenset((made.source, made.target)))
-        for made in connections(rank_of_stage, vocabulary)
+        for made in connections(rank_of_stage, transfers)
     }
 
 
@@ -484,12 +451,11 @@ class MessageQueues:
         """Return the instruction of `rank` that sends or receives the message."""
         channel, m, is_header = message
         receives = rank != self._ranks[channel][0]
-        if channel.direction in _KINDS:
-            stage = channel.target if receives else channel.source
-            step = Instruction(_KINDS[channel.direction][receives], stage, m)
+        transfer = TRANSFER_OF_NAME[channel.direction]
+        kind = transfer.receive if receives else transfer.send
+        if not channel.has_shard:
+            place = channel.target if receives else channel.source
         else:
-            transfer = TRANSFER_OF_NAME[channel.direction]
-            kind = transfer.receive if receives else transfer.send
             place = channel.boundary if kind.has_shard else self._plan.root_of(transfer)
-            step = Instruction(kind, place, m)
+        step = Instruction(kind, place, m)
         return f"the header of {step}" if is_header else str(step)

@@ -97,78 +97,101 @@ class Kind(Enum):
 
 
 class Transfer(NamedTuple):
-    """One of the five transfers between the shards and one stage.
+    """A kind of message: between consecutive stages, or between the shards and one stage.
 
     Args:
         name: of its channels.
         send, receive: kinds of its messages.
         after: kinds of the steps whose result is sent.
-        user: kind of the step that uses the result.
+        users: kinds of the steps that use the result.
+        offset: the stage that receives minus the stage that sends; 0: it has shards.
         to_shards: from the stage to each shard; else from each shard to the stage.
         at_first: the stage is the first one; else the last.
         in_evaluation: an evaluation has it, too.
+        proves: the transfer in the opposite direction whose result this one was computed from;
+            after its arrival the memory of that message is free.
     """
 
     name: Direction
     send: Kind
     receive: Kind
     after: tuple[Kind, ...]
-    user: Kind
-    to_shards: bool
-    at_first: bool
-    in_evaluation: bool = False
+    users: tuple[Kind, ...]
+    offset: int = 0
+    to_shards: bool = False
+    at_first: bool = False
+    in_evaluation: bool = True
+    proves: Direction | None = None
 
 
-TRANSFERS = (
+BETWEEN_STAGES = (
+    Transfer(
+        "activation",
+        Kind.SEND_ACTIVATION,
+        Kind.RECV_ACTIVATION,
+        (Kind.FORWARD,),
+        (Kind.FORWARD,),
+        offset=+1,
+    ),
+    Transfer(
+        "gradient",
+        Kind.SEND_GRADIENT,
+        Kind.RECV_GRADIENT,
+        (Kind.BACKWARD, Kind.BACKWARD_INPUT),
+        (Kind.BACKWARD, Kind.BACKWARD_INPUT),
+        offset=-1,
+        in_evaluation=False,
+        proves="activation",
+    ),
+)
+WITH_SHARDS = (
     Transfer(
         "embedding",
         Kind.SEND_EMBEDDING,
         Kind.RECV_EMBEDDING,
         (Kind.EMBED,),
-        Kind.FORWARD,
-        to_shards=False,
+        (Kind.FORWARD,),
         at_first=True,
-        in_evaluation=True,
     ),
     Transfer(
         "embedding gradient",
         Kind.SEND_EMBEDDING_GRADIENT,
         Kind.RECV_EMBEDDING_GRADIENT,
         (Kind.BACKWARD, Kind.BACKWARD_INPUT),
-        Kind.EMBED_WEIGHT,
+        (Kind.EMBED_WEIGHT,),
         to_shards=True,
         at_first=True,
+        in_evaluation=False,
+        proves="embedding",
     ),
     Transfer(
         "hidden",
         Kind.SEND_HIDDEN,
         Kind.RECV_HIDDEN,
         (Kind.FORWARD,),
-        Kind.OUTPUT,
+        (Kind.OUTPUT,),
         to_shards=True,
-        at_first=False,
-        in_evaluation=True,
     ),
     Transfer(
         "partial",
         Kind.SEND_PARTIAL,
         Kind.RECV_PARTIAL,
         (Kind.OUTPUT,),
-        Kind.LOSS,
-        to_shards=False,
-        at_first=False,
-        in_evaluation=True,
+        (Kind.LOSS,),
+        proves="hidden",
     ),
     Transfer(
         "normalizer",
         Kind.SEND_NORMALIZER,
         Kind.RECV_NORMALIZER,
         (Kind.LOSS,),
-        Kind.OUTPUT_WEIGHT,
+        (Kind.OUTPUT_WEIGHT,),
         to_shards=True,
-        at_first=False,
+        in_evaluation=False,
+        proves="partial",
     ),
 )
+TRANSFERS = (*BETWEEN_STAGES, *WITH_SHARDS)
 TRANSFER_OF_SEND = {transfer.send: transfer for transfer in TRANSFERS}
 TRANSFER_OF_RECEIVE = {transfer.receive: transfer for transfer in TRANSFERS}
 TRANSFER_OF_NAME = {transfer.name: transfer for transfer in TRANSFERS}
@@ -180,12 +203,14 @@ VOCABULARY_PASSES = (
     Kind.OUTPUT_WEIGHT,
 )
 
-_RECEIVES = frozenset({Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT, *TRANSFER_OF_RECEIVE})
-_MESSAGES = _RECEIVES | {Kind.SEND_ACTIVATION, Kind.SEND_GRADIENT, *TRANSFER_OF_SEND}
-_VOCABULARY = frozenset({*VOCABULARY_PASSES, *TRANSFER_OF_SEND, *TRANSFER_OF_RECEIVE})
+_RECEIVES = frozenset(TRANSFER_OF_RECEIVE)
+_MESSAGES = _RECEIVES | set(TRANSFER_OF_SEND)
+_VOCABULARY = frozenset(
+    {*VOCABULARY_PASSES, *(k for t in WITH_SHARDS for k in (t.send, t.receive))}
+)
 _WITH_SHARD = frozenset(
     {Kind.EMBED, Kind.EMBED_WEIGHT, Kind.OUTPUT, Kind.OUTPUT_WEIGHT}
-    | {t.receive if t.to_shards else t.send for t in TRANSFERS}
+    | {t.receive if t.to_shards else t.send for t in WITH_SHARDS}
 )
 
 
@@ -364,9 +389,9 @@ class Plan:
         last = self.num_stages - 1
         if stage == last and kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
             return (Instruction(Kind.LOSS, last, microbatch),)
-        for transfer in TRANSFERS:
+        for transfer in WITH_SHARDS:
             root = self.root_of(transfer)
-            if kind is transfer.user and (transfer.to_shards or stage == root):
+            if kind in transfer.users and (transfer.to_shards or stage == root):
                 if transfer.to_shards:
                     return (self._result(transfer, root, microbatch, stage),)
                 shards = range(self.num_ranks)
@@ -378,6 +403,29 @@ class Plan:
     def root_of(self, transfer: Transfer) -> int:
         """Return the stage of a transfer, which exchanges tensors with the shards."""
         return 0 if transfer.at_first else self.num_stages - 1
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """The transfers for which a run of this plan has channels."""
+        return TRANSFERS if self.has_vocabulary else BETWEEN_STAGES
+
+    def peers(self, transfer: Transfer, place: int, *, sends: bool) -> tuple[int, ...]:
+        """Return the stages or shards on other ranks with which a stage or shard has messages.
+
+        Args:
+            place: the number of the stage or shard.
+            sends: it sends; else it receives.
+        """
+        if self.forward_only and not transfer.in_evaluation:
+            return ()
+        if transfer.offset:
+            other = place + (transfer.offset if sends else -transfer.offset)
+            return (other,) if self.crosses(min(place, other)) else ()
+        root = self.root_of(transfer)
+        rank = self.rank_of_stage[root]
+        if sends != transfer.to_shards:  # `place` is a shard
+            return (root,) if place != rank else ()
+        return tuple(s for s in range(self.num_ranks) if s != rank) if place == root else ()
 
     def _result(self, transfer: Transfer, source: int, microbatch: int, shard: int) -> Instruction:
         """Return what represents the result of the stage or shard `source` for its user."""

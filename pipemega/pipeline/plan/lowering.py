@@ -15,8 +15,8 @@ Instructions of a lowered plan:
 - A receive may be posted before the stage has run the forward of that micro-batch, and before the
   message was sent, but not after the step that uses it.
 - Stages on the same rank exchange tensors without a message.
-- In vocabulary parallelism (`plan.kinds`), a send to the shards sends to all other ranks; a receive
-  from the shards, which has the number of the stage, is a receive from each other rank.
+- In vocabulary parallelism (`plan.instructions`), a send to the shards sends to all other ranks; a
+  receive from the shards, which has the number of the stage, is a receive from each other rank.
 
 Limits the memory that a rank holds between I and W, by running W earlier.
 
@@ -51,14 +51,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from pipemega.errors import ScheduleError
-from pipemega.pipeline.plan.instructions import TRANSFERS, Instruction, Kind, Plan, Program
-
-# Kind of a step -> the send and the receive of its result, and the stage offset of the receiver.
-_MESSAGES_OF = {
-    Kind.FORWARD: (Kind.SEND_ACTIVATION, Kind.RECV_ACTIVATION, +1),
-    Kind.BACKWARD: (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT, -1),
-    Kind.BACKWARD_INPUT: (Kind.SEND_GRADIENT, Kind.RECV_GRADIENT, -1),
-}
+from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
 
 
 def lower(plan: Plan, ahead: int = 1) -> Plan:
@@ -136,44 +129,17 @@ def _messages(
     plan: Plan, step: Instruction
 ) -> Iterator[tuple[Instruction, tuple[Instruction, ...]]]:
     """Yield each send of the result of `step`, with its receives on other ranks."""
-    if step.kind in _MESSAGES_OF:
-        send, receive, direction = _MESSAGES_OF[step.kind]
-        target = step.stage + direction
-        if plan.crosses(min(step.stage, target)):
-            yield step._replace(kind=send), (Instruction(receive, target, step.microbatch),)
-    if not plan.has_vocabulary:
-        return
-    for transfer in TRANSFERS:
-        root = plan.root_of(transfer)
-        if step.kind not in transfer.after or (transfer.to_shards and step.stage != root):
-            continue
-        if not transfer.to_shards and step.stage == plan.rank_of_stage[root]:
-            continue  # the shard is on the rank of the stage
-        if plan.forward_only and not transfer.in_evaluation:
-            continue
-        targets = _other_shards(plan, root) if transfer.to_shards else (root,)
-        receives = (Instruction(transfer.receive, t, step.microbatch) for t in targets)
-        yield step._replace(kind=transfer.send), tuple(receives)
+    for transfer in plan.transfers:
+        if step.kind in transfer.after and (peers := plan.peers(transfer, step.stage, sends=True)):
+            receives = (Instruction(transfer.receive, peer, step.microbatch) for peer in peers)
+            yield step._replace(kind=transfer.send), tuple(receives)
 
 
 def _receives(plan: Plan, step: Instruction) -> Iterator[Instruction]:
     """Yield the receives of the messages that `step` uses."""
-    if step.kind is Kind.FORWARD and plan.crosses(step.stage - 1):
-        yield step._replace(kind=Kind.RECV_ACTIVATION)
-    if step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and plan.crosses(step.stage):
-        yield step._replace(kind=Kind.RECV_GRADIENT)
-    if not plan.has_vocabulary:
-        return
-    for transfer in TRANSFERS:
-        root = plan.root_of(transfer)
-        receivers = _other_shards(plan, root) if transfer.to_shards else (root,)
-        if step.kind is transfer.user and step.stage in receivers:
+    for transfer in plan.transfers:
+        if step.kind in transfer.users and plan.peers(transfer, step.stage, sends=False):
             yield step._replace(kind=transfer.receive)
-
-
-def _other_shards(plan: Plan, root: int) -> tuple[int, ...]:
-    """Return the shards that are not on the rank of stage `root`."""
-    return tuple(s for s in range(plan.num_ranks) if s != plan.rank_of_stage[root])
 
 
 def limit_weight_queue(plan: Plan, kept: Sequence[float], limit: float) -> Plan:
@@ -216,7 +182,6 @@ def _limited(program: Program, kept: Sequence[float], limit: float) -> Iterator[
 
 
 _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-_RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 
 
 @dataclass(frozen=True)
@@ -304,7 +269,7 @@ def _split(program: Program, stop: int) -> tuple[Program, Program]:
     later: list[Instruction] = []
     open_channels: set[int] = set()
     for step in reversed(program[:stop]):
-        if step.kind not in _RECEIVES:
+        if not step.kind.is_receive:
             keep.append(step)
         elif step.kind is Kind.RECV_ACTIVATION and (
             step.stage in open_channels or step._replace(kind=Kind.FORWARD) in used

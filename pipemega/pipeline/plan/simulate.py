@@ -175,6 +175,12 @@ class CostModel:
             return self.backward
         return tuple(map(sum, zip(self.backward_input, self.backward_weight, strict=True)))
 
+    @property
+    def times(self) -> Mapping[Kind, tuple[float, ...]]:
+        """Times of F, B, I and W, per stage."""
+        times = (self.forward, self.whole_backward, self.backward_input, self.backward_weight)
+        return dict(zip(_KINDS, times, strict=True))
+
 
 Times = tuple[tuple[float, ...], ...]
 
@@ -247,13 +253,7 @@ def simulate(plan: Plan, costs: CostModel) -> Timeline:
             f"schedule {plan.name!r} has {plan.num_stages} stages, but the costs have "
             f"{costs.num_stages}"
         )
-    time = {
-        Kind.FORWARD: costs.forward,
-        Kind.BACKWARD: costs.whole_backward,
-        Kind.BACKWARD_INPUT: costs.backward_input,
-        Kind.BACKWARD_WEIGHT: costs.backward_weight,
-    }
-    passes = costs.vocabulary.times
+    time, passes = costs.times, costs.vocabulary.times
     clock = [0.0] * plan.num_ranks
     done: dict[Instruction, float] = {}
     start: list[list[float]] = [[] for _ in plan.programs]
@@ -349,7 +349,7 @@ class CostReplay:
         """Return `simulate(plan, costs).makespan`."""
         if not self._is_simple:
             return simulate(self._plan, costs).makespan
-        times = (costs.forward, costs.whole_backward, costs.backward_input, costs.backward_weight)
+        times = list(costs.times.values())
         message, clock = costs.message, [0.0] * self._plan.num_ranks
         ends: list[float] = []
         for rank, kind, stage, needed, remote in self._order:

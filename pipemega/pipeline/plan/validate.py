@@ -33,9 +33,8 @@ Report of the position of each pipeline rank when a rank does not answer.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import NoReturn
 
 from pipemega.errors import ScheduleError
@@ -50,7 +49,6 @@ from pipemega.pipeline.plan.channels import (
 )
 from pipemega.pipeline.plan.instructions import (
     TRANSFER_OF_RECEIVE,
-    TRANSFERS,
     VOCABULARY_PASSES,
     Instruction,
     Kind,
@@ -59,17 +57,6 @@ from pipemega.pipeline.plan.instructions import (
 from pipemega.pipeline.plan.lowering import excerpt, execution_order, warmup_cut
 
 _COMPUTE = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-# Kind of a receive between stages -> kind of its send, and the sender's stage minus the receiver's.
-_SEND_OF = {
-    Kind.RECV_ACTIVATION: (Kind.SEND_ACTIVATION, -1),
-    Kind.RECV_GRADIENT: (Kind.SEND_GRADIENT, +1),
-}
-# Kind of a receive -> kinds of the step that uses its message.
-_USERS = {
-    Kind.RECV_ACTIVATION: (Kind.FORWARD,),
-    Kind.RECV_GRADIENT: (Kind.BACKWARD, Kind.BACKWARD_INPUT),
-    **{transfer.receive: (transfer.user,) for transfer in TRANSFERS},
-}
 
 
 def validate(plan: Plan) -> Plan:
@@ -109,13 +96,13 @@ def validate_messages(
         ScheduleError: says which ranks wait for each other, and shows their positions.
     """
     validate(plan)
-    if not channels(plan.rank_of_stage, plan.has_vocabulary):
+    if not channels(plan.rank_of_stage, plan.transfers):
         return plan
     assert plan.is_lowered, f"plan {plan.name!r} has no messages yet"
     cut = warmup_cut(plan) if discards and not plan.forward_only else None
     runs = plan if cut is None else cut.plan
-    find_queues = partial(queues_of, vocabulary=True) if plan.has_vocabulary else queues_of
-    queues = MessageQueues(runs, queue_of or find_queues(plan.rank_of_stage, order))
+    queue_of = queue_of or queues_of(plan.rank_of_stage, order, plan.transfers)
+    queues = MessageQueues(runs, queue_of)
     ranks = [MessageOperations(runs, shapes) for _ in range(plan.num_ranks)]
 
     def run_step() -> None:
@@ -192,14 +179,14 @@ def _check_vocabulary(plan: Plan) -> None:
     if not plan.has_vocabulary:
         return
     last, shards = plan.num_stages - 1, range(plan.num_ranks)
-    passes = {Kind.EMBED: shards, Kind.OUTPUT: shards, Kind.LOSS: (last,)}
-    if not plan.forward_only:
-        passes |= {Kind.EMBED_WEIGHT: shards, Kind.OUTPUT_WEIGHT: shards}
+    passes: tuple[Kind, ...] = VOCABULARY_PASSES
+    if plan.forward_only:
+        passes = (Kind.EMBED, Kind.OUTPUT, Kind.LOSS)
     count = Counter(step for step in plan.steps() if step.kind in VOCABULARY_PASSES)
     expected = {
         Instruction(kind, place, m)
-        for kind, places in passes.items()
-        for place in places
+        for kind in passes
+        for place in (shards if kind.has_shard else (last,))
         for m in range(plan.num_microbatches)
     }
     for step in sorted(expected | set(count), key=str):
@@ -221,7 +208,8 @@ def _check_messages(plan: Plan) -> None:
         for receive, at in position.items():
             if not receive.kind.is_receive:
                 continue
-            users = (receive._replace(kind=kind) for kind in _USERS[receive.kind])
+            kinds = TRANSFER_OF_RECEIVE[receive.kind].users
+            users = (receive._replace(kind=kind) for kind in kinds)
             user = next(user for user in users if user in position)
             if position[user] < at:
                 problem = f"{user} uses the message of {receive}, but comes before it"
@@ -229,25 +217,14 @@ def _check_messages(plan: Plan) -> None:
 
 
 def _expected_messages(plan: Plan) -> dict[Instruction, None]:
-    """Return the sends and receives that the plan needs, in the order of the stages."""
-    kinds = [(Kind.SEND_ACTIVATION, 0), (Kind.RECV_ACTIVATION, 1)]
-    if not plan.forward_only:
-        kinds += [(Kind.SEND_GRADIENT, 1), (Kind.RECV_GRADIENT, 0)]
-    expected = {
-        Instruction(kind, boundary + offset, m): None
-        for boundary in range(plan.num_stages - 1)
-        if plan.crosses(boundary)
-        for m in range(plan.num_microbatches)
-        for kind, offset in kinds
-    }
-    for transfer in TRANSFERS if plan.has_vocabulary and plan.num_ranks > 1 else ():
-        root = plan.root_of(transfer)
-        shards = [s for s in range(plan.num_ranks) if s != plan.rank_of_stage[root]]
-        if transfer.in_evaluation or not plan.forward_only:
-            for m in range(plan.num_microbatches):
-                for kind in (transfer.send, transfer.receive):
-                    places = shards if kind.has_shard else [root]
-                    expected |= {Instruction(kind, place, m): None for place in places}
+    """Return the sends and receives that the plan needs, with those of a transfer together."""
+    expected: dict[Instruction, None] = {}
+    for transfer in plan.transfers:
+        for kind, sends in ((transfer.send, True), (transfer.receive, False)):
+            for place in range(plan.num_ranks if kind.has_shard else plan.num_stages):
+                if plan.peers(transfer, place, sends=sends):
+                    steps = (Instruction(kind, place, m) for m in range(plan.num_microbatches))
+                    expected |= dict.fromkeys(steps)
     return expected
 
 
@@ -260,26 +237,9 @@ def _check_channels(plan: Plan) -> None:
     for (kind, stage), receives in list(ends.items()):
         if not kind.is_receive:
             continue
-        for sends in _sends_to(plan, kind, stage, ends):
-            _check_order(plan, sends, receives)
-
-
-def _sends_to(
-    plan: Plan, kind: Kind, place: int, ends: Mapping[tuple[Kind, int], list[Instruction]]
-) -> Iterator[list[Instruction]]:
-    """Yield the sends of each channel whose receives have this kind, at this stage or shard."""
-    if kind in _SEND_OF:
-        send_kind, offset = _SEND_OF[kind]
-        yield ends[send_kind, place + offset]
-        return
-    transfer = TRANSFER_OF_RECEIVE[kind]
-    root = plan.root_of(transfer)
-    if transfer.to_shards:
-        yield ends[transfer.send, root]
-        return
-    for shard in range(plan.num_ranks):
-        if shard != plan.rank_of_stage[root]:
-            yield ends[transfer.send, shard]
+        transfer = TRANSFER_OF_RECEIVE[kind]
+        for source in plan.peers(transfer, stage, sends=False):
+            _check_order(plan, ends[transfer.send, source], receives)
 
 
 def _check_order(plan: Plan, sends: list[Instruction], receives: list[Instruction]) -> None:

@@ -1,7 +1,7 @@
 """Vocabulary parallelism: adds the passes of the embedding and the output head to any plan.
 
-Every pipeline rank holds an equal part of the rows of both weights (`plan.kinds`), so no stage has
-more work than the others, however large the vocabulary is. Per micro-batch:
+Every pipeline rank holds an equal part of the rows of both weights (`plan.instructions`), so no
+stage has more work than the others, however large the vocabulary is. Per micro-batch:
 
     E   rows of the embedding, on each rank, before F of the first stage
     S   softmax over the local rows of the head and its part of the gradient of hidden, on each
@@ -95,7 +95,7 @@ class _Insertion:
 
     def __init__(self, base: Plan, costs: CostModel) -> None:
         self._base, self._costs = base, costs
-        self._times = costs.vocabulary.times
+        self._stage_times, self._pass_times = costs.times, costs.vocabulary.times
         last = base.num_stages - 1
         first_forwards = self._order(Kind.FORWARD, 0)
         last_forwards = self._order(Kind.FORWARD, last)
@@ -205,16 +205,8 @@ class _Insertion:
         return ready
 
     def _duration(self, step: Instruction) -> float:
-        costs, stage = self._costs, step.stage
-        if step.kind is Kind.FORWARD:
-            return costs.forward[stage]
-        if step.kind is Kind.BACKWARD:
-            return costs.whole_backward[stage]
-        if step.kind is Kind.BACKWARD_INPUT:
-            return costs.backward_input[stage]
-        if step.kind is Kind.BACKWARD_WEIGHT:
-            return costs.backward_weight[stage]
-        return self._times[step.kind]
+        of_stage = self._stage_times.get(step.kind)
+        return self._pass_times[step.kind] if of_stage is None else of_stage[step.stage]
 
     def _users(self, step: Instruction, rank: int) -> set[int]:
         """Return the ranks whose next step may be possible after `step`."""

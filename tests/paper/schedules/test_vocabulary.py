@@ -10,6 +10,7 @@ from pipemega.pipeline.plan.channels import channels, connections
 from pipemega.pipeline.plan.instructions import (
     TRANSFERS,
     VOCABULARY_PASSES,
+    WITH_SHARDS,
     Instruction,
     Kind,
     Plan,
@@ -110,11 +111,11 @@ def test_json_and_csv_keep_the_passes() -> None:
 
 def test_five_transfers_connect_every_other_rank_with_the_first_and_the_last_stage() -> None:
     loop = (0, 1, 2, 3)
-    with_shards = set(channels(loop, vocabulary=True)) - set(channels(loop))
-    assert len(with_shards) == len(TRANSFERS) * 3
+    with_shards = set(channels(loop, TRANSFERS)) - set(channels(loop))
+    assert len(with_shards) == len(WITH_SHARDS) * 3
     assert {rank for c in with_shards for rank in c.ranks(loop)} == {0, 1, 2, 3}
     for group in range(8):
-        links = [c for c in connections(loop, vocabulary=True) if c.group == group]
+        links = [c for c in connections(loop, TRANSFERS) if c.group == group]
         pairs = [frozenset((c.source, c.target)) for c in links]
         assert len(pairs) == len(set(pairs))
 
