@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.comm_errors import named_collective
-from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import wait
+from pipemega.distributed.exchanges import recorded
 from pipemega.distributed.mesh import Axis
 
 Key = tuple[str, str]

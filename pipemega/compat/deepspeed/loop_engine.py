@@ -19,7 +19,6 @@ from pipemega.engine.initialize import build_engine
 from pipemega.engine.run.batch_reader import StepData
 from pipemega.engine.run.run_arguments import build_mesh_of, optimizer_arguments
 from pipemega.engine.run_setup import RunSetup
-from pipemega.engine.step_tables import LayerSource
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.optimizer import OptimizerStep
@@ -28,8 +27,6 @@ from pipemega.optimizer.lr_schedules import SchedulerMaker
 from pipemega.optimizer.user_optimizer import GivenGroups, GivenOptimizer, OptimizerMaker
 from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.model.module import PipelineModule
-from pipemega.pipeline.model.stages import LocalModel
-from pipemega.profiling.module_profiler import ProfiledLayer
 
 
 class LoopEngine:
@@ -58,7 +55,8 @@ class LoopEngine:
     @property
     def layer(self) -> nn.Module:
         """The module that is trained."""
-        return _layer(self._steps.model)
+        (stage,) = self._steps.model.stages.values()
+        return stage.layers["0"]
 
     @property
     def ends_step(self) -> bool:
@@ -186,16 +184,6 @@ class LoopEngine:
         return report.loss, None
 
 
-def _layer(model: LocalModel) -> nn.Module:
-    (stage,) = model.stages.values()
-    return stage.layers["0"]
-
-
-def _sources(model: LocalModel) -> list[LayerSource]:
-    layer = _layer(model)
-    return [({0: ProfiledLayer(layer, "", type(layer).__name__, 0)}, [])]
-
-
 def initialize_loop(
     module: nn.Module,
     config: Config,
@@ -224,8 +212,7 @@ def initialize_loop(
             )
     _check_keys(config)
     setup = RunSetup(config, mesh, PipelineModule([module]), arguments)
-    # Without a plan there is nothing to trace.
-    return LoopEngine(build_engine(setup, traces=False, sources=_sources))
+    return LoopEngine(build_engine(setup, in_loop=True))
 
 
 def _check_keys(config: Config) -> None:
