@@ -8,6 +8,9 @@ Collectives among the ranks that hold a copy of one tied parameter.
 These ranks are a subset of a pipeline axis and use point-to-point messages over its group. They
 cannot have a separate group: torch names a locally synchronized group by the number of groups that
 a rank is in, which differs between ranks with a copy and ranks without one.
+
+Every call of torch.distributed that moves tensors of a step goes through `recorded`, also those of
+other modules. Without a recorder it only makes the call.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +28,6 @@ from pipemega.distributed.mesh import Axis
 from pipemega.distributed.process_groups import goes_through_host
 
 _Result = TypeVar("_Result")
-
 
 _recorder: Callable[..., Any] | None = None
 
@@ -60,9 +62,11 @@ def recorded(
         ranks: number of ranks that take part; 0: all ranks of the group.
         on_host: the tensors are on the host.
     """
-    if _recorder is None:
+    # Another thread may end the recording meanwhile.
+    recorder = _recorder
+    if recorder is None:
         return call()
-    result: _Result = _recorder(name, nbytes, group, call, ranks=ranks, on_host=on_host)
+    result: _Result = recorder(name, nbytes, group, call, ranks=ranks, on_host=on_host)
     return result
 
 

@@ -175,8 +175,8 @@ class StepRunner:
                 "train_batch needs a loss: give PipelineModule(layers, loss_fn=...)",
                 on_every_rank=True,
             )
-        tracer = self.tracer
-        self.phases.start(exact=tracer is not None and tracer.is_due(self.global_steps + 1))
+        is_traced = self.tracer is not None and self.tracer.is_due(self.global_steps + 1)
+        self.phases.start(exact=is_traced)
         with self.locator.add_origin_to_errors():
             data = self.read(data_iter, batch)
         is_frozen_anew = self.reader.signalled

@@ -1,7 +1,6 @@
 """The table of `comms_logger`: the collectives and messages of one step, by kind.
 
-Every call of torch.distributed that moves tensors of a step goes through `exchanges.recorded`,
-which a `CommRecorder` watches during the step:
+A `CommRecorder` makes and records the calls that go through `exchanges.recorded` during the step:
 
     started            wait()       complete
        |---- other work ----|-- waited --|

@@ -161,6 +161,8 @@ def run_on_request() -> tuple[int | None, float | None]:
     engine = build(mesh={"pipeline": 2})
     engine.train_batch(batch(0))
     assert engine.last_timeline is None
+    # What traces is loaded with the first request.
+    assert engine.steps.tracer is None
     engine.trace_next_step()
     engine.train_batch(batch(1))
     engine.train_batch(batch(2))

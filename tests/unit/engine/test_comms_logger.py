@@ -2,6 +2,7 @@
 
 import pytest
 
+from pipemega.monitor.timers import HostClock
 from pipemega.profiling.communication import CommKind, CommRecorder, CommRow, Totals, _rows, table
 
 
@@ -80,6 +81,6 @@ def test_the_recorder_sums_what_was_waited_for():
 
 
 def test_operations_that_are_not_selected_are_only_called():
-    recorder = CommRecorder(None, None, {"send"})
+    recorder = CommRecorder(HostClock(), HostClock(), {"send"})
     assert recorder("all_gather", 8, None, lambda: "result", ranks=0, on_host=False) == "result"
     assert recorder.totals() == {}
