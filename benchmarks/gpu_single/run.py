@@ -38,10 +38,10 @@ from pipemega import Engine
 from pipemega.data.tokens.generated_data import MockDataset
 from pipemega.data.tokens.gpt_dataset import SampleFormat
 from pipemega.kernels import Kernels
+from pipemega.layer_costs.tensor_meter import TensorMeter
 from pipemega.models import GPTConfig, gpt
 from pipemega.monitor import gpt_flops_per_token
 from pipemega.planning import estimate as planning
-from pipemega.profiling.tensor_meter import TensorMeter
 
 TINY = Sizes(hidden=32, layers=2, heads=2, seq=32, vocab=256, micro_batch=2, num_microbatches=2)
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from pipemega.distributed.mesh import Axis
+from pipemega.layer_costs.tensor_meter import TensorMeter
 from pipemega.optimizer.gradients import GradientBuffer
-from pipemega.profiling.tensor_meter import TensorMeter
 from pipemega.tensor_parallel import VocabParallelHead, cross_entropy_sum
 from pipemega.tensor_parallel.deferred_logits import defer_logits
 

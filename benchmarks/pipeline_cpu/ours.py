@@ -23,13 +23,13 @@ from pipemega import LayerSpec, PipelineModule
 from pipemega.config import load
 from pipemega.distributed.topology import Topology
 from pipemega.engine.engine import Engine
-from pipemega.engine.schedule_tuner import TIMED, WARM_UP
+from pipemega.layer_costs.stage_costs import Sample
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.model.module import Stage
 from pipemega.pipeline.schedules import AUTO, build_plan
 from pipemega.planning.meta_model import MetaModel
 from pipemega.planning.prediction import Rates, predict
-from pipemega.planning.stage_costs import Sample
+from pipemega.planning.schedule_tuner import TIMED, WARM_UP
 
 # Names of pipemega -> names of the other systems, within a block.
 _BLOCK = {

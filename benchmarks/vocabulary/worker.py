@@ -21,9 +21,8 @@ from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import CostModel, VocabularyCosts
 from pipemega.pipeline.schedules import build_plan
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
-from pipemega.planning.meta_model import MetaModel
+from pipemega.planning.meta_model import MetaModel, model_and_sample
 from pipemega.planning.prediction import Rates, predict
-from pipemega.planning.stage_costs import model_and_sample
 from pipemega.tensor_parallel import VocabParallelHead
 
 BLOCKS, SEQUENCE, MICRO_BATCHES = 8, 128, 8

@@ -32,8 +32,9 @@ from pipemega.cli.run_options import (
 from pipemega.distributed.mesh import launched_world_size
 from pipemega.engine.run.run_arguments import build_mesh_of
 from pipemega.errors import ConfigError
+from pipemega.hf.text_generation import text_generator
 from pipemega.training.evaluation_sets import PromptEncoder
-from pipemega.training.generation import Sampling, TextGenerator
+from pipemega.training.generation import Sampling
 from pipemega.training.trained_model import find_model, open_model
 
 _EPILOG = """\
@@ -114,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         encoder = PromptEncoder.of(config, arguments.stop)
         prompts = [_prompt(encoder, text, arguments) for text in arguments.prompt]
         net, engine = open_model(source, config, mesh)
-        generator = TextGenerator(engine, net, source.vocab_size(config))
+        generator = text_generator(engine, net, source.vocab_size(config))
         stop = {*encoder.stop, *generator.end_tokens}
         if arguments.chat and encoder.chat_tokenizer.eos_token_id is not None:
             stop.add(encoder.chat_tokenizer.eos_token_id)

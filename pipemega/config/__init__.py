@@ -2,14 +2,15 @@
 
 config            the whole file, the rules between its sections, warnings and notes
 sections/         one class per section
-declarations      how a key is declared: own, honoured, ignored, replaced, refused, block; types
+declarations      how a key is declared: own, honoured, ignored, replaced, refused, block; types;
+                  the DeepSpeed keys that have no counterpart
 source            reads JSON with comments; remembers the line of each key
 builder           plain values -> sections, with all errors; `load`
 unknown_keys      the error of an unknown key; name_suggestions: "did you mean"
 batch             train_batch_size = micro-batch size * micro-batches * data ranks; ramp-up
 launch_variables  what torchrun, srun and mpirun tell a process
 model_registry    the types of the section `model`
-unsupported       the DeepSpeed keys that have no counterpart; from_deepspeed explains a file
+from_deepspeed    explains a file of DeepSpeed
 reference_pages   JSON Schema; pages of the docs (text: *_page.md)
 """
 

@@ -26,6 +26,7 @@ from pipemega.config.declarations import (
     Rule,
     Section,
     SectionClass,
+    UnsupportedKeys,
     Whole,
     honoured,
     key_info,
@@ -85,7 +86,6 @@ from pipemega.config.sections.scheduler_section import (
 )
 from pipemega.config.sections.transformer_sections import GPTSection, TransformerSection
 from pipemega.config.source import KeyPath, all_problems, dotted, show
-from pipemega.config.unsupported import UnsupportedKeys
 from pipemega.errors import ConfigError
 
 # Sections and keys that the Trainer of transformers fills if they are "auto".

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 from pipemega.config.batch import MICRO, STEPS, TRAIN
 from pipemega.config.builder import Draft, examine
 from pipemega.config.config import Config
-from pipemega.config.declarations import InvalidType, Section, key_info
+from pipemega.config.declarations import STAGE_3_NAMES, InvalidType, Section, key_info
 from pipemega.config.sections.optimizer_section import PARAMS, REFUSED
 from pipemega.config.source import Invalid, KeyPath, dotted, override, read, show
-from pipemega.config.unsupported import STAGE_3_NAMES
 from pipemega.errors import ConfigError
 
 _STAGE = ("zero_optimization", "stage")

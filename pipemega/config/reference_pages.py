@@ -13,11 +13,17 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from pipemega.config.config import MODEL_TYPES, Config
-from pipemega.config.declarations import OF_USERS, Section, key_info, section_type, type_text
+from pipemega.config.declarations import (
+    OF_USERS,
+    STAGE_3_NAMES,
+    Section,
+    key_info,
+    section_type,
+    type_text,
+)
 from pipemega.config.model_registry import DEFAULT_TYPE, ModelSection, model_types
 from pipemega.config.sections import optimizer_section, scheduler_section
 from pipemega.config.source import KeyPath, dotted
-from pipemega.config.unsupported import STAGE_3_NAMES
 
 _TABLE_HEAD = "key | type | default | meaning"
 # Replaced by the table of all keys below these prefixes, unless another line has a longer prefix.

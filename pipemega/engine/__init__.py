@@ -8,8 +8,7 @@ train_step       TrainStep, StepFeature: what watches steps and the run
 initialize       builds an engine from a config and a model, and loads its checkpoint
 run_setup        what an engine is built from; builds the executor of any stages
 engine_parts     the first plan and its stages, executor, optimizer step
-plan_choice      chooses plans and cuts, on rank 0
-schedule_tuner   schedule "auto": measures, then changes the plan
+plan_choice      chooses plans and cuts, on rank 0; loads the planner if a plan needs it
 stage_mover      moves the stages to other ranks
 
 evaluation       forwards only

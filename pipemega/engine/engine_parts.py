@@ -13,20 +13,20 @@ The caller must not have a hold on the stages by then; otherwise they stay where
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh, from_first, gather_objects
 from pipemega.distributed.process_groups import launch_order_advice
-from pipemega.engine.plan_choice import PlanChooser
+from pipemega.engine.plan_choice import PlanChooser, plan_chooser
 from pipemega.engine.run.batch_reader import StepData
 from pipemega.engine.run.training_data import TrainingData
 from pipemega.engine.run_setup import ExecutorBuilder, RunSetup
-from pipemega.engine.schedule_tuner import ScheduleTuner, first_tuned_plan
 from pipemega.engine.stage_mover import BuiltModules, StageMover
+from pipemega.engine.train_step import StepFeature
 from pipemega.errors import ConfigError
 from pipemega.kernels import Kernels
+from pipemega.layer_costs.stage_costs import Sample
 from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep
 from pipemega.optimizer.build_step import optimizer_step
@@ -36,8 +36,6 @@ from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.partition import Bounds
 from pipemega.pipeline.plan_selection import plan_is_provisional
 from pipemega.pipeline.recorder import step_clock
-from pipemega.planning.schedule_choice import with_cut_vocabulary
-from pipemega.planning.stage_costs import Sample
 
 
 class StepPlans:
@@ -100,27 +98,8 @@ class FirstPlan(NamedTuple):
     plan: Plan
     bounds: Bounds
     plans: StepPlans
-    tuner: ScheduleTuner | None
+    tuner: StepFeature | None
     is_provisional: bool = False
-
-
-def with_chosen_vocabulary(setup: RunSetup, given: Plan | None) -> RunSetup:
-    """Return the setup with a cut vocabulary where schedule `auto` chooses it; collective.
-
-    With iterators of the caller only on two ranks: other ranks need not have one.
-
-    Args:
-        given: as for `first_plan`.
-    """
-    mesh = setup.mesh
-    if not plan_is_provisional(setup.config.pipeline, mesh.pipeline.size, given):
-        return setup
-    cut = with_cut_vocabulary(setup.config, setup.net)
-    if cut is None or (setup.loader is None and mesh.pipeline.size > 2):
-        return setup
-    chooser = PlanChooser(setup)
-    wins = from_first(mesh.world, lambda: chooser.prefers(cut))
-    return replace(setup, config=cut) if wins else setup
 
 
 def first_plan(setup: RunSetup, given: Plan | None) -> FirstPlan:
@@ -136,19 +115,8 @@ def first_plan(setup: RunSetup, given: Plan | None) -> FirstPlan:
     log, sizes = get_logger(mesh.rank), config.batch_sizes(mesh.data.size)
     if sizes.changes and given is not None:
         raise _plan_in_a_ramp_up(given)
-    staged, chooser = setup.staged_net, PlanChooser(setup)
-    is_auto = plan_is_provisional(config.pipeline, mesh.pipeline.size, given)
-    # The passes of a cut vocabulary are not measured, so the plan of the first step stays.
-    is_tuned = is_auto and not setup.cuts_vocabulary and not chooser.shapes_follow
-    cache: Path | None = None
-    if is_tuned:
-        chosen, cache = first_tuned_plan(chooser, mesh, _cost_key(setup), log)
-    elif is_auto:
-        chosen = from_first(mesh.world, lambda: chooser.choose(lambda: chooser.first_plan(None)))
-    else:
-        chosen = from_first(
-            mesh.world, lambda: chooser.choose(lambda: chooser.configured_plan(given))
-        )
+    staged, chooser = setup.staged_net, plan_chooser(setup, given)
+    chosen = chooser.first(given)
     is_provisional = from_first(mesh.world, lambda: chooser.is_provisional)
     if is_provisional:
         log.info(_FOLLOWS)
@@ -160,13 +128,11 @@ def first_plan(setup: RunSetup, given: Plan | None) -> FirstPlan:
     bounds = chosen.bounds or stage_bounds(
         staged, by, plan.num_stages, mesh, setup.build_options, lambda: _micro_batch(setup.loader)
     )
-    tuner: ScheduleTuner | None = None
-    if is_tuned:
-        tuner = ScheduleTuner(mesh, plan, bounds, chosen.seconds, chooser, cache, log)
     plans = StepPlans(mesh, plan, chooser if sizes.changes else None)
+    is_auto = plan_is_provisional(config.pipeline, mesh.pipeline.size, given)
     if not (is_auto and is_provisional):
         plans.check(bounds, [size // batch.samples_per_slice for size in sizes.sizes[:-1]])
-    return FirstPlan(plan, bounds, plans, tuner, is_provisional)
+    return FirstPlan(plan, bounds, plans, chooser.tuner(chosen, bounds), is_provisional)
 
 
 _FOLLOWS = (
@@ -192,25 +158,6 @@ def _micro_batch(loader: BatchLoader | None) -> tuple[Any, Any]:
             "none: give initialize() a map-style training_data, or use 'parameters'"
         )
     return loader.peek()
-
-
-def _cost_key(setup: RunSetup) -> dict[str, Any]:
-    """Return everything that the cost of a micro-batch on a layer depends on."""
-    config, net = setup.config, setup.net
-    sections = ["model", "activation_checkpointing", "fp16", "bf16", "data_types"]
-    if config.compile.enabled:
-        sections.append("compile")
-    whole = config.to_dict()
-    return {
-        "layers": net.layer_names,
-        "parameters": net.count_parameters(),
-        "partition": config.pipeline.partition,
-        "checkpoint_interval": config.pipeline.activation_checkpoint_interval,
-        "mesh": str(setup.mesh.topology),
-        "sequence_parallel": config.mesh.sequence_parallel,
-        "micro_batch": config.train_micro_batch_size_per_gpu,
-        **{name: whole.get(name) for name in sections},
-    }
 
 
 class LateChoice:
@@ -284,8 +231,7 @@ class Components:
         timers: of data, forward, backward, communication and optimizer.
         num_parameters: of the whole model.
         mover: moves stages to other ranks.
-        plans: of steps with different numbers of micro-batches.
-        tuner: replaces the plan of schedule `auto`; None: it stays.
+        first: the first plan and its stages, and what changes them later.
         late_choice: of plan and stages, when the first step has been read; None: they are final.
     """
 
@@ -296,8 +242,7 @@ class Components:
     timers: MultiTimer
     num_parameters: int
     mover: StageMover
-    plans: StepPlans
-    tuner: ScheduleTuner | None
+    first: FirstPlan
     late_choice: LateChoice | None = None
 
 
@@ -331,7 +276,6 @@ def build_components(
         timers,
         setup.net.num_parameters(),
         StageMover(setup, executors),
-        first.plans,
-        first.tuner,
+        first,
         late_choice,
     )

@@ -28,13 +28,8 @@ from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh, from_first, set_world_timeout
 from pipemega.distributed.topology import Topology, register_exit_hook
 from pipemega.engine.engine import Engine
-from pipemega.engine.engine_parts import (
-    FirstPlan,
-    LateChoice,
-    build_components,
-    first_plan,
-    with_chosen_vocabulary,
-)
+from pipemega.engine.engine_parts import FirstPlan, LateChoice, build_components, first_plan
+from pipemega.engine.plan_choice import with_chosen_vocabulary
 from pipemega.engine.run.run_arguments import (
     build_mesh_of,
     check_arguments,
@@ -49,6 +44,7 @@ from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.running_statistics import running_statistics_warning
 from pipemega.engine.step_runner import StepRunner
 from pipemega.fault_tolerance.error_propagation import failure_reporter
+from pipemega.layer_costs.stage_costs import Sample
 from pipemega.lazy_imports import load_name
 from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
@@ -57,7 +53,6 @@ from pipemega.optimizer.user_optimizer import GivenGroups, GivenOptimizer, Optim
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel, log_stages, make_replicas_equal
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.planning.stage_costs import Sample
 
 
 def resume(engine: Engine, log: logging.Logger) -> None:
@@ -261,7 +256,7 @@ def _build_steps(
     late_choice = LateChoice(setup, given_plan) if first.is_provisional else None
     model = _build_stages(setup, first)
     components = build_components(setup, model, first, late_choice)
-    return StepRunner(setup.config, mesh, first.plan, components, **options)
+    return StepRunner(setup.config, mesh, components, **options)
 
 
 # Section of the config -> the module that changes the model, if the section is set.

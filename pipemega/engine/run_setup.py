@@ -11,6 +11,7 @@ from pipemega.config import Batch, Config
 from pipemega.data.loader import BatchLoader
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import ConfigError
+from pipemega.layer_costs.stage_costs import Sample
 from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep, ZeroMasterParams
 from pipemega.optimizer.build_step import OptimizerArguments, precision_of
@@ -26,7 +27,6 @@ from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
 from pipemega.pipeline.transport import Transport
-from pipemega.planning.stage_costs import Sample
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from pipemega.distributed.byte_exchange import Key, Piece, TensorInfo, exchange
+from pipemega.distributed.exchanges import Key, Piece, TensorInfo, exchange
 from pipemega.distributed.mesh import Axis, gather_objects
 from pipemega.engine.run_setup import ExecutorBuilder, RunSetup, declared_headers
 from pipemega.errors import ConfigError

@@ -58,7 +58,8 @@ class StepRunner:
     """Runs the training steps of one rank.
 
     Args:
-        config, mesh, plan, components: as for `Engine`.
+        config, mesh: those of the run.
+        components: what `initialize` has built.
         in_loop: a loop of the caller runs the one layer, without a plan.
 
     Attributes:
@@ -78,12 +79,11 @@ class StepRunner:
         self,
         config: Config,
         mesh: Mesh,
-        plan: Plan,
         components: Components,
         *,
         in_loop: bool = False,
     ) -> None:
-        self.config, self.mesh, self.plan = config, mesh, plan
+        self.config, self.mesh, self.plan = config, mesh, components.first.plan
         self.batch, self.timers = config.batch(mesh.data.size), components.timers
         self.num_parameters = components.num_parameters
         self.stages, self.stages_were_read = nn.ModuleList(), False
@@ -95,15 +95,15 @@ class StepRunner:
             step.refuse_other_steps()
         self.phases = step.phases if step is not None else StepPhases()
         self.reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
-        self._plans, self._late_choice = components.plans, components.late_choice
+        self._plans, self._late_choice = components.first.plans, components.late_choice
         self._in_loop = in_loop
         self.busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
         self.features: list[StepFeature] = [self.busy_time]
         self.tracer: Any = None
         if config.monitor.trace.steps or config.monitor.trace.every:
             self._add_tracer()
-        if components.tuner is not None:
-            self.features.insert(0, components.tuner)
+        if components.first.tuner is not None:
+            self.features.insert(0, components.first.tuner)
         if config.comms_logger.enabled:
             self.features.append(load_name(_FEATURES["comms_logger"])(config.comms_logger, mesh))
         self.profiler: Any = None

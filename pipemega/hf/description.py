@@ -194,13 +194,6 @@ class ModelDescription:
     def __repr__(self) -> str:
         return self.class_name
 
-    def tensor_names(self) -> list[str]:
-        """Return the names in the state_dict of the whole model."""
-        names = list(self.model.state_dict())
-        for layer, (_, path) in zip(self.layers, self.places, strict=True):
-            names += [f"{path}.{name}" for name in layer.state_dict()]
-        return names
-
     def shell(self, keep: set[str], on_layer: Any, on_stub: Any = None) -> nn.Module:
         """Return a copy of the model without memory: placeholders for layers, stubs for the rest.
 

@@ -4,12 +4,10 @@ import math
 from dataclasses import dataclass, replace
 
 from pipemega.errors import ScheduleError
-from pipemega.lazy_imports import load_name
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import CostModel
+from pipemega.pipeline.plan_selection import best_plan_on
 from pipemega.pipeline.schedules.building_blocks import v
-
-_SEARCH = "pipemega.pipeline.autoschedule"
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,4 @@ class PipelineGraph:
             ScheduleError: no plan fits into `max_mem`; names the smallest limit that fits.
         """
         limit = 2 * self.n_stage * self.f_mem if self.max_mem is None else self.max_mem
-        placement = load_name(f"{_SEARCH}:Placement")(v(self.n_stage), self.costs)
-        plan: Plan = load_name(f"{_SEARCH}:find_plan")([placement], self.n_micro, limit).plan
-        return plan
+        return best_plan_on(v(self.n_stage), self.costs, self.n_micro, limit)

@@ -8,6 +8,8 @@ from pipemega.config.batch import BatchSizes
 from pipemega.config.sections.pipeline_sections import PipelineSection
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, PipelineError, ScheduleError
+from pipemega.layer_costs.stage_costs import Sample
+from pipemega.layer_costs.tensor_meter import DeviceType
 from pipemega.lora.adapters import add_lora
 from pipemega.lora.peft_files import section_of
 from pipemega.optimizer.build_step import precision_of
@@ -17,17 +19,15 @@ from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import fold_equal_names, with_stage_devices
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
-from pipemega.planning.meta_model import MetaModel
-from pipemega.planning.prediction import CutReport, Prediction, Rates, predict, report_cut
-from pipemega.planning.run_checks import planned_order, topology_of
-from pipemega.planning.schedule_choice import ScheduleChooser, cut_wins, with_cut_vocabulary
-from pipemega.planning.stage_costs import (
-    Sample,
+from pipemega.planning.meta_model import (
+    MetaModel,
     model_and_sample,
     user_model_and_sample,
     vocabulary_of,
 )
-from pipemega.profiling.tensor_meter import DeviceType
+from pipemega.planning.prediction import CutReport, Prediction, Rates, predict, report_cut
+from pipemega.planning.run_checks import planned_order, topology_of
+from pipemega.planning.schedule_choice import ScheduleChooser, cut_wins, with_cut_vocabulary
 
 _AUTO = "auto"
 

@@ -31,6 +31,8 @@ from torch.optim import Optimizer
 from pipemega.config import Config
 from pipemega.config.sections.scheduler_section import RunLength
 from pipemega.distributed.mesh import Mesh
+from pipemega.layer_costs.stage_costs import Sample
+from pipemega.layer_costs.tensor_meter import DeviceKernels, DeviceType, KernelRates, TensorMeter
 from pipemega.optimizer import OptimizerStep
 from pipemega.optimizer.build_step import (
     OptimizerArguments,
@@ -45,8 +47,6 @@ from pipemega.pipeline.model.stages import LocalModel
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.plan.instructions import VOCABULARY_PASSES, Direction, Instruction, Kind
 from pipemega.pipeline.plan.simulate import VocabularyCosts
-from pipemega.planning.stage_costs import Sample
-from pipemega.profiling.tensor_meter import DeviceKernels, DeviceType, KernelRates, TensorMeter
 from pipemega.tensor_parallel.cross_entropy import (
     combine,
     hidden_gradient,

@@ -18,10 +18,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from pipemega.layer_costs.stage_costs import StageCosts
+from pipemega.layer_costs.tensor_meter import DeviceType
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
 from pipemega.planning.memory import ShardCosts, ShardMemory
-from pipemega.planning.stage_costs import StageCosts
-from pipemega.profiling.tensor_meter import DeviceType
 
 Key = tuple[int, int]  # (stage, micro-batch)
 

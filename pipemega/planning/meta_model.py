@@ -12,6 +12,9 @@ A rank runs queued W before the instruction that would exceed its limit; if one 
 a B replaces I and W.
 """
 
+import importlib
+import os
+import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,41 +26,25 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from pipemega.config import Config
-from pipemega.distributed.mesh import Axis, Mesh
-from pipemega.distributed.topology import AxisName, Topology
-from pipemega.errors import ConfigError
+from pipemega.data.tokens.data_files import Vocabulary, known_vocabulary
+from pipemega.distributed.topology import Topology
+from pipemega.errors import ConfigError, code_of_user
+from pipemega.layer_costs.counted_model import CountedModel
+from pipemega.layer_costs.stage_costs import ModelTotals, Sample, StageCosts, stage_times
+from pipemega.layer_costs.tensor_meter import DeviceType, unmetered
+from pipemega.models.build_model import ModelContext, build_from, model_section, sample_from
 from pipemega.optimizer.build_step import precision_of
-from pipemega.pipeline.messages import Header
-from pipemega.pipeline.microbatch_loss import reduced_loss
-from pipemega.pipeline.model.module import BuildOptions, PipelineModule
-from pipemega.pipeline.model.recompute import checkpoint_interval
-from pipemega.pipeline.model.stages import build_local_model, stage_bounds
+from pipemega.pipeline.model.module import PipelineModule
+from pipemega.pipeline.model.stages import build_local_model
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard, vocabulary_split
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
 from pipemega.pipeline.plan.lowering import limit_weight_queue, lower
-from pipemega.pipeline.plan.partition import (
-    Bounds,
-    Cut,
-    LayerCosts,
-    best_cut,
-    even_ranks,
-    limit_error,
-)
-from pipemega.pipeline.plan.simulate import simulate
+from pipemega.pipeline.plan.partition import Bounds, LayerCosts, even_ranks
 from pipemega.pipeline.plan_selection import measurement_plan
-from pipemega.pipeline.schedules import AUTO, SCHEDULES
+from pipemega.pipeline.schedules import SCHEDULES
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
 from pipemega.planning.memory import Footprint, ShardCosts, count_footprint, count_shards
 from pipemega.planning.memory_timeline import MemoryTimeline, peak_memory
-from pipemega.planning.stage_costs import (
-    ModelTotals,
-    Probe,
-    Sample,
-    StageCosts,
-    StageCounts,
-    stage_times,
-)
-from pipemega.profiling.tensor_meter import DeviceType, rates_for, unmetered
 from pipemega.random import preserve_rng
 
 # Most memory of a rank, relative to the fullest rank of those two: without weights, gradients and
@@ -121,19 +108,6 @@ def _with_full_backwards(plan: Plan) -> list[Plan]:
     return [lower(limit_weight_queue(each, [1.0] * plan.num_stages, 0.0)) for each in plans]
 
 
-def fit_queue_of_linears(plan: Plan, device: DeviceType) -> Plan:
-    """Return the compute steps of `plan` for a chain of linears whose sizes are unknown.
-
-    I keeps twice as much as F, whatever the sizes are; stages are taken as equal.
-    """
-    zero = (0, 0, 0)
-    costs = StageCosts(
-        input=0, held=1000, output=0, message=0, gradient_in=0, gradient_out=0, kept=2000,
-        working=zero, flops=zero, kernels=zero, seconds=zero, layer_flops=(),
-    )  # fmt: skip
-    return fit_weight_queue(plan, [costs] * plan.num_stages, [0] * plan.num_ranks, device)
-
-
 class _Fitting:
     """Brings W forward in the program of one rank."""
 
@@ -174,12 +148,6 @@ class _Fitting:
             self._program.append(step)
 
 
-# Cuts whose times differ by less than this fraction are compared by the times of whole stages.
-_SAME_TIME = 0.02
-# Searches for a cut within a limit: sums over layers are not quite the bytes of whole stages.
-_MAX_LIMITS = 3
-
-
 @dataclass(frozen=True)
 class StageLayout:
     """Stages, ranks and costs of a model under one plan.
@@ -212,7 +180,7 @@ class StageLayout:
         return microbatch * num_microbatches
 
 
-class MetaModel:
+class MetaModel(CountedModel):
     """One model on one mesh; measures its stages under any plan and caches the costs.
 
     Args:
@@ -240,25 +208,14 @@ class MetaModel:
         topology: Topology,
         device: DeviceType,
     ) -> None:
-        self.whole, self.device = net, device
-        self.devices = config.mesh.mixed_devices or (device,) * topology.pipeline
+        self.whole = net
         self.cuts_vocabulary = config.pipeline.vocabulary == "parallel" and topology.pipeline > 1
-        precision, rates = precision_of(config), rates_for(config.compute_dtype)
         if self.cuts_vocabulary:
-            net = vocabulary_split(net).without_vocabulary(net, precision.compute_dtype)
-        self.net = net
-        self._config, self._sample, self._topology = config, sample, topology
-        loss = reduced_loss(config, net.build_loss(self._mesh(0).tensor))
-        if loss is None:
-            raise ConfigError(
-                "the model has no loss_fn, and training needs one: give it to PipelineModule"
-            )
-        self._precision, self._rates = precision, rates
-        probe = Probe(device, loss, sample.labels, precision.cast_inputs, rates)
-        options, entering = self._options(self._mesh(0)), Header.of(sample.inputs)
-        self._counts = StageCounts(net, probe, options, precision, entering)
+            dtype = precision_of(config).compute_dtype
+            net = vocabulary_split(net).without_vocabulary(net, dtype)
+        super().__init__(config, net, sample, topology, device)
+        self.devices = config.mesh.mixed_devices or (device,) * topology.pipeline
         self._layouts: dict[tuple[Any, ...], StageLayout] = {}
-        self._cuts: dict[tuple[Any, ...], Cut] = {}
 
     def with_config(self, config: Config) -> "MetaModel":
         """Return the same model on the same mesh with another config."""
@@ -297,24 +254,6 @@ class MetaModel:
             shards = [VocabularyShard(self.whole, mesh, self._options(mesh)) for mesh in meshes]
             return count_shards(shards, self._sample, self._precision, self._rates, self.device)
 
-    def _mesh(self, pipeline_rank: int) -> Mesh:
-        """Return the mesh of the first data and tensor rank of `pipeline_rank`, without groups."""
-        topology = self._topology
-        rank = topology.rank(pipeline_rank, 0, 0)
-
-        def axis(name: AxisName) -> Axis:
-            ranks = topology.along(name, rank)
-            return Axis(name, ranks, ranks.index(rank))
-
-        world = Axis("world", tuple(range(topology.world_size)), rank)
-        device = torch.device("meta")
-        return Mesh(topology, axis("pipeline"), axis("data"), axis("tensor"), world, device)
-
-    @property
-    def cuts_by_time(self) -> bool:
-        """Whether pipeline.partition is "auto": the bounds depend on the plan."""
-        return self._config.pipeline.partition == "auto"
-
     def bounds_of(self, plan: Plan) -> Bounds:
         """Return the bounds of the stages of `plan`, by pipeline.partition.
 
@@ -325,95 +264,9 @@ class MetaModel:
             return self.cut(plan).bounds
         return self.even_bounds(plan.num_stages)
 
-    def even_bounds(self, num_stages: int) -> Bounds:
-        """Return bounds that do not depend on a plan; "parameters" in place of "auto"."""
-        method = self._config.pipeline.partition
-        # "profile" needs measured times; given bounds may be for another number of stages.
-        if method in ("profile", "auto") or (
-            isinstance(method, tuple) and len(method) != num_stages + 1
-        ):
-            method = "parameters"
-        mesh = self._mesh(0)
-        with unmetered():
-            return stage_bounds(self.net, method, num_stages, mesh, self._options(mesh), _no_sample)
-
-    def cut(self, plan: Plan) -> Cut:
-        """Return the fastest cut of `plan` by the fixed table of rates.
-
-        It keeps pipeline.memory_limit if the schedule is not "auto", and is not slower than stages
-        with even numbers of parameters.
-
-        Raises:
-            ConfigError: no cut keeps pipeline.memory_limit.
-        """
-        plan = plan.compute_only()
-        key = (plan.rank_of_stage, plan.programs)
-        if key not in self._cuts:
-            self._cuts[key] = self._best_cut(plan)
-        return self._cuts[key]
-
-    def cut_within(
-        self,
-        plan: Plan,
-        layers: LayerCosts,
-        limit: float | None,
-        starts: Sequence[Bounds] = (),
-        effort: float = 1.0,
-    ) -> Cut:
-        """Return the fastest cut of `plan` that was found, from `starts` and others.
-
-        Args:
-            layers, limit, effort: see `best_cut`.
-        """
-        even = self.even_bounds(plan.num_stages)
-        return best_cut(
-            plan, layers, starts=(*starts, even), splits=self._splits, limit=limit, effort=effort
-        )
-
     def even_time(self, rank_of_stage: tuple[int, ...], layers: LayerCosts) -> Bounds:
         """Return the bounds with the most even times of stages, then of ranks."""
         return even_ranks(rank_of_stage, layers, self._splits)
-
-    @property
-    def _splits(self) -> Bounds:
-        """The layers at which the model starts a stage."""
-        return () if self.net.origin is None else tuple(self.net.origin.splits)
-
-    def _best_cut(self, plan: Plan) -> Cut:
-        section, layers = self._config.pipeline, self.layer_costs
-        limit = None if section.schedule == AUTO else section.memory_limit
-        if limit is None or isinstance(limit, str):
-            cut = self.cut_within(plan, layers, None)
-            even = Cut.of(self.even_bounds(plan.num_stages), plan, layers)
-            return cut if cut.bounds == even.bounds else self._not_slower(cut, even)
-        tried = limit
-        for _ in range(_MAX_LIMITS):
-            cut = self.cut_within(plan, layers, tried)
-            stages = self._counts.of_stages(cut.bounds, plan.splits_backward)
-            counted = replace(cut, timeline=simulate(plan, stage_times(stages)))
-            if counted.peak <= limit:
-                return cut
-            tried *= limit / counted.peak
-        raise limit_error(counted, limit)
-
-    def _not_slower(self, cut: Cut, other: Cut) -> Cut:
-        """Return the faster cut by the times of whole stages, which are not quite sums of layers.
-
-        Only if the two are nearly equal by the times of layers.
-        """
-        if cut.timeline.makespan < (1 - _SAME_TIME) * other.timeline.makespan:
-            return cut
-        plan, splits = cut.timeline.plan, cut.timeline.plan.splits_backward
-        here, there = (
-            simulate(plan, stage_times(self._counts.of_stages(c.bounds, splits))).makespan
-            for c in (cut, other)
-        )
-        return cut if here <= there else other
-
-    @property
-    def layer_costs(self) -> LayerCosts:
-        """The costs of each layer by the fixed table of rates; each distinct layer runs once."""
-        return self._counts.of_layers
 
     def with_passes(self, plan: Plan, bounds: Bounds | None = None) -> Plan:
         """Return the compute steps of `plan` with the passes of vocabulary parallelism.
@@ -495,14 +348,6 @@ class MetaModel:
     def _devices_of(self, rank_of_stage: Sequence[int]) -> list[DeviceType]:
         return [self.devices[rank] for rank in rank_of_stage]
 
-    def _options(self, mesh: Mesh) -> BuildOptions:
-        return BuildOptions(
-            tensor=mesh.tensor,
-            device=mesh.device,
-            seed=self._config.seed,
-            checkpoint_interval=checkpoint_interval(self._config, len(self.net)),
-        )
-
     def _measure(
         self, bounds: Bounds, rank_of_stage: tuple[int, ...], splits_backward: bool
     ) -> StageLayout:
@@ -529,5 +374,78 @@ def _bytes(tree: Any) -> int:
     return sum(t.nbytes for t in pytree.tree_leaves(tree) if isinstance(t, Tensor))
 
 
-def _no_sample() -> tuple[Any, Any]:
-    raise AssertionError("a plan never partitions by 'profile'")
+# The vocabulary of GPT-2.
+_ASSUMED_VOCABULARY = 50257
+
+_USAGE = (
+    "write --model MODULE:FUNCTION, where FUNCTION(micro_batch_size) returns "
+    "(PipelineModule, inputs, labels)"
+)
+
+
+def model_and_sample(config: Config, topology: Topology) -> tuple[PipelineModule, Sample]:
+    """Return the model of the section `model`, and one micro-batch for it.
+
+    Raises:
+        ConfigError: the section is missing, or its type cannot build the model.
+        DataError: a tokenizer is damaged.
+    """
+    if config.model is None:
+        raise ConfigError(
+            f"the config has no section 'model', which describes the model; for a model in Python "
+            f"{_USAGE}"
+        )
+    context = meta_context(config, topology)
+    return build_from(context).on_meta(), Sample(*sample_from(context))
+
+
+def meta_context(config: Config, topology: Topology) -> ModelContext:
+    """Return the context in which a model is planned; its vocabulary may be assumed."""
+    return ModelContext.of(config, topology, vocab_size=vocabulary_of(config).size)
+
+
+def count_layers(config: Config, topology: Topology) -> int:
+    """Return the number of pipeline layers of the section `model`; builds no layer."""
+    return len(build_from(meta_context(config, topology)))
+
+
+def vocabulary_of(config: Config) -> Vocabulary:
+    """Return the vocabulary size of the model: from the config, the tokenizer, or assumed.
+
+    Raises:
+        DataError: a tokenizer is damaged.
+    """
+    own = model_section(config).vocabulary()
+    if isinstance(own, int):
+        return Vocabulary(own, "model.vocab_size")
+    found = known_vocabulary(config.data)
+    if found is not None:
+        return found
+    path = config.data.tokenizer
+    where = f"{path} does not exist here" if path else "is unknown"
+    origin = f"GPT-2's, because model.vocab_size is 'auto' and the tokenizer {where}"
+    # A model without a vocabulary gets the number and has no use for it.
+    return Vocabulary(_ASSUMED_VOCABULARY, origin, is_certain=own is None)
+
+
+def user_model_and_sample(path: str, micro_batch_size: int) -> tuple[PipelineModule, Sample]:
+    """Call FUNCTION of `MODULE:FUNCTION` under the meta device and return its model.
+
+    Raises:
+        ConfigError: the function cannot be found, fails, or returns something else.
+    """
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ConfigError(f"--model {path!r} names no function: {_USAGE}")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    with code_of_user(f"--model {path!r} failed"), torch.device("meta"):
+        returned = getattr(importlib.import_module(module_name), name)(micro_batch_size)
+    if not (
+        isinstance(returned, tuple)
+        and len(returned) == 3
+        and isinstance(returned[0], PipelineModule)
+    ):
+        raise ConfigError(f"--model {path!r} returned {type(returned).__name__}: {_USAGE}")
+    net, inputs, labels = returned
+    return net, Sample.like(inputs, labels)

@@ -12,27 +12,23 @@ What a cut of the model costs, for logs and reports.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
-import torch
 
-from pipemega.errors import PipemegaError
-from pipemega.models.build_model import ModelContext, build_from, model_section, sample_from
+from pipemega.layer_costs.stage_costs import stage_times
+from pipemega.layer_costs.tensor_meter import DeviceType
 from pipemega.monitor import peak_tflops
-from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.plan.channels import vocabulary_channels
 from pipemega.pipeline.plan.instructions import TRANSFER_OF_SEND, Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
-from pipemega.pipeline.plan.partition import Bounds, Cut, LayerCosts
+from pipemega.pipeline.plan.partition import Bounds, LayerCosts
 from pipemega.pipeline.plan.simulate import CostModel, Timeline, simulate
 from pipemega.pipeline.schedules import SCHEDULES, RankCosts, Sizes
 from pipemega.planning.memory import Footprint
 from pipemega.planning.memory_timeline import PeakMemory, peak_memory
 from pipemega.planning.meta_model import MetaModel, StageLayout
-from pipemega.planning.stage_costs import stage_times
 from pipemega.printing import percent
-from pipemega.profiling.tensor_meter import DeviceKernels, DeviceType, TensorMeter
 
 # Seconds from one kernel to the next if the kernels are short: torch's dispatcher launches them one
 # by one. It is why small micro-batches are slow.
@@ -357,63 +353,6 @@ def _shares(times: Sequence[float]) -> list[float]:
     return [time / total if total else 1 / len(times) for time in times]
 
 
-# Backward computes the gradients of both factors of each matrix product.
-_BACKWARD = 2
-
-
-def flops_per_token(context: ModelContext) -> float:
-    """Return the FLOPs of forward and backward per token, without recomputation; 0: unknown.
-
-    Args:
-        context: on the meta device.
-    """
-    section = model_section(context.config)
-    known, tokens = section.flops_per_token(context), section.sample_tokens()
-    if known is not None or tokens is None:
-        return known or 0.0
-    return _counted_per_sample(context) / tokens
-
-
-def flops_per_sample(context: ModelContext) -> float:
-    """Return the FLOPs of forward and backward per sample, such as an image; 0: unknown."""
-    tokens = model_section(context.config).sample_tokens()
-    return _counted_per_sample(context) if tokens is None else tokens * flops_per_token(context)
-
-
-def _counted_per_sample(context: ModelContext) -> float:
-    try:
-        inputs, _ = sample_from(context)
-        forward = forward_flops(build_from(context).on_meta(), inputs)
-    except (PipemegaError, RuntimeError, TypeError):
-        return 0.0  # a layer reads values, which the meta device does not have
-    return (1 + _BACKWARD) * forward / context.micro_batch_size
-
-
-def forward_flops(net: PipelineModule, inputs: Any) -> float:
-    """Return the FLOPs of one forward of `net` for `inputs`; both are on the meta device."""
-    x, total = inputs, 0.0
-    measured: dict[object, tuple[float, Any]] = {}  # by the key of equal layers
-    # The fused kernel of the CPU takes all sizes and dtypes of heads, without dropout.
-    with torch.no_grad(), DeviceKernels("cpu"):
-        for spec, layer in zip(net.specs, net.meta_layers, strict=True):
-            key = spec.equality_key
-            if key is None or key not in measured:
-                layer.eval()
-                with TensorMeter() as meter:
-                    x = layer(x) if spec.forward_fn is None else spec.forward_fn(layer, x)
-                measured[key] = meter.flops, x
-            flops, x = measured[key]
-            total += flops
-    return total
-
-
-# The old default, and how to keep it.
-KEEP_OLD = "pipeline.partition 'parameters' divides the parameters evenly, the default before"
-
-# Stages whose share of the work the log shows.
-_MOST_SHARES = 8
-
-
 @dataclass(frozen=True)
 class CutReport:
     """What the cut of a plan costs.
@@ -458,24 +397,4 @@ def report_cut(model: MetaModel, prediction: Prediction, rates: Rates) -> CutRep
         timeline.makespan / best.timeline.makespan - 1 if best.timeline.makespan else 0.0,
         best.layout.bounds,
         best.peak,
-    )
-
-
-def explain(cut: Cut, even: Cut) -> str:
-    """Return why the model has the cut `cut` and not `even`, for the log of a run."""
-    plan, times = cut.timeline.plan, cut.costs
-    stages = zip(times.forward, times.whole_backward, strict=True)
-    work = [forward + backward for forward, backward in stages]
-    shares = ", ".join(percent(w / sum(work), 0) for w in work[:_MOST_SHARES]) if sum(work) else ""
-    more = ", ..." if len(work) > _MOST_SHARES else ""
-    text = (
-        f"partition auto: stages {list(cut.bounds)} (bounds of layers) for the shortest simulated "
-        f"step of {plan.name}; share of the work by stage: {shares}{more}"
-    )
-    if cut.bounds == even.bounds:
-        return f"{text}; even numbers of parameters give the same stages"
-    longer = even.timeline.makespan / cut.timeline.makespan - 1
-    return (
-        f"{text}; with even numbers of parameters ({list(even.bounds)}) it is {percent(longer)} "
-        f"longer ({KEEP_OLD})"
     )

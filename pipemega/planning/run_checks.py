@@ -90,7 +90,7 @@ def layers_of(config: Config, topology: Topology) -> int | None:
     if known is not None:
         return known
     # By name: torch is imported only if the model has to be built.
-    count: int = import_module("pipemega.planning.stage_costs").count_layers(config, topology)
+    count: int = import_module("pipemega.planning.meta_model").count_layers(config, topology)
     return count
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pipemega.layer_costs.tensor_meter import operation_flops
 from pipemega.monitor.timers import Interval, StepClock
 from pipemega.parameters import shard_of
 from pipemega.pipeline.model.module import RngKey
-from pipemega.profiling.tensor_meter import operation_flops
 from pipemega.tensor_parallel.deferred_logits import DeferredLogits, without_output
 
 

@@ -1,14 +1,13 @@
 """The training loop around an engine.
 
-trainer          Trainer: trains steps or epochs, and evaluates
-callback         Callback, and what calls all of them; callbacks: those that are ready to use
+trainer          Trainer: trains steps or epochs, and evaluates; Callback, and what calls them
+callbacks        callbacks that are ready to use
 metrics          Metric, Accuracy, ...; their sums over micro-batches and ranks
 validation       validation sets; evaluation_sets: data for `evaluate`, prompts, images of a model
 generation       generates text; trained_model: opens a trained model
 pretrain         data, model and results of pretrain_gpt.py
 """
 
-from pipemega.training.callback import Callback
 from pipemega.training.callbacks import (
     EarlyStopping,
     LRLogger,
@@ -18,7 +17,7 @@ from pipemega.training.callbacks import (
 )
 from pipemega.training.generation import generate
 from pipemega.training.metrics import Accuracy, Loss, Metric, MixupAccuracy, Perplexity
-from pipemega.training.trainer import Trainer
+from pipemega.training.trainer import Callback, Trainer
 
 __all__ = [
     "Accuracy",

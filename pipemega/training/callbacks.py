@@ -8,8 +8,8 @@ from pipemega.config.name_suggestions import did_you_mean
 from pipemega.errors import ConfigError
 from pipemega.monitor import EpochRecord, get_logger
 from pipemega.printing import counted
-from pipemega.training.callback import Callback, Mode
-from pipemega.training.trainer import Trainer
+from pipemega.training.metrics import Mode
+from pipemega.training.trainer import Callback, Trainer
 
 
 class _WatchesValue(Callback):

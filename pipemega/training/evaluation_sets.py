@@ -13,27 +13,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 from torch import Tensor
 
 from pipemega.config import Config, load
 from pipemega.config.sections.data_section import PATH_KEYS, RECORD_KEYS, DataSection
-from pipemega.data.finetuning.conversations import load_chat_tokenizer
 from pipemega.data.loader import is_map_style
 from pipemega.data.tokens.build_datasets import DataRequest, Datasets, build_datasets
 from pipemega.data.tokens.corpus import files_of, prefix_of
-from pipemega.data.tokens.data_files import check_data_inputs, run_tokenizer
+from pipemega.data.tokens.data_files import (
+    KINDS,
+    check_data_inputs,
+    load_chat_tokenizer,
+    run_tokenizer,
+)
 from pipemega.data.tokens.tokenizers import Tokenizer
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, DataError, short_cause
-from pipemega.lazy_imports import deferred
+from pipemega.lazy_imports import load_name
 from pipemega.models.build_model import ModelContext, model_section, sample_from
-
-if TYPE_CHECKING:
-    from pipemega.data.images import image_dataset
-else:
-    image_dataset = deferred("pipemega.data.images.image_dataset")
 
 
 def load_images(config: Config, section: DataSection, splits: Sequence[str]) -> Datasets:
@@ -45,16 +44,9 @@ def load_images(config: Config, section: DataSection, splits: Sequence[str]) -> 
     Raises:
         ConfigError, DataError: the model takes no images, or as `build_images`.
     """
-    request = image_dataset.ImageRequest(
-        image_shape(config), model_section(config).number_of_classes(), tuple(splits)
-    )
-    found = image_dataset.build_images(section, request)
-    return Datasets(
-        **found.splits,
-        vocab_size=None,
-        tokenizer=None,
-        description=found.description,
-    )
+    shape, classes = image_shape(config), model_section(config).number_of_classes()
+    found: Datasets = load_name(KINDS["images"].build)(section, shape, classes, splits)
+    return found
 
 
 def image_shape(config: Config) -> tuple[int, int, int]:

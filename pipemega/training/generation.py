@@ -4,19 +4,15 @@ A GPT of `pipemega.models` keeps the keys and values of earlier tokens on the ra
 and heads, so that a new token costs the forward of one position. Other models run the whole
 sequence for each token.
 
-Generates tokens with a trained model: with the fastest method that the model and mesh allow.
+Generates tokens with a trained model; `hf.text_generation` for models of transformers.
 
 Choice of the next token from logits, with the parameters of transformers' `generate`.
-
-Generation by transformers' own `generate`, with its caches, in one process.
 """
 
-import json
 import math
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import islice
 from typing import Any
 
@@ -29,10 +25,7 @@ from pipemega.distributed.mesh import gather_objects
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError, PipelineError
 from pipemega.fault_tolerance.error_propagation import failure_reporter
-from pipemega.hf.hf_module import HFPipelineModule, unsplit_model
-from pipemega.hf.placeholders import import_transformers
 from pipemega.models.gpt import is_cacheable, key_value_caches
-from pipemega.pipeline.model.module import PipelineModule
 from pipemega.training.validation import output_shard
 
 
@@ -149,11 +142,23 @@ def generate(
     Raises:
         ConfigError: the prompt has no tokens, or an argument of the sampling is out of its range.
     """
-    sampling, new = Sampling(temperature, top_k, top_p, seed), list[int]()
+    sampling = Sampling(temperature, top_k, top_p, seed)
     stream = token_stream(engine, prompt, seq_length, vocab_size, sampling, use_cache=use_cache)
+    return _first_tokens(stream, num_tokens, stop, lambda token: None)
+
+
+def _first_tokens(
+    stream: Generator[int, None, None],
+    num_tokens: int,
+    stop: Collection[int],
+    on_token: Callable[[int], object],
+) -> list[int]:
+    """Return the tokens of `stream` up to one of `stop`, and at most `num_tokens`."""
+    new: list[int] = []
     with closing(stream):
         for token in islice(stream, num_tokens):
             new.append(token)
+            on_token(token)
             if token in stop:
                 break
     return new
@@ -254,100 +259,44 @@ def _is_cacheable(engine: Engine) -> bool:
     return all(gather_objects(not splits and is_cacheable(_layers(engine)), mesh.world))
 
 
-class _Choice:
-    """A logits processor that leaves only the token that a sampler has chosen.
-
-    So tokens do not depend on the number of ranks, as those of transformers' sampling would.
-    """
-
-    def __init__(self, sampler: Sampler, on_token: Callable[[int], object]) -> None:
-        self._sampler, self._on_token = sampler, on_token
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        token = self._sampler(scores[0].float().cpu())
-        self._on_token(token)
-        chosen = torch.full_like(scores, -torch.inf)
-        chosen[0, token] = 0.0
-        return chosen
-
-
-@torch.inference_mode()
-def generate_with_transformers(
-    model: Any,
-    prompt: Sequence[int],
-    num_tokens: int,
-    sampling: Sampling,
-    stop: Collection[int] = (),
-    on_token: Callable[[int], object] = lambda token: None,
-) -> list[int]:
-    """Return the new tokens; the last one may be one of `stop`.
-
-    Args:
-        model: a transformers model that can generate; an encoder gets the prompt.
-    """
-    transformers = import_transformers()
-    ids = model.generation_config
-    settings = transformers.GenerationConfig(
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        use_cache=True,
-        bos_token_id=ids.bos_token_id,
-        eos_token_id=list(stop) or None,
-        pad_token_id=next(iter(stop), 0),
-        decoder_start_token_id=ids.decoder_start_token_id,
-    )
-    inputs = torch.tensor([list(prompt)], device=model.device)
-    processors = transformers.LogitsProcessorList([_Choice(Sampler(sampling), on_token)])
-    output = model.generate(
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        generation_config=settings,
-        logits_processor=processors,
-    )
-    before = 1 if model.config.is_encoder_decoder else len(prompt)
-    return [int(token) for token in output[0, before:]]
-
-
-# Of the texts of a model without a largest number of positions.
-_LONGEST = 1 << 20
-
-
 class TextGenerator:
     """Generates tokens with one model.
 
         GPT of pipemega.models            caches of keys and values, on any mesh
-        transformers, in one process      transformers' own generate, with its caches
         other models                      the whole sequence for each token
 
     Args:
-        net: the model that `engine` was built from.
-        vocab_size: of the model; None: it has no tokens.
+        engine: the engine of the model.
+        vocab_size: the vocabulary size of the model; None: it has no tokens.
+        positions: the number of positions of the model; None: use the tokens of a sample.
+        longest: the context length of a model that has neither.
 
     Attributes:
         context_length: largest number of tokens that the model sees.
-        end_tokens: that end a text, as the model of transformers says.
+        end_tokens: the ids that end a text, besides those of the tokenizer.
 
     Raises:
         ConfigError: the model does not generate text.
     """
 
-    def __init__(self, engine: Engine, net: PipelineModule, vocab_size: int | None) -> None:
+    end_tokens: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        engine: Engine,
+        vocab_size: int | None,
+        positions: int | None = None,
+        longest: int | None = None,
+    ) -> None:
         model = engine.config.model
-        length = None if model is None else model.sample_tokens()
-        self.end_tokens: tuple[int, ...] = ()
-        if isinstance(net, HFPipelineModule):
-            _check_generates(net)
-            positions = getattr(net.hf_config.get_text_config(), "max_position_embeddings", None)
-            # An encoder-decoder may have neither; its relative positions have no largest one.
-            length = positions or length or _LONGEST
-            self.end_tokens = _end_tokens(net)
+        length = positions or (None if model is None else model.sample_tokens()) or longest
         if length is None or vocab_size is None:
             raise ConfigError(
                 f"model.type {model.type if model else None!r} has no token ids, so it does not "
                 f"generate text",
                 on_every_rank=True,
             )
-        self._engine, self._net, self._vocab_size = engine, net, vocab_size
+        self._engine, self._vocab_size = engine, vocab_size
         self.context_length = length
 
     def generate(
@@ -366,36 +315,9 @@ class TextGenerator:
             on_token: called with each new token.
 
         Raises:
-            ConfigError: the prompt has no tokens, or is longer than the positions of the model.
+            ConfigError: the prompt has no tokens.
         """
-        net = self._net
-        if not isinstance(net, HFPipelineModule):
-            return self._stream(prompt, num_tokens, sampling, stop, on_token)
-        if not net.hf_config.is_encoder_decoder:
-            num_tokens = min(num_tokens, self._room(len(prompt)))
-        if self._engine.mesh.world.size == 1:
-            return generate_with_transformers(
-                self._unsplit, prompt, num_tokens, sampling, stop, on_token
-            )
-        if not net.hf_config.is_encoder_decoder:
-            return self._stream(prompt, num_tokens, sampling, stop, on_token)
-        start = net.hf_config.decoder_start_token_id
-        encoder_ids = torch.tensor([list(prompt)])
-
-        def with_prompt(ids: Tensor) -> dict[str, Tensor]:
-            return {"input_ids": encoder_ids, "decoder_input_ids": ids}
-
-        return self._stream([start], num_tokens, sampling, stop, on_token, with_prompt)
-
-    def _room(self, prompt: int) -> int:
-        """Return how many tokens can follow a prompt: those without a position cannot."""
-        if prompt >= self.context_length:
-            raise ConfigError(
-                f"the prompt has {prompt} tokens, and the model has {self.context_length} "
-                f"positions: shorten the prompt",
-                on_every_rank=True,
-            )
-        return self.context_length - prompt
+        return self._stream(prompt, num_tokens, sampling, stop, on_token)
 
     def _stream(
         self,
@@ -406,52 +328,6 @@ class TextGenerator:
         on_token: Callable[[int], object],
         as_inputs: Callable[[Tensor], Any] | None = None,
     ) -> list[int]:
-        new: list[int] = []
-        stream = token_stream(
-            self._engine,
-            prompt,
-            self.context_length,
-            self._vocab_size,
-            sampling,
-            as_inputs=as_inputs,
-        )
-        with closing(stream):
-            for token in islice(stream, num_tokens):
-                new.append(token)
-                on_token(token)
-                if token in stop:
-                    break
-        return new
-
-    @cached_property
-    def _unsplit(self) -> Any:
-        """The model of transformers, with the parameters of the engine's layers."""
-        assert isinstance(self._net, HFPipelineModule)
-        layers: dict[int, nn.Module] = {}
-        for stage in self._engine.local_stages:
-            assert isinstance(stage.layers, nn.ModuleDict)
-            layers |= {int(position): layer for position, layer in stage.layers.items()}
-        return unsplit_model(self._net, layers)
-
-
-def _check_generates(net: HFPipelineModule) -> None:
-    description = net.description
-    if not description.model.can_generate() or description.main_input != "input_ids":
-        raise ConfigError(
-            f"{description.class_name} does not generate text from text: use a causal language "
-            f"model, or an encoder-decoder whose input is text",
-            on_every_rank=True,
-        )
-
-
-def _end_tokens(net: HFPipelineModule) -> tuple[int, ...]:
-    """Return the ids that end a text: those of the generation config, which has more for a chat."""
-    file = None if net.folder is None else net.folder / "generation_config.json"
-    found = None
-    if file is not None and file.is_file():
-        try:
-            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{file} cannot be read: {error}", on_every_rank=True) from error
-    found = getattr(net.hf_config, "eos_token_id", None) if found is None else found
-    return () if found is None else (found,) if isinstance(found, int) else tuple(found)
+        sizes = self.context_length, self._vocab_size
+        stream = token_stream(self._engine, prompt, *sizes, sampling, as_inputs=as_inputs)
+        return _first_tokens(stream, num_tokens, stop, on_token)

@@ -7,7 +7,7 @@ import math
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,9 @@ from pipemega.pipeline.microbatch_loss import weighted_loss
 from pipemega.tensor_parallel import vocab_parallel_cross_entropy
 from pipemega.tensor_parallel.collectives import start_all_reduce
 from pipemega.tensor_parallel.deferred_logits import OutputShard
+
+Mode = Literal["min", "max"]
+"""Which values are better."""
 
 IGNORED = -100
 """Label that does not count, as in torch's cross entropy."""

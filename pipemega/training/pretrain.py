@@ -10,9 +10,9 @@ from pipemega.data.tokens.data_files import check_data_inputs
 from pipemega.distributed.mesh import Mesh
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError
+from pipemega.layer_costs import counted_model
 from pipemega.models.build_model import ModelContext
 from pipemega.monitor import get_logger
-from pipemega.planning import prediction
 from pipemega.printing import percent
 from pipemega.training.callbacks import SampleText
 from pipemega.training.evaluation_sets import load_images
@@ -122,14 +122,15 @@ def flops_per_token(config: Config, mesh: Mesh, vocab_size: int | None = None) -
     """Return the model's FLOPs of forward and backward per token; 0: unknown, or not rank 0."""
     if mesh.rank > 0:  # only rank 0 records them
         return 0.0
-    return prediction.flops_per_token(ModelContext.of(config, mesh.topology, vocab_size=vocab_size))
+    context = ModelContext.of(config, mesh.topology, vocab_size=vocab_size)
+    return counted_model.flops_per_token(context)
 
 
 def flops_per_sample(config: Config, mesh: Mesh) -> float:
     """Return the model's FLOPs of forward and backward per image; 0: unknown, or not rank 0."""
     if mesh.rank > 0:  # only rank 0 records them
         return 0.0
-    return prediction.flops_per_sample(ModelContext.of(config, mesh.topology))
+    return counted_model.flops_per_sample(ModelContext.of(config, mesh.topology))
 
 
 def image_metrics(datasets: Datasets) -> dict[str, Metric]:

@@ -19,9 +19,8 @@ from pipemega.monitor.records import evaluation_values
 from pipemega.pipeline.model.module import Stage
 from pipemega.tensor_parallel.deferred_logits import OutputShard
 from pipemega.tensor_parallel.layers import ColumnParallelLinear
-from pipemega.training.callback import Mode
 from pipemega.training.evaluation_sets import EvaluationSet
-from pipemega.training.metrics import Accuracy, MetricSet, checked_metrics
+from pipemega.training.metrics import Accuracy, MetricSet, Mode, checked_metrics
 
 _NAME = re.compile(r"[A-Za-z][\w.-]*")
 _DEFAULT_NAME = "validation"

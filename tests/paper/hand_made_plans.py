@@ -1,11 +1,12 @@
 """Plans for tests: hand-made ones, and random valid ones."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hypothesis import strategies as st
 
 from pipemega.pipeline.plan.channels import channels, queues_of
-from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
+from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
 from pipemega.pipeline.schedules.building_blocks import loop, v
 
 F, B, I, W = Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT  # noqa: E741
@@ -100,3 +101,15 @@ def with_w_last(plan: Plan) -> Plan:
         for p in plan.programs
     )
     return replace(plan, programs=tuple(programs))
+
+
+def queued_bytes(program: Program, kept: Sequence[float]) -> float:
+    """Return the most that the queue of W of a rank holds during `program`."""
+    held = most = 0.0
+    for step in program:
+        if step.kind is Kind.BACKWARD_INPUT:
+            held += kept[step.stage]
+        elif step.kind is Kind.BACKWARD_WEIGHT:
+            held -= kept[step.stage]
+        most = max(most, held)
+    return most

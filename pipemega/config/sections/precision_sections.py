@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from pipemega.config.declarations import (
+    STAGE_3,
+    STAGE_3_NAMES,
     Auto,
     Count,
     NotNegative,
     Positive,
     Section,
+    UnsupportedZeroKeys,
     Whole,
     honoured,
     ignored,
@@ -26,7 +29,6 @@ from pipemega.config.declarations import (
     section,
 )
 from pipemega.config.sections.transformer_sections import TransformerSection
-from pipemega.config.unsupported import STAGE_3, STAGE_3_NAMES, UnsupportedZeroKeys
 
 Dtype = Literal["fp32", "fp16", "bf16"]
 _MASTERS = (

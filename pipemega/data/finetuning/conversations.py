@@ -6,7 +6,6 @@ Find the answers in a rendered conversation.
 import hashlib
 import re
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,8 @@ import numpy.typing as npt
 
 from pipemega.data.finetuning.examples import Example, ExampleFormat
 from pipemega.data.finetuning.record_files import Record
-from pipemega.errors import ConfigError, DataError
+from pipemega.data.tokens.data_files import load_chat_tokenizer
+from pipemega.errors import DataError
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
@@ -252,49 +252,6 @@ class ChatFormat(ExampleFormat):
         ]
 
 
-def load_chat_tokenizer(tokenizer: str, template: str | None = None) -> Any:
-    """Return the tokenizer of transformers with a chat template.
-
-    Raises:
-        ConfigError: transformers is not installed.
-        DataError: the tokenizer cannot be loaded, has no chat template or no offsets.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ConfigError(
-            "data.format 'chat' needs transformers: pip install 'pipemega[hf]'"
-        ) from error
-    path = Path(tokenizer).expanduser()
-    folder = path if path.is_dir() else path.parent
-    has_config = any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json"))
-    try:
-        if path.is_dir() or (path.name == "tokenizer.json" and has_config):
-            found: Any = transformers.AutoTokenizer.from_pretrained(
-                str(folder), local_files_only=True, trust_remote_code=False
-            )
-        else:
-            found = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
-    except Exception as error:  # transformers and tokenizers raise many classes
-        raise DataError(
-            f"data.tokenizer {tokenizer!r} is not a Hugging Face tokenizer, which data.format "
-            f"'chat' needs: {error}"
-        ) from error
-    if template is not None:
-        found.chat_template = _template_of(Path(template).expanduser())
-    if found.chat_template is None:
-        raise DataError(
-            f"the tokenizer {tokenizer} has no chat template: name a file with one by "
-            "data.chat_template, or use data.format 'instruction'"
-        )
-    if not found.is_fast:
-        raise DataError(
-            f"{type(found).__name__} of {tokenizer} cannot say which text a token is from, so the "
-            "answers cannot be found: use a tokenizer with a tokenizer.json"
-        )
-    return found
-
-
 def tokens_in(spans: Sequence[Span], offsets: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
     """Return which tokens contain characters of a span.
 
@@ -309,13 +266,6 @@ def tokens_in(spans: Sequence[Span], offsets: npt.NDArray[np.int64]) -> npt.NDAr
     for start, end in spans:
         inside |= (lasts > start) & (firsts < end) & (lasts > firsts)
     return inside
-
-
-def _template_of(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"data.chat_template {str(path)!r} cannot be read: {error}") from error
 
 
 def _digest_of(tokenizer: Any) -> str:

@@ -30,6 +30,7 @@ from pipemega.data.finetuning.conversations import ChatFormat
 from pipemega.data.finetuning.examples import Example, ExampleFormat, InstructionFormat, TextFormat
 from pipemega.data.finetuning.record_files import Record, RecordObjects, Records, find_records
 from pipemega.data.sample_reader import stack_samples
+from pipemega.data.tokens.build_datasets import DataRequest, Datasets, vocabulary_size
 from pipemega.data.tokens.gpt_dataset import IGNORE, SPLITS, split_ranges
 from pipemega.data.tokens.token_files import Mappings
 from pipemega.data.tokens.tokenizers import Tokenizer, load_tokenizer
@@ -415,13 +416,6 @@ def _tensor(parts: Sequence[npt.NDArray[np.int32]]) -> Tensor:
     return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
 
-class Reporting(NamedTuple):
-    """Function that takes log lines, and whether to show a progress bar."""
-
-    say: Say | None = None
-    progress: bool = False
-
-
 def finetuning_dataset(
     records: Any,
     data: DataSection | Mapping[str, Any],
@@ -453,32 +447,19 @@ def finetuning_dataset(
     else:
         source = RecordObjects(records)
     tokenizer = _tokenizer_of(section)
-    builder = _Builder(section, seq_length, seed, tokenizer, Reporting(say, progress))
+    builder = _Builder(section, seq_length, seed, tokenizer, say, progress)
     found = builder.examples(source)
     return builder.dataset(found, "train", np.arange(len(found.examples.offsets) - 1))
 
 
-class FineTuningData(NamedTuple):
-    """The datasets of a run, their tokenizer, and lines that describe them."""
-
-    splits: dict[str, FineTuningDataset | None]
-    tokenizer: Tokenizer
-    description: tuple[str, ...]
-
-
 def build_finetuning(
-    section: DataSection,
-    wanted: Mapping[str, int | None],
-    *,
-    seq_length: int,
-    seed: int,
-    reporting: Reporting,
-) -> FineTuningData:
+    section: DataSection, request: DataRequest, say: Say | None, progress: bool
+) -> Datasets:
     """Return the datasets of `data.path` and `data.valid_path`; every rank calls it.
 
     Args:
         section: the config section `data`, with a format.
-        wanted: split -> number of samples; 0: no dataset.
+        request, say, progress: as for `build_datasets`.
 
     Raises:
         ConfigError, DataError: the section or a record is not valid.
@@ -488,8 +469,8 @@ def build_finetuning(
             f"data.format is {section.format!r}, but data.path names no records: set it to files "
             "of JSON lines or parquet"
         )
-    tokenizer = _tokenizer_of(section)
-    builder = _Builder(section, seq_length, seed, tokenizer, reporting)
+    tokenizer, seed = _tokenizer_of(section), request.seed
+    builder = _Builder(section, request.seq_length, seed, tokenizer, say, progress)
     found = builder.examples(find_records(section.path))
     lines = [_describe(found, str(section.path))]
     number = len(found.examples.offsets) - 1
@@ -503,7 +484,7 @@ def build_finetuning(
         lines.append(_describe(other, str(section.valid_path)))
     splits: dict[str, FineTuningDataset | None] = dict.fromkeys(SPLITS)
     for name in SPLITS:
-        if wanted[name] == 0:
+        if request.samples[name] == 0:
             continue
         examples, chosen = sources[name]
         if not len(chosen):
@@ -515,7 +496,8 @@ def build_finetuning(
         dataset = builder.dataset(examples, name, chosen)
         splits[name] = dataset
         lines.append(dataset.describe())
-    return FineTuningData(splits, tokenizer, tuple(lines))
+    vocab_size = vocabulary_size(request.vocab_size, tokenizer, str(section.path))
+    return Datasets(**splits, vocab_size=vocab_size, tokenizer=tokenizer, description=tuple(lines))
 
 
 class _Builder(NamedTuple):
@@ -523,11 +505,13 @@ class _Builder(NamedTuple):
     seq_length: int
     seed: int
     tokenizer: Tokenizer
-    reporting: Reporting
+    say: Say | None
+    progress: bool
 
     def examples(self, records: Records) -> CachedExamples:
-        say, progress = self.reporting
-        return cached_examples(records, self._format(), self._folder(), say=say, progress=progress)
+        return cached_examples(
+            records, self._format(), self._folder(), say=self.say, progress=self.progress
+        )
 
     def dataset(self, source: CachedExamples, name: str, chosen: Any) -> FineTuningDataset:
         section = self.section
@@ -539,8 +523,7 @@ class _Builder(NamedTuple):
             pad_id=self.tokenizer.eod or 0,
             seed=self.seed,
         )
-        folder, say = self._folder(), self.reporting.say
-        return FineTuningDataset(source, name, chosen, sampling, folder, say)
+        return FineTuningDataset(source, name, chosen, sampling, self._folder(), self.say)
 
     def _format(self) -> ExampleFormat:
         section, tokenizer = self.section, self.tokenizer

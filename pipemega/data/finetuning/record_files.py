@@ -8,7 +8,9 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from pipemega.config.sections.data_section import DataSection
 from pipemega.data.tokens.corpus import is_json_lines, open_bytes
+from pipemega.data.tokens.data_files import DataInput
 from pipemega.errors import ConfigError, DataError
 
 PARQUET = ".parquet"
@@ -95,6 +97,17 @@ class RecordObjects:
         for index in range(len(self._records)):
             where = f"record {index} of {self.name}"
             yield Record(_as_object(self._records[index], where), where, 1.0)
+
+
+def record_inputs(section: DataSection) -> Iterator[DataInput]:
+    """Yield the files, folders and globs of records that `section` names."""
+    for key in ("path", "valid_path"):
+        names = getattr(section, key)
+        for name in (names,) if isinstance(names, str) else names or ():
+            try:
+                yield DataInput(f"data.{key}", name, int(find_records(name, f"data.{key}").total))
+            except DataError as error:
+                yield DataInput(f"data.{key}", name, error=str(error))
 
 
 def find_records(names: str | Sequence[str], key: str = "data.path") -> RecordFiles:

@@ -6,8 +6,7 @@ Build the datasets of images from the config section `data`.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,17 +16,18 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 from pipemega.config.sections.data_section import DataSection, ImageTransforms
-from pipemega.data.images.cifar import read_cifar
 from pipemega.data.images.image_files import (
     EXTRA,
     ChannelStatistics,
     LabelledImages,
     Labels,
     drawn_digits,
+    read_cifar,
     read_folder,
     scikit_digits,
 )
 from pipemega.data.images.image_paths import image_folders, split_folders
+from pipemega.data.tokens.build_datasets import Datasets
 from pipemega.data.tokens.gpt_dataset import SPLITS, split_ranges
 from pipemega.errors import ConfigError, DataError
 from pipemega.printing import counted
@@ -251,33 +251,6 @@ class ImageDataset(Dataset[ImageSample]):
 _MEANING = {"train": "training", "valid": "validation", "test": "the test set"}
 
 
-@dataclass(frozen=True)
-class ImageRequest:
-    """What a run needs from its images.
-
-    Attributes:
-        shape: channels, height and width of the model's images.
-        num_classes: of the model; None: those of the data.
-        splits: the sets that are read.
-    """
-
-    shape: tuple[int, int, int]
-    num_classes: int | None
-    splits: Sequence[str] = ("train",)
-
-
-class BuiltImages(NamedTuple):
-    """The datasets of a run.
-
-    Args:
-        splits: "train", "valid", "test" -> dataset; None: not requested, or there is none.
-        description: lines for the log.
-    """
-
-    splits: Mapping[str, ImageDataset | None]
-    description: tuple[str, ...]
-
-
 class _Part(NamedTuple):
     """Images of a source that are one split."""
 
@@ -285,31 +258,41 @@ class _Part(NamedTuple):
     chosen: Labels
 
 
-def build_images(section: DataSection, request: ImageRequest) -> BuiltImages:
+def build_images(
+    section: DataSection,
+    shape: tuple[int, int, int],
+    num_classes: int | None,
+    requested: Sequence[str] = ("train",),
+) -> Datasets:
     """Read the images of `section`; every rank calls it with equal values.
+
+    Args:
+        shape: channels, height and width of the model's images.
+        num_classes: the number of classes of the model; None: use that of the data.
+        requested: the sets that are read: "train", "valid", "test".
 
     Raises:
         ConfigError: no folder is named, a package is missing, or the model has fewer classes.
         DataError: files are missing or damaged, or a class has no images of a split.
     """
     lines: list[str] = []
-    parts = _parts(section, request.splits, lines)
+    parts = _parts(section, requested, lines)
     first = next(iter(parts.values())).source
-    known, needed = request.num_classes, len(first.classes)
-    if known is not None and known < needed:
+    needed = len(first.classes)
+    if num_classes is not None and num_classes < needed:
         raise ConfigError(
-            f"model.num_classes is {known}, and the data, {first.name}, has {needed} classes: set "
-            f"model.num_classes to {needed}",
+            f"model.num_classes is {num_classes}, and the data, {first.name}, has {needed} "
+            f"classes: set model.num_classes to {needed}",
             on_every_rank=True,
         )
-    splits = {
-        name: ImageDataset(
-            part.source, name, part.chosen, section.transforms, request.shape, known or needed
+    splits: dict[str, ImageDataset | None] = dict.fromkeys(SPLITS)
+    for name, (source, chosen) in parts.items():
+        dataset = ImageDataset(
+            source, name, chosen, section.transforms, shape, num_classes or needed
         )
-        for name, part in parts.items()
-    }
-    lines += [dataset.describe() for dataset in splits.values()]
-    return BuiltImages({name: splits.get(name) for name in SPLITS}, tuple(lines))
+        splits[name] = dataset
+        lines.append(dataset.describe())
+    return Datasets(**splits, vocab_size=None, tokenizer=None, description=tuple(lines))
 
 
 def _parts(section: DataSection, splits: Sequence[str], lines: list[str]) -> dict[str, _Part]:

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pipemega.config.sections.data_section import SOURCES_OF_FILES, DataSection
+from pipemega.data.tokens.data_files import DataInput
 from pipemega.errors import ConfigError
 
 PATH_VARIABLE = "DATA"
@@ -93,3 +94,29 @@ def listed(names: Sequence[str]) -> str:
         return f"class {names[0]!r}"
     shown = ", ".join(map(repr, names[:_SHOWN])) + (", ..." if len(names) > _SHOWN else "")
     return f"{len(names)} classes ({shown})"
+
+
+def image_inputs(section: DataSection) -> Iterator[DataInput]:
+    """Yield the folders of images that `section` names."""
+    try:
+        folders = image_folders(section)
+    except ConfigError as error:
+        yield DataInput("data.path", "", error=str(error))
+        return
+    for key, path in folders.items():
+        if section.images == "folder":
+            problem = _error_of(key, path, has_validation=len(folders) > 1)
+            count = 0 if problem else len(class_names(split_folders(path)[0]))
+            yield DataInput(key, str(path), error=problem, classes=count)
+        else:
+            problem = "" if path.is_dir() else f"{key}: the folder {path} does not exist"
+            yield DataInput(key, str(path), error=problem)
+
+
+def _error_of(key: str, path: Path, *, has_validation: bool) -> str:
+    """Return why the images of `path` cannot be read; "" if they can."""
+    if key == "data.valid_path":
+        return folder_error(path, key)
+    training, validation = split_folders(path)
+    error = folder_error(training, key)
+    return error if error or validation is None or has_validation else folder_error(validation, key)

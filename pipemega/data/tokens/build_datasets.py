@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, Union
+from typing import Literal, Protocol
 
 from pipemega.config.sections.data_section import DataSection, TokenFiles
 from pipemega.data.tokens.blending import SURPLUS, BlendedDataset, normalized, sizes_of_parts
 from pipemega.data.tokens.corpus import prefix_of
-from pipemega.data.tokens.data_files import corpus_prefix, find_tokenizer, token_prefixes
+from pipemega.data.tokens.data_files import KINDS, corpus_prefix, find_tokenizer, token_prefixes
 from pipemega.data.tokens.generated_data import BigramLoss, MockDataset, bigram_loss
 from pipemega.data.tokens.gpt_dataset import (
     SPLITS,
@@ -23,19 +23,21 @@ from pipemega.data.tokens.prepare import PrepareOptions, prepare
 from pipemega.data.tokens.token_files import IndexedDataset
 from pipemega.data.tokens.tokenizers import Tokenizer
 from pipemega.errors import ConfigError, DataError
-from pipemega.lazy_imports import deferred
+from pipemega.lazy_imports import load_name
 from pipemega.storage.build_once import Say, user_cache_folder, writable_folder
 
-if TYPE_CHECKING:
-    from pipemega.data.finetuning import finetuning_dataset as finetuning
-    from pipemega.data.finetuning.finetuning_dataset import FineTuningDataset
-    from pipemega.data.images.image_dataset import ImageDataset
-else:
-    finetuning = deferred("pipemega.data.finetuning.finetuning_dataset")
 
-AnyDataset: TypeAlias = Union[
-    GPTDataset, BlendedDataset, MockDataset, "FineTuningDataset", "ImageDataset"
-]
+class SplitDataset(Protocol):
+    """The dataset of one split, of any kind of data."""
+
+    already_shuffled: bool
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def __len__(self) -> int: ...
+
+    def describe(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -49,9 +51,9 @@ class Datasets:
         description: lines that say what is read, its size and the number of epochs.
     """
 
-    train: AnyDataset | None
-    valid: AnyDataset | None
-    test: AnyDataset | None
+    train: SplitDataset | None
+    valid: SplitDataset | None
+    test: SplitDataset | None
     vocab_size: int | None
     tokenizer: Tokenizer | None
     description: tuple[str, ...]
@@ -128,7 +130,8 @@ def build_datasets(
         DataError: files, tokens or splits are invalid.
     """
     if section.format is not None:
-        return _build_finetuning(section, request, finetuning.Reporting(say, progress))
+        found: Datasets = load_name(KINDS["format"].build)(section, request, say, progress)
+        return found
     if not (section.corpus or section.keyed_token_files or section.mock):
         raise ConfigError(
             "the config names no data: set data.corpus (text; 'python-stdlib' needs no download), "
@@ -164,7 +167,7 @@ def _sample_format(
 ) -> SampleFormat:
     return SampleFormat(
         seq_length=request.seq_length,
-        vocab_size=_vocab_size(request.vocab_size, tokenizer, prefix),
+        vocab_size=vocabulary_size(request.vocab_size, tokenizer, prefix),
         eod=_end_of_document(section, tokenizer, prefix),
         eod_mask_loss=section.eod_mask_loss,
         reset_position_ids=section.reset_position_ids,
@@ -206,24 +209,6 @@ def _build_mock(section: DataSection, request: DataRequest) -> Datasets:
     )
 
 
-def _build_finetuning(
-    section: DataSection, request: DataRequest, reporting: "finetuning.Reporting"
-) -> Datasets:
-    found = finetuning.build_finetuning(
-        section,
-        request.samples,
-        seq_length=request.seq_length,
-        seed=request.seed,
-        reporting=reporting,
-    )
-    return Datasets(
-        **found.splits,
-        vocab_size=_vocab_size(request.vocab_size, found.tokenizer, str(section.path)),
-        tokenizer=found.tokenizer,
-        description=found.description,
-    )
-
-
 def _prepare_corpus(
     section: DataSection, say: Say | None, progress: bool, deadline_seconds: float
 ) -> tuple[Path, str]:
@@ -244,7 +229,7 @@ def _prepare_corpus(
     return prefix, f"corpus {corpus.name}: {prepared.describe()}, kept in {prefix.parent}"
 
 
-def _vocab_size(
+def vocabulary_size(
     requested: int | Literal["auto"], tokenizer: Tokenizer | None, prefix: Path | str
 ) -> int:
     """Return the vocabulary size of the model: `requested`, or that of the tokenizer.

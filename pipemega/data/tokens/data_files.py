@@ -3,12 +3,10 @@
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipemega.config import Config
 from pipemega.config.sections.data_section import DataSection
-from pipemega.data.finetuning.record_files import find_records
-from pipemega.data.images.image_paths import class_names, folder_error, image_folders, split_folders
 from pipemega.data.tokens.corpus import (
     Corpus,
     files_of,
@@ -18,7 +16,7 @@ from pipemega.data.tokens.corpus import (
     tokenizer_of,
 )
 from pipemega.errors import ConfigError, DataError, PipemegaError
-from pipemega.lazy_imports import deferred
+from pipemega.lazy_imports import deferred, load_name
 from pipemega.storage.build_once import digest_of, user_cache_folder
 
 if TYPE_CHECKING:
@@ -26,6 +24,26 @@ if TYPE_CHECKING:
 else:
     token_files = deferred("pipemega.data.tokens.token_files")
     tokenizers = deferred("pipemega.data.tokens.tokenizers")
+
+
+class DataKind(NamedTuple):
+    """Names of what finds the inputs of a kind of data, and of what builds its datasets."""
+
+    inputs: str
+    build: str
+
+
+# Key of the section `data` -> the kind of data that it selects; without these keys it is tokens.
+KINDS = {
+    "images": DataKind(
+        "pipemega.data.images.image_paths:image_inputs",
+        "pipemega.data.images.image_dataset:build_images",
+    ),
+    "format": DataKind(
+        "pipemega.data.finetuning.record_files:record_inputs",
+        "pipemega.data.finetuning.finetuning_dataset:build_finetuning",
+    ),
+}
 
 
 class DataInput(NamedTuple):
@@ -58,11 +76,11 @@ def data_inputs(section: DataSection) -> Iterator[DataInput]:
             yield DataInput("data.corpus", name, find_corpus(name).num_bytes)
         except DataError as error:
             yield DataInput("data.corpus", name, error=f"data.corpus: {error}")
+    for key, kind in KINDS.items():
+        if getattr(section, key) is not None:
+            yield from load_name(kind.inputs)(section)
     if section.images is not None:
-        yield from _image_folders(section)
         return
-    for key in ("path", "valid_path"):
-        yield from _record_files(f"data.{key}", getattr(section, key))
     if section.chat_template is not None:
         yield _file("data.chat_template", section.chat_template)
     if section.tokenizer is not None:
@@ -71,39 +89,6 @@ def data_inputs(section: DataSection) -> Iterator[DataInput]:
             yield DataInput("data.tokenizer", section.tokenizer, size)
         except PipemegaError as error:
             yield DataInput("data.tokenizer", section.tokenizer, error=f"data.tokenizer: {error}")
-
-
-def _image_folders(section: DataSection) -> Iterator[DataInput]:
-    try:
-        folders = image_folders(section)
-    except ConfigError as error:
-        yield DataInput("data.path", "", error=str(error))
-        return
-    for key, path in folders.items():
-        if section.images == "folder":
-            problem = _image_folder_error(key, path, has_validation=len(folders) > 1)
-            count = 0 if problem else len(class_names(split_folders(path)[0]))
-            yield DataInput(key, str(path), error=problem, classes=count)
-        else:
-            problem = "" if path.is_dir() else f"{key}: the folder {path} does not exist"
-            yield DataInput(key, str(path), error=problem)
-
-
-def _image_folder_error(key: str, path: Path, *, has_validation: bool) -> str:
-    """Return why the images of `path` cannot be read; "" if they can."""
-    if key == "data.valid_path":
-        return folder_error(path, key)
-    training, validation = split_folders(path)
-    error = folder_error(training, key)
-    return error if error or validation is None or has_validation else folder_error(validation, key)
-
-
-def _record_files(key: str, names: str | tuple[str, ...] | None) -> Iterator[DataInput]:
-    for name in (names,) if isinstance(names, str) else names or ():
-        try:
-            yield DataInput(key, name, int(find_records(name, key).total))
-        except DataError as error:
-            yield DataInput(key, name, error=str(error))
 
 
 def _file(key: str, name: str) -> DataInput:
@@ -218,6 +203,56 @@ def run_tokenizer(config: Config) -> "tuple[str, tokenizers.Tokenizer] | None":
     if named is None and config.model is not None:
         named = config.model.default_tokenizer()
     return None if named is None else (named, tokenizers.load_tokenizer(named, section.eod_id))
+
+
+def load_chat_tokenizer(tokenizer: str, template: str | None = None) -> Any:
+    """Return the tokenizer of transformers with a chat template.
+
+    Raises:
+        ConfigError: transformers is not installed.
+        DataError: the tokenizer cannot be loaded, has no chat template or no offsets.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ConfigError(
+            "data.format 'chat' needs transformers: pip install 'pipemega[hf]'"
+        ) from error
+    path = Path(tokenizer).expanduser()
+    folder = path if path.is_dir() else path.parent
+    has_config = any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json"))
+    try:
+        if path.is_dir() or (path.name == "tokenizer.json" and has_config):
+            found: Any = transformers.AutoTokenizer.from_pretrained(
+                str(folder), local_files_only=True, trust_remote_code=False
+            )
+        else:
+            found = transformers.PreTrainedTokenizerFast(tokenizer_file=str(path))
+    except Exception as error:  # transformers and tokenizers raise many classes
+        raise DataError(
+            f"data.tokenizer {tokenizer!r} is not a Hugging Face tokenizer, which data.format "
+            f"'chat' needs: {error}"
+        ) from error
+    if template is not None:
+        found.chat_template = _template_of(Path(template).expanduser())
+    if found.chat_template is None:
+        raise DataError(
+            f"the tokenizer {tokenizer} has no chat template: name a file with one by "
+            "data.chat_template, or use data.format 'instruction'"
+        )
+    if not found.is_fast:
+        raise DataError(
+            f"{type(found).__name__} of {tokenizer} cannot say which text a token is from, so the "
+            "answers cannot be found: use a tokenizer with a tokenizer.json"
+        )
+    return found
+
+
+def _template_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"data.chat_template {str(path)!r} cannot be read: {error}") from error
 
 
 def errors_of_eod(section: DataSection, vocab_size: int | None) -> Iterator[str]:

@@ -215,18 +215,6 @@ def _limited(program: Program, kept: Sequence[float], limit: float) -> Iterator[
         yield step
 
 
-def queued_bytes(program: Program, kept: Sequence[float]) -> float:
-    """Return the most that the queue of W of a rank holds during `program`."""
-    held = most = 0.0
-    for step in program:
-        if step.kind is Kind.BACKWARD_INPUT:
-            held += kept[step.stage]
-        elif step.kind is Kind.BACKWARD_WEIGHT:
-            held -= kept[step.stage]
-        most = max(most, held)
-    return most
-
-
 _BACKWARD = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _RECEIVES = (Kind.RECV_ACTIVATION, Kind.RECV_GRADIENT)
 

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from pipemega.config import load
 from pipemega.errors import ConfigError
 from pipemega.pipeline.plan.instructions import Kind, Plan
-from pipemega.pipeline.plan.lowering import limit_weight_queue, lower, queued_bytes
+from pipemega.pipeline.plan.lowering import limit_weight_queue, lower
 from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan.validate import validate
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, splits_backward
-from tests.paper.hand_made_plans import with_w_last
+from tests.paper.hand_made_plans import queued_bytes, with_w_last
 
 
 def rank_0(plan: Plan) -> str:

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec, initialize
 from pipemega.config import load
-from pipemega.distributed.byte_exchange import Piece, TensorInfo, exchange
+from pipemega.distributed.exchanges import Piece, TensorInfo, exchange
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
 from pipemega.engine.train_step import PlanChange, StepFeature, TrainStep

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from pipemega.engine.schedule_tuner import TIMED, WARM_UP
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.schedules import build_plan
+from pipemega.planning.schedule_tuner import TIMED, WARM_UP
 from tests.paper.hand_made_plans import with_w_last
 from tests.ranks.pool import RanksFailed
 from tests.ranks.training_runs import ADAMW_FP32, build, data, settings

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipemega.engine.schedule_tuner import TIMED, WARM_UP
+from pipemega.planning.schedule_tuner import TIMED, WARM_UP
 from tests.ranks.engine.stage_move_runs import (
     TO_V,
     Move,

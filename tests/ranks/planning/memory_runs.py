@@ -9,10 +9,10 @@ from torch.utils.data import TensorDataset
 
 from pipemega.config import load
 from pipemega.engine.initialize import initialize
+from pipemega.layer_costs.tensor_meter import TensorMeter
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.spec import LayerSpec
-from pipemega.profiling.tensor_meter import TensorMeter
 
 STEPS = 2
 

@@ -13,8 +13,9 @@ from pipemega.cli import main
 from pipemega.data.tokens.tokenizers import load_tokenizer
 from pipemega.hf import from_pretrained
 from pipemega.hf.hf_module import unsplit_model
+from pipemega.hf.text_generation import text_generator
 from pipemega.training import generate
-from pipemega.training.generation import Sampling, TextGenerator
+from pipemega.training.generation import Sampling
 from tests.ranks import hf_folders
 from tests.ranks.trained_models import TEXTS, command, train, write_text
 
@@ -83,7 +84,7 @@ def test_caches_of_transformers_give_the_tokens_and_logits_of_whole_sequences(fo
             return
         size = net.hf_config.vocab_size
         sampling = Sampling(temperature=1.0, seed=4)
-        cached = TextGenerator(engine, net, size).generate(ids[0].tolist(), 25, sampling)
+        cached = text_generator(engine, net, size).generate(ids[0].tolist(), 25, sampling)
         whole = generate(
             engine, ids[0].tolist(), 25, seq_length=64, vocab_size=size, temperature=1.0, seed=4
         )

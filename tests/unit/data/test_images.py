@@ -13,7 +13,7 @@ import torch
 from pipemega.cli import main
 from pipemega.config import load
 from pipemega.config.sections.data_section import DataSection
-from pipemega.data.images.image_dataset import ImageDataset, ImageRequest, build_images
+from pipemega.data.images.image_dataset import ImageDataset, build_images
 from pipemega.data.images.image_files import ArrayPixels, LabelledImages
 from pipemega.data.loader import BatchLoader, LoaderOptions
 from pipemega.data.sample_reader import Share
@@ -35,8 +35,9 @@ def section(**keys: Any) -> DataSection:
 def built(
     *, shape: tuple[int, int, int] = (3, 8, 8), splits: tuple[str, ...] = BOTH, **keys: Any
 ) -> dict[str, ImageDataset]:
-    found = build_images(section(**keys), ImageRequest(shape, None, splits)).splits
-    return {name: dataset for name, dataset in found.items() if dataset is not None}
+    found = build_images(section(**keys), shape, None, splits)
+    by_name = {name: getattr(found, name) for name in ("train", "valid", "test")}
+    return {name: dataset for name, dataset in by_name.items() if dataset is not None}
 
 
 @pytest.mark.parametrize("kind", ["cifar10", "cifar100"])
@@ -276,9 +277,8 @@ def test_the_environment_variable_data_is_the_default_folder(
 
 
 def test_digits_are_those_of_scikit_learn_or_drawn_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    drawn = build_images(section(images="glyphs"), ImageRequest((1, 20, 20), None))
-    train = drawn.splits["train"]
-    assert train is not None
+    train = build_images(section(images="glyphs"), (1, 20, 20), None).train
+    assert isinstance(train, ImageDataset)
     assert len(train.classes) == 10
     assert train[0][0].shape == (1, 20, 20)
     # The first images, which training.eval_steps may select, are of many classes.
@@ -290,9 +290,9 @@ def test_digits_are_those_of_scikit_learn_or_drawn_ones(monkeypatch: pytest.Monk
     nearest = torch.cdist(images.flatten(1), means.flatten(1)).argmin(1)
     assert (nearest == labels).float().mean() > 0.6
     monkeypatch.setitem(sys.modules, "sklearn", None)
-    replaced = build_images(section(images="digits"), ImageRequest((1, 20, 20), None))
+    replaced = build_images(section(images="digits"), (1, 20, 20), None)
     assert "scikit-learn is not installed (pip install" in replaced.description[0]
-    assert replaced.splits["train"].fingerprint == train.fingerprint  # type: ignore[union-attr]
+    assert replaced.fingerprint == train.fingerprint  # type: ignore[union-attr]
 
 
 def test_the_digits_of_scikit_learn() -> None:
@@ -447,7 +447,7 @@ def test_the_model_must_fit_the_images() -> None:
         ((1, 8, 8), 9, "model.num_classes is 9, and the data, digits that pipemega draws, has 10"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            build_images(section(images="glyphs"), ImageRequest(shape, classes))  # type: ignore[arg-type]
+            build_images(section(images="glyphs"), shape, classes)  # type: ignore[arg-type]
     with pytest.raises(
         ConfigError, match=r"mean has 3 numbers, and the images of the model have 1 channel:"
     ):

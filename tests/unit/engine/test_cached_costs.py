@@ -4,9 +4,9 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipemega.engine import schedule_tuner
-from pipemega.engine.plan_choice import MeasuredStages
 from pipemega.pipeline.plan.simulate import CostModel
+from pipemega.planning import schedule_tuner
+from pipemega.planning.planner import MeasuredStages
 
 
 def test_cached_costs_are_those_that_were_written(tmp_path: Path) -> None:

@@ -14,20 +14,23 @@ from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.config import Config, load
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.topology import Topology
-from pipemega.engine.plan_choice import MeasuredStages, PlanChooser, split_was_measured
+from pipemega.engine.plan_choice import PlanChooser, plan_chooser
 from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, ScheduleError
+from pipemega.layer_costs.counted_model import explain
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.plan.instructions import Kind
-from pipemega.pipeline.plan.lowering import lower, queued_bytes
+from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.partition import Cut, LayerCosts
 from pipemega.pipeline.plan.simulate import CostModel, simulate
 from pipemega.pipeline.plan_selection import measurement_plan
 from pipemega.pipeline.schedules import SCHEDULES, Sizes, build_plan
 from pipemega.planning import schedule_choice
 from pipemega.planning.estimate import Request, estimate
-from pipemega.planning.prediction import Rates, explain, predict
-from tests.paper.hand_made_plans import one_queue_per_pair
+from pipemega.planning.planner import MeasuredStages, Planner, split_was_measured
+from pipemega.planning.prediction import Rates, predict
+from pipemega.planning.schedule_tuner import TunedPlans
+from tests.paper.hand_made_plans import one_queue_per_pair, queued_bytes
 from tests.sampling import some
 
 MODEL = {
@@ -37,6 +40,7 @@ MODEL = {
     "seq_length": 32,
     "vocab_size": 512,
 }
+COSTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
 
 
 def config(pipeline: dict[str, Any], **changes: Any) -> Config:
@@ -61,9 +65,9 @@ def mesh() -> Mesh:
 
 def chooser(
     settings: Config, net: PipelineModule | None = None, *, has_read: bool = False
-) -> PlanChooser:
+) -> Planner:
     net = net or gpt(GPTConfig.of(settings, MODEL["vocab_size"]))
-    return PlanChooser(RunSetup(settings, mesh(), net, has_read=has_read))
+    return Planner(RunSetup(settings, mesh(), net, has_read=has_read))
 
 
 @pytest.mark.parametrize(
@@ -74,6 +78,40 @@ def test_initialize_chooses_the_same_plan_as_the_plan_command(pipeline: dict[str
     planned = estimate(Request(settings)).prediction
     chosen = chooser(settings).first_plan(None)
     assert chosen == (planned.plan, planned.layout.bounds, None, None)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_the_planner_and_a_plain_start_choose_the_same_plan_and_cut(schedule: str) -> None:
+    settings = config({"schedule": schedule})
+    net = gpt(GPTConfig.of(settings, MODEL["vocab_size"]))
+    setup = RunSetup(settings, mesh(), net)
+    plain, planner = plan_chooser(setup), Planner(setup)
+    assert type(plain) is PlanChooser
+    chosen = plain.configured_plan(None)
+    assert chosen.bounds is not None
+    assert chosen == planner.configured_plan(None)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "kind"),
+    [
+        ({"schedule": "zb-h1"}, Planner),
+        ({"schedule": "1f1b", "vocabulary": "parallel"}, Planner),
+        ({"schedule": "auto", "costs": COSTS}, Planner),
+        ({"schedule": "auto"}, TunedPlans),
+    ],
+    ids=str,
+)
+def test_plans_that_need_bytes_or_a_search_come_from_the_planner(
+    pipeline: dict[str, Any], kind: type[Planner]
+) -> None:
+    settings = config(pipeline)
+    setup = RunSetup(settings, mesh(), gpt(GPTConfig.of(settings, MODEL["vocab_size"])))
+    assert type(plan_chooser(setup)) is kind
+    # A plan of the caller without W needs neither.
+    assert type(plan_chooser(setup, build_plan("1f1b", 2, 8))) is (
+        Planner if "vocabulary" in pipeline else PlanChooser
+    )
 
 
 def test_every_chosen_plan_is_proven_for_the_backend_in_use(monkeypatch: Any) -> None:
@@ -87,7 +125,7 @@ def test_every_chosen_plan_is_proven_for_the_backend_in_use(monkeypatch: Any) ->
         costs=None,
         layout=SimpleNamespace(bounds=(0, 4, 8)),
     )
-    monkeypatch.setattr(PlanChooser, "_choose", lambda *_: found)
+    monkeypatch.setattr(Planner, "_choose", lambda *_: found)
     named, auto = chooser(config({"schedule": "1f1b"})), chooser(config({"schedule": "auto"}))
     limited = chooser(config({"schedule": "zb-h1", "weight_queue_limit": 10**9}))
     measured = MeasuredStages((0, 4, 8), (0, 1), True, CostModel((1, 1), (1, 1), (1, 1)))
@@ -216,7 +254,7 @@ def test_the_best_stages_are_searched_once_if_they_are_the_current_ones(monkeypa
     measured = MeasuredStages(bounds, (0, 1), split_was_measured(plan), costs)
     best = choice.best_stages(measured)
     once = choice.next_plan(plan, measured)
-    monkeypatch.setattr(PlanChooser, "_choose", lambda *_: pytest.fail("searched again"))
+    monkeypatch.setattr(Planner, "_choose", lambda *_: pytest.fail("searched again"))
     assert choice.next_plan(plan, measured, best) == once
 
 
@@ -257,7 +295,6 @@ def test_a_limit_of_the_queue_without_known_shapes_is_an_error_with_the_way_out(
 
 
 RAMP_UP = {"training": {"rampup_batch_size": [2, 2, 16]}}
-COSTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -300,7 +337,7 @@ def test_all_plans_of_a_growing_batch_keep_the_memory_limit(share: float) -> Non
     settings = config({"schedule": "auto", "memory_limit": limit}, **RAMP_UP)
     chosen = chooser(settings)
     full, bounds, *_ = chosen.first_plan(None)
-    model = chosen._counted
+    model = chosen._model
     assert model is not None
     assert bounds is not None
     for count in (1, 2, 5):

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipemega.profiling import tensor_meter
-from pipemega.profiling.tensor_meter import TensorMeter
+from pipemega.layer_costs import tensor_meter
+from pipemega.layer_costs.tensor_meter import TensorMeter
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -16,13 +16,13 @@ from pipemega.config.model_registry import register_model
 from pipemega.data.tokens.tokenizers import FastTokenizer
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError
+from pipemega.layer_costs.counted_model import flops_per_token, forward_flops
+from pipemega.layer_costs.stage_costs import Sample
 from pipemega.models.build_model import build_from, sample_from
 from pipemega.monitor import gpt_flops_per_token
 from pipemega.pipeline.schedules import SCHEDULES
 from pipemega.planning.estimate import Request, estimate
-from pipemega.planning.meta_model import MetaModel
-from pipemega.planning.prediction import flops_per_token, forward_flops
-from pipemega.planning.stage_costs import Sample, model_and_sample
+from pipemega.planning.meta_model import MetaModel, model_and_sample
 
 BASE: dict[str, Any] = {
     "train_batch_size": 16,

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from pipemega.config import load
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
+from pipemega.layer_costs.tensor_meter import DeviceKernels, TensorMeter
 from pipemega.planning.estimate import Request, estimate
 from pipemega.planning.report import step_summary
 from pipemega.printing import (
@@ -21,7 +22,6 @@ from pipemega.printing import (
     show_time,
     three,
 )
-from pipemega.profiling.tensor_meter import DeviceKernels, TensorMeter
 from pipemega.tensor_parallel.collectives import (
     gather_sequence,
     reduce_from_tensor,

@@ -9,9 +9,9 @@ import pytest
 from pipemega.cli import main
 from pipemega.config import load
 from pipemega.distributed.topology import Topology
+from pipemega.layer_costs.counted_model import flops_per_sample, flops_per_token
 from pipemega.models.build_model import ModelContext
 from pipemega.planning.estimate import Request, estimate
-from pipemega.planning.prediction import flops_per_sample, flops_per_token
 
 HIDDEN, LAYERS, CLASSES, PATCHES, PATCH_SIZE = 32, 4, 10, 16, 4
 CONFIG: dict[str, Any] = {

@@ -9,9 +9,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipemega.distributed.mesh import Axis
 from pipemega.kernels import Kernels
+from pipemega.layer_costs.tensor_meter import DeviceKernels
 from pipemega.models.gpt import GPTConfig
 from pipemega.models.transformer_block import Block
-from pipemega.profiling.tensor_meter import DeviceKernels
 from pipemega.tensor_parallel import collectives
 from pipemega.tensor_parallel.collectives import (
     gather_from_tensor,

@@ -11,10 +11,10 @@ from torch.nn import functional as F
 
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import DataError
+from pipemega.layer_costs.tensor_meter import TensorMeter
 from pipemega.lora.low_rank import add_adapter
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
-from pipemega.profiling.tensor_meter import TensorMeter
 from pipemega.tensor_parallel import (
     DeferredLogits,
     VocabParallelHead,

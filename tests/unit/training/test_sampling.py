@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from pipemega.errors import ConfigError, PipelineError
-from pipemega.training.generation import Sampler, Sampling, _end_tokens
+from pipemega.hf.text_generation import _end_tokens
+from pipemega.training.generation import Sampler, Sampling
 
 
 def logits() -> torch.Tensor:

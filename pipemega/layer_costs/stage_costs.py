@@ -5,10 +5,7 @@ the forward only the autograd graph of the output is kept, and of the input only
 needs.
 """
 
-import importlib
 import math
-import os
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -20,12 +17,15 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.utils import _pytree as pytree
 
-from pipemega.config import Config
-from pipemega.data.tokens.data_files import Vocabulary, known_vocabulary
-from pipemega.distributed.topology import Topology
 from pipemega.distributed.torch_versions import gradient_edge
-from pipemega.errors import ConfigError, PipelineError, code_of_user
-from pipemega.models.build_model import ModelContext, build_from, model_section, sample_from
+from pipemega.errors import PipelineError, code_of_user
+from pipemega.layer_costs.tensor_meter import (
+    DeviceKernels,
+    DeviceType,
+    KernelRates,
+    TensorMeter,
+    unmetered,
+)
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.mixed_precision import Precision
 from pipemega.pipeline.executor import run_backward
@@ -42,13 +42,6 @@ from pipemega.pipeline.model.spec import LayerSpec
 from pipemega.pipeline.plan.partition import Bounds, LayerCosts
 from pipemega.pipeline.plan.simulate import CostModel
 from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
-from pipemega.profiling.tensor_meter import (
-    DeviceKernels,
-    DeviceType,
-    KernelRates,
-    TensorMeter,
-    unmetered,
-)
 from pipemega.random import preserve_rng
 from pipemega.tensor_parallel.deferred_logits import defer_logits
 from pipemega.tensor_parallel.linear_cross_entropy import pending_bytes
@@ -501,15 +494,6 @@ def _builds_same_layer(one: LayerSpec, other: LayerSpec) -> bool:
     return all(a is b or (a == b) is True for a, b in pairs)
 
 
-# The vocabulary of GPT-2.
-_ASSUMED_VOCABULARY = 50257
-
-_USAGE = (
-    "write --model MODULE:FUNCTION, where FUNCTION(micro_batch_size) returns "
-    "(PipelineModule, inputs, labels)"
-)
-
-
 @dataclass(frozen=True, eq=False)
 class Sample:
     """Inputs and labels of one micro-batch, on the meta device.
@@ -526,74 +510,6 @@ class Sample:
     def like(cls, inputs: Any, labels: Any) -> "Sample":
         """Return a sample with the shapes of real tensors."""
         return cls(_to_meta(inputs), _to_meta(labels))
-
-
-def model_and_sample(config: Config, topology: Topology) -> tuple[PipelineModule, Sample]:
-    """Return the model of the section `model`, and one micro-batch for it.
-
-    Raises:
-        ConfigError: the section is missing, or its type cannot build the model.
-        DataError: a tokenizer is damaged.
-    """
-    if config.model is None:
-        raise ConfigError(
-            f"the config has no section 'model', which describes the model; for a model in Python "
-            f"{_USAGE}"
-        )
-    context = meta_context(config, topology)
-    return build_from(context).on_meta(), Sample(*sample_from(context))
-
-
-def meta_context(config: Config, topology: Topology) -> ModelContext:
-    """Return the context in which a model is planned; its vocabulary may be assumed."""
-    return ModelContext.of(config, topology, vocab_size=vocabulary_of(config).size)
-
-
-def count_layers(config: Config, topology: Topology) -> int:
-    """Return the number of pipeline layers of the section `model`; builds no layer."""
-    return len(build_from(meta_context(config, topology)))
-
-
-def vocabulary_of(config: Config) -> Vocabulary:
-    """Return the vocabulary size of the model: from the config, the tokenizer, or assumed.
-
-    Raises:
-        DataError: a tokenizer is damaged.
-    """
-    own = model_section(config).vocabulary()
-    if isinstance(own, int):
-        return Vocabulary(own, "model.vocab_size")
-    found = known_vocabulary(config.data)
-    if found is not None:
-        return found
-    path = config.data.tokenizer
-    where = f"{path} does not exist here" if path else "is unknown"
-    origin = f"GPT-2's, because model.vocab_size is 'auto' and the tokenizer {where}"
-    # A model without a vocabulary gets the number and has no use for it.
-    return Vocabulary(_ASSUMED_VOCABULARY, origin, is_certain=own is None)
-
-
-def user_model_and_sample(path: str, micro_batch_size: int) -> tuple[PipelineModule, Sample]:
-    """Call FUNCTION of `MODULE:FUNCTION` under the meta device and return its model.
-
-    Raises:
-        ConfigError: the function cannot be found, fails, or returns something else.
-    """
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"--model {path!r} names no function: {_USAGE}")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    with code_of_user(f"--model {path!r} failed"), torch.device("meta"):
-        returned = getattr(importlib.import_module(module_name), name)(micro_batch_size)
-    if not (
-        isinstance(returned, tuple)
-        and len(returned) == 3
-        and isinstance(returned[0], PipelineModule)
-    ):
-        raise ConfigError(f"--model {path!r} returned {type(returned).__name__}: {_USAGE}")
-    net, inputs, labels = returned
-    return net, Sample.like(inputs, labels)
 
 
 def _to_meta(tree: Any) -> Any:

@@ -19,7 +19,6 @@ with others, or if others gain little (`measured_stages`).
 
 import hashlib
 import json
-import logging
 import os
 import platform
 import statistics
@@ -31,21 +30,22 @@ from typing import Any
 
 import torch
 
-from pipemega.distributed.mesh import Mesh, from_first
-from pipemega.engine.plan_choice import (
-    ChosenPlan,
-    MeasuredStages,
-    PlanChooser,
-    is_worth_moving,
-    split_was_measured,
-    stages_of,
-)
+from pipemega.distributed.mesh import from_first
+from pipemega.engine.plan_choice import ChosenPlan
+from pipemega.engine.run_setup import RunSetup
 from pipemega.engine.stage_mover import describe_cut
 from pipemega.engine.train_step import PlanChange, StepFeature, TrainStep
 from pipemega.errors import PipemegaError
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.partition import Bounds
 from pipemega.pipeline.plan.simulate import CostModel, VocabularyCosts, simulate
+from pipemega.planning.planner import (
+    MeasuredStages,
+    Planner,
+    is_worth_moving,
+    split_was_measured,
+    stages_of,
+)
 from pipemega.planning.prediction import Prediction
 from pipemega.printing import percent
 from pipemega.profiling.measured_costs import measured_costs
@@ -101,29 +101,18 @@ class ScheduleTuner(StepFeature):
     """Selects the steps to trace, and after them the next plan.
 
     Args:
-        mesh: of the run.
-        plan: the first plan, lowered.
-        bounds: of its stages.
-        predicted: its seconds, if they are known from an earlier run.
         chooser: chooses the next plan, on rank 0.
+        first: the first plan, and its seconds if they are known from an earlier run.
+        bounds: the bounds of its stages.
         cache: file for the costs; None: do not cache them.
-        log: of this rank.
     """
 
     def __init__(
-        self,
-        mesh: Mesh,
-        plan: Plan,
-        bounds: Bounds,
-        predicted: float | None,
-        chooser: PlanChooser,
-        cache: Path | None,
-        log: logging.Logger,
+        self, chooser: Planner, first: ChosenPlan, bounds: Bounds, cache: Path | None
     ) -> None:
-        self._mesh, self._plan, self._chooser = mesh, plan, chooser
-        self._bounds = bounds
-        self._cache, self._log = cache, log
-        self._predicted = predicted
+        self._chooser, self._mesh, self._log = chooser, chooser.mesh, chooser.log
+        self._plan, self._predicted, self._bounds = first.plan, first.seconds, bounds
+        self._cache = cache
         self._steps, self._changes, self._done = 0, 0, False
         self._timed: list[Trace] = []
         self._memory_trace: Trace | None = None
@@ -280,32 +269,35 @@ class ScheduleTuner(StepFeature):
             self._log.warning(f"schedule auto: cannot cache the costs for the next run: {error}")
 
 
-def first_tuned_plan(
-    chooser: PlanChooser, mesh: Mesh, cost_key: Mapping[str, Any], log: logging.Logger
-) -> tuple[ChosenPlan, Path]:
-    """Return the first plan, and the cache file of its measured costs; collective.
+class TunedPlans(Planner):
+    """The plans of schedule `auto`: the first one, and what replaces it after measurements."""
 
-    Args:
-        chooser: chooses the plans, on rank 0.
-        cost_key: everything that the costs depend on, as JSON values.
+    def __init__(self, setup: RunSetup) -> None:
+        super().__init__(setup)
+        # The passes of a cut vocabulary are not measured, so the plan of the first step stays.
+        self._is_tuned = not setup.cuts_vocabulary and not self.shapes_follow
+        is_tuned = not setup.cuts_vocabulary and not self.shapes_follow
+        self._cache = _cache_file(_cost_key(setup), setup.mesh.device) if is_tuned else None
 
-    Raises:
-        ConfigError, ScheduleError: as `PlanChooser.first_plan`.
-    """
-    file = _cache_file(cost_key, mesh.device)
-    measured = _cached(file) if mesh.rank == 0 else None
-    first = from_first(mesh.world, lambda: chooser.choose(lambda: chooser.first_plan(measured)))
-    if first.seconds is None:
-        log.info(
-            f"schedule auto: the first {WARM_UP + TIMED} steps run {first.plan.name} and are "
-            "measured; then the best plan replaces it"
-        )
-    else:
-        log.info(
-            f"schedule auto: {first.plan.name} from cached costs ({file}): predicted "
-            f"{_ms(first.seconds)}"
-        )
-    return first, file
+    def first(self, given: Plan | None) -> ChosenPlan:
+        if self._cache is None:
+            return self._from_first(lambda: self.first_plan(None))
+        measured = _cached(self._cache) if self.mesh.rank == 0 else None
+        first = self._from_first(lambda: self.first_plan(measured))
+        if first.seconds is None:
+            self.log.info(
+                f"schedule auto: the first {WARM_UP + TIMED} steps run {first.plan.name} and are "
+                "measured; then the best plan replaces it"
+            )
+        else:
+            self.log.info(
+                f"schedule auto: {first.plan.name} from cached costs ({self._cache}): predicted "
+                f"{_ms(first.seconds)}"
+            )
+        return first
+
+    def tuner(self, first: ChosenPlan, bounds: Bounds) -> StepFeature | None:
+        return ScheduleTuner(self, first, bounds, self._cache) if self._cache else None
 
 
 def _cache_file(cost_key: Mapping[str, Any], device: torch.device) -> Path:
@@ -318,6 +310,25 @@ def _cache_file(cost_key: Mapping[str, Any], device: torch.device) -> Path:
     text = json.dumps({**cost_key, "machine": machine, "torch": torch.__version__}, sort_keys=True)
     name = hashlib.sha256(text.encode()).hexdigest()[:16]
     return user_cache_folder() / "schedules" / f"{name}.json"
+
+
+def _cost_key(setup: RunSetup) -> dict[str, Any]:
+    """Return everything that the cost of a micro-batch on a layer depends on."""
+    config, net = setup.config, setup.net
+    sections = ["model", "activation_checkpointing", "fp16", "bf16", "data_types"]
+    if config.compile.enabled:
+        sections.append("compile")
+    whole = config.to_dict()
+    return {
+        "layers": net.layer_names,
+        "parameters": net.count_parameters(),
+        "partition": config.pipeline.partition,
+        "checkpoint_interval": config.pipeline.activation_checkpoint_interval,
+        "mesh": str(setup.mesh.topology),
+        "sequence_parallel": config.mesh.sequence_parallel,
+        "micro_batch": config.train_micro_batch_size_per_gpu,
+        **{name: whole.get(name) for name in sections},
+    }
 
 
 def _cached(file: Path) -> MeasuredStages | None:
