@@ -1,8 +1,8 @@
 """Generates docs/features.md from features.json5: `python -m docs.features > docs/features.md`.
 
 `python -m docs.features --run` runs the command of each row and prints whether it succeeded;
-`--run 2.9 4.1` runs those of two rows. A row is what a document promises, how pipemega does it, and
-a command that shows it.
+`--run 2.9 4.1` runs the commands of two rows. A row is what a document promises, how pipemega does
+it, and a command that shows it.
 """
 
 import json

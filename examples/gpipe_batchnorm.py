@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=2 examples/gpipe_batchnorm.py
     torchrun --nproc_per_node=2 examples/gpipe_batchnorm.py --plain
 
-With deferred statistics the running mean and variance are those of whole mini-batches, as without
+With deferred statistics the running mean and variance cover whole mini-batches, as without
 micro-batches. `--plain` keeps nn.BatchNorm2d as it is, and the log warns about the statistics.
 """
 

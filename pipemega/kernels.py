@@ -1,9 +1,9 @@
-"""Selects fused kernels once: NVIDIA apex if it is installed, else those of torch.
+"""Selects fused kernels once: NVIDIA apex if it is installed, else torch's kernels.
 
 On public package indexes the name `apex` belongs to another project. NVIDIA's package has the
 extension module `amp_C`, so this module is searched for, and another `apex` is never imported.
 
-There is no multi-tensor norm to select: `optimizer.grad_norm` uses that of torch, which adds in
+There is no multi-tensor norm to select: `optimizer.grad_norm` uses torch's norm, which adds in
 fp64.
 """
 
@@ -35,7 +35,7 @@ class Kernels:
         adam: FusedAdam of apex; None if torch's optimizers are used.
         layer_norm, rms_norm: module classes, called as (shape, eps=...), with `weight` (and
             `bias`) as in torch.
-        description: one line for the log.
+        description: the line that the log shows about the kernels.
     """
 
     device: torch.device

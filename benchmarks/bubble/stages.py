@@ -2,8 +2,8 @@
 
     y = w x           x [..., width]; w [width] is the parameter of the stage
 
-    Forward sleeps F. Backward has two nodes that sleep: I before the gradient of x, W before that
-    of w. So autograd sleeps I for the gradient of x only, W for that of w only, I + W for both. The
+    Forward sleeps F. Backward has two nodes that sleep: I before the gradient of x, W before the
+    gradient of w. So autograd sleeps I for only x, W for only w, I + W for both gradients. The
     first stage also sleeps I, although its x needs no gradient: in a real model the first stage has
     layers after the embedding.
 
@@ -122,8 +122,8 @@ class SleepingStage(nn.Module):
         stage: its number in the model.
         seconds: times that it sleeps.
         share: fraction of the layers of its rank: 1 / the number of stages on the rank.
-        log: of this rank.
-        width: of its input.
+        log: the log of this rank.
+        width: size of the last dim of its input.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class Task:
     """Sizes and costs of one table.
 
     Args:
-        ranks, num_microbatches: of the pipeline.
+        ranks, num_microbatches: number of pipeline ranks and of micro-batches.
         share: seconds of F, I and W in all stages of one rank together.
     """
 
@@ -121,7 +121,7 @@ def build(
     """Build one system on this rank; collective.
 
     Args:
-        plans: those of pipemega, by name.
+        plans: name -> plan, for the systems of pipemega.
 
     Raises:
         ScheduleError: the schedule does not support these sizes.

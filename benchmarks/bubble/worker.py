@@ -46,8 +46,8 @@ def main() -> None:
 def measure(task: Task, names: list[str], rounds: int, plans: Mapping[str, Plan]) -> dict[str, Any]:
     """Return, for each system, the numbers of its plan and the start and end of its steps.
 
-    The times are those of the monotonic clock, which all processes share. In each round all systems
-    run once; each round begins with another system.
+    The times are read from the monotonic clock, which all processes share. In each round all
+    systems run once; each round begins with another system.
     """
     rank, group = dist.get_rank(), dist.new_group()
     log = SleepLog()

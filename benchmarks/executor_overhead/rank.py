@@ -1,6 +1,6 @@
 """One rank of the measurement, in a separate process; `run.py` starts it and reads its JSON.
 
-Several source trees take turns: each has its own ranks, and only those of one tree run at a time.
+Several source trees take turns: each has its own ranks, and only one tree's ranks run at a time.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _plan_of(worker: Any) -> Callable[[str, int, int, int], Any]:
 
 
 class _Turns:
-    """Runs the steps of this tree in turns with those of the other trees."""
+    """Runs the steps of this tree in turns with the other trees."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._store = dist.TCPStore("127.0.0.1", options.turns, timeout=timedelta(minutes=1))

@@ -4,8 +4,8 @@
 
 Two ranks with gloo, stages that multiply by one number or have a linear of 8 x 8, micro-batches of
 one row of 8. All instructions of a rank's program count, compute steps and messages; the time of a
-step is that of the slower rank. With `--baseline` another source tree is measured in the same run:
-its steps and those of this tree alternate.
+step is the time of the slower rank. With `--baseline` another source tree is measured in the same
+run: its steps and the steps of this tree alternate.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks import ROOT, machine, measure
 
-# The mark: microseconds, relative to those of the baseline.
+# The mark: microseconds, relative to the baseline.
 MOST = 0.6
 
 

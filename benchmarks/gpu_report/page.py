@@ -29,7 +29,7 @@ def markdown(
     """Return the page.
 
     Args:
-        versions: of `results.describe`.
+        versions: the result of `results.describe`.
         benchmark: JSON values of benchmarks/gpu_single, or an error.
         doctor: JSON values of `pipemega doctor`, or an error.
         at: the time of the report; None: now.

@@ -20,7 +20,7 @@ Activations of one micro-batch, for fused attention (no s x s matrix) and no dro
                   +  10 hV   gradient of the head in fp32, of a chunk in 16 bits and in fp32
                   +   6 bsh + 8 bs  input and output of the last norm, gradient of the output
     the last layer   12 bsh  its largest gradients in backward, after the loss was freed
-                  +   2 hV   gradient of the head, which waits for that of the tied embedding
+                  +   2 hV   gradient of the head; it waits for the tied embedding's gradient
         full         42 bsh + 4 bsa + 16 bs: it was just recomputed, from its kept input
 
 At the peak all layers are kept: at the loss, or in backward of the last layer. Not included:

@@ -1,7 +1,7 @@
 """The pipeline schedules of Megatron-core on the CPU; needs the package.
 
 Only the schedule, its messages and its release of outputs are Megatron's. Modules, data, cut and
-optimizer are those of the other systems.
+optimizer are the same as in the other systems.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ MEGATRON_SCHEDULES = {"1f1b": (0, 1), "interleaved": (0, 1, 0, 1)}
 def megatron(sizes: Sizes, place: Place, name: str) -> Step:
     """Megatron's 1F1B, or its interleaved 1F1B with two model chunks per rank.
 
-    The settings are those of Megatron's training script: outputs are deallocated once they are
+    The settings are taken from Megatron's training script: outputs are deallocated once they are
     sent, and messages overlap with computation under the interleaved schedule only.
     """
     from megatron.core import parallel_state

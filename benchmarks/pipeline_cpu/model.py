@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the model and the batch; the defaults are those of the comparison."""
+    """Sizes of the model and the batch; the comparison uses the defaults."""
 
     vocab: int = 8192
     hidden: int = 256

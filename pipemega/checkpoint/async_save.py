@@ -5,7 +5,7 @@
     thread                   waits for the copies     |  writes the files ..
 
 Without a CUDA device the copies are complete when the save returns. The threads of the ranks use
-their own process group, so their collectives cannot mix with those of a step.
+their own process group, so their collectives cannot mix with the collectives of a step.
 """
 
 import atexit
@@ -49,7 +49,7 @@ class Staging:
     The buffer is allocated at the first save, and again only if the shards have other shapes.
 
     Args:
-        memory: of the device of the tensors.
+        memory: host memory for copies from the device of the tensors.
     """
 
     def __init__(self, memory: HostMemory) -> None:
@@ -98,7 +98,7 @@ class BackgroundTask:
     """Runs one action at a time in a thread on every rank, beside the training.
 
     Args:
-        world: all ranks.
+        world: the axis of all ranks.
         timeout: how long the ranks wait for each other.
     """
 

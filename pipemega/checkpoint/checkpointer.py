@@ -1,12 +1,12 @@
 """Checkpointer: saves and loads the state of one engine.
 
-Learning rate, its schedule and weight decay: of the config, or of the checkpoint.
+Two keys decide which learning rate, schedule and weight decay a resumed run uses:
 
-    override_opt_param_scheduler        true, null: those of the config
+    override_opt_param_scheduler        true, null: the values in the config
                                         false: a checkpoint with other values is refused
-    use_checkpoint_opt_param_scheduler  those of the checkpoint
+    use_checkpoint_opt_param_scheduler  true: the values in the checkpoint
 
-The position in the schedule is that of the checkpoint in all cases.
+The position in the schedule always comes from the checkpoint.
 """
 
 import logging
@@ -49,7 +49,7 @@ def refuse_other_values(changes: Sequence[ConfigChange], config: Config, where: 
     """Refuse a checkpoint with other values, if the config does not say which ones apply.
 
     Args:
-        changes: of the config, since the checkpoint was saved.
+        changes: the changes of the config since the checkpoint was saved.
         where: the path of the checkpoint.
 
     Raises:
@@ -140,8 +140,8 @@ class Checkpointer:
     """Saves and loads everything that the next step of an engine depends on; collective.
 
     Args:
-        config, mesh, model, step, loader: of the engine.
-        total_steps: of the whole run; None: not known.
+        config, mesh, model, step, loader: the parts of the engine with these names.
+        total_steps: number of steps of the whole run; None: not known.
 
     Attributes:
         model: the current stages; set by the engine when they have moved.
@@ -281,12 +281,12 @@ class Checkpointer:
     def load(self, folder: str | os.PathLike[str], tag: str | None, options: LoadOptions) -> Loaded:
         """Restore the run that saved a checkpoint, or the parts of it that `options` select.
 
-        All checks come first; after them the tensors of the run are overwritten. Of a checkpoint
+        All checks come first; after them the tensors of the run are overwritten. From a checkpoint
         that DeepSpeed wrote, only the weights are loaded.
 
         Raises:
-            CheckpointError: it is missing, incomplete, damaged, of another model, or of a run
-                with a config that must not change; on every rank.
+            CheckpointError: the checkpoint is missing, incomplete or damaged, or belongs to
+                another model or to a run whose config must not change; on every rank.
         """
         started = time.perf_counter()
         # An error of the last background save was logged, and does not prevent loading.

@@ -87,7 +87,7 @@ class InPlaceReader:
         Then `into` is unchanged, or partly read.
 
         Args:
-            offset, length: of the chunk's zip file in the stream.
+            offset, length: position and size of the chunk's zip file in the stream, in bytes.
         """
         # Other streams may be remote: one read of the chunk is faster than several small ones.
         if not isinstance(stream, io.BufferedReader) or not into.is_cpu:
@@ -323,7 +323,7 @@ class _ShardWriter(FileSystemWriter):
         prefix = _StoragePrefix(f"__{self._rank}_")
         plan = replace(self.prepare_local_plan(plan), storage_data=prefix)
         computes_crc32 = get_crc32_options()
-        # The manifest has checksums of the whole file; no reader of torch compares those of torch.
+        # The manifest has checksums of the whole file; no reader of torch compares torch's own.
         set_crc32_options(False)
         try:
             results: list[WriteResult] = self.write_data(plan, planner).wait()

@@ -100,7 +100,7 @@ def check_config_changes(
             kinds.append("another order of the data")
         keys = ", ".join(f'"{change.key}"' for change in refused)
         raise CheckpointError(
-            f"the config differs from that of {where} and would continue with "
+            f"the config differs from the config saved in {where} and would continue with "
             f"{' and '.join(kinds)}: {'; '.join(map(str, refused))}. Restore these values, or, if "
             f"the change is intended, set checkpoint.allow_changes [{keys}]; to start a new run "
             f"from the weights alone, set checkpoint.load_module_only"
@@ -108,7 +108,10 @@ def check_config_changes(
     if not changes:
         return None
     lines = "\n  ".join(map(str, changes))
-    return f"the config differs from that of {where}; the new values take effect:\n  {lines}"
+    return (
+        f"the config differs from the config saved in {where}; the new values take effect:\n"
+        f"  {lines}"
+    )
 
 
 def _with_defaults(stored: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -139,7 +142,7 @@ def _value_text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """A tensor whose shape in the run differs from that in the checkpoint; None: missing."""
+    """A tensor with different shapes in the run and in the checkpoint; None: missing."""
 
     name: str
     in_run: Shape
@@ -167,8 +170,8 @@ def tensor_differences(
     """Compare the parameters and buffers of all ranks with the stored ones; collective.
 
     Args:
-        shards: of the model of this rank.
-        is_replica: another rank has the same ones.
+        shards: this rank's shards of the model's parameters and buffers, by logical name.
+        is_replica: another rank has the same shards.
     """
     # Tensors without elements are not stored.
     mine = {name: tuple(shard.size()) for name, shard in shards.items() if shard.size().numel()}
@@ -190,7 +193,7 @@ def refuse_differences(where: str, found: list[TensorDifference]) -> None:
     """Raise an error that lists the first differences, if there are any.
 
     Raises:
-        CheckpointError: on every rank alike.
+        CheckpointError: there are differences; raised on every rank.
     """
     if not found:
         return

@@ -41,7 +41,8 @@ from pipemega.storage.locks import folder_locks
 
 POINTER = "latest"
 
-# Of each other system: what finds its checkpoint in a folder, and what loads the weights.
+# For each other system: the function that finds its checkpoint in a folder, and the function that
+# loads the weights.
 _FOREIGN = (
     (
         "pipemega.checkpoint.deepspeed:find_deepspeed",
@@ -77,7 +78,7 @@ class StoredCheckpoint:
     """A checkpoint that has a state.json.
 
     Args:
-        tag: its name.
+        tag: name of the checkpoint.
         path: the folder of its files, relative to the root of the storage.
         state: the content of state.json.
     """
@@ -99,7 +100,7 @@ class StoredCheckpoint:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which checkpoints are kept, of those whose tag is global_step<N>.
+    """Which of the checkpoints whose tag is global_step<N> are kept.
 
     Args:
         keep_last: the number of newest checkpoints to keep; None: all.
@@ -155,7 +156,7 @@ def commit_save(
     """Write state.json, which completes the checkpoint, and move it to its final name.
 
     Args:
-        folder: from `begin_save`.
+        folder: the folder that `begin_save` returned.
         state: JSON values to store in state.json.
         files: all files in `folder`; their content is already synced.
         set_latest: make it the checkpoint that is loaded by default.
@@ -216,8 +217,8 @@ def delete_leftovers(storage: Storage) -> None:
 def prune(storage: Storage, retention: Retention) -> None:
     """Delete the checkpoints that `retention` does not keep.
 
-    Never the one that `latest` names, and never one whose tag the user chose. A checkpoint that
-    cannot be deleted is logged and stays: the run must not end because of it.
+    The checkpoint that `latest` names and checkpoints whose tag the user chose are never deleted.
+    A checkpoint that cannot be deleted is logged and stays: the run must not end because of it.
     """
     try:
         steps = [int(m[1]) for tag in complete_tags(storage) if (m := _STEP_TAG.fullmatch(tag))]
@@ -465,7 +466,7 @@ def estimated_bytes(
     """Return the bytes that this rank will write into `tensors/` after the first step.
 
     Args:
-        state_bytes: of the optimizer, for each parameter.
+        state_bytes: bytes of optimizer state for each element of a parameter.
     """
     shards = tensors.logical_tensors(model, step, mesh)
     outgoing = {name: shard.outgoing for name, shard in shards.items()}
@@ -482,7 +483,7 @@ def warn_if_short(storage: Storage, size: int, what: str, count: int = 1) -> Non
     """Log a warning if `count` more checkpoints of `size` bytes do not fit.
 
     Args:
-        what: as in "checkpoint global_step100".
+        what: the files to write, named for the message: "checkpoint global_step100".
     """
     free = None
     with suppress(OSError):

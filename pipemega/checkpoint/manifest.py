@@ -268,8 +268,8 @@ class CollectiveIO:
     """Runs file operations on all ranks, or on rank 0; every method is collective.
 
     Args:
-        world: all ranks.
-        storage: its root is named by errors that have no file name.
+        world: the axis of all ranks.
+        storage: the files; errors without a file name give the root of this storage.
     """
 
     def __init__(self, world: Axis, storage: Storage) -> None:
@@ -296,7 +296,7 @@ class CollectiveIO:
         """Run `action` on every rank, and return this rank's result.
 
         Raises:
-            CheckpointError: `action` raised it, or an OSError, on a rank; the message is that of
+            CheckpointError: `action` raised it, or an OSError, on a rank; the message comes from
                 the first such rank.
         """
         value: _T | None = None
@@ -316,8 +316,8 @@ class CollectiveIO:
         """Run `action` on rank 0 only, and return its (picklable) result on all ranks.
 
         Raises:
-            CheckpointError: `action` raised it, or an OSError; of the same class, and without a
-                rank number, because it is about files that all ranks share.
+            CheckpointError: `action` raised it, or an OSError. It has the same class on all ranks
+                and no rank number, because it is about files that all ranks share.
         """
         values: list[Any] = [None, None]
         cause: CheckpointError | OSError | None = None

@@ -50,7 +50,7 @@ class RunState:
     """Everything that the next step depends on.
 
     Args:
-        tensors: by logical name.
+        tensors: this rank's shards of the tensors, by logical name.
         shared: JSON values, equal on all ranks: counters, schedules, position in the data.
         per_rank: this rank's own state, such as its RNG states, from `serialize`.
         client: the caller's state, equal on all ranks, from `serialize`.
@@ -74,7 +74,7 @@ def save(
     """Write the checkpoint `tag`; earlier checkpoints stay complete after any failure.
 
     Args:
-        world: all ranks, in a process group that nothing else uses meanwhile.
+        world: the axis of all ranks; nothing else may use its process group during the save.
         set_latest: make it the checkpoint that is loaded by default.
         retention: which old checkpoints to keep afterwards.
 
@@ -87,7 +87,7 @@ def save(
     try:
         saved = _write(storage, tag, state, CollectiveIO(world, storage), set_latest)
     except FolderLockedError:
-        # The files in the folder, unfinished ones too, are those of the other run.
+        # All files in the folder, unfinished ones too, belong to the other run.
         raise
     except CheckpointError as error:
         if world.rank == 0:
@@ -148,7 +148,7 @@ class CheckpointReader:
     """An undamaged checkpoint that can be read.
 
     Args:
-        found: its path and its state.json.
+        found: path and state.json of the checkpoint.
         tensors: reads its tensors.
     """
 
@@ -255,7 +255,7 @@ def damaged_files(
     names: Iterable[str],
     progress: Progress | None = None,
 ) -> list[str]:
-    """Return those of the files that differ from what was written, each with the difference."""
+    """Return the files that differ from what was written, each with the difference."""
     damaged = []
     for name in names:
         path, entry = f"{found.path}/{name}", found.files[name]

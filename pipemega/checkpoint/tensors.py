@@ -59,8 +59,8 @@ class TensorShard:
         local: the local data; loading writes into it. With a span, flat.
         shard: which part of the logical tensor the local tensor is.
         write_range: the flat range of the local tensor that this rank writes.
-        shape: of the whole local tensor; None: that of `local`.
-        span: the flat range of the local tensor that `local` holds; None: all.
+        shape: shape of the whole local tensor; None: the shape of `local`.
+        span: the flat range of the local tensor that `local` holds; None: the whole tensor.
     """
 
     local: Tensor
@@ -406,8 +406,8 @@ def restore(
 
     Args:
         shards: the tensors that were read.
-        state: from `step_state`.
-        buffers: from `rank_buffers`.
+        state: what `step_state` returned when the checkpoint was saved.
+        buffers: what `rank_buffers` returned when the checkpoint was saved.
     """
     for name, buffer in model.persistent_buffers.items():
         if name in buffers:
@@ -470,7 +470,7 @@ def check_optimizer(state: Mapping[str, Any], step: OptimizerStep) -> None:
     """Refuse the state of an optimizer of another kind.
 
     Raises:
-        CheckpointError: with both names.
+        CheckpointError: the kinds differ; the message names both.
     """
     stored, current = state.get("optimizer"), _optimizer_kind(step)
     if stored is not None and stored != current:
@@ -536,7 +536,7 @@ def _check_shape(
     Each rank would have other values of it, and a checkpoint has one.
 
     Raises:
-        CheckpointError: with the shape and the alternative.
+        CheckpointError: the state cannot be stored; the message gives its shape and a way out.
     """
     sliced = "span" in entry and state.span is None
     sharded = parameter.dim is not None and state.shard is not parameter

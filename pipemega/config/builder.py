@@ -46,7 +46,7 @@ class Builder:
         found: errors of the keys that were found before.
 
     Attributes:
-        errors: in the order in which they were found.
+        errors: the errors in the order in which they were found.
         autos: the keys that are "auto" and have their default therefore.
     """
 
@@ -302,7 +302,8 @@ class Draft(NamedTuple):
     """A config that may have errors.
 
     Args:
-        config: if there are errors, with the valid keys only; None if the whole has no valid form.
+        config: the config; if there are errors, with the valid keys only; None if the whole has no
+            valid form.
         source: the values as written, and the lines of the keys.
         builder: has the errors, and which keys they concern.
     """
@@ -326,7 +327,7 @@ def examine(
     """Load a config as `load` does, and return it with its errors.
 
     Args:
-        world: number of ranks of the run; None: that of the launcher, if there is one.
+        world: number of ranks of the run; None: the number that the launcher has set, if any.
         adopt: as for `load`.
 
     Raises:
@@ -383,7 +384,7 @@ def _with_tokenizer_of_model(config: Config) -> Config:
 
 
 def _folders(source: Any) -> list[Path]:
-    """Return where the modules of `imports` may be: the current folder, that of the file."""
+    """Return where the modules of `imports` may be: the current folder, the folder of the file."""
     is_file = not isinstance(source, Config | Mapping) and not str(source).lstrip().startswith("{")
     return [Path.cwd(), *([Path(source).absolute().parent] if is_file else [])]
 

@@ -521,7 +521,7 @@ def size_rules(autos: Collection[KeyPath], world: int | None = None) -> tuple[Ru
 
     Args:
         autos: keys that are "auto" and have their default therefore.
-        world: number of ranks; None: that of the launcher, if there is one.
+        world: number of ranks; None: the number that the launcher has set, if any.
     """
     unfilled = [name for name in _SIZES if (name,) in autos]
 

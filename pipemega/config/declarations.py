@@ -36,8 +36,8 @@ class Rule(NamedTuple):
     """A rule between keys of a section; it runs only if the keys that it reads are valid.
 
     Args:
-        keys: that it reads, relative to the section: "mesh.tensor" or a whole section; errors are
-            reported at the first one that the config contains.
+        keys: the keys that it reads, relative to the section: "mesh.tensor" or a whole section;
+            errors are reported at the first one that the config contains.
         check: takes the section; yields the text of each error, or raises ValueError.
     """
 

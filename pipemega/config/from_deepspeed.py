@@ -37,7 +37,7 @@ class Explanation(NamedTuple):
 
     Args:
         keys: every key of the file, in its order.
-        notes: what is said about the config as a whole.
+        notes: remarks about the config as a whole.
         overrides: what to add as `--set`, with a choice that trains what the file describes if
             there is one.
         tree: the config, as JSON values.
@@ -166,8 +166,8 @@ class _Lines:
     """Explains the keys of each object of the file.
 
     Args:
-        errors: by the path of their key, in the whole file.
-        draft: of the file without the keys that have errors.
+        errors: path of the key -> error text, for all errors of the file.
+        draft: the draft of the file without the keys that have errors.
     """
 
     def __init__(self, errors: Mapping[KeyPath, str], draft: Draft) -> None:

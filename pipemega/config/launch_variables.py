@@ -4,8 +4,10 @@ torchrun, torch.distributed.launch      RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADD
 srun (Slurm)                            SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID, ...
 mpirun (Open MPI)                       OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE, ...
 
-If RANK is not set, the variables follow from those of srun or mpirun. Those that are set are kept:
-`MASTER_PORT=29500 srun python pretrain_gpt.py`.  Imports no torch.
+If RANK is not set, these variables follow from the variables of srun or mpirun. Variables of
+torchrun that are set keep their values: `MASTER_PORT=29500 srun python pretrain_gpt.py`.
+
+Imports no torch.
 """
 
 import os
@@ -33,7 +35,7 @@ class LaunchVariables(NamedTuple):
 
     Args:
         launcher: "variables" if RANK or WORLD_SIZE is set, but not by torchrun.
-        values: of those of torchrun's variables that are set or follow from others.
+        values: name -> value of torchrun's variables that are set or follow from others.
     """
 
     launcher: Launcher
@@ -72,7 +74,7 @@ class LaunchVariables(NamedTuple):
 
 
 def launch_variables(environment: Mapping[str, str] = os.environ) -> LaunchVariables:
-    """Return the variables of torchrun, as set or as derived from those of srun or mpirun."""
+    """Return the variables of torchrun: set, or derived from the variables of srun or mpirun."""
     given = {name: environment[name] for name in _NAMES if environment.get(name)}
     local = environment.get("OMPI_COMM_WORLD_LOCAL_RANK") or environment.get("SLURM_LOCALID")
     if local:

@@ -106,7 +106,7 @@ class ModelSection(JsonSection):
         return getattr(self, "seq_length", None)
 
     def vocabulary(self) -> int | str | None:
-        """Return the vocabulary size; "auto": that of the tokenizer; None: it has none."""
+        """Return the vocabulary size; "auto": the tokenizer's size; None: no vocabulary."""
         return getattr(self, "vocab_size", None)
 
     def number_of_classes(self) -> int | None:
@@ -122,7 +122,7 @@ class ModelSection(JsonSection):
         return None
 
     def default_tokenizer(self) -> str | None:
-        """Return the tokenizer that belongs to the model, for data without one; None: none."""
+        """Return the tokenizer that belongs to the model, for data without one; None if none."""
         return None
 
     def input_files(self) -> Iterable[tuple[str, str, str]]:
@@ -151,7 +151,7 @@ def register_model(name: str) -> Callable[[M], M]:
 
             def build(self, context: ModelContext) -> PipelineModule: ...
 
-    The keys are checked like those of pipemega: unknown keys, missing keys and wrong types are
+    The keys are checked like pipemega's own keys: unknown keys, missing keys and wrong types are
     errors, and values are not converted. Name the class's module in the top-level key `imports`.
     The class may also define the other methods of `ModelSection`.
 
@@ -176,7 +176,7 @@ def register_model(name: str) -> Callable[[M], M]:
 
 
 def _declares_type(kind: type[BaseModel], name: str) -> bool:
-    """Return whether the class is a section with the key `type`, as those of pipemega are."""
+    """Return whether the class is a section with the key `type`, like pipemega's sections."""
     is_section = issubclass(kind, ModelSection)
     return is_section and get_args(kind.model_fields["type"].annotation) == (name,)
 

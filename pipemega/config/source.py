@@ -182,8 +182,8 @@ class Source:
     """A config as plain values, with the file name and the lines of its keys.
 
     Args:
-        lines: of each key; empty for a key that an override set.
-        errors: that were found while reading.
+        lines: line numbers of each key; empty for a key that an override set.
+        errors: errors that were found while reading.
     """
 
     tree: Any
@@ -225,7 +225,7 @@ class Source:
 
 
 def all_problems(problems: Sequence[str], name: str = "") -> ConfigError:
-    """Return one error with a line for each problem; `name` is that of the config's file."""
+    """Return one error with a line for each problem; `name` is the name of the config's file."""
     if len(problems) == 1:
         return ConfigError(problems[0])
     title = f"{name or 'the config'} has {len(problems)} errors:"

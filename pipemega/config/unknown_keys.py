@@ -129,7 +129,7 @@ def _mesh_of_colossal(key: str, value: Any) -> dict[str, Any]:
 def _sections_below(
     kind: type[Section], raw: Mapping[str, Any]
 ) -> Iterator[tuple[str, type[Section]]]:
-    """Yield (name, class) of the sections in a section; that of `params` follows from `type`."""
+    """Yield (name, class) of the sections in a section; `type` gives the class of `params`."""
     for name, field in kind.model_fields.items():
         part = section_type(field.annotation)
         if part is not None and name in raw and key_info(field)["status"] == "honoured":

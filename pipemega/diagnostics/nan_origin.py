@@ -54,7 +54,7 @@ class _Finding:
     phase: _Phase
     microbatch: int
     depth: int  # layers from the beginning of the phase
-    # The state of the layer was finite; that of another tensor rank may not have been.
+    # The state of the layer was finite on this rank; on another tensor rank it may not have been.
     state_is_finite: bool
     data_rank: int
     tensor_rank: int
@@ -65,11 +65,11 @@ class NonFiniteLocator:
     """Finds the origin of inf or nan in the last step; collective.
 
     Args:
-        mesh: of the run.
-        executor: of this rank.
+        mesh: the device mesh of the run.
+        executor: the executor of this rank.
         gradients: the buffer of the parameter gradients, zero between two steps; None if nothing
             is trained, and so nothing is searched.
-        num_layers: of the unsharded model.
+        num_layers: number of layers of the unsharded model.
         scaled: fp16 loss scaling is on, so inf and nan in gradients alone are expected.
     """
 
@@ -211,7 +211,7 @@ class _Probe(Recorder):
                 tensor.register_hook(check)  # type: ignore[no-untyped-call]
 
     def _check_gradient(self, microbatch: int, position: int, gradient: Tensor) -> None:
-        """Check the gradient of the input of layer `position`; after the last, of the loss."""
+        """Check the gradient of the input of layer `position`, or of the loss after the last."""
         if _is_finite(gradient):
             return
         where, state = "the loss function", ""

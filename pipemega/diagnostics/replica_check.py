@@ -92,7 +92,7 @@ def _differing(names: list[str], hashes: Tensor, axis: Axis) -> list[str]:
 
 
 def _differing_tied(names: list[str], hashes: Tensor, tied: dict[str, Axis]) -> list[str]:
-    """Return the tied parameters whose hash differs from that of the first holder."""
+    """Return the tied parameters whose hash differs from the hash of the first holder."""
     found = []
     for name in sorted(tied):
         own = hashes[names.index(name)]
@@ -155,7 +155,7 @@ def _replica_of(parameter: Tensor | None, mesh: Mesh) -> _Replica | None:
 def _differences(
     parameter: Tensor | None, replica: _Replica | None, source: int, mesh: Mesh
 ) -> list[str]:
-    """Return, for each rank, text on how its replica differs from that of rank `source`.
+    """Return, for each rank, text on how its replica differs from the replica of rank `source`.
 
     The text of a rank that holds another part has no meaning.
     """

@@ -37,9 +37,9 @@ class Summary:
     """The ranks' work time per step, as the median over some steps.
 
     Args:
-        seconds: of every rank.
-        usual: of every rank, the median of the ranks of its stage.
-        topology: of the run.
+        seconds: work time per step of every rank, in seconds.
+        usual: for every rank, the median work time of the ranks of its stage, in seconds.
+        topology: the topology of the run.
     """
 
     seconds: tuple[float, ...]
@@ -81,7 +81,7 @@ class StragglerWatch:
     """Gathers and compares the work time of all ranks every `interval` steps; collective.
 
     Args:
-        mesh: of the run.
+        mesh: the device mesh of the run.
         section: factor, checks and interval.
         interval: steps per check if the section has none.
     """

@@ -53,7 +53,7 @@ def named_collective(what: str, ranks: Sequence[int] = ()) -> Iterator[None]:
     """Name the collective in errors of a wait for it.
 
     Args:
-        what: as in "the all-reduce of a tensor-parallel layer".
+        what: the collective, such as "the all-reduce of a tensor-parallel layer".
         ranks: the global ranks of its group; empty if `what` contains them.
 
     Raises:

@@ -111,7 +111,7 @@ class DeviceWaits:
     Args:
         timeout: longest time from the issue of a wait to its end.
         record: records an event in the current stream.
-        clock: monotonic, in seconds.
+        clock: a monotonic clock, in seconds.
     """
 
     def __init__(
@@ -129,8 +129,8 @@ class DeviceWaits:
         """Record that the current stream waits for a communication.
 
         Raises:
-            Exception: as made by `describe` and `locate`, of the first wait that has not ended, if
-                it has failed.
+            Exception: the first wait that has not ended has failed; `describe` and `locate` make
+                the error.
         """
         # Two per mark: the queue shrinks while the device keeps up.
         for _ in range(2):
@@ -143,9 +143,9 @@ class DeviceWaits:
         """Wait until `event` occurs; by default, until the current stream has completed its work.
 
         Raises:
-            Exception: as made by `describe` and `locate`, of the first wait that has not ended, if
-                it has timed out or another rank has failed.
-            Stopped: by SIGTERM; its context is such an error.
+            Exception: the first wait that has not ended has timed out, or another rank has failed;
+                `describe` and `locate` make the error.
+            Stopped: the process got SIGTERM; the context of the exception is such an error.
         """
         awaited = self._record() if event is None else event
         try:
@@ -276,7 +276,7 @@ def located_by(locator: Callable[[], Locate]) -> Iterator[None]:
     """Add the place to the errors of waits that are issued in the block.
 
     Args:
-        locator: called at each wait; returns what adds its place to its error.
+        locator: called at each wait; returns the function that adds the place to its error.
     """
     global _locator
     outer, _locator = _locator, locator
@@ -290,7 +290,7 @@ def wait(work: dist.Work, what: str, ranks: Sequence[int] = ()) -> None:
     """Wait for a collective that was started earlier: the host with gloo, the stream with NCCL.
 
     Args:
-        what, ranks: as for `named_collective`.
+        what, ranks: the arguments of `named_collective`.
 
     Raises:
         PipelineError: it failed or timed out.
@@ -310,7 +310,7 @@ class StreamClock:
     would include receives that are posted early, whose sender may wait for this rank.
 
     Args:
-        clock: of the host, monotonic, in nanoseconds.
+        clock: a monotonic clock of the host, in nanoseconds.
         record: records an event in the current stream, as `record_event`.
     """
 

@@ -220,8 +220,8 @@ class Piece(NamedTuple):
 
     Args:
         source, target: ranks on the axis.
-        read, write: first byte in the tensor of the source, and in that of the target.
-        size: in bytes.
+        read, write: index of the first byte in the source's tensor, and in the target's tensor.
+        size: number of bytes.
         device: type of the device of both tensors.
     """
 
@@ -245,11 +245,11 @@ def exchange(
     """Return the wanted tensors, filled with the pieces for this rank; collective.
 
     Args:
-        pieces: of all ranks, equal on all of them.
+        pieces: the pieces of all ranks; equal on every rank.
         held: key -> tensor, for the pieces that this rank sends; removed once it is sent.
         wanted: key -> the tensors to return.
         axis: the ranks.
-        device: of the tensors that are not on the host.
+        device: the device of the tensors that are not on the host.
         largest: bytes of a batch.
 
     Raises:
@@ -301,7 +301,7 @@ def _received(
     axis: Axis,
     device: torch.device,
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """Send the parts of a batch; yield those for this rank with their bytes."""
+    """Send the parts of a batch; yield the parts for this rank with their bytes."""
 
     def of(piece: Piece) -> Tensor:
         return _bytes(held[piece.key])[piece.read : piece.read + piece.size]

@@ -80,7 +80,7 @@ class HostMemory:
         return _exactly_pinned(nbytes).view(dtype).view(shape)
 
     def empty_views(self, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-        """Return one uninitialized tensor per (shape, dtype): views of one buffer, as of `empty`.
+        """Return one uninitialized tensor per (shape, dtype): views of one buffer from `empty`.
 
         Each view starts at a multiple of 64 bytes.
         """
@@ -95,8 +95,8 @@ class HostMemory:
     def pinned(self, tensor: Tensor) -> Tensor:
         """Return `tensor` in pinned memory, without gaps; the same object if it is already.
 
-        Unlike that of `empty`, the memory is reused after the tensor is freed, but not before the
-        copies from it are complete.  A tensor that requires a gradient is not pinned.
+        Unlike the memory from `empty`, this memory is reused after the tensor is freed, but not
+        before the copies from it are complete.  A tensor that requires a gradient is not pinned.
         """
         on_host = tensor.device.type == "cpu" and tensor.layout == torch.strided
         if not self.pins or not on_host or tensor.requires_grad:
@@ -153,11 +153,11 @@ def _pinned_copy(tensor: Tensor) -> Tensor:
 
 
 class HostCopy:
-    """A copy of a small device tensor in host memory, on its way.
+    """A copy of a small device tensor to host memory that may not be complete yet.
 
     Args:
-        memory: of the tensor's device.
-        tensor: not changed by the host until the copy is complete.
+        memory: host memory for the tensor's device.
+        tensor: the tensor to copy; the host must not change it until the copy is complete.
     """
 
     def __init__(self, memory: HostMemory, tensor: Tensor) -> None:

@@ -99,7 +99,7 @@ class Sender:
     """The sending end of a stream."""
 
     def __init__(self, stream: socket.socket) -> None:
-        stream.settimeout(None)  # that of socket.setdefaulttimeout()
+        stream.settimeout(None)  # removes the timeout of socket.setdefaulttimeout()
         self._stream = stream
         self._queue: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._last: _Queued | None = None
@@ -169,7 +169,7 @@ class Receiver:
     """The receiving end of a stream."""
 
     def __init__(self, stream: socket.socket) -> None:
-        stream.settimeout(None)  # that of socket.setdefaulttimeout()
+        stream.settimeout(None)  # removes the timeout of socket.setdefaulttimeout()
         self._stream = stream
         self._poll = select.poll()
         self._poll.register(stream, select.POLLIN)
@@ -213,7 +213,7 @@ class Receiver:
     def _read(self, data: "ctypes.Array[ctypes.c_char]") -> None:
         size, have = len(data), 0
         while have < size:
-            # One system call waits for the whole message. It is short of that after a signal.
+            # One system call waits for the whole message. After a signal it returns less.
             into = memoryview(data).cast("B")[have:] if have else data
             read = self._stream.recv_into(into, size - have, socket.MSG_WAITALL)
             if read == 0:
@@ -265,7 +265,7 @@ def open_streams(axis: Axis, streams: Sequence[tuple[int, int]]) -> list[Sender 
     """Connect the streams of this rank.  Collective.
 
     Args:
-        axis: its group runs gloo.
+        axis: the ranks, with a gloo process group.
         streams: (source, target) of all streams, as ranks of the axis; equal on all ranks.
 
     Returns:
@@ -367,7 +367,7 @@ def _accept(server: socket.socket, counts: Mapping[int, int]) -> dict[int, list[
         data = stream.recv(_RANK.size, socket.MSG_WAITALL)
         if len(data) == _RANK.size and counts[rank := _RANK.unpack(data)[0]]:
             accepted[rank].append(stream)
-        else:  # of a rank that could not make all of its connections, and uses none
+        else:  # a connection of a rank that could not make all of them, and uses none
             stream.close()
     return accepted
 

@@ -241,7 +241,7 @@ def refuse_shared_gpus(gpus: Sequence[tuple[str, str] | None]) -> None:
     """Refuse two ranks on one GPU: NCCL would fail, and name neither of them.
 
     Args:
-        gpus: of each rank, as from `gpu_of`; None for a rank on a CPU.
+        gpus: the result of `gpu_of` for each rank; None for a rank on a CPU.
     """
     first_rank: dict[tuple[str, str], int] = {}
     for rank, gpu in enumerate(gpus):
@@ -320,7 +320,7 @@ def with_timeout(mesh: Mesh, timeout: timedelta) -> Mesh:
 
 
 def set_world_timeout(mesh: Mesh) -> None:
-    """Set the timeout of the world's process group to that of the mesh.
+    """Set the timeout of the world's process group to the timeout of the mesh.
 
     If the caller has initialized torch.distributed, the group has the caller's timeout until then.
     """
@@ -344,10 +344,10 @@ def new_group(
     do not take part.
 
     Args:
-        timeout: of each wait. That of NCCL is longer, so that the errors of `device_waits` come
-            before NCCL aborts the process.
+        timeout: the timeout of each wait. NCCL's own timeout is longer, so that the errors of
+            `device_waits` come before NCCL aborts the process.
         host: on CUDA, the group also has gloo for tensors and objects on the host.
-        backend: None: that of the device.
+        backend: name of the backend; None: the backend of the device.
 
     Raises:
         PipelineError: a rank did not create its group within `timeout`; names the waiting rank.
@@ -408,7 +408,7 @@ def build_mixed_mesh(
         devices: "cpu" or "cuda" for each pipeline rank.
 
     Raises:
-        MeshError: as `build_mesh`; or a rank that is to use a GPU finds none. On every rank.
+        MeshError: an error of `build_mesh`, or a rank that needs a GPU finds none; on every rank.
     """
     check_world_size(topology)
     if not dist.is_initialized():
@@ -467,7 +467,8 @@ def pick_mixed_device(rank: int, wishes: Sequence[str], hosts: Sequence[str]) ->
     """Return the device of `rank`: the ranks of a host get its GPUs in their order.
 
     Args:
-        wishes, hosts: of all ranks.
+        wishes: "cpu" or "cuda" for each rank.
+        hosts: name of the host of each rank.
 
     Raises:
         MeshError: the host has fewer GPUs than ranks that need one.

@@ -30,8 +30,8 @@ _POLL_SECONDS = 0.1
 def connect_ranks(backend: str, timeout: timedelta) -> None:
     """Initialize torch.distributed with the variables of the launcher; collective.
 
-    Without device_id: with it, NCCL runs all single sends and receives of a group in one queue, and
-    a receive that is posted early blocks the sends after it.
+    device_id is not set: with it, NCCL runs all single sends and receives of a group in one queue,
+    and a receive that is posted early blocks the sends after it.
 
     Raises:
         MeshError: some are missing or wrong, or the ranks do not find each other.
@@ -61,7 +61,7 @@ def checked_launch() -> LaunchVariables:
 
 
 def launch_store(launch: LaunchVariables, timeout: timedelta) -> Any:
-    """Return the store of torchrun; with another launcher that of rank 0, when all ranks have come.
+    """Return the store of torchrun, or of rank 0 with another launcher, when all ranks have joined.
 
     Raises:
         MeshError: it cannot be reached, its port is taken, or ranks do not come in time.
@@ -144,7 +144,7 @@ def message_device(group: dist.ProcessGroup | None, device: torch.device) -> tor
 
 
 def backends_except_gloo(group: dist.ProcessGroup) -> list[Any]:
-    """Return the backends of the group other than gloo: those whose operations `abort` ends."""
+    """Return the backends of the group other than gloo: `abort` ends their operations."""
     return [
         _unwrapped(group._get_backend(torch.device(device)))
         for device, name in backend_names(group).items()
@@ -204,13 +204,13 @@ _one_at_a_time = threading.Lock()
 
 
 def abort_communicators() -> bool:
-    """Abort all communicators, except those of gloo.
+    """Abort all communicators, except gloo's.
 
-    All at once: communicators that are aborted one after another may wait for each other. In a
-    thread that nothing waits for afterwards.
+    All at once: communicators that are aborted one after another may wait for each other. The
+    calls run in a thread that nothing waits for afterwards.
 
     Returns:
-        whether that is complete within a few seconds.
+        whether all are aborted within a few seconds.
     """
     backends = _backends()
     if not backends:

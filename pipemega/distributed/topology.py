@@ -10,7 +10,7 @@ Agree on a name for this incarnation of a run, so that ranks never read stale st
 torchrun restarts all ranks when one has failed (--max-restarts), and usually keeps the store. The
 restarted ranks would read keys of the earlier ones, such as addresses and failure reports. The
 restart count does not identify an incarnation: with several nodes, each torchrun has its own count.
-So rank 0 creates a name, and every rank checks that the name it has read is that of the current
+So rank 0 creates a name, and every rank checks that the name it has read belongs to the current
 incarnation:
 
     rank 0                                  rank r

@@ -59,7 +59,8 @@ class RunProgress:
         steps: completed training steps.
         checkpoints: folder or URL of its checkpoints; None if it has none.
         resumes: whether the same command continues from the newest checkpoint.
-        folder: for the log of errors; None: the folder of the checkpoints, if it is local.
+        folder: the folder for the log of errors; None: the folder of the checkpoints, if it is
+            local.
     """
 
     steps: int
@@ -136,8 +137,8 @@ class Where:
     """What this rank did when it lost a connection.
 
     Args:
-        doing: as in "train_batch".
-        position: in its plan; None outside of a step.
+        doing: name of the call that was running, such as "train_batch".
+        position: the position of the rank in its plan; None outside of a step.
     """
 
     doing: str
@@ -153,8 +154,8 @@ def find_cause(
     connections; after that, ranks without a report are missing.
 
     Args:
-        own: already in the store.
-        where: of this rank.
+        own: the report of this rank; it is already in the store.
+        where: what this rank was doing.
     """
     deadline = time.monotonic() + seconds
     reports: list[FailureReport] = []
@@ -210,7 +211,7 @@ def _summary(
     """Return in one line which ranks are missing.
 
     Args:
-        locations: of the ranks whose watchdog has answered.
+        locations: rank -> where it is, for the ranks whose watchdog has answered.
         doing: what this rank did.
         first: the first report of a lost connection. A killed process closes its connections, and
             a hanging one does not.
@@ -276,7 +277,7 @@ class FailureReporter:
         store: where the reports are; None in a run of one rank.
 
     Attributes:
-        store: as given.
+        store: the argument `store`.
         cause: the first failure of the run; None until this rank has published its own error.
     """
 

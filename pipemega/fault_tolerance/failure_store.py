@@ -73,7 +73,7 @@ class FailureStore:
 
     Args:
         store: a torch.distributed.Store that all ranks use.
-        rank: of this process.
+        rank: the rank of this process.
         world_size: number of ranks.
     """
 
@@ -257,7 +257,8 @@ def raise_on_sigterm(
     it; a thread force-exits such a rank after a grace period.
 
     Args:
-        may_continue: whether the rank finishes its step after SIGTERM, unless another one failed.
+        may_continue: returns whether the rank finishes its step after SIGTERM, unless another one
+            failed.
         report: called with the reason before the process is ended.
     """
     watch = SigtermWatch(may_continue, report)
@@ -289,12 +290,12 @@ class SigtermWatch:
     """Notices SIGTERM in a thread, whatever the main thread does.
 
     Args:
-        may_continue, report: as in `raise_on_sigterm`.
+        may_continue, report: the arguments of `raise_on_sigterm`.
 
     Attributes:
         received: SIGTERM came.
         reports: this rank reports why the run ends.
-        finished: set when the script has ended.
+        finished: an event that is set when the script has ended.
     """
 
     def __init__(self, may_continue: Callable[[], bool], report: Callable[[str], None]) -> None:

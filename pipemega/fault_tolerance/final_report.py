@@ -150,7 +150,7 @@ def printing_rank(cause: FailureReport | None) -> int:
     """Return the rank that prints the error.
 
     Args:
-        cause: None if all ranks raise the same error.
+        cause: the first failure of the run; None if all ranks raise the same error.
     """
     if cause is None:
         return 0

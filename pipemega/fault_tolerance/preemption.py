@@ -39,10 +39,10 @@ class StopRequest:
     """Records signals within a `with` block, and knows the time limit and the kill-switch file.
 
     Args:
-        world: all ranks.
+        world: the axis of all ranks.
         minutes: time limit of the process, by the clock of rank 0; None for no limit.
         kill_switch: a file that ends the run as soon as rank 0 finds it; None for no file.
-        clock: monotonic, in seconds.
+        clock: a monotonic clock, in seconds.
         started: start of the process on that clock.
     """
 

@@ -101,7 +101,7 @@ def skip_teardown(code: str | int) -> None:
 
 
 def _flush_files() -> None:
-    """Flush all open files, as the teardown does: those of the script, too."""
+    """Flush all open files, as the teardown does: the files that the script opened, too."""
     for file in gc.get_objects():
         # Not isinstance(): it reads `__class__`, which some objects compute.
         if issubclass(type(file), io.TextIOWrapper | io.BufferedWriter | io.BufferedRandom):

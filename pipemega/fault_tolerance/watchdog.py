@@ -162,7 +162,7 @@ def _schedule_stack_dump() -> None:
 
 
 def describe_thread(thread: int) -> str:
-    """Return where a thread is: its instruction, its Python stack, and those of its data threads.
+    """Return where a thread is: its instruction, and the Python stacks of it and the data threads.
 
     at F2@1, in read_block
           reader.py, line 12 in read_block: time.sleep(3600)

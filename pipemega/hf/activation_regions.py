@@ -65,7 +65,7 @@ class Place(Enum):
 class GatheredColumnLinear(ColumnParallelLinear):
     """Column-parallel linear whose module has gathered the sequence.
 
-    The gradient of x is that of this rank's rows; `gather_sequence` sums it over the ranks.
+    The gradient of x comes from this rank's rows only; `gather_sequence` sums it over the ranks.
     """
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
     HF model     embeddings ... masks, rotary ... [ layer 0 ] ... [ layer n-1 ] ... norm, head
     segment 0    runs up to layer 0, whose input is its output
-    segment 1    runs from the output of the last layer; its output is that of the model
+    segment 1    runs from the output of the last layer; its output is the output of the model
 
 An encoder-decoder has two stacks of layers and three segments; the second one contains the norm of
 the encoder and the embeddings of the decoder. A shell is the model with placeholders for layers and
@@ -49,7 +49,7 @@ def head_outputs(description: Any, shell: nn.Module) -> list[tuple[Tensor, int]]
 
     Args:
         description: a `ModelDescription`; its model has the head.
-        shell: with stubs for all modules with parameters.
+        shell: a copy of the model with stubs for all modules with parameters.
     """
     d, outputs = description, list[tuple[Tensor, int]]()
     head = d.model.get_output_embeddings()
@@ -111,17 +111,18 @@ class ModelDescription:
         sequence_parallel: layers get and return slices of the sequence.
 
     Attributes:
-        model: on the meta device, without its layers.
-        layers: of all stacks, in the order in which they run.
+        model: the model on the meta device, without its layers.
+        layers: the layers of all stacks, in the order in which they run.
         places: (stack, name in the model) of each layer.
         first_of_stack: index of the first layer of each stack.
         owners: outermost modules with parameters that contain no layers.
-        loose_parameters: of modules that contain layers.
+        loose_parameters: names of the parameters that belong to modules that contain layers.
         segment_modules: names of the owners, and of the loose parameters, of each segment.
         tied: name of a tied tensor -> name under which HF saves it.
-        reads_tokens: what layers get (DeepSeek-V4's hash routing), or the token whose output is
-            that of a sample (classification), depends on the token ids: they go to every stage.
-        returns_head: the output is that of the head, a plain linear, without scaling or soft caps.
+        reads_tokens: what layers get (DeepSeek-V4's hash routing), or the token whose output
+            classifies the sample, depends on the token ids: they go to every stage.
+        returns_head: the model returns the output of its head, a plain linear, without scaling or
+            soft caps.
 
     Raises:
         ConfigError: the layers were not found, or exchange more than hidden states.

@@ -54,10 +54,11 @@ class HFPipelineModule(PipelineModule):
         layers    segment 0, layers of the stack, segment 1      (and the decoder's, segment 2)
 
     Args:
-        description: of the model.
-        source: of the first values; None: initialised as HF does it.
-        folder: from which the model was loaded, with the tokenizer; None without.
-        loss_fn: None: that of the task.
+        description: the description of the model.
+        source: reads the first values of the parameters; None: initialise as HF does.
+        folder: the folder with config.json and the tokenizer of the model; None: the model was
+            built from a `PretrainedConfig`.
+        loss_fn: maps (output, labels) to the loss; None: the loss of the task.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class HFPipelineModule(PipelineModule):
 
     @cached_property
     def _logical_names(self) -> dict[str, str]:
-        """HF's name -> logical name; a tied parameter has that of its first layer."""
+        """HF's name -> logical name; a tied parameter has the name from its first layer."""
         names: dict[str, str] = {}
         tied: set[tuple[str, str]] = set()
         for position, (spec, layer) in enumerate(zip(self.specs, self.meta_layers, strict=True)):
@@ -188,15 +189,15 @@ def from_pretrained(
 
     Args:
         path_or_config: a folder with config.json and safetensors, or a `PretrainedConfig`.
-        task: a key of `pipemega.hf.tasks.TASKS`, such as "causal-lm"; by default that of the
+        task: a key of `pipemega.hf.tasks.TASKS`, such as "causal-lm"; by default the task of the
             config's `architectures`.
         pretrained: load the weights of the folder; False: initialise as HF does.
         sequence_parallel: shard activations between the layers over the sequence
             (`mesh.sequence_parallel`).
         attn_implementation: "eager", "sdpa", "flash_attention_2"...; by default HF's choice.
-        num_labels: number of classes of a classification task; by default that of the config.
-        loss_fn: maps (output, labels) to the loss, as for `PipelineModule`; by default that of the
-            task. The output is the logits; of SAM it is (pred_masks, iou_scores).
+        num_labels: number of classes of a classification task; by default the config's number.
+        loss_fn: maps (output, labels) to the loss, as for `PipelineModule`; by default the loss of
+            the task. The output is the logits; SAM's output is (pred_masks, iou_scores).
 
     Raises:
         ConfigError: names the folder, the key or the version, and the way out; the same on every
@@ -329,7 +330,7 @@ def unsplit_model(net: HFPipelineModule, layers: Mapping[int, nn.Module]) -> Any
     is merged into the copy.
 
     Args:
-        layers: of all positions of `net`, built without tensor ranks.
+        layers: position in `net` -> layer, for all positions, built without tensor ranks.
 
     Raises:
         ConfigError: layers lack a parameter of the model, or have others.

@@ -19,7 +19,7 @@ class VocabularyNames:
 
     Attributes:
         table: the embedding of the vocabulary; "" if the model has none (images).
-        head: the linear that computes logits over the vocabulary; None without.
+        head: the linear that computes logits over the vocabulary; None if the model has none.
         head_is_tied: the head uses the weight of the table.
     """
 
@@ -78,7 +78,7 @@ def _input_embeddings(model: Any) -> nn.Module | None:
 
 
 _KEYS = ("max_position_embeddings", "max_target_positions", "n_positions")
-# Rows of a table besides the positions: those of padding and of an offset.
+# A table may have rows besides the positions: for padding and for an offset.
 _MOST_EXTRA_ROWS = 8
 
 

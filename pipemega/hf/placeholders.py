@@ -123,7 +123,7 @@ class ModuleStub(Placeholder):
     """Runs the replaced module on the meta device; returns zeros that use no memory.
 
     Outputs in floating point require a gradient, so that what is computed from them is known not to
-    be a constant. `on_call(index)` is called first. `dtype`, if set, is that of these outputs.
+    be a constant. `on_call(index)` is called first. These outputs have the dtype `dtype`, if set.
     """
 
     dtype: torch.dtype | None = None
@@ -148,7 +148,8 @@ def zeros_like_output(
     """Return zeros with the shapes of `module(*args, **kwargs)`; the module is on meta.
 
     Args:
-        dtype: of the outputs in floating point; None: that of the module.
+        dtype: the dtype of the outputs in floating point; None: keep the dtype that the module
+            returns.
     """
     tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     if not tensors:

@@ -124,7 +124,7 @@ class LayerArguments:
 
         Args:
             part: the model with placeholders.
-            dtype: of the hidden states.
+            dtype: the dtype of the hidden states.
         """
         d = self._description
 
@@ -167,7 +167,7 @@ class LayerArguments:
 
         shell = self._shell_on(hidden.dtype, hidden.device)
         _on_each_layer(d, shell, on_layer)
-        # The innermost hooks apply: those of activation checkpointing would count what this saves.
+        # The innermost hooks apply: otherwise activation checkpointing would count what this saves.
         no_hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
         with torch.enable_grad(), no_hooks, suppress(LayerReached):
             d.run(shell, d.stand_in_inputs(hidden, side))
@@ -225,8 +225,8 @@ class Segment(nn.Module):
     """The transformers model with placeholders for all layers and stubs for other segments.
 
     Args:
-        description: of the model.
-        arguments: of its layers.
+        description: the description of the model.
+        arguments: the arguments of its layers.
         number: 0 before the first stack of layers; the last one has the head.
         axis: the tensor axis of the mesh.
         source: None: initialised as HF does it.
@@ -435,7 +435,7 @@ def build_layer(
 ) -> nn.Module:
     """Build this rank's shard of layer `index` on torch's default device.
 
-    The layer is that of transformers, with its names of parameters, as a subclass that maps a
+    The layer is the layer of transformers, with its names of parameters, as a subclass that maps a
     message (description.py) to a message.
 
     Raises:

@@ -14,7 +14,7 @@
     on_first_rank                     a parameter that is added on the first rank only
     local_params                      nothing: parameters of the module have styles of their own
 
-The names are those of transformers' plans (`base_model_tp_plan`), except blocks, qkv, dim and
+The names are taken from transformers' plans (`base_model_tp_plan`), except blocks, qkv, dim and
 on_first_rank.
 
 Keys and values with fewer heads than tensor ranks: each rank computes the head it needs.
@@ -69,11 +69,11 @@ class OneHeadLinear(nn.Module):
 
     Args:
         linear: the linear of all heads, on meta.
-        groups: its heads; the tensor ranks are a multiple of it.
+        groups: number of its heads; the number of tensor ranks is a multiple of it.
         copies_input: x is replicated; False: the caller has copied or gathered it.
 
     Attributes:
-        output_rows: of the weight, which this rank computes.
+        output_rows: the rows of the weight whose outputs this rank computes.
 
     Shape:
         x [..., in], equal on all tensor ranks  ->  [..., head]
@@ -110,7 +110,7 @@ class Sharding:
     Args:
         styles: module or parameter of the layer -> style.
         family: attributes to divide.
-        config: of the model.
+        config: the `PretrainedConfig` of the model.
         axis: the tensor axis of the mesh.
         regions: where activations are sharded, gathered or slices of the sequence.
     """
@@ -135,7 +135,7 @@ def shard_layer(layer: nn.Module, sharding: Sharding) -> nn.Module:
         if axis.size > 1 and name in styles:
             _shard_module(layer, name, module, sharding)
         elif _defers_no_gradient(module):
-            # Its weight gradient can be deferred, unlike that of Conv1D and FalconLinear.
+            # A ColumnParallelLinear can defer its weight gradient; Conv1D and FalconLinear cannot.
             size_in, size_out, bias = _features(module)
             new = ColumnParallelLinear(
                 size_in, size_out, axis=Axis("tensor"), bias=bias, **_options(module)
@@ -430,7 +430,7 @@ class ShardedHead(nn.Module):
 
     Args:
         linear: the head of the unsharded model, on meta.
-        table: has the weight, if it is tied to that of the embedding.
+        table: the module of the embedding, if head and embedding share one weight; else None.
 
     Attributes:
         deferred: a list for the outputs that are not computed: it takes them, and `forward` returns

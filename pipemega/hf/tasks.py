@@ -135,7 +135,8 @@ class SpecialModel:
         constants: arguments of every forward.
         float_inputs: inputs in floating point that every stage gets, without gradients.
         output: output of HF's model -> output of the last layer.
-        loss: of (output, labels); None: that of tokens or classes.
+        loss: function of (output, labels); None: the loss of tokens, or of classes if the model
+            has no head over a vocabulary.
     """
 
     stacks: tuple[str, ...] = ()
@@ -210,7 +211,8 @@ def model_class_of(config: Any, task: str | None) -> Any:
     """Return the class that builds the model of `config` for `task`.
 
     Args:
-        task: a key of TASKS; None: that of `config.architectures`, or the only one of the family.
+        task: a key of TASKS; None: the task of `config.architectures`, or the only one that the
+            family has.
 
     Raises:
         ConfigError: the task is unknown, the family has no model for it, or it is not clear.

@@ -23,7 +23,7 @@ from pipemega.training.generation import Sampler, Sampling, TextGenerator
 class _Choice:
     """A logits processor that leaves only the token that a sampler has chosen.
 
-    So tokens do not depend on the number of ranks, as those of transformers' sampling would.
+    So tokens do not depend on the number of ranks, as they would with transformers' sampling.
     """
 
     def __init__(self, sampler: Sampler, on_token: Callable[[int], object]) -> None:
@@ -123,7 +123,7 @@ class HFTextGenerator(TextGenerator):
         return self._stream([start], num_tokens, sampling, stop, on_token, with_prompt)
 
     def _room(self, prompt: int) -> int:
-        """Return how many tokens can follow a prompt: those without a position cannot."""
+        """Return how many tokens can follow a prompt: each token needs a position."""
         if prompt >= self.context_length:
             raise ConfigError(
                 f"the prompt has {prompt} tokens, and the model has {self.context_length} "
@@ -160,7 +160,7 @@ def _check_generates(net: HFPipelineModule) -> None:
 
 
 def _end_tokens(net: HFPipelineModule) -> tuple[int, ...]:
-    """Return the ids that end a text: those of the generation config, which has more for a chat."""
+    """Return the ids that end a text, from the generation config, which has more for a chat."""
     file = None if net.folder is None else net.folder / "generation_config.json"
     found = None
     if file is not None and file.is_file():

@@ -35,10 +35,10 @@ class Named(NamedTuple):
     """A module of a layer.
 
     Args:
-        position: of the layer.
-        inner: its name in the layer; "" for the layer itself.
-        name: its name in the whole model, as `targets` and peft's files have it.
-        module: on the meta device.
+        position: position of the layer.
+        inner: name of the module in the layer; "" for the layer itself.
+        name: name of the module in the whole model, as `targets` and peft's files have it.
+        module: the module, on the meta device.
         others: names of modules of the whole model that have the same weight.
     """
 
@@ -173,7 +173,7 @@ def _check(net: PipelineModule, named: Named, section: LoraSection) -> None:
 
 
 def _tie(net: PipelineModule, named: Named) -> str | None:
-    """Return the key by which the weight of a module is tied to those of other layers."""
+    """Return the key by which the weight of a module is tied to weights of other layers."""
     weight = f"{named.inner}.weight" if named.inner else "weight"
     return net.specs[named.position].ties.get(weight, (None, ""))[0]
 
@@ -184,7 +184,7 @@ def transform_model(
     """Return the config with the values of the adapter at `lora.path`, and the adapted model.
 
     Raises:
-        ConfigError: as `section_of` and `add_lora`; on every rank.
+        ConfigError: the errors of `section_of` and `add_lora`; on every rank.
     """
     assert config.lora is not None
     section = on_all_ranks(mesh.world, partial(section_of, config.lora))
@@ -240,7 +240,7 @@ class _Factory:
     """Builds a layer, adds its adapters, and freezes the rest.
 
     Args:
-        typename: of the spec.
+        typename: the typename of the spec.
         targets: names of linears in the layer.
         trained: names of modules in the layer, or parameters of them, that are not frozen.
     """
@@ -285,7 +285,7 @@ def _by_position(modules: Iterable[Named]) -> dict[int, tuple[str, ...]]:
 def _with_tied_copies(
     net: PipelineModule, modules: dict[int, tuple[str, ...]]
 ) -> dict[int, tuple[str, ...]]:
-    """Return the parameters of the modules, by position; those of tied layers at all positions."""
+    """Return the parameters of the modules by position; tied ones are at all of their positions."""
     copies = {place: tied.places for tied in net.tied_parameters for place in tied.places}
     found: dict[int, tuple[str, ...]] = {}
     for position, inners in modules.items():
@@ -312,7 +312,7 @@ Rows = tuple[int, int] | None
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether `name` is that of a tensor of an adapter."""
+    """Return whether `name` is the name of a tensor of an adapter."""
     return f".{name}".endswith((f".{A}.weight", f".{B}.weight"))
 
 
@@ -333,11 +333,11 @@ def merged(
     """Return rows of a weight with the adapter, computed in fp32 or better.
 
     Args:
-        name: of the weight; without an adapter it is returned as it is.
-        weight: [rows, in], of the unsharded weight.
+        name: name of the weight; a weight without an adapter is returned as it is.
+        weight: these rows of the unsharded weight [rows, in].
         rows: [start, stop); None: all.
         scale: `LoraSection.scale`.
-        names: of all tensors.
+        names: names of all tensors.
         read: returns rows of a tensor.
     """
     a, b = adapter_of(name)
@@ -352,7 +352,7 @@ def with_adapter(layer: nn.Module, name: str, tensor: Tensor) -> Tensor:
     """Return a tensor of a built, unsharded layer; a weight with an adapter merged, as a copy.
 
     Args:
-        name: in the state_dict of the layer.
+        name: name of the tensor in the state_dict of the layer.
     """
     path, _, last = name.rpartition(".")
     linear = layer.get_submodule(path)

@@ -14,7 +14,7 @@ B (A_0 x_0 + A_1 x_1) = B A_0 x_0 + B A_1 x_1. With sequence parallelism the col
 computes on the slice of x, and [batch, seq, r] is gathered: the gathered x would be kept until
 backward.
 
-Source: Hu et al. 2021, arXiv:2106.09685; the layout of the tensors is that of peft.
+Source: Hu et al. 2021, arXiv:2106.09685; the layout of the tensors is peft's.
 """
 
 import math
@@ -39,11 +39,11 @@ class LinearShape:
     """The parts of a linear that its adapter depends on.
 
     Args:
-        inputs, outputs: of the linear on this rank.
+        inputs, outputs: numbers of inputs and outputs of the linear on this rank.
         weight: shard of its weight, [outputs, inputs] in the logical parameter.
         axis: the tensor axis of a parallel linear; None for a replicated one.
         gathers_hidden: x is a slice of the sequence, and y has the whole sequence.
-        rows: of the output that this rank computes with a replicated weight; None: all.
+        rows: rows of the output that this rank computes with a replicated weight; None: all rows.
         copies_hidden: with `rows`: x is replicated, so each rank has a part of its gradient.
     """
 

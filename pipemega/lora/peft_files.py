@@ -137,7 +137,7 @@ def load_adapter(folder: Path, net: PipelineModule, model: LocalModel) -> None:
 
     Args:
         net: the whole model, with adapters.
-        model: its part on this rank.
+        model: the part of the model on this rank.
 
     Raises:
         CheckpointError: the file has other tensors than the model, or other shapes; names both; on
@@ -207,7 +207,7 @@ def save_adapter(
         tensors: name in the original model -> tensor, such as "lm.q_proj.lora_A.weight".
         fan_in_fan_out: the linears are Conv1Ds of transformers (GPT2).
         base: name or path of the original model.
-        task_type: of peft, such as "CAUSAL_LM".
+        task_type: task type of peft, such as "CAUSAL_LM".
         ties: `tensors` has tied ones, under all of their names.
     """
     try:

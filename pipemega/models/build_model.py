@@ -26,12 +26,12 @@ class ModelContext:
     """What a model type may need to build its model.
 
     Attributes:
-        config: of the run.
+        config: the config of the run.
         pipeline, tensor, data: sizes of the mesh axes.
-        vocab_size: `vocab_size` of the section if it is a number, else that of the data; None if
-            neither is known.
-        dtype: of the parameters in forward and backward.
-        device: of the run; the meta device if the model is only planned.
+        vocab_size: `vocab_size` of the section if it is a number, else the vocabulary size of the
+            data; None if neither is known.
+        dtype: the dtype of the parameters in forward and backward.
+        device: the device of the run; the meta device if the model is only planned.
         micro_batch_size: samples of a micro-batch.
     """
 
@@ -52,7 +52,7 @@ class ModelContext:
         device: torch.device | str = "meta",
         vocab_size: int | None = None,
     ) -> "ModelContext":
-        """Return the context of a config on a mesh; `vocab_size` is that of the data."""
+        """Return the context of a config on a mesh; `vocab_size` is known from the data."""
         own = model_section(config).vocabulary()
         dtype = config.compute_dtype
         return cls(
@@ -82,7 +82,7 @@ def build_model(config: Config, mesh: Mesh, vocab_size: int | None = None) -> Pi
     """Return the model of the section `model`; no layer is built yet.
 
     Args:
-        vocab_size: of the data.
+        vocab_size: vocabulary size of the data; None: not known.
 
     Raises:
         ConfigError: there is no section `model`, or its type cannot build the model.
@@ -94,7 +94,7 @@ def build_from(context: ModelContext) -> PipelineModule:
     """Return the model of the context's config.
 
     Raises:
-        ConfigError: its type cannot build the model.
+        ConfigError: the model type cannot build the model.
     """
     section = model_section(context.config)
     # A user's list of layers may contain built modules.

@@ -82,7 +82,7 @@ FIRST_BLOCK = 2
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig(BlockConfig):
-    """Sizes and options of a GPT with Megatron's names; defaults are those of `GPTSection`."""
+    """Sizes and options of a GPT with Megatron's names; the defaults come from `GPTSection`."""
 
     first_block: ClassVar[int] = FIRST_BLOCK
 
@@ -396,8 +396,8 @@ def layer_inputs(
     """Return a function of a layer's position to its input as meta tensors.
 
     Args:
-        dtype: of the parameters.
-        tensor_ranks: shard the sequence under sequence parallelism.
+        dtype: the dtype of the parameters.
+        tensor_ranks: number of ranks that shard the sequence under sequence parallelism.
         per_token: numbers that the layers need of each token (`data.inputs_per_token`).
 
     Shape:
@@ -482,7 +482,7 @@ _LAYERS = (
 
 
 def is_cacheable(layers: Iterable[nn.Module]) -> bool:
-    """Return whether all layers are those of a GPT, which can continue a sequence from caches."""
+    """Return whether all layers are layers of a GPT, which can continue a sequence from caches."""
     return all(isinstance(layer, _LAYERS) for layer in layers)
 
 

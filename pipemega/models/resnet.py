@@ -4,7 +4,7 @@
     layer         stem   blocks     head
 
 The message between layers is an image [batch, channels, height, width]. The tensors of a layer have
-torchvision's names; `ResNet.state_names` maps those of the whole model.
+torchvision's names; `ResNet.state_names` maps the names of the whole model.
 
 Source: He et al. 2015, arXiv:1512.03385; the stride of a bottleneck is in its 3 x 3 convolution, as
 in torchvision.
@@ -111,7 +111,7 @@ class ResNet(PipelineModule):
 
     Args:
         section: sizes and options.
-        micro_batch_size, dtype: of the messages between stages.
+        micro_batch_size, dtype: samples in a message between stages, and its dtype.
     """
 
     def __init__(self, section: ResNetSection, micro_batch_size: int, dtype: torch.dtype) -> None:
@@ -158,7 +158,7 @@ def resnet_from_torchvision(
         net = resnet_from_torchvision(pipemega.build_model(config, mesh), weights, new_head=True)
 
     Args:
-        net: of `build_model`.
+        net: the model that `build_model` returned.
         new_head: initialize the head, for another number of classes.
 
     Raises:

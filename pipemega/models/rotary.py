@@ -2,7 +2,7 @@
 
 Source: Su et al. 2021, arXiv:2104.09864.
 
-Frequencies of rotary positions, also scaled for sequences longer than those of pretraining.
+Frequencies of rotary positions, also scaled for sequences longer than in pretraining.
 
     linear     frequency / factor                                        Chen et al. 2023
     dynamic    the base grows with the sequence, beyond the original     NTK-aware scaling
@@ -11,7 +11,7 @@ Frequencies of rotary positions, also scaled for sequences longer than those of 
                between; queries and keys times an attention factor       arXiv:2309.00071
     llama3     the same by wavelengths, with a smooth transition         Llama 3.1
 
-The keys and the results are those of transformers' `ROPE_INIT_FUNCTIONS`, in fp64.
+The keys and the results are the same as in transformers' `ROPE_INIT_FUNCTIONS`, in fp64.
 """
 
 import math
@@ -41,7 +41,7 @@ class RopeScaling:
     """Scaling of a model.
 
     Args:
-        section: its keys.
+        section: the keys of the scaling.
         max_length: the longest sequence, `model.max_position_embeddings`.
     """
 
@@ -66,7 +66,7 @@ def frequencies(
 
     Args:
         base: wavelength of the slowest pair, divided by 2 pi.
-        length: of the sequence; only "dynamic" depends on it.
+        length: length of the sequence; only "dynamic" depends on it.
     """
     kind = "default" if scaling is None else scaling.section.rope_type
     if scaling is None or kind == "default":
@@ -141,7 +141,7 @@ class Rotary(nn.Module):
     Args:
         dim: number of leading channels of a head to rotate; the others are unchanged.
         base: wavelength of the slowest pair, divided by 2 pi.
-        scaling: of the angles, for sequences longer than those of pretraining.
+        scaling: scaling of the angles, for sequences longer than in pretraining; None: none.
     """
 
     def __init__(self, dim: int, base: float, scaling: RopeScaling | None = None) -> None:

@@ -5,8 +5,8 @@ Causal attention with grouped queries, on the fused kernel of the device.
 On a CUDA device torch chooses among three kernels:
 
     kernel              dtypes        heads of k and v
-    flash, cuDNN        bf16, fp16    may be fewer than those of q (`enable_gqa`)
-    memory-efficient    and fp32      as many as those of q
+    flash, cuDNN        bf16, fp16    may be fewer than the heads of q (`enable_gqa`)
+    memory-efficient    and fp32      as many as the heads of q
     math                all           may be fewer; holds the scores [heads, sequence, sequence]
 
 So k and v are expanded where flash attention does not run; it takes no mask. The fused kernel of a
@@ -67,7 +67,7 @@ def causal_attention(
 
     Shape:
         q [batch, heads, queries, head], k and v [batch, groups, sequence, head]  ->  as q;
-        the queries are those of the last positions of the sequence; heads / groups consecutive
+        the queries belong to the last positions of the sequence; heads / groups consecutive
         heads of q use one head of k and v; mask bool [batch, 1, queries, sequence]
     """
     queries, length = q.shape[2], k.shape[2]
@@ -205,7 +205,7 @@ def gpt_default(name: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockConfig:
-    """Sizes and options of the blocks with Megatron's names; defaults are those of `GPTSection`.
+    """Sizes and options of the blocks with Megatron's names; the defaults come from `GPTSection`.
 
     Args:
         causal: a position sees itself and earlier ones; else all.
@@ -484,6 +484,6 @@ def drop_path_rate(last: float, block: int, num_blocks: int) -> float:
     """Return the rate of a block: 0 for the first block of the model, `last` for the last.
 
     Args:
-        block: its number in the whole model, not in the stage.
+        block: index of the block in the whole model, not in the stage.
     """
     return last * block / (num_blocks - 1) if num_blocks > 1 else last

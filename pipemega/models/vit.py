@@ -230,7 +230,7 @@ def vit_from_torchvision(
         net = vit_from_torchvision(pipemega.build_model(config, mesh), weights, new_head=True)
 
     Args:
-        net: of `build_model` or `vit`.
+        net: the model that `build_model` or `vit` returned.
         new_head: initialize the head, for another number of classes.
 
     Raises:
@@ -302,7 +302,7 @@ class ClassificationLoss(nn.Module):
     """Cross entropy of class ids or soft labels, as the mean over the micro-batch.
 
     Args:
-        num_classes: of the model.
+        num_classes: number of classes of the model.
         label_smoothing: share of the target probability that is spread over the classes.
 
     Shape:
@@ -345,7 +345,7 @@ class ClassificationLoss(nn.Module):
             wrong = low if low < 0 else high
             raise DataError(
                 f"a label is class {wrong}, and the model has the classes 0 to "
-                f"{self._num_classes - 1}: set model.num_classes to that of the data"
+                f"{self._num_classes - 1}: set model.num_classes to the data's number of classes"
             )
 
 
@@ -422,7 +422,7 @@ class PatchEmbedding(nn.Module):
         if images.shape[1:] != shape:
             raise DataError(
                 f"the ViT takes images [batch, {', '.join(map(str, shape))}] (model.num_channels, "
-                f"model.image_size twice), and those of this batch are {list(images.shape)}"
+                f"model.image_size twice), and the images of this batch are {list(images.shape)}"
             )
         if not images.is_floating_point():
             raise DataError(

@@ -43,7 +43,7 @@ def build_sinks(
         logger: logs the sinks that fail.
         resume: the last step of the checkpoint that the run resumes from; None for a new run.
         state: `Monitor.state_dict()` from the checkpoint.
-        facts: of the run, shown by wandb beside the config: mesh, number of parameters.
+        facts: facts about the run that wandb shows beside the config: mesh, number of parameters.
 
     Raises:
         ConfigError: an enabled sink needs a package that is not installed.
@@ -105,7 +105,7 @@ def _wandb(
         group=section.group,
         name=section.name or run_folder.resolve().name,
         tags=tuple(section.tags or ()),
-        # The run id of the checkpoint wins: the config may contain that of an older run.
+        # The run id of the checkpoint wins: the config may contain the id of an older run.
         id=saved.get("id") or section.id,
         resume=section.resume or "allow",
     )

@@ -58,7 +58,7 @@ class Console(Sink):
     loss scale without fp16) are left out. On a terminal a line has only the parts that fit.
 
     Args:
-        total_steps, total_epochs: of the whole run; None if unknown.
+        total_steps, total_epochs: length of the whole run; None if unknown.
         steps_per_print: interval of the step lines; the last step has one, too. None or 0: no
             step lines.
         progress: show the progress bar.

@@ -32,7 +32,7 @@ class _RankHandler(logging.Handler):
 
     Attributes:
         lowest: level of all messages.
-        ranks: that show messages below WARNING.
+        ranks: the ranks that show messages below WARNING.
         shown_level: the lowest level that this rank shows.
     """
 
@@ -99,7 +99,7 @@ def configure_logging(rank: int, level: str, ranks: Ranks, file: Path | None) ->
 
     Args:
         level: lowest level: "debug", "info", "warning" or "error".
-        ranks: that show messages below a warning.
+        ranks: the ranks that show messages below a warning.
         file: the log file of this rank, which is appended to; None: none.
 
     Raises:
@@ -142,7 +142,7 @@ class RankLogger(_LoggerAdapter):
         """Log a message.
 
         Args:
-            ranks: that log it, whatever `logging.ranks` is; None: those of this key.
+            ranks: the ranks that log it, whatever `logging.ranks` is; None: the ranks in this key.
         """
         ranks: Iterable[int] | None = kwargs.pop("ranks", None)
         if ranks is None:

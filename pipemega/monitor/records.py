@@ -72,9 +72,9 @@ def gpt_flops_per_token(
     norms and the recomputation of activation checkpointing are not counted.
 
     Args:
-        ffn_hidden_size: hidden width of the feed-forward block; with SwiGLU, of one half.
+        ffn_hidden_size: hidden width of the feed-forward block; with SwiGLU, the width of one half.
         vocab_size: rows of the head.  Megatron counts the padded ones.
-        num_query_groups: heads of key and value; None: as many as of query.
+        num_query_groups: heads of key and value; None: as many as query heads.
         kv_channels: size of one head; None: hidden_size / num_attention_heads.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, appendix; with the causal half and grouped
@@ -180,8 +180,8 @@ class StepRecord:
         grad_norm: norm over the logical parameters, before clipping.
         loss_scale: the fp16 loss scale; None without fp16.
         step_seconds: wall-clock time of the step.
-        samples_per_second, tokens_per_second: of all ranks together.
-        epoch: that the step belongs to, from 1; None if the run has no epochs.
+        samples_per_second, tokens_per_second: throughput of all ranks together.
+        epoch: the epoch that the step belongs to, from 1; None if the run has no epochs.
         tflops_per_device: model FLOPs per second and device / 1e12; recompute does not count.
         mfu: tflops_per_device over the device's peak, 0 to 1.
         skipped_steps: steps of the run so far that changed no parameter (fp16 overflow).
@@ -229,13 +229,13 @@ class EpochRecord:
     """One epoch of training: a pass over the training data.
 
     Args:
-        step: its last step.
+        step: last step of the epoch.
         consumed_samples: samples of the whole run, this epoch included.
-        epoch: its number, from 1.
-        steps, samples: of this epoch.
+        epoch: number of the epoch, from 1.
+        steps, samples: numbers of steps and samples of this epoch.
         loss: mean over the samples of this epoch, without steps whose loss is inf or nan.
         seconds: wall-clock time of its training steps, without evaluations and saves.
-        tokens_per_second: None for data without tokens.
+        tokens_per_second: tokens per second; None for data without tokens.
     """
 
     step: int
@@ -278,7 +278,7 @@ class EvalRecord:
         loss: mean loss over the pass.
         seconds: wall-clock time of the pass.
         split: name of the data: "validation", "test", or another.
-        has_tokens: the loss is that of tokens, so that its exponential is a perplexity.
+        has_tokens: the loss is a loss per token, so that its exponential is a perplexity.
         metrics: other numbers about the pass, by name.
     """
 

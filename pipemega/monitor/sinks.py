@@ -67,7 +67,7 @@ class Monitor(Sink):
     A sink that raises is logged once and switched off; the other sinks and the run continue.
 
     Args:
-        sinks: in the order in which they get a record.
+        sinks: the sinks, in the order in which they get a record.
         logger: logs the errors.
         state: `state_dict()` of the run's checkpoint; also keeps the state of sinks that are off
             in this run, for a later one.
@@ -141,9 +141,9 @@ class JsonLinesSink(Sink):
 
     Args:
         path: the file; missing folders are created.
-        resume: None starts a new file and renames an existing one to `metrics.1.jsonl` (or the
-            next free number). Otherwise the file is continued, without its lines after this point
-            and without an incomplete last line.
+        resume: the point from which the run continues. The file is then continued, without its
+            lines after this point and without an incomplete last line. None starts a new file and
+            renames an existing one to `metrics.1.jsonl` (or the next free number).
     """
 
     name = "jsonl"
@@ -176,8 +176,8 @@ class CsvSink(Sink):
 
     Args:
         folder: output_path/job_name.
-        resume: as for `JsonLinesSink`.
-        names: of the metrics.
+        resume: the point from which the run continues; None for a new run.
+        names: how the metrics are named.
     """
 
     name = "csv_monitor"
@@ -224,7 +224,7 @@ class TensorboardSink(Sink):
     Args:
         folder: output_path/job_name.
         resume: TensorBoard hides the points of earlier runs after it.
-        names: of the metrics.
+        names: how the metrics are named.
 
     Raises:
         ConfigError: TensorBoard is not installed.
@@ -348,7 +348,7 @@ class BackgroundSink(Sink):
     thread does not keep the process from ending.
 
     Args:
-        sink: not opened yet.
+        sink: the sink; it must not be open yet.
         call_seconds: timeout of opening it, and of writing one record.
         close_seconds: timeout of writing all queued records when the run is over.
 

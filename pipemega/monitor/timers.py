@@ -76,8 +76,8 @@ class Timer:
     The intervals are read when a result is asked for: on a device, only then does the host wait.
 
     Args:
-        name: for error messages.
-        clock: of the work that is measured; by default the host's.
+        name: name for error messages.
+        clock: the clock of the work that is measured; by default the clock of the host.
     """
 
     def __init__(self, name: str, *, clock: StepClock | None = None) -> None:
@@ -147,7 +147,7 @@ class MultiTimer:
         timers["forward"].mean           # over the latest intervals
 
     Args:
-        clock: as for `Timer`.
+        clock: the clock of all timers; by default the clock of the host.
         enabled: if False, no interval is measured and every lap is empty.
     """
 
@@ -239,9 +239,9 @@ class StepPhases:
     """Records the phases of one step after another; costs a few clock readings per step.
 
     Args:
-        clock: of the host.
-        exact_clock: of the device, for steps that are measured exactly: pending device work then
-            counts in the phase that started it. By default `clock`.
+        clock: the clock of the host.
+        exact_clock: the clock of the device, for steps that are measured exactly: pending device
+            work then counts in the phase that started it. By default `clock`.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class WandbOptions:
             (`wandb offline`, WANDB_MODE), else online. Online needs a key and a server that
             answers; without them the run is offline, with a warning in the log.
         entity: the team (DeepSpeed's `team`).
-        id: of the run to continue; None starts a new one.
+        id: id of the run to continue; None starts a new one.
         resume: "allow", "must", "never" or "auto".
     """
 
@@ -73,10 +73,10 @@ class WandbSink(Sink):
 
     Args:
         folder: wandb creates its folder `wandb/` in it.
-        options: of the run.
+        options: arguments of `wandb.init`; None: the defaults.
         logger: logs a warning if the run is offline.
         config: the resolved configuration, uploaded with the run.
-        names: of the metrics.
+        names: how the metrics are named.
         started: `state_dict()["started"]` of a resumed run.
         module: replaces the wandb package in tests.
 

@@ -7,7 +7,7 @@ masters, zero         what the optimizer updates: whole parameters, or ZeRO slic
 mixed_precision       dtypes and loss scaling
 build_step            the step of a config; optimizers: torch's, fused, LAMB
 param_groups          groups, and states by logical name
-user_optimizer        the optimizer of a user; lr_schedules: schedules, also those of a user
+user_optimizer        the optimizer of a user; lr_schedules: schedules, also the user's own
 """
 
 from pipemega.optimizer.lr_schedules import LRSchedule, build_schedule

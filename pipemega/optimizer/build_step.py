@@ -52,7 +52,7 @@ class OptimizerArguments:
     Args:
         optimizer: parameter groups -> torch optimizer; in place of the section `optimizer`.
         lr_scheduler: optimizer -> torch scheduler; in place of the section `scheduler`.
-        groups: of parameters; in place of `optimizer.groups`.
+        groups: the parameter groups; in place of `optimizer.groups`.
         test_optimizer: builds the optimizers of `check_cuts`; None: `optimizer` does.
     """
 
@@ -120,8 +120,8 @@ def optimizer_step(
     """Cast the parameters and build the optimizer step; None without an optimizer.  Collective.
 
     Args:
-        arguments, offload: as for `build_masters`.
-        length: of the run, the default of the lengths of an LR schedule.
+        arguments, offload: the arguments of `build_masters`.
+        length: the length of the run, which is the default of the lengths of an LR schedule.
 
     Raises:
         ConfigError: the optimizer cannot be built, or does not work on this mesh.
@@ -155,11 +155,11 @@ def build_masters(
     """Cast the parameters; return their masters, and the optimizer over these.  Collective.
 
     Args:
-        arguments: of the user, in place of parts of the config.
+        arguments: the user's arguments, in place of parts of the config.
         offload: apply `zero_optimization.offload_optimizer`, unless the model is on the CPU.
 
     Raises:
-        ConfigError: as `optimizer_step`.
+        ConfigError: the optimizer cannot be built, or does not work on this mesh.
     """
     host = _host_memory(config, mesh) if offload else None
     masters = _master_params(config, mesh, model_params(local), host)

@@ -5,8 +5,8 @@
 
 A step runs the reductions in this order: parts that tensor ranks hold of one gradient, then
 replicas of tied parameters, then the data ranks.  After them every rank holds the gradients of its
-shards of the logical parameters (with ZeRO, of its slices of these); step_outcome.py computes their
-norm.
+shards of the logical parameters, or with ZeRO of its slices of the shards; step_outcome.py computes
+their norm.
 
 Layout of the gradients in flat buffers: which parameter's gradient is at which offset.
 
@@ -160,9 +160,9 @@ class DataBucket:
 
     Args:
         number: index in the order in which all data ranks reduce.
-        dtype: of the gradients; selects the flat buffer.
+        dtype: the dtype of the gradients; selects the flat buffer.
         place: range in the flat buffer.
-        slots: in the order of their offsets.
+        slots: the slots in the bucket, in the order of their offsets.
         partial: each tensor rank holds a part of a sum, to be reduced over the tensor axis first.
         late: the reduction over data ranks waits for the end of the step, since other ranks
             contribute to the gradients before.
@@ -187,10 +187,10 @@ class GradLayout:
     """All slots, and the lengths of the flat buffers.
 
     Args:
-        slots: in the order of the layout.
+        slots: all slots, in the order of the layout.
         sizes: length of each flat buffer, in elements.
-        buckets: empty where every data rank updates everything.
-        rank: of this process on the data axis.
+        buckets: the buckets; empty where every data rank updates everything.
+        rank: the rank of this process on the data axis.
     """
 
     slots: tuple[GradSlot, ...]
@@ -232,7 +232,7 @@ def whole_layout(named: Named, dtype: torch.dtype | None) -> GradLayout:
 
     Args:
         named: (logical name, trainable parameter).
-        dtype: of the gradients; None for that of each parameter.
+        dtype: the dtype of the gradients; None for the dtype of each parameter.
     """
 
     def kind(item: tuple[str, nn.Parameter]) -> int:
@@ -253,11 +253,13 @@ class ShardingSpec:
     """How gradients are sharded over the data ranks.
 
     Args:
-        ranks, rank: of the data axis.
+        ranks: number of data ranks.
+        rank: this rank on the data axis.
         reduce_bucket_size: most elements of a bucket.
         partial: names of parameters of which each tensor rank holds a part of the gradient.
         late: names of parameters whose gradient gets contributions from other ranks or stages.
-        aside: names of copies: their gradient is added to that of another, and not reduced.
+        aside: names of copies: their gradient is added to the gradient of another parameter, and
+            not reduced.
     """
 
     ranks: int
@@ -281,7 +283,7 @@ def bucketed_layout(named: Named, dtype: torch.dtype | None, sharding: ShardingS
 
     Args:
         named: (logical name, trainable parameter), in the order of the model.
-        dtype: of the gradients; None for that of each parameter.
+        dtype: the dtype of the gradients; None for the dtype of each parameter.
     """
     slots: list[GradSlot] = []
     buckets: list[DataBucket] = []
@@ -326,8 +328,8 @@ class GradientBuffer:
     Args:
         named_parameters: (logical name, parameter), each parameter once; those that need no
             gradient are left out.
-        dtype: to sum in; None for the dtype of each parameter.
-        layout: of the flat buffers; None for `whole_layout`.
+        dtype: the dtype in which gradients are summed; None for the dtype of each parameter.
+        layout: the layout of the flat buffers; None for `whole_layout`.
     """
 
     def __init__(
@@ -340,7 +342,7 @@ class GradientBuffer:
         named = [(name, p) for name, p in named_parameters if p.requires_grad]
         self.layout = layout if layout is not None else whole_layout(named, dtype)
         self.slots: tuple[GradSlot, ...] = self.layout.slots
-        """In the order of the layout."""
+        """The slots in the order of the layout."""
         self.flats: dict[torch.dtype, Tensor] = {}
         """The buffers: [elements]."""
         for slot in self.slots:
@@ -356,11 +358,11 @@ class GradientBuffer:
         self._attach_grads()
 
     def view(self, parameter: nn.Parameter) -> Tensor:
-        """Return the view in which the gradient of `parameter` is summed; of its shape."""
+        """Return the view in which the gradient of `parameter` is summed; it has its shape."""
         return self._views[id(parameter)]
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that does not come from autograd: that of a weight-gradient job."""
+        """Add a gradient that comes from a weight-gradient job, and not from autograd."""
         if parameter.numel():
             self.view(parameter).add_(gradient)
 
@@ -409,7 +411,7 @@ class DataReduction:
         op: "mean" or "sum" (`gradient_allreduce_op`).
         prescale: divide by the number of ranks before the sum, not after (`prescale_gradients`).
         predivide_factor: divide by this before the sum, and correct for it after.
-        dtype: dtype that is sent (`communication_data_type`); None for that of the buffer.
+        dtype: dtype that is sent (`communication_data_type`); None for the dtype of the buffer.
     """
 
     op: Literal["mean", "sum"] = "mean"
@@ -497,7 +499,7 @@ def equalize_replicas(
     A CPU and a GPU round the same step differently, and replicas on both would drift apart.
 
     Args:
-        tied: as for `reduce_tied`.
+        tied: logical name -> the ranks that hold it.
         wait: called before the first copy.
     """
     mixed = {name: p for name, p in parameters if name in tied and tied[name].devices}

@@ -39,7 +39,7 @@ class LRSchedule(ABC):
         """Refuse the call of a caller's loop: `train_batch` advances the learning rate.
 
         Raises:
-            ConfigError: always.
+            ConfigError: raised by every call.
         """
         raise ConfigError(
             "lr_scheduler.step() is called by train_batch(), and a second call would advance the "
@@ -50,7 +50,7 @@ class LRSchedule(ABC):
         """Advance after an optimizer step that was not skipped, unless epochs advance it.
 
         Args:
-            samples: of the step, on all data ranks.
+            samples: number of samples of the step, on all data ranks.
         """
         if self.by != "epoch":
             self._advance(samples if self.by == "sample" else 1)
@@ -85,7 +85,7 @@ class LRSchedule(ABC):
         """Continue where the run that saved was.
 
         Raises:
-            CheckpointError: the state is that of another schedule.
+            CheckpointError: the state belongs to another schedule.
         """
 
 
@@ -95,10 +95,10 @@ class FormulaSchedule(LRSchedule):
     The rates are set when it is constructed, too.
 
     Args:
-        optimizer, by: as for `LRSchedule`.
-        rates: one function for each group.
+        optimizer, by: the arguments of `LRSchedule`.
+        rates: one function for each parameter group.
         betas: Adam's betas, if the schedule changes them too.
-        step: number of steps already taken; of epochs or samples with another `by`.
+        step: number of steps already taken, or of epochs or samples with another `by`.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class FormulaSchedule(LRSchedule):
         return {self.by: self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the saved run was; the curve is that of this config.
+        """Continue where the saved run was, on the curve of this config.
 
         Raises:
             CheckpointError: the saved run counted another unit, or had a scheduler of its own.
@@ -180,9 +180,9 @@ def build_schedule(
     """Build the schedule that the config names, and apply it to `optimizer`.
 
     Args:
-        section: with a type; `config.scheduler` has validated it.
-        length: of the run, if known: the default of `total_num_steps` and `decay_steps`, in the
-            unit of `scheduler.by`.
+        section: the section `scheduler`, with a type; the config has validated it.
+        length: the length of the run, if known: the default of `total_num_steps` and
+            `decay_steps`, in the unit of `scheduler.by`.
 
     Raises:
         ConfigError: the parameters do not fit this length, or it is needed and not known; a group
@@ -293,10 +293,10 @@ class TorchSchedule(LRSchedule):
         ]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where the saved run was; the curve is that of the checkpoint.
+        """Continue where the saved run was, on the curve of the checkpoint.
 
         Raises:
-            CheckpointError: the state is that of another class or unit, or of other groups.
+            CheckpointError: the state belongs to another class or unit, or to other groups.
         """
         here = {"class": self._name, "by": self.by}
         saved = {key: state.get(key) for key in here}

@@ -15,7 +15,7 @@ the memory is pinned.
     gradients, owned ranges  ---one copy each--->  gradients, the same ranges
                                                        |  optimizer
     parameters  <---one copy each---  parameters  <--  masters
-                                      only if their dtype is not that of the masters
+                                      only if their dtype differs from the masters' dtype
 """
 
 from abc import ABC, abstractmethod
@@ -61,8 +61,8 @@ class Offload:
 
     Args:
         memory: allocates and copies.
-        layout: of the gradients on the device.
-        slots: of the parameters that have a master.
+        layout: the layout of the gradients on the device.
+        slots: the slots of the parameters that have a master.
         master_dtype: logical name -> dtype of the master.
         param_dtype: logical name -> dtype of the parameter in forward and backward.
     """
@@ -151,7 +151,7 @@ class Offload:
 
 
 def _shape(layout: GradLayout, slot: GradSlot) -> _Shape:
-    """Return the shape of the master: of the parameter, or of the slice that this rank owns."""
+    """Return the shape of the master: the parameter, or the slice of it that this rank owns."""
     if not layout.buckets:
         return tuple(slot.parameter.shape)
     start, stop = layout.span(slot)
@@ -229,7 +229,8 @@ class ModelParams:
         copies: logical name -> the same tied parameter in later stages of this rank.  Copies are
             separate `nn.Parameter` objects: they get the storage of the first one, and their
             gradients are added to its gradient.
-        num_layers: of the whole model: larger than any position in a logical name.
+        num_layers: number of layers of the whole model; larger than any position in a logical
+            name.
     """
 
     named: Named
@@ -279,7 +280,7 @@ class _Master(NamedTuple):
     Args:
         name: logical name.
         param: the model parameter, or the slice of it that this data rank updates.
-        grad: its gradient in the gradient buffer.
+        grad: the gradient in the gradient buffer.
         tensor: what the optimizer updates.
         separate: it has storage other than `param`, and `param` is copied from it.
     """
@@ -295,11 +296,11 @@ class MasterParams(ABC):
     """The masters of one rank, and the copies between them, gradients and model parameters.
 
     Args:
-        model: its parameters are cast in place.
+        model: the parameters of this rank; they are cast in place.
         mesh: the axes to reduce over.
-        layout: of the gradients.  A layout with buckets says that each data rank updates one slice
-            of every bucket: masters are 1-D slices then, and parameters are moved to flat buffers
-            of the same layout.
+        layout: the layout of the gradients.  A layout with buckets says that each data rank
+            updates one slice of every bucket: masters are 1-D slices then, and parameters are
+            moved to flat buffers of the same layout.
         precision: decides on masters, and on the dtype of gradients.
         host: memory to keep the masters in; None: on the device of the parameters.
         shard_axis: the data ranks that hold the other slices of each master; None where masters
@@ -384,7 +385,7 @@ class MasterParams(ABC):
     def _counts(self, name: str, *, sliced: bool | None = None) -> bool:
         """Return whether this rank counts what it holds of a logical parameter."""
         if name not in self._parameters:
-            return False  # the gradient of a copy, which was added to that of the first
+            return False  # the gradient of a copy, which was added to the first one's gradient
         mesh, tied = self.mesh, self._model.tied
         sliced = self.spans is not None if sliced is None else sliced
         return is_counted(name, self._parameters[name], mesh.tensor, mesh.data, tied, sliced=sliced)
@@ -451,13 +452,13 @@ class MasterParams(ABC):
 
     @abstractmethod
     def gather(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return tensors of the local parameters' shapes, from those of the masters' shapes.
+        """Return tensors with the local parameters' shapes, from tensors with the masters' shapes.
 
         Collective over the data axis.
         """
 
     def gather_masters(self) -> dict[str, Tensor]:
-        """Return logical name -> saved master, of the parameter's shape; collective as `gather`."""
+        """Return logical name -> saved master in the parameter's shape; collective as `gather`."""
         return self.gather({name: self.named[name].detach() for name in self.saved_masters})
 
     # Shared by the strategies
@@ -476,7 +477,7 @@ class MasterParams(ABC):
         return [m for m in self._masters.values() if m.separate]
 
     def _sum_copies(self) -> None:
-        """Add the gradients of copies of tied parameters to those of the first, and zero them."""
+        """Add the gradient of each copy of a tied parameter to the first one's, and zero it."""
         for _, name, copy in self._model.trainable_copies:
             gradient = self.gradients.view(copy)
             self.gradients.view(self._parameters[name]).add_(gradient)
@@ -523,10 +524,10 @@ class PlainMasterParams(MasterParams):
     """Masters of whole parameters: every data rank reduces and updates all of its parameters.
 
     Args:
-        model: its parameters are cast in place.
+        model: the parameters of this rank; they are cast in place.
         mesh: the axes to reduce over.
         precision: decides on masters, and on the dtype of gradients.
-        reduction: over the data axis.
+        reduction: how gradients are reduced over the data axis.
         host: memory to keep the masters in; None: on the device of the parameters.
     """
 

@@ -37,7 +37,7 @@ class LossScale:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the scale is that of the config."""
+        """Do nothing: the scale comes from the config."""
 
 
 class DynamicLossScale(LossScale):
@@ -137,10 +137,11 @@ class Precision:
     """The dtypes of one run.
 
     Args:
-        compute_dtype: of parameters in forward and backward; None keeps that of each.
-        grad_dtype: for sums of gradients over micro-batches and data ranks; None for the dtype of
-            the parameter, or fp32 with master weights.
-        master_dtype: of the master weights.
+        compute_dtype: dtype of parameters in forward and backward; None: each parameter keeps its
+            dtype.
+        grad_dtype: dtype of sums of gradients over micro-batches and data ranks; None for the
+            dtype of the parameter, or fp32 with master weights.
+        master_dtype: dtype of the master weights.
         cast: cast floating-point inputs of the model to `compute_dtype`.
         skip_nonfinite: skip and count a step whose gradients hold inf or nan; otherwise it ends
             the run.

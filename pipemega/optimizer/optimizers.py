@@ -35,7 +35,7 @@ class Lamb(torch.optim.Optimizer):
         u = m / (sqrt(v) + eps) + weight_decay w        m, v with Adam's bias correction
         w = w - lr clamp(|w| / |u|) u
 
-    The norms are those of the *logical* parameter: with slices per data rank (ZeRO), squares are
+    The norms are norms of the *logical* parameter: with slices per data rank (ZeRO), squares are
     summed over the data ranks, and for parameters sharded over tensor ranks over these; each is
     one all-reduce for all parameters.  Replicas of tied parameters have equal weights and
     gradients, so they need no communication.  If the norm of w or u is 0, w changes by lr u.
@@ -166,7 +166,7 @@ def build_eagerly(
 ) -> Optimizer:
     """Return `kind(groups, **arguments)`, whose `step` does not import torch._dynamo either.
 
-    The type, the hooks and the results are those of torch.
+    The type, the hooks and the results do not differ from torch's.
     """
     with without_dynamo([getattr(Optimizer.add_param_group, "__wrapped__", None)]):
         optimizer: Optimizer = kind([dict(group) for group in groups], **arguments)
@@ -182,7 +182,8 @@ def without_dynamo(functions: Iterable[Any]) -> Iterator[None]:
     """Context in which functions run as they are, if torch._dynamo is not imported yet.
 
     Args:
-        functions: that `torch._disable_dynamo` decorates; read only if needed. None is skipped.
+        functions: functions that `torch._disable_dynamo` decorates; the iterable is read only if
+            needed. None in it is skipped.
     """
     wanted = [] if "torch._dynamo" in sys.modules else functions
     eager = [f for f in wanted if f is not None and not hasattr(f, _DISABLED)]
@@ -270,7 +271,7 @@ def _adam(
     kernels: Kernels,
     tensors: Sequence[torch.Tensor],
 ) -> OptimizerClass:
-    """Choose the class for Adam or AdamW; change `arguments` to those of that class."""
+    """Choose the class for Adam or AdamW; change `arguments` to the arguments of that class."""
     decoupled = params.adam_w_mode or type_name == "AdamW"
     for key in ("torch_adam", "adam_w_mode", "bias_correction"):
         del arguments[key]

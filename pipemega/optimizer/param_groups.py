@@ -88,12 +88,12 @@ def parameter_groups(
     """Return the groups of the parameters, as torch's optimizers take them.
 
     Args:
-        specs: the first whose pattern matches a name gets the parameter.
+        specs: the first spec whose pattern matches a name gets the parameter.
         decay_norms_and_biases: if False, parameters with a logical shape of at most one dim get a
             weight decay of 0, unless their spec has a weight decay.
     """
     groups: list[dict[str, Any]] = []
-    places: list[tuple[int, int]] = []  # of each spec: the indices of its group for (other, flat)
+    places: list[tuple[int, int]] = []  # for each spec: indices of its group for (other, flat)
     for options in ({}, *(spec.options for spec in specs)):
         at = len(groups)
         groups.append({"params": [], **options})
@@ -120,7 +120,8 @@ def check_specs(specs: Sequence[GroupSpec], names: Sequence[str]) -> None:
         names: logical names of the trainable parameters of the whole model.
 
     Raises:
-        ConfigError: no name matches, or only names that an earlier group has; on every rank.
+        ConfigError: no name matches a spec, or only names that an earlier group has; on every
+            rank.
     """
     used = {_place(name, specs) for name in names}
     for number, spec in enumerate(specs, 1):
@@ -182,7 +183,7 @@ class SharedState:
     run was saved is not restored; functions and other objects are not saved.
 
     Args:
-        optimizer: as built, before a schedule changes its options.
+        optimizer: the optimizer as it was built, before a schedule changes its options.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -200,7 +201,7 @@ class SharedState:
                 f"{type(self._optimizer).__name__} has a state_dict() of its own, as optimizers "
                 "have that keep state outside of optimizer.state, such as wrappers of another "
                 "optimizer: a checkpoint would not contain it. Train without checkpoints "
-                "(checkpoint.save null), or use an optimizer that keeps its state as those of "
+                "(checkpoint.save null), or use an optimizer that keeps its state as optimizers of "
                 "torch.optim do",
                 on_every_rank=True,
             )
@@ -269,7 +270,7 @@ def pack(optimizer: Optimizer, masters: MasterParams) -> dict[str, dict[str, Any
 
     Returns:
         name -> {"master": ..., "exp_avg": ..., "step": ...}, each with the keys of the optimizer
-        and, if it has one, its master weight; tensors are this rank's shards, of the shape of the
+        and, if it has one, its master weight; tensors are this rank's shards, with the shape of the
         parameter.  Where masters are slices, tensors are 1-D, and "span": (start, stop) gives
         their elements in the flattened parameter.
     """
@@ -341,7 +342,7 @@ def _laid_out(value: Tensor, master: Tensor, *, copy: bool) -> Tensor:
 
 
 def _keep_dtypes(optimizer: Optimizer, loaded: Mapping[Any, Any]) -> None:
-    """Restore state whose dtype torch's `load_state_dict` has changed to that of the parameter.
+    """Restore state whose dtype torch's `load_state_dict` has changed to the parameter's dtype.
 
     An optimizer may keep averages in bf16, or quantized. State in fp32 or fp64 follows the
     parameters: the run that saved may have had parameters of another precision.

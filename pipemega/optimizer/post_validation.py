@@ -11,8 +11,8 @@
 
 When a rank has run all its backwards, the last stage has run all its forwards. So the sums of loss
 and weight, which the gradient factor depends on, have arrived, and only the norm is assumed.  The
-result is bitwise that of the synchronous step ("fenced"): both call the same functions, and after
-a wrong assumption they start from the same state.
+result is bitwise equal to the result of the synchronous step ("fenced"): both call the same
+functions, and after a wrong assumption they start from the same state.
 
 If most steps are clipped, restoring costs more than waiting.  So a rank waits for the norm until
 several steps in a row have needed neither clipping nor skipping.
@@ -105,8 +105,8 @@ class HostSums:
     """Starts sums over all ranks; every rank starts the same ones in the same order.
 
     Args:
-        memory: of the device of the numbers.
-        group: all ranks, with the backend gloo; None with one rank.
+        memory: host memory for copies from the device of the numbers.
+        group: the process group of all ranks, with the backend gloo; None with one rank.
     """
 
     def __init__(self, memory: HostMemory, group: dist.ProcessGroup | None) -> None:
@@ -240,12 +240,12 @@ class _UnvalidatedStep:
 class PostValidatedStep(OptimizerStep):
     """An `OptimizerStep` whose last step is final only after `settle`.
 
-    Before that, parameters, optimizer state, learning rate and loss scale are those of a step
-    without overflow and without clipping, and the gradients are kept: no backward may run.  Every
-    rank calls `settle` between two steps, at the same point of its program.
+    Before that, parameters, optimizer state, learning rate and loss scale have the values after a
+    step without overflow and without clipping, and the gradients are kept: no backward may run.
+    Every rank calls `settle` between two steps, at the same point of its program.
 
     Args:
-        *arguments, **settings: as for `OptimizerStep`.
+        *arguments, **settings: the arguments of `OptimizerStep`.
         sync_after: after a clipped or skipped step, this many steps in a row without clipping or
             skipping wait for their norm.
     """
@@ -301,8 +301,8 @@ class PostValidatedStep(OptimizerStep):
             the report; `grad_norm` is nan if the step did not wait for it.
 
         Raises:
-            NonFiniteError, LossScaleError: as in `OptimizerStep`, if the step waited for its norm;
-                otherwise `settle` raises them.
+            NonFiniteError, LossScaleError: the errors of `OptimizerStep`, if the step waited for
+                its norm; otherwise `settle` raises them.
         """
         assert self._unvalidated is None, "the previous step has not been settled"
         if self._loss_sums is None:
@@ -439,7 +439,7 @@ class SpeculativeRunner:
     """Runs plans, and validates the parameters between the warm-up and the first backward.
 
     Args:
-        executor: of this pipeline rank.
+        executor: the executor of this pipeline rank.
         validate: returns whether the parameters that the warm-up used are final. If not, they are
             final when it returns, and the warm-up is run again. Returns the same on every rank; may
             raise a PipemegaError on every rank.
@@ -467,8 +467,8 @@ class SpeculativeRunner:
         """Run this rank's program of the lowered `plan` once.
 
         Args:
-            micro_batches: returns the same ones at each call, except for `loss_factor`, which
-                `validate` may change.
+            micro_batches: returns the micro-batches; equal at each call, except for `loss_factor`,
+                which `validate` may change.
             recorder: times each instruction; if the warm-up is run again, its second run.
             forwards_done: called with the losses when the last forward of this rank has run.
         """

@@ -69,10 +69,11 @@ class OptimizerStep:
     micro-batches of all data ranks; with the reduction "sum", times the number of data ranks.
 
     Args:
-        optimizer: over `masters.named`.
+        optimizer: the optimizer over `masters.named`.
         masters: the strategy that reduces gradients and updates the model parameters.
         settings: clipping, steps that are skipped, numbers for the log.
-        loss_scale: None without fp16; then a loss that is inf or nan counts as an overflow.
+        loss_scale: the loss scale of fp16. None without fp16: then a loss that is inf or nan counts
+            as an overflow.
         schedule: advanced after each step that was not skipped, or by `end_epoch`; None keeps the
             learning rates.
         shared_state: saves what the optimizer keeps for groups; None: the options of the config
@@ -97,7 +98,7 @@ class OptimizerStep:
         """Calls so far, skipped steps included."""
         self.skipped_steps = 0
         self.phases = StepPhases(exact_clock=step_clock(masters.mesh.device))
-        """Phases of the whole training step; the engine adds those before the optimizer step."""
+        """Phases of the whole training step; the engine adds the phases before the optimizer."""
         self._copied: CopyEvent | None = None
         self._last: StepReport | None = None
         self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
@@ -152,7 +153,7 @@ class OptimizerStep:
                 scale, on the ranks of the last stage that are first on the tensor axis; all other
                 ranks pass 0 here and in the next two.
             weight_sum: sum of their weights.
-            num_microbatches: their number.
+            num_microbatches: number of these micro-batches.
             samples: samples of the step, on all data ranks, for the schedule.
             stop: this rank requests the end of the run; part of the all-reduce of the step.
 
@@ -256,7 +257,7 @@ class OptimizerStep:
                     report.in_words(self.steps),
                     advice=(
                         f"{decision.nonfinite_ranks:g} of {self._mesh.world.size} ranks held a "
-                        "gradient with inf or nan. Parameters and optimizer state are those of the "
+                        "gradient with inf or nan. Parameters and optimizer state are as after the "
                         "step before. Lower the learning rate or look for a division by 0 in the "
                         "model; training.on_nonfinite skips such steps, or rolls back to a "
                         "checkpoint"
@@ -304,7 +305,7 @@ class OptimizerStep:
     def wait_for_copies(self) -> None:
         """Wait until parameters, masters and optimizer state may change.
 
-        The device waits for the copies of `protect`; the host for those from offloaded masters.
+        The device waits for the copies of `protect`; the host for copies from offloaded masters.
         """
         if self._copied is not None:
             self._copied.wait()
@@ -341,9 +342,9 @@ class OptimizerStep:
 
         Args:
             masters: their parameters have the values of the last step.
-            groups: one per group of the optimizer: which of the masters are in it.
-            packed: the optimizer's state of them, as of `state_dict`; its tensors are used, not
-                copied.
+            groups: one mapping for each group of the optimizer, with the masters in it as "params".
+            packed: the optimizer's state of these masters, in the form that `state_dict` returns;
+                its tensors are used, not copied.
         """
         self._use(masters)
         optimizer: Any = self.optimizer
@@ -366,8 +367,8 @@ class OptimizerStep:
             "span": (start, stop), and its tensors hold those elements of the flattened local
             parameter; (0, 0) for none.
 
-        The settings of an optimizer of the config are not included: after loading, those of the
-        config apply.
+        The settings of an optimizer of the config are not included: after loading, the settings in
+        the config apply.
         """
         return {
             "parameters": pack(self.optimizer, self.masters),

@@ -8,7 +8,7 @@ Numbers about each step for the log: norm of the parameters, zeros in the gradie
     one all-reduce over the world add_to(report)
 
 As for the norm of the gradients, each element of a logical parameter counts once in the world, and
-padding does not count, so that the numbers are those of the unsharded model.
+padding does not count, so that the numbers are equal to the numbers of the unsharded model.
 
 Squared norms of the gradients by layer, without a number of kernels that grows with the layers.
 
@@ -45,9 +45,10 @@ class StepReport:
 
     Args:
         loss: weighted mean over the whole batch; may be nan.
-        grad_norm: of all logical parameters, before clipping, without the loss scale.
+        grad_norm: norm of the gradients of all logical parameters, before clipping, without the
+            loss scale.
         loss_scale: the scale of this step's gradients.
-        learning_rate: of the first parameter group in this step.
+        learning_rate: learning rate of the first parameter group in this step.
         skipped: parameters and optimizer state are unchanged.
         overflow: a gradient was inf or nan, or the loss was (`Attempt.check_loss`).
         weight: number of tokens (or micro-batches) that the loss is the mean of.
@@ -55,7 +56,7 @@ class StepReport:
         rollbacks: number of steps so far, including this one, that ran before their norm was known
             and had to be undone and repeated (`post_validate`).
         stop_votes: number of ranks that requested the end of the run.
-        params_norm: of all logical parameters, after the step; None: not computed
+        params_norm: norm of all logical parameters, after the step; None: not computed
             (`monitor.log_params_norm`).
         num_zeros: elements of the gradients of all logical parameters that are 0, after the
             reduction; None: not counted (`monitor.log_num_zeros_in_grad`).
@@ -88,11 +89,11 @@ class GlobalStats:
     """Sums over all ranks, from the one all-reduce of a step.
 
     Args:
-        squared_norm: of the gradients of all logical parameters.
+        squared_norm: squared norm of the gradients of all logical parameters.
         nonfinite_ranks: number of ranks that hold inf or nan.
         loss: weighted sum of the losses of all micro-batches.
         weight: sum of their weights.
-        num_microbatches: of all data ranks.
+        num_microbatches: number of micro-batches of all data ranks.
         stop_votes: number of ranks that request a stop.
     """
 
@@ -120,7 +121,7 @@ class Attempt:
 
     Args:
         factor: the reduced gradients still have to be multiplied by this.
-        loss_scale, learning_rate, skipped_steps: their values at that time.
+        loss_scale, learning_rate, skipped_steps: the values after the reductions.
         samples: samples of the step, on all data ranks.
         check_loss: treat a loss that is not finite as an overflow.  False with fp16, where a sum
             of losses may exceed the dtype although the gradients are right.
@@ -210,8 +211,8 @@ class GradientNorms:
         gradients: the buffers; the same tensors in every step.
         tensor, data: the axes of the mesh.
         tied: logical name -> the ranks that hold it.
-        num_layers: of the whole model.
-        device: of the result.
+        num_layers: number of layers of the whole model.
+        device: the device of the result.
     """
 
     def __init__(
@@ -336,7 +337,7 @@ def square_sums(tensors: Sequence[Tensor]) -> Tensor:
 
     Squares of fp32 numbers cannot overflow fp64: a sum is not finite only if an element is not.
     """
-    # The square of a complex number is that of both of its parts.
+    # The squared magnitude of a complex number is the sum of the squares of its two parts.
     tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
     if tensors[0].device.type == "cpu":
         # vector_norm with a dtype is ten times slower on a CPU (docs/optimizer.md).
@@ -366,8 +367,8 @@ class CountedGradient(NamedTuple):
     """A gradient that this rank counts.
 
     Args:
-        gradient: its elements on this rank, in the gradient buffer.
-        padding: number of them that are padding; their gradient is 0.
+        gradient: the elements of the gradient on this rank, in the gradient buffer.
+        padding: number of these elements that are padding; their gradient is 0.
     """
 
     gradient: Tensor
@@ -381,7 +382,7 @@ class StepStatistics:
         params: what this rank counts of the parameters, as the optimizer updates them; None: do not
             compute their norm.
         gradients: what it counts of the gradients; None: do not count zeros.
-        device: of the result.
+        device: the device of the result.
     """
 
     def __init__(

@@ -17,7 +17,7 @@ Tests whether an optimizer computes the same with parameters that are cut over r
     tensor     | a a a |   and | a a a |           one for the first halves, one for the others
     ZeRO       | a a |     and | a a a a |         as tensor, but 1-D slices, of other sizes
 
-The parameters are small, in groups like those of the model; all optimizers get the same gradients
+The parameters are small, in groups like the model's; all optimizers get the same gradients
 for a few steps.  If they give other values, the optimizer computes with norms, whole matrices or
 several parameters, and would train another model on the mesh.
 """
@@ -57,8 +57,8 @@ def build_user_optimizer(
     Args:
         groups: what `make` gets.
         named: logical name -> the parameters in `groups`.
-        specs: of the groups; their options must be options of the optimizer.
-        world: all ranks.
+        specs: the specs of the groups; their options must be options of the optimizer.
+        world: the axis of all ranks.
 
     Raises:
         ConfigError: `make` fails, or returns something that the engine cannot use; the same on
@@ -224,7 +224,7 @@ class GivenOptimizer:
     """A torch optimizer that was built over parameters of the model; for `initialize(optimizer=)`.
 
     Args:
-        optimizer: without state: it has made no step.
+        optimizer: an optimizer without state, which has made no step.
         names: id of each local parameter of the model -> its logical name.
 
     Raises:
@@ -320,7 +320,7 @@ class _Layout(NamedTuple):
     """How a mesh cuts parameters.
 
     Args:
-        what: for messages, with the key and its value.
+        what: description of the layout for messages, with the key and its value.
         needs: what the optimizer must do.
         advice: how to avoid the cut.
         split: tensor -> parts; one optimizer for the first parts, one for the second..
@@ -344,12 +344,13 @@ def check_cuts(
 
     Args:
         make: builds the optimizer from groups; called several times.
-        groups: of the masters of this rank; their options are used.
-        mesh: that cuts the parameters.
+        groups: the groups of the masters of this rank; their options are used.
+        mesh: the mesh that cuts the parameters.
         shard_axis: the data ranks that hold slices of each parameter (ZeRO); None: they are whole.
 
     Raises:
-        ConfigError: with the layout, the difference and the alternatives; on every rank.
+        ConfigError: the optimizer gives other values; the message has the layout, the difference
+            and the alternatives; on every rank.
     """
     layouts = list(_layouts(mesh, shard_axis))
     if not layouts:
@@ -454,7 +455,7 @@ class _Tensor(NamedTuple):
     Args:
         group: index of its group.
         value: the first value.
-        gradients: of each step.
+        gradients: one gradient for each step.
     """
 
     group: int
@@ -477,7 +478,7 @@ def _tensors(
         for count in counts:
             for size, noise in ((1.0, 0.5), (30.0, 3.0)):
                 shape = _SIZES[:count]
-                # Rows of other sizes, so that norms of parts differ from that of the whole.
+                # Rows of other sizes, so that norms of parts differ from the norm of the whole.
                 scale = size * torch.linspace(0.2, 3.0, shape[0] if shape else 1)
                 scale = scale.view(-1, *[1] * (count - 1)).to(device, dtype)
                 scale = scale if shape else scale[0]

@@ -92,7 +92,7 @@ class ReduceScatter:
 
     Args:
         gradients: laid out in buckets.
-        data: the data axis, of at least two ranks.
+        data: the data axis, with at least two ranks.
         reduction: factors and dtype.
         window: largest number of temporary buffers of buckets in flight.
     """
@@ -175,7 +175,7 @@ class AllGather:
 
     Args:
         flats: buffers of the buckets, in the order of gathering.
-        names: of the buckets, for messages.
+        names: names of the buckets, for messages.
         data: the data axis.
         overlap: run in the background until `wait` or `wait_for`.
     """
@@ -253,8 +253,9 @@ class BucketReadiness:
         """Return the context in which the final backward of a stage runs.
 
         Args:
-            parameters: of the stage.
-            pending: ids of those whose weight half runs within; None in a whole backward.
+            parameters: the parameters of the stage.
+            pending: ids of the parameters whose weight half runs within the context; None in a
+                whole backward.
         """
         parameters = list(parameters)
         if pending is not None:
@@ -295,13 +296,13 @@ class ZeroMasterParams(MasterParams):
     """Masters of the slices that this data rank owns.
 
     Args:
-        model: its parameters are cast in place and moved to flat buffers.
+        model: the parameters of this rank; they are cast in place and moved to flat buffers.
         mesh: the axes to reduce over.
         reduce_bucket_size: most elements of a bucket, unless one parameter is larger.
         overlap: reduce a bucket as soon as its gradients are final, and gather parameters during
             the next forwards; otherwise do both at the end of the step.
         precision: decides on masters, and on the dtype of gradients.
-        reduction: over the data axis.
+        reduction: how gradients are reduced over the data axis.
         host: memory to keep the masters in; None: on the device of the parameters.
     """
 

@@ -150,11 +150,11 @@ def build_once(
 
     Args:
         lock_path: the lock file; its folder must exist.
-        find: returns the finished result, or None; called first, and again after every wait.
+        find: returns the finished result, or None; it is called first, and again after each wait.
         build: builds the result. An error releases the lock, so the next process tries again.
         what: name of the work in messages.
         deadline_seconds: maximum wait for another builder.
-        say: called with one line if this process has to wait.
+        say: prints or logs the one line that this process shows if it has to wait.
 
     Raises:
         DataError: the other builder did not finish in time; names it, the lock and the remedy.

@@ -124,7 +124,7 @@ class LocalStorage(Storage):
     def free_bytes(self) -> int | None:
         root = self.root.absolute()
         usage = shutil.disk_usage(next(path for path in (root, *root.parents) if path.exists()))
-        # Some file systems, such as those of FUSE, report 0 for everything.
+        # Some file systems, such as FUSE mounts, report 0 for everything.
         return usage.free if usage.total else None
 
     def create_new(self, name: str, data: bytes) -> bool:

@@ -44,7 +44,7 @@ class ProcessIdentity:
     """A process on a host, and the Slurm job that it belongs to.
 
     Args:
-        host, pid, user: as the system reports them.
+        host, pid, user: host name, process id and user name, as the system reports them.
         boot: id of the host's current boot.
         namespace: the pid namespace; containers on one host have different ones.
         start_ticks: start time of the process since boot, because pids are used again; 0: unknown.
@@ -261,7 +261,7 @@ class HeartbeatLock:
             self._storage.delete_if(self._name, data)
 
     def is_held(self) -> bool:
-        """Read the lock file; return whether it is still that of this process.
+        """Read the lock file; return whether this process still holds it.
 
         A file that somebody has deleted is created again, so that its absence is no second loss.
 
@@ -356,7 +356,7 @@ class LockObserver:
         return None if modified is None else max(0.0, time.time() - modified)
 
     def remove(self) -> bool:
-        """Remove the file if it is that of the last look; return whether it was removed."""
+        """Remove the file unless it changed after the last look; return whether it was removed."""
         return self._version is not None and self._storage.delete_if(self._name, self._data)
 
 
@@ -389,7 +389,8 @@ class FolderLocks:
     """The folders that this process has locked.
 
     Args:
-        clock, sleep: in seconds.
+        clock: a monotonic clock, in seconds.
+        sleep: waits for a number of seconds.
     """
 
     def __init__(

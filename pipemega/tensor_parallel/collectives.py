@@ -53,10 +53,10 @@ from pipemega.errors import ConfigError, DataError
 Pending = Callable[[], Tensor]
 """A started collective: call it once to wait for the result."""
 
-SEQUENCE_DIM = 1  # of [batch, sequence, ...]
+SEQUENCE_DIM = 1  # in [batch, sequence, ...]
 
-# A collective is split if each part has this size: the copy of a smaller one takes less time than
-# the start of another collective, and so do those of very many parts.
+# A collective is split if its parts have at least this size, and are at most this many: copying
+# smaller parts, or very many, takes less time than starting that many collectives.
 _PIECE_BYTES = 1 << 20
 _MOST_PIECES = 64
 
@@ -137,14 +137,14 @@ def _pieces(nbytes: int, shape: Sequence[int], dim: int) -> int:
     batch; one for each sample, all started together, copies nothing.
 
     Args:
-        nbytes, shape: of the tensor that is not sharded.
+        nbytes, shape: size in bytes and shape of the tensor that is not sharded.
     """
     pieces = math.prod(shape[:dim])
     return pieces if 1 < pieces <= _MOST_PIECES and nbytes >= pieces * _PIECE_BYTES else 0
 
 
 def _start_gathers(gathered: Tensor, x: Tensor, axis: Axis) -> dist.Work:
-    """Start the all-gather of each row of `x` [pieces, n] into that of `gathered` [pieces, T n]."""
+    """Start the all-gather of each row of `x` [pieces, n] to a row of `gathered` [pieces, T n]."""
     assert axis.group is not None
     options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
     options.asyncOp = True
@@ -155,7 +155,7 @@ def _start_gathers(gathered: Tensor, x: Tensor, axis: Axis) -> dist.Work:
 
 
 def _start_reduces(reduced: Tensor, x: Tensor, axis: Axis) -> dist.Work:
-    """Start the reduce-scatter of each row of `x` [pieces, T n] to that of `reduced`."""
+    """Start the reduce-scatter of each row of `x` [pieces, T n] to a row of `reduced`."""
     assert axis.group is not None
     options = dist.distributed_c10d.ReduceScatterOptions()
     options.asyncOp = True
@@ -345,7 +345,7 @@ def local_range(vocab_size: int, rows: int, rank: int) -> tuple[int, int]:
 
 
 def require_one_target_per_token(target: Tensor, tokens: int) -> None:
-    """Check that the targets are those of all tokens: a part of them would stand for other tokens.
+    """Check that each token has a target: with fewer, targets would belong to other tokens.
 
     Raises:
         DataError: their numbers differ; names both.

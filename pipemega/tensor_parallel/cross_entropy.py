@@ -10,7 +10,7 @@ Source: Shoeybi et al. 2019, arXiv:1909.08053, section 3; with one collective in
 
 The output head and its cross entropy on one shard of the vocabulary, in three passes.
 
-Shard r has the rows W_r of the head; hidden x and targets t are those of the tokens that count:
+Shard r has the rows W_r of the head; x and t are hidden states and targets of tokens that count:
 
     S  shard      P_r = softmax(x W_rᵀ)     a_r = log sum exp     x_t, W[t] if t is local
                   A_r = P_r W_r without the row of the target
@@ -199,7 +199,7 @@ class Partial:
         statistics: log-sum-exp, logit of the target or 0, and with label smoothing the sum of the
             logits [2 or 3, tokens], in fp32 (fp64 for an fp64 head).
         rows: A_r and W[t] or 0 [2, tokens, hidden]; None in an evaluation.
-        weight_sum: with label smoothing the sum of the rows [hidden].
+        weight_sum: sum of the rows [hidden]; None without label smoothing, or in an evaluation.
     """
 
     statistics: Tensor
@@ -239,7 +239,7 @@ class Exponentials:
     Args:
         values: exp(logits - largest) [tokens, rows], 0 at the target.
         largest: largest logit of each token [tokens].
-        target_logit: that of the target, if it is local [tokens].
+        target_logit: logit of the target, if it is local [tokens].
     """
 
     values: Tensor
@@ -273,7 +273,7 @@ def output_pass(
         values = logits.sub_(largest[part, None]).exp_()
         torch.sum(values, 1, out=total[part])
         if kept is not None:
-            # Every token has a column; that of a target of another shard keeps its value.
+            # Every token has a column; if its target is on another shard, the column is unchanged.
             values.scatter_(1, at, values.gather(1, at).masked_fill(local[:, None], 0.0))
             if values.data_ptr() != kept[part].data_ptr():
                 kept[part] = values
@@ -294,7 +294,7 @@ class Combined:
     """What C computes from the results of all shards.
 
     Args:
-        losses: of each token [tokens].
+        losses: loss of each token [tokens].
         normalizer: log-sum-exp over the whole vocabulary [tokens].
         target_probability: p [tokens].
     """
@@ -310,7 +310,7 @@ def combine(
     """Return the loss of each token; 0 for a target -100.
 
     Args:
-        parts: of all shards of this tensor rank.
+        parts: the results of all shards of this tensor rank.
         tensor: the tensor axis; each of its ranks has other shards.
     """
     stacked = torch.stack([part.statistics for part in parts])  # [shards, 2 or 3, tokens]

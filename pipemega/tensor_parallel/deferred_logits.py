@@ -57,7 +57,7 @@ class HeadShard:
     Args:
         weight: [rows, dim]; rows after the first `stop - start` are padding.
         start, stop: ids of the rows.
-        vocab_size: of all ranks, without padding.
+        vocab_size: size of the vocabulary of all ranks, without padding.
         bias: [rows].
         label_smoothing: share of the target probability that is spread over the vocabulary.
         z_loss: weight of the squared log-sum-exp in the loss of a token.
@@ -87,7 +87,7 @@ class HeadGradients:
     """Gradients of the sum of the losses, times a scale; None: not needed.
 
     Args:
-        hidden: [tokens, dim]: of this rank's rows alone, to be summed over the ranks.
+        hidden: [tokens, dim], from this rank's rows alone, to be summed over the ranks.
         weight: [rows, dim], to which is added; fp32 if the head is in half precision.
         bias: [rows], to which is added.
     """
@@ -146,8 +146,8 @@ def gradients(
     """Compute the logits again, and from them the gradients of `scale` times the sum of the losses.
 
     Args:
-        lse: from `combine`.
-        into: takes the gradients; `hidden` is overwritten, to the others is added.
+        lse: log-sum-exp from `combine` [tokens].
+        into: takes the gradients; `hidden` is overwritten, and the others are added to.
         ignored: see `losses_and_gradients`.
     """
     run = _Run(head, hidden, target, ignored)
@@ -168,7 +168,7 @@ def losses_and_gradients(
     """Return (losses, log-sum-exp) of the tokens; also compute the gradients if `into` is given.
 
     Needs three matrix products; `statistics` and then `gradients` need four. Gradients are bitwise
-    equal to those of `gradients`.
+    equal to the gradients from `gradients`.
 
     Args:
         exchange: called once per chunk; collective.
@@ -301,10 +301,10 @@ class DeferredLogits:
         hidden: input of the head, equal on all tensor ranks; its gradient is summed over them.
         weight, bias: this rank's rows of the head, with padding.
         axis: the tensor axis.
-        vocab_size: without padding.
-        expected_gradient: of the loss: gradients are computed for it in the forward, and multiplied
-            in backward by what the gradient is divided by it. So small gradients do not vanish in
-            fp16.
+        vocab_size: size of the vocabulary without padding.
+        expected_gradient: expected gradient of the loss. Gradients are computed for it in forward,
+            and in backward they are multiplied by the actual gradient divided by this one. So small
+            gradients do not vanish in fp16.
         sink: takes the weight gradient; None: autograd does.
         counted: the number of labels that are not -100, which a step on a GPU must not read from
             the device; None: not known, or on a CPU.
@@ -362,7 +362,8 @@ def defer_logits(
     """Context in which `layer` returns DeferredLogits, if it is a head and `loss_fn` takes them.
 
     Args:
-        loss_fn: takes them if its attribute `takes_deferred_logits` is true.
+        loss_fn: the loss function; it takes DeferredLogits if its attribute `takes_deferred_logits`
+            is true.
         layer: the last layer; a head within another layer computes its logits.
         expected_gradient, counted: see `DeferredLogits`.
     """
@@ -383,10 +384,10 @@ def takes_deferred_logits(loss_fn: Callable[..., Any] | None) -> bool:
 def defers_logits(layer: nn.Module, head: Any, *others: nn.Module) -> bool:
     """Return whether `layer` returns DeferredLogits: within `defer_logits`, unless it cannot.
 
-    It cannot if a hook takes its logits, or if the product is not that of a plain linear (LoRA).
+    It cannot if a hook takes its logits, or if its product is more than a plain linear's (LoRA).
 
     Args:
-        head: of the layer, or the layer itself; has `product` and `weight_sink`.
+        head: the head in the layer, or the layer itself; has `product` and `weight_sink`.
         others: modules that also return the logits.
     """
     if _deferral is None or _deferral[0] is not layer:

@@ -55,7 +55,7 @@ def linear_cross_entropy(
 
     Args:
         target: token ids, or -100.
-        factor: of the loss, such as 1 / sequence length.
+        factor: factor of the loss, such as 1 / sequence length.
         label_smoothing, z_loss: see `HeadShard`.
 
     Shape:
@@ -98,9 +98,9 @@ def cross_entropy_sum(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Return `factor` times the sum of the losses, of logits or without computing all of them.
+    """Return `factor` times the sum of the losses, from logits or without computing all of them.
 
-    Arguments as of `vocab_parallel_cross_entropy` and `linear_cross_entropy`.
+    For the arguments see `vocab_parallel_cross_entropy` and `linear_cross_entropy`.
     """
     if isinstance(output, DeferredLogits):
         return linear_cross_entropy(

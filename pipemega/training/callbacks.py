@@ -22,7 +22,7 @@ class _WatchesValue(Callback):
         name: see `Callback`.
 
     Attributes:
-        best: None before the first evaluation.
+        best: the best value so far; None before the first evaluation.
     """
 
     def __init__(self, value: str, mode: Mode | None, min_delta: float, name: str) -> None:
@@ -171,7 +171,7 @@ class EarlyStopping(_WatchesValue):
 class LRLogger(Callback):
     """Records the learning rate of each parameter group: `train/lr_group0`, `train/lr_group1`, ...
 
-    The record of a step has that of the first group only.
+    The record of a step has the rate of the first group only.
 
     Args:
         every: steps between records.

@@ -101,9 +101,9 @@ class PromptEncoder:
     """Text to prompts, and new tokens to text.
 
     Args:
-        tokenizer: of the model.
-        path: of the tokenizer.
-        chat_template: file with a chat template; None: that of the tokenizer.
+        tokenizer: the tokenizer of the model.
+        path: path of the tokenizer.
+        chat_template: file with a chat template; None: the template of the tokenizer.
         stop: ids of the tokens that end a text.
         adds_special_tokens: the model knows texts with the tokens that its tokenizer adds to an
             example, such as one at its beginning.
@@ -123,7 +123,8 @@ class PromptEncoder:
             stop: texts of tokens that end a text, besides the end of a document.
 
         Raises:
-            ConfigError, DataError: as `model_tokenizer`; a token is not in the vocabulary.
+            ConfigError, DataError: the errors of `model_tokenizer`; or a token is not in the
+                vocabulary.
         """
         path, tokenizer = model_tokenizer(config)
         found = {_id_of(text, tokenizer, path) for text in stop}
@@ -205,7 +206,7 @@ class EvaluationSet:
     """One data set.
 
     Args:
-        name: for the results.
+        name: name of the set in the results.
         data: dataset of (inputs, labels).
     """
 
@@ -217,11 +218,13 @@ class EvaluationSets:
     """Opens data sets for one model.
 
     Args:
-        config: of the model; its section `data` says how text becomes samples.
-        vocab_size: of the model; None: it has no tokens.
-        format_name: of the files that are named; None: that of the run's data.
-        num_samples: to read of each set, at most; a blend with weights needs it. None: all.
-        say, progress: on one rank: takes log lines, and whether to show a bar.
+        config: the config of the model; its section `data` says how text becomes samples.
+        vocab_size: vocabulary size of the model; None: it has no tokens.
+        format_name: format of the files that are named; None: the format of the run's data.
+        num_samples: largest number of samples to read of each set; a blend with weights needs it.
+            None: all samples.
+        say: takes log lines, on one rank.
+        progress: show a progress bar, on one rank.
     """
 
     def __init__(
@@ -297,7 +300,7 @@ class EvaluationSets:
         """Return the section `data` whose only source is `source`, all of it in one split."""
         tree = self._config.to_dict()
         if (images := self._config.data.images) is not None:
-            # The classes of a folder are those of the training images.
+            # The classes of a folder are the classes of the training images.
             key = "valid_path" if images == "folder" else "path"
             return load({**tree, "data": {**self._config.given()["data"], key: source}}).data
         dropped, sources = set(_SOURCES), dict[str, Any]()

@@ -37,7 +37,7 @@ class Sampling:
         temperature: 0: the most likely token; else the logits are divided by it before sampling.
         top_k: sample only from this many most likely tokens; None: from all.
         top_p: sample only from the fewest most likely tokens whose probabilities add up to this.
-        seed: of the random numbers; equal seeds and logits give equal tokens.
+        seed: seed of the random numbers; equal seeds and logits give equal tokens.
 
     Raises:
         ConfigError: a value is out of its range.
@@ -174,7 +174,7 @@ def token_stream(
     use_cache: bool = True,
     as_inputs: Callable[[Tensor], Any] | None = None,
 ) -> Generator[int, None, None]:
-    """Yield one new token after the other, without end; arguments as of `generate`.  Collective.
+    """Yield one new token after the other, without end.  Collective.  Arguments: see `generate`.
 
     Close it (`contextlib.closing`) before the next call of the engine.
 
@@ -186,7 +186,7 @@ def token_stream(
     next_token, tokens = _NextToken(engine, vocab_size, sampling), list(prompt)
     if use_cache and len(tokens) <= seq_length and _is_cacheable(engine):
         with key_value_caches(_layers(engine), seq_length):
-            length = 0  # of the caches
+            length = 0  # length of the caches
             while len(tokens) <= seq_length:
                 new = torch.tensor([tokens[length:]])
                 positions = torch.arange(length, len(tokens)).unsqueeze(0)

@@ -43,7 +43,7 @@ class Metric(ABC):
     fp64, and every rank gets the value.
 
     Attributes:
-        higher_is_better: for SaveBest and EarlyStopping; None: they need `mode`.
+        higher_is_better: which values SaveBest and EarlyStopping prefer; None: they need `mode`.
     """
 
     higher_is_better: bool | None = None
@@ -53,8 +53,8 @@ class Metric(ABC):
         """Return sums over one micro-batch, always the same number of them.
 
         Args:
-            outputs: of the last layer, whole on every tensor rank.
-            labels: as the dataset gives them, on the device.
+            outputs: outputs of the last layer, whole on every tensor rank.
+            labels: the labels as the dataset gives them, on the device.
         """
 
     def value(self, *sums: float) -> float:
@@ -126,12 +126,12 @@ class Perplexity(Loss):
 class Accuracy(Metric):
     """Share of the labels that are among the `k` largest logits, 0 to 1.
 
-    Of equal logits, that of the lower class counts as larger. Labels that are -100 do not count.
-    With a sharded vocabulary the tensor ranks exchange two numbers per label.
+    If two logits are equal, the class with the lower index is ranked first. Labels that are -100 do
+    not count. With a sharded vocabulary the tensor ranks exchange two numbers per label.
 
     Args:
         k: number of largest logits.
-        dim: of the classes in the outputs; 1 for images with a label per pixel.
+        dim: dimension of the classes in the outputs; 1 for images with a label per pixel.
 
     Shape:
         outputs [..., classes], labels [...]: class indices
@@ -162,10 +162,11 @@ class Accuracy(Metric):
         size: int,
         shard: OutputShard | None,
     ) -> tuple[Tensor, Tensor]:
-        """Return the number of right labels and that of all labels.
+        """Return the number of right labels and the number of all labels.
 
         Args:
-            start, stop: the classes of `logits` on this rank; `size`: of all ranks.
+            start, stop: the classes of `logits` on this rank.
+            size: number of classes of all ranks.
         """
         if self._k > size:
             raise DataError(
@@ -259,7 +260,8 @@ class MetricSet:
     """Adds up metrics on the ranks of the last stage, and gives their values to all ranks.
 
     Args:
-        metrics: by name; each a `Metric`, or a metric or MetricCollection of torchmetrics.
+        metrics: the metrics by name: each is a `Metric`, or a metric or MetricCollection of
+            torchmetrics.
         mesh: values are reduced over its data axis.
         last: pipeline rank of the last stage.
         shard: declares that the outputs are shards; None: they are whole.
@@ -371,7 +373,7 @@ def _is_torchmetric(metric: Any) -> bool:
 def _reduce_over_data(metric: Any, mesh: Mesh) -> None:
     """Let a metric of torchmetrics reduce over the data axis; its default is the whole world."""
     metric.to(mesh.device)
-    for module in metric.modules():  # of a collection or a wrapper, also the inner ones
+    for module in metric.modules():  # also the inner metrics of a collection or a wrapper
         if hasattr(module, "sync_on_compute"):
             module.sync_on_compute = mesh.data.size > 1
             module.process_group = mesh.data.group
@@ -386,7 +388,7 @@ def _refuse_empty_lists(name: str, metric: Any, updates: Sequence[int]) -> None:
         updates: micro-batches of each data rank.
 
     Raises:
-        DataError: on all these ranks.
+        DataError: a data rank has no sample, and the metric keeps lists; on every data rank.
     """
     empty = [str(rank) for rank, count in enumerate(updates) if count == 0]
     # By the defaults: every rank decides the same.

@@ -140,7 +140,7 @@ def image_metrics(datasets: Datasets) -> dict[str, Metric]:
 
 
 def print_results(trainer: Trainer, datasets: Datasets) -> None:
-    """Print the validation loss, that of a bigram model, and a sample text if configured.
+    """Print the validation loss, the loss of a bigram model, and a sample text if configured.
 
     For images: the validation loss and the metrics.
 

@@ -1,6 +1,6 @@
 """Opens a trained model, from a checkpoint or a folder of transformers, to evaluate or generate.
 
-The state_dict of a model under other names: those of the module of `from_module`.
+The state_dict of a model under other names: the names in the module that `from_module` got.
 """
 
 import atexit
@@ -44,10 +44,10 @@ class ModelSource:
     """Weights of a model, and the config to build it.
 
     Args:
-        path: of the checkpoint, or of the folder of transformers.
-        config: of the run that saved, or made from the folder.
-        reader: of the checkpoint; None for a folder of transformers, from which the model loads
-            its weights itself.
+        path: path of the checkpoint, or of the folder of transformers.
+        config: config of the run that saved the checkpoint, or a config made from the folder.
+        reader: reader of the checkpoint; None for a folder of transformers, from which the model
+            loads its weights itself.
     """
 
     path: str
@@ -112,7 +112,7 @@ class ModelSource:
         """Return the vocabulary size of the model; None: it has no tokens.
 
         Raises:
-            ConfigError: it is that of a tokenizer, which is missing.
+            ConfigError: the vocabulary comes from a tokenizer, which is missing.
         """
         assert config.model is not None, "find_model has checked it"
         size = config.model.vocabulary()
@@ -134,7 +134,7 @@ def find_model(path: str, tag: str | None = None) -> ModelSource:
     """Find out what `path` has: checkpoints, or a model of transformers.
 
     Args:
-        tag: of the checkpoint; None: the newest one.
+        tag: tag of the checkpoint; None: the newest one.
 
     Raises:
         CheckpointError: there is neither of them; the checkpoint is damaged; its config does not

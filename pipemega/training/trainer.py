@@ -39,7 +39,7 @@ class Callback:
     `trainer.save()`; then all ranks must do so.
 
     Attributes:
-        name: in errors and checkpoints; empty: the name of the class.
+        name: name of the callback in errors and checkpoints; empty: the name of the class.
     """
 
     name: str = ""
@@ -57,7 +57,7 @@ class Callback:
         """Called after each evaluation of all validation sets.
 
         Args:
-            values: "loss" and the metrics of the first set; those of set `name` as "name/loss".
+            values: "loss" and the metrics of the first set; values of set `name` as "name/loss".
         """
 
     def before_save(self, trainer: Any) -> None:
@@ -76,7 +76,7 @@ class Callback:
         """Called after the last step, also if `trainer.stopped` says why the run ended early."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run needs, as JSON values; that of rank 0 is saved."""
+        """Return what a resumed run needs, as JSON values; the state of rank 0 is saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -88,10 +88,10 @@ class CallbackList(StepFeature):
 
     Args:
         trainer: the `pipemega.Trainer`, which the callbacks get.
-        callbacks: in the order in which they are called; also an attribute.
+        callbacks: the callbacks, in the order in which they are called; also an attribute.
 
     Attributes:
-        names_with_state: of the callbacks that have state.
+        names_with_state: names of the callbacks that have state.
 
     Raises:
         ConfigError: an entry is no callback, or two with state have one name; on every rank.
@@ -164,8 +164,8 @@ class CallbackList(StepFeature):
         """Call a point of all callbacks.
 
         Raises:
-            PipelineError: one raised an error; with its name. Errors of pipemega stay as they are:
-                the policies of the run depend on their class.
+            PipelineError: a callback raised an error; the message names the callback. Errors of
+                pipemega stay as they are: the policies of the run depend on their class.
         """
         for callback in self.callbacks:
             try:
@@ -244,21 +244,22 @@ class Trainer:
                 callbacks=[SaveBest("top1")]).fit()
 
     Args:
-        engine: from `pipemega.initialize`.
+        engine: the engine that `pipemega.initialize` returned.
         valid: a validation dataset or DataLoader, or several by name; None: no evaluation.
         train: training data, if `initialize` got none.
-        epochs: passes over the training data; None: that of the config.
-        metrics: of each evaluation, by name: `pipemega.training.Metric`, or of torchmetrics.
-        callbacks: called in this order at each point.
-        tokens_per_sample, flops_per_token: for tokens/s, TFLOP/s and MFU; 0: do not record them.
+        epochs: passes over the training data; None: the number in the config.
+        metrics: metrics of each evaluation by name: `pipemega.training.Metric`, or of torchmetrics.
+        callbacks: the callbacks, which are called in this order at each point.
+        tokens_per_sample, flops_per_token: numbers for tokens/s, TFLOP/s and MFU; 0: do not record
+            them.
         flops_per_sample: the same for samples that are not tokens, such as images.
 
     Attributes:
-        callbacks: as given.
+        callbacks: the callbacks that the Trainer got.
         history: counters of the run, over all its restarts.
         evaluations: the step, the name of the data and the values of each evaluation so far.
         validation: (step, loss) of each evaluation of the first validation set.
-        timers: "training", "evaluation" and "saving", of this process.
+        timers: the timers "training", "evaluation" and "saving" of this process.
         stopped: why `fit` ended before the last step; empty if it did not.
 
     Raises:
@@ -438,10 +439,10 @@ class Trainer:
     def save(self, tag: str | None = None) -> None:
         """Save a checkpoint in `checkpoint.save`, if the config has that folder.
 
-        At a callback's point of a step: when all callbacks have handled this step.
+        If a callback calls this in a step, the save follows when all callbacks have handled it.
 
         Args:
-            tag: its name; a run does not resume from it by default. None: as
+            tag: name of the checkpoint; a run does not resume from it by default. None: save as
                 `checkpoint.interval` does, unless this step is saved already.
         """
         self._run.save(tag)

@@ -32,10 +32,10 @@ class ValidationSets:
 
     Args:
         valid: one set, which is named "validation", or a dict of sets by name; None: no set.
-        metrics: by name; the same for all sets.
+        metrics: the metrics by name; the same for all sets.
 
     Attributes:
-        names: of the sets, in order.
+        names: names of the sets, in order.
 
     Raises:
         ConfigError: a name or a metric is not valid; on every rank.

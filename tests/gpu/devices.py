@@ -97,7 +97,7 @@ def launch(num_ranks: int, function: Callable[..., Any], out: Path, **arguments:
     """Call `function(**arguments)` on ranks of torchrun; rank r writes its result to out.r.
 
     Args:
-        function: of a module; arguments and result are JSON values.
+        function: a function of a module; arguments and result are JSON values.
     """
     name = f"{function.__module__}:{function.__name__}"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

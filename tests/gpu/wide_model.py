@@ -42,7 +42,7 @@ def build(device: str, size: int, layers: int, **changes: Any) -> Engine:
 
     Args:
         size: pipeline ranks.
-        layers: of the model, at least 2.
+        layers: number of layers of the model, at least 2.
         changes: sections of the config.
     """
     rows, width = SIZES[device]

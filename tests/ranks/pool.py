@@ -52,7 +52,7 @@ class RankPool:
 
     Args:
         size: number of processes.
-        backend: of `run` if it is given none: "gloo", or one of `tests.ranks.nccl_like`.
+        backend: the default backend of `run`: "gloo", or one of `tests.ranks.nccl_like`.
     """
 
     def __init__(self, size: int = 4, backend: str = "gloo") -> None:

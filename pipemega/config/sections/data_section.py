@@ -70,13 +70,13 @@ class ImageTransforms(Section):
     )
     mean: tuple[float, ...] | None = own(
         None,
-        "Mean of each channel, subtracted from values of 0 to 1; null: that of the data set, for a "
-        "folder that of ImageNet.",
+        "Mean of each channel, subtracted from values of 0 to 1; null: the mean of the data set; "
+        "for a folder, ImageNet's mean.",
     )
     std: tuple[_Spread, ...] | None = own(
         None,
-        "Divisor of each channel after `mean` is subtracted; null: that of the data set, for a "
-        "folder that of ImageNet.",
+        "Divisor of each channel after `mean` is subtracted; null: the standard deviation of the "
+        "data set; for a folder, ImageNet's.",
     )
 
     @property
@@ -335,7 +335,7 @@ class DataSection(Section):
         "null: the key `prompt`, or Alpaca's template.",
     )
     chat_template: Name | None = own(
-        None, "File with the chat template (Jinja); null: that of the tokenizer."
+        None, "File with the chat template (Jinja); null: the template of the tokenizer."
     )
     packing: bool = own(
         True,
@@ -370,9 +370,9 @@ class DataSection(Section):
     tokenizer: Name | None = own(
         None,
         "A `tokenizer.json`, GPT-2's `vocab.json` (`merges.txt` beside it; for other names "
-        "`VOCAB.json,MERGES.txt`), a SentencePiece "
-        "`.model`, a folder of a Hugging Face tokenizer, or `tiktoken:NAME`; null: that of the "
-        "Hugging Face model, else a BPE that is trained on `corpus`.",
+        "`VOCAB.json,MERGES.txt`), a SentencePiece `.model`, a folder of a Hugging Face tokenizer, "
+        "or `tiktoken:NAME`; null: the tokenizer of the Hugging Face model, else a BPE that is "
+        "trained on `corpus`.",
     )
     eod_id: Whole | Name | None = own(
         None,

@@ -62,7 +62,7 @@ class ViTSection(TransformerSection):
     norm_epsilon: Positive = own(1e-6, "Epsilon of the normalization layers.")
     init: Literal["torch", "jax"] = own(
         "jax",
-        "Initial weights: those of the original ViT in JAX (the head is 0), or torch's defaults of "
+        "Initial weights: as in the original ViT in JAX (the head is 0), or torch's defaults of "
         "linear layers and convolutions.",
     )
     label_smoothing: Fraction = own(

@@ -39,9 +39,9 @@ class GroupSpec(NamedTuple):
     """One group.
 
     Args:
-        key: of the group, for messages: "optimizer.groups[0]".
+        key: the key of the group, for messages: "optimizer.groups[0]".
         pattern: a regular expression; `re.search` finds it in the logical names of its parameters.
-        options: of the optimizer, for these parameters.
+        options: the options of the optimizer for these parameters.
     """
 
     key: str
@@ -53,10 +53,10 @@ def read_groups(groups: Any, name: str) -> tuple[GroupSpec, ...]:
     """Return the groups, without a check of their options.
 
     Args:
-        name: of the key or the argument, for messages.
+        name: the name of the key or the argument, for messages.
 
     Raises:
-        ValueError: the form is not that of groups, or a regular expression is invalid.
+        ValueError: `groups` is not a list of groups, or a regular expression is invalid.
     """
     if not isinstance(groups, Sequence) or isinstance(groups, str):
         raise ValueError(f"{name} must be a list of groups {_EXAMPLE}, not {_shown(groups)}")
@@ -88,7 +88,7 @@ def option_errors(spec: GroupSpec, params: type[Section], names: Sequence[str]) 
 
     Args:
         params: the section that describes the options.
-        names: those that may differ between groups.
+        names: names of the options that may differ between groups.
     """
     for name, value in spec.options.items():
         if name not in names:
@@ -111,7 +111,7 @@ Betas = tuple[Fraction, Fraction]
 
 
 def torch_key(text: str, **constraints: Any) -> Any:
-    """Declare a key whose default is that of the class in torch.optim."""
+    """Declare a key whose default is the default of the class in torch.optim."""
     return own(None, f"{text}; null: torch's default.", **constraints)
 
 

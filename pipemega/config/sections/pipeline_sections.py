@@ -60,7 +60,7 @@ class MeshSection(Section):
         "auto",
         "Backend of torch.distributed: gloo for a model on the CPU, nccl on GPUs (and gloo for "
         'tensors in CPU memory). With `device` "auto", `"gloo"` selects the CPU and `"nccl"` the '
-        'GPUs. `"auto"`: that of the device.',
+        'GPUs. `"auto"`: the backend for the device.',
     )
     keep_cpu_memory: bool = own(
         True, "On a CPU: keep freed memory for the next micro-batch, do not return it to the OS."
@@ -257,8 +257,8 @@ class PipelineSection(Section):
         'For schedule or partition `"auto"`: limit for each rank, in bytes, of activations and of '
         "tensors stored for queued W (in the unit of `costs.activation` if costs are given). "
         '`"auto"`: with schedule `"auto"`, the limit is what 1F1B needs on the rank with the '
-        "highest peak (if no costs are given, the total memory is also limited to that of 1F1B); "
-        "with any other schedule there is no limit.",
+        "highest peak (if no costs are given, the total memory is also limited to what 1F1B "
+        "needs); with any other schedule there is no limit.",
     )
     weight_queue_limit: NotNegative | Auto | None = own(
         "auto",

@@ -87,10 +87,10 @@ class Bf16Section(Section):
 
 
 class DataTypesSection(Section):
-    """Dtypes other than those of `fp16` and `bf16`."""
+    """Dtypes that `fp16` and `bf16` do not set."""
 
     grad_accum_dtype: Dtype | None = honoured(
-        None, "Dtype of accumulated gradients; null: fp32, or that of the parameters if wider."
+        None, "Dtype of accumulated gradients; null: fp32, or the parameters' dtype if wider."
     )
     param_dtype: Dtype | None = refused(
         None, "DeepSpeed: dtype of the parameters.", "it follows from fp16.enabled and bf16.enabled"
@@ -248,9 +248,9 @@ class ParameterBytes:
     """Bytes per parameter on a rank that holds it, without ZeRO.
 
     Args:
-        weight: in the dtype of the computation.
-        gradient: in the dtype of accumulation.
-        optimizer: optimizer state and master weight.
+        weight: bytes of the weight, in the dtype of the computation.
+        gradient: bytes of the gradient, in the dtype of accumulation.
+        optimizer: bytes of optimizer state and master weight.
     """
 
     weight: int

@@ -56,7 +56,7 @@ class NonFiniteSection(Section):
 class LossSpikesSection(Section):
     """Warn if the loss jumps."""
 
-    window: Whole = own(100, "Compare the loss with that of this many previous steps; 0: no check.")
+    window: Whole = own(100, "Compare the loss with this many previous losses; 0: no check.")
     factor: Positive = own(
         10.0,
         "Warn if the loss is this many standard deviations (1.4826 * median absolute deviation) "
@@ -275,8 +275,8 @@ class CheckpointSection(_Async):
     )
     override_opt_param_scheduler: bool | None = own(
         None,
-        "true, null: in a resumed run the learning rate, its schedule and the weight decay are "
-        "those of this config. false: a checkpoint with other values is refused; this is the "
+        "true, null: a resumed run takes the learning rate, its schedule and the weight decay from "
+        "this config. false: a checkpoint with other values is refused; this is the "
         "default of Megatron-LM. With `use_checkpoint_opt_param_scheduler` true, this key must not "
         "be true, and null and false have no effect.",
     )
@@ -288,8 +288,8 @@ class CheckpointSection(_Async):
     strict: bool = own(True, "false: load what fits from another model, and log the rest.")
     allow_changes: tuple[Name, ...] = own(
         (),
-        "Config keys or sections that may differ from those of the checkpoint, even if they change "
-        'the model or the order of the data, such as `["model.hidden_dropout", "seed"]`; '
+        "Config keys or sections that may differ from the config of the checkpoint, even if they "
+        'change the model or the order of the data, such as `["model.hidden_dropout", "seed"]`; '
         '`"callbacks.NAME"` drops the state of a callback that the Trainer does not have.',
     )
     tag_validation: Literal["Warn", "Ignore", "Fail"] = honoured(

@@ -31,7 +31,7 @@ Warmup = Literal["log", "linear"]
 By = Literal["step", "epoch", "sample"]
 # DeepSpeed's OneCycle sets Adam's beta2 to this.
 _CYCLE_BETA2 = 0.99
-_TOTAL = "Length of the whole run; null: that of the section `training`."
+_TOTAL = "Length of the whole run; null: the length that the section `training` sets."
 _SET_ONE = {
     "step": "so is training.train_steps, its default: set one of them",
     "epoch": "so is training.epochs, its default: set one of them",
@@ -102,7 +102,7 @@ class WarmupLRParams(DeepSpeedParams):
 
     warmup_min_lr: NotNegative = honoured(0.0, "Rate of the first step.")
     warmup_max_lr: NotNegative | None = honoured(
-        None, "Rate after the warm-up; null: that of the optimizer."
+        None, "Rate after the warm-up; null: the optimizer's `lr`."
     )
     warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; 0 and 1 count as 2.")
     warmup_type: Warmup = honoured("log", "Shape of the warm-up.")
@@ -155,11 +155,11 @@ class WarmupCosineLRParams(_WithTotal):
     """Rises, then falls along a cosine; in ratios of the optimizer's rate."""
 
     warmup_min_ratio: Share = honoured(
-        0.0, "Rate at the start of the warm-up, relative to that of the optimizer."
+        0.0, "Rate at the start of the warm-up, relative to the optimizer's `lr`."
     )
     warmup_num_steps: Whole = honoured(1000, "Length of the warm-up; 0 and 1 count as 2.")
     cos_min_ratio: Share = honoured(
-        1e-4, "Rate at the end of the cosine, relative to that of the optimizer."
+        1e-4, "Rate at the end of the cosine, relative to the optimizer's `lr`."
     )
     warmup_type: Warmup = honoured("log", "Shape of the warm-up.")
 
@@ -261,14 +261,14 @@ class LRRangeTestParams(DeepSpeedParams):
 class ConstantParams(SchedulerParams):
     """Megatron's schedules: linear warm-up from `warmup_init_lr`, then constant."""
 
-    max_lr: NotNegative | None = own(None, "Rate after the warm-up; null: that of the optimizer.")
+    max_lr: NotNegative | None = own(None, "Rate after the warm-up; null: the optimizer's `lr`.")
     warmup_init_lr: NotNegative = own(0.0, "Rate of the first step of the warm-up.")
     warmup_steps: Whole = own(0, "Length of the warm-up.")
     warmup_samples: Whole | None = own(None, "Length of the warm-up in samples.")
     warmup_fraction: Share | None = own(
         None, "Length of the warm-up as a share of `decay_steps` or `decay_samples`."
     )
-    decay_steps: Count | None = own(None, "Length of the schedule; null: that of the run.")
+    decay_steps: Count | None = own(None, "Length of the schedule; null: the length of the run.")
     decay_samples: Count | None = own(None, "Length of the schedule in samples.")
     min_lr: NotNegative = ignored(
         0.0, "Smallest rate.", "a constant rate does not decay", agrees=[0, 0.0]
@@ -333,7 +333,7 @@ class ConstantParams(SchedulerParams):
         """Return the rate after the warm-up.
 
         Args:
-            warmup: its length.
+            warmup: the length of the warm-up.
             high: the rate at its end.
         """
         return high
@@ -466,7 +466,7 @@ class SchedulerSection(Section):
     """The learning rate schedule; without this section the optimizer's rate is constant."""
 
     type: ScheduleName | None = honoured(
-        None, "The schedule; case is ignored. null: that of `initialize(lr_scheduler=...)`."
+        None, "The schedule; case is ignored. null: `initialize(lr_scheduler=...)` gives it."
     )
     params: SerializeAsAny[SchedulerParams | None] = honoured(
         None, "Parameters of the type, listed below."

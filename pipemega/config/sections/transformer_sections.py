@@ -223,7 +223,7 @@ class GPTSection(TransformerSection):
         "Positions of the model, at least seq_length: with learned position embeddings their "
         "number of rows, with rope_scaling the length of the longest sequence; null: seq_length.",
     )
-    vocab_size: Count | Auto = own("auto", 'Vocabulary size; `"auto"`: that of the tokenizer.')
+    vocab_size: Count | Auto = own("auto", 'Vocabulary size; `"auto"`: the tokenizer\'s size.')
     make_vocab_size_divisible_by: Count = own(
         128,
         "Pad the vocabulary to a multiple of this * `mesh.tensor`; the padding is masked and not "

@@ -55,10 +55,11 @@ def export_checkpoint(
 
     Args:
         path: a folder of checkpoints, or one checkpoint; or a URL that fsspec opens.
-        folder: new, or empty.
+        folder: the folder to write; it must be new or empty.
         tag: the checkpoint in the folder; None: the newest.
-        dtype: of the weights; None: bf16 or fp16 if the run used it, else that of the checkpoint.
-        max_shard_size: of the largest file, in bytes or as "5GB".
+        dtype: the dtype of the weights; None: bf16 or fp16 if the run used it, else the dtypes of
+            the checkpoint.
+        max_shard_size: size of the largest file, in bytes or as "5GB".
         source: a folder whose tokenizer and generation config are copied; None: the one from which
             the model was loaded, if it still exists.
         start: see `ExportOptions`.
@@ -147,7 +148,7 @@ def source_folder(reader: CheckpointReader) -> Path | None:
 
 
 def run_dtype(reader: CheckpointReader) -> torch.dtype | None:
-    """Return the half precision in which the run computed; None: that of the stored tensors."""
+    """Return the half precision in which the run computed; None if it did not use one."""
     config = reader.found.state.get("config") or {}
     for key, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
         if (config.get(key) or {}).get("enabled"):
@@ -182,8 +183,8 @@ _TASKS = {
 def export_adapter(reader: CheckpointReader, path: str | Path) -> int:
     """Write the adapter, for the model that `hf export` would write; return its bytes.
 
-    The linears of the built-in GPT are those of GPT2 or Llama: q, k and v of Llama get the A of the
-    fused linear, and their rows of its B.
+    The linears of the built-in GPT become the linears of GPT2 or Llama: q, k and v of Llama get the
+    A of the fused linear, and their rows of its B.
 
     Raises:
         CheckpointError: the run had no adapter, its model is not one of transformers, or the folder

@@ -48,7 +48,7 @@ class ExportPlan:
     """What the tensors of a model become in the folder; all without values.
 
     Args:
-        model: of transformers, whole, on the meta device.
+        model: the whole model of transformers, on the meta device.
         tensors: name in the model -> meta tensor in the dtype of the export.
 
     Attributes:
@@ -58,7 +58,7 @@ class ExportPlan:
 
     def __init__(self, model: Any, tensors: Mapping[str, Tensor]) -> None:
         self._model = model
-        # New tensors: those of transformers can be views of larger ones.
+        # New tensors: the converted tensors can be views of larger ones.
         self.hub = {
             name: torch.empty(made.shape, dtype=made.dtype, device="meta")
             for name, made in self.convert(tensors).items()
@@ -116,10 +116,10 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 def export_tensors(reader: CheckpointReader, path: Path) -> dict[str, Tensor]:
     """Write the parameters and buffers of a checkpoint of any model, unsharded, to one file.
 
-    The dtypes are those of the checkpoint: of bf16 and fp16 runs the fp32 master weights.
+    The tensors have the dtypes of the checkpoint: fp32 master weights for bf16 and fp16 runs.
 
     Args:
-        path: of the new file, which appears when it is complete.
+        path: path of the new file, which appears when it is complete.
 
     Returns:
         Logical name -> meta tensor.
@@ -155,10 +155,10 @@ class ShardedWriter:
     """Writes tensors into files of limited size, with an index if there are several.
 
     Args:
-        folder: exists.
+        folder: an existing folder.
         tensors: name -> a meta tensor, of all tensors in the order of the files.
         largest: bytes of the largest file, or as "5GB"; a larger tensor gets a file of its own.
-        total_parameters: of the model, for the index.
+        total_parameters: number of parameters of the model, for the index.
     """
 
     def __init__(
@@ -281,8 +281,8 @@ def write_configs(model: Any, dtype: torch.dtype, folder: Path, source: Path | N
     """Write config.json, and generation_config.json for a model that generates.
 
     Args:
-        dtype: of the weights.
-        source: its generation config is copied, if it has one.
+        dtype: the dtype of the weights.
+        source: a folder whose generation config is copied, if it has one.
     """
     config = deepcopy(model.config)
     config.dtype = str(dtype).removeprefix("torch.")
@@ -352,8 +352,8 @@ class ExportOptions:
     """Options of an export.
 
     Args:
-        dtype: of floating-point tensors; None: that of the checkpoint.
-        max_shard_size: of the largest file, in bytes or as "5GB".
+        dtype: the dtype of floating-point tensors; None: the dtypes of the checkpoint.
+        max_shard_size: size of the largest file, in bytes or as "5GB".
         source: folder whose tokenizer and generation config are copied.
         start: shows the progress.
     """
@@ -370,8 +370,8 @@ class ExportSummary:
 
     Args:
         size: bytes of all tensors.
-        dtype: of most of them.
-        num_files: safetensors files.
+        dtype: the dtype of most parameters.
+        num_files: number of safetensors files.
         tokenizer: the copied files of tokenizer and preprocessor.
     """
 

@@ -28,7 +28,7 @@ def gpt_to_export(section: GPTSection, vocab_size: int) -> ModelToExport:
     """Return a GPT of the config section `model` as a model of transformers.
 
     Args:
-        vocab_size: without padding.
+        vocab_size: vocabulary size without padding.
 
     Raises:
         CheckpointError: no model of transformers has these options; lists them.

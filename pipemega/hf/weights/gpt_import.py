@@ -1,6 +1,6 @@
 """The built-in GPT with the weights of a Llama, Qwen2, Qwen3, Mistral or GPT2 folder.
 
-The folder is read by slices, as for models of type "hf". The names are those of `gpt_export`, read
+The folder is read by slices, as for models of type "hf". The names are mapped as in `gpt_export`,
 in the other direction.
 """
 
@@ -92,8 +92,8 @@ class _Filled:
     """Builds a layer and fills its parameters.
 
     Args:
-        typename: of the spec.
-        prefix: of the logical names of its parameters.
+        typename: the `typename` of the spec of the layer.
+        prefix: the prefix of the logical names of its parameters.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ class StoredPart:
 
     Args:
         key: its name in the files.
-        shape: in the files.
+        shape: its shape in the files.
         expert: its index in the first dim of the model's tensor, which it has not itself; None:
             it has all dims.
         dim, start: where the block starts, along the only other dim in which it is a part.
@@ -57,7 +57,7 @@ class Conversion:
     """Stored tensors that transformers converts together into one or more tensors of the model.
 
     Args:
-        name: of the first of these tensors.
+        name: the name of the first of these tensors.
         keys: (key, pattern of the converter that it matches).
     """
 
@@ -79,7 +79,7 @@ class KeyMapping:
 
     Args:
         files: the folder.
-        model: on the meta device, whole.
+        model: the whole model, on the meta device.
 
     Attributes:
         shapes: name in the model -> shape.
@@ -103,7 +103,7 @@ class KeyMapping:
             self._add_group(group)
 
     def stored_names(self, name: str) -> list[str]:
-        """Return those of the names of a tensor that the folder has."""
+        """Return the names of a tensor that the folder has."""
         names = self.same.get(name, (name,))
         return [n for n in names if n in self.parts or n in self.conversions]
 
@@ -192,7 +192,7 @@ class KeyMapping:
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
     def different_shapes(self) -> list[str]:
-        """Return a text for each tensor whose shape in the files is not that of the model."""
+        """Return a text for each tensor whose shapes in the files and in the model differ."""
         found: dict[str, Shape] = {}
         for name, parts in self.parts.items():
             # Of experts, the last block ends where the tensor ends.

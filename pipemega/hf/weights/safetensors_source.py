@@ -115,7 +115,7 @@ class SafetensorsSource:
     one, a rank reads its slice of each.
 
     Args:
-        folder: of safetensors files.
+        folder: the folder of the safetensors files.
         config: the `PretrainedConfig` of the folder.
         class_name: the class of transformers that is built.
 

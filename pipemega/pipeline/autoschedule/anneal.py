@@ -74,7 +74,7 @@ def anneal(
 
 
 def _smooth(run: Run, measure: Measure) -> float:
-    # Of runs with the same length, prefer those whose ranks finish earlier.
+    # Of runs with the same length, prefer the run whose ranks finish earlier.
     return measure(run) + 0.02 * sum(run.finish) / len(run.finish)
 
 

@@ -48,7 +48,7 @@ from pipemega.pipeline.autoschedule.problem import (
 # A delay longer than any plan: such a step runs only if no other can.
 _LAST = 1e4
 
-# priorities[code][n]: of the step of micro-batch n; codes of F, I and W.
+# priorities[code][n]: priority of the step of micro-batch n; codes of F, I and W.
 Priorities = list[list[float]]
 
 
@@ -58,7 +58,7 @@ class PriorityRule:
 
     Args:
         forward, backward: factor on the times of forward and backward in the offsets.
-        gap: between the end of forward and the start of backward.
+        gap: time between the end of forward and the start of backward.
         weight_lag: delay of W.
         group: micro-batches that start as one group.
         spacing: interval between micro-batches of a group.
@@ -66,7 +66,7 @@ class PriorityRule:
         horizon: how much later than its own priority an F reserves memory for others (`greedy.py`).
         patience: the fraction of a step by which it may delay a more urgent step whose input has
             not arrived yet.
-        patience_of_weights: the same for W.
+        patience_of_weights: the same fraction for W.
         whole: whether backwards run whole; otherwise only if memory requires it.
     """
 
@@ -341,12 +341,13 @@ class Run:
     """Orders with the times of their steps.
 
     Args:
-        orders: of each rank.
+        orders: the order of each rank.
         start: start[r][i] is the start time of step i of rank r.
         finish: the time at which each rank finishes.
         ends: ends[x][n] is when result x of micro-batch n is computed.
         places: places[x][n] is the position, in the order of its rank, of the step that gives
-            result x of micro-batch n; places[2 * num_stages + s] are those of W and B of stage s.
+            result x of micro-batch n; places[2 * num_stages + s] has the positions of W and B of
+            stage s.
     """
 
     problem: Problem

@@ -104,10 +104,11 @@ _USUAL_CHUNKS, _MAX_CHUNKS = (1, 2, 4), 8
 
 
 def chunk_counts(pp_size: int, *layer_counts: int) -> tuple[int, ...]:
-    """Return the numbers of stages per rank to try: 1, 2, 4 and those that divide the layers.
+    """Return the numbers of stages per rank to try: 1, 2, 4 and numbers that divide the layers.
 
     Args:
-        layer_counts: the number of layers, then other numbers to divide, such as that of blocks.
+        layer_counts: the number of layers, then other numbers to divide, such as the number of
+            blocks.
     """
     if pp_size == 1:
         return (1,)
@@ -197,13 +198,13 @@ class Problem:
         limit: the memory limit of each rank.
         time_unit: the time that is 1 here: the work of the busiest rank for one micro-batch.
         memory_unit: the memory that is 1 here: the most that a rank must hold under any plan.
-        time: of each code.
+        time: the time of each code.
         memory: change of the held memory by each code; negative if it is released.
         needs: the result that each code waits for, -1 for none. W has none, because its I runs
             earlier on the same rank.
         latency: time until that result arrives.
         result_of: the result of each code, -1 for W.
-        stages: those of each rank, in the order of the model.
+        stages: the stages of each rank, in the order of the model.
     """
 
     placement: Placement

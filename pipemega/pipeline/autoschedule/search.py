@@ -112,7 +112,7 @@ class Search:
     """A search over all placements of one pipeline.
 
     Args:
-        problems: one per placement.
+        problems: one problem for each placement.
         measure, bound: what is minimised, and its lower bound for a problem.
         time_is_up: stops the search.
         effort: factor on the effort.
@@ -251,7 +251,7 @@ class AutoPlan:
     """A plan that was found, with its timeline and its origin.
 
     Args:
-        placement: of the stages, with their costs.
+        placement: the placement of the stages, with their costs.
         timeline: simulated with the costs of the placement.
         source: how it was found: the name of a schedule or "greedy", and whether it was annealed.
         bound: lower bound for any plan on any of the placements with this memory limit.
@@ -283,8 +283,9 @@ def find_plan(
     and 64 micro-batches.
 
     Args:
-        placements: at least one, all for the same number of ranks.
-        memory_limit: of each rank, or one for all, in the units of the costs; None: no limit.
+        placements: at least one placement; all for the same number of ranks.
+        memory_limit: the limit of each rank, or one for all ranks, in the units of the costs; None:
+            no limit.
         objective: what is minimised; "makespan" if an optimizer step waits for all ranks, "span" if
             each rank starts its next step on its own.
         effort: 1 takes some seconds for 8 ranks and 32 micro-batches; the time grows less than

@@ -6,7 +6,7 @@
 So evaluation uses the statistics of whole mini-batches, as if the step had been one forward. A
 recomputed forward adds nothing, and a skipped step changes nothing.
 
-Source: the idea is that of torchgpipe (Kim et al. 2020, arXiv:2004.09910); the code is ours.
+Source: the idea comes from torchgpipe (Kim et al. 2020, arXiv:2004.09910); the code is ours.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,16 +27,16 @@ Deferral = bool | Literal["sync"]
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """BatchNorm over [batch, channels, ...], whose running statistics are those of a whole step.
+    """BatchNorm over [batch, channels, ...], with running statistics of whole steps.
 
     In training x is normalized with the mean and the variance of the micro-batch. At the end of a
     step the engine updates the running statistics once, from all values of the step on all data
-    ranks; their variance is unbiased, as that of nn.BatchNorm. The statistics are fp32 or, for a
-    model in fp64, fp64. Names and state_dict are those of nn.BatchNorm.
+    ranks; their variance is unbiased, as in nn.BatchNorm. The statistics are fp32 or, for a model
+    in fp64, fp64. Names and state_dict are the same as in nn.BatchNorm.
 
     Args:
-        num_features, eps, momentum, affine: as for nn.BatchNorm2d; with `momentum=None` the running
-            statistics are the means over all steps.
+        num_features, eps, momentum, affine: the arguments of nn.BatchNorm2d; with `momentum=None`
+            the running statistics are the means over all steps.
         sync: join the statistics of a micro-batch over the data ranks, also in backward.
 
     Shape:
@@ -119,7 +119,7 @@ class DeferredBatchNorm(_BatchNorm):
         """Update the running statistics once; without values they stay as they are.
 
         Args:
-            sums: of a step, over all data ranks.
+            sums: the sums of a step, over all data ranks; see the attribute `sums`.
         """
         count, mean, var = _moments(sums)
         var = var * (count / (count - 1).clamp_min(1))
@@ -181,7 +181,7 @@ def defer_batch_norms(module: nn.Module, deferral: Deferral) -> nn.Module:
         elif deferral == "sync":
             raise ConfigError(
                 f"deferred_batch_norm='sync' joins the statistics of layers with running ones, and "
-                f"not those of {each}: remove track_running_stats=False, or use "
+                f"not the statistics of {each}: remove track_running_stats=False, or use "
                 f"deferred_batch_norm=True",
                 on_every_rank=True,
             )
@@ -315,5 +315,5 @@ def _dims(x: Tensor) -> tuple[int, ...]:
 
 
 def _column(values: Tensor, x: Tensor) -> Tensor:
-    """Return a value per channel in a shape that broadcasts to that of x."""
+    """Return a value per channel in a shape that broadcasts to the shape of x."""
     return values.view(1, -1, *(1 for _ in range(x.dim() - 2)))

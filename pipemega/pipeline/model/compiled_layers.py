@@ -219,7 +219,7 @@ def _check_backend(backend: str) -> None:
     known = torch._dynamo.list_backends(exclude_tags=())
     if backend not in known:
         raise ConfigError(
-            f"compile.backend {backend!r} is no backend of torch.compile; those of this "
+            f"compile.backend {backend!r} is no backend of torch.compile; the backends of this "
             f"installation are {', '.join(known)}",
             on_every_rank=True,
         )
@@ -245,7 +245,7 @@ def _missing_compiler(backend: str, device: torch.device) -> str | None:
 
 def _set_up_compiler() -> None:
     # An error of the compiler is found in the forward, where the layer can run uncompiled. With
-    # torch 2.8 and older, that of a backward graph is raised in the first backward.
+    # torch 2.8 and older, an error of a backward graph is raised in the first backward.
     if hasattr(torch._functorch.config, "force_non_lazy_backward_lowering"):
         torch._functorch.config.force_non_lazy_backward_lowering = True
     # Backward may run twice (`retain_graph`), and the weight-gradient queue keeps tensors.
@@ -265,7 +265,7 @@ def _options(section: CompileSection) -> dict[str, Any] | None:
         # The weight-gradient queue keeps tensors of a graph after its end.
         "allow_buffer_reuse": False,
         "inplace_buffers": False,
-        # The masks of dropout are those of uncompiled layers, and the same on every mesh.
+        # The masks of dropout are the same as in uncompiled layers, and on every mesh.
         "fallback_random": True,
     }
 
@@ -275,7 +275,7 @@ class _Kind:
     """Equal layers.
 
     Args:
-        name: of the first one.
+        name: name of the first of these layers.
         size: how many this rank has.
         has_run: the compiled method has been called.
         failed: it could not be traced.
@@ -371,7 +371,7 @@ class _Kinds:
 
 
 class _Backend:
-    """The compiler of graphs, which agrees with those of the other tensor ranks.
+    """The compiler of graphs, which agrees with the compilers of the other tensor ranks.
 
     Args:
         tensor: ranks that compile the same graphs in the same order.
@@ -406,7 +406,8 @@ class _Backend:
 def _copied(function: Any) -> FunctionType:
     """Return the function with its own code object.
 
-    torch stores the graphs with it: those of one kind do not count towards the limit of another.
+    torch stores the graphs with the code: graphs of one kind do not count towards the limit of
+    another.
     """
     copy = FunctionType(
         function.__code__.replace(),
@@ -420,7 +421,7 @@ def _copied(function: Any) -> FunctionType:
 
 
 def _parameters(layer: nn.Module) -> tuple[Any, ...]:
-    """Return what the compiled code depends on, of the parameters of a layer."""
+    """Return the properties of a layer's parameters that the compiled code depends on."""
     return tuple(
         (name, p.shape, p.dtype, p.requires_grad, shard_of(p).dim)
         for name, p in layer.named_parameters()

@@ -77,7 +77,7 @@ def check_tied_layers(specs: Sequence[LayerSpec], layers: Sequence[nn.Module]) -
     """Check that tied parameters exist and have equal shapes, and that no others are shared.
 
     Args:
-        specs, layers: of the whole model; `layers` are built, on any device.
+        specs, layers: specs and layers of the whole model; `layers` are built, on any device.
 
     Raises:
         ConfigError: names the key or the parameter, the positions and both shapes; the same on
@@ -225,7 +225,7 @@ class PipelineModule:
             exec_seq: names of submodules in the order of their calls, instead of a trace;
                 (function, "front") and (function, "behind") belong to the next and the last name,
                 a function alone is a layer, and at `pipemega.SPLIT` a stage starts.
-            loss_fn, deferred_batch_norm: as for `PipelineModule`.
+            loss_fn, deferred_batch_norm: the arguments of `PipelineModule`.
 
         Raises:
             ConfigError: the forward cannot be traced (names the line), a name does not exist, ...;
@@ -239,7 +239,7 @@ class PipelineModule:
     checkpoints: ActivationCheckpoints | None = None  # of the model, unless the config sets them
 
     vocabulary: Any = None  # how embedding and head are cut: a `vocabulary_shard.VocabularySplit`
-    sample_tokens: int | None = None  # of [samples, tokens], if the model takes token ids
+    sample_tokens: int | None = None  # tokens per sample, if the model takes token ids
 
     origin: LayersOfModule | None = None  # the layers of a module given to `from_module`
 
@@ -375,7 +375,8 @@ class BuildOptions:
         device: device of the parameters.
         seed: seed of the initial parameters.
         seed_layers: seed the constructors with seed + position, as DeepSpeed does.
-        checkpoint_interval: layers per activation checkpoint; 0: those of the model, if any.
+        checkpoint_interval: layers per activation checkpoint; 0: the checkpoints of the model, if
+            it has any.
     """
 
     tensor: Axis
@@ -394,7 +395,7 @@ class Stage(nn.Module):
         start, stop: positions of the first layer and after the last.
 
     Attributes:
-        observer: is called around each layer; None by default.
+        observer: an object that is called around each layer; None by default.
         input_guard: keeps inputs that are used again from being changed in place.
     """
 

@@ -83,7 +83,7 @@ def _used_values(function: FunctionType, bound_to: Any = None) -> Iterator[tuple
         with suppress(ValueError):  # not assigned yet
             variables[name] = cell.cell_contents
     for chain, value in _loads(function.__code__, variables, function.__globals__, bound_to):
-        # Do not search the functions of other files, such as those of torch.
+        # Do not search the functions of other files, such as torch's.
         if not isinstance(value, FunctionType) or value.__globals__ is function.__globals__:
             yield chain, value
     defaults = (function.__defaults__ or (), function.__kwdefaults__ or {})
@@ -140,7 +140,7 @@ class LayerSpec:
 
     Args:
         typename: the class of the layer, or a callable that returns an `nn.Module`.
-        args, kwargs: its arguments; `TENSOR_AXIS` is replaced by the tensor axis.
+        args, kwargs: the arguments of `typename`; `TENSOR_AXIS` is replaced by the tensor axis.
         device: "cpu" or "cuda": the layer is in a stage on such a device; None: on any. It is not
             an argument of the layer, which is built on the device of its stage.
 

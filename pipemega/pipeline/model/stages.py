@@ -74,7 +74,7 @@ class LocalModel:
         tied: logical name -> axis of the pipeline ranks that hold a copy, the owner first; only
             for parameters that this rank and other ranks hold.
         ties: all tied parameters of the whole model.
-        loss_fn: None if the model has no loss.
+        loss_fn: the loss function; None if the model has no loss.
         metadata: `PipelineModule.checkpoint_metadata`.
         vocabulary: the local rows of embedding and head, with vocabulary parallelism.
     """
@@ -303,7 +303,7 @@ def layer_seconds(
     """Return the median seconds of forward and backward of each layer; equal on all ranks.
 
     One layer at a time is built, measured and freed. All ranks measure, because parallel layers
-    communicate; the result is that of rank 0.
+    communicate; the times of rank 0 are returned.
     """
     x, labels = sample()
     seconds = []
@@ -345,9 +345,9 @@ def with_stage_devices(
     If no layer has a device, it is returned unchanged.
 
     Args:
-        num_microbatches: of a step.
+        num_microbatches: micro-batches of a step.
         auto_device: what mesh.device "auto" means here.
-        rank_of_stage: of a plan that replaces pipeline.schedule.
+        rank_of_stage: the rank of each stage in a plan that replaces pipeline.schedule.
 
     Raises:
         ConfigError: a stage would have two devices, a layer is on another device than its rank,
@@ -431,7 +431,7 @@ class _Cut:
     def _costs(self) -> Sequence[float]:
         """Return the cost of each layer by pipeline.partition; "auto" takes the parameters.
 
-        The times of "auto" are those of one kind of device.
+        The times that "auto" uses hold for one kind of device only.
         """
         method, net = self._section.partition, self._net
         if method == "uniform":

@@ -40,13 +40,13 @@ class VocabularySplit:
 
     Args:
         embedding: the layer in place of the embedding: `EmbeddedInputs` -> output of the embedding.
-            Its keyword `dtype` is that of the rows in a plan, which has only the inputs.
+            Its keyword `dtype` is the dtype of the rows in a plan, which has only the inputs.
         head: the layer in place of the head: hidden -> hidden [batch, sequence, hidden_size], whole
             on every tensor rank.
         mean_loss: (losses of the tokens, labels) -> loss of the micro-batch.
         token_ids: inputs of the model -> token ids [batch, sequence].
         token_loss: the loss of a token.
-        hidden_size: of the rows.
+        hidden_size: size of a row.
     """
 
     embedding: LayerSpec
@@ -62,7 +62,7 @@ class VocabularySplit:
         """Return the model of the stages, without the weights of embedding and head.
 
         Args:
-            dtype: of the rows in a plan; None: torch's default dtype.
+            dtype: dtype of the rows in a plan; None: torch's default dtype.
         """
         embedding = LayerSpec(self.embedding.typename, *self.embedding.args, dtype=dtype)
         specs = (embedding, *net.specs[1:-1], self.head)
@@ -84,7 +84,7 @@ class ShardObserver(Protocol):
         """Return the context in which the pass of embedding or head runs.
 
         Args:
-            position: of the layer in the model.
+            position: position of the layer in the model.
             x: token ids, or the hidden of the tokens that count [tokens, hidden].
         """
 
@@ -97,7 +97,7 @@ class VocabularyShard(nn.Module):
         mesh: its pipeline and tensor axes are the shards.
 
     Attributes:
-        observer: is called around E and S; None by default.
+        observer: an object that is called around E and S; None by default.
 
     Raises:
         ConfigError: the model does not say how it is cut.
@@ -164,7 +164,7 @@ class VocabularyShard(nn.Module):
         """Return this tensor rank's slice of the whole logits; collective over the tensor ranks.
 
         Args:
-            logits: of the rows of each pipeline rank and this tensor rank, with padding.
+            logits: logits of the rows of each pipeline rank and this tensor rank, with padding.
 
         Shape:
             [tokens, rows] of each pipeline rank  ->  [tokens, pipeline ranks * rows]

@@ -112,7 +112,7 @@ def build_plan(name: str, pp_size: int, num_microbatches: int, chunks: int | Non
     """Return the plan of the schedule `name` for `pp_size` ranks with `chunks` stages each.
 
     Args:
-        chunks: None: the default of the schedule, 1 or 2.
+        chunks: number of stages on each rank; None: the default of the schedule, 1 or 2.
 
     Raises:
         ScheduleError: unknown schedule, or sizes that it does not accept.

@@ -73,7 +73,7 @@ def sort_by_slot(ranks: Sequence[Slots]) -> list[Step]:
 def fill_gaps_with_weights(slots: Slots) -> list[tuple[int, int]]:
     """Return where one rank runs its W steps: (slot, leg of the I), in order.
 
-    Each idle slot takes one W whose I has run, those of leg 2 first; the rest follow at the end.
+    Each idle slot takes one W whose I has run, W steps of leg 2 first; the rest follow at the end.
     """
     legs = {slot: leg for leg, row in enumerate(slots[:WEIGHT]) for slot in row}
     backward = (BACKWARD_DOWN, BACKWARD_UP)
@@ -262,7 +262,7 @@ class ScheduleFamily:
     A test compares the formulas with the simulation.
 
     Args:
-        name: as `pipeline.schedule` names it.
+        name: name of the schedule in `pipeline.schedule`.
         build: returns the plan for (pp_size, num_microbatches), and chunks if `chunks` is None.
         makespan: time from the first step to the last, where `exact` is true.
         peak: the most micro-batches whose activations rank r holds at one time, as a fraction of
@@ -401,7 +401,7 @@ class TwoChunkProgram:
                 self._append(Kind.BACKWARD_WEIGHT, self._open[0].stage)
 
     def append_open_weights(self) -> None:
-        """Append all W steps that can run, those of the second chunk first."""
+        """Append all W steps that can run, steps of the second chunk first."""
         for step in sorted(self._open, key=lambda step: (-step.stage, step.microbatch)):
             self._append(Kind.BACKWARD_WEIGHT, step.stage)
 

@@ -47,8 +47,9 @@ def with_vocabulary(plan: Plan, costs: CostModel, memory_limit: float | None = N
     micro-batches, so gradients are bitwise equal for every plan and all costs.
 
     Args:
-        costs: of the steps and, as `costs.vocabulary`, of the passes.
-        memory_limit: of each rank, in the unit of the costs; without a shift it is not checked.
+        costs: costs of the steps and, as `costs.vocabulary`, of the passes.
+        memory_limit: the limit of each rank, in the unit of the costs; without a shift it is not
+            checked.
     """
     plan = plan.compute_only()
     if plan.num_ranks == 1:
@@ -118,7 +119,7 @@ class _Insertion:
             tuple(step for steps in rest.values() for step in steps) for rest in self._rest
         )
         self._all = replace(base, programs=everything)
-        self._started_forwards: list[float] = []  # of the first stage
+        self._started_forwards: list[float] = []  # start times in the first stage
         self._end: dict[Instruction, float] = {}
         self._made: list[list[Instruction]] = [[] for _ in base.programs]
 

@@ -32,7 +32,7 @@ class LayerGraph:
     """The calls of one layer.
 
     Args:
-        graph: its placeholder is the message.
+        graph: the graph of the layer; its placeholder is the message.
         name: the class of the submodule that contains the calls.
     """
 
@@ -260,7 +260,7 @@ class ModuleParts:
     """The modules and tensors that the layers of one module use.
 
     Args:
-        source: of the module.
+        source: the source of the module.
         additions: target -> module or tensor that is not in the module.
     """
 

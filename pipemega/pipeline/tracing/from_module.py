@@ -54,7 +54,7 @@ class LayerSequence:
     Args:
         traced: the calls in the order of the sequence.
         cuts: indices of the nodes at which layers after the first one start.
-        names: of the layers.
+        names: names of the layers.
         splits: positions of the layers at which the user starts a stage.
     """
 
@@ -198,13 +198,13 @@ class ModuleLayers:
     """The layers of one module, and their names in it.
 
     Args:
-        source: of the module.
-        layers: their calls.
+        source: the source of the module.
+        layers: the calls of each layer.
         additions: target -> module or tensor that is not in the module.
         splits: positions of the layers at which the user starts a stage.
 
     Attributes:
-        specs: of the layers.
+        specs: the specs of the layers.
     """
 
     def __init__(

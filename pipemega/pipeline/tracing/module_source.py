@@ -146,7 +146,7 @@ class _Registrations:
 
     Attributes:
         numbers: parameter -> its number, in the order of the first registrations and copies.
-        count: of the numbers.
+        count: how many numbers are used.
     """
 
     def __init__(self, is_local: Callable[[int], bool]) -> None:
@@ -192,7 +192,7 @@ class _Registrations:
         return numbers
 
     def sources_of(self, numbers: Collection[int]) -> set[int]:
-        """Return the parameters whose values the constructors copy into those of `numbers`."""
+        """Return the parameters whose values constructors copy into the parameters `numbers`."""
         found: set[int] = set()
         for number in numbers:
             while number in self._sources:

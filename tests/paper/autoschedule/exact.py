@@ -32,8 +32,8 @@ class Proof:
     """Result of the solver.
 
     Args:
-        orders: of the best plan; None if it found none in time.
-        makespan: of that plan, in the units of the costs; infinite if there is none.
+        orders: the orders of the best plan; None if no plan was found in time.
+        makespan: the makespan of this plan, in the units of the costs; infinite if there is none.
         bound: lower bound for any plan of F, I and W on this placement; equal to the makespan if
             the plan is optimal.
     """

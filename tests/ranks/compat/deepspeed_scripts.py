@@ -74,10 +74,10 @@ class Case(NamedTuple):
     """A model of a script.
 
     Args:
-        layers: of the model, for DeepSpeed's PipelineModule.
+        layers: returns the layers of the model, for DeepSpeed's PipelineModule.
         loss_fn: None: the last layer returns the loss.
         sample: generator -> one (inputs, labels).
-        arguments: of PipelineModule.
+        arguments: further arguments of PipelineModule.
     """
 
     layers: Callable[[], list[Any]]

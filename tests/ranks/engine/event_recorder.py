@@ -62,8 +62,8 @@ class Recorder(TorchDispatchMode):
     """Records the events of one run on this rank.
 
     Args:
-        folder: of the run; its metrics.jsonl is watched.
-        weight_shape: of the weight of a layer; no other product in the run has this shape.
+        folder: the folder of the run; its metrics.jsonl is watched.
+        weight_shape: shape of the weight of a layer; no other product in the run has this shape.
     """
 
     def __init__(self, folder: Path, weight_shape: tuple[int, int]) -> None:

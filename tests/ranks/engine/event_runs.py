@@ -51,8 +51,8 @@ class Layer(nn.Module):
     """A linear layer that records its passes.
 
     Args:
-        position: in the model, for the records.
-        width: of an inner layer, which makes the layer slower, in the eyes of `pipeline.partition`.
+        position: position of the layer in the model, for the records.
+        width: width of an inner layer, which makes the layer slower for `pipeline.partition`.
     """
 
     def __init__(self, position: int, width: int = 0) -> None:
@@ -396,7 +396,7 @@ class Run(NamedTuple):
     Args:
         world_size: number of ranks.
         function: (recorder, changes of the config).
-        changes: of the config.
+        changes: changes to the config.
     """
 
     world_size: int
@@ -467,6 +467,7 @@ RUNS: dict[str, Run] = {
         {**VALIDATED, "training": {"on_nonfinite": {"policy": "rollback"}}},
     ),
     "fp16_overflow": Run(2, partial(LOOP3, data=faulty(INF)), {**HAND_CUT, **FP16}),
+    "trainer_fp16_overflow": Run(2, partial(fit, data=faulty(INF)), {**HAND_CUT, **FP16}),
     "nonfinite_default": Run(2, partial(LOOP3, data=faulty(NAN)), HAND_CUT),
     "nonfinite_stop": Run(2, partial(fit, data=faulty(NAN)), policy("stop")),
     "nonfinite_skip": Run(2, partial(fit, data=faulty(NAN)), policy("skip")),

@@ -111,9 +111,9 @@ class Move:
     Args:
         bounds: before and after.
         schedules: before and after.
-        changes: of the config.
+        changes: changes to the config.
         net: "gpt", or a key of `NETS`.
-        arguments: of `initialize`.
+        arguments: returns further arguments of `initialize`.
     """
 
     bounds: tuple[list[int], list[int]] = ([0, 5, 8], [0, 3, 8])
@@ -389,7 +389,7 @@ def tuned_in_a_ramp_up(schedule: str, cache: str, folder: str, measured: int) ->
     Steps of 2, 2, 4, 6 and then 8 samples.
 
     Args:
-        folder: of the checkpoints of step 2 and, at the end, of step 3.
+        folder: the folder for the checkpoints of step 2 and, at the end, of step 3.
         measured: steps of a full batch after which schedule `auto` moves the stages.
     """
     changes = {"training": {"rampup_batch_size": [2, 2, 12]}, "train_micro_batch_size_per_gpu": 1}

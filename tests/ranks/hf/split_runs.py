@@ -70,8 +70,8 @@ def one_step(
     """Return loss and gradients by HF's names.
 
     Args:
-        changes: of the config of the family.
-        keys: of the config of the run.
+        changes: changes to the config of the family.
+        keys: further keys of the config of the run.
     """
     torch.set_default_dtype(torch.float64)
     try:

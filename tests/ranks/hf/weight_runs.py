@@ -25,7 +25,7 @@ def load_step_and_save(
 
     Args:
         mesh: pipeline, tensor and data ranks.
-        keys: of the config of the run.
+        keys: further keys of the config of the run.
     """
     pipeline, tensor, data = mesh
     torch.set_default_dtype(torch.float64)

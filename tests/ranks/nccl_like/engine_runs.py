@@ -25,7 +25,7 @@ class Case(NamedTuple):
 
     Args:
         model: a function of `small_models`, or "gpt".
-        depth: of a small model.
+        depth: the argument `depth` of the function of a small model.
         config: changes to the config.
         steps: how many steps are trained; an evaluation runs after the first.
     """

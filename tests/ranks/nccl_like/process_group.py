@@ -61,8 +61,8 @@ class _World:
     """What all groups of a process share: connections between the ranks, and the queues.
 
     Args:
-        store: of the default process group.
-        rank: of this process.
+        store: the store of the default process group.
+        rank: the rank of this process.
         size: number of ranks.
     """
 
@@ -125,7 +125,7 @@ class NcclLike(dist.ProcessGroup):
     """A process group with the order described above.
 
     Args:
-        options: of the group, from torch.
+        options: the options of the group, from torch.
         backend: one of BACKENDS.
     """
 

@@ -100,8 +100,8 @@ def compared(
     """Train, save, load on another mesh and train on; return the distances from plain torch.
 
     Args:
-        changes: of the config.
-        other: of the config of the run that loads.
+        changes: changes to the config.
+        other: further changes to the config of the run that loads.
     """
     engine = build(kind, changes)
     first = engine.parameter_state()

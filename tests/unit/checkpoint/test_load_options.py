@@ -229,7 +229,8 @@ def test_the_changes_of_a_config_are_listed_sorted_with_both_values():
     )
     text = check_config_changes(found, (), "runs/mine/global_step5")
     assert text == (
-        "the config differs from that of runs/mine/global_step5; the new values take effect:\n"
+        "the config differs from the config saved in runs/mine/global_step5; "
+        "the new values take effect:\n"
         "  mesh.tensor: 1 -> 2\n"
         "  model.pad_vocab_size_to: None -> 512\n"
         "  model.recompute: 'none' -> 'full'\n"

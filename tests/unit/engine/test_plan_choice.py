@@ -18,6 +18,7 @@ from pipemega.engine.plan_choice import PlanChooser, plan_chooser
 from pipemega.engine.run_setup import RunSetup
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.layer_costs.counted_model import explain
+from pipemega.layer_costs.stage_costs import StageCounts
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.pipeline.plan.lowering import lower
@@ -90,6 +91,19 @@ def test_the_planner_and_a_plain_start_choose_the_same_plan_and_cut(schedule: st
     chosen = plain.configured_plan(None)
     assert chosen.bounds is not None
     assert chosen == planner.configured_plan(None)
+
+
+def test_an_error_of_pipemega_itself_while_layers_are_counted_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(self: StageCounts, *_: Any) -> None:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(StageCounts, "of_stages", fail)
+    settings = config({"schedule": "1f1b"})
+    setup = RunSetup(settings, mesh(), gpt(GPTConfig.of(settings, MODEL["vocab_size"])))
+    with pytest.raises(KeyError, match="a mistake"):
+        plan_chooser(setup).configured_plan(None)
 
 
 @pytest.mark.parametrize(
