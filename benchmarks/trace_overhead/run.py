@@ -82,10 +82,10 @@ def cost(engine: Engine, traced: bool, memory: bool) -> Cost:
     dist.barrier()
     started, worked = time.perf_counter(), time.thread_time()
     with (
-        timer.patch(Tracer, "begin"),
+        timer.patch(Tracer, "before_step"),
         timer.patch(ClockRecorder, "ready"),
         timer.patch(ClockRecorder, "end"),
-        timer.patch(Tracer, "finish"),
+        timer.patch(Tracer, "after_step"),
     ):
         engine.train_batch(batch)
     thread = time.thread_time() - worked

@@ -26,11 +26,11 @@ _OURS = "pipemega."
 # caller to report is another one.
 _NOT_CALLERS = (
     "pipemega.distributed.comm_errors",
-    "pipemega.distributed.comm_recorder",
     "pipemega.distributed.exchanges",
     "pipemega.distributed.mesh",
     "pipemega.fault_tolerance.error_propagation",
     "pipemega.fault_tolerance.run",
+    "pipemega.profiling.communication",
 )
 # torch's names of the group of all ranks.
 _DEFAULT_GROUP = ("", "undefined", "default_pg")

@@ -14,23 +14,67 @@ Copies byte ranges of tensors between the ranks of an axis, a bounded number of 
 Every rank passes the same list of pieces, so all ranks make the same batches of them.  A batch is
 one all-to-all: unlike single sends it needs no new communicator for two ranks, and every rank waits
 for it with the deadline of the axis.
+
+Every call of torch.distributed that moves tensors of a step goes through `recorded`, also those of
+other modules. Without a recorder it only makes the call.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.comm_errors import collective_error, named_collective
-from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import mark, synchronize, wait
 from pipemega.distributed.mesh import Axis
 from pipemega.distributed.process_groups import goes_through_host
+
+_Result = TypeVar("_Result")
+
+_recorder: Callable[..., Any] | None = None
+
+
+def record_with(recorder: Callable[..., Any] | None) -> None:
+    """Record all calls of this process from now on.
+
+    Args:
+        recorder: makes and records a call; gets the arguments of `recorded`. None: record none.
+    """
+    global _recorder
+    _recorder = recorder
+
+
+def recorded(
+    name: str,
+    nbytes: int,
+    group: dist.ProcessGroup | None,
+    call: Callable[[], _Result],
+    *,
+    ranks: int = 0,
+    on_host: bool = False,
+) -> _Result:
+    """Call `call`, which starts or runs a communication of a step, and record it.
+
+    Args:
+        name: such as "all_reduce".
+        nbytes: bytes of the whole tensor: the gathered one, the one that is scattered.
+        group: the process group; None: all ranks.
+        call: returns a `dist.Work`, or a list of them, if the communication is asynchronous; the
+            result is waited for in the same way as without recording.
+        ranks: number of ranks that take part; 0: all ranks of the group.
+        on_host: the tensors are on the host.
+    """
+    # Another thread may end the recording meanwhile.
+    recorder = _recorder
+    if recorder is None:
+        return call()
+    result: _Result = recorder(name, nbytes, group, call, ranks=ranks, on_host=on_host)
+    return result
 
 
 def all_reduce(tensor: Tensor, axis: Axis, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:

@@ -13,7 +13,6 @@ stage_mover      moves the stages to other ranks
 
 evaluation       forwards only
 running_statistics   BatchNorm: updates, warnings
-step_tables      the tables of `flops_profiler` and `comms_logger`
 
 run_logger       a record for each step; events
 run              what a run is given, and what it leaves

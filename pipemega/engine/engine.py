@@ -34,7 +34,6 @@ from pipemega.optimizer.lr_schedules import SchedulerMaker, TorchSchedule
 from pipemega.pipeline.model.stages import gather_full_tensors
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.simulate import Timeline
-from pipemega.profiling.step_trace import Trace
 
 _Outputs = TypeVar("_Outputs")
 
@@ -447,7 +446,7 @@ class Engine:
 
     def trace_next_step(self, memory: bool = False) -> None:
         """Trace the next `train_batch`; `memory`: also what each instruction allocates."""
-        self.steps.tracing.tracer.trace_next_step(memory)
+        self.steps.trace_next_step(memory)
 
     # Not collective
 
@@ -571,9 +570,10 @@ class Engine:
         return self.steps.busy_time.seconds
 
     @property
-    def last_trace(self) -> Trace | None:
-        """The last traced step, with the times of each instruction; on rank 0 only."""
-        return self.steps.tracing.last_trace
+    def last_trace(self) -> Any:
+        """The `profiling.step_trace.Trace` of the last traced step, with the times of each
+        instruction; None before it, and on other ranks than 0."""
+        return self.steps.tracer.last_trace if self.steps.tracer else None
 
     @property
     def last_timeline(self) -> Timeline | None:

@@ -19,6 +19,7 @@ from pipemega.engine.run.run_folder import RunFolder, run_facts
 from pipemega.engine.run.run_history import EpochSums, NonFinitePolicy, RunStats, RunTimes
 from pipemega.engine.step_runner import StepRunner
 from pipemega.engine.train_step import StepFeature
+from pipemega.lazy_imports import load_name
 from pipemega.monitor import (
     Console,
     EpochRecord,
@@ -34,7 +35,6 @@ from pipemega.monitor import (
     tflops_per_device,
 )
 from pipemega.optimizer import StepReport
-from pipemega.profiling.measured_costs import write_timeline
 from pipemega.storage.locks import folder_locks
 
 
@@ -274,12 +274,14 @@ class RunLogger(StepFeature):
 
     def _write_timeline(self) -> None:
         """Write the timeline of this step if it was traced; on rank 0."""
-        steps, trace = self._steps, self._steps.tracing.last_trace
+        steps, tracer = self._steps, self._steps.tracer
+        trace = None if tracer is None else tracer.last_trace
         if trace is None or trace.step != steps.global_steps:
             return
         configured = self._config.monitor.trace.folder
         folder = Path(configured) if configured else self.folder.on_rank0() / "timelines"
-        self.monitor.write(write_timeline(trace, folder, steps.consumed_samples, self._log))
+        write = load_name("pipemega.profiling.measured_costs:write_timeline")
+        self.monitor.write(write(trace, folder, steps.consumed_samples, self._log))
 
     def _prints(self) -> bool:
         every = self._config.steps_per_print or 0

@@ -27,15 +27,9 @@ from pipemega.engine.run.batch_reader import BatchReader, StepData
 from pipemega.engine.run.training_data import TrainingData, share_of
 from pipemega.engine.running_statistics import BatchNormUpdates
 from pipemega.engine.stage_mover import BuiltModules, describe_cut
-from pipemega.engine.step_tables import CommsLogger, FlopsProfiler, LayerSource, layer_sources
-from pipemega.engine.train_step import (
-    MeasureBusyTime,
-    PlanChange,
-    StepFeature,
-    TraceSteps,
-    TrainStep,
-)
+from pipemega.engine.train_step import MeasureBusyTime, PlanChange, StepFeature, TrainStep
 from pipemega.errors import ConfigError, PipemegaError
+from pipemega.lazy_imports import load_name
 from pipemega.monitor import get_logger
 from pipemega.monitor.timers import PIPELINE, StepPhases
 from pipemega.optimizer import LRSchedule, StepReport
@@ -52,6 +46,13 @@ from pipemega.random import preserve_rng
 # Reports kept for `take_reports`: a loop that calls it after each step finds two at most.
 _MAX_REPORTS = 8
 
+# Key of the config -> the feature that it enables; imported only then.
+_FEATURES = {
+    "monitor.trace": "pipemega.profiling.step_tracer:Tracer",
+    "comms_logger": "pipemega.profiling.communication:CommsLogger",
+    "flops_profiler": "pipemega.profiling.flops_profile:FlopsProfiler",
+}
+
 
 class StepRunner:
     """Runs the training steps of one rank.
@@ -59,13 +60,13 @@ class StepRunner:
     Args:
         config, mesh: those of the run.
         components: what `initialize` has built.
-        traces: trace the steps that the config selects; False in a loop without a plan.
-        sources: returns the layers to profile.
+        in_loop: a loop of the caller runs the one layer, without a plan.
 
     Attributes:
         stages: the local stages, in the order of the model.
         stages_were_read: the caller may refer to the stages, so that they do not move.
         model, executor, reader, evaluator, locator: of the current stages.
+        tracer: traces steps, a `profiling.step_tracer.Tracer`; None: no step was to be traced.
         profiler: the table of `flops_profiler`; None: not enabled.
         features: watch the steps, in this order.
         optimizer_step, schedule: None without training.
@@ -80,8 +81,7 @@ class StepRunner:
         mesh: Mesh,
         components: Components,
         *,
-        traces: bool = True,
-        sources: Callable[[LocalModel], list[LayerSource]] = layer_sources,
+        in_loop: bool = False,
     ) -> None:
         self.config, self.mesh, self.plan = config, mesh, components.first.plan
         self.batch, self.timers = config.batch(mesh.data.size), components.timers
@@ -96,17 +96,17 @@ class StepRunner:
         self.phases = step.phases if step is not None else StepPhases()
         self.reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
         self._plans, self._late_choice = components.first.plans, components.late_choice
-        self._sources = sources
-        self.tracing = TraceSteps(config.monitor.trace, mesh, self.phases)
+        self._in_loop = in_loop
         self.busy_time = MeasureBusyTime(mesh.device, config.training.stragglers.factor > 0)
-        features = (
-            components.first.tuner,
-            self.tracing if traces else None,
-            self.busy_time,
-            CommsLogger(config.comms_logger, mesh) if config.comms_logger.enabled else None,
-        )
-        self.features: list[StepFeature] = [each for each in features if each is not None]
-        self.profiler: FlopsProfiler | None = None
+        self.features: list[StepFeature] = [self.busy_time]
+        self.tracer: Any = None
+        if config.monitor.trace.steps or config.monitor.trace.every:
+            self._add_tracer()
+        if components.first.tuner is not None:
+            self.features.insert(0, components.first.tuner)
+        if config.comms_logger.enabled:
+            self.features.append(load_name(_FEATURES["comms_logger"])(config.comms_logger, mesh))
+        self.profiler: Any = None
         self.mover = components.mover
         self._use_stages(components.model, components.executor)
         if step is not None:
@@ -134,18 +134,18 @@ class StepRunner:
         self.evaluator = Evaluator(mesh, executor, self.reader, self.plan)
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]
         self.locator = NonFiniteLocator(mesh, executor, gradients, num_layers, config.fp16.enabled)
-        self.tracing.executor = executor
         if self.profiler is not None:
             self.features.remove(self.profiler)
             self.profiler = None
         if config.flops_profiler.enabled:
-            self.profiler = FlopsProfiler(
+            self.profiler = load_name(_FEATURES["flops_profiler"])(
                 config.flops_profiler,
                 mesh,
                 self.batch,
-                self._sources(model),
+                model,
                 self.timers,
                 self.num_parameters,
+                self._in_loop,
             )
             self.features.append(self.profiler)
 
@@ -173,7 +173,8 @@ class StepRunner:
                 "train_batch needs a loss: give PipelineModule(layers, loss_fn=...)",
                 on_every_rank=True,
             )
-        self.phases.start(exact=self.tracing.tracer.is_due(self.global_steps + 1))
+        is_traced = self.tracer is not None and self.tracer.is_due(self.global_steps + 1)
+        self.phases.start(exact=is_traced)
         with self.locator.add_origin_to_errors():
             data = self.read(data_iter, batch)
         is_frozen_anew = self.reader.signalled
@@ -247,10 +248,10 @@ class StepRunner:
         """Return the next step, whose data were read, and what times its instructions."""
         self.plan = self._plans.of(self.plan, self.model.bounds, len(data.inputs))
         step = TrainStep(self.global_steps + 1, self.plan, data)
-        for feature in self.features:
+        for feature in tuple(self.features):
             memory = feature.traces(step)
             if memory is not None:
-                self.tracing.tracer.trace_next_step(memory)
+                self.trace_next_step(memory)
         recorders = [feature.before_step(step) or NULL_RECORDER for feature in self.features]
         found = (each for each in recorders if each is not NULL_RECORDER)
         return step, next(found, NULL_RECORDER)
@@ -312,10 +313,25 @@ class StepRunner:
             self._move_stages(self.plan, bounds)
         return report
 
+    def trace_next_step(self, memory: bool) -> None:
+        """As `Engine.trace_next_step`; without effect in a loop of the caller."""
+        if self._in_loop:
+            return
+        if self.tracer is None:
+            self._add_tracer()
+        self.tracer.trace_next_step(memory)
+
+    def _add_tracer(self) -> None:
+        section, ran = self.config.monitor.trace, lambda: self.executor.plan
+        self.tracer = load_name(_FEATURES["monitor.trace"])(section, self.mesh, self.phases, ran)
+        # The recorder of a traced step times all that busy times need.
+        self.features.insert(self.features.index(self.busy_time), self.tracer)
+
     def _change_plan(self, step: TrainStep) -> Bounds | None:
         """Use the plan that a feature wants; return the bounds if the stages must move to it."""
+        trace = None if self.tracer is None else self.tracer.trace
         for feature in self.features:
-            change = feature.next_change(step, self.tracing.trace)
+            change = feature.next_change(step, trace)
             if change is not None:
                 return self._use(change, feature)
         return None

@@ -8,17 +8,12 @@ from typing import Any
 
 import torch
 
-from pipemega.config.sections.monitor_sections import TraceSection
-from pipemega.distributed.mesh import Mesh
 from pipemega.engine.run.batch_reader import StepData
-from pipemega.monitor import EpochRecord, Phase, StepPhases
+from pipemega.monitor import EpochRecord, Phase
 from pipemega.optimizer import StepReport
-from pipemega.pipeline.executor import Executor
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan.partition import Bounds
 from pipemega.pipeline.recorder import NULL_RECORDER, BusyTimeRecorder, Recorder
-from pipemega.profiling.step_trace import Trace
-from pipemega.profiling.step_tracer import Tracer
 
 
 @dataclass(frozen=True)
@@ -85,11 +80,12 @@ class StepFeature:
     def after_step(self, step: TrainStep) -> None:
         """Handle the end of the optimizer step."""
 
-    def next_change(self, step: TrainStep, trace: Trace | None) -> PlanChange | None:
+    def next_change(self, step: TrainStep, trace: Any) -> PlanChange | None:
         """Return what the next steps run; None: the same.
 
         Args:
-            trace: the traced step; on rank 0 only.
+            trace: the `profiling.step_trace.Trace` of the step, if it was traced; None on other
+                ranks than 0.
         """
         return None
 
@@ -125,37 +121,6 @@ class StepFeature:
         Raises:
             CheckpointError: another feature has saved the state; on every rank.
         """
-
-
-class TraceSteps(StepFeature):
-    """Traces the steps that the config, a caller or another feature selects.
-
-    Args:
-        phases: of the steps; the preparation of a traced step is a phase of it.
-
-    Attributes:
-        executor: of the current stages; set when they change.
-        tracer: selects and times steps.
-        trace: the trace of the last step, if it was traced; on rank 0 only.
-        last_trace: the trace of the last traced step; on rank 0 only.
-    """
-
-    executor: Executor
-
-    def __init__(self, section: TraceSection, mesh: Mesh, phases: StepPhases) -> None:
-        self._phases = phases
-        self.tracer = Tracer(mesh, section.steps, section.every, section.memory)
-        self.trace: Trace | None = None
-        self.last_trace: Trace | None = None
-
-    def before_step(self, step: TrainStep) -> Recorder | None:
-        with self._phases("tracing"):
-            return self.tracer.begin(step.number)
-
-    def after_step(self, step: TrainStep) -> None:
-        # The plan of the executor: speculative forwards reorder its receives.
-        self.trace = self.tracer.finish(step.number, self.executor.plan, step.phases)
-        self.last_trace = self.trace or self.last_trace
 
 
 class MeasureBusyTime(StepFeature):

@@ -53,7 +53,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from pipemega.distributed.comm_errors import named_collective
-from pipemega.distributed.comm_recorder import recorded
+from pipemega.distributed.exchanges import recorded
 from pipemega.distributed.host_memory import HostCopy, HostMemory
 from pipemega.distributed.mesh import Mesh
 from pipemega.errors import PipemegaError

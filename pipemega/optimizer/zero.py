@@ -43,9 +43,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipemega.distributed.comm_errors import named_collective
-from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import wait
-from pipemega.distributed.exchanges import all_reduce
+from pipemega.distributed.exchanges import all_reduce, recorded
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.distributed.process_groups import sends_by_gloo

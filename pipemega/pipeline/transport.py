@@ -31,8 +31,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipemega.distributed.comm_errors import comm_error
-from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import mark, synchronize
+from pipemega.distributed.exchanges import recorded
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.local_sockets import Receiver, Sender, Work
 from pipemega.distributed.mesh import Axis

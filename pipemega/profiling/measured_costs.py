@@ -178,13 +178,17 @@ class Comparison:
     Args:
         trace: the measured step.
         costs: estimated from `trace`.
-        predicted, measured: timelines in milliseconds.
+        predicted: the simulated timeline.
     """
 
     trace: Trace
     costs: CostModel
     predicted: Timeline
-    measured: Timeline
+
+    @property
+    def measured(self) -> Timeline:
+        """The measured timeline."""
+        return self.trace.timeline
 
     @property
     def memory_unit(self) -> str:
@@ -229,7 +233,7 @@ class Comparison:
             *([f"parts of the step, ms\n{_table(*self.parts())}"] if step.phases else []),
             _table(*self._by_stage()),
             f"message between ranks: {self.costs.message:.4g} ms; clocks of the ranks agree within "
-            f"{step.clock_error * _MS:.3g} ms",
+            f"{step.clock_error:.3g} ms",
             *self._waits(),
         ]
         return "\n\n".join(parts)
@@ -248,15 +252,12 @@ class Comparison:
 
     def _step_time(self, timeline: Timeline) -> float:
         """Return the time of the whole step if its pipeline takes the makespan of `timeline`."""
-        outside = self.trace.step_interval * _MS - self.measured.makespan
+        outside = self.trace.step_interval - self.measured.makespan
         return timeline.makespan + outside
 
     def phases(self) -> list[list[Phase]]:
-        """Return, for each rank, the measured phases outside of the pipeline, in milliseconds."""
-        return [
-            [Phase(p.name, p.start * _MS, p.end * _MS) for p in rank if p.name != PIPELINE]
-            for rank in self.trace.phases
-        ]
+        """Return, for each rank, the measured phases outside of the pipeline."""
+        return [[phase for phase in rank if phase.name != PIPELINE] for rank in self.trace.phases]
 
     def predicted_phases(self) -> list[list[Phase]]:
         """Return the phases as they are around the simulated pipeline: as long as measured.
@@ -286,8 +287,8 @@ class Comparison:
         rows = [
             (
                 str(rank),
-                *(f"{parts[name] * _MS:.4g}" for name in names),
-                f"{self.trace.step_time(rank) * _MS:.4g}",
+                *(f"{parts[name]:.4g}" for name in names),
+                f"{self.trace.step_time(rank):.4g}",
             )
             for rank, parts in zip(ranks, times, strict=True)
         ]
@@ -300,7 +301,7 @@ class Comparison:
             (
                 str(rank),
                 f"{self.measured.busy(rank):.4g}",
-                f"{self.trace.waited(rank) * _MS:.4g}",
+                f"{self.trace.waited(rank):.4g}",
                 percent(self.measured.bubble_of(rank), 2),
                 f"{self.measured.peak[rank]:.4g}",
             )
@@ -324,7 +325,7 @@ class Comparison:
 
     def _waits(self) -> list[str]:
         waits = [
-            f"  rank {rank}  {row.wait * _MS:8.4g} ms at {row.step} for {need}"
+            f"  rank {rank}  {row.wait:8.4g} ms at {row.step} for {need}"
             for rank, row, need in self.trace.longest_waits()
         ]
         return ["\n".join(("longest waits", *waits))] if waits else []
@@ -332,33 +333,28 @@ class Comparison:
 
 def compare(trace: Trace) -> Comparison:
     """Simulate the plan of `trace` with the costs measured in it."""
-    costs = _to_ms_and_mib(measured_costs([trace]))
-    measured = trace.timeline
-    memory_scale = 1.0 if trace.memory is None else _MIB
-    in_ms = Timeline(
-        measured.plan,
-        tuple(_scaled(row) for row in measured.start),
-        tuple(_scaled(row) for row in measured.end),
-        _scaled(measured.peak, memory_scale),
-    )
-    return Comparison(trace, costs, simulate(measured.plan, costs), in_ms)
+    scaled = _in_ms_and_mib(trace)
+    costs = measured_costs([scaled])
+    return Comparison(scaled, costs, simulate(scaled.timeline.plan, costs))
 
 
-def _to_ms_and_mib(costs: CostModel) -> CostModel:
+def _in_ms_and_mib(trace: Trace) -> Trace:
     """Convert seconds and bytes to milliseconds and MiB."""
     return replace(
-        costs,
-        forward=_scaled(costs.forward),
-        backward_input=_scaled(costs.backward_input),
-        backward_weight=_scaled(costs.backward_weight),
-        backward=None if costs.backward is None else _scaled(costs.backward),
-        activation=None if costs.activation is None else _scaled(costs.activation, _MIB),
-        kept=None if costs.kept is None else _scaled(costs.kept, _MIB),
-        message=costs.message * _MS,
+        trace,
+        began=_scaled(trace.began, _MS),
+        ready=tuple(_scaled(row, _MS) for row in trace.ready),
+        end=tuple(_scaled(row, _MS) for row in trace.end),
+        memory=trace.memory and tuple(_scaled(row, _MIB) for row in trace.memory),
+        clock_error=trace.clock_error * _MS,
+        phases=tuple(
+            tuple(Phase(name, start * _MS, end * _MS) for name, start, end in rank)
+            for rank in trace.phases
+        ),
     )
 
 
-def _scaled(values: Sequence[float], factor: float = _MS) -> tuple[float, ...]:
+def _scaled(values: Sequence[float], factor: float) -> tuple[float, ...]:
     return tuple(value * factor for value in values)
 
 
@@ -381,7 +377,7 @@ def write_timeline(
     comparison = compare(trace)
     picture = None
     try:
-        picture = _write(comparison, folder / f"step-{trace.step}")
+        picture = _write(trace, comparison, folder / f"step-{trace.step}")
     except OSError as error:
         log.warning("the timeline of step %d could not be written: %s", trace.step, error)
     ranks = range(trace.plan.num_ranks)
@@ -393,17 +389,17 @@ def write_timeline(
         makespan=timeline.makespan,
         span=timeline.span,
         bubble=timeline.bubble,
-        predicted_makespan=comparison.predicted.makespan / 1e3,
+        predicted_makespan=comparison.predicted.makespan / _MS,
         busy=tuple(timeline.busy(rank) for rank in ranks),
         waited=tuple(trace.waited(rank) for rank in ranks),
         picture=picture,
     )
 
 
-def _write(comparison: Comparison, path: Path) -> Path | None:
+def _write(trace: Trace, comparison: Comparison, path: Path) -> Path | None:
     """Write all files; return the picture's path, None without matplotlib."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".json").write_text(comparison.trace.to_json() + "\n", encoding="utf-8")
+    path.with_suffix(".json").write_text(trace.to_json() + "\n", encoding="utf-8")
     path.with_suffix(".trace.json").write_bytes(comparison.render("trace"))
     path.with_suffix(".html").write_bytes(comparison.render("html"))
     try:

@@ -4,6 +4,7 @@ The first forward of a layer is counted, operation by operation; the later ones 
 counting takes time. Recomputation in backward is neither counted nor timed.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -106,8 +107,8 @@ class ModuleProfiler:
         self._layers, self._clock, self._deepest = layers, clock, deepest
         self._handles: list[Any] = []
         self._records: dict[int, dict[nn.Module, _Record]] = {}
-        self._runs: dict[int, int] = {}
-        self._untimed: dict[int, int] = {}  # the first runs of a layer
+        self._counted: set[int] = set()  # positions of the layers whose FLOPs are known
+        self._timed = Counter[int]()  # number of timed runs of each layer
         self._position = -1  # of the layer that runs now
         # What runs now, from the layer inwards, and the instants of the starts.
         self._stack: list[tuple[_Record, Any]] = []
@@ -116,8 +117,8 @@ class ModuleProfiler:
     def start(self) -> None:
         """Measure all forwards from now on."""
         self._records = {position: {} for position in self._layers}
-        self._runs = dict.fromkeys(self._layers, 0)
-        self._untimed = dict.fromkeys(self._layers, 1)
+        self._counted.clear()
+        self._timed.clear()
         inner = dict.fromkeys(
             module for layer in self._layers.values() for _, module, _ in self._inner_modules(layer)
         )
@@ -139,12 +140,12 @@ class ModuleProfiler:
 
     def restart_times(self) -> bool:
         """Discard the times so far; return whether all layers were counted before."""
-        for position, records in self._records.items():
-            self._untimed[position] = max(1, self._runs[position])
+        self._timed.clear()
+        for records in self._records.values():
             for record in records.values():
                 record.counted.clear()
                 record.timed.clear()
-        return all(self._runs.values())
+        return self._counted == self._layers.keys()
 
     def stop(self) -> list[ModuleCost]:
         """Stop measuring; return the costs of each layer, followed by those of its modules.
@@ -178,8 +179,10 @@ class ModuleProfiler:
         """Handle the start of a layer."""
         if torch.is_grad_enabled() and not _is_in_backward():
             self._position = position
-            self._runs[position] += 1
-            if self._runs[position] == 1:
+            if position in self._counted:
+                self._timed[position] += 1
+            else:
+                self._counted.add(position)
                 self._meter = _FlopMeter(self._count)
                 self._meter.__enter__()  # type: ignore[no-untyped-call]
             layer = self._layers[position]
@@ -257,16 +260,15 @@ class ModuleProfiler:
         """Return FLOPs, seconds, and FLOPs within them, per micro-batch."""
         record = self._records[position].get(module)
         if record is not None:
-            later = self._runs[position] - self._untimed[position]
-            return record.flops, self._seconds(record, later), record.timed_flops
+            return record.flops, self._seconds(record, self._timed[position]), record.timed_flops
         # A container such as nn.ModuleList does not run itself.
         sums = [self._sums(position, child) for child in module.children()]
         flops, seconds, timed_flops = (sum(parts) for parts in zip((0, 0, 0), *sums, strict=True))
         return flops, seconds, timed_flops
 
-    def _seconds(self, record: _Record, later: int) -> float:
-        intervals = record.timed if later > 0 else record.counted
-        return sum(self._clock.durations(intervals)) * 1e-9 / max(1, later)
+    def _seconds(self, record: _Record, runs: int) -> float:
+        intervals = record.timed if runs else record.counted
+        return sum(self._clock.durations(intervals)) * 1e-9 / max(1, runs)
 
 
 class _FlopMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -73,7 +73,7 @@ class Trace:
     began: tuple[float, ...]
     ready: Times
     end: Times
-    memory: tuple[tuple[int, ...], ...] | None = None
+    memory: tuple[tuple[float, ...], ...] | None = None
     clock_error: float = 0.0
     phases: tuple[tuple[Phase, ...], ...] = ()
 

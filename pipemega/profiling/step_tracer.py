@@ -8,7 +8,7 @@ Only the pipeline of rank 0 is traced: the first data and tensor rank of each pi
 """
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +16,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from pipemega.config.sections.monitor_sections import TraceSection
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.exchanges import all_reduce
 from pipemega.distributed.mesh import Mesh, gather_objects
-from pipemega.monitor import Phase
+from pipemega.engine.train_step import StepFeature, TrainStep
+from pipemega.monitor import Phase, StepPhases
 from pipemega.pipeline import recorder
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.profiling.step_trace import ClockSample, Trace, clock_offset
@@ -37,36 +39,42 @@ class _RankTimes:
     phases: Sequence[Phase]
 
 
-class Tracer:
-    """Traces the steps that the config or a script selects.
+class Tracer(StepFeature):
+    """Traces the steps that the config, a script or another feature selects.
 
     Args:
+        section: `monitor.trace`, which selects the steps; equal on all ranks.
         mesh: its first pipeline is traced.
-        steps: numbers of the steps to trace, from 1; equal on all ranks.
-        every: also trace each step whose number is a multiple of this; 0: none.
-        memory: also measure the memory in use after each instruction of these steps.
+        phases: the phases of the steps; the preparation of a traced step is a phase of it.
+        ran: returns the plan that ran: speculative forwards reorder the receives of a plan.
         clock: of this process, in nanoseconds.
         host: name of the machine; ranks with equal names share one clock. Empty: unknown.
+
+    Attributes:
+        trace: the trace of the last step, if it was traced; on rank 0 only.
+        last_trace: the trace of the last traced step; on rank 0 only.
     """
 
     def __init__(
         self,
+        section: TraceSection,
         mesh: Mesh,
-        steps: Collection[int] = (),
-        every: int = 0,
-        memory: bool = False,
+        phases: StepPhases,
+        ran: Callable[[], Plan],
         *,
         clock: recorder.Clock = time.perf_counter_ns,
         host: str | None = None,
     ) -> None:
-        self._mesh, self._clock = mesh, clock
-        self._steps, self._every, self._memory = steps, every, memory
+        self._section, self._mesh, self._phases, self._ran = section, mesh, phases, ran
+        self._clock = clock
         self._host = _boot_id() if host is None else host
         self._takes_part = mesh.data.rank == 0 and mesh.tensor.rank == 0
         self._requested: bool | None = None  # argument of trace_next_step
         self._one_clock: bool | None = None
         self._clock_samples: tuple[ClockSample, ...] = ()
         self._recorder: recorder.Recorder = recorder.NULL_RECORDER
+        self.trace: Trace | None = None
+        self.last_trace: Trace | None = None
 
     def trace_next_step(self, memory: bool = False) -> None:
         """Trace the next step, even if the config does not select it; call it on all ranks."""
@@ -77,31 +85,29 @@ class Tracer:
         return self._is_configured(step) or self._requested is not None
 
     def _is_configured(self, step: int) -> bool:
-        return step in self._steps or (self._every > 0 and step % self._every == 0)
+        every = self._section.every
+        return step in self._section.steps or (every > 0 and step % every == 0)
 
-    def begin(self, step: int) -> recorder.Recorder:
-        """Return the recorder for the step with this number, which begins now."""
+    def before_step(self, step: TrainStep) -> recorder.Recorder:
         requested, self._requested = self._requested, None
-        due = self._is_configured(step)
+        due = self._is_configured(step.number)
         self._recorder = recorder.NULL_RECORDER
         if self._takes_part and (due or requested is not None):
-            self._clock_samples = self._sample_clocks()
-            memory = bool(requested) or (due and self._memory)
-            self._recorder = recorder.make_recorder(self._mesh.device, memory, self._clock)
+            with self._phases("tracing"):
+                self._clock_samples = self._sample_clocks()
+                memory = bool(requested) or (due and self._section.memory)
+                self._recorder = recorder.make_recorder(self._mesh.device, memory, self._clock)
         return self._recorder
 
-    def finish(self, step: int, plan: Plan, phases: Sequence[Phase] = ()) -> Trace | None:
-        """Return the trace of the finished step on rank 0; None if not traced or on other ranks.
-
-        Args:
-            phases: of this rank's step.
-        """
+    def after_step(self, step: TrainStep) -> None:
+        self.trace = None
         marks = self._recorder.marks()
         self._recorder = recorder.NULL_RECORDER
         if marks is None:
-            return None
-        times = self._gather(_RankTimes(self._clock_samples, marks, phases))
-        return None if times is None else _trace(step, plan, times)
+            return
+        times = self._gather(_RankTimes(self._clock_samples, marks, step.phases))
+        if times is not None:
+            self.trace = self.last_trace = _trace(step.number, self._ran(), times)
 
     def _sample_clocks(self) -> tuple[ClockSample, ...]:
         """Return the samples of a few all-reduces; none if all ranks share one clock."""

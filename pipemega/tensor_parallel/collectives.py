@@ -38,8 +38,8 @@ import torch.distributed as dist
 from torch import Tensor, library
 
 from pipemega.distributed.comm_errors import named_collective
-from pipemega.distributed.comm_recorder import recorded
 from pipemega.distributed.device_waits import wait
+from pipemega.distributed.exchanges import recorded
 from pipemega.distributed.mesh import Axis
 from pipemega.distributed.process_groups import sends_by_gloo
 from pipemega.distributed.torch_versions import (

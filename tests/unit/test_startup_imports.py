@@ -130,8 +130,7 @@ def test_a_plain_pipeline_counts_and_cuts_its_layers_without_the_planner() -> No
         output, _ = rank.communicate(timeout=120)
         loaded = ast.literal_eval(output.splitlines()[-1])
         assert "pipemega.layer_costs.counted_model" in loaded
-        # Steps are traced by `profiling`.
-        leaves = {f"pipemega.{leaf.replace('/', '.')}" for leaf in LEAVES - {"profiling"}}
+        leaves = {f"pipemega.{leaf.replace('/', '.')}" for leaf in LEAVES}
         assert [name for name in loaded if name.startswith(tuple(leaves))] == []
 
 

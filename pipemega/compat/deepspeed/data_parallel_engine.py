@@ -26,7 +26,6 @@ from pipemega.engine.initialize import build_engine
 from pipemega.engine.run.batch_reader import StepData
 from pipemega.engine.run.run_arguments import build_mesh_of, optimizer_arguments
 from pipemega.engine.run_setup import RunSetup
-from pipemega.engine.step_tables import LayerSource
 from pipemega.errors import ConfigError, StopTraining
 from pipemega.fault_tolerance.error_propagation import failure_reporter
 from pipemega.monitor import get_logger
@@ -42,8 +41,6 @@ from pipemega.optimizer.user_optimizer import (
 )
 from pipemega.pipeline.execution_state import Results
 from pipemega.pipeline.model.module import PipelineModule
-from pipemega.pipeline.model.stages import LocalModel
-from pipemega.profiling.module_profiler import ProfiledLayer
 
 
 class DataParallelEngine(DeepSpeedEngine, nn.Module):
@@ -73,7 +70,8 @@ class DataParallelEngine(DeepSpeedEngine, nn.Module):
         nn.Module.__init__(self)
         self._use(engine)
         self._steps, self._failures = engine.steps, failure_reporter()
-        self.module = _layer(engine.steps.model)
+        (stage,) = engine.steps.model.stages.values()
+        self.module = stage.layers["0"]
         self._micro_steps = 0
         # Set by the caller; None: every gradient_accumulation_steps-th micro-batch ends a step.
         self._at_boundary: bool | None = None
@@ -424,16 +422,6 @@ def _given(
     return None, GivenGroups(parameters, names)
 
 
-def _layer(model: LocalModel) -> nn.Module:
-    (stage,) = model.stages.values()
-    return stage.layers["0"]
-
-
-def _sources(model: LocalModel) -> list[LayerSource]:
-    layer = _layer(model)
-    return [({0: ProfiledLayer(layer, "", type(layer).__name__, 0)}, [])]
-
-
 def build_data_parallel(
     module: nn.Module,
     config: Config,
@@ -462,8 +450,7 @@ def build_data_parallel(
             )
     _check_keys(config)
     setup = RunSetup(config, mesh, PipelineModule([module]), arguments)
-    # Without a plan there is nothing to trace.
-    return build_engine(setup, traces=False, sources=_sources)
+    return build_engine(setup, in_loop=True)
 
 
 def _check_keys(config: Config) -> None:

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from pipemega.engine.step_tables import CommsLogger
+from pipemega.profiling.communication import CommsLogger
 from tests.ranks import training_runs
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import pipemega
 from pipemega import LayerSpec, PipelineModule
+from pipemega.config.sections.monitor_sections import TraceSection
 from pipemega.engine.engine import Engine
 from pipemega.pipeline.plan.instructions import Kind
 from pipemega.profiling.measured_costs import measured_costs
@@ -160,6 +161,8 @@ def run_on_request() -> tuple[int | None, float | None]:
     engine = build(mesh={"pipeline": 2})
     engine.train_batch(batch(0))
     assert engine.last_timeline is None
+    # What traces is loaded with the first request.
+    assert engine.steps.tracer is None
     engine.trace_next_step()
     engine.train_batch(batch(1))
     engine.train_batch(batch(2))
@@ -183,10 +186,19 @@ def run_with_clock_offset(ahead: int) -> str | None:
     def clock() -> int:
         return time.perf_counter_ns() + ahead * rank
 
-    engine.steps.tracing.tracer = Tracer(engine.mesh, [2], clock=clock, host=f"host {rank}")
+    steps, section = engine.steps, TraceSection(steps=(2,))
+    tracer = Tracer(
+        section,
+        steps.mesh,
+        steps.phases,
+        lambda: steps.executor.plan,
+        clock=clock,
+        host=f"host {rank}",
+    )
+    steps.features.insert(0, tracer)
     engine.train_batch(batch(0))
     engine.train_batch(batch(1))
-    return engine.last_trace and engine.last_trace.to_json()
+    return tracer.last_trace and tracer.last_trace.to_json()
 
 
 @pytest.mark.parametrize("ahead", [-(10**15), 10**11])

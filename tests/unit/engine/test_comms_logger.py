@@ -2,8 +2,8 @@
 
 import pytest
 
-from pipemega.distributed.comm_recorder import CommKind, CommRecorder, Totals
-from pipemega.engine.step_tables import CommRow, _rows, table
+from pipemega.monitor.timers import HostClock
+from pipemega.profiling.communication import CommKind, CommRecorder, CommRow, Totals, _rows, table
 
 
 def row(operation: str, ranks: int, **changes: float) -> CommRow:
@@ -62,12 +62,25 @@ def test_the_recorder_sums_what_was_waited_for():
         def durations(self, intervals):
             return [(end - start) * 10**9 for start, end in intervals]
 
+    class Work:
+        def wait(self) -> bool:
+            return True
+
     recorder = CommRecorder(Ticks(), Ticks())
-    operation = CommKind("all_gather", "tensor", 2, 8)
-    waited, _ = recorder.begin(operation), recorder.begin(operation)
-    recorder.wait_begins(waited)
-    recorder.ends(waited)
-    on_host = recorder.begin(operation, on_host=True)
-    recorder.wait_begins(on_host)
-    recorder.ends(on_host)
-    assert recorder.totals() == {operation: Totals(3, 2, 3.0 + 2.0, 1.0 + 1.0)}
+
+    def record(result: object, *, on_host: bool = False):
+        return recorder("all_gather", 8, None, lambda: result, ranks=2, on_host=on_host)
+
+    waited, _ = record(Work()), record([Work()])
+    assert waited.wait()
+    assert waited.wait()  # only the first wait counts
+    assert record(None, on_host=True) is None
+    operation = CommKind("all_gather", "world", 2, 8)
+    # A synchronous call is waited for from its start.
+    assert recorder.totals() == {operation: Totals(3, 2, 3.0 + 1.0, 1.0 + 1.0)}
+
+
+def test_operations_that_are_not_selected_are_only_called():
+    recorder = CommRecorder(HostClock(), HostClock(), {"send"})
+    assert recorder("all_gather", 8, None, lambda: "result", ranks=0, on_host=False) == "result"
+    assert recorder.totals() == {}

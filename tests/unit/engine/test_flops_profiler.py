@@ -13,9 +13,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import pipemega
 from pipemega import LayerSpec, PipelineModule, TiedLayerSpec
 from pipemega.engine.engine import Engine
-from pipemega.engine.step_tables import FlopsProfile
 from pipemega.errors import PipelineError
 from pipemega.monitor import gpt_flops_per_token
+from pipemega.profiling.flops_profile import FlopsProfile
 from pipemega.profiling.module_profiler import ModuleCost
 from tests.ranks.training_runs import LENGTH, MICRO, MODEL, VOCAB, build, data, settings
 from tests.unit.compat import test_data_parallel_loop as loops

@@ -1,169 +1,23 @@
-"""Tables of one training step: `flops_profiler` (modules) and `comms_logger` (communication)."""
+"""The table of `flops_profiler`: FLOPs and times of the modules in one training step."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from textwrap import indent
 
 from pipemega.config.batch import Batch
-from pipemega.config.sections.monitor_sections import (
-    OPERATIONS,
-    CommsLoggerSection,
-    FlopsProfilerSection,
-)
-from pipemega.distributed.comm_recorder import (
-    NOTHING,
-    CommKind,
-    CommRecorder,
-    Totals,
-    record_with,
-)
-from pipemega.distributed.device_waits import synchronize
+from pipemega.config.sections.monitor_sections import FlopsProfilerSection
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.engine.train_step import StepFeature, TrainStep
 from pipemega.monitor import MultiTimer, get_logger, print_table
-from pipemega.monitor.timers import PARTS, HostClock
+from pipemega.monitor.timers import PARTS
 from pipemega.pipeline.model.module import Stage
 from pipemega.pipeline.model.stages import LocalModel
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.recorder import step_clock
 from pipemega.printing import aligned, percent, show_count, show_time, three
 from pipemega.profiling.module_profiler import ModuleCost, ModuleProfiler, ProfiledLayer
-
-_HEAD = (
-    "operation", "group", "ranks", "bytes", "calls", "total MB", "ms", "waited ms", "algbw Gb/s",
-    "busbw Gb/s",
-)  # fmt: skip
-
-# A receive is posted early, and a send is waited for late: their time in flight says nothing.
-_MESSAGES = ("send", "recv")
-
-
-@dataclass(frozen=True)
-class CommRow:
-    """The communication of one kind in a step, over all ranks.
-
-    Args:
-        nbytes: of one call; the mean if `operation` has several sizes.
-        calls: of all ranks; a collective counts on each of its ranks.
-        completed, seconds, waited: see `Totals`; sums over all ranks.
-    """
-
-    operation: str
-    group: str
-    ranks: int
-    nbytes: float
-    calls: int
-    completed: int
-    seconds: float
-    waited: float
-
-    @property
-    def algorithm_bandwidth(self) -> float:
-        """Bytes per second of a call, as nccl-tests defines it; 0: not known."""
-        return self.nbytes * self.completed / self.seconds if self.seconds else 0.0
-
-    @property
-    def bus_bandwidth(self) -> float:
-        """Bytes per second over the slowest link.
-
-        Source: nccl-tests, doc/PERFORMANCE.md.
-        """
-        share = (self.ranks - 1) / self.ranks
-        factors = {
-            "all_reduce": 2 * share,
-            "all_gather": share,
-            "reduce_scatter": share,
-            "all_to_all": share,
-        }
-        return self.algorithm_bandwidth * factors.get(self.operation, 1.0)
-
-
-class CommsLogger(StepFeature):
-    """Records one step on all ranks; rank 0 logs the table.  Collective at the end of the step.
-
-    Args:
-        section: `comms_logger`, which selects the step and the operations.
-
-    Attributes:
-        rows: of the recorded step, sorted by the seconds of waits; on every rank, [] before it.
-    """
-
-    def __init__(self, section: CommsLoggerSection, mesh: Mesh) -> None:
-        self._section, self._mesh = section, mesh
-        self._steps = 0
-        self._recorder: CommRecorder | None = None
-        self.rows: list[CommRow] = []
-
-    def before_step(self, step: TrainStep) -> None:
-        self._steps += 1
-        if self._steps == self._section.profile_step:
-            clock = step_clock(self._mesh.device)
-            self._recorder = CommRecorder(clock, HostClock(), _recorded_operations(self._section))
-            record_with(self._recorder)
-
-    def after_step(self, step: TrainStep) -> None:
-        recorder, self._recorder = self._recorder, None
-        if recorder is None:
-            return
-        record_with(None)
-        # The clock of a device waits only for the last of its events.
-        synchronize()
-        totals = gather_objects(recorder.totals(), self._mesh.world)
-        self.rows = _rows(totals, by_size=self._section.verbose)
-        if self._mesh.rank == 0:
-            get_logger().info("%s", table(self.rows, step.number, self._mesh.world.size))
-
-
-def _recorded_operations(section: CommsLoggerSection) -> frozenset[str] | None:
-    """Return our names of the operations to record; None: all."""
-    if section.prof_all:
-        return None
-    return frozenset(OPERATIONS[name] for name in section.prof_ops)
-
-
-def _rows(of_ranks: list[dict[CommKind, Totals]], *, by_size: bool) -> list[CommRow]:
-    """Add the totals of all ranks."""
-    added: dict[tuple[str, str, int, int | None], tuple[int, Totals]] = {}
-    for totals in of_ranks:
-        for operation, one in totals.items():
-            size = operation.nbytes if by_size else None
-            key = (operation.name, operation.group, operation.ranks, size)
-            nbytes, sums = added.get(key, (0, NOTHING))
-            added[key] = (nbytes + operation.nbytes * one.calls, sums.plus(one))
-    rows = [
-        CommRow(name, group, ranks, nbytes / sums.calls, *sums)
-        for (name, group, ranks, _), (nbytes, sums) in added.items()
-    ]
-    return sorted(rows, key=lambda row: (-row.waited, row.operation, row.group, row.nbytes))
-
-
-def table(rows: list[CommRow], step: int, world_size: int) -> str:
-    """Return the table as text."""
-    if not rows:
-        return f"communication of step {step}: none ({world_size} rank(s))"
-    lines = aligned([_HEAD, *map(_cells, rows)], left=2)
-    calls, total = sum(row.calls for row in rows), sum(row.nbytes * row.calls for row in rows)
-    head = (
-        f"communication of step {step}: {calls} calls on {world_size} ranks, {total / 1e6:,.2f} MB "
-        "(ms: a call from its start to the end of the wait for it; waited ms: the wait alone)"
-    )
-    return f"{head}\n{indent(lines, '  ')}"
-
-
-def _cells(row: CommRow) -> list[str]:
-    measured = ["-"] * 4
-    if row.completed:
-        measured[1] = f"{1e3 * row.waited / row.completed:,.3f}"
-    if row.completed and row.operation not in _MESSAGES:
-        measured[0] = f"{1e3 * row.seconds / row.completed:,.3f}"
-        measured[2:] = [f"{8e-9 * bw:,.2f}" for bw in (row.algorithm_bandwidth, row.bus_bandwidth)]
-    total = f"{row.nbytes * row.calls / 1e6:,.2f}"
-    counts = [str(row.ranks), f"{row.nbytes:,.0f}", str(row.calls), total]
-    return [row.operation, row.group, *counts, *measured]
-
 
 # Backward computes the gradients of both factors of each matrix product.
 _BACKWARD = 2
@@ -370,11 +224,11 @@ def _largest(rows: Sequence[tuple[int | None, ModuleCost]], count: int) -> str:
     return f"{title}\n{aligned([head, *table], left=3)}"
 
 
-LayerSource = tuple[Mapping[int, ProfiledLayer], Sequence[Stage | VocabularyShard]]
+_LayerSource = tuple[Mapping[int, ProfiledLayer], Sequence[Stage | VocabularyShard]]
 """Layers by position, and what reports them to an observer."""
 
 
-def layer_sources(model: LocalModel) -> list[LayerSource]:
+def _layer_sources(model: LocalModel) -> list[_LayerSource]:
     """Return the layers of the local stages, and those of the local shard of the vocabulary."""
     stages = list(model.stages.values())
     layers = {
@@ -400,6 +254,13 @@ def _shard_layers(shard: VocabularyShard) -> dict[int, ProfiledLayer]:
     return found
 
 
+def _whole_model(model: LocalModel) -> list[_LayerSource]:
+    """Return the one layer of a loop of the caller, who calls it himself."""
+    (stage,) = model.stages.values()
+    layer = stage.layers["0"]
+    return [({0: ProfiledLayer(layer, "", type(layer).__name__, 0)}, [])]
+
+
 class FlopsProfiler(StepFeature):
     """Measures one step on all ranks; the result is of data and tensor rank 0.
 
@@ -410,10 +271,10 @@ class FlopsProfiler(StepFeature):
     Args:
         section: `flops_profiler`, which selects the step.
         batch: of a step.
-        sources: of the layers of this rank; a source without stages if the caller runs the layers
-            within `forward`.
+        model: the stages of this rank.
         timers: of the engine; they run during the step.
         num_parameters: of the model.
+        in_loop: the caller runs the one layer of the model, within `forward`.
 
     Attributes:
         profile: of the step; on rank 0, after the step.
@@ -424,9 +285,10 @@ class FlopsProfiler(StepFeature):
         section: FlopsProfilerSection,
         mesh: Mesh,
         batch: Batch,
-        sources: Sequence[LayerSource],
+        model: LocalModel,
         timers: MultiTimer,
         num_parameters: int,
+        in_loop: bool,
     ) -> None:
         self._section, self._mesh, self._batch = section, mesh, batch
         self._timers, self._num_parameters = timers, num_parameters
@@ -434,7 +296,7 @@ class FlopsProfiler(StepFeature):
         clock = step_clock(mesh.device)
         self._profilers = [
             (ModuleProfiler(layers, clock, section.module_depth), modules)
-            for layers, modules in sources
+            for layers, modules in (_whole_model(model) if in_loop else _layer_sources(model))
         ]
         self._is_counting = False
         self._finish: Callable[[], RankProfile] | None = None
