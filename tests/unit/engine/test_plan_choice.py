@@ -96,7 +96,7 @@ def test_the_planner_and_a_plain_start_choose_the_same_plan_and_cut(schedule: st
 def test_an_error_of_pipemega_itself_while_layers_are_counted_ends_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def fail(self: StageCounts, *_: Any) -> None:
+    def fail(*_: Any, **__: Any) -> None:
         raise KeyError("a mistake")
 
     monkeypatch.setattr(StageCounts, "of_stages", fail)
