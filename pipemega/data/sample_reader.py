@@ -147,27 +147,15 @@ class EpochOrder:
         self._kept: tuple[int, Indices] | None = None
 
     def keys(self, start: int, stop: int) -> list[SampleKey]:
-        """Return the samples at the stream positions [start, stop)."""
-        indices = self.indices(start, stop).tolist()
-        epochs = (position // self.num_samples for position in range(start, stop))
-        return [SampleKey(*key) for key in zip(epochs, indices, strict=True)]
+        """Return the samples at the stream positions [start, stop), across epochs."""
+        return [self._key(*divmod(place, self.num_samples)) for place in range(start, stop)]
 
-    def indices(self, start: int, stop: int) -> Indices:
-        """Return the dataset indices of the stream positions [start, stop), across epochs."""
-        parts = []
-        while start < stop:
-            epoch, offset = divmod(start, self.num_samples)
-            count = min(stop - start, self.num_samples - offset)
-            parts.append(self._slice(epoch, offset, count))
-            start += count
-        return np.concatenate(parts)
-
-    def _slice(self, epoch: int, offset: int, count: int) -> Indices:
+    def _key(self, epoch: int, place: int) -> SampleKey:
         if not self.shuffle:
-            return np.arange(offset, offset + count, dtype=np.int64)
+            return SampleKey(epoch, place)
         if self._kept is None or self._kept[0] != epoch:
             self._kept = epoch, self._permutation(epoch)
-        return self._kept[1][offset : offset + count]
+        return SampleKey(epoch, self._kept[1].item(place))
 
     def _permutation(self, epoch: int) -> Indices:
         """Return the indices of an epoch in the order of the stream. [num_samples]"""
