@@ -3,7 +3,7 @@
 loader           BatchLoader: steps, position, state
 sample_reader    order, random numbers, reading and collating of samples
 sample_sources   map-style and iterable datasets; torch_loader: DataLoaders
-read_ahead       a thread or worker processes
+read_ahead       threads or worker processes
 tokens/          text -> tokens -> Megatron's token files -> samples
 finetuning/      conversations and examples
 images/          files, datasets, transforms

@@ -30,7 +30,6 @@ from pipemega.data.sample_sources import (
     Position,
 )
 from pipemega.data.torch_loader import TorchLoaderSource
-from pipemega.distributed.host_memory import HostMemory
 from pipemega.errors import ConfigError, DataError
 from pipemega.random import preserve_all_rng
 
@@ -237,7 +236,8 @@ class BatchLoader:
         share = self.share.at(self.consumed_samples)
         number = found[1].consumed - self.consumed_samples
         self._start_at(found[1])
-        return LoadedStep(None, share.sizes(number), number, self.epoch)
+        sizes = [len(part.own) for part in share.parts(number)]
+        return LoadedStep(None, sizes, number, self.epoch)
 
     def state_dict(self) -> dict[str, object]:
         """Return the position of the next sample; equal on all ranks and for all batch sizes."""
@@ -331,14 +331,23 @@ class BatchLoader:
         items = source.deliveries(self._position)
         if not source.reads_ahead:
             items = _restore_rng(items)
-        if options.memory is not None and options.memory.pins:
-            items = _pinned(items, options.memory)
         return Prefetcher(
             items,
-            options.prefetch if source.reads_ahead else 0,
+            self._finish,
+            # Each worker has a micro-batch in hand, besides those that are ready.
+            options.prefetch + options.num_workers if source.reads_ahead else 0,
             lambda: source.current,
             options.timeout_seconds,
+            source.num_threads,
         )
+
+    def _finish(self, item: Any) -> Delivery:
+        """Return an item of the source as a micro-batch, in pinned memory if the device uses it."""
+        delivery, memory = self._source.finish(item), self._options.memory
+        if memory is None or not memory.pins:
+            return delivery
+        batch = pytree.tree_map_only(Tensor, memory.pinned, delivery.batch)
+        return delivery._replace(batch=batch)
 
 
 def _settings_of_order(
@@ -352,7 +361,7 @@ def _settings_of_order(
     yield "the number of samples", now.dataset_size, saved.dataset_size
 
 
-def _restore_rng(items: Generator[Delivery, None, None]) -> Generator[Delivery, None, None]:
+def _restore_rng(items: Generator[Any, None, None]) -> Generator[Any, None, None]:
     """Yield the items; the default generators continue as if none had been read."""
     with closing(items):
         while True:
@@ -361,15 +370,6 @@ def _restore_rng(items: Generator[Delivery, None, None]) -> Generator[Delivery, 
             if item is None:
                 return
             yield item
-
-
-def _pinned(
-    items: Generator[Delivery, None, None], memory: HostMemory
-) -> Generator[Delivery, None, None]:
-    """Yield the items with their tensors in pinned memory."""
-    with closing(items):
-        for item in items:
-            yield item._replace(batch=pytree.tree_map_only(Tensor, memory.pinned, item.batch))
 
 
 def is_map_style(data: Any) -> bool:

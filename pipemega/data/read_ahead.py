@@ -1,4 +1,4 @@
-"""Run a generator in a thread, ahead of its consumer or on demand, with a timeout.
+"""Run a generator in threads, ahead of its consumer or on demand, with a timeout.
 
 Worker processes that read micro-batches, run by torch's DataLoader.
 
@@ -6,14 +6,11 @@ They are started by multiprocessing's fork server, which has no threads, sockets
 process with these must not be forked, and a forked child would keep the sockets of a killed rank
 open. The script is imported in each worker, so its statements must be guarded by
 `if __name__ == "__main__":`.
-
-Daemon threads that read samples in parallel.
 """
 
 import atexit
 import multiprocessing
 import os
-import queue
 import signal
 import threading
 import time
@@ -22,12 +19,11 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.util import Finalize
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch.utils.data import DataLoader, Dataset
@@ -38,52 +34,64 @@ from pipemega.errors import DataError
 T = TypeVar("T")
 
 
-def data_timeout(seconds: float, current: str) -> DataError:
-    """Return the error of a data wait that timed out; `current` says what was being read."""
-    return DataError(
-        f"no data came within {seconds:g} s: {current}; if the data is only slow, raise "
-        "mesh.timeout_seconds"
-    )
+@dataclass
+class _Slot(Generic[T]):
+    """The place of an item in the order of the generator: read, or being read.
 
+    Attributes:
+        item: the item, if it was read.
+        error: why there is none; StopIteration: the generator ended.
+    """
 
-@dataclass(frozen=True)
-class _End:
-    """End marker: the generator ended, or failed with `error`."""
-
+    is_read: bool = False
+    item: T | None = None
     error: BaseException | None = None
 
 
 class Prefetcher(Generic[T]):
-    """Take items from a generator in a thread, up to `depth` in advance.
+    """Take items from a generator in threads, up to `depth` in advance, and keep their order.
+
+    The threads are daemons: the interpreter joins threads of `concurrent.futures` at exit, and one
+    that is blocked in a dataset would keep the process, and its GPU, after the error was reported.
 
     Args:
-        items: the generator; runs and is closed in the thread.
-        depth: maximum number of buffered items; 2 is a double buffer; 0: the generator runs only
+        items: the generator; runs in one thread at a time, and is closed in a thread.
+        finish: what the items still need; runs in all threads at the same time.
+        depth: maximum number of items in advance; 2 is a double buffer; 0: the threads read only
             while the consumer waits.
         current: returns what is being read, for the message of a timeout.
         timeout_seconds: maximum wait of the consumer for one item.
+        num_threads: number of threads.
     """
 
     def __init__(
         self,
-        items: Generator[T, None, None],
+        items: Generator[Any, None, None],
+        finish: Callable[[Any], T],
         depth: int,
         current: Callable[[], str],
         timeout_seconds: float,
+        num_threads: int = 1,
     ) -> None:
         self._items = items
+        self._finish = finish
         self._depth = depth
         self._current = current
         self._timeout = timeout_seconds
-        self._ready: deque[T | _End] = deque()
+        self._slots: deque[_Slot[T]] = deque()
         self._changed = threading.Condition()
+        self._turn = threading.Lock()
         self._wanted = False
+        self._ended = False
         self._closed = False
         self._stuck = False
         _running.add(self)
-        # A daemon: a dataset that blocks must not prevent the interpreter's exit.
-        self._thread = threading.Thread(target=self._work, name="data-prefetch", daemon=True)
-        self._thread.start()
+        self._threads = [
+            threading.Thread(target=self._work, name="data-prefetch", daemon=True)
+            for _ in range(num_threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def get(self) -> T:
         """Return the next item.
@@ -91,64 +99,75 @@ class Prefetcher(Generic[T]):
         Raises:
             StopIteration: no item is left; raised again on every later call.
             DataError: the wait timed out.
-            Exception: the error of the generator; raised again on every later call.
+            Exception: the error of the generator or of `finish`; raised again on every later call.
         """
         deadline = time.monotonic() + self._timeout
         with self._changed:
             self._wanted = True
             self._changed.notify_all()
-            while not self._ready and not self._closed:
+            while not self._closed and not (self._slots and self._slots[0].is_read):
                 if not self._changed.wait(deadline - time.monotonic()):
                     self._stuck = True
-                    raise data_timeout(self._timeout, self._current())
+                    raise DataError(
+                        f"no data came within {self._timeout:g} s: {self._current()}; if the data "
+                        "is only slow, raise mesh.timeout_seconds"
+                    )
             if self._closed:
                 raise DataError("the loader was closed")
-            item = self._ready[0]
-            if not isinstance(item, _End):
-                self._ready.popleft()
-                self._changed.notify_all()
-                return item
-        if item.error is None:
-            raise StopIteration
-        raise item.error
+            slot = self._slots[0]
+            if slot.error is not None:
+                raise slot.error
+            self._wanted = False
+            self._slots.popleft()
+            self._changed.notify_all()
+        return cast(T, slot.item)
 
     def close(self, wait_seconds: float = 5.0) -> None:
-        """Stop the thread and drop the buffered items.
+        """Stop the threads and drop the items in advance.
 
-        A thread that is blocked in a dataset is abandoned after `wait_seconds`, or at once if a
-        wait for it timed out before: the other ranks wait for this rank's error.
+        Threads that are blocked in a dataset are abandoned after `wait_seconds`, or at once if a
+        wait for them timed out before: the other ranks wait for this rank's error.
         """
         with self._changed:
             self._closed = True
-            self._ready.clear()
+            self._slots.clear()
             self._changed.notify_all()
-        self._thread.join(0.0 if self._stuck else wait_seconds)
+        deadline = time.monotonic() + (0.0 if self._stuck else wait_seconds)
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
     def _work(self) -> None:
-        try:
-            while self._wait_for_room():
-                item = next(self._items, _End())
-                self._put(item)
-                if isinstance(item, _End):
-                    return
-        except BaseException as error:
-            self._put(_End(error))
-        finally:
+        while (slot := self._read()) is not None:
+            with self._changed:
+                slot.is_read = True
+                self._changed.notify_all()
+        with self._turn:
             self._items.close()
 
-    def _wait_for_room(self) -> bool:
-        """Wait until an item may be read; False if the consumer has closed the buffer."""
-        with self._changed:
-            while len(self._ready) >= max(self._depth, self._wanted) and not self._closed:
-                self._changed.wait()
-            return not self._closed
+    def _read(self) -> _Slot[T] | None:
+        """Read the next item; None if none is left, or the consumer has closed the buffer."""
+        slot: _Slot[T] = _Slot()
+        try:
+            with self._turn:
+                if not self._wait_for_room():
+                    return None
+                self._slots.append(slot)
+                self._ended = True  # if the generator raises: no thread calls it again
+                item = next(self._items)
+                self._ended = False
+            slot.item = self._finish(item)
+        except BaseException as error:
+            slot.error = error
+        return slot
 
-    def _put(self, item: T | _End) -> None:
+    def _wait_for_room(self) -> bool:
+        """Wait until an item may be read; False if no item will be."""
         with self._changed:
-            self._wanted = False
-            if not self._closed:
-                self._ready.append(item)
-                self._changed.notify_all()
+            while not self._closed and not self._ended:
+                if len(self._slots) < max(self._depth, self._wanted):
+                    return True
+                self._changed.wait()
+            return False
 
 
 _running: "weakref.WeakSet[Prefetcher[Any]]" = weakref.WeakSet()
@@ -188,7 +207,7 @@ class WorkerProcesses:
 
     def __init__(self, reader: SampleReader, num_workers: int, prefetch: int) -> None:
         self._reader, self._number, self._prefetch = reader, num_workers, prefetch
-        self._running: deque[list[SampleKey]] = deque()
+        self._running: deque[tuple[list[SampleKey], Any]] = deque()
         # DataLoader's iterators.
         self._started: list[Any] = []
         # Also called when the interpreter exits, before it waits for its child processes.
@@ -200,8 +219,8 @@ class WorkerProcesses:
         needed = self._next_samples()
         return f"{needed} are being read by {self._number} worker processes; {_GUARD}"
 
-    def read(self, keys: Iterator[list[SampleKey]]) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of `keys`, in order.
+    def read(self, plans: Iterator[tuple[list[SampleKey], T]]) -> Iterator[tuple[MicroBatch, T]]:
+        """Yield the micro-batch of each plan, in order, and what else the plan has.
 
         Raises:
             DataError: the dataset cannot be sent to a process, a sample cannot be read, or a
@@ -209,9 +228,9 @@ class WorkerProcesses:
         """
 
         def sampler() -> Iterator[list[SampleKey]]:
-            for which in keys:
-                self._running.append(which)
-                yield which
+            for plan in plans:
+                self._running.append(plan)
+                yield plan[0]
 
         outcomes = self._start(sampler())
         while True:
@@ -221,10 +240,10 @@ class WorkerProcesses:
                 return
             except (RuntimeError, EOFError, OSError) as error:
                 raise self._died(error) from error
-            self._running.popleft()
+            _, place = self._running.popleft()
             if isinstance(outcome, _Failure):
                 raise DataError(f"{outcome.message}\n{outcome.trace}".rstrip())
-            yield outcome
+            yield outcome, place
 
     def _start(self, sampler: Iterator[list[SampleKey]]) -> Iterator[Any]:
         loader: DataLoader[Any] = DataLoader(
@@ -268,7 +287,7 @@ class WorkerProcesses:
         running = [*self._running]
         if not running:  # the processes are starting
             return f"the first samples of {self._reader.name}"
-        indices = ", ".join(str(key.sample) for key in running[0])
+        indices = ", ".join(str(key.sample) for key in running[0][0])
         return f"samples {indices} of {self._reader.name}"
 
 
@@ -293,10 +312,12 @@ class _Samples(Dataset[Any]):
 
 
 def _trace_of(error: BaseException | None) -> str:
-    """Return the traceback of an error of the user's code, without the frame of the reader."""
-    if error is None or error.__traceback__ is None:
+    """Return the traceback of an error of the user's code, without the frames of the reader."""
+    if error is None:
         return ""
-    frames = error.__traceback__.tb_next
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals["__name__"] == SampleReader.__module__:
+        frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
@@ -337,55 +358,3 @@ def _kill(started: list[Any]) -> None:
         outcomes._workers_done_event = threading.Event()
         for process in outcomes._workers:
             process.kill()
-
-
-# Shorter than the wait in `Prefetcher.close`, whose thread closes the workers.
-_CLOSE_SECONDS = 4.0
-
-
-class Workers(Generic[T]):
-    """A pool of daemon threads that run submitted calls in order.
-
-    The interpreter joins threads of `concurrent.futures` at exit: a thread that is blocked in a
-    dataset would keep the process, and its GPU, after the error was reported.
-
-    Args:
-        number: number of threads.
-    """
-
-    def __init__(self, number: int) -> None:
-        self._tasks: queue.SimpleQueue[tuple[Future[T], Callable[[], T]] | None]
-        self._tasks = queue.SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, name=f"data-worker-{at}", daemon=True)
-            for at in range(number)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def submit(self, call: Callable[[], T]) -> Future[T]:
-        """Queue `call`; its result or error comes from `Future.result()`."""
-        future: Future[T] = Future()
-        self._tasks.put((future, call))
-        return future
-
-    def close(self) -> None:
-        """Drop queued calls, and wait for the running ones, unless one is blocked in a dataset."""
-        try:
-            while True:
-                self._tasks.get_nowait()
-        except queue.Empty:
-            pass
-        for _ in self._threads:
-            self._tasks.put(None)
-        deadline = time.monotonic() + _CLOSE_SECONDS
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-
-    def _work(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            future, call = task
-            try:
-                future.set_result(call())
-            except BaseException as error:
-                future.set_exception(error)

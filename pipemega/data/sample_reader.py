@@ -25,6 +25,7 @@ same stream.
 Collate samples into a micro-batch (inputs, labels), each any pytree.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -48,6 +49,20 @@ class SampleKey(NamedTuple):
 
     epoch: int
     sample: int
+
+
+class StepPart(NamedTuple):
+    """A micro-batch of a step. The samples of the step are numbered from 0.
+
+    Args:
+        begin: first sample of the micro-batches of all data ranks at this place of the step.
+        end: the one after their last.
+        own: samples of this data rank; empty: it has none of a partial step.
+    """
+
+    begin: int
+    end: int
+    own: range
 
 
 @dataclass(frozen=True)
@@ -104,19 +119,16 @@ class Share:
         """Micro-batches of one step."""
         return self.train_batch_size // self.samples_per_slice
 
-    def bounds(self, consumed: int) -> tuple[int, int]:
-        """Return [start, stop) of this rank's micro-batch after `consumed` samples."""
-        start = consumed + self.data_rank * self.micro_batch_size
-        return start, start + self.micro_batch_size
-
     def owns(self, offset: int) -> bool:
         """Return whether this rank reads the sample at position `offset` of a step."""
         return offset % self.samples_per_slice // self.micro_batch_size == self.data_rank
 
-    def sizes(self, num_samples: int) -> list[int]:
-        """Return the samples of each micro-batch of this rank in a step of `num_samples`."""
-        starts = (self.bounds(j * self.samples_per_slice)[0] for j in range(self.num_microbatches))
-        return [min(max(num_samples - start, 0), self.micro_batch_size) for start in starts]
+    def parts(self, num_samples: int) -> Iterator[StepPart]:
+        """Yield the micro-batches of this rank in a step of `num_samples`."""
+        for begin in range(0, self.train_batch_size, self.samples_per_slice):
+            first = begin + self.data_rank * self.micro_batch_size
+            own = range(first, min(first + self.micro_batch_size, num_samples))
+            yield StepPart(begin, min(begin + self.samples_per_slice, num_samples), own)
 
 
 class EpochOrder:
@@ -135,27 +147,15 @@ class EpochOrder:
         self._kept: tuple[int, Indices] | None = None
 
     def keys(self, start: int, stop: int) -> list[SampleKey]:
-        """Return the samples at the stream positions [start, stop)."""
-        indices = self.indices(start, stop).tolist()
-        epochs = (position // self.num_samples for position in range(start, stop))
-        return [SampleKey(*key) for key in zip(epochs, indices, strict=True)]
+        """Return the samples at the stream positions [start, stop), across epochs."""
+        return [self._key(*divmod(place, self.num_samples)) for place in range(start, stop)]
 
-    def indices(self, start: int, stop: int) -> Indices:
-        """Return the dataset indices of the stream positions [start, stop), across epochs."""
-        parts = []
-        while start < stop:
-            epoch, offset = divmod(start, self.num_samples)
-            count = min(stop - start, self.num_samples - offset)
-            parts.append(self._slice(epoch, offset, count))
-            start += count
-        return np.concatenate(parts)
-
-    def _slice(self, epoch: int, offset: int, count: int) -> Indices:
+    def _key(self, epoch: int, place: int) -> SampleKey:
         if not self.shuffle:
-            return np.arange(offset, offset + count, dtype=np.int64)
+            return SampleKey(epoch, place)
         if self._kept is None or self._kept[0] != epoch:
             self._kept = epoch, self._permutation(epoch)
-        return self._kept[1][offset : offset + count]
+        return SampleKey(epoch, self._kept[1].item(place))
 
     def _permutation(self, epoch: int) -> Indices:
         """Return the indices of an epoch in the order of the stream. [num_samples]"""
@@ -242,29 +242,6 @@ def stack_samples(samples: Sequence[Pytree]) -> Pytree:
     return default_collate(list(samples))
 
 
-def make_micro_batch(
-    samples: Sequence[Pytree], collate: Collate | None, source: str, which: str
-) -> MicroBatch:
-    """Collate samples into one (inputs, labels) pair.
-
-    Args:
-        collate: the user's function, or None for `stack_samples`.
-        source: name of the dataset in messages.
-        which: name of the samples in messages.
-
-    Raises:
-        DataError: the samples do not fit together, or are not (inputs, labels) pairs.
-    """
-    try:
-        batch = stack_samples(samples) if collate is None else collate(list(samples))
-    except Exception as error:
-        raise DataError(
-            f"{which} of {source} cannot be collated into one micro-batch: {error}; samples must "
-            "have equal structure and shapes, or give a collate_fn that makes them equal"
-        ) from error
-    return make_pair(batch, source, which)
-
-
 def make_pair(batch: Pytree, source: str, which: str) -> MicroBatch:
     """Return a micro-batch as a tuple (inputs, labels).
 
@@ -280,8 +257,7 @@ def make_pair(batch: Pytree, source: str, which: str) -> MicroBatch:
     return batch[0], batch[1]
 
 
-# sys.exit() inside a dataset must not end the run with exit code 0.
-_ERRORS = (Exception, SystemExit)
+_END = object()
 
 # Datasets whose `[i]` draws no random numbers; a subclass may.
 _PLAIN = (list, tuple, TensorDataset)
@@ -338,9 +314,17 @@ class SampleReader:
             which: names the samples in messages.
             place: numbers that no other micro-batch of the run has, to seed its random numbers.
         """
-        with self._reading(f"{which} of {self.name} are being collated"):
-            self._seed_draws("micro-batch", *place)
-            return make_micro_batch(samples, self._collate, self.name, which)
+        named = f"{which} of {self.name}"
+        with self._reading(named, "are being collated", "micro-batch", *place):
+            try:
+                collate = stack_samples if self._collate is None else self._collate
+                batch = collate(list(samples))
+            except Exception as error:
+                raise DataError(
+                    f"{named} cannot be collated into one micro-batch: {error}; samples must have "
+                    "equal structure and shapes, or give a collate_fn that makes them equal"
+                ) from error
+            return make_pair(batch, self.name, which)
 
     def each(
         self, items: Iterable[Pytree], epoch: int, *, unit: str = "sample", data_rank: int = 0
@@ -352,53 +336,45 @@ class SampleReader:
             data_rank: of the random numbers, if data ranks read different items. The first item is
                 read with those of data rank 0, because the order of the epoch is drawn with it.
         """
-        count, iterator = 0, None
-        while True:
-            which, place = f"{unit} {count} of {self.name}", (epoch, count, count and data_rank)
-            with self._reading(f"{which} is being read"):
-                self._seed_draws(unit, *place)
-                try:
-                    iterator = iter(items) if iterator is None else iterator
-                    item = next(iterator)
-                except StopIteration:
-                    return
-                except DataError:
-                    raise
-                except _ERRORS as error:
-                    raise _unreadable(which, error) from error
-            count += 1
+        iterator: Iterator[Pytree] | None = None
+        for count in itertools.count():
+            place = unit, epoch, count, count and data_rank
+            with self._reading(f"{unit} {count} of {self.name}", "is being read", *place):
+                iterator = iter(items) if iterator is None else iterator
+                item = next(iterator, _END)
+            if item is _END:
+                return
             yield item
 
     def _sample(self, key: SampleKey) -> Pytree:
         which = f"sample {key.sample} of {self.name}"
-        with self._reading(f"{which} is being read"):
-            self._seed_draws("sample", *key)
-            try:
-                return self._dataset[key.sample]
-            except DataError:
-                raise
-            except _ERRORS as error:
-                raise _unreadable(which, error) from error
-
-    def _seed_draws(self, *place: object) -> None:
-        """Seed the default generators from `place`, if the data may draw from them."""
-        if self.may_draw:
-            seed_rng(derive_seed(self.seed, *place))
+        with self._reading(which, "is being read", "sample", *key):
+            return self._dataset[key.sample]
 
     @contextmanager
-    def _reading(self, what: str) -> Iterator[None]:
-        self._current[get_ident()] = what
+    def _reading(self, which: str, doing: str, *place: object) -> Iterator[None]:
+        """Note what this thread reads; seed the default generators if the data may draw from them.
+
+        Args:
+            place: what the seed is derived from.
+
+        Raises:
+            DataError: the block has failed; the message names `which`.
+        """
+        self._current[get_ident()] = f"{which} {doing}"
         try:
+            if self.may_draw:
+                seed_rng(derive_seed(self.seed, *place))
             yield
+        except DataError:
+            raise
+        # sys.exit() inside a dataset must not end the run with exit code 0.
+        except (Exception, SystemExit) as error:
+            text = f"{which} could not be read: {type(error).__name__}: {error}"
+            raise DataError(text.removesuffix(": ")) from error
         finally:
             del self._current[get_ident()]
 
 
 def _declares(part: Any) -> bool:
     return bool(getattr(part, "deterministic", False))
-
-
-def _unreadable(which: str, error: BaseException) -> DataError:
-    return DataError(
-        f"{which} could not be read: {type(error).__name__}: {error}".removesuffix(": ")
-    )

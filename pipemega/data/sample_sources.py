@@ -5,17 +5,12 @@ Map-style datasets: the indices of all micro-batches are known in advance.
 Iterable datasets: generators, torch's IterableDataset.
 """
 
-import itertools
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sized
-from concurrent.futures import Future
+from collections.abc import Generator, Iterator, Sized
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
-from pipemega.data.read_ahead import WorkerProcesses, Workers
+from pipemega.data.read_ahead import WorkerProcesses
 from pipemega.data.sample_reader import (
     Cyclic,
     CyclicOrder,
@@ -44,6 +39,11 @@ class Position:
     epoch: int = 0
     epoch_start: int = 0
 
+    @property
+    def next_epoch(self) -> "Position":
+        """The start of the next epoch, if this one ends here."""
+        return Position(self.consumed, self.epoch + 1, self.consumed)
+
 
 class Delivery(NamedTuple):
     """A micro-batch that a source has read.
@@ -58,9 +58,6 @@ class Delivery(NamedTuple):
     batch: MicroBatch
     position: Position
     size: int
-
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -112,6 +109,7 @@ class DataSource(ABC):
         is_one_pass: the data is an iterator, which cannot start again.
         reads_ahead: may be read while the model runs: draws nothing from the default generators of
             this process.
+        num_threads: number of threads that read.
         is_compared: the engine compares what the ranks read.
         must_differ: the engine checks that the data ranks read different samples.
     """
@@ -122,20 +120,27 @@ class DataSource(ABC):
 
     def __init__(self, data: Any, reader: SampleReader, share: Share, options: LoaderOptions):
         self.data, self.name = data, reader.name
+        self._dataset, self._described = data, self.name
         self.reads_ahead = not reader.may_draw
+        self.num_threads = max(options.num_workers, 1) if self.reads_ahead else 1
         self.is_compared = not reader.is_deterministic
         self._reader, self._share, self._options = reader, share, options
 
     @abstractmethod
-    def deliveries(self, start: Position) -> Generator[Delivery, None, None]:
-        """Yield micro-batches, and the position after each, from `start` on."""
+    def deliveries(self, start: Position) -> Generator[Any, None, None]:
+        """Yield micro-batches from `start` on: what `finish` takes."""
+
+    def finish(self, item: Any) -> Delivery:
+        """Return the micro-batch of an item of `deliveries`; called by several threads at once."""
+        delivery: Delivery = item
+        return delivery
 
     @property
     def fingerprint(self) -> str:
-        """`data.fingerprint` if it exists, else the class name and the length."""
-        given = getattr(self.data, "fingerprint", None)
-        size = f" of {len(self.data)} samples" if isinstance(self.data, Sized) else ""
-        return str(given) if given is not None else f"{self.name}{size}"
+        """`fingerprint` of the dataset if it exists, else the class name and the length."""
+        given = getattr(self._dataset, "fingerprint", None)
+        size = f" of {len(self._dataset)} samples" if isinstance(self._dataset, Sized) else ""
+        return str(given) if given is not None else f"{self._described}{size}"
 
     @property
     def current(self) -> str:
@@ -180,31 +185,9 @@ class DataSource(ABC):
         )
 
 
-def groups(
-    items: Iterable[T], size: Callable[[int], int], *, drop_last: bool
-) -> Iterator[tuple[list[T], bool]]:
-    """Yield the items in lists, and whether each list is the last one.
-
-    One item is read ahead; with `drop_last` a whole list.
-
-    Args:
-        size: number of items in the lists before -> length of the next one.
-        drop_last: drop the last list if it is shorter.
-    """
-    iterator, passed, length = iter(items), 0, size(0)
-    group = list(islice(iterator, length))
-    while len(group) == length or (group and not drop_last):
-        passed += length
-        length = size(passed)
-        ahead = length if drop_last else 1
-        start = list(islice(iterator, ahead))
-        yield group, len(start) < ahead
-        group = [*start, *islice(iterator, length - len(start))]
-
-
 # The samples of a micro-batch; the position after it, and its size.
 Place = tuple[Position, int]
-Plans = Iterator[tuple[list[SampleKey], Place]]
+Plan = tuple[list[SampleKey], Place]
 
 
 class MapSource(DataSource):
@@ -238,15 +221,20 @@ class MapSource(DataSource):
         epoch = consumed // self._epoch_size
         return Position(consumed, epoch, epoch * self._epoch_size)
 
-    def deliveries(self, start: Position) -> Generator[Delivery, None, None]:
+    def deliveries(self, start: Position) -> Generator[Any, None, None]:
         plans = self._plans(start)
-        if not self._options.num_workers:
-            for keys, place in plans:
-                yield Delivery(self._reader.micro_batch(keys), *place)
-        elif self.reads_ahead:
-            yield from self._read_in_threads(plans)
-        else:
-            yield from self._read_in_processes(plans)
+        if self.reads_ahead:
+            return plans  # `finish` reads the samples
+        if self._options.num_workers:
+            return self._read_in_processes(plans)
+        return (self._read(plan) for plan in plans)
+
+    def finish(self, item: Any) -> Delivery:
+        return self._read(item) if self.reads_ahead else super().finish(item)
+
+    def _read(self, plan: Plan) -> Delivery:
+        keys, place = plan
+        return Delivery(self._reader.micro_batch(keys), *place)
 
     @property
     def _epoch_size(self) -> int:
@@ -262,55 +250,30 @@ class MapSource(DataSource):
         if processes is not None:
             processes.kill()
 
-    def _read_in_threads(self, plans: Plans) -> Generator[Delivery, None, None]:
-        workers: Workers[MicroBatch] = Workers(self._options.num_workers)
-        running: deque[tuple[Future[MicroBatch], Place]] = deque()
-        try:
-            for keys, place in plans:
-                read = partial(self._reader.micro_batch, keys)
-                running.append((workers.submit(read), place))
-                if len(running) > self._options.num_workers:
-                    future, place = running.popleft()
-                    yield Delivery(future.result(), *place)
-            for future, place in running:
-                yield Delivery(future.result(), *place)
-        finally:
-            workers.close()
-
-    def _read_in_processes(self, plans: Plans) -> Generator[Delivery, None, None]:
+    def _read_in_processes(self, plans: Iterator[Plan]) -> Generator[Delivery, None, None]:
         number, ahead = self._options.num_workers, self._options.prefetch
         self._processes = processes = WorkerProcesses(self._reader, number, ahead)
         try:
-            places: deque[Place] = deque()
-
-            def keys() -> Iterator[list[SampleKey]]:
-                for which, place in plans:
-                    places.append(place)
-                    yield which
-
-            for batch in processes.read(keys()):
-                yield Delivery(batch, *places.popleft())
+            for batch, place in processes.read(plans):
+                yield Delivery(batch, *place)
         finally:
             processes.kill()
 
-    def _plans(self, start: Position) -> Plans:
+    def _plans(self, start: Position) -> Generator[Plan, None, None]:
         """Yield the samples of each micro-batch of this rank, and what else is known of it."""
-        unit = self._share.samples_per_slice
+        order = self._order
         while (step := self.next_step(start)) is not None:
-            begin, after = step
+            begin, start = step
             share = self._share.at(begin.consumed)
-            first, count = self._stream(begin), after.consumed - begin.consumed
-            for j, size in enumerate(share.sizes(count)):
-                at, _ = share.bounds(first + j * unit)
-                if size:
-                    keys = self._order.keys(at, at + size)
+            first, count = self._stream(begin), start.consumed - begin.consumed
+            for part in share.parts(count):
+                if part.own:
+                    keys = order.keys(first + part.own.start, first + part.own.stop)
                 else:
                     # Full: its messages then have the shapes of the others.
-                    keys = self._order.keys(first, first + 1) * share.micro_batch_size
-                is_last = j == share.num_microbatches - 1
-                position = after if is_last else self._moved(begin, min((j + 1) * unit, count))
-                yield keys, (position, size)
-            start = after
+                    keys = order.keys(first, first + 1) * share.micro_batch_size
+                position = start if part.end == count else self._moved(begin, part.end)
+                yield keys, (position, len(part.own))
 
     def next_step(self, start: Position) -> tuple[Position, Position] | None:
         """Return the positions before and after the step that follows `start`; None: no data left.
@@ -328,14 +291,14 @@ class MapSource(DataSource):
         if left < batch and options.drop_last:
             if not options.repeat:
                 return None
-            start, left = Position(start.consumed, start.epoch + 1, start.consumed), size
+            start, left = start.next_epoch, size
         elif left < batch and not options.by_epoch:
             raise self.exhausted(left)
         count = min(left, batch)
         left -= count
         after = self._moved(start, count)
         if left and left < batch and options.drop_last and options.by_epoch:
-            after = Position(after.consumed, start.epoch + 1, after.consumed)
+            after = after.next_epoch
         return start, after
 
     def _stream(self, position: Position) -> int:
@@ -349,13 +312,91 @@ class MapSource(DataSource):
         return Position(consumed, epoch, consumed - offset)
 
 
-class IterableSource(DataSource):
-    """An iterable of samples. Every data rank reads all of it and keeps its share.
+Item = tuple[Pytree, Position]
 
-    All samples of a step are read before its first micro-batch is delivered, so that the data ends
-    between two steps, at the same step on every rank. With `by_epoch` the first sample of the next
-    step is read too (with `drop_last` all of them), so that the end of an epoch is known.
+
+class OrderedSource(DataSource):
+    """Data with an order of their own, which each epoch reads from the start.
+
+    An item is a sample of all data ranks, or a micro-batch of this one. The items that are
+    delivered together are read before the first of them is delivered, so that the data end between
+    two steps, at the same step on every rank. With `by_epoch` the first item of the next step is
+    read too (with `drop_last` all of them), so that the end of an epoch is known.
     """
+
+    # Samples of an item on all data ranks together.
+    _unit = 1
+
+    @abstractmethod
+    def _epoch(self, epoch: int) -> Iterator[tuple[Pytree, int]]:
+        """Yield the items of an epoch, and the samples of each on all data ranks together."""
+
+    @abstractmethod
+    def _is_last(self, epoch: Position, had: int) -> bool:
+        """Return whether no epoch follows the one that began at `epoch` and had `had` items.
+
+        Raises:
+            DataError: it has too few items.
+        """
+
+    def _group_size(self, consumed: int) -> int:
+        """Return how many items are delivered together after `consumed` samples."""
+        return self._share.at(consumed).train_batch_size // self._unit
+
+    def _keeps(self, place: int, size: int) -> bool:
+        """Return whether this rank uses the item at a place of a group, or of the next one."""
+        return True
+
+    def _groups(self, start: Position) -> Iterator[tuple[Position, list[Item]]]:
+        """Yield the position before the items that are delivered together, and after each of them.
+
+        Raises:
+            DataError: an epoch has too few items, or the data end within a step.
+        """
+        options, at = self._options, start
+        epoch = Position(start.epoch_start, start.epoch, start.epoch_start)
+        waiting: list[Item] = []
+        while options.repeat or epoch.epoch == 0:
+            size, needed = self._sizes(at)
+            had, consumed = 0, epoch.consumed
+            for item, samples in self._epoch(epoch.epoch):
+                had, consumed = had + 1, consumed + samples
+                if consumed <= start.consumed:
+                    continue
+                kept = item if self._keeps(len(waiting), size) else None
+                waiting.append((kept, Position(consumed, epoch.epoch, epoch.consumed)))
+                if len(waiting) == needed:
+                    yield at, waiting[:size]
+                    at = waiting[size - 1][1]
+                    del waiting[:size]
+                    size, needed = self._sizes(at)
+            if options.by_epoch:
+                group = waiting[:size]
+                waiting.clear()
+                if len(group) == size or (group and not options.drop_last):
+                    item, last = group.pop()
+                    yield at, [*group, (item, last.next_epoch)]
+                    at = last.next_epoch
+                # Samples that are dropped do not count.
+                consumed = at.consumed
+            if self._is_last(epoch, had):
+                break
+            epoch = Position(consumed, epoch.epoch + 1, consumed)
+        if waiting and not options.drop_last:
+            raise self.exhausted(len(waiting))
+
+    def _sizes(self, at: Position) -> tuple[int, int]:
+        """Return how many items are delivered together, and how many are read before that."""
+        size = self._group_size(at.consumed)
+        if not self._options.by_epoch:
+            return size, size
+        if not self._options.drop_last:
+            return size, size + 1
+        return size, size + self._group_size(at.consumed + size * self._unit)
+
+
+class IterableSource(OrderedSource):
+    """An iterable of samples. Every data rank reads all of it and keeps its share."""
 
     def __init__(self, data: Pytree, reader: SampleReader, share: Share, options: LoaderOptions):
         super().__init__(data, reader, share, options)
@@ -372,103 +413,29 @@ class IterableSource(DataSource):
         self.is_one_pass = hasattr(data, "__next__")
 
     def deliveries(self, start: Position) -> Generator[Delivery, None, None]:
-        if self._options.by_epoch:
-            yield from self._by_epoch(start)
-            return
-        stream, consumed = self._stream(start), start.consumed
-        unit, size = self._share.samples_per_slice, self._share.micro_batch_size
-        while True:
-            share = self._share.at(consumed)
-            mine: list[Pytree] = []
-            positions: list[Position] = []
-            for offset, (sample, position) in enumerate(islice(stream, share.train_batch_size)):
-                if share.owns(offset):
-                    mine.append(sample)
-                positions.append(position)
-            if len(positions) < share.train_batch_size:
-                if positions and not self._options.drop_last:
-                    raise self.exhausted(len(positions))
-                return
-            for j in range(share.num_microbatches):
-                which = f"samples {consumed} to {consumed + unit - 1} of the run"
-                samples = mine[j * size : (j + 1) * size]
-                batch = self._reader.together(samples, which, consumed, share.data_rank)
-                consumed += unit
-                yield Delivery(batch, positions[(j + 1) * unit - 1], size)
+        for at, samples in self._groups(start):
+            share = self._share.at(at.consumed)
+            for part in share.parts(len(samples)):
+                own = [samples[place][0] for place in part.own]
+                # Without samples it is full: its messages then have the shapes of the others.
+                own = own or [samples[0][0]] * share.micro_batch_size
+                first = at.consumed + part.begin
+                which = f"samples {first} to {first + share.samples_per_slice - 1} of the run"
+                batch = self._reader.together(own, which, first, share.data_rank)
+                yield Delivery(batch, samples[part.end - 1][1], len(part.own))
 
-    def _by_epoch(self, start: Position) -> Generator[Delivery, None, None]:
-        """Yield the micro-batches of steps of which none has samples of two epochs."""
-        options, share = self._options, self._share
-        epoch, epoch_start = start.epoch, start.epoch_start
-        skip = start.consumed - epoch_start
-        while options.repeat or epoch == 0:
-            number = itertools.count()
-            samples = (s for s, _ in zip(self._reader.each(self.data, epoch), number, strict=False))
-            at = Position(epoch_start + skip, epoch, epoch_start)
-            first = at.consumed
+    def _epoch(self, epoch: int) -> Iterator[tuple[Pytree, int]]:
+        return ((sample, 1) for sample in self._reader.each(self.data, epoch))
 
-            def step_size(passed: int, first: int = first) -> int:
-                return share.at(first + passed).train_batch_size
+    def _keeps(self, place: int, size: int) -> bool:
+        # The first sample of a step completes micro-batches without samples. The memory of the
+        # samples of other ranks is freed.
+        return place in (0, size) or self._share.owns(place)
 
-            rest = self._only_own(islice(samples, skip, None), step_size)
-            for group, is_last in groups(rest, step_size, drop_last=options.drop_last):
-                after = Position(at.consumed + len(group), epoch, epoch_start)
-                if is_last:
-                    after = Position(after.consumed, epoch + 1, after.consumed)
-                yield from self._step(group, at, after)
-                at = after
-            yielded = next(number)
-            if yielded == 0:
-                raise DataError(f"{self.name} yielded no sample in epoch {epoch}")
-            if options.drop_last and yielded < share.train_batch_size:
-                raise self.too_short(epoch, yielded)
-            if self.is_one_pass:
-                return
-            epoch, epoch_start, skip = epoch + 1, at.consumed, 0
-
-    def _only_own(
-        self, samples: Iterator[Pytree], step_size: Callable[[int], int]
-    ) -> Iterator[Pytree]:
-        """Yield None for the samples that this rank does not use, so that their memory is freed.
-
-        The first one of a step completes micro-batches without samples.
-        """
-        step_start = 0
-        for number, sample in enumerate(samples):
-            if number == step_start:
-                step_start += step_size(number)
-                yield sample
-            else:
-                # Steps begin between two slices.
-                yield sample if self._share.owns(number) else None
-
-    def _step(self, samples: list[Pytree], start: Position, after: Position) -> Iterator[Delivery]:
-        """Yield the micro-batches of this rank of a step, which may be partial."""
-        share, unit = self._share.at(start.consumed), self._share.samples_per_slice
-        for j, size in enumerate(share.sizes(len(samples))):
-            at, _ = share.bounds(j * unit)
-            # Without samples it is full: its messages then have the shapes of the others.
-            mine = samples[at : at + size] if size else samples[:1] * share.micro_batch_size
-            consumed = start.consumed + j * unit
-            which = f"samples {consumed} to {consumed + unit - 1} of the run"
-            batch = self._reader.together(mine, which, consumed, share.data_rank)
-            if j == share.num_microbatches - 1:
-                position = after
-            else:
-                consumed = start.consumed + min((j + 1) * unit, len(samples))
-                position = Position(consumed, start.epoch, start.epoch_start)
-            yield Delivery(batch, position, size)
-
-    def _stream(self, start: Position) -> Iterator[tuple[Pytree, Position]]:
-        """Yield all samples from `start` on, over all epochs, with the position after each."""
-        consumed, epoch, epoch_start = start.epoch_start, start.epoch, start.epoch_start
-        while True:
-            for sample in self._reader.each(self.data, epoch):
-                consumed += 1
-                if consumed > start.consumed:
-                    yield sample, Position(consumed, epoch, epoch_start)
-            if not self._options.repeat or self.is_one_pass:
-                return
-            if consumed == epoch_start:
-                raise DataError(f"{self.name} yielded no sample in epoch {epoch}")
-            epoch, epoch_start = epoch + 1, consumed
+    def _is_last(self, epoch: Position, had: int) -> bool:
+        options = self._options
+        if not had and (options.by_epoch or (options.repeat and not self.is_one_pass)):
+            raise DataError(f"{self.name} yielded no sample in epoch {epoch.epoch}")
+        if options.by_epoch and options.drop_last and had < self._share.train_batch_size:
+            raise self.too_short(epoch.epoch, had)
+        return self.is_one_pass

@@ -1,8 +1,6 @@
 """A torch DataLoader as training data: its batches are the micro-batches of one data rank."""
 
 from collections.abc import Generator, Iterator, Sized
-from dataclasses import astuple
-from itertools import islice
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch.utils.data import (
 )
 
 from pipemega.data.sample_reader import MicroBatch, SampleReader, Share, make_pair
-from pipemega.data.sample_sources import DataSource, Delivery, LoaderOptions, Position, groups
+from pipemega.data.sample_sources import Delivery, LoaderOptions, OrderedSource, Position
 from pipemega.errors import ConfigError, DataError
 from pipemega.random import derive_seed
 
@@ -33,7 +31,7 @@ _WAY_OUT = (
 )
 
 
-class TorchLoaderSource(DataSource):
+class TorchLoaderSource(OrderedSource):
     """The batches of a DataLoader, taken as they are, epoch after epoch.
 
     Order and random numbers of an epoch depend on the seed and the epoch, so that all ranks of a
@@ -48,6 +46,9 @@ class TorchLoaderSource(DataSource):
         self, data: DataLoader[Any], reader: SampleReader, share: Share, options: LoaderOptions
     ):
         super().__init__(data, reader, share, options)
+        self._unit = share.samples_per_slice
+        self._dataset = data.dataset
+        self._described = f"{self.name} of {type(data.dataset).__name__}"
         # Its own workers read ahead. Without them this process must not.
         self.reads_ahead = False
         inner = getattr(data.batch_sampler, "sampler", None)
@@ -58,13 +59,6 @@ class TorchLoaderSource(DataSource):
         # A sampler of the user's class, or an iterable dataset.
         self.must_differ = share.data_size > 1 and not any(map(_is_distributed, self._samplers))
 
-    @property
-    def fingerprint(self) -> str:
-        dataset = self.data.dataset
-        given = getattr(dataset, "fingerprint", None)
-        size = f" of {len(dataset)} samples" if isinstance(dataset, Sized) else ""
-        return f"{self.name} of {type(dataset).__name__}{size}" if given is None else str(given)
-
     def deliveries(self, start: Position) -> Generator[Delivery, None, None]:
         unit = self._share.samples_per_slice
         if (start.consumed - start.epoch_start) % unit:
@@ -74,23 +68,15 @@ class TorchLoaderSource(DataSource):
                 f"have {unit} samples together (train_micro_batch_size_per_gpu * mesh.data); "
                 "restore the old sizes"
             )
-        if self._options.by_epoch:
-            yield from self._by_epoch(start)
-            return
-        epoch, epoch_start = start.epoch, start.epoch_start
-        while True:
-            consumed = epoch_start
-            for batch in self._epoch(epoch):
-                consumed += unit
-                if consumed > start.consumed:
-                    position = Position(consumed, epoch, epoch_start)
-                    yield Delivery(batch, position, self._share.micro_batch_size)
-            if consumed == 0:
-                raise DataError(f"the {self.name} yielded no micro-batch in epoch 0")
-            # An iterable dataset may have ended for good.
-            if consumed == epoch_start or not self._options.repeat:
-                return
-            epoch, epoch_start = epoch + 1, consumed
+        for at, batches in self._groups(start):
+            count = self._group_size(at.consumed)
+            for batch, position in batches:
+                size = (position.consumed - at.consumed) // self._share.data_size
+                yield Delivery(batch, position, size)
+                at = position
+            # Without samples a micro-batch repeats the first one of the step.
+            for _ in range(len(batches), count):
+                yield Delivery(batches[0][0], at, 0)
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -101,81 +87,54 @@ class TorchLoaderSource(DataSource):
             return None
         return len(loader) // count if self._options.drop_last else -(-len(loader) // count)
 
-    def _by_epoch(self, start: Position) -> Generator[Delivery, None, None]:
-        """Yield the micro-batches of steps of which none has batches of two epochs.
+    def _group_size(self, consumed: int) -> int:
+        # Without epochs nothing is known of the steps before they are read.
+        return super()._group_size(consumed) if self._options.by_epoch else 1
 
-        `consumed` counts the samples of this data rank, times the number of data ranks.
-        """
-        options, share = self._options, self._share
-        at, skip = start, (start.consumed - start.epoch_start) // share.samples_per_slice
-        while options.repeat or at.epoch == 0:
-            batches, first = self._epoch(at.epoch), at.consumed
-            had = sum(1 for _ in islice(batches, skip))
+    def _is_last(self, epoch: Position, had: int) -> bool:
+        by_epoch, drop_last = self._options.by_epoch, self._options.drop_last
+        needed = self._group_size(epoch.consumed) if drop_last else 1
+        if had < needed and (by_epoch or epoch.epoch == 0):
+            dropped = ", or fewer than a step, which are dropped" if by_epoch and drop_last else ""
+            raise DataError(
+                f"the {self.name} yielded no micro-batch in epoch {epoch.epoch}{dropped}"
+            )
+        # An iterable dataset may have ended for good.
+        return not had
 
-            def step_size(passed: int, first: int = first) -> int:
-                return share.at(first + passed * share.samples_per_slice).num_microbatches
-
-            for group, is_last in groups(batches, step_size, drop_last=options.drop_last):
-                had += len(group)
-                for delivery in self._step(group, is_last, at):
-                    at = delivery.position
-                    yield delivery
-            if had == 0:
-                dropped = ", or fewer than a step, which are dropped" if options.drop_last else ""
-                raise DataError(
-                    f"the {self.name} yielded no micro-batch in epoch {at.epoch}{dropped}"
-                )
-            if at.epoch_start < at.consumed:  # the rest had been read before, or was dropped
-                at = Position(at.consumed, at.epoch + 1, at.consumed)
-            skip = 0
-
-    def _step(
-        self, batches: list[MicroBatch], is_last: bool, start: Position
-    ) -> Iterator[Delivery]:
-        """Yield the micro-batches of a step, which may be partial."""
-        consumed, epoch, epoch_start = astuple(start)
-        share = self._share.at(consumed)
-        for j in range(share.num_microbatches):
-            # Without samples a micro-batch repeats the first one of the step.
-            batch, size = batches[0], 0
-            if j < len(batches):
-                batch = batches[j]
-                size = self._size(batch, is_last and j == len(batches) - 1, epoch)
-            consumed += size * share.data_size
-            if is_last and j == share.num_microbatches - 1:
-                epoch, epoch_start = epoch + 1, consumed
-            yield Delivery(batch, Position(consumed, epoch, epoch_start), size)
-
-    def _size(self, batch: MicroBatch, is_last: bool, epoch: int) -> int:
-        """Return the number of samples of a batch: only the last one of an epoch may be smaller.
-
-        Raises:
-            DataError: the batch has another size.
-        """
-        size = self._share.micro_batch_size
-        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
-        if type(self.data.batch_sampler) is not BatchSampler or not tensors or not tensors[0].dim():
-            # The sizes of its batches are known only to the user's code.
-            return size
-        found = len(tensors[0])
-        if found == size or (is_last and found < size):
-            return found
-        raise DataError(
-            f"a batch of the {self.name} in epoch {epoch} has {found} samples instead of {size} "
-            "(train_micro_batch_size_per_gpu), and is not the last one of the epoch: set "
-            "drop_last=True, which drops the smaller batches of all its workers"
-        )
-
-    def _epoch(self, epoch: int) -> Iterator[MicroBatch]:
+    def _epoch(self, epoch: int) -> Iterator[tuple[MicroBatch, int]]:
         for part in (*self._samplers, self.data.dataset):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
         for generator, seed in self._generators:
             generator.manual_seed(derive_seed(seed, epoch))
-        which = f"a batch of epoch {epoch}"
-        data_rank = self._share.data_rank
+        which, data_rank = f"a batch of epoch {epoch}", self._share.data_rank
+        size = full = self._share.micro_batch_size
         for batch in self._reader.each(self.data, epoch, unit="micro-batch", data_rank=data_rank):
-            yield make_pair(batch, self.name, which)
+            if size < full:
+                raise self._odd_size(size, epoch)
+            pair = make_pair(batch, self.name, which)
+            size = self._size(pair)
+            if size > full:
+                raise self._odd_size(size, epoch)
+            yield pair, size * self._share.data_size
+
+    def _size(self, batch: MicroBatch) -> int:
+        """Return the number of samples of a batch: only the last one of an epoch may be smaller."""
+        tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        is_custom = type(self.data.batch_sampler) is not BatchSampler
+        if not self._options.by_epoch or is_custom or not tensors or not tensors[0].dim():
+            # The sizes of its batches are known only to the user's code.
+            return self._share.micro_batch_size
+        return len(tensors[0])
+
+    def _odd_size(self, size: int, epoch: int) -> DataError:
+        return DataError(
+            f"a batch of the {self.name} in epoch {epoch} has {size} samples instead of "
+            f"{self._share.micro_batch_size} (train_micro_batch_size_per_gpu), and is not the last "
+            "one of the epoch: set drop_last=True, which drops the smaller batches of all its "
+            "workers"
+        )
 
     def close(self) -> None:
         # A later source of the same DataLoader, as of the next evaluation, reads their first seeds.

@@ -40,7 +40,7 @@ _NOTICE_SECONDS = 2.0
 # Lines that are shown of a stack.
 _STACK_LINES = 6
 
-_DATA_THREADS = ("data-prefetch", "data-worker")
+_DATA_THREAD = "data-prefetch"
 _EXECUTOR = "pipemega.pipeline.executor"
 
 
@@ -174,7 +174,7 @@ def describe_thread(thread: int) -> str:
     instruction = _instruction(frames[thread])
     lines = _stack(frames[thread])
     for other in threading.enumerate():
-        if other.name.startswith(_DATA_THREADS) and other.ident in frames:
+        if other.name == _DATA_THREAD and other.ident in frames:
             lines += [f"thread {other.name}:", *_stack(frames[other.ident])]
     within = f"in {frames[thread].f_code.co_name}"
     first = within if instruction is None else f"at {instruction}, {within}"

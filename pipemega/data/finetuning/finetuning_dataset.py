@@ -160,37 +160,6 @@ class CachedExamples(NamedTuple):
     digest: str
 
 
-def cached_examples(
-    records: Records, form: ExampleFormat, folder: Path, *, say: Say | None, progress: bool
-) -> CachedExamples:
-    """Return the examples of `records`; one process per file system tokenizes them.
-
-    Args:
-        folder: of the arrays.
-        say, progress: called with progress lines; whether to show a bar.
-
-    Raises:
-        DataError: a record is not valid, or no record has an answer.
-    """
-    description = {
-        "version": _VERSION, "records": records.identity, "example": dict(form.identity)
-    }  # fmt: skip
-
-    def build() -> dict[str, npt.NDArray[np.generic]]:
-        return dict(_build(records, form, progress)._asdict())
-
-    arrays = cached_arrays(
-        folder,
-        "examples",
-        description,
-        Examples._fields,
-        build,
-        what=f"the examples of {records.name}",
-        say=say,
-    )
-    return CachedExamples(Examples(**arrays), digest_of(description))  # type: ignore[arg-type]
-
-
 def _build(records: Records, form: ExampleFormat, progress: bool) -> Examples:
     found: list[Example] = []
     number = 0
@@ -509,9 +478,29 @@ class _Builder(NamedTuple):
     progress: bool
 
     def examples(self, records: Records) -> CachedExamples:
-        return cached_examples(
-            records, self._format(), self._folder(), say=self.say, progress=self.progress
+        """Return the examples of `records`; one process per file system tokenizes them.
+
+        Raises:
+            DataError: a record is not valid, or no record has an answer.
+        """
+        form = self._format()
+        description = {
+            "version": _VERSION, "records": records.identity, "example": dict(form.identity)
+        }  # fmt: skip
+
+        def build() -> dict[str, npt.NDArray[np.generic]]:
+            return dict(_build(records, form, self.progress)._asdict())
+
+        arrays = cached_arrays(
+            self._folder(),
+            "examples",
+            description,
+            Examples._fields,
+            build,
+            what=f"the examples of {records.name}",
+            say=self.say,
         )
+        return CachedExamples(Examples(**arrays), digest_of(description))  # type: ignore[arg-type]
 
     def dataset(self, source: CachedExamples, name: str, chosen: Any) -> FineTuningDataset:
         section = self.section

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from pipemega.config.sections.data_section import DataSection
-from pipemega.data.tokens.corpus import is_json_lines, open_bytes
+from pipemega.data.tokens.corpus import as_object, is_json_lines, json_lines, parsed, reading
 from pipemega.data.tokens.data_files import DataInput
 from pipemega.errors import ConfigError, DataError
 
@@ -65,7 +65,7 @@ class RecordFiles:
 
     def __iter__(self) -> Iterator[Record]:
         for path in self.files:
-            yield from _parquet(path) if path.suffix == PARQUET else _json_lines(path)
+            yield from _parquet(path) if path.suffix == PARQUET else _json(path)
 
 
 class RecordObjects:
@@ -96,7 +96,7 @@ class RecordObjects:
     def __iter__(self) -> Iterator[Record]:
         for index in range(len(self._records)):
             where = f"record {index} of {self.name}"
-            yield Record(_as_object(self._records[index], where), where, 1.0)
+            yield Record(as_object(self._records[index], where), where, 1.0)
 
 
 def record_inputs(section: DataSection) -> Iterator[DataInput]:
@@ -144,35 +144,18 @@ def _matches(path: Path) -> list[Path]:
     return sorted(Path(match) for match in glob(str(path), recursive=True) if Path(match).is_file())
 
 
-def _json_lines(path: Path) -> Iterator[Record]:
-    try:
-        with open_bytes(path) as file:
-            start = file.read(1)
-            file.seek(0)
-            if start == b"[":
-                yield from _json_list(path, file.read())
-                return
-            for number, line in enumerate(file, start=1):
-                if line.strip():
-                    where = f"{path}, line {number}"
-                    yield Record(_as_object(_parse(line, where), where), where, len(line))
-    except (OSError, EOFError) as error:
-        raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _json_list(path: Path, content: bytes) -> Iterator[Record]:
-    """Yield the records of a file that is one JSON list."""
-    records = _parse(content, str(path))
+def _json(path: Path) -> Iterator[Record]:
+    """Yield the records of a file of JSON lines, or of one JSON list."""
+    with reading(path) as file:
+        content = b"" if file.read(1) != b"[" else b"[" + file.read()
+    if not content:
+        for record, where, size in json_lines(path):
+            yield Record(record, where, size)
+        return
+    records = parsed(content, str(path))
     for index, record in enumerate(records):
         where = f"{path}, record {index}"
-        yield Record(_as_object(record, where), where, len(content) / len(records))
-
-
-def _parse(text: bytes, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON: {error}") from error
+        yield Record(as_object(record, where), where, len(content) / len(records))
 
 
 def _parquet(path: Path) -> Iterator[Record]:
@@ -190,9 +173,3 @@ def _parquet(path: Path) -> Iterator[Record]:
                     row += 1
     except (ArrowException, OSError) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
-
-
-def _as_object(record: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(record, Mapping):
-        raise DataError(f"{where} is a {type(record).__name__}, but must be a JSON object")
-    return record

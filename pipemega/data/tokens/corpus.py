@@ -10,12 +10,12 @@ import os
 import platform
 import sysconfig
 import zlib
-from collections.abc import Container, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from pipemega.errors import DataError
 
@@ -27,8 +27,6 @@ STDLIB_LEFT_OUT = frozenset(
      "__pycache__")
 )  # fmt: skip
 STDLIB_SMALLEST_BYTES = 256
-# Errors of files and of gzip streams.
-_UNREADABLE = (OSError, EOFError, zlib.error)
 
 
 @dataclass
@@ -78,55 +76,86 @@ class Corpus:
                     skipped.empty += 1
 
     def _whole(self, path: Path, skipped: Skipped) -> Iterator[tuple[str, int]]:
+        with reading(path) as file:
+            raw, size = file.read(), path.stat().st_size
         try:
-            with open_bytes(path) as file:
-                raw = file.read()
-            yield raw.decode("utf-8"), path.stat().st_size
+            yield raw.decode("utf-8"), size
         except UnicodeDecodeError as error:
             if path not in self.lenient:
                 raise DataError(
                     f"{path} is not UTF-8 text ({error.reason} at byte {error.start})"
                 ) from error
             skipped.undecodable += 1
-        except _UNREADABLE as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
 
     def _lines(self, path: Path) -> Iterator[tuple[str, int]]:
-        try:
-            with open_bytes(path) as file:
-                for number, line in enumerate(file, start=1):
-                    if line.strip():
-                        yield self._text_of(line, f"{path}, line {number}"), len(line)
-        except _UNREADABLE as error:
-            raise DataError(f"{path} cannot be read: {error}") from error
+        for record, where, size in json_lines(path):
+            if self.json_key not in record:
+                raise DataError(
+                    f"{where} has no key {self.json_key!r}; its keys are "
+                    f"{', '.join(map(repr, record))}: name the key of the text with --json-key"
+                )
+            text = record[self.json_key]
+            if not isinstance(text, str):
+                raise DataError(
+                    f"{where}: {self.json_key!r} must be text, not {type(text).__name__}"
+                )
+            yield text, size
 
-    def _text_of(self, line: bytes, where: str) -> str:
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{where} is not JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise DataError(f"{where} is a {type(record).__name__}, but must be a JSON object")
-        if self.json_key not in record:
-            raise DataError(
-                f"{where} has no key {self.json_key!r}; its keys are "
-                f"{', '.join(map(repr, record))}: name the key of the text with --json-key"
-            )
-        text = record[self.json_key]
-        if not isinstance(text, str):
-            raise DataError(f"{where}: {self.json_key!r} must be text, not {type(text).__name__}")
-        return text
+
+@contextmanager
+def reading(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file, and decompress .gz.
+
+    Raises:
+        DataError: it cannot be read, also within the block.
+    """
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as file:
+            yield file  # type: ignore[misc]
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+
+
+def json_lines(path: Path) -> Iterator[tuple[Mapping[str, Any], str, int]]:
+    """Yield the object of each line, file and line for messages, and the bytes of the line.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not a JSON object.
+    """
+    with reading(path) as file:
+        for number, line in enumerate(file, start=1):
+            if line.strip():
+                where = f"{path}, line {number}"
+                yield as_object(parsed(line, where), where), where, len(line)
+
+
+def parsed(text: bytes, where: str) -> Any:
+    """Return the content of JSON.
+
+    Raises:
+        DataError: it is not JSON; `where` names it in the message.
+    """
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON: {error}") from error
+
+
+def as_object(record: Any, where: str) -> Mapping[str, Any]:
+    """Return `record`.
+
+    Raises:
+        DataError: it has no keys and values; `where` names it in the message.
+    """
+    if not isinstance(record, Mapping):
+        raise DataError(f"{where} is a {type(record).__name__}, but must be a JSON object")
+    return record
 
 
 def is_json_lines(path: Path) -> bool:
     """Return whether the file has an extension of JSON lines; .gz may follow."""
     name = path.with_suffix("") if path.suffix == ".gz" else path
     return name.suffix in JSON_LINES
-
-
-def open_bytes(path: Path) -> IO[bytes]:
-    """Open the file; decompress .gz."""
-    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
 
 
 def find_corpus(inputs: str | Path | Sequence[str | Path], json_key: str = "text") -> Corpus:
@@ -206,20 +235,17 @@ def _is_source(name: str) -> bool:
 def _stdlib_sources(root: str) -> Corpus:
     # Strings, and sorted by their parts: 2,000 paths as Path objects take 40 ms.
     found: list[tuple[tuple[str, ...], int]] = []
-    folders: list[tuple[str, ...]] = [()]
-    while folders:
-        parents, entries = folders.pop(), list[os.DirEntry[str]]()
-        with suppress(OSError), os.scandir(os.path.join(root, *parents)) as opened:
-            entries = list(opened)
-        for entry in entries:
-            parts = (*parents, entry.name)
-            # _sysconfigdata and config-* depend on the build of this Python.
-            if entry.is_dir(follow_symlinks=False):
-                if entry.name not in STDLIB_LEFT_OUT and not entry.name.startswith("config-"):
-                    folders.append(parts)
-            elif _is_source(entry.name) and entry.is_file():
-                size = entry.stat().st_size
-                found += [(parts, size)] if size >= STDLIB_SMALLEST_BYTES else []
+    for folder, folders, names in os.walk(root):
+        # _sysconfigdata and config-* depend on the build of this Python.
+        folders[:] = [
+            name for name in folders
+            if name not in STDLIB_LEFT_OUT and not name.startswith("config-")
+        ]  # fmt: skip
+        parents = folder.removeprefix(root).split(os.sep)[1:]
+        for name in filter(_is_source, names):
+            path = os.path.join(folder, name)
+            size = os.path.getsize(path) if os.path.isfile(path) else 0
+            found += [((*parents, name), size)] if size >= STDLIB_SMALLEST_BYTES else []
     found.sort()
     files = tuple(Path(root, *parts) for parts, _ in found)
     if not files:

@@ -130,16 +130,9 @@ def _count_pairs(tokens: Tokens, vocab_size: int) -> tuple[Ints, Ints]:
     for start in range(0, len(tokens) - 1, PORTION):
         part = tokens[start : start + PORTION + 1].astype(np.int64)
         new, new_counts = np.unique(part[:-1] * vocab_size + part[1:], return_counts=True)
-        pairs, counts = _merge(np.append(pairs, new), np.append(counts, new_counts))
+        pairs, places = np.unique(np.append(pairs, new), return_inverse=True)
+        counts = np.bincount(places, np.append(counts, new_counts)).astype(np.int64)
     return pairs, counts
-
-
-def _merge(pairs: Ints, counts: Ints) -> tuple[Ints, Ints]:
-    """Add up the counts of equal pairs."""
-    order = np.argsort(pairs, kind="stable")
-    pairs, counts = pairs[order], counts[order]
-    firsts = np.flatnonzero(np.append(True, pairs[1:] != pairs[:-1]))
-    return pairs[firsts], np.add.reduceat(counts, firsts)
 
 
 STRIDES = 7

@@ -105,12 +105,6 @@ class Tokenizer(ABC):
         self.eod = found
 
 
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-else:
-    np = deferred("numpy")
-
 # Every byte, and the end of a document.
 SMALLEST_VOCABULARY = 257
 
@@ -328,17 +322,14 @@ class TiktokenTokenizer(Tokenizer):
             return None
 
     def decode(self, ids: Iterable[int]) -> str:
-        # A vocabulary may have gaps, which a model that is not trained yet can generate.
-        known = (i for i in map(int, ids) if self._is_token(i))
-        raw = b"".join(self._inner.decode_single_token_bytes(i) for i in known)
-        return raw.decode("utf-8", errors="replace")
+        return b"".join(self._bytes_of(int(i)) for i in ids).decode("utf-8", errors="replace")
 
-    def _is_token(self, token_id: int) -> bool:
+    def _bytes_of(self, token_id: int) -> bytes:
         try:
-            self._inner.decode_single_token_bytes(token_id)
+            return bytes(self._inner.decode_single_token_bytes(token_id))
         except KeyError:
-            return False
-        return True
+            # A vocabulary may have gaps, which a model that is not trained yet can generate.
+            return b""
 
 
 def _tiktoken(name: str) -> Any:

@@ -130,8 +130,8 @@ def train(
 def order_of(kind: str, epoch: int, data_size: int, micro: int) -> list[list[int]]:
     """Return the samples of each step of an epoch."""
     if kind == "map-style":
-        indices = EpochOrder(SAMPLES, SEED, True).indices(epoch * SAMPLES, (epoch + 1) * SAMPLES)
-        order = indices.tolist()
+        keys = EpochOrder(SAMPLES, SEED, True).keys(epoch * SAMPLES, (epoch + 1) * SAMPLES)
+        order = [key.sample for key in keys]
     elif kind == "iterable" or data_size == 1:
         order = [*range(SAMPLES)]
     else:

@@ -64,7 +64,7 @@ def given_data(kind: str, engine: Engine) -> Config:
     order = EpochOrder(SAMPLES, SEED, True)
 
     def stacked(start: int, count: int) -> Any:
-        chosen = [data[n] for n in order.indices(start, start + count)]
+        chosen = [data[key.sample] for key in order.keys(start, start + count)]
         return tuple(torch.stack(part) for part in zip(*chosen, strict=True))
 
     if kind == "batch":
@@ -140,7 +140,7 @@ def steps_of(kind: str, length: Config) -> list[list[int]]:
             if consumed == epochs * SAMPLES:
                 return steps
             size = min(size, SAMPLES - consumed % SAMPLES)
-        steps.append(order.indices(consumed, consumed + size).tolist())
+        steps.append([key.sample for key in order.keys(consumed, consumed + size)])
         consumed += size
 
 

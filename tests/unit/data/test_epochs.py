@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from pipemega.data.loader import BatchLoader
 from pipemega.data.sample_reader import Share
-from pipemega.data.sample_sources import LoaderOptions, groups
+from pipemega.data.sample_sources import LoaderOptions
 from pipemega.errors import ConfigError, DataError
 from tests.unit.data.augmented_data import Augmented
 
@@ -243,24 +243,19 @@ def test_without_epochs_a_smaller_batch_is_refused_with_both_ways_out():
         BatchLoader(DataLoader(data_of("map-style", 11), 2), Share(8, 2))
 
 
-@given(st.integers(0, 12), st.integers(1, 5), st.booleans())
-def test_groups_names_the_last_one(count, size, drop_last):
-    found = list(groups(range(count), lambda _: size, drop_last=drop_last))
-    expected = [[*range(start, min(start + size, count))] for start in range(0, count, size)]
-    if drop_last and expected and len(expected[-1]) < size:
-        expected.pop()
-    assert [group for group, _ in found] == expected
-    assert [is_last for _, is_last in found] == [False] * (len(found) - 1) + [True] * bool(found)
-
-
-def test_groups_reads_one_item_ahead():
+@pytest.mark.parametrize(("drop_last", "expected"), [(False, 3), (True, 4)])
+def test_an_iterable_is_read_one_sample_ahead_of_a_step_or_a_step_if_samples_are_dropped(
+    drop_last, expected
+):
     read = []
 
     def items():
         for number in range(6):
             read.append(number)
-            yield number
+            yield number, -number
 
-    found = groups(items(), lambda _: 2, drop_last=False)
-    assert next(found) == ([0, 1], False)
-    assert read == [0, 1, 2]
+    loader = loader_of(items(), batch=2, drop_last=drop_last)
+    assert loader._source.reads_ahead is False
+    loader.read_step()
+    assert read == [*range(expected)]
+    loader.close()

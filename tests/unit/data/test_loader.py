@@ -107,9 +107,11 @@ def steps_of(dataset, count, *, batch=8, micro=2, size=1, loaders=None, **option
 
 def test_ranks_get_the_micro_batches_of_the_docstring():
     share = [Share(8, 2, rank, 2) for rank in range(2)]
-    assert [share[rank].bounds(consumed) for consumed in (0, 4) for rank in (0, 1)] == [
-        (0, 2), (2, 4), (4, 6), (6, 8),
+    assert [[part.own for part in each.parts(8)] for each in share] == [
+        [range(2), range(4, 6)], [range(2, 4), range(6, 8)],
     ]  # fmt: skip
+    assert [(part.begin, part.end) for part in share[0].parts(5)] == [(0, 4), (4, 5)]
+    assert [[len(part.own) for part in each.parts(5)] for each in share] == [[2, 1], [2, 0]]
     assert [rank for offset in range(8) for rank in (0, 1) if share[rank].owns(offset)] == [
         0, 0, 1, 1, 0, 0, 1, 1,
     ]  # fmt: skip
@@ -206,11 +208,14 @@ def test_every_epoch_has_another_permutation_of_all_samples():
 
 def test_the_permutation_is_that_of_numpys_random_state():
     # Written down, so that a change of the stream is noticed: it would break every resumed run.
-    assert EpochOrder(8, 1234, True).indices(6, 12).tolist() == [
+    def samples(start, stop):
+        return [key.sample for key in EpochOrder(8, 1234, True).keys(start, stop)]
+
+    assert samples(6, 12) == [
         *np.random.RandomState([1234, 0]).permutation(8)[6:],
         *np.random.RandomState([1234, 1]).permutation(8)[:4],
     ]
-    assert EpochOrder(8, 1234, True).indices(0, 8).tolist() == PERMUTATION
+    assert samples(0, 8) == PERMUTATION
 
 
 PERMUTATION = [4, 5, 3, 1, 2, 0, 6, 7]
@@ -383,33 +388,43 @@ def test_a_timeout_names_the_sample_of_the_blocked_worker(prefetch):
     loader.close()
 
 
-def test_sys_exit_in_a_dataset_is_an_error():
+def leave(samples):
+    raise SystemExit(0)
+
+
+def test_sys_exit_in_a_dataset_or_a_collate_function_is_an_error():
     class Leaving(Numbers):
         def __getitem__(self, index):
             raise SystemExit(0)
 
-    for options in ({"prefetch": 0}, {"prefetch": 2}, {"num_workers": 2}):
-        loader = make_loader(Leaving(8), train_batch_size=2, micro_batch_size=2, **options)
-        with pytest.raises(DataError, match=r"of Leaving could not be read: SystemExit: 0"):
+    ahead = {"prefetch": 0}, {"prefetch": 2}
+    cases = [(Leaving(8), None, options) for options in (*ahead, {"num_workers": 2})]
+    cases += [(data(8), leave, options) for data in (Numbers, Stream) for options in ahead]
+    for data, collate, options in cases:
+        loader = make_loader(
+            data, train_batch_size=2, micro_batch_size=2, collate_fn=collate, **options
+        )
+        with pytest.raises(DataError, match=r"of \w+ could not be read: SystemExit: 0"):
             next(loader)
         loader.close()
 
 
 STUCK_WORKER = """
 import threading, time
-from pipemega.data.read_ahead import Workers
+from pipemega.data.read_ahead import Prefetcher
 
 begun = threading.Event()
 
-def sleep():
-    begun.set()
-    time.sleep(600)
+def read(number):
+    if number == 1:
+        begun.set()
+        time.sleep(600)
+    return number
 
-workers = Workers(2)
-workers.submit(sleep)
-assert workers.submit(lambda: 42).result(5) == 42
+prefetcher = Prefetcher((number for number in range(4)), read, 4, str, 5, num_threads=2)
+assert prefetcher.get() == 0
 assert begun.wait(5)
-workers.close()
+prefetcher.close(1)
 """
 
 
