@@ -8,6 +8,6 @@ memory            weights, gradients and optimizer state of a rank
 memory_timeline   activations and messages of a rank during a step
 schedule_choice   the plan of schedule `auto`; `engine` uses it too
 prediction        FLOPs and bytes -> times; the result for one schedule
-advice            warnings, recommendation, changes that make the run fit
+advice            changes that were tried: what makes the run fit, or faster
 report            the report for a terminal, a script, a picture
 """
