@@ -19,9 +19,16 @@ import shutil
 from pathlib import Path
 
 from pipemega.cli.run_options import Subparsers, add_command, add_config
-from pipemega.cli.schedule import FORMATS_HELP, add_figure_options, deliver, show
+from pipemega.cli.schedule import (
+    FORMATS_HELP,
+    add_figure_options,
+    deliver,
+    positive,
+    rank_costs,
+    show,
+)
 from pipemega.config import load
-from pipemega.pipeline.schedules import SCHEDULES, RankCosts
+from pipemega.pipeline.schedules import SCHEDULES
 from pipemega.planning.advice import advise
 from pipemega.planning.estimate import Request, estimate
 from pipemega.planning.prediction import Rates
@@ -62,17 +69,17 @@ def add_parser(subparsers: Subparsers) -> None:
         help=f"compare with other schedules: 'all', or some of {', '.join(SCHEDULES)}",
     )
     parser.add_argument(
-        "--tflops", type=_positive, metavar="X", help="TFLOP/s that a device achieves"
+        "--tflops", type=positive, metavar="X", help="TFLOP/s that a device achieves"
     )
     parser.add_argument(
         "--link",
-        type=_positive,
+        type=positive,
         metavar="GB/s",
         help="bandwidth between pipeline ranks; needs --tflops",
     )
     parser.add_argument(
         "--costs",
-        type=_costs,
+        type=rank_costs,
         metavar="F,I,W,c",
         help="seconds that one rank needs for forward, input gradient and weight gradient of a "
         "micro-batch, and for a message",
@@ -116,25 +123,3 @@ def run(arguments: argparse.Namespace) -> int:
         intro = report_intro(report, changes, name)
         show(arguments, panels, f"{name}.plan", intro=intro, memory_unit=memory_unit)
     return 1 if report.fits is False else 0
-
-
-def _positive(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r}: give a positive number")
-    return number
-
-
-def _costs(text: str) -> RankCosts:
-    try:
-        numbers = [float(part) for part in text.split(",")]
-    except ValueError:
-        numbers = []
-    if len(numbers) not in (3, 4) or not all(0 <= n < float("inf") for n in numbers):
-        raise argparse.ArgumentTypeError(
-            f"{text!r}: give three or four times in seconds, F,I,W or F,I,W,c, e.g. .1,.1,.1,.01"
-        )
-    return RankCosts(*numbers)
