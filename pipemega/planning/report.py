@@ -12,6 +12,7 @@ from itertools import zip_longest
 from typing import Any
 
 from pipemega.config.sections.transformer_sections import TransformerSection
+from pipemega.distributed.topology import Topology
 from pipemega.pipeline.visualize import Bars, Intro, Panel, Table, Verdict
 from pipemega.planning.advice import Change
 from pipemega.planning.estimate import Report
@@ -96,7 +97,7 @@ def memory_table(report: Report) -> Table:
 
 def comparison_table(report: Report) -> Table:
     """Return the table of compared schedules, fastest first; * is that of the config."""
-    seconds, limit = report.request.rates.known, report.request.limit
+    in_seconds, limit = report.request.rates.known, report.request.limit
     name, unit = unit_of([prediction.peak for prediction in report.compared])
     rows = []
     for prediction in report.compared:
@@ -105,7 +106,7 @@ def comparison_table(report: Report) -> Table:
             "": "*" if prediction is report.prediction else "",
             "schedule": prediction.plan.name,
             "chunks": str(prediction.chunks),
-            "makespan": show_time(makespan) if seconds else three(makespan),
+            "makespan": show_time(makespan) if in_seconds else three(makespan),
             "bubble": show_percent(prediction.timeline.bubble),
             f"peak, {name}": three(prediction.peak / unit),
             "messages": f"{prediction.messages:,}",
@@ -136,11 +137,10 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
 def summary_rows(report: Report) -> dict[str, str]:
     """Return one line each for mesh, batch, model and schedule."""
     topology, prediction, request = report.topology, report.prediction, report.request
-    ranks = []
-    for p in range(topology.pipeline):
-        first = topology.rank(p, 0, 0)
-        last = topology.rank(p, topology.data - 1, topology.tensor - 1)
-        ranks.append(f"{p}: {first}" if first == last else f"{p}: {first}-{last}")
+    ranks = [
+        f"{p}: {first}" if first == last else f"{p}: {first}-{last}"
+        for p, (first, last) in enumerate(_ranks(topology))
+    ]
     shown = ranks if len(ranks) <= 8 else [*ranks[:3], "...", ranks[-1]]
     mesh = (
         f"{topology.world_size} ranks = pipeline {topology.pipeline} x data {topology.data} x "
@@ -164,6 +164,12 @@ def summary_rows(report: Report) -> dict[str, str]:
         "schedule": f"{prediction.plan.name}, {stages} per rank, "
         f"{report.batch.num_microbatches} micro-batches",
     }
+
+
+def _ranks(topology: Topology) -> list[list[int]]:
+    """Return the first and the last rank of each pipeline rank."""
+    last = topology.data - 1, topology.tensor - 1
+    return [[topology.rank(p, 0, 0), topology.rank(p, *last)] for p in range(topology.pipeline)]
 
 
 def step_summary(report: Report) -> dict[str, str]:
@@ -252,7 +258,7 @@ def verdict(report: Report) -> tuple[str, str]:
         assumption = "assumes CPU kernels; leave room for fragmentation"
     else:
         assumption = "assumes CUDA kernels; leave room for the CUDA context and fragmentation"
-    rank = [memory.total for memory in report.prediction.memory].index(peak)
+    rank = report.prediction.fullest_rank
     if limit is None:
         return "peak", f"{show_bytes(peak)} on pipeline rank {rank}; {assumption}"
     need, have = show_bytes(peak), show_bytes(limit)
@@ -316,10 +322,7 @@ def as_json(report: Report, changes: Sequence[Change]) -> dict[str, Any]:
             "pipeline": topology.pipeline,
             "data": topology.data,
             "tensor": topology.tensor,
-            "ranks": [
-                [topology.rank(p, 0, 0), topology.rank(p, topology.data - 1, topology.tensor - 1)]
-                for p in range(topology.pipeline)
-            ],
+            "ranks": _ranks(topology),
         },
         "batch": {
             "train_batch_size": report.batch.train_batch_size,
@@ -452,7 +455,6 @@ def report_intro(report: Report, changes: Sequence[Change], title: str) -> Intro
 def _verdict(report: Report) -> Verdict:
     limit, prediction = report.request.limit, report.prediction
     need = show_bytes(prediction.peak)
-    rank = [memory.total for memory in prediction.memory].index(prediction.peak)
     if limit is None:
         headline = f"Needs {need} of device memory"
     elif report.fits:
@@ -463,7 +465,7 @@ def _verdict(report: Report) -> Verdict:
         ("schedule", prediction.plan.name),
         ("time per step", _time(prediction, report)),
         ("bubble", show_percent(prediction.timeline.bubble)),
-        ("fullest rank", f"pipeline rank {rank}"),
+        ("fullest rank", f"pipeline rank {prediction.fullest_rank}"),
     ]
     for other in [*_marks(report)][1:]:
         ratio = other.timeline.makespan / prediction.timeline.makespan
