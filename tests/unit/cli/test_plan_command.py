@@ -243,7 +243,7 @@ def test_faster_changes_that_use_free_memory_are_listed(
     assert re.search(r" -[\d.]+%  [\d.]+ MB$", row)
 
 
-def test_advice_about_recomputation_removes_the_choice_of_blocks(
+def test_a_change_of_recomputation_removes_the_choice_of_blocks(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["--set", "model.recompute=full", "--set", "model.recompute_method=block"]
@@ -252,11 +252,15 @@ def test_advice_about_recomputation_removes_the_choice_of_blocks(
     code, out, _ = plan(capsys, config_file, *words, "--device-memory", limit)
     assert code == 1
     assert "recompute full, block 1" in " ".join(out.split())
-    reset = "--set model.recompute_method=null --set model.recompute_num_layers=1"
-    assert f"--set model.recompute=full {reset}" in " ".join(out.split())
+    change = "--set model.recompute=full --set model.recompute_method=null"
+    words += ["--device-memory", limit, "--format", "json"]
+    changes = [
+        entry["change"] for entry in json.loads(plan(capsys, config_file, *words)[1])["changes"]
+    ]
+    assert f"{change} --set model.recompute_num_layers=1" in changes
 
 
-def test_no_change_is_advised_that_does_not_fit_or_that_costs_do_not_cover(
+def test_no_change_is_listed_that_does_not_fit_or_that_costs_do_not_cover(
     config_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     full = ["--set", "model.recompute=full", "--format", "json"]
@@ -269,6 +273,16 @@ def test_no_change_is_advised_that_does_not_fit_or_that_costs_do_not_cover(
     changes = [entry["change"] for entry in costs["changes"]]
     assert changes
     assert all(change.startswith("--set pipeline.schedule=") for change in changes)
+
+
+def test_if_the_times_of_ranks_are_given_changes_that_reduce_memory_have_no_time(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--costs", ".1,.1,.1", "--device-memory", "100KB"]
+    out = plan(capsys, config_file, *words)[1]
+    table = out[out.index("changes that reduce memory") :].splitlines()[1:]
+    assert table[0].split() == ["change", "peak"]
+    assert all("%" not in line for line in table)
 
 
 def test_numbers_in_tables_have_three_significant_digits(
