@@ -11,12 +11,13 @@ errors are printed instead, one on each line, and the exit code is 1.
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
+from textwrap import indent
 
 from pipemega.cli.run_options import Subparsers, add_command, add_config
 from pipemega.config import Config, examine
 from pipemega.config.batch import BatchSizes
 from pipemega.planning.run_checks import resolved_values, run_files, run_rules, topology_of
-from pipemega.printing import coloured, print_report
+from pipemega.printing import aligned, coloured, print_report
 
 _EXAMPLE = "example: python -m pipemega check ds.json --world 8 --set mesh.tensor=2"
 
@@ -72,10 +73,10 @@ def _page(config: Config, world: int | None) -> Iterator[str]:
         yield f"length     {config.training.epochs:,} epochs; the data determine the steps"
     resolved = list(resolved_values(config, topology))
     if resolved:
-        yield from ("", "computed values", *_table(resolved))
+        yield from ("", "computed values", _table(resolved))
     files = [(found.key, found.path, found.state) for found in run_files(config)]
     if files:
-        yield from ("", "files and folders", *_table(files))
+        yield from ("", "files and folders", _table(files))
     yield ""
     for warning in (*config.warnings, *batch.warnings):
         yield f"warning: {warning}"
@@ -108,7 +109,5 @@ def _length(config: Config, steps: int, samples: int) -> str:
     return text if tokens is None else f"{text}, {samples * tokens:,} tokens"
 
 
-def _table(rows: Sequence[tuple[str, str, str]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for key, value, why in rows:
-        yield f"  {key:<{widths[0]}}  {value:<{widths[1]}}  {why}".rstrip()
+def _table(rows: Sequence[tuple[str, str, str]]) -> str:
+    return indent(aligned(rows, left=3), "  ")
