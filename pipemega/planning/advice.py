@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import NamedTuple
 
 from pipemega.config import Config, load
@@ -26,6 +27,7 @@ class Change(NamedTuple):
 
     Args:
         change: what to set, as options of the command line.
+        ranks: number of ranks of the run with it.
         gain: share of the time of a step that it saves, negative if the step takes longer; None if
             the times of ranks are given, which are for a run without the change.
         peak: memory in bytes of the fullest rank.
@@ -33,17 +35,18 @@ class Change(NamedTuple):
     """
 
     change: str
+    ranks: int
     gain: float | None
     peak: int
     fits: bool
 
 
 def advise(report: Report) -> tuple[Change, ...]:
-    """Estimate the run with changes, and return those to choose from, fastest first.
+    """Estimate the run with changes, and return those to choose from.
 
     If the run fits: faster ones that fit, the best of each key, and all of these together if that
-    is faster still. Otherwise: those that make it fit, or else a few that come closest. None if the
-    memory of a device is not known.
+    is faster still. Otherwise: those that make it fit, or else a few that come closest. The fastest
+    are first, and those that take more ranks last. Empty if the memory of a device is not known.
     """
     if report.fits is None:
         return ()
@@ -62,34 +65,35 @@ def advise(report: Report) -> tuple[Change, ...]:
         if changed is None:
             return None
         text = " ".join(f"--set {override}" for override in overrides)
-        if world not in (None, report.topology.world_size):
-            text += f" on {world} ranks"
-        gain = 1 - changed.timeline.makespan / own.timeline.makespan
-        timed = report.fits or request.rates.costs is None
-        return Change(
-            text, gain if timed else None, changed.peak, bool(changed.fits(request.limit))
-        )
+        ranks = world or report.topology.world_size
+        if ranks != report.topology.world_size:
+            text += f" on {ranks} ranks"
+        gain = None
+        if report.fits or request.rates.costs is None:
+            gain = 1 - changed.timeline.makespan / own.timeline.makespan
+        return Change(text, ranks, gain, changed.peak, changed.fits(request.limit) is True)
 
-    tried = [(attempt(*change), change[0]) for change in _changes(report)]
+    tried = {change: keys for keys, world in _changes(report) if (change := attempt(keys, world))}
     if not report.fits:
-        smaller = [c for c, _ in tried if c is not None and c.peak < report.prediction.peak]
-        smaller.sort(key=lambda c: c.peak)
-        fitting = [change for change in smaller if change.fits]
-        return tuple(sorted(fitting, key=_slowness)) or tuple(smaller[:_MAX_INSUFFICIENT])
-    faster = [(c, keys) for c, keys in tried if c and c.fits and (c.gain or 0) >= _LEAST_GAIN]
-    best: dict[str, tuple[Change, list[str]]] = {}  # of each key
-    for change, overrides in sorted(faster, key=lambda entry: _slowness(entry[0])):
-        best.setdefault(overrides[0].partition("=")[0], (change, overrides))
-    found = [change for change, _ in best.values()]
-    if len(best) > 1:
-        every = attempt([override for _, keys in best.values() for override in keys], request.world)
-        if every is not None and every.fits and _slowness(every) < _slowness(found[0]):
+        smaller = [change for change in tried if change.peak < report.prediction.peak]
+        fitting = sorted((change for change in smaller if change.fits), key=_order)
+        closest = sorted(smaller, key=attrgetter("peak"))[:_MAX_INSUFFICIENT]
+        return tuple(fitting or closest)
+    best: dict[str, Change] = {}  # of each key
+    for change in sorted(tried, key=_order):
+        if change.fits and change.gain is not None and change.gain >= _LEAST_GAIN:
+            best.setdefault(tried[change][0].partition("=")[0], change)
+    found = list(best.values())
+    if len(found) > 1:
+        every = attempt([key for change in found for key in tried[change]], request.world)
+        if every is not None and every.fits and _order(every) < _order(found[0]):
             found.insert(0, every)
     return tuple(found)
 
 
-def _slowness(change: Change) -> float:
-    return -(change.gain or 0.0)
+def _order(change: Change) -> tuple[int, float, int]:
+    """Sorts the fastest first, and behind them those that take more ranks."""
+    return change.ranks, -(change.gain or 0.0), change.peak
 
 
 def _with_changes(

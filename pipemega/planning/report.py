@@ -124,7 +124,7 @@ def change_table(report: Report, changes: Sequence[Change]) -> Table:
     if not changes[0].fits:
         title = "changes that reduce memory, not enough"
     rows = []
-    for change, gain, peak, _ in changes:
+    for change, _, gain, peak, _ in changes:
         time = {} if gain is None else {"step time": percent(-gain, signed=True)}
         rows.append({"change": change, **time, "peak": show_bytes(peak)})
     return _table(title, rows)
