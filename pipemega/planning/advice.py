@@ -22,7 +22,7 @@ _FAST, _SMALL = ("1f1b", "interleaved", "zb-h1", "zb-v"), ("1f1b", "1f1b-v", "v-
 _RECOMPUTE = ("none", "selective", "full")
 
 
-class ConfigChange(NamedTuple):
+class TriedChange(NamedTuple):
     """A change that was tried.
 
     Args:
@@ -41,7 +41,7 @@ class ConfigChange(NamedTuple):
     fits: bool
 
 
-def advise(report: Report) -> tuple[ConfigChange, ...]:
+def advise(report: Report) -> tuple[TriedChange, ...]:
     """Estimate the run with changes, and return those to choose from.
 
     If the run fits: faster ones that fit, the best of each key, and all of these together if that
@@ -60,7 +60,7 @@ def advise(report: Report) -> tuple[ConfigChange, ...]:
         assert known is not None, "the run has been estimated before"
         own = known
 
-    def attempt(overrides: Sequence[str], world: int | None) -> ConfigChange | None:
+    def attempt(overrides: Sequence[str], world: int | None) -> TriedChange | None:
         changed = _with_changes(request, overrides, world)
         if changed is None:
             return None
@@ -71,7 +71,7 @@ def advise(report: Report) -> tuple[ConfigChange, ...]:
         gain = None
         if report.fits or request.rates.costs is None:
             gain = 1 - changed.timeline.makespan / own.timeline.makespan
-        return ConfigChange(text, ranks, gain, changed.peak, changed.fits(request.limit) is True)
+        return TriedChange(text, ranks, gain, changed.peak, changed.fits(request.limit) is True)
 
     tried = {change: keys for keys, world in _changes(report) if (change := attempt(keys, world))}
     if not report.fits:
@@ -79,7 +79,7 @@ def advise(report: Report) -> tuple[ConfigChange, ...]:
         fitting = sorted((change for change in smaller if change.fits), key=_order)
         closest = sorted(smaller, key=attrgetter("peak"))[:_MAX_INSUFFICIENT]
         return tuple(fitting or closest)
-    best: dict[str, ConfigChange] = {}  # of each key
+    best: dict[str, TriedChange] = {}  # of each key
     for change in sorted(tried, key=_order):
         if change.fits and change.gain is not None and change.gain >= _LEAST_GAIN:
             best.setdefault(tried[change][0].partition("=")[0], change)
@@ -91,7 +91,7 @@ def advise(report: Report) -> tuple[ConfigChange, ...]:
     return tuple(found)
 
 
-def _order(change: ConfigChange) -> tuple[int, float, int]:
+def _order(change: TriedChange) -> tuple[int, float, int]:
     """Sorts the fastest first, and behind them those that take more ranks."""
     return change.ranks, -(change.gain or 0.0), change.peak
 

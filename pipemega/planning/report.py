@@ -14,7 +14,7 @@ from typing import Any
 from pipemega.config.sections.transformer_sections import TransformerSection
 from pipemega.distributed.topology import Topology
 from pipemega.pipeline.visualize import Bars, Intro, Panel, Table, Verdict
-from pipemega.planning.advice import ConfigChange
+from pipemega.planning.advice import TriedChange
 from pipemega.planning.estimate import Report
 from pipemega.planning.prediction import CutReport, Prediction
 from pipemega.printing import (
@@ -34,7 +34,7 @@ _MIN_WIDTH, _MAX_WIDTH = 60, 120
 _BETTER_CUT = 0.001
 
 
-def as_text(report: Report, changes: Sequence[ConfigChange], width: int = 80) -> str:
+def as_text(report: Report, changes: Sequence[TriedChange], width: int = 80) -> str:
     """Return the whole report, with lines of at most `width` characters if words allow it.
 
     Args:
@@ -118,7 +118,7 @@ def comparison_table(report: Report) -> Table:
     return _table("schedule comparison", rows)
 
 
-def change_table(report: Report, changes: Sequence[ConfigChange]) -> Table:
+def change_table(report: Report, changes: Sequence[TriedChange]) -> Table:
     """Return the table of changes of the config, with what they add to the time of a step."""
     title = "faster changes that fit" if report.fits else "changes that make it fit"
     if not changes[0].fits:
@@ -313,7 +313,7 @@ def _wrap(cell: str, width: int) -> list[str]:
     return [line.replace("\xa0", " ") for line in lines]
 
 
-def as_json(report: Report, changes: Sequence[ConfigChange]) -> dict[str, Any]:
+def as_json(report: Report, changes: Sequence[TriedChange]) -> dict[str, Any]:
     """Return the report as JSON values: sizes in bytes, times in seconds if they are known."""
     topology, request = report.topology, report.request
     return {
@@ -434,7 +434,7 @@ def _panel(prediction: Prediction, unit: int, mark: str | None) -> Panel:
     return Panel(timeline, costs=costs, mark=mark)
 
 
-def report_intro(report: Report, changes: Sequence[ConfigChange], title: str) -> Intro:
+def report_intro(report: Report, changes: Sequence[TriedChange], title: str) -> Intro:
     """Return the verdict, the memory of each rank, comparison and changes; details in tables."""
     summary = [*summary_rows(report).items(), *step_summary(report).items(), verdict(report)]
     tables = [_comparison(report)] if report.compared else []
