@@ -102,19 +102,17 @@ def run(arguments: argparse.Namespace) -> int:
         compare=compare,
     )
     report = estimate(request)
-    advice = advise(report)
+    changes = advise(report)
     if arguments.format == "json":
-        deliver(json.dumps(as_json(report, advice), indent=2) + "\n", arguments.output)
+        deliver(json.dumps(as_json(report, changes), indent=2) + "\n", arguments.output)
     elif arguments.format == "text":
         width = shutil.get_terminal_size((80, 24)).columns
-        deliver(as_text(report, advice, width) + "\n", arguments.output)
+        deliver(as_text(report, changes, width) + "\n", arguments.output)
     else:
         if arguments.unit == "units":
             arguments.unit = "s" if request.rates.known else "mean forwards"
         name = Path(arguments.config).stem
-        panels, memory_unit = report_panels(report, advice)
-        if compare and not draws_all:
-            panels = [panel for panel in panels if panel.mark]
-        intro = report_intro(report, advice, name)
+        panels, memory_unit = report_panels(report, only_marked=not draws_all)
+        intro = report_intro(report, changes, name)
         show(arguments, panels, f"{name}.plan", intro=intro, memory_unit=memory_unit)
     return 1 if report.fits is False else 0

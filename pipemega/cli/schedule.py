@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final
@@ -61,31 +61,6 @@ STAGE_COSTS = """\
 """
 
 
-def add_search_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of schedule `auto`."""
-    parser.add_argument(
-        "--stage-costs",
-        type=stage_costs,
-        metavar="JSON",
-        help="auto only: costs of each stage instead of --costs, see below",
-    )
-    parser.add_argument(
-        "--objective",
-        choices=("makespan", "span"),
-        default="makespan",
-        help="auto only: minimise the time from the first instruction of any rank to the end of "
-        "the last (makespan), or the longest time of any rank (span); default: makespan",
-    )
-    parser.add_argument(
-        "--seconds",
-        type=limit,
-        default=60.0,
-        metavar="S",
-        help="auto only: time limit of the search (default: 60, enough for 16 ranks and 64 "
-        "micro-batches)",
-    )
-
-
 def search(arguments: argparse.Namespace) -> AutoPlan:
     """Return the plan for the command-line arguments.
 
@@ -120,43 +95,6 @@ def _placements(arguments: argparse.Namespace) -> list[Placement]:
             f"{arguments.pp} ranks, but --chunks is {chunks}: remove --chunks"
         )
     return placements
-
-
-def search_text(found: AutoPlan, costs: RankCosts | None, objective: str, width: int) -> str:
-    """Return the drawing and the figures of a plan.
-
-    Args:
-        costs: per rank; None if costs per stage were given.
-        objective: what was minimised.
-        width: of the drawing.
-    """
-    plan, timeline, chunks = found.plan, found.timeline, found.placement.chunks
-    stages = f"{chunks} stages per rank ({_shape(found.placement)}), " if chunks > 1 else ""
-    given = "costs per stage"
-    if costs is not None:
-        given = (
-            f"F={costs.forward:g} I={costs.backward_input:g} W={costs.backward_weight:g} "
-            f"c={costs.message:g} per rank"
-        )
-    reached = timeline.span if objective == "span" else timeline.makespan
-    above = reached / found.bound - 1 if found.bound else 0.0
-    gap = f"{percent(above, 2)} above" if above > 1e-9 else "at"
-    return "\n".join(
-        (
-            f"auto: {plan.num_ranks} ranks, {stages}{plan.num_microbatches} micro-batches; {given}",
-            "",
-            draw_text(timeline, width),
-            "",
-            f"makespan   {timeline.makespan:g}   (from the first instruction to the last)",
-            f"span       {timeline.span:g}   (longest time of a rank, from its own first "
-            f"instruction to its own last)",
-            f"bubble     {percent(timeline.bubble, 2)}",
-            f"memory     {peaks(timeline.peak)} held at most, per rank",
-            f"bound      {found.bound:g}   (lower limit of the {objective} within this memory; "
-            f"this plan is {gap} it)",
-            f"origin     {found.source}",
-        )
-    )
 
 
 def peaks(held: Sequence[float], most: int = 16) -> str:
@@ -200,27 +138,20 @@ def stage_costs(text: str) -> CostModel:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-def limit(text: str) -> float:
+def positive(text: str) -> float:
     """Return the number in `text`, which must be above 0."""
     try:
-        limit = float(text)
+        number = float(text)
     except ValueError:
-        limit = 0.0
-    if not limit > 0:
+        number = 0.0
+    if not number > 0:
         raise argparse.ArgumentTypeError(f"{text!r}: give a number above 0")
-    return limit
+    return number
 
 
 def _is_number(value: object) -> bool:
     # In Python bool is an int, but true is not a valid number here.
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _shape(placement: Placement) -> str:
-    ranks, rank_of_stage = placement.num_ranks, placement.rank_of_stage
-    return (
-        "in a v" if rank_of_stage[ranks - 1] == rank_of_stage[ranks] and ranks > 1 else "in a loop"
-    )
 
 
 # Width of drawings in text that is not written to a terminal.
@@ -361,12 +292,32 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--memory-limit",
-        type=limit,
+        type=positive,
         metavar="K",
         help="limit of the activation memory of each rank, in micro-batches, or in the unit of "
         "--stage-costs (default: none for a named schedule; for auto P micro-batches, as 1f1b)",
     )
-    add_search_options(parser)
+    parser.add_argument(
+        "--stage-costs",
+        type=stage_costs,
+        metavar="JSON",
+        help="auto only: costs of each stage instead of --costs, see below",
+    )
+    parser.add_argument(
+        "--objective",
+        choices=("makespan", "span"),
+        default="makespan",
+        help="auto only: minimise the time from the first instruction of any rank to the end of "
+        "the last (makespan), or the longest time of any rank (span); default: makespan",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=positive,
+        default=60.0,
+        metavar="S",
+        help="auto only: time limit of the search (default: 60, enough for 16 ranks and 64 "
+        "micro-batches)",
+    )
     add_figure_options(parser, ("text", "json", "csv"))
     parser.set_defaults(func=run)
 
@@ -380,23 +331,25 @@ def run(arguments: argparse.Namespace) -> int:
     """
     if arguments.name == AUTO:
         found = search(arguments)
-        costs = arguments.costs if arguments.stage_costs is None else None
-        width = text_width(arguments.output)
-        text = search_text(found, costs, arguments.objective, width)
-        return _show(arguments, Panel(found.timeline, costs=found.placement.costs), text)
+        panel = Panel(found.timeline, costs=found.placement.costs)
+        return _show(arguments, panel, *_search_text(found, arguments))
     if arguments.stage_costs is not None:
         raise ScheduleError(f"--stage-costs is for auto, not for {arguments.name!r}: use --costs")
     family = find_schedule(arguments.name)
     plan = build_plan(family.name, arguments.pp, arguments.microbatches, arguments.chunks)
     _check_memory(plan, arguments)
-    sizes = Sizes(arguments.pp, arguments.microbatches, plan.num_stages // plan.num_ranks)
     stage_costs = CostModel.from_rank_costs(plan.rank_of_stage, *arguments.costs)
     timeline = simulate(plan, stage_costs)
-    text = _text(family, sizes, timeline, arguments)
-    return _show(arguments, Panel(timeline, costs=stage_costs), text)
+    return _show(arguments, Panel(timeline, costs=stage_costs), *_text(family, timeline, arguments))
 
 
-def _show(arguments: argparse.Namespace, panel: Panel, text: str) -> int:
+def _show(arguments: argparse.Namespace, panel: Panel, head: str, rows: Mapping[str, str]) -> int:
+    """Print the plan of `panel`, or write it to a file.
+
+    Args:
+        head: the line above the drawing of a text.
+        rows: the figures below the drawing.
+    """
     plan = panel.timeline.plan
     validate_messages(lower(plan), "queues")
     if arguments.format == "json":
@@ -407,7 +360,9 @@ def _show(arguments: argparse.Namespace, panel: Panel, text: str) -> int:
         unit = "micro-batches" if arguments.stage_costs is None else "units"
         show(arguments, [panel], plan.name, memory_unit=unit)
     else:
-        deliver_text(text, arguments.output)
+        drawing = draw_text(panel.timeline, text_width(arguments.output))
+        lines = (f"{name:<11}{value}" for name, value in rows.items())
+        deliver_text("\n".join((head, "", drawing, "", *lines)), arguments.output)
     return 0
 
 
@@ -426,31 +381,63 @@ def _check_memory(plan: Plan, arguments: argparse.Namespace) -> None:
 
 
 def _text(
-    family: ScheduleFamily, sizes: Sizes, timeline: Timeline, arguments: argparse.Namespace
-) -> str:
-    costs: RankCosts = arguments.costs
+    family: ScheduleFamily, timeline: Timeline, arguments: argparse.Namespace
+) -> tuple[str, dict[str, str]]:
+    """Return the line above the drawing of a named schedule, and the figures below it."""
+    plan, costs = timeline.plan, arguments.costs
+    sizes = Sizes(plan.num_ranks, plan.num_microbatches, plan.num_stages // plan.num_ranks)
     stages = f"{sizes.chunks} stages per rank, " if sizes.chunks > 1 else ""
     by_formula = f", {percent(family.bubble(sizes, costs), 2)} by the formula"
     if not family.exact(sizes, costs):
         by_formula = f"; the formula is exact only if {family.exact}"
-    return "\n".join(
-        (
-            f"{family.name}: {sizes.pp_size} ranks, {stages}{sizes.num_microbatches} "
-            f"micro-batches; "
-            f"F={costs.forward:g} I={costs.backward_input:g} W={costs.backward_weight:g} "
-            f"c={costs.message:g} per rank   ({family.source})",
-            "",
-            draw_text(timeline, text_width(arguments.output)),
-            "",
-            f"makespan   {timeline.makespan:g}   (from the first instruction to the last; formula: "
-            f"{family.makespan})",
-            f"span       {timeline.span:g}   (longest time of a rank, from its own first "
-            f"instruction to its own last)",
-            f"bubble     {percent(timeline.bubble, 2)} simulated{by_formula}",
-            f"memory     {peaks(timeline.peak)} micro-batches held at most, per rank "
-            f"(formula: {family.peak})",
-        )
+    return f"{_head(family.name, plan, stages, costs)}   ({family.source})", _rows(
+        timeline,
+        f"; formula: {family.makespan}",
+        f" simulated{by_formula}",
+        f"micro-batches held at most, per rank (formula: {family.peak})",
     )
+
+
+def _search_text(found: AutoPlan, arguments: argparse.Namespace) -> tuple[str, dict[str, str]]:
+    """Return the line above the drawing of a found plan, and the figures below it."""
+    timeline, place, objective = found.timeline, found.placement, arguments.objective
+    stages = ""
+    if place.chunks > 1:
+        ranks, rank_of_stage = place.num_ranks, place.rank_of_stage
+        is_v = rank_of_stage[ranks - 1] == rank_of_stage[ranks] and ranks > 1
+        stages = f"{place.chunks} stages per rank ({'in a v' if is_v else 'in a loop'}), "
+    costs = arguments.costs if arguments.stage_costs is None else None
+    reached = timeline.span if objective == "span" else timeline.makespan
+    above = reached / found.bound - 1 if found.bound else 0.0
+    gap = f"{percent(above, 2)} above" if above > 1e-9 else "at"
+    rows = _rows(timeline, "", "", "held at most, per rank")
+    rows["bound"] = (
+        f"{found.bound:g}   (lower limit of the {objective} within this memory; this plan is {gap} "
+        f"it)"
+    )
+    rows["origin"] = found.source
+    return _head(AUTO, found.plan, stages, costs), rows
+
+
+def _head(name: str, plan: Plan, stages: str, costs: RankCosts | None) -> str:
+    given = "costs per stage"
+    if costs is not None:
+        given = (
+            f"F={costs.forward:g} I={costs.backward_input:g} W={costs.backward_weight:g} "
+            f"c={costs.message:g} per rank"
+        )
+    return f"{name}: {plan.num_ranks} ranks, {stages}{plan.num_microbatches} micro-batches; {given}"
+
+
+def _rows(timeline: Timeline, makespan: str, bubble: str, memory: str) -> dict[str, str]:
+    """Return the figures of any plan; the other arguments are added to their texts."""
+    return {
+        "makespan": f"{timeline.makespan:g}   (from the first instruction to the last{makespan})",
+        "span": f"{timeline.span:g}   (longest time of a rank, from its own first instruction to "
+        f"its own last)",
+        "bubble": f"{percent(timeline.bubble, 2)}{bubble}",
+        "memory": f"{peaks(timeline.peak)} {memory}",
+    }
 
 
 def rank_costs(text: str) -> RankCosts:

@@ -9,6 +9,6 @@ schedule_choice   the plan of schedule `auto`
 planner           plans of a run that need bytes, a search or measured times
 schedule_tuner    schedule `auto` in a run: measures, then changes the plan
 prediction        FLOPs and bytes -> times; the result for one schedule
-advice            warnings, recommendation, changes that make the run fit
+advice            changes that were tried: what makes the run fit, or faster
 report            the report for a terminal, a script, a picture
 """

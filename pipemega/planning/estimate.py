@@ -8,17 +8,15 @@ from pipemega.config.batch import BatchSizes
 from pipemega.config.sections.pipeline_sections import PipelineSection
 from pipemega.distributed.topology import Topology
 from pipemega.errors import ConfigError, PipelineError, ScheduleError
-from pipemega.layer_costs.stage_costs import Sample
 from pipemega.layer_costs.tensor_meter import DeviceType
 from pipemega.lora.adapters import add_lora
 from pipemega.lora.peft_files import section_of
 from pipemega.optimizer.build_step import precision_of
 from pipemega.pipeline import plan_selection
 from pipemega.pipeline.connections import nccl_communicators
-from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import fold_equal_names, with_stage_devices
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.schedules import SCHEDULES, build_plan, find_schedule
+from pipemega.pipeline.schedules import AUTO, SCHEDULES, build_plan, find_schedule
 from pipemega.planning.meta_model import (
     MetaModel,
     model_and_sample,
@@ -28,8 +26,6 @@ from pipemega.planning.meta_model import (
 from pipemega.planning.prediction import CutReport, Prediction, Rates, predict, report_cut
 from pipemega.planning.run_checks import planned_order, topology_of
 from pipemega.planning.schedule_choice import ScheduleChooser, cut_wins, with_cut_vocabulary
-
-_AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -64,6 +60,10 @@ class Request:
     @property
     def topology(self) -> Topology:
         return topology_of(self.config, self.world)
+
+    @property
+    def num_microbatches(self) -> int:
+        return self.config.batch(self.topology.data).num_microbatches
 
 
 @dataclass(frozen=True)
@@ -177,19 +177,27 @@ def estimate(request: Request) -> Report:
     """
     topology = request.topology
     batch = request.config.batch(topology.data)
-    net, sample = _net_and_sample(request, topology, batch)
+    if request.model is None:
+        net, sample = model_and_sample(request.config, topology)
+    else:
+        net, sample = user_model_and_sample(request.model, batch.micro_batch_size)
     config = with_stage_devices(request.config, net, batch.num_microbatches, request.device)
     request = replace(request, config=config)
-    model = _meta_model(request, topology, net, sample)
     try:
-        model = _with_chosen_vocabulary(request, model, batch.num_microbatches)
-        prediction = _predict_section(request, model, config.pipeline, batch.num_microbatches)
+        if config.lora is not None:
+            net = add_lora(net, section_of(config.lora))
+        model = MetaModel(config, net, sample, topology, request.device)
+    except NotImplementedError as error:
+        raise ConfigError(f"the model cannot be built on the meta device: {error}") from error
+    try:
+        model = _with_chosen_vocabulary(request, model)
+        prediction = _predict_section(request, model, config.pipeline)
     except PipelineError as error:
         raise ConfigError(
             f"{error}; a plan runs each layer on torch's meta device, where tensors have shapes "
             f"but no values: a layer that reads a value cannot be planned"
         ) from error
-    compared, refused = _compare(request, model, prediction, batch.num_microbatches)
+    compared, refused = _compare(request, model, prediction)
     counts = model.net.count_parameters()
     return Report(
         request=request,
@@ -210,101 +218,76 @@ def estimate(request: Request) -> Report:
     )
 
 
-def _net_and_sample(
-    request: Request, topology: Topology, batch: Batch
-) -> tuple[PipelineModule, Sample]:
-    if request.model is None:
-        return model_and_sample(request.config, topology)
-    return user_model_and_sample(request.model, batch.micro_batch_size)
-
-
-def _meta_model(
-    request: Request, topology: Topology, net: PipelineModule, sample: Sample
-) -> MetaModel:
-    try:
-        if request.config.lora is not None:
-            net = add_lora(net, section_of(request.config.lora))
-        return MetaModel(request.config, net, sample, topology, request.device)
-    except NotImplementedError as error:
-        raise ConfigError(f"the model cannot be built on the meta device: {error}") from error
-
-
-def _with_chosen_vocabulary(request: Request, model: MetaModel, count: int) -> MetaModel:
+def _with_chosen_vocabulary(request: Request, model: MetaModel) -> MetaModel:
     """Return the model with a cut vocabulary where schedule `auto` chooses it."""
     config = request.config
     cut = with_cut_vocabulary(config, model.whole)
     if cut is None or not plan_selection.plan_is_provisional(config.pipeline, model.num_ranks):
         return model
-    wins, _ = cut_wins(model, cut, count)
+    wins, _ = cut_wins(model, cut, request.num_microbatches)
     return model.with_config(cut) if wins else model
 
 
-def _predict_section(
-    request: Request, model: MetaModel, section: PipelineSection, num_microbatches: int
-) -> Prediction:
+def _predict_section(request: Request, model: MetaModel, section: PipelineSection) -> Prediction:
     """Predict the schedule of a config section; "auto" uses costs from the meta device."""
     if not plan_selection.plan_is_provisional(section, request.topology.pipeline):
-        return predict(model, _named_plan(request, model, section, num_microbatches), request.rates)
-    chooser = ScheduleChooser(model, section, num_microbatches, request.rates, quick=request.quick)
+        return predict(model, _named_plan(request, model, section), request.rates)
+    chooser = ScheduleChooser(
+        model, section, request.num_microbatches, request.rates, quick=request.quick
+    )
     return chooser.choose().prediction
 
 
-def _named_plan(
-    request: Request, model: MetaModel, section: PipelineSection, num_microbatches: int
-) -> Plan:
+def _named_plan(request: Request, model: MetaModel, section: PipelineSection) -> Plan:
     """Return the plan of a section whose schedule needs no measurement."""
-    ranks, order = request.topology.pipeline, planned_order(request.config)
     return plan_selection.training_plan(
         section,
-        ranks,
-        num_microbatches,
+        request.topology.pipeline,
+        request.num_microbatches,
         len(model.net),
-        order,
+        planned_order(request.config),
         add_passes=model.with_passes,
     )
 
 
-def _predict_schedule(
-    request: Request, model: MetaModel, name: str, own: Prediction, num_microbatches: int
-) -> Prediction:
+def _predict_schedule(request: Request, model: MetaModel, name: str, own: Prediction) -> Prediction:
     """Predict schedule `name` in place of that of the config."""
-    if name == _AUTO:
+    if name == AUTO:
         limit = request.config.pipeline.weight_queue_limit
         section = PipelineSection(schedule="auto", weight_queue_limit=limit)
-        return _predict_section(request, model, section, num_microbatches)
+        return _predict_section(request, model, section)
     chunks = own.chunks if find_schedule(name).chunks is None and own.chunks > 1 else None
-    plan = build_plan(name, own.plan.num_ranks, num_microbatches, chunks)
+    plan = build_plan(name, own.plan.num_ranks, request.num_microbatches, chunks)
     return predict(model, plan, request.rates)
 
 
 def _without_weight_limit(
-    request: Request, model: MetaModel, own: Prediction, num_microbatches: int
+    request: Request, model: MetaModel, own: Prediction
 ) -> Iterator[Prediction]:
     """Yield the prediction without pipeline.weight_queue_limit, if it changes the plan."""
     section = request.config.pipeline
-    if section.weight_queue_limit is None or section.schedule == _AUTO:
+    if section.weight_queue_limit is None or section.schedule == AUTO:
         return
-    plan = _named_plan(request, model, section, num_microbatches)
+    plan = _named_plan(request, model, section)
     free = predict(model, plan, request.rates, weight_queue_limit=False)
-    if free.plan == own.plan:
-        return
-    yield replace(free, plan=replace(free.plan, name=f"{plan.name}, any queue"))
+    if free.plan != own.plan:
+        yield replace(free, plan=replace(free.plan, name=f"{plan.name}, any queue"))
 
 
 def _compare(
-    request: Request, model: MetaModel, own: Prediction, num_microbatches: int
+    request: Request, model: MetaModel, own: Prediction
 ) -> tuple[tuple[Prediction, ...], dict[str, str]]:
     """Return predictions for all requested schedules, and the reasons why some cannot run."""
     if not request.compare:
         return (), {}
-    requested = [*SCHEDULES, _AUTO] if "all" in request.compare else request.compare
-    names = [name if name == _AUTO else find_schedule(name).name for name in requested]
-    predictions, refused = [own, *_without_weight_limit(request, model, own, num_microbatches)], {}
+    requested = [*SCHEDULES, AUTO] if "all" in request.compare else request.compare
+    names = [name if name == AUTO else find_schedule(name).name for name in requested]
+    predictions, refused = [own, *_without_weight_limit(request, model, own)], {}
     for name in dict.fromkeys(names):
         if name == own.plan.name:
             continue
         try:
-            predictions.append(_predict_schedule(request, model, name, own, num_microbatches))
+            predictions.append(_predict_schedule(request, model, name, own))
         except (ConfigError, ScheduleError, PipelineError) as error:
             refused[name] = str(error)
     return tuple(sorted(predictions, key=lambda p: (p.timeline.makespan, p.peak))), refused

@@ -197,6 +197,11 @@ class Prediction:
         on_gpus = [rank.total for rank in self.memory if rank.device == "cuda"]
         return max(on_gpus or [rank.total for rank in self.memory])
 
+    @property
+    def fullest_rank(self) -> int:
+        """The pipeline rank with that memory."""
+        return [rank.total for rank in self.memory].index(self.peak)
+
     def fits(self, limit: int | None) -> bool | None:
         """Return whether each rank needs at most `limit` bytes; None without a limit."""
         return None if limit is None else self.peak <= limit

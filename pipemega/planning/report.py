@@ -12,8 +12,9 @@ from itertools import zip_longest
 from typing import Any
 
 from pipemega.config.sections.transformer_sections import TransformerSection
+from pipemega.distributed.topology import Topology
 from pipemega.pipeline.visualize import Bars, Intro, Panel, Table, Verdict
-from pipemega.planning.advice import MUCH_SLOWER, Advice, better_cut
+from pipemega.planning.advice import TriedChange
 from pipemega.planning.estimate import Report
 from pipemega.planning.prediction import CutReport, Prediction
 from pipemega.printing import (
@@ -29,37 +30,35 @@ from pipemega.printing import (
 
 _LABEL_WIDTH = 12
 _MIN_WIDTH, _MAX_WIDTH = 60, 120
+# A cut is better if the step of the current one takes this fraction longer.
+_BETTER_CUT = 0.001
 
-# A header, then the rows of the table.
-Rows = list[tuple[str, ...]]
 
+def as_text(report: Report, changes: Sequence[TriedChange], width: int = 80) -> str:
+    """Return the whole report, with lines of at most `width` characters if words allow it.
 
-def as_text(report: Report, advice: Advice, width: int = 80) -> str:
-    """Return the whole report, with lines of at most `width` characters if words allow it."""
+    Args:
+        changes: of the config, which are listed at the end.
+    """
     width = max(_MIN_WIDTH, min(width, _MAX_WIDTH))
     parts = [
         _entries(summary_rows(report), width),
-        _section("stages", stage_table(report), width, flexible=2),
-        _section(memory_title(report), memory_table(report), width),
+        _section(stage_table(report), width, flexible=2),
+        _section(memory_table(report), width),
         _entries(step_summary(report), width),
     ]
     if report.compared:
-        parts.append(_section("schedule comparison", comparison_table(report), width))
+        parts.append(_section(comparison_table(report), width))
         parts += [_entry("not possible", f"{n}: {why}", width) for n, why in report.refused.items()]
-        parts.append(_entry("recommended", advice.recommendation or "", width))
-    remarks = [_entry("warning", text, width) for text in advice.warnings]
-    remarks += [_entry("note", text, width) for text in report.notes]
-    if remarks:
-        parts.append("\n".join(remarks))
-    lines = [_entry(*verdict(report), width)]
-    for change, peak, fits in advice.suggestions:
-        text = f"{change}: {show_bytes(peak)}, {'fits' if fits else 'not enough'}"
-        lines.append(_entry("", text, width))
-    lines += [_entry(label, text, width) for label, text in unused_memory(report, advice)]
-    return "\n\n".join([*parts, "\n".join(lines)])
+    if report.notes:
+        parts.append("\n".join(_entry("note", text, width) for text in report.notes))
+    parts.append(_entry(*verdict(report), width))
+    if changes:
+        parts.append(_section(change_table(report, changes), width, flexible=0))
+    return "\n\n".join(parts)
 
 
-def stage_table(report: Report) -> Rows:
+def stage_table(report: Report) -> Table:
     """Return the table of stages."""
     total = sum(stage.flops for stage in report.stages) or 1.0
     rows = []
@@ -76,14 +75,14 @@ def stage_table(report: Report) -> Rows:
         if stage.kept is not None:
             row["I to W"] = show_bytes(stage.kept)
         rows.append(row)
-    return _with_header(rows)
+    return _table("stages", rows)
 
 
-def memory_table(report: Report) -> Rows:
+def memory_table(report: Report) -> Table:
     """Return the table of memory by pipeline rank, in one unit."""
     memory = report.prediction.memory
     mixed = len({rank.device for rank in memory}) > 1
-    _, unit = unit_of([rank.total for rank in memory])
+    unit_name, unit = unit_of([rank.total for rank in memory])
     rows = []
     for number, rank in enumerate(memory):
         row = {"rank": f"{number} ({rank.device})" if mixed else str(number)}
@@ -93,12 +92,12 @@ def memory_table(report: Report) -> Rows:
                 row["in flight"] = str(rank.schedule_peak.in_flight)
         row["total"] = three(rank.total / unit)
         rows.append(row)
-    return _with_header(rows)
+    return _table(f"memory per rank, {unit_name}", rows)
 
 
-def comparison_table(report: Report) -> Rows:
-    """Return the table of compared schedules, fastest first."""
-    seconds, limit = report.request.rates.known, report.request.limit
+def comparison_table(report: Report) -> Table:
+    """Return the table of compared schedules, fastest first; * is that of the config."""
+    in_seconds, limit = report.request.rates.known, report.request.limit
     name, unit = unit_of([prediction.peak for prediction in report.compared])
     rows = []
     for prediction in report.compared:
@@ -107,7 +106,7 @@ def comparison_table(report: Report) -> Rows:
             "": "*" if prediction is report.prediction else "",
             "schedule": prediction.plan.name,
             "chunks": str(prediction.chunks),
-            "makespan": show_time(makespan) if seconds else three(makespan),
+            "makespan": show_time(makespan) if in_seconds else three(makespan),
             "bubble": show_percent(prediction.timeline.bubble),
             f"peak, {name}": three(prediction.peak / unit),
             "messages": f"{prediction.messages:,}",
@@ -116,26 +115,32 @@ def comparison_table(report: Report) -> Rows:
         if limit is not None:
             row["fits"] = "yes" if prediction.fits(limit) else "no"
         rows.append(row)
-    return _with_header(rows)
+    return _table("schedule comparison", rows)
 
 
-def _with_header(rows: list[dict[str, str]]) -> Rows:
-    return [tuple(rows[0]), *(tuple(row.values()) for row in rows)]
+def change_table(report: Report, changes: Sequence[TriedChange]) -> Table:
+    """Return the table of changes of the config, with what they add to the time of a step."""
+    title = "faster changes that fit" if report.fits else "changes that make it fit"
+    if not changes[0].fits:
+        title = "changes that reduce memory, not enough"
+    rows = []
+    for change, _, gain, peak, _ in changes:
+        time = {} if gain is None else {"step time": percent(-gain, signed=True)}
+        rows.append({"change": change, **time, "peak": show_bytes(peak)})
+    return _table(title, rows)
 
 
-def memory_title(report: Report) -> str:
-    """Return the title of the table of memory, with its unit."""
-    return f"memory per rank, {unit_of([rank.total for rank in report.prediction.memory])[0]}"
+def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
+    return Table(title, tuple(rows[0]), [tuple(row.values()) for row in rows])
 
 
 def summary_rows(report: Report) -> dict[str, str]:
     """Return one line each for mesh, batch, model and schedule."""
     topology, prediction, request = report.topology, report.prediction, report.request
-    ranks = []
-    for p in range(topology.pipeline):
-        first = topology.rank(p, 0, 0)
-        last = topology.rank(p, topology.data - 1, topology.tensor - 1)
-        ranks.append(f"{p}: {first}" if first == last else f"{p}: {first}-{last}")
+    ranks = [
+        f"{p}: {first}" if first == last else f"{p}: {first}-{last}"
+        for p, (first, last) in enumerate(_ranks(topology))
+    ]
     shown = ranks if len(ranks) <= 8 else [*ranks[:3], "...", ranks[-1]]
     mesh = (
         f"{topology.world_size} ranks = pipeline {topology.pipeline} x data {topology.data} x "
@@ -159,6 +164,12 @@ def summary_rows(report: Report) -> dict[str, str]:
         "schedule": f"{prediction.plan.name}, {stages} per rank, "
         f"{report.batch.num_microbatches} micro-batches",
     }
+
+
+def _ranks(topology: Topology) -> list[list[int]]:
+    """Return the first and the last rank of each pipeline rank."""
+    last = topology.data - 1, topology.tensor - 1
+    return [[topology.rank(p, 0, 0), topology.rank(p, *last)] for p in range(topology.pipeline)]
 
 
 def step_summary(report: Report) -> dict[str, str]:
@@ -211,8 +222,15 @@ def cut_line(report: Report) -> str:
         f"{list(cut.bounds)}: the slowest rank takes {percent(cut.imbalance)} longer than the mean "
         f"(column time, which counts memory traffic besides FLOPs)"
     )
-    better = better_cut(report)
-    return f"{text}; no faster cut was found" if better is None else f"{text}; {better}"
+    if cut.slower < _BETTER_CUT:
+        return f"{text}; no faster cut was found"
+    change = f"pipeline.partition to {list(cut.best)}"
+    if report.request.config.pipeline.partition != "auto":
+        change = f"pipeline.partition to 'auto', or to {list(cut.best)}"
+    return (
+        f"{text}; set {change}: the step is {percent(1 - 1 / (1 + cut.slower))} shorter, peak "
+        f"memory {show_bytes(cut.best_peak)} instead of {show_bytes(report.prediction.peak)}"
+    )
 
 
 def _finish(report: Report) -> dict[str, str]:
@@ -233,20 +251,6 @@ def _finish(report: Report) -> dict[str, str]:
     }
 
 
-def unused_memory(report: Report, advice: Advice) -> list[tuple[str, str]]:
-    """Return (label, text) of what could be done with memory that the run does not use."""
-    limit = report.request.limit
-    if limit is None or not report.fits:
-        return []
-    free = f"{show_bytes(limit - report.prediction.peak)} of {show_bytes(limit)} are unused"
-    if not advice.alternatives:
-        return [("unused", f"{free}; no change that was tried fits and is 2% faster")]
-    lines = [("unused", f"{free}; faster changes that fit, by this prediction:")]
-    for change, gain, peak in advice.alternatives:
-        lines.append(("", f"{change}: {show_percent(gain)} faster, {show_bytes(peak)}"))
-    return lines
-
-
 def verdict(report: Report) -> tuple[str, str]:
     """Return (label, text): whether the run fits, with the memory of the fullest rank."""
     limit, peak = report.request.limit, report.prediction.peak
@@ -254,7 +258,7 @@ def verdict(report: Report) -> tuple[str, str]:
         assumption = "assumes CPU kernels; leave room for fragmentation"
     else:
         assumption = "assumes CUDA kernels; leave room for the CUDA context and fragmentation"
-    rank = [memory.total for memory in report.prediction.memory].index(peak)
+    rank = report.prediction.fullest_rank
     if limit is None:
         return "peak", f"{show_bytes(peak)} on pipeline rank {rank}; {assumption}"
     need, have = show_bytes(peak), show_bytes(limit)
@@ -279,20 +283,18 @@ def _entry(name: str, text: str, width: int) -> str:
     )
 
 
-def _section(title: str, table: Rows, width: int, flexible: int | None = None) -> str:
+def _section(table: Table, width: int, flexible: int | None = None) -> str:
     """Format a table; numbers are right-aligned, the column `flexible` is wrapped to fit."""
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    columns = list(zip(table.header, *table.rows, strict=True))
+    widths = [max(map(len, column)) for column in columns]
     if flexible is not None:
         others = sum(widths) - widths[flexible] + 2 * len(widths)
         widths[flexible] = min(widths[flexible], max(16, width - others))
-    right = [all(cell[:1].isdigit() for cell in column[1:]) for column in zip(*table, strict=True)]
-    lines = [title]
-    for row in table:
+    right = [all(cell.lstrip("+-")[:1].isdigit() for cell in column[1:]) for column in columns]
+    lines = [table.title]
+    for row in (table.header, *table.rows):
         wrapped = [
-            textwrap.wrap(cell, widths[i], break_on_hyphens=False) or [""]
-            if i == flexible
-            else [cell]
-            for i, cell in enumerate(row)
+            _wrap(cell, widths[i]) if i == flexible else [cell] for i, cell in enumerate(row)
         ]
         for cells in zip_longest(*wrapped, fillvalue=""):
             aligned = [
@@ -303,20 +305,24 @@ def _section(title: str, table: Rows, width: int, flexible: int | None = None) -
     return "\n".join(lines)
 
 
-def as_json(report: Report, advice: Advice) -> dict[str, Any]:
+def _wrap(cell: str, width: int) -> list[str]:
+    # An option stays on one line with its value.
+    lines = textwrap.wrap(
+        cell.replace("--set ", "--set\xa0"), width, subsequent_indent="  ", break_on_hyphens=False
+    )
+    return [line.replace("\xa0", " ") for line in lines]
+
+
+def as_json(report: Report, changes: Sequence[TriedChange]) -> dict[str, Any]:
     """Return the report as JSON values: sizes in bytes, times in seconds if they are known."""
     topology, request = report.topology, report.request
-    suggestions = [f"{s.change}: {s.peak} bytes" for s in advice.suggestions if s.fits]
     return {
         "mesh": {
             "world": topology.world_size,
             "pipeline": topology.pipeline,
             "data": topology.data,
             "tensor": topology.tensor,
-            "ranks": [
-                [topology.rank(p, 0, 0), topology.rank(p, topology.data - 1, topology.tensor - 1)]
-                for p in range(topology.pipeline)
-            ],
+            "ranks": _ranks(topology),
         },
         "batch": {
             "train_batch_size": report.batch.train_batch_size,
@@ -338,9 +344,7 @@ def as_json(report: Report, advice: Advice) -> dict[str, Any]:
         "compare": [_prediction(other, report) for other in report.compared],
         "refused": report.refused,
         "fits": report.fits,
-        "warnings": list(advice.warnings),
-        "advice": [advice.recommendation, *suggestions] if advice.recommendation else suggestions,
-        "faster": [alternative._asdict() for alternative in advice.alternatives],
+        "changes": [change._asdict() for change in changes],
         "train_steps": report.run_steps,
         "run_seconds": report.run_seconds,
         "tflops": request.rates.tflops,
@@ -389,48 +393,32 @@ def _prediction(prediction: Prediction, report: Report) -> dict[str, Any]:
     }
 
 
-_IN_CONFIG, _RECOMMENDED = "in the config", "recommended"
-_ALTERNATIVE, _SLOWER = "best alternative", "much slower"
+def report_panels(report: Report, *, only_marked: bool) -> tuple[list[Panel], str]:
+    """Return a panel for each schedule, that of the config first; the unit of memory.
 
-
-def report_panels(report: Report, advice: Advice) -> tuple[list[Panel], str]:
-    """Return a panel for each schedule, that of the config first; the unit of memory."""
-    predictions = _in_order(report, advice)
+    Args:
+        only_marked: draw only the schedule of the config and the best alternative.
+    """
+    marks = _marks(report)
+    others = [] if only_marked else [p for p in report.compared if p not in marks]
+    predictions = [*marks, *others]
     name, size = unit_of([int(max(p.timeline.peak)) for p in predictions])
-    panels = [_panel(p, size, _mark(p, report, advice)) for p in predictions]
+    panels = [_panel(p, size, marks.get(p)) for p in predictions]
     return panels, f"{name} of activations"
 
 
-def _in_order(report: Report, advice: Advice) -> list[Prediction]:
-    """Return the schedule of the config, the best alternative, the others from fast to slow."""
-    first = [report.prediction]
-    alternative = _alternative(report, advice)
-    if alternative:
-        first.append(alternative)
-    return [*first, *(other for other in report.compared if other not in first)]
+def _marks(report: Report) -> dict[Prediction, str | None]:
+    """Return the schedule of the config, and the fastest other one, if possible one that fits.
 
-
-def _alternative(report: Report, advice: Advice) -> Prediction | None:
-    """Return the recommended other schedule, or the fastest other one, if possible one that fits.
-
-    None if there was no comparison.
+    They are marked in tables and pictures if there was a comparison.
     """
-    if advice.best not in (None, report.prediction):
-        return advice.best
-    others = [other for other in report.compared if other is not report.prediction]
-    fitting = [other for other in others if other.fits(report.request.limit) is not False]
-    return next(iter(fitting or others), None)
-
-
-def _mark(prediction: Prediction, report: Report, advice: Advice) -> str | None:
+    own = report.prediction
     if not report.compared:
-        return None
-    marks = [_IN_CONFIG] * (prediction is report.prediction)
-    slow = _time_ratio(prediction, report) > MUCH_SLOWER
-    marks += [_RECOMMENDED] * (prediction is advice.best and not slow)
-    if not marks and prediction is _alternative(report, advice):
-        marks.append(_SLOWER if slow else _ALTERNATIVE)
-    return ", ".join(marks) or None
+        return {own: None}
+    others = [other for other in report.compared if other is not own]
+    fitting = [other for other in others if other.fits(report.request.limit) is not False]
+    best = (fitting or others)[:1]
+    return {own: "in the config", **dict.fromkeys(best, "best alternative")}
 
 
 def _panel(prediction: Prediction, unit: int, mark: str | None) -> Panel:
@@ -446,29 +434,27 @@ def _panel(prediction: Prediction, unit: int, mark: str | None) -> Panel:
     return Panel(timeline, costs=costs, mark=mark)
 
 
-def report_intro(report: Report, advice: Advice, title: str) -> Intro:
-    """Return the verdict, the memory of each rank and the comparison; details in tables."""
-    summary: Rows = [("", ""), *summary_rows(report).items()]
-    summary += step_summary(report).items()
-    summary.append(verdict(report))
-    details: dict[str, Rows] = {
-        "mesh, batch, model and step": summary,
-        "stages": stage_table(report),
-        memory_title(report): memory_table(report),
-    }
+def report_intro(report: Report, changes: Sequence[TriedChange], title: str) -> Intro:
+    """Return the verdict, the memory of each rank, comparison and changes; details in tables."""
+    summary = [*summary_rows(report).items(), *step_summary(report).items(), verdict(report)]
+    tables = [_comparison(report)] if report.compared else []
+    tables += [change_table(report, changes)] if changes else []
     return Intro(
         title=title,
-        verdict=_verdict(report, advice),
+        verdict=_verdict(report),
         bars=_memory(report),
-        tables=[_comparison(report, advice)] if report.compared else [],
-        details=[Table(name, header, rows) for name, (header, *rows) in details.items()],
+        tables=tables,
+        details=[
+            Table("mesh, batch, model and step", ("", ""), summary),
+            stage_table(report),
+            memory_table(report),
+        ],
     )
 
 
-def _verdict(report: Report, advice: Advice) -> Verdict:
+def _verdict(report: Report) -> Verdict:
     limit, prediction = report.request.limit, report.prediction
     need = show_bytes(prediction.peak)
-    rank = [memory.total for memory in prediction.memory].index(prediction.peak)
     if limit is None:
         headline = f"Needs {need} of device memory"
     elif report.fits:
@@ -479,43 +465,16 @@ def _verdict(report: Report, advice: Advice) -> Verdict:
         ("schedule", prediction.plan.name),
         ("time per step", _time(prediction, report)),
         ("bubble", show_percent(prediction.timeline.bubble)),
-        ("fullest rank", f"pipeline rank {rank}"),
+        ("fullest rank", f"pipeline rank {prediction.fullest_rank}"),
     ]
-    alternative = _alternative(report, advice)
-    if alternative:
-        facts.append(("best alternative", _best_change(alternative, report, advice)))
-    remarks = [("recommended:", advice.recommendation)] if advice.recommendation else []
-    for change, peak, fits in advice.suggestions:
-        label = "to make it fit:" if fits else "reduces memory, not enough:"
-        remarks.append((label, f"{change} ({show_bytes(peak)})"))
-    for change, gain, peak in advice.alternatives:
-        remarks.append(("faster:", f"{change} ({show_percent(gain)} faster, {show_bytes(peak)})"))
-    remarks += [("warning:", text) for text in advice.warnings]
-    remarks += [(f"{name} is not possible:", why) for name, why in report.refused.items()]
+    for other in [*_marks(report)][1:]:
+        ratio = other.timeline.makespan / prediction.timeline.makespan
+        text = f"{other.plan.name}: {_time(other, report)} ({percent(ratio - 1, signed=True)})"
+        fits = {True: ", fits", False: ", does not fit", None: ""}[other.fits(limit)]
+        facts.append(("best alternative", f"{text}, {show_bytes(other.peak)}{fits}"))
+    remarks = [(f"{name} is not possible:", why) for name, why in report.refused.items()]
     remarks += [("note:", text) for text in report.notes]
     return Verdict(report.fits, headline, facts, remarks)
-
-
-def _best_change(other: Prediction, report: Report, advice: Advice) -> str:
-    """Return name, time, memory, and whether the other schedule fits.
-
-    If the other schedule does not fit or is much slower, return the change of another key that
-    makes the run fit and saves least memory, because such a change often costs least time.
-    """
-    changes = [suggestion for suggestion in advice.suggestions if suggestion.fits]
-    if changes and (
-        not other.fits(report.request.limit) or _time_ratio(other, report) > MUCH_SLOWER
-    ):
-        least = max(changes, key=lambda suggestion: suggestion.peak)
-        return f"{least.change}: {show_bytes(least.peak)}, fits"
-    change = percent(_time_ratio(other, report) - 1, signed=True)
-    text = f"{other.plan.name}: {_time(other, report)} ({change})"
-    fits = {True: "fits", False: "does not fit", None: ""}[other.fits(report.request.limit)]
-    return ", ".join(filter(None, (text, show_bytes(other.peak), fits)))
-
-
-def _time_ratio(other: Prediction, report: Report) -> float:
-    return other.timeline.makespan / report.prediction.timeline.makespan
 
 
 def _time(prediction: Prediction, report: Report) -> str:
@@ -541,10 +500,10 @@ def _memory(report: Report) -> Bars:
     )
 
 
-def _comparison(report: Report, advice: Advice) -> Table:
+def _comparison(report: Report) -> Table:
     """Return the table of compared schedules; words mark those that the timelines mark."""
-    header, *rows = comparison_table(report)
-    marks = [_mark(prediction, report, advice) for prediction in report.compared]
-    marked = [number for number, mark in enumerate(marks) if mark]
-    cells = [(*row[1:], mark or "") for row, mark in zip(rows, marks, strict=True)]
-    return Table("schedules", (*header[1:], ""), cells, marked)
+    table, marks = comparison_table(report), _marks(report)
+    words = [marks.get(prediction) or "" for prediction in report.compared]
+    rows = [(*row[1:], word) for row, word in zip(table.rows, words, strict=True)]
+    marked = [number for number, word in enumerate(words) if word]
+    return Table("schedules", (*table.header[1:], ""), rows, marked)

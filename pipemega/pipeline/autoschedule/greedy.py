@@ -47,6 +47,7 @@ from pipemega.pipeline.autoschedule.problem import (
 
 # A delay longer than any plan: such a step runs only if no other can.
 _LAST = 1e4
+NEVER = float("inf")
 
 # priorities[code][n]: priority of the step of micro-batch n; codes of F, I and W.
 Priorities = list[list[float]]
@@ -163,10 +164,7 @@ _SCALED = ("forward", "backward", "spacing", "pace")
 _SHIFTED = ("gap", "weight_lag", "horizon")
 
 
-_NEVER = float("inf")
-
-
-def construct(problem: Problem, rule: PriorityRule, until: float = _NEVER) -> Orders | None:
+def construct(problem: Problem, rule: PriorityRule, until: float = NEVER) -> Orders | None:
     """Return the orders that result from always running the most urgent possible step.
 
     Returns None if the idle time of a rank shows that it cannot finish by `until`.
@@ -207,7 +205,7 @@ class _Construction:
             if code < 0:
                 # A later result adds an event for an idle rank; add the next arrival that is known.
                 idle[rank] = True
-                if until < _NEVER:
+                if until < NEVER:
                     heappush(events, (until, rank))
                 continue
             if idle[rank]:
@@ -229,9 +227,9 @@ class _Construction:
         count, arrived = self.count, self.arrived
         num, memory, soon = problem.num_stages, problem.memory, now + ROUNDING
         held, limit = self.held[rank], self.limit[rank]
-        best, urgent = -1, _NEVER
-        next_arrival, next_priority = _NEVER, _NEVER
-        blocked, blocked_code = _NEVER, -1  # an I that exceeds the memory limit
+        best, urgent = -1, NEVER
+        next_arrival, next_priority = NEVER, NEVER
+        blocked, blocked_code = NEVER, -1  # an I that exceeds the memory limit
         whole = self.rule.whole
         for stage in problem.stages[rank]:
             code = num + stage
@@ -270,7 +268,7 @@ class _Construction:
             length = problem.time[best]
             if now + length * (1 - patience) > next_arrival + ROUNDING:
                 return -1, next_arrival
-        return best, _NEVER
+        return best, NEVER
 
     def _leaves_memory(self, rank: int, stage: int, n: int) -> bool:
         """Return whether F of micro-batch `n` leaves enough memory for later stages."""
@@ -331,9 +329,6 @@ class _Construction:
         away = problem.rank_of_stage[user % num] != rank
         self.arrived[user].append(ends + (problem.latency[user] if away else 0.0))
         return user
-
-
-NEVER = float("inf")
 
 
 @dataclass(slots=True)

@@ -194,8 +194,6 @@ def draw_bars(
         points: points per unit of time.
         row: height of a rank, in points.
     """
-    from matplotlib.collections import PolyCollection
-
     timeline, plan = panel.timeline, panel.timeline.plan
     bars: dict[tuple[str, int], list[Bar]] = defaultdict(list)
     for rank in range(plan.num_ranks):
@@ -207,16 +205,15 @@ def draw_bars(
     _draw_idle(axes, panel, theme)
     _draw_phases(axes, panel, number)
     for (kind, chunk), same_colour in sorted(bars.items()):
-        collection = PolyCollection(
+        _fill(
+            axes,
             _rectangles(same_colour, _HALF if row > 5 else 0.5),
-            facecolors=shade(Kind(kind), chunk, panel.num_chunks, theme.shades),
+            shade(Kind(kind), chunk, panel.num_chunks, theme.shades),
+            f"bars-{number}-{kind}-{chunk}",
             edgecolors=theme.background if edge else "none",
             linewidths=edge,
             rasterized=count > _MAX_BARS,
-            clip_on=False,
-            gid=f"bars-{number}-{kind}-{chunk}",
         )
-        axes.add_collection(collection)
     if count <= _MAX_NUMBERS:
         _draw_numbers(axes, panel, theme, points, row)
 
@@ -239,11 +236,12 @@ def _draw_phases(axes: "Axes", panel: Panel, number: int) -> None:
         _fill(axes, _rectangles(same_name, _HALF), PHASE_COLOURS[name], gid)
 
 
-def _fill(axes: "Axes", polygons: Any, colour: str, gid: str) -> None:
+def _fill(axes: "Axes", polygons: Any, colour: str, gid: str, **style: Any) -> None:
     from matplotlib.collections import PolyCollection
 
+    style = {"linewidths": 0, **style}
     axes.add_collection(
-        PolyCollection(polygons, facecolors=colour, linewidths=0, clip_on=False, gid=gid)
+        PolyCollection(polygons, facecolors=colour, clip_on=False, gid=gid, **style)
     )
 
 
@@ -408,9 +406,8 @@ def png(
     Raises:
         ConfigError: matplotlib is not installed.
     """
-    panels = as_panels(shown, measured)
-    theme = DARK if dark else LIGHT
-    return _save(panels, unit, memory_unit if memory else None, theme, "png", dpi)
+    panels, drawn = as_panels(shown, measured), memory_unit if memory else None
+    return _save(panels, unit, drawn, DARK if dark else LIGHT, "png", dpi)
 
 
 def svg(
@@ -427,9 +424,8 @@ def svg(
     Arguments and errors are those of `png`. The bars of one colour are a group whose id names
     panel, kind and chunk, as in `bars-0-F-0`. More than 10,000 bars are embedded as an image.
     """
-    panels = as_panels(shown, measured)
-    theme = DARK if dark else LIGHT
-    return minify(_save(panels, unit, memory_unit if memory else None, theme, "svg", 200).decode())
+    panels, drawn = as_panels(shown, measured), memory_unit if memory else None
+    return minify(_save(panels, unit, drawn, DARK if dark else LIGHT, "svg", 200).decode())
 
 
 def _save(

@@ -120,12 +120,3 @@ def test_the_limited_plan_of_a_schedule_stays_the_same_if_it_is_limited_again(
 def _last_jobs(plan: Plan, stage: int) -> list[int]:
     """Return the micro-batches of `stage` in the order of their B or W."""
     return [s.microbatch for s in plan.steps() if s.stage == stage and s.kind.value in ("B", "W")]
-
-
-def test_the_advice_says_what_the_limit_costs() -> None:
-    from pipemega.planning.advice import advise
-
-    (text,) = [w for w in advise(plan_llama("zb-h1", "full")).warnings if "recomputation" in w]
-    assert "pipeline.weight_queue_limit 'auto' runs W earlier" in text
-    assert "instead of" in text
-    assert "longer" in text
