@@ -67,8 +67,6 @@ class StageCosts:
         flops: of F, of B or I, of W.
         kernels: number of kernels of F, of B or I, of W.
         seconds: of F, of B or I, of W, by the fixed table of `kernel_rates`.
-        layer_flops: of the forward of each layer; the last one includes a third of the work of a
-            fused loss, which computes the gradients of the head in F.
         held_once: those bytes of `held` that only one micro-batch keeps at a time: the weight
             gradient of such a head.
         whole_working: if backward is split: temporary bytes during a B; None: not counted.
@@ -85,7 +83,6 @@ class StageCosts:
     flops: tuple[float, float, float]
     kernels: tuple[int, int, int]
     seconds: tuple[float, float, float]
-    layer_flops: tuple[float, ...]
     kept_gradient: int = 0
     held_once: int = 0
     whole_working: int | None = None
@@ -178,10 +175,7 @@ class _StageRun:
         meter, first = self._meter, self._stage.number == 0
         live = _LiveTensors(_empty(entering))
         arrived = meter.now
-        layer_flops = self._stage.observer = _LayerFlops(meter)
         header, forward = self._metered(lambda: self._forward(live, is_last))
-        self._stage.observer = None
-        layer_flops.add_fused_loss(forward.flops)
         with_output = meter.now
         live.output = None
         output = with_output - meter.now
@@ -210,7 +204,6 @@ class _StageRun:
             flops=(forward.flops, backward.flops, weight.flops),
             kernels=(forward.kernels, backward.kernels, weight.kernels),
             seconds=(forward.seconds, backward.seconds, weight.seconds),
-            layer_flops=layer_flops.counts,
             kept_gradient=0 if first else max(0, gradient_out - (with_gradient - kept)),
             held_once=held_once,
         )
@@ -268,32 +261,6 @@ class _StageRun:
     def _weight_half(self) -> None:
         if self._weights is not None:
             self._weights.run(_MICROBATCH)
-
-
-class _LayerFlops:
-    """Observer of a stage: counts the FLOPs of the forward of each layer."""
-
-    reads_outputs = False
-
-    def __init__(self, meter: TensorMeter) -> None:
-        self._meter, self._before, self._counts = meter, 0.0, list[float]()
-
-    def enter(self, position: int, x: Any, rng_key: RngKey | None) -> None:
-        self._before = self._meter.flops
-
-    def leave(self, position: int, y: Any, rng_key: RngKey | None) -> None:
-        self._counts.append(self._meter.flops - self._before)
-
-    def failed(self, position: int) -> None:
-        pass
-
-    @property
-    def counts(self) -> tuple[float, ...]:
-        return tuple(self._counts)
-
-    def add_fused_loss(self, forward: float) -> None:
-        """Add to the last layer a third of what the layers have not done of `forward`."""
-        self._counts[-1] += (forward - sum(self._counts)) / 3
 
 
 def _sizes(header: Header) -> list[int]:
