@@ -89,7 +89,7 @@ LEAVES = {
     "pipeline/autoschedule", "pipeline/tracing", "pipeline/visualize", "profiling",
 }  # fmt: skip
 # Lines of code, without comments and docstrings, and modules. Both numbers only get smaller.
-MOST_LINES = 56800
+MOST_LINES = 55900
 MOST_MODULES = 300
 
 # Libraries that may be missing, and are therefore imported where they are used.
