@@ -5,7 +5,7 @@ torch   what it has, and what an older one uses instead
         looked at: `gradient_edge` makes a view
 2.13    `all_gather_single`, `reduce_scatter_single`, and the methods `..._coalesced` of a group:
         the names before, about which torch 2.13 warns
-2.15    `set_timeout`: the name before, about which torch 2.15 warns
+2.14    `set_timeout`: the name before, about which torch 2.14 warns
 
 Features of the config without a substitute are refused: `too_old`.
 """

@@ -243,6 +243,10 @@ class NcclLike(dist.ProcessGroup):
     def timeout(self) -> timedelta:
         return self._timeout if self._backend is None else self._backend.timeout
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        # torch 2.14 calls it; older versions change the timeout of the backend.
+        self._get_backend(_CPU)._set_default_timeout(timeout)
+
     @property
     def _device_types(self) -> list[torch.device]:
         return [_CPU]
