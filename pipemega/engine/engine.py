@@ -156,8 +156,8 @@ class Engine:
         Returns:
             the loss, the same on every rank; or (loss, outputs). `outputs` is a list on the ranks
             of the last stage (a shard per tensor rank if the layer returns shards), else None. A
-            mean loss of a `batch` is averaged over its samples; that of an iterator over its
-            micro-batches.
+            mean loss is the mean over the samples of a `batch`, or over the micro-batches of an
+            iterator.
         """
 
         def evaluate() -> tuple[float, list[Any] | None]:

@@ -41,12 +41,12 @@ from pipemega.pipeline.recorder import step_clock
 class StepPlans:
     """Returns the plan of each step.
 
-    Only two plans are kept, that of a full step and the current one: those of all sizes of a long
-    ramp-up would need much memory.
+    Only two plans are kept, the plan of a full step and the current one: the plans for all sizes
+    of a long ramp-up would need much memory.
 
     Args:
-        mesh: of the run.
-        plan: for train_batch_size.
+        mesh: the device mesh of the run.
+        plan: the plan of a step with train_batch_size samples.
         chooser: builds the plans of other steps, on rank 0; None: all steps are equal.
     """
 
@@ -66,8 +66,9 @@ class StepPlans:
         """Return the plan for `count` micro-batches; collective if it differs from the current one.
 
         Args:
-            current: of the last step; a callback, as that of schedule `auto`, may have replaced it.
-            bounds: of its stages, which may have moved since the last call.
+            current: the plan of the last step; a callback, such as the tuner of schedule `auto`,
+                may have replaced it.
+            bounds: the bounds of its stages, which may have moved since the last call.
         """
         full = self._full.num_microbatches
         if current.num_microbatches == full:
@@ -90,7 +91,7 @@ class FirstPlan(NamedTuple):
     Args:
         plan: lowered and validated.
         bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
-        plans: of steps with different numbers of micro-batches.
+        plans: gives the plans of steps with different numbers of micro-batches.
         tuner: replaces the plan of schedule `auto` after measurements; None: it stays.
         is_provisional: the shapes of the first micro-batch may change plan and stages.
     """
@@ -164,7 +165,7 @@ class LateChoice:
     """Chooses plan and stages again; once.
 
     Args:
-        setup: of the run.
+        setup: the setup of the run.
         given: the plan of the caller; replaces pipeline.schedule.
 
     Attributes:
@@ -227,12 +228,13 @@ class Components:
         model: the stages of this rank.
         executor: runs plans with them.
         optimizer_step: None without an optimizer.
-        loader: of the training data; None if the caller passes iterators.
-        timers: of data, forward, backward, communication and optimizer.
-        num_parameters: of the whole model.
+        loader: the loader of the training data; None if the caller passes iterators.
+        timers: the timers of data, forward, backward, communication and optimizer.
+        num_parameters: number of parameters of the whole model.
         mover: moves stages to other ranks.
         first: the first plan and its stages, and what changes them later.
-        late_choice: of plan and stages, when the first step has been read; None: they are final.
+        late_choice: chooses plan and stages again when the first step has been read; None: they
+            are final.
     """
 
     model: LocalModel

@@ -24,7 +24,7 @@ class Evaluator:
     """Runs forwards on the stages of one rank; every method is collective.
 
     Args:
-        mesh: of the run.
+        mesh: the device mesh of the run.
         executor: runs the forwards.
         reader: reads the data.
         plan: a plan of the training steps; gives the stages.

@@ -216,9 +216,9 @@ def build_engine(
     """Build an engine, and load the checkpoint that the config names.  Collective.
 
     Args:
-        setup: without a loader; its config and model are not final.
+        setup: the setup of the run, without a loader; its config and model are not final.
         plan, data, collate_fn: as for `initialize`.
-        options: for `StepRunner`.
+        options: further arguments of `StepRunner`.
     """
     config, mesh, net = setup.config, setup.mesh, setup.net
     with failure_reporter().propagate_errors("initialize"):

@@ -47,10 +47,10 @@ class ChosenPlan(NamedTuple):
     """A plan and its stages.
 
     Args:
-        plan: lowered and validated.
+        plan: the plan, lowered and validated.
         bounds: stage s is layers bounds[s] to bounds[s + 1] - 1; None: `stage_bounds` determines
             them, because pipeline.partition does not depend on the plan.
-        seconds: predicted for a step; None: unknown.
+        seconds: predicted seconds of a step; None: unknown.
         reason: why the model is cut so, for the log; None: nothing to say.
     """
 
@@ -67,8 +67,9 @@ class PlanChooser:
         setup: what the engine is built from; without an optimizer the cut is for evaluation.
 
     Attributes:
-        mesh, log: those of the run and of this rank.
-        shapes_follow: they are known once the first step has been read.
+        mesh: the device mesh of the run.
+        log: the logger of this rank.
+        shapes_follow: the shapes of a micro-batch are known once the first step has been read.
         is_provisional: on rank 0, a choice needed shapes that the first micro-batch is going to
             have.
     """
@@ -245,7 +246,8 @@ class PlanChooser:
     def _samples(self) -> Iterator[Callable[[], Sample]]:
         """Yield functions that return a micro-batch: example, of the config, the data, the model.
 
-        That of the config comes before the data, as in `pipemega plan`: the cut is the same.
+        The micro-batch from the config comes before the data, as in `pipemega plan`, so the cut is
+        the same.
         """
         config, loader, example = self._config, self._loader, self._example
         if example is not None:

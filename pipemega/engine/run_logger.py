@@ -43,14 +43,15 @@ class RunLogger(StepFeature):
 
     Args:
         steps: runs the steps that are recorded.
-        log: of this rank.
+        log: the logger of this rank.
         keeps_files: also write `metrics.jsonl` and `config.json`.
 
     Attributes:
         folder: the run folder.
         history: counters of the run, over all its restarts.
-        policy: for steps with inf or nan.
-        tokens_per_sample, flops_per_sample: for tokens/s, TFLOP/s and MFU; 0: do not record them.
+        policy: decides what follows a step with inf or nan.
+        tokens_per_sample, flops_per_sample: tokens and FLOPs of a sample, for tokens/s, TFLOP/s
+            and MFU; 0: do not record them.
     """
 
     def __init__(self, steps: StepRunner, log: logging.Logger, *, keeps_files: bool) -> None:
@@ -164,8 +165,8 @@ class RunLogger(StepFeature):
         """Record the step that the run has just run.
 
         Args:
-            samples: of this step, over all data ranks.
-            epoch: that it belongs to, from 1; None if the run has no epochs.
+            samples: number of samples of this step, over all data ranks.
+            epoch: the epoch of the step, from 1; None if the run has no epochs.
 
         With `pipeline.optimizer_sync: "post_validate"` its gradient norm is known, and its record
         written, one step later.

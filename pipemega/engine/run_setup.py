@@ -35,10 +35,10 @@ class RunSetup:
     """What an engine is built from.
 
     Args:
-        config, mesh: of the run.
+        config, mesh: the config and the device mesh of the run.
         net: the whole model, with its adapters.
-        arguments: of the user, about the optimizer.
-        loader: of the training data; None if the caller passes iterators.
+        arguments: the user's arguments about the optimizer.
+        loader: the loader of the training data; None if the caller passes iterators.
         example: a micro-batch, from which the model is counted; None: see `PlanChooser`.
         has_read: the first step was read, so no shapes follow.
     """
@@ -98,8 +98,8 @@ class ExecutorBuilder:
     """Builds the executor of this rank for any stages of the model.
 
     Args:
-        setup: of the run.
-        timers: of the engine.
+        setup: the setup of the run.
+        timers: the timers of the engine.
         plan_may_change: a plan that splits backward may replace the one of the executor.
     """
 

@@ -28,8 +28,8 @@ class BatchNormUpdates:
     the next one, so the sums of both steps are separate.
 
     Args:
-        model: has the layers.
-        data: ranks with copies of the layers.
+        model: the local stages, which contain the layers.
+        data: the data axis, whose ranks have copies of the layers.
     """
 
     def __init__(self, model: LocalModel, data: Axis) -> None:

@@ -6,9 +6,9 @@
     optimizer step            the same object, with the same optimizer, schedule and counters,
                               over the masters of the new stages
 
-The result is that of a run that loads a checkpoint of the step under the new cut, bit for bit. The
-old stages are freed before the exchange, so a rank needs little more memory than for both sets of
-parameters and masters.
+The result is the same, bit for bit, as if a run loaded a checkpoint of the step under the new cut.
+The old stages are freed before the exchange, so a rank needs little more memory than for both sets
+of parameters and masters.
 
 Moves the state of layers between ranks: what a checkpoint contains of them, without files.
 
@@ -82,10 +82,10 @@ def between_pipeline_ranks(
     """Return the state of `names`, from the ranks that have it; collective over the axis.
 
     Args:
-        state: of this rank; emptied.
-        names: that this rank is to have. A name that no rank has is left out.
+        state: the state on this rank; emptied.
+        names: the names that this rank is to have. A name that no rank has is left out.
         axis: the pipeline axis.
-        device: of the tensors that are not on the host.
+        device: the device of the tensors that are not on the host.
     """
     mine = _described(state)
     ranks: list[tuple[_Described, list[str]]] = gather_objects((mine, sorted(names)), axis)
@@ -132,10 +132,10 @@ def between_data_ranks(
     first element of the parameter, as in a checkpoint.
 
     Args:
-        state: of this rank, with other spans; its slices are removed.
+        state: the state on this rank, with other spans; its slices are removed.
         spans: logical name -> the range of the parameter that this rank is to hold.
         axis: the data axis.
-        device: of the tensors that are not on the host.
+        device: the device of the tensors that are not on the host.
     """
     mine = _described({name: state[name] for name in spans})
     ranks: list[tuple[_Described, Mapping[str, Span]]] = gather_objects((mine, spans), axis)
@@ -265,7 +265,7 @@ class StageMover:
     """Moves the stages of one engine; `move` may be called several times.
 
     Args:
-        setup: of the run.
+        setup: the setup of the run.
         executors: builds the executor of the new stages.
     """
 
@@ -288,7 +288,7 @@ class StageMover:
         """Return why the stages must stay, as a clause; "" if they can move. Collective.
 
         Args:
-            is_first: before the first step, with `BuiltModules`.
+            is_first: the move is before the first step, with `BuiltModules`.
         """
         found = (
             self._obstacle_of_model(bounds, moves_built=is_first)
@@ -355,9 +355,9 @@ class StageMover:
 
         Args:
             model: the current stages, after `step.settle()`.
-            plan: of the next steps, lowered; its stages are those of `bounds`.
+            plan: the plan of the next steps, lowered; `bounds` gives its stages.
             bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
-            built: before the first step.
+            built: the modules as the user built them; only before the first step, else None.
 
         Returns:
             the new stages, and what runs plans with them.

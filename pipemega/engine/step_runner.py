@@ -58,21 +58,21 @@ class StepRunner:
     """Runs the training steps of one rank.
 
     Args:
-        config, mesh: those of the run.
+        config, mesh: the config and the device mesh of the run.
         components: what `initialize` has built.
         in_loop: a loop of the caller runs the one layer, without a plan.
 
     Attributes:
         stages: the local stages, in the order of the model.
         stages_were_read: the caller may refer to the stages, so that they do not move.
-        model, executor, reader, evaluator, locator: of the current stages.
+        model, executor, reader, evaluator, locator: they belong to the current stages.
         tracer: traces steps, a `profiling.step_tracer.Tracer`; None: no step was to be traced.
         profiler: the table of `flops_profiler`; None: not enabled.
         features: watch the steps, in this order.
         optimizer_step, schedule: None without training.
         data: the training data, and the length of the run.
         global_steps, consumed_samples, step_samples, epoch, stop_requested: as of `Engine`.
-        reports: the reports of steps that became final; the newest ones.
+        reports: the newest reports of steps that became final.
     """
 
     def __init__(
@@ -431,7 +431,7 @@ class StepRunner:
 
         Args:
             plan, bounds: as for `_move_stages`.
-            is_first: before the first step, whose data have been read.
+            is_first: the move is before the first step, whose data have been read.
         """
         if self.optimizer_step is None:
             return "the run has no optimizer"

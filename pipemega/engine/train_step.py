@@ -136,7 +136,7 @@ class MeasureBusyTime(StepFeature):
 
     @property
     def seconds(self) -> float:
-        """Seconds of the last step; on CUDA its computing time is that of the step before."""
+        """Seconds of the last step; on CUDA with the computing time of the step before it."""
         return self._recorder.seconds() + self._read_seconds
 
     @contextmanager

@@ -51,7 +51,7 @@ class TrainingRun:
         checkpointer: saves and loads.
         client_state: the state of the caller, in each checkpoint.
         times: seconds of training, evaluations and checkpoints.
-        evaluations: all evaluations so far.
+        evaluations: all evaluations of the run so far.
         stopped: why the run has ended before its last step; empty if it has not.
         saved_in: the last folder of checkpoints.
     """

@@ -66,9 +66,10 @@ class DataComparison:
 
         Args:
             pairs: the (inputs, labels) that this rank has read; None if it reads no data.
-            num_microbatches: of the call; the same on every rank.
+            num_microbatches: how many micro-batches the call reads; equal on all ranks.
             must_differ: equal data on two data ranks is an error too.
-            inputs_may_differ: between stages, of which only the first uses them; on this rank.
+            inputs_may_differ: the inputs of this rank may differ between stages, because only the
+                first stage uses them.
 
         Raises:
             DataError: ranks have read different data; on every rank.
@@ -221,7 +222,7 @@ class StepData:
 
     Args:
         inputs, labels: one entry per micro-batch; None or empty if the stages do not read them.
-        num_samples: of the step, on all data ranks.
+        num_samples: number of samples of the step, on all data ranks.
         shares: samples of each micro-batch, relative to a full one; None: all are full.
         epoch: completed passes over the data after the step; None: not known.
         counted: see `MicroBatches`.
@@ -257,7 +258,7 @@ class BatchReader:
     Args:
         mesh: its ranks agree on the number of micro-batches that are left.
         reads: whether the stages of this rank need the inputs, and the labels.
-        share: of a training step: the number of samples and micro-batches after a ramp-up.
+        share: the number of samples and micro-batches of a training step after a ramp-up.
         sizes: the number of samples of each training step.
         compare_every: how often to compare what the ranks have read; config key
             data.compare_every.
@@ -506,7 +507,7 @@ class BatchReader:
 
         Args:
             fewest: micro-batches that were left on a rank.
-            had: on this rank.
+            had: micro-batches that were left on this rank.
         """
         if fewest == 0 and self._min_over_ranks(-had if self._reads else 0) == [0]:
             return StopIteration(
@@ -560,7 +561,7 @@ class BatchReader:
     def to_device(self, tree: Any) -> Any:
         """Copy the tensors of a pytree to the device of this rank, from pinned memory.
 
-        A loader has pinned its data in its thread; that of a caller's iterator is pinned here.
+        A loader pins its data in its thread; the data of a caller's iterator are pinned here.
         """
 
         def copied(tensor: Tensor) -> Tensor:

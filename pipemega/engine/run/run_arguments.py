@@ -161,7 +161,8 @@ def use_deterministic_algorithms(config: Config, device: torch.device, log: logg
     may set the mode itself.
 
     Args:
-        device: of the run; on a GPU the environment is set too, before CUDA's libraries read it.
+        device: the device of the run; on a GPU the environment is set too, before CUDA's libraries
+            read it.
 
     Raises:
         ConfigError: the environment asks for an order of additions that is not fixed.
@@ -270,7 +271,7 @@ def build_mesh_of(config: Config) -> Mesh:
 
 
 def _check_backend(config: Config, mesh: Mesh) -> None:
-    """Refuse process groups of the caller whose backend is not that of the config."""
+    """Refuse process groups of the caller whose backend is not the backend of the config."""
     if config.mesh.backend == "auto" or mesh.world.group is None:
         return
     found = backend_names(mesh.world.group).get(mesh.device.type)
@@ -289,7 +290,7 @@ def with_devices_of_layers(
     """Return the config with the devices and bounds that the layers of `model` ask for.
 
     Args:
-        mesh: of the caller; its devices stay.
+        mesh: a mesh that the caller has built, which keeps its devices; None: there is none.
     """
     if all(spec.device is None for spec in model.specs):
         return config

@@ -46,7 +46,7 @@ class RunFolder:
     """Opens the folder of a run, once.
 
     Args:
-        log: of this rank.
+        log: the logger of this rank.
     """
 
     def __init__(self, config: Config, mesh: Mesh, log: logging.Logger) -> None:
@@ -58,7 +58,7 @@ class RunFolder:
         """Choose the folder, create and lock it, and log its path; collective.
 
         Raises:
-            FolderLockedError: another run uses this folder, or that of the checkpoints.
+            FolderLockedError: another run uses this folder or the folder of the checkpoints.
             ConfigError: an earlier run has used this training.run_name.
             CheckpointError: the folder cannot be written.
         """

@@ -40,7 +40,7 @@ class RunTimes:
         return self.timers(name)
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds by name, over all restarts; those of the whole run are "total"."""
+        """Return the seconds by name, over all restarts; "total": the seconds of the whole run."""
         total = 0.0 if self._started is None else perf_counter() - self._started
         own = {"total": total, **self.timers.totals()}
         return {k: own.get(k, 0.0) + self._earlier.get(k, 0.0) for k in {**own, **self._earlier}}
@@ -66,9 +66,9 @@ class EpochSums:
     """Sums over the steps of the epoch that is in progress.
 
     Args:
-        steps, samples, seconds: of all its steps.
+        steps, samples, seconds: steps of the epoch so far, their samples and their seconds.
         loss: sum of the steps' mean losses, each times its samples.
-        loss_samples: their number, without steps whose loss is inf or nan.
+        loss_samples: number of samples in `loss`, which omits steps whose loss is inf or nan.
     """
 
     steps: int = 0
@@ -188,7 +188,7 @@ class NonFinitePolicy:
         stop        raises an error                                 -
 
     Args:
-        config: of the run.
+        config: the config of the run.
         history: counts the budget over restarts.
         warn: logs a warning, on one rank.
     """
@@ -291,7 +291,7 @@ class RunPosition(NamedTuple):
     """Where a run is between two steps.
 
     Args:
-        steps, epoch: completed ones.
+        steps, epoch: completed steps and epochs.
         ended_epoch: the last step ended an epoch.
         completed: it was the last step of the run.
     """
@@ -357,7 +357,7 @@ class SavedSteps:
         """Note a checkpoint of `step`.
 
         Args:
-            path: of a checkpoint that the run has saved by itself; None for any other.
+            path: the path of a checkpoint that the run has saved by itself; None for any other.
         """
         self._saves[_key(folder)] = _Save(step, path)
 
@@ -366,7 +366,7 @@ class SavedSteps:
         self._saves[_key(folder)] = _Save(None, None)
 
     def has_step(self, folder: str | Path, step: int) -> bool:
-        """Return whether the last checkpoint in `folder` is that of `step`."""
+        """Return whether the last checkpoint in `folder` was saved at `step`."""
         return folder in self and self._saves[_key(folder)].step == step
 
     def own_path(self, folder: str | Path, step: int) -> Path | str | None:

@@ -111,16 +111,17 @@ class TrainingData:
     """The loader of the training data, if the engine reads them itself, and the epochs of the run.
 
     Args:
-        config, mesh: of the engine.
-        loader: None: the caller passes iterators or batches, or calls `set`.
+        config, mesh: the config and the device mesh of the engine.
+        loader: the loader of the training data; None: the caller passes iterators
+            or batches, or calls `set`.
 
     Attributes:
         epochs: passes over the data in the whole run; None: the run has a number of steps.
         epoch: completed passes after the last batch that was read. Without `epochs` they are
             counted for map-style data only.
         sizes: the number of samples of each step.
-        loaded_samples: read from the loader in the whole run, also in steps that a rollback has
-            discarded; the same on all ranks.
+        loaded_samples: samples read from the loader in the whole run, also in steps that a
+            rollback has discarded; the same on all ranks.
     """
 
     def __init__(self, config: Config, mesh: Mesh, loader: BatchLoader | None) -> None:
@@ -184,7 +185,7 @@ class TrainingData:
         """Refuse a schedule that no epoch would advance.
 
         Raises:
-            ConfigError: on every rank.
+            ConfigError: the schedule counts epochs and the run has none; on every rank.
         """
         if schedule is not None and schedule.by == "epoch" and self.epochs is None:
             raise ConfigError(
