@@ -228,7 +228,7 @@ def flops_per_token(context: ModelContext) -> float:
     """Return the FLOPs of forward and backward per token, without recomputation; 0: unknown.
 
     Args:
-        context: on the meta device.
+        context: a model context on the meta device.
     """
     section = model_section(context.config)
     known, tokens = section.flops_per_token(context), section.sample_tokens()

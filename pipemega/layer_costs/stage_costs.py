@@ -62,12 +62,12 @@ class StageCosts:
         message: bytes sent to the next stage; 0 for the last stage.
         gradient_in, gradient_out: bytes of the gradient of the output and of the input.
         kept: bytes kept from I to W.
-        kept_gradient: those bytes of `gradient_out` that are in `kept` too: W uses that gradient.
+        kept_gradient: the bytes of `gradient_out` that are in `kept` too: W uses that gradient.
         working: temporary bytes, beyond those in use at the start: during F, B or I, and W.
-        flops: of F, of B or I, of W.
+        flops: FLOPs of F, of B or I, of W.
         kernels: number of kernels of F, of B or I, of W.
-        seconds: of F, of B or I, of W, by the fixed table of `kernel_rates`.
-        held_once: those bytes of `held` that only one micro-batch keeps at a time: the weight
+        seconds: seconds of F, of B or I, of W, by the fixed table of `kernel_rates`.
+        held_once: the bytes of `held` that only one micro-batch keeps at a time: the weight
             gradient of such a head.
         whole_working: if backward is split: temporary bytes during a B; None: not counted.
     """
@@ -95,9 +95,9 @@ class Probe:
     Args:
         device: the device whose kernels are assumed.
         loss: runs after the last stage.
-        labels: of one micro-batch, for the loss.
+        labels: the labels of one micro-batch, for the loss.
         cast_inputs: applied to the input of the first stage.
-        rates: of the device that the times are for.
+        rates: the kernel rates of the device that the times are for.
     """
 
     device: DeviceType
@@ -281,8 +281,9 @@ class ModelTotals(NamedTuple):
     """Sums over all layers, for one micro-batch; they do not depend on the cut.
 
     Args:
-        forward, seconds: of F, and of F, I and W, by the fixed table of rates.
-        flops, kernels: of F, I and W.
+        forward: seconds of F, by the fixed table of rates.
+        seconds: seconds of F, I and W, by the same table.
+        flops, kernels: FLOPs and number of kernels of F, I and W.
     """
 
     forward: float
@@ -317,7 +318,7 @@ class StageCounts:
         net: the model.
         probe: measures a stage.
         options: how layers are built; on the meta device.
-        precision: of the parameters.
+        precision: the precision of the parameters.
         entering: header of the inputs of a micro-batch.
     """
 
@@ -373,7 +374,7 @@ class StageCounts:
         """Return the costs of stages; equal stages run once.
 
         Args:
-            devices: of each stage, if they differ.
+            devices: the device of each stage, if they differ.
 
         Raises:
             PipelineError: a layer failed, for example because it reads a tensor value.
@@ -425,7 +426,7 @@ def stage_times(stages: Sequence[StageCosts], unit: float = 1.0) -> CostModel:
     """Return the costs of stages by the fixed table of rates.
 
     Args:
-        unit: of the times, in seconds of the table.
+        unit: the unit of the times, in seconds of the table.
     """
     forward, inputs, weights = (
         tuple(stage.seconds[kind] / unit for stage in stages) for kind in range(3)

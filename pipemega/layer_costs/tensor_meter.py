@@ -13,7 +13,7 @@ backward. For meta tensors torch chooses the unfused version, which saves more:
     dropout            saves a mask, dtype of x        CUDA: saves a mask of bytes
     RMSNorm            saves an fp32 copy of x         CUDA: saves x and one number per row
 
-`Tensor.is_cuda` is that of the real device, so that a model that chooses by it chooses as in a run.
+`Tensor.is_cuda` has its value on the real device, so a model that chooses by it chooses as in a run.
 
 A fixed table of rates: FLOPs and bytes of a kernel -> seconds.
 
@@ -63,7 +63,7 @@ _IS_CUDA = Tensor.is_cuda.__get__  # type: ignore[attr-defined]
 class DeviceKernels(TorchFunctionMode):
     """Context in which meta tensors use the kernels of `device`.
 
-    The choice is that of torch 2.13: https://github.com/pytorch/pytorch,
+    The kernels are chosen as in torch 2.13: https://github.com/pytorch/pytorch,
     aten/src/ATen/native/transformers/{sdp_utils_cpp.cpp,cuda/sdp_utils.cpp}.
     """
 
@@ -334,7 +334,7 @@ def _describe(result: Any, shared: set[int]) -> Any:
     """Return `result` with a `_Result` in place of each tensor.
 
     Args:
-        shared: storages that no tensor of it may have; those of its tensors are added.
+        shared: storages that no tensor of `result` may have; its own storages are added.
     """
     if isinstance(result, list | tuple):
         if type(result) not in (list, tuple):
@@ -394,7 +394,7 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Context that counts FLOPs and the bytes of all storages that operations allocate.
 
     A storage counts once, even if several tensors share it, and until it is freed. Temporary memory
-    inside a kernel is not counted. FLOPs are those of matrix products, by torch's formulas; a
+    inside a kernel is not counted. Only FLOPs of matrix products count, by torch's formulas; a
     causal attention counts half, as in `monitor.flops`.
 
     Args:

@@ -182,7 +182,7 @@ def _other_recomputation(report: Report) -> Iterator[list[str]]:
         if model.recompute_method is not None:
             all_blocks = ["model.recompute_method=null", "model.recompute_num_layers=1"]
         now = _RECOMPUTE.index(model.recompute)
-        # More than full recomputation of some blocks is that of all blocks.
+        # The next step after full recomputation of some blocks is full recomputation of all.
         for name in _RECOMPUTE[:now] if fits else _RECOMPUTE[now + (not all_blocks) :]:
             yield [f"model.recompute={name}", *all_blocks]
     elif not fits and not interval:

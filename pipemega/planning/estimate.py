@@ -33,12 +33,12 @@ class Request:
     """What to estimate.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         world: number of ranks; None: the smallest number that the config can run on.
         model: MODULE:FUNCTION of a user's model; None: the model of the config.
         limit: memory of a device in bytes; None: unknown.
         rates: speed of devices and links, if known.
-        compare: names of schedules to compare with that of the config; "all": every schedule.
+        compare: names of schedules to compare with the configured one; "all": every schedule.
         quick: schedule `auto` chooses among named schedules only, without a search.
     """
 
@@ -73,8 +73,8 @@ class StageSummary:
     Args:
         layers: names of its layers; equal neighbours are folded.
         parameters: elements of the unsharded layers; tied parameters count in each stage.
-        flops: of forward and backward of one micro-batch, on each rank of the stage.
-        time: of forward and backward of one micro-batch: share of the sum over all stages.
+        flops: FLOPs of forward and backward of one micro-batch, on each rank of the stage.
+        time: time of forward and backward of one micro-batch, as a share of the sum over stages.
         held: bytes from F to B.
         kept: bytes from I to W; None if the schedule has full backwards.
     """
@@ -97,9 +97,9 @@ class Report:
 
     Args:
         precision: as text.
-        parameters: of the unsharded model; tied parameters count once.
-        stages: of the schedule of the config.
-        prediction: for the schedule of the config.
+        parameters: number of parameters of the unsharded model; tied parameters count once.
+        stages: the stages of the schedule of the config.
+        prediction: the prediction for the schedule of the config.
         compared: predictions for this and the requested other schedules, fastest first; empty if no
             comparison was requested.
         refused: name of a requested schedule -> why it cannot run.
@@ -251,7 +251,7 @@ def _named_plan(request: Request, model: MetaModel, section: PipelineSection) ->
 
 
 def _predict_schedule(request: Request, model: MetaModel, name: str, own: Prediction) -> Prediction:
-    """Predict schedule `name` in place of that of the config."""
+    """Predict schedule `name` in place of the schedule of the config."""
     if name == AUTO:
         limit = request.config.pipeline.weight_queue_limit
         section = PipelineSection(schedule="auto", weight_queue_limit=limit)

@@ -238,7 +238,7 @@ class ShardCosts:
         hidden, partial, normalizers: bytes of the tensors of these transfers.
         kept: bytes from S to T, without `hidden`.
         working: kind -> temporary bytes of the pass, its results included.
-        seconds: of the passes, by the fixed table of `kernel_rates`.
+        seconds: kind -> seconds of the pass, by the fixed table of `kernel_rates`.
     """
 
     rows: int
@@ -264,7 +264,7 @@ class ShardCosts:
         """Return the times and the memory for a simulation.
 
         Args:
-            unit: of the times, in seconds of the table.
+            unit: the unit of the times, in seconds of the table.
         """
         embed, embed_weight, output, loss, weight = (
             self.seconds[kind] / unit for kind in VOCABULARY_PASSES
@@ -382,8 +382,8 @@ class ShardMemory:
     """The changes on one rank.
 
     Args:
-        rank_of_stage: of the plan.
-        num_ranks: pipeline ranks.
+        rank_of_stage: the pipeline rank of each stage of the plan.
+        num_ranks: number of pipeline ranks.
     """
 
     def __init__(
@@ -431,7 +431,7 @@ class ShardMemory:
         return ShardChange(activations, messages, c.working.get(step.kind, packed), freed)
 
     def of_stage(self, step: Instruction) -> ShardChange:
-        """Return the change by F, B or I in addition to that of its stage."""
+        """Return the change by F, B or I in addition to the change by its stage."""
         c, activations, messages, working = self._costs, 0, 0, 0
         if step.kind is Kind.FORWARD:
             if step.stage == 0:

@@ -58,8 +58,8 @@ def peak_memory(
     """Return the peak memory of `rank` under the lowered `plan`.
 
     Args:
-        costs: of every stage of the model.
-        vocabulary: for each rank, of the passes of vocabulary parallelism; empty: it is off.
+        costs: the costs of every stage of the model.
+        vocabulary: for each rank, the costs of the vocabulary passes; empty: there are none.
     """
     shard = None
     if vocabulary:
@@ -88,8 +88,8 @@ class MemoryTimeline:
     """Memory of one rank, updated by each instruction of a lowered plan.
 
     Args:
-        rank_of_stage: of the plan.
-        costs: of every stage of the model.
+        rank_of_stage: the pipeline rank of each stage of the plan.
+        costs: the costs of every stage of the model.
         shard: the changes by vocabulary parallelism, if the plan has it.
     """
 

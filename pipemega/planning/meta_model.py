@@ -81,7 +81,7 @@ def fit_weight_queue(
     """Return the compute steps of `plan` with W so early that each rank stays within its limit.
 
     Args:
-        costs: of every stage, with split backward.
+        costs: the costs of every stage, with split backward.
         static: for each rank, bytes that do not depend on the plan.
     """
     whole_plans = _with_full_backwards(plan)
@@ -155,11 +155,12 @@ class StageLayout:
     Args:
         bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
         rank_of_stage: for each stage, its pipeline rank.
-        footprints: for each pipeline rank.
-        costs: for each stage, of one micro-batch.
-        input_bytes, label_bytes: of one micro-batch.
-        totals: of the layers of all stages.
-        vocabulary: for each pipeline rank, of the vocabulary passes; empty: there are none.
+        footprints: for each pipeline rank, the memory that does not depend on the schedule.
+        costs: for each stage, its costs for one micro-batch.
+        input_bytes, label_bytes: bytes of the inputs and of the labels of one micro-batch.
+        totals: sums of the costs of the layers of all stages.
+        vocabulary: for each pipeline rank, the costs of the vocabulary passes; empty: there are
+            none.
     """
 
     bounds: tuple[int, ...]
@@ -184,17 +185,17 @@ class MetaModel(CountedModel):
     """One model on one mesh; measures its stages under any plan and caches the costs.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         net: the model; modules that are already built are on the meta device.
         sample: one micro-batch.
-        topology: of the mesh.
+        topology: the sizes of the mesh.
         device: the device whose kernels and sends are assumed.
 
     Attributes:
         whole: the model.
         net: the layers of the stages; with vocabulary parallelism without embedding and head.
         cuts_vocabulary: it has vocabulary parallelism.
-        devices: of each pipeline rank.
+        devices: the device of each pipeline rank.
 
     Raises:
         ConfigError: the model has no loss, or its vocabulary cannot be cut.
@@ -275,7 +276,7 @@ class MetaModel(CountedModel):
         if `plan` has the passes, it is returned unchanged.
 
         Args:
-            bounds: of the stages; None: `bounds_of(plan)`.
+            bounds: the bounds of the stages; None: `bounds_of(plan)`.
         """
         if not self.shard_costs or plan.has_vocabulary:
             return plan
@@ -293,7 +294,7 @@ class MetaModel(CountedModel):
         """Return `plan` with queues of W within pipeline.weight_queue_limit, by counted bytes.
 
         Args:
-            bounds: of the stages; None: `bounds_of(plan)`.
+            bounds: the bounds of the stages; None: `bounds_of(plan)`.
         """
         limit = self._config.pipeline.weight_queue_limit
         if limit is None or not may_limit(plan, limit):
@@ -313,7 +314,7 @@ class MetaModel(CountedModel):
         """Return the stages of `plan` with their measured costs.
 
         Args:
-            bounds: of the stages; None: `bounds_of(plan)`.
+            bounds: the bounds of the stages; None: `bounds_of(plan)`.
 
         Raises:
             ConfigError: the model cannot be split or built this way.
@@ -340,7 +341,7 @@ class MetaModel(CountedModel):
         """Return the same for any plan with these stages; `splits_backward`: it has I and W."""
         key = (bounds, rank_of_stage, splits_backward)
         if key not in self._layouts:
-            # Building a layer seeds the generators; restore those of the caller.
+            # Building a layer seeds the generators; restore the caller's generators.
             with preserve_rng(), unmetered():
                 self._layouts[key] = self._measure(*key)
         return self._layouts[key]

@@ -39,7 +39,7 @@ from pipemega.planning.schedule_choice import (
 )
 
 # Stages differ from the measured ones only if this part of a step is predicted to be saved: times
-# vary by about as much, and those of the layers in other stages are known less well.
+# vary by about as much, and times of the layers in other stages are known less well.
 _LEAST_GAIN = 0.02
 
 
@@ -48,9 +48,9 @@ class MeasuredStages:
     """Measured costs of stages.
 
     Args:
-        bounds, rank_of_stage: of the stages.
+        bounds, rank_of_stage: the bounds of the stages and their pipeline ranks.
         split: I and W were measured, not only B.
-        costs: in seconds and bytes.
+        costs: the measured costs, in seconds and bytes.
         tried_others: a run had other stages too, and its steps were slower there.
     """
 
@@ -69,7 +69,7 @@ def is_worth_moving(best: Prediction, seconds: float) -> bool:
     """Return whether `best`, on other stages, is fast enough to leave the measured ones.
 
     Args:
-        seconds: predicted for the best plan on the measured stages.
+        seconds: predicted seconds of a step with the best plan on the measured stages.
     """
     return best.timeline.makespan <= seconds * (1 - _LEAST_GAIN)
 
@@ -134,7 +134,7 @@ class Planner(PlanChooser):
         """Return the first plan of schedule `auto`, with its predicted seconds if known.
 
         Args:
-            measured: from an earlier run of this model.
+            measured: stages measured in an earlier run of this model; None: there are none.
 
         Raises:
             ConfigError, ScheduleError: as `configured_plan`, or no plan keeps the memory limit.
@@ -240,7 +240,7 @@ class Planner(PlanChooser):
         It is `current` if that is faster than the plan found.
 
         Args:
-            best: of `best_stages`; not searched again if it is on the stages of `current`.
+            best: the result of `best_stages`; not searched again if it is on the stages of `current`.
         """
         if self._model is None:
             limit = self._config.pipeline.memory_limit

@@ -99,8 +99,8 @@ class Rates:
     def _unit(self, layout: StageLayout, ranks: int) -> float:
         """Return the seconds of the fixed table that are one unit of time.
 
-        All times have the same ratio to those of the table, by which models are cut: the fastest
-        cut is the same at every rate.
+        All times have the same ratio to the times of the table, by which models are cut: the
+        fastest cut is the same at every rate.
         """
         totals = layout.totals
         if not self.tflops:
@@ -127,7 +127,7 @@ class RankMemory:
         footprint: memory that does not depend on the schedule.
         schedule_peak: peak of the memory that depends on the schedule.
         batch: inputs and labels of a whole step.
-        device: of the rank.
+        device: the device of the rank.
     """
 
     footprint: Footprint
@@ -166,14 +166,15 @@ class Prediction:
     """The predicted step of one schedule.
 
     Args:
-        plan: lowered.
+        plan: the lowered plan.
         layout: the stages and their costs.
-        costs: of the stages; memory in bytes, time in seconds or in mean forwards of a rank.
+        costs: the costs of the stages; memory in bytes, time in seconds or in mean forwards of a
+            rank.
         timeline: the simulated step.
         bubble_formula: bubble by the formula of the schedule for equal stages; None without
             formula.
-        memory: by pipeline rank.
-        messages, message_bytes: sent per step within one pipeline.
+        memory: the memory of each pipeline rank.
+        messages, message_bytes: number of messages and their bytes, per step within one pipeline.
         note: how schedule `auto` chose the plan; None for other schedules.
     """
 
@@ -218,7 +219,7 @@ def predict(
     """Simulate `plan` (with or without messages) with the costs of its stages.
 
     Args:
-        bounds: of the stages; None: those of pipeline.partition.
+        bounds: the bounds of the stages; None: the bounds by pipeline.partition.
         weight_queue_limit: keep pipeline.weight_queue_limit.
     """
     compute = plan.compute_only()
@@ -295,10 +296,10 @@ def measured_layers(
     much of the last stage is the head.
 
     Args:
-        counted: by the fixed table of rates; `instruction`, but at most a tenth of the mean F, is
-            taken off the measured times.
-        bounds: of the measured stages.
-        costs: of the measured stages.
+        counted: the costs of the layers by the fixed table of rates; `instruction`, but at most a
+            tenth of the mean F, is taken off the measured times.
+        bounds: the bounds of the measured stages.
+        costs: the costs of the measured stages.
         split: I and W were measured; otherwise the counted times divide the time of B.
     """
     counts = zip(counted.forward, counted.backward_input, counted.backward_weight, strict=True)
@@ -363,7 +364,7 @@ class CutReport:
     """What the cut of a plan costs.
 
     Args:
-        bounds: of the stages.
+        bounds: the bounds of the stages.
         work: share of the time of all instructions, for each pipeline rank.
         slower: by which fraction the step takes longer than with `best`; 0: no better cut was
             found.

@@ -38,7 +38,7 @@ def as_text(report: Report, changes: Sequence[TriedChange], width: int = 80) -> 
     """Return the whole report, with lines of at most `width` characters if words allow it.
 
     Args:
-        changes: of the config, which are listed at the end.
+        changes: the tried changes of the config, which are listed at the end.
     """
     width = max(_MIN_WIDTH, min(width, _MAX_WIDTH))
     parts = [
@@ -96,7 +96,7 @@ def memory_table(report: Report) -> Table:
 
 
 def comparison_table(report: Report) -> Table:
-    """Return the table of compared schedules, fastest first; * is that of the config."""
+    """Return the table of compared schedules, fastest first; * marks the configured one."""
     in_seconds, limit = report.request.rates.known, report.request.limit
     name, unit = unit_of([prediction.peak for prediction in report.compared])
     rows = []
@@ -394,7 +394,7 @@ def _prediction(prediction: Prediction, report: Report) -> dict[str, Any]:
 
 
 def report_panels(report: Report, *, only_marked: bool) -> tuple[list[Panel], str]:
-    """Return a panel for each schedule, that of the config first; the unit of memory.
+    """Return a panel for each schedule, the configured one first, and the unit of memory.
 
     Args:
         only_marked: draw only the schedule of the config and the best alternative.

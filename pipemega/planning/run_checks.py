@@ -153,7 +153,7 @@ def run_rules(world: int | None) -> tuple[Rule, ...]:
 
 def _vocabulary_fits(config: Config) -> Iterator[str]:
     found = None if config.data.mock else known_vocabulary(config.data)
-    # Only of data with a vocabulary: that of a Hugging Face model is read by transformers.
+    # Only for data with a vocabulary: transformers reads the vocabulary of a Hugging Face model.
     size = config.model.vocabulary() if config.model and found and found.is_certain else None
     if isinstance(size, int) and found is not None and size < found.size:
         yield (

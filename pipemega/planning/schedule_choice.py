@@ -9,7 +9,7 @@ than a named schedule within the limit.
 
 It is cut where the simulated step is shorter, within the memory limit: the best named schedule on
 the best cut with the head in the last stage is compared with the same for a vocabulary cut over
-the pipeline ranks. All times are those of the fixed table, so a plan and its run agree.
+the pipeline ranks. All times are from the fixed table, so a plan and its run agree.
 """
 
 import math
@@ -53,8 +53,8 @@ class MemoryLimit:
     """Limits in bytes for every rank.
 
     Args:
-        activations: of activations from F to B, and of what W needs from I to W.
-        total: of the whole memory at the peak; None: no limit.
+        activations: limit of activations from F to B, and of what W needs from I to W.
+        total: limit of the whole memory at the peak; None: no limit.
     """
 
     activations: float
@@ -72,9 +72,9 @@ class Choice:
     """The plan of schedule `auto`.
 
     Args:
-        prediction: of the plan, which is named `auto`; its note describes the choice.
+        prediction: the prediction for the plan, which is named `auto`; its note describes the choice.
         origin: the named schedule that it is, or how the search found it.
-        limit: that it keeps.
+        limit: the memory limit that the plan keeps.
     """
 
     prediction: Prediction
@@ -116,7 +116,7 @@ class ScheduleChooser:
     Args:
         model: the model on its mesh.
         section: `chunks`, `memory_limit` and `partition` restrict the choice.
-        num_microbatches: of a step.
+        num_microbatches: number of micro-batches of a step.
         rates: times of the stages; measured times of layers (`rates.layers`) decide the cut too.
         stages: choose only the order of the instructions, on these stages; None: all stages that
             the section allows.
@@ -301,9 +301,10 @@ class ScheduleChooser:
         return None
 
     def _cuts(self, named: list[_Candidate]) -> list[Stages]:
-        """Return the stages to search on: of each placement those of its fastest named schedule.
+        """Return the stages on which the search starts.
 
-        If the cut is free, also those with the most even times of the ranks.
+        For each placement, they are the stages of its fastest named schedule. If the cut is free,
+        also the stages with the most even times of the ranks.
         """
         found: dict[Stages, None] = {}
         for place in self._placements:
@@ -354,7 +355,7 @@ def within_memory_limit(
     """Return `plan`, or one on the same stages that keeps `memory_limit` if `plan` does not.
 
     Args:
-        bounds: of the stages.
+        bounds: the bounds of the stages.
 
     Raises:
         ScheduleError: no plan keeps it.

@@ -74,8 +74,8 @@ class _Next:
     """What the following steps run.
 
     Args:
-        order: on the current stages; also used if the stages cannot move.
-        moved: on better stages; None: there are none.
+        order: the plan on the current stages; also used if the stages cannot move.
+        moved: the plan on better stages; None: there are none.
         is_last: nothing is measured after it.
     """
 
@@ -89,7 +89,7 @@ class _Before:
     """The measured seconds of a step before the stages moved, and what to return to.
 
     Args:
-        costs: of the stages; None on other ranks than 0.
+        costs: the measured costs of the stages; None on other ranks than 0.
     """
 
     seconds: float

@@ -6,7 +6,7 @@ A `CommRecorder` makes and records the calls that go through `exchanges.recorded
        |---- other work ----|-- waited --|
        |------------ in flight ----------|
 
-The events of torch.profiler do not suffice: those of gloo do not name the process group, its
+The events of torch.profiler do not suffice: events of gloo do not name the process group, its
 reduce-scatter has the event of an all-reduce, and messages through local sockets have no event.
 """
 
@@ -38,8 +38,8 @@ class CommKind(NamedTuple):
     Args:
         name: such as "all_reduce".
         group: the mesh axis, or "world".
-        ranks: of the group; 2 for a message.
-        nbytes: of the whole tensor: the gathered one, the one that is scattered.
+        ranks: number of ranks of the group; 2 for a message.
+        nbytes: bytes of the whole tensor: the gathered one, the one that is scattered.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Totals(NamedTuple):
 
     Args:
         calls: how many were started.
-        completed: for how many the seconds are known: those that the rank waited for.
-        seconds: in flight; the sum.
-        waited: seconds of the waits; the sum.
+        completed: number of calls with known seconds, which are the calls the rank waited for.
+        seconds: sum of the seconds in flight.
+        waited: sum of the seconds of the waits.
     """
 
     calls: int
@@ -176,8 +176,8 @@ class CommRow:
     """The communication of one kind in a step, over all ranks.
 
     Args:
-        nbytes: of one call; the mean if `operation` has several sizes.
-        calls: of all ranks; a collective counts on each of its ranks.
+        nbytes: bytes of one call; the mean if `operation` has several sizes.
+        calls: number of calls of all ranks; a collective counts on each of its ranks.
         completed, seconds, waited: see `Totals`; sums over all ranks.
     """
 
@@ -218,7 +218,8 @@ class CommsLogger(StepFeature):
         section: `comms_logger`, which selects the step and the operations.
 
     Attributes:
-        rows: of the recorded step, sorted by the seconds of waits; on every rank, [] before it.
+        rows: the rows of the recorded step, sorted by the seconds of waits; on every rank, [] before
+            it.
     """
 
     def __init__(self, section: CommsLoggerSection, mesh: Mesh) -> None:

@@ -28,11 +28,11 @@ class RankProfile:
     """What one pipeline rank has measured in the step.
 
     Args:
-        modules: of its layers, then of its shards of embedding and head; FLOPs and times of one
-            micro-batch on this rank.
-        seconds: of the step, by name: forward, backward, communication, optimizer.
+        modules: costs of its layers, then of its shards of embedding and head; FLOPs and times of
+            one micro-batch on this rank.
+        seconds: seconds of the step by name: forward, backward, communication, optimizer.
         step: seconds of the step.
-        only_timed: the FLOPs were counted in an earlier step, so the times are those of any step.
+        only_timed: the FLOPs were counted in an earlier step, so any step gives the times.
     """
 
     modules: tuple[ModuleCost, ...]
@@ -49,12 +49,12 @@ class FlopsProfile:
     """The profile of a step.
 
     Args:
-        step: its number.
-        ranks: of each pipeline rank, that with data and tensor rank 0.
+        step: the number of the step.
+        ranks: for each pipeline rank, the profile of the rank with data and tensor rank 0.
         tensor, data: number of tensor and data ranks.
-        num_microbatches: of each data rank.
+        num_microbatches: number of micro-batches of each data rank.
         micro_batch_size: samples of a micro-batch.
-        parameters: of the model; tied copies count once.
+        parameters: number of parameters of the model; tied copies count once.
     """
 
     step: int
@@ -229,7 +229,7 @@ _LayerSource = tuple[Mapping[int, ProfiledLayer], Sequence[Stage | VocabularySha
 
 
 def _layer_sources(model: LocalModel) -> list[_LayerSource]:
-    """Return the layers of the local stages, and those of the local shard of the vocabulary."""
+    """Return the layers of the local stages and of the local shard of the vocabulary."""
     stages = list(model.stages.values())
     layers = {
         position: ProfiledLayer(
@@ -245,7 +245,7 @@ def _layer_sources(model: LocalModel) -> list[_LayerSource]:
 def _shard_layers(shard: VocabularyShard) -> dict[int, ProfiledLayer]:
     """Return the embedding and the head, of whose FLOPs each shard has an equal part."""
     part = shard.split.token_loss.vocab_size / (shard.pipeline.size * shard.tensor.size)
-    # S also computes a product of the backward, so its operations are not those of the forward.
+    # S also computes a product of the backward, so its operations differ from the forward.
     formulas = {shard.start: None, shard.stop - 1: lambda x: 2.0 * x.numel() * part}
     found = {}
     for position, formula in formulas.items():
@@ -270,14 +270,14 @@ class FlopsProfiler(StepFeature):
 
     Args:
         section: `flops_profiler`, which selects the step.
-        batch: of a step.
+        batch: the sizes of a step.
         model: the stages of this rank.
-        timers: of the engine; they run during the step.
-        num_parameters: of the model.
+        timers: the timers of the engine; they run during the step.
+        num_parameters: number of parameters of the model.
         in_loop: the caller runs the one layer of the model, within `forward`.
 
     Attributes:
-        profile: of the step; on rank 0, after the step.
+        profile: the profile of the step; on rank 0, after the step.
     """
 
     def __init__(

@@ -27,10 +27,10 @@ class ProfiledLayer:
     """A layer, which runs once per micro-batch.
 
     Args:
-        name: of the layer; empty for a whole model.
+        name: the name of the layer; empty for a whole model.
         kind: its class, or the name of its function.
         level: 0 for a whole model, 1 for its children.
-        forward_flops: input -> FLOPs of the forward; None: those of the operations in the layer.
+        forward_flops: input -> FLOPs of the forward; None: count the operations in the layer.
     """
 
     module: nn.Module
@@ -47,9 +47,10 @@ class ModuleCost:
     Args:
         name, kind, level: as in `ProfiledLayer`.
         parameters: number of elements of the unsharded module.
-        flops: of the forward, by torch's formulas for matrix products, convolutions and attention.
-        seconds: of the forward.
-        timed_flops: computed within `seconds`. None of a head that returns `DeferredLogits`: the
+        flops: FLOPs of the forward, by torch's formulas for matrix products, convolutions and
+            attention.
+        seconds: seconds of the forward.
+        timed_flops: FLOPs computed within `seconds`. None of a head that returns `DeferredLogits`: the
             loss computes `flops`. More than `flops` of a shard of a head: S also computes a product
             of the backward.
     """
@@ -96,8 +97,8 @@ class ModuleProfiler:
     A `LayerObserver` of stages, or the `ShardObserver` of a shard of the vocabulary.
 
     Args:
-        layers: by position.
-        clock: of the work on the device.
+        layers: position -> layer.
+        clock: the clock of the work on the device.
         deepest: deepest level of modules; -1: all of them.
     """
 
@@ -148,7 +149,7 @@ class ModuleProfiler:
         return self._counted == self._layers.keys()
 
     def stop(self) -> list[ModuleCost]:
-        """Stop measuring; return the costs of each layer, followed by those of its modules.
+        """Stop measuring; return the costs of each layer, followed by the costs of its modules.
 
         Waits for the device.
         """

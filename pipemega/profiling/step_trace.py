@@ -18,7 +18,7 @@ Each barrier gives these two bounds, and the offset satisfies all of them. Short
 bounds: as with a ping, the error is at most half of the round trip. One barrier serves all ranks at
 once, on any backend.
 
-Source: the bounds are those of Cristian's algorithm (Cristian 1989, Distributed Computing 3).
+Source: the bounds of Cristian's algorithm (Cristian 1989, Distributed Computing 3).
 """
 
 import json

@@ -47,7 +47,7 @@ class Tracer(StepFeature):
         mesh: its first pipeline is traced.
         phases: the phases of the steps; the preparation of a traced step is a phase of it.
         ran: returns the plan that ran: speculative forwards reorder the receives of a plan.
-        clock: of this process, in nanoseconds.
+        clock: the clock of this process, in nanoseconds.
         host: name of the machine; ranks with equal names share one clock. Empty: unknown.
 
     Attributes:
