@@ -136,7 +136,7 @@ def add_from_megatron(subparsers: Subparsers) -> None:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    """Print the config and the lines; return 0 if the config is that of the launch, else 1.
+    """Print the config and the lines; return 0 if the config trains what the launch does, else 1.
 
     Raises:
         ConfigError: SOURCE does not exist or starts no training, or an option is not NAME=VALUE.

@@ -4,8 +4,8 @@
                transformers with config.json and safetensors, such as `pipemega hf export` writes
   --data       what to evaluate on, repeatable, as SOURCE or NAME=SOURCE:
                  PREFIX        token files PREFIX.bin and PREFIX.idx
-                 PATH          text as in data.corpus, or the records of --format; the tokenizer
-                               is that of the model
+                 PATH          text as in data.corpus, or the records of --format; it is tokenized
+                               with the tokenizer of the model
                  FOLDER        for a model of images: as data.valid_path, or CIFAR's files
                  MODULE:NAME   a dataset of (inputs, labels), or a function that returns one
                Default: the validation set of the run; see --split.
@@ -14,8 +14,8 @@ The model, its data and its precision come from the config in the checkpoint; --
 it. The loss is the mean over all tokens that count (all samples, if labels are not tokens), the
 perplexity exp(loss). The last sample of a set may be shorter, so no token is dropped.
 
-One process evaluates the whole model. Under torchrun the mesh is that of the run, with more or
-fewer data ranks; set mesh.pipeline and mesh.tensor for another one.
+One process evaluates the whole model. Under torchrun the mesh is the mesh of the run, with more
+or fewer data ranks; set mesh.pipeline and mesh.tensor for another mesh.
 """
 
 import argparse
@@ -64,7 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--format",
         choices=FORMATS,
         help="format of the files in --data: text (corpus), or records as in data.format (default: "
-        "that of the run's data)",
+        "the format of the run's data)",
     )
     parser.add_argument(
         "--split",

@@ -7,9 +7,9 @@ The text is printed without the prompt. Generation ends at the end-of-document t
 --max-tokens. With a temperature, equal seeds give equal texts.
 
 One process holds the whole model; keys and values of earlier tokens are cached. Under torchrun the
-mesh is that of the run, with more or fewer data ranks; set mesh.pipeline and mesh.tensor for
-another one. On several ranks a GPT has these caches too; a model of transformers computes the whole
-sequence for each token.
+mesh is the mesh of the run, with more or fewer data ranks; set mesh.pipeline and mesh.tensor for
+another mesh. On several ranks a GPT has these caches too; a model of transformers computes the
+whole sequence for each token.
 """
 
 import argparse

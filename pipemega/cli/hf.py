@@ -180,8 +180,8 @@ def _add_export(commands: Subparsers) -> None:
     parser.add_argument(
         "--dtype",
         choices=_DTYPES,
-        help="dtype of the weights (default: bfloat16 or float16 if the run used it, else that of "
-        "the checkpoint)",
+        help="dtype of the weights (default: bfloat16 or float16 if the run used it, else the "
+        "dtype of the checkpoint)",
     )
     parser.add_argument(
         "--max-shard-size",

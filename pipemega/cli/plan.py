@@ -3,8 +3,8 @@
 It needs no GPU, starts no process and allocates no memory for the model: each stage runs once on
 torch's meta device, where tensors have shapes but no values, and all tensors are counted.
 
-The memory is that of CUDA kernels, or of CPU kernels if mesh.device is "cpu". Times are relative to
-the mean forward of a rank, by FLOPs; with --tflops or --costs they are in seconds.
+The memory is predicted for CUDA kernels, or for CPU kernels if mesh.device is "cpu". Times are
+relative to the mean forward of a rank, by FLOPs; with --tflops or --costs they are in seconds.
 
 The exit code is 1 if the run does not fit into --device-memory; the output then lists changes that
 reduce memory, each with its result. It is 2, with one line on standard error, after an error.
@@ -40,8 +40,8 @@ examples:
 
 _PAGE_HELP = """\
   With --compare, pictures show all compared schedules. The page starts with the verdict and the
-  memory of each rank; without --compare it compares all schedules, and draws that of the
-  config and the best alternative.
+  memory of each rank; without --compare it compares all schedules, and draws the
+  schedule of the config and the best alternative.
 """
 
 

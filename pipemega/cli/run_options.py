@@ -28,7 +28,7 @@ def add_command(
     """Add a command whose --help prints `description` and `epilog` with their line breaks.
 
     Args:
-        summary: for the list of commands.
+        summary: the line about the command in the list of commands.
     """
     return subparsers.add_parser(
         name,
@@ -57,7 +57,7 @@ def add_overrides(parser: argparse.ArgumentParser, what: str) -> None:
     """Add --set (as `overrides`).
 
     Args:
-        what: for the help, without the end "; repeatable".
+        what: the help text, without its end "; repeatable".
     """
     parser.add_argument(
         "--set",

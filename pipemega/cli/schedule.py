@@ -169,7 +169,7 @@ def add_figure_options(parser: argparse.ArgumentParser, text_formats: Sequence[s
     """Add `--format`, `--output`, `--unit` and `--memory`.
 
     Args:
-        text_formats: values of `--format` besides those of pictures; the first is the default.
+        text_formats: values of `--format` besides the picture formats; the first is the default.
     """
     parser.add_argument(
         "--format",
@@ -203,7 +203,7 @@ def show(
     """Draw `panels` in the format `arguments.format`, to `arguments.output` or the file `name`.
 
     Args:
-        intro: of the HTML page.
+        intro: the introduction of the HTML page.
         memory_unit: name of the unit of memory.
 
     Raises:
@@ -222,7 +222,7 @@ def show(
 
 
 def text_width(output: Path | None) -> int:
-    """Return the width for a drawing in a text report: that of the terminal, 120 elsewhere."""
+    """Return the width of a drawing in a text report: the width of the terminal, else 120."""
     return _WIDE if output else line_width(sys.stdout, _WIDE)
 
 
@@ -279,7 +279,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "--microbatches", type=int, required=True, metavar="M", help="micro-batches per step"
     )
     parser.add_argument(
-        "--chunks", type=int, metavar="V", help="stages per rank (default: that of the schedule)"
+        "--chunks", type=int, metavar="V", help="stages per rank (default: the schedule's number)"
     )
     parser.add_argument(
         "--costs",

@@ -39,7 +39,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--width",
         type=int,
-        help="width of text timelines (default: that of the terminal; 120 if there is none)",
+        help="width of text timelines (default: the width of the terminal; 120 if there is none)",
     )
     parser.set_defaults(func=run)
 

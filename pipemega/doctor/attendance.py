@@ -90,7 +90,7 @@ class Attendance:
         """Run `step` on every rank within the deadline; collective.
 
         Returns:
-            On rank 0 the outcomes by rank; on other ranks that of this rank only.
+            On rank 0 the outcomes of all ranks, by rank; on other ranks the outcome of this rank.
 
         Raises:
             AbsentRanks: some ranks did not answer; on other ranks than 0: rank 0 did not.
@@ -98,7 +98,7 @@ class Attendance:
         return self.collect(topic, self._outcome(step), self.seconds + self._grace)
 
     def collect(self, topic: str, outcome: Outcome, seconds: float) -> dict[int, Outcome]:
-        """Send the outcome to rank 0, and wait until rank 0 has those of all ranks."""
+        """Send the outcome to rank 0, and wait until rank 0 has all outcomes."""
         if self._store is None:
             return {self.rank: outcome}
         self._store.set(f"{topic}/{self.rank}", json.dumps(asdict(outcome)))

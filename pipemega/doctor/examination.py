@@ -44,10 +44,10 @@ class Options:
     """What to check.
 
     Args:
-        config: of the run; None: world and ring only.
+        config: the config of the run; None: check the world and the ring only.
         config_error: why the config is not valid.
         folder: where checkpoints will be written.
-        quiet: no progress on stderr.
+        quiet: print no progress on stderr.
     """
 
     config: Config | None = None
@@ -61,7 +61,7 @@ class Examination:
     """The checks of one rank.
 
     Attributes:
-        findings: on rank 0, of all ranks.
+        findings: on rank 0, the findings about all ranks; empty on other ranks.
         measured: on rank 0, the numbers behind the findings.
     """
 
@@ -104,7 +104,7 @@ class Examination:
         return facts
 
     def _topology(self) -> Topology | None:
-        """Return the mesh of the config; None without one that fits the ranks."""
+        """Return the topology of the config; None if there is none that fits the ranks."""
         config, world = self.options.config, self.attendance.world_size
         error = self.options.config_error
         topology = None
@@ -229,7 +229,7 @@ class Examination:
         return self._mesh
 
     def _pipeline(self, topology: Topology) -> int:
-        assert self.options.config is not None, "the topology is that of the config"
+        assert self.options.config is not None, "the topology comes from the config"
         stages = measurements.rank_of_stages(self.options.config, topology)
         return measurements.check_pipeline(self._ready_mesh(), stages, self._at)
 
@@ -252,7 +252,7 @@ class Examination:
             self._add(*measurements.judge_bandwidth(values, is_nccl))
 
     def _check_memory(self, facts: dict[int, RankFacts], topology: Topology | None) -> None:
-        """Compare the memory that `pipemega plan` predicts with that of the GPUs and the hosts."""
+        """Compare the memory that `pipemega plan` predicts with the memory of GPUs and hosts."""
         report = self._plan
         if topology is None or report is None:
             return
@@ -284,7 +284,7 @@ class Examination:
 
 
 def judge_memory(needed: dict[int, int], facts: dict[int, RankFacts]) -> Iterator[Finding]:
-    """Yield findings: does the predicted memory fit into that of the GPUs and of the hosts."""
+    """Yield findings: does the predicted memory fit into the free memory of GPUs and hosts."""
     crowded = list(_crowded_hosts(needed, facts))
     yield from crowded
     free = {r: f.device_free for r, f in facts.items() if f.device_free is not None}

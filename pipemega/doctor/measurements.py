@@ -64,7 +64,7 @@ def check_ring(mesh: Mesh, tell: Tell) -> int:
     """Send one element to the next rank and receive one from the previous one; all at once.
 
     Raises:
-        PipelineError: the element is not that of the previous rank.
+        PipelineError: the received element is not the one that the previous rank sent.
     """
     axis, device = mesh.world, message_device(mesh.world.group, mesh.device)
     received = exchange_in_ring(axis, torch.full((1,), float(axis.rank), device=device), tell)
@@ -171,7 +171,7 @@ class Rate:
 
     Args:
         axis: "data", "tensor", "world", or "pipeline" for messages between neighbours.
-        ranks: of the group.
+        ranks: the ranks of the group.
         size: bytes of the tensor.
         seconds: median time.
         bytes_per_second: bytes that a link carries in each direction: of a message its bytes; of

@@ -42,10 +42,10 @@ class RankFacts:
         versions: name -> version; "none" if there is none.
         device: "cpu" or "cuda:1"; empty if there is none for this rank.
         device_error: why there is no device for this rank.
-        device_name, device_id: of a GPU; the id is unique in the cluster.
+        device_name, device_id: name and id of the GPU; the id is unique in the cluster.
         device_free, device_total: bytes of a GPU.
         host_free: bytes of host memory that processes can still get.
-        shared_free: free bytes of /dev/shm; None without it.
+        shared_free: free bytes of /dev/shm; None if it does not exist.
         network: variables of NCCL and gloo.
         config: hash of the config with all defaults; empty without a config.
     """
@@ -70,7 +70,7 @@ def read_facts(config: Config | None) -> RankFacts:
     """Return the facts of this process; it uses its GPU from now on.
 
     Args:
-        config: of the run; its `mesh.device` selects the device.
+        config: the config of the run; its `mesh.device` selects the device.
     """
     device, error = None, ""
     try:
@@ -187,10 +187,10 @@ _FREE_SHARE = 0.9
 
 
 def compare(facts: Facts, topology: Topology | None, mixed: bool = False) -> list[Finding]:
-    """Return the findings about the facts of the ranks that could read theirs, at least one.
+    """Return the findings about the facts of all ranks that could read them, at least one.
 
     Args:
-        topology: of the config; None without a valid config.
+        topology: the topology of the config; None if there is no valid config.
         mixed: mesh.device of the config gives some ranks a GPU and some the CPU.
     """
     return [
