@@ -1,1 +1,1 @@
-"""Other engines' Python interfaces, over that of pipemega: scripts run without an edit."""
+"""Python interfaces of other engines, built on pipemega: their scripts run without an edit."""

@@ -52,16 +52,17 @@ class DataParallelEngine(DeepSpeedEngine, nn.Module):
 
     Every micro-batch ends with `step()`; every `gradient_accumulation_steps`-th call reduces the
     gradients over the data ranks and updates the parameters, with the optimizer step that
-    pipelines have. Attributes that the engine does not have are those of the module. Random
-    numbers are those of torch's generators, which the engine neither seeds nor restores.
+    pipelines have. Attributes that the engine does not have are looked up in the module. Random
+    numbers come from torch's generators, which the engine neither seeds nor restores.
 
     Args:
         engine: has one layer, the module, and reads no data.
-        collate_fn: of `deepspeed_io`.
+        collate_fn: the default `collate_fn` of `deepspeed_io`.
 
     Attributes:
-        module: as given to `initialize`.
-        training_dataloader: of the training data of `initialize`; None without.
+        module: the module that was given to `initialize`.
+        training_dataloader: the loader of the training data given to `initialize`; None if no data
+            was given.
     """
 
     _advice = ENGINE_ADVICE["DataParallelEngine"]
@@ -79,7 +80,7 @@ class DataParallelEngine(DeepSpeedEngine, nn.Module):
         self._microbatch = 0  # of the step
         self._started: float | None = None  # the first forward of the step
         if self.optimizer is not None:
-            # That of torch discards the gradients of the masters, and not those of the buffer.
+            # torch's `zero_grad` clears the gradients of the masters, but not the gradient buffer.
             vars(self.optimizer)["zero_grad"] = self.zero_grad
             self._report_to_optimizer()
         self.training_dataloader: DataLoader[Any] | None = None
@@ -125,7 +126,7 @@ class DataParallelEngine(DeepSpeedEngine, nn.Module):
 
         Args:
             loss: scalar. Several losses of one micro-batch add up.
-            retain_graph: for another backward through the same graph.
+            retain_graph: keep the graph for another backward through it.
             scale_wrt_gas: divide by `gradient_accumulation_steps`.
             allreduce_gradients: False is refused: `step` reduces.
             release_loss: has no effect.
@@ -152,7 +153,7 @@ class DataParallelEngine(DeepSpeedEngine, nn.Module):
         return self._scaled(loss, self.gradient_accumulation_steps())
 
     def _scaled(self, loss: Tensor, divisor: int) -> Tensor:
-        """Return loss * loss scale / divisor; add the loss to those of the step."""
+        """Return loss * loss scale / divisor; record the loss for the mean of the step."""
         step = self._optimizer_step("backward")
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             shape = f"of shape {list(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
@@ -286,7 +287,7 @@ class DataParallelEngine(DeepSpeedEngine, nn.Module):
     ) -> DataLoader[Any]:
         """Return a loader of the micro-batches of this rank; it repeats nothing.
 
-        The order is that of torch's DistributedSampler: for another order in each epoch call
+        The order comes from torch's DistributedSampler: for another order in each epoch call
         `loader.sampler.set_epoch(epoch)`.
 
         Args:
@@ -403,11 +404,11 @@ def _given(
     trainable: list[nn.Parameter],
     names: Mapping[int, str],
 ) -> tuple[GivenOptimizer | None, GivenGroups | None]:
-    """Return the optimizer of the caller, and the groups of parameters; None for what is not.
+    """Return the caller's optimizer and groups of parameters; None for each that is not given.
 
     Args:
-        optimizer: one over parameters of the model, or a function of `parameters`.
-        parameters: of the model, or groups of them; None: `trainable`.
+        optimizer: an optimizer over parameters of the model, or a function of `parameters`.
+        parameters: parameters of the model, or groups of parameters; None: `trainable`.
     """
     if isinstance(parameters, nn.Module):
         parameters = parameters.parameters()
@@ -433,7 +434,7 @@ def build_data_parallel(
 ) -> Engine:
     """Build the engine of a `DataParallelEngine` that trains `module`.  Collective.
 
-    The arguments are those of `initialize`. A parameter `x` has the logical name `layers.0.x`.
+    The arguments are as for `initialize`. A parameter `x` has the logical name `layers.0.x`.
 
     Raises:
         ConfigError, MeshError: as `initialize`; or a key has no meaning in such a loop.

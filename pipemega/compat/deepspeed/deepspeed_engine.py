@@ -56,7 +56,7 @@ class DeepSpeedEngine:
         pipemega_engine: does the work.
         pipemega_config, mesh: the config and the device mesh of the run.
         optimizer: torch's optimizer, over the master weights if they exist, or the optimizer of the
-            script; None without one.
+            script; None if there is no optimizer.
     """
 
     _advice: Mapping[str, str]
@@ -136,7 +136,7 @@ class DeepSpeedEngine:
         """Refuse another batch size during the run.
 
         Raises:
-            ConfigError: it is not that of the config.
+            ConfigError: it differs from the train batch size of the config.
         """
         if train_batch_size != self.train_batch_size():
             raise ConfigError(
@@ -333,7 +333,7 @@ class DeepSpeedEngine:
 
         Raises:
             ConfigError: custom_load_fn.
-            CheckpointError: as `pipemega.Engine.load_checkpoint`.
+            CheckpointError: in the same cases as `pipemega.Engine.load_checkpoint`.
         """
         if custom_load_fn is not None:
             raise ConfigError(
@@ -408,7 +408,7 @@ class _IncrementedSchedule:
     """A scheduler whose `step` takes the number of samples, as Megatron's do.
 
     Args:
-        scheduler: of the caller.
+        scheduler: the caller's scheduler.
         increment: samples of each step.
     """
 

@@ -48,7 +48,7 @@ def initialize_pipeline(
     mpu: Any = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> tuple[PipelineEngine, Optimizer | None, Any, Any]:
-    """Build the engine of a PipelineModule; the arguments are those of `initialize`.  Collective.
+    """Build the engine of a PipelineModule; the arguments are as for `initialize`.  Collective.
 
     Raises:
         ConfigError: an argument or the config is not supported, or contradicts the module; the

@@ -27,13 +27,14 @@ class ScriptBatches:
     """Iterator over (inputs, labels), from an iterator of the user; lists become tuples.
 
     Args:
-        source: yields (inputs, labels), or what `batch_fn` makes such a pair of. None: `batch_fn`
-            gets None, as on tensor ranks that receive their data from another one.
-        batch_fn: of `set_batch_fn`.
+        source: yields (inputs, labels), or values that `batch_fn` turns into such a pair. None:
+            `batch_fn` gets None, as on tensor ranks that receive their data from another rank.
+        batch_fn: the function given to `set_batch_fn`; None if it was not called.
 
     Attributes:
-        inputs_may_differ: DeepSpeed uses the inputs of the first stage only, so those of other
-            stages may be random. The labels must agree: they show that the samples are the same.
+        inputs_may_differ: DeepSpeed uses the inputs of the first stage only, so the inputs of
+            other stages may be random. The labels must agree: they show that the samples are
+            the same.
     """
 
     inputs_may_differ = True
@@ -63,18 +64,19 @@ def _tupled(part: Any) -> Any:
 class PipelineEngine(DeepSpeedEngine):
     """Trains a PipelineModule with DeepSpeed's calls.
 
-    Names that DeepSpeed's engine does not have are those of `pipemega.Engine` and of the module.
+    Other attributes are looked up in `pipemega.Engine` and then in the module.
 
     Args:
         engine: trains the layers of `module`.
-        module: of the user.
+        module: the user's module.
         training_data: a dataset; None: the caller passes iterators.
         collate_fn: list of samples -> micro-batch.
 
     Attributes:
         micro_batch_size: samples of a micro-batch.
-        micro_batches: of a step of one data rank; `eval_batch` reads as many.
-        grid, mpu: the place of this rank.
+        micro_batches: number of micro-batches of a step on each data rank; also the default number
+            of `eval_batch`.
+        grid, mpu: the position of this rank in the mesh.
     """
 
     _advice = ENGINE_ADVICE["PipelineEngine"]
@@ -254,7 +256,7 @@ class PipelineEngine(DeepSpeedEngine):
     def _results(self, data: Iterator[Any] | None, count: int, compute_loss: bool) -> Any:
         """Return losses or outputs of `count` micro-batches, and the outputs of the last one.
 
-        (None, None) on other ranks than those of the last stage.
+        Returns (None, None) on ranks that are not on the last stage.
         """
         reads = self.is_first_stage() or self.is_last_stage()
         pairs = list(islice(data, count)) if reads and data is not None else [(None, None)] * count

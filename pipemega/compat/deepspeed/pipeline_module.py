@@ -144,8 +144,8 @@ class SeededLayerSpec(_WrappedSpec):
     """A layer whose constructor runs with a seed of its own.
 
     Args:
-        spec: of the layer.
-        seed_fn: is called with `seed` before; None: seed torch, numpy and `random`.
+        spec: the spec of the layer.
+        seed_fn: function that is called with `seed` first; None: seed torch, numpy and `random`.
     """
 
     def __init__(self, spec: LayerSpec, seed: int, seed_fn: Callable[[int], Any] | None) -> None:
@@ -221,7 +221,7 @@ _PARTITIONS = ("parameters", "best", "uniform")
 
 
 class DeepSpeedPipelineModule(nn.Module):
-    """A model as a list of layers, of which this rank has those of its stage.  Collective.
+    """A model as a list of layers; each rank has the layers of its stage.  Collective.
 
     `deepspeed.pipe.PipelineModule`. The layers of the stage are submodules with the name of their
     position: "0", "1", ... The initial values do not depend on the number of stages: a constructor
@@ -231,7 +231,7 @@ class DeepSpeedPipelineModule(nn.Module):
     Args:
         layers: LayerSpecs, TiedLayerSpecs, modules and functions.
         num_stages: stages of the pipeline; the other ranks are data ranks.
-        topology: in place of `num_stages`.
+        topology: the topology of the ranks, instead of `num_stages`.
         loss_fn: maps (output of the last layer, labels) to a scalar, the mean over the
             micro-batch; None: the output of the last layer is the loss.
         seed_layers: seed the constructor of layer i with `base_seed` + i, by `seed_fn` if given.

@@ -205,7 +205,7 @@ def init_distributed(
 
     Args:
         dist_backend: ignored but for a warning: the ranks use NCCL and gloo on GPUs, gloo on CPUs.
-        timeout: of each wait; None: that of `mesh.timeout_seconds`.
+        timeout: limit of each wait; None: 10 minutes, the default of `mesh.timeout_seconds`.
         init_method, rank, world_size: as for torch.distributed.init_process_group.
         dist_init_required: False: the caller has initialized torch.distributed.
         auto_mpi_discovery, distributed_port, verbose, config: have no effect here.
@@ -284,7 +284,7 @@ class PipelineParallelGrid:
         return pairs
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank of a stage with the other indices of this rank, or those of `kwargs`."""
+        """Return the rank of a stage; `kwargs` replace this rank's indices on the other axes."""
         here = self._topo.get_coord(self.global_rank)._asdict()
         here |= {"pipe": stage_id} if "pipe" in here else {}
         return self._topo.get_rank(**(here | kwargs))

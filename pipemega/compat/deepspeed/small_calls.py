@@ -63,7 +63,7 @@ class Init(nullcontext[None]):
 class GatheredParameters(nullcontext[None]):
     """Does nothing: parameters are whole on each rank.
 
-    The arguments are those of DeepSpeed.
+    Takes the same arguments as DeepSpeed's class.
     """
 
     def __init__(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
@@ -231,10 +231,10 @@ class DeepSpeedLR(LRScheduler):
     Args:
         optimizer: its learning rates are set.
         type_name: `scheduler.type`.
-        params: `scheduler.params`; those that are None are left out.
+        params: `scheduler.params`; parameters that are None are left out.
 
     Raises:
-        ConfigError: as for the config.
+        ConfigError: the values are not valid in the config.
     """
 
     def __init__(self, optimizer: Optimizer, type_name: str, params: dict[str, Any]) -> None:
@@ -301,7 +301,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     Returns:
         Name -> tensor; the names of a module that is no pipeline are its own. A parameter that the
         module has under several names is there under the first: load the result with strict=False.
-        Floating-point tensors are in fp32, those of a model in fp64 too.
+        Floating-point tensors are in fp32, also if the model is in fp64.
 
     Raises:
         CheckpointError: the checkpoint is missing, damaged, or has no shapes.

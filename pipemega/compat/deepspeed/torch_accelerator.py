@@ -54,7 +54,7 @@ _ON_CPU: dict[str, Any] = {
 
 
 class TorchAccelerator:
-    """CUDA or CPU. Other names are those of `torch.cuda` or, without a GPU, of `torch.cpu`."""
+    """CUDA or CPU. Other names come from `torch.cuda`, or from `torch.cpu` without a GPU."""
 
     def __init__(self) -> None:
         self.device_type = self._name = "cuda" if torch.cuda.is_available() else "cpu"

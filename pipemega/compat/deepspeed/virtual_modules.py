@@ -78,7 +78,7 @@ def create_modules() -> None:
 
 
 def install_as_deepspeed() -> None:
-    """Let `import deepspeed`, and the import of its modules, find those of this package."""
+    """Let imports of `deepspeed` and of its modules find the modules of this package."""
     sys.modules[_THEIRS] = sys.modules[_HERE]
     for path in MODULES:
         if path:
@@ -125,7 +125,7 @@ def _refused(path: str) -> type:
     """Return a class for a name that can be imported, but neither built nor called.
 
     Raises:
-        ConfigError: in the call; says why.
+        ConfigError: the class is called; the text says why that is refused.
     """
 
     def refuse(*_: Any, **__: Any) -> NoReturn:

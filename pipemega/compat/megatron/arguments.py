@@ -102,7 +102,7 @@ class Remark(NamedTuple):
     """A line about an argument, or about the whole launch (`argument` is empty).
 
     Args:
-        level: "refused" and "unknown" mean that the config is not that of the launch.
+        level: "refused" and "unknown": the config does not train what the launch trains.
     """
 
     level: Level

@@ -34,9 +34,9 @@ class MegatronConversion(NamedTuple):
     """A config, and what differs from the launch.
 
     Args:
-        config: JSON values.
-        remarks: in the order of the arguments.
-        settings: of each argument with a counterpart: its name and the keys that it sets.
+        config: the config, as JSON values.
+        remarks: the remarks, in the order of the arguments.
+        settings: (name, keys that it sets) of each argument that has a counterpart.
     """
 
     config: dict[str, Any]

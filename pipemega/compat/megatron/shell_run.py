@@ -74,7 +74,7 @@ def output_of(
 
     Args:
         files: contents of the files that the script wrote.
-        folder: in which the script runs, if it is known.
+        folder: the folder in which the script runs; None: unknown.
     """
     words = commands[0] or [""]
     if any(names_of_unknown(word) for one in commands for word in one):
@@ -173,8 +173,9 @@ class ScriptRun:
     """The result of a script.
 
     Args:
-        folder: of the script, where files that it includes are searched; None: nowhere.
-        variables: those that are set before the script starts; "0" is the name of the script.
+        folder: the folder of the script; files that the script includes are searched there. None:
+            no file is searched.
+        variables: variables that are set before the script starts; "0" is the name of the script.
         parameters: $1, $2, ...
     """
 
@@ -431,7 +432,7 @@ class ScriptRun:
 
     def _content(self, name: str) -> str | None:
         """Return the content of a file that the script wrote, or that is beside the script."""
-        # A folder that is not known is usually that of the script.
+        # A folder that is not known is usually the folder of the script.
         beside = within_unknown_folder(name) or name
         if name in self.files or self._folder is None or names_of_unknown(beside):
             return self.files.get(name)

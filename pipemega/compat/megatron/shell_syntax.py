@@ -35,7 +35,7 @@ class Token:
     """A word, an operator (`kind` "op"), an array assignment or a redirection.
 
     Args:
-        target: of a redirection; with "<<" the text of the here-document.
+        target: the file of a redirection; with "<<" the text of the here-document.
         literal: a here-document in which nothing is expanded.
     """
 

@@ -68,7 +68,7 @@ class Scope:
         variables: texts; arrays as lists.
         parameters: $1, $2, ...
         run: returns the output of a command substitution.
-        unset_is_empty: as in a shell, for conditions; False: an unset variable is unknown.
+        unset_is_empty: an unset variable is empty, as in a shell; False: its value is unknown.
     """
 
     variables: dict[str, str | list[str]]

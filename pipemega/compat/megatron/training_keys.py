@@ -219,7 +219,7 @@ def _fp16(given: Given) -> dict[str, Any]:
 
 
 def zero_section(given: Given) -> dict[str, Any]:
-    """Return the section `zero_optimization`; Megatron-DeepSpeed's stage is that of its JSON."""
+    """Return the section `zero_optimization`; with a DeepSpeed JSON file, its stage counts."""
     found: dict[str, Any] = {}
     if given.flag("use-distributed-optimizer"):
         found["stage"] = 1

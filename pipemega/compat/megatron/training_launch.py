@@ -37,7 +37,7 @@ class TrainingLaunch(NamedTuple):
     """One training that a script starts.
 
     Args:
-        line: in the script; 0 if the arguments were given themselves.
+        line: the line in the script; 0 if the arguments were given without a script.
         program: the script of Megatron, such as pretrain_gpt.py; "" if it is unknown.
         words: the arguments of the program.
         ranks: processes per node and nodes, as far as they are known.
@@ -68,7 +68,7 @@ def find_launches(
 
     Args:
         source: arguments, or the text of a script or of a YAML file with MODEL_ARGS.
-        folder: of the script.
+        folder: the folder of the script; see `ScriptRun`.
         variables, parameters: as in `ScriptRun`.
 
     Raises:
