@@ -1,6 +1,6 @@
 """The check: shrinks the config, computes the gradients of both models, compares them.
 
-Compares the gradients of the split model with those of the unsplit model.
+Compares the gradients of the split model with the gradients of the unsplit model.
 """
 
 import math
@@ -58,9 +58,9 @@ class GradientComparison:
     """The result for one batch.
 
     Args:
-        kind: of the batch.
-        loss, reference_loss: of the split and the unsplit model.
-        differences: of all parameters, the largest first.
+        kind: the kind of the batch; see `RandomBatch`.
+        loss, reference_loss: the loss of the split and of the unsplit model.
+        differences: the difference of each parameter's gradients, the largest first.
     """
 
     kind: str
@@ -129,11 +129,11 @@ class CheckResult:
     """What was compared, and the differences.
 
     Args:
-        class_name: of the transformers model.
-        parameters: of the user's model.
-        small_parameters: of the model that was compared.
-        changes: from the user's config to that of the small model.
-        comparisons: of the batches that the model takes.
+        class_name: the class of the transformers model.
+        parameters: number of parameters of the user's model.
+        small_parameters: number of parameters of the small model, which was compared.
+        changes: the changes from the user's config to the config of the small model.
+        comparisons: one comparison for each batch that pipemega does not refuse.
         refused: kind of batch -> message with which pipemega refuses it.
     """
 
@@ -154,7 +154,7 @@ def check_model(config: Any, split: SplitSettings, launch: RunRanks | None = Non
 
     Args:
         config: a `PretrainedConfig`.
-        split: its folder is replaced by that of the small model.
+        split: how to split the model; its `folder` is replaced by the folder of the small model.
         launch: runs the ranks; None: in processes of its own.
 
     Raises:
@@ -209,7 +209,7 @@ def small_model(config: Any, model_class: Any, needs: Needs) -> tuple[Any, Seque
     """Return a small model of the same family, with random weights, and what was changed.
 
     Raises:
-        NoSmallModel: transformers itself cannot run one.
+        NoSmallModel: transformers itself cannot run a small model.
     """
     reasons: list[str] = []
     # Classifiers of tokens use 0.1 if the config of the family has no such key.

@@ -83,7 +83,7 @@ class Needs:
     tensor: int = 1
 
 
-# Their widths are those of other nested configs (SAM).
+# Their widths are equal to the widths of other nested configs (SAM).
 _SAME_WIDTH = ("prompt_encoder_config", "mask_decoder_config")
 
 # Groups of keys that are shrunk together; `shrink` leaves a group out if the model fails with it.
@@ -96,7 +96,7 @@ def shrink(
     """Return a small config and the changes; (None, ()) if none is valid.
 
     Args:
-        config: of transformers; it is not changed.
+        config: a config of transformers; it is not changed.
         is_valid: whether a model of this config can be built and run.
     """
     small = _changed(config, needs, GROUPS)

@@ -153,8 +153,8 @@ class RandomBatch:
 
     Args:
         kind: "plain", "padded" or "packed".
-        inputs: by HF's names; the first dim of each tensor is the sample.
-        labels: at the position that predicts them; -100 does not count.
+        inputs: HF's name -> tensor; the first dim of each tensor is the sample.
+        labels: each label is at the position that predicts it; -100 does not count.
     """
 
     kind: str
@@ -409,9 +409,9 @@ class SplitSettings:
     """How the model is split, and run.
 
     Args:
-        folder: of the model; of the small model, when a rank runs.
+        folder: the folder of the model; when a rank runs, the folder of the small model.
         task: see `pipemega.from_pretrained`.
-        attn_implementation: None: that of transformers.
+        attn_implementation: name of the attention implementation; None: transformers chooses.
     """
 
     folder: str = ""

@@ -60,7 +60,7 @@ class DeepSpeedFolder:
     """The files of one checkpoint.
 
     Args:
-        path: of the checkpoint.
+        path: the path of the checkpoint.
         layers: position of the layer -> file of each tensor rank.
         models: file of each model-parallel rank, in order.
         optimizers: model-parallel rank -> file of each data rank.
@@ -300,7 +300,7 @@ class NameRules:
         """Return DeepSpeed's name -> logical name, without the tensors that are left out.
 
         Args:
-            kind: of the checkpoint: "pipeline", "module" or "universal".
+            kind: the kind of checkpoint: "pipeline", "module" or "universal".
 
         Raises:
             CheckpointError: a name has no position, two names become one, or a rule matches none.
@@ -388,7 +388,7 @@ class StoredTensor:
 
     @classmethod
     def of_flat(cls, shape: Sequence[int], flat: Iterable[Tensor]) -> "StoredTensor":
-        """Return the tensor whose elements, row by row, are those of the flat tensors in order."""
+        """Return a tensor that is filled row by row with the elements of the flat tensors."""
         pieces: list[Piece] = []
         start, dtype = 0, torch.float32
         for part in flat:
@@ -440,7 +440,7 @@ class StoredTensor:
         return found
 
     def equals(self, other: "StoredTensor") -> bool:
-        """Return whether the values, cast to the dtype of `other`, are those of `other`."""
+        """Return whether the values, cast to the dtype of `other`, equal the values of `other`."""
         if self.shape != other.shape:
             return False
         full = other.full()

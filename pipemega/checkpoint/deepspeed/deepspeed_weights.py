@@ -181,10 +181,10 @@ class DeepSpeedWeights:
     """The weights of a checkpoint; their values are read from the files when they are used.
 
     Args:
-        path: of the checkpoint.
+        path: the path of the checkpoint.
         kind: "pipeline", "module" or "universal".
-        tensors: by DeepSpeed's names.
-        buffers: the names of those that are no parameters.
+        tensors: DeepSpeed's name -> tensor.
+        buffers: the names of the tensors that are no parameters.
         state: plain values of the run: `global_steps`, `global_samples`, `ds_version`.
         client: the user's client_state.
         left_out: file -> the classes of the user's objects that were not loaded.
@@ -392,7 +392,7 @@ class _Reader:
             name for model in self._models for name in model.get("buffer_names") or ()
             if isinstance(name, str)
         }  # fmt: skip
-        # A tied layer has its key in the names of buffers, and its position in those of files.
+        # A tied layer has its key in the names of buffers, and its position in the file names.
         tied = {name.split(".", 2)[2] for name in stored if name.startswith("tied_modules.")}
         for name, tensor in tensors.items():
             of_torch = name.rpartition(".")[2] in _BUFFERS or not tensor.dtype.is_floating_point

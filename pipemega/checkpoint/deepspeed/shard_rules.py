@@ -54,8 +54,8 @@ def attention_rule(
     """Return how the shards of a fused weight form it; None: the files do not say it.
 
     Args:
-        module: one of `FUSED`; `key_value` is that of cross attention.
-        rows, columns: of the whole weight.
+        module: one of `FUSED`; `key_value` is the module of cross attention.
+        rows, columns: the sizes of the whole weight.
         state: the entries of mp_rank_00_model_states.pt.
     """
     stored, version = state.get("args"), state.get("checkpoint_version")
@@ -130,8 +130,8 @@ class ShardRules:
         """Return the parameter.
 
         Args:
-            name: of the parameter, in DeepSpeed's words: "3.mlp.dense_h_to_4h.weight".
-            shards: one of each tensor rank.
+            name: DeepSpeed's name of the parameter: "3.mlp.dense_h_to_4h.weight".
+            shards: one shard from each tensor rank.
             layer: the first shard of the parameters with the same prefix; by name.
 
         Raises:
@@ -303,7 +303,7 @@ def _replicated(name: str, shards: Sequence[StoredTensor], rule: Rule) -> Stored
 def join_along(
     name: str, shards: Sequence[StoredTensor], dim: int, parts: Sequence[int] = ()
 ) -> StoredTensor:
-    """Concatenate along `dim`; with parts, first those of all shards, then the second ones.
+    """Concatenate along `dim`; with parts: the first parts of all shards, then the second parts.
 
     Args:
         parts: sizes of the parts of each shard; () if the shards are no parts.

@@ -52,7 +52,7 @@ def load_deepspeed(
     The optimizer state, the LR schedule, the step and the position in the data are not loaded.
 
     Args:
-        options: of these only `strict` matters.
+        options: only the option `strict` is used.
 
     Raises:
         CheckpointError: the checkpoint is damaged, or has another model; on every rank.
@@ -207,7 +207,7 @@ class ImportOptions:
         tag: the checkpoint in the folder; None: the one that `latest` names.
         read: how the files are read.
         names: DeepSpeed's names -> logical names, where the default does not fit.
-        config: of the run that will load the weights, to store with them.
+        config: the config of the run that will load the weights; it is stored with them.
     """
 
     tag: str | None = None
@@ -221,7 +221,7 @@ class ImportSummary:
     """What was imported.
 
     Args:
-        path: of the checkpoint that was written.
+        path: the path of the checkpoint that was written.
         names: DeepSpeed's name -> logical name.
     """
 
