@@ -39,10 +39,11 @@ class LoadedStep:
     """What a data rank reads in one step.
 
     Args:
-        micro_batches: of this data rank; None if this rank did not read them.
+        micro_batches: micro-batches of this data rank; None if this rank did not read them.
         sizes: samples of each. A micro-batch with 0 samples completes a partial step, so that each
             step has equally many: it repeats samples, and must have no weight.
-        num_samples: of all data ranks; of a DataLoader as many as if all had those of this one.
+        num_samples: number of samples of all data ranks; with a DataLoader, the number of this
+            data rank times the number of data ranks.
         epoch: completed passes over the data after the step.
     """
 
@@ -132,7 +133,7 @@ class BatchLoader:
     def epoch(self) -> int:
         """Completed passes over the data.
 
-        Without `by_epoch`, that of an iterable or a DataLoader is complete when the next one
+        Without `by_epoch`, a pass over an iterable or a DataLoader is complete when the next one
         begins.
         """
         return self._position.epoch
@@ -255,7 +256,7 @@ class BatchLoader:
         """Continue at the position of `state`; batch sizes and mesh may differ.
 
         Args:
-            same_data: raise an error if the dataset differs from that of `state`; False: start
+            same_data: raise an error if the dataset differs from the one in `state`; False: start
                 the current dataset at the same number of samples.
 
         Raises:

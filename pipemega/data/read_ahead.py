@@ -200,7 +200,7 @@ class WorkerProcesses:
     any way.
 
     Args:
-        reader: of the dataset; copied to each process.
+        reader: reader of the dataset; copied to each process.
         num_workers: number of processes.
         prefetch: micro-batches to read ahead; each process reads at least one.
     """

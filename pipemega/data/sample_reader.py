@@ -136,7 +136,7 @@ class EpochOrder:
 
     Args:
         num_samples: the dataset's length n.
-        seed: of the permutations; the permutation of epoch e depends only on (seed, e).
+        seed: seed of the permutations; the permutation of epoch e depends only on (seed, e).
         shuffle: False keeps the dataset's own order in every epoch.
     """
 
@@ -171,7 +171,7 @@ class Cyclic:
 
     Attributes:
         dataset_size: number of samples of the dataset.
-        micro_batch_size, data_size: of the run that started the order. The order of an epoch
+        micro_batch_size, data_size: sizes of the run that started the order. The order of an epoch
             depends on them, so a run that continues it on another mesh keeps them.
         data_sharding: each data rank permutes its own part of the dataset.
     """
@@ -185,7 +185,7 @@ class Cyclic:
 class CyclicOrder(EpochOrder):
     """The order of Megatron's random sampler.
 
-    The permutation of epoch e is that of torch's generator with seed e, so it does not depend on
+    The permutation of epoch e is drawn by torch's generator with seed e and does not depend on
     the seed of the run. With `data_sharding` data rank r reads the r-th of data_size equal parts,
     all with one permutation; otherwise it reads the places r, r + data_size, ... of a permutation
     of the whole. Samples that do not fill a micro-batch of all data ranks are dropped.
@@ -277,7 +277,7 @@ class SampleReader:
         collate: the user's collate function, or None.
 
     Attributes:
-        seed: of the random numbers of all samples.
+        seed: seed of the random numbers of all samples.
         has_collate: `collate` is not None.
         is_deterministic: the dataset and the collate function are declared to be: a sample depends
             only on its index, and is the same on all ranks.
@@ -333,8 +333,8 @@ class SampleReader:
 
         Args:
             unit: what an item is.
-            data_rank: of the random numbers, if data ranks read different items. The first item is
-                read with those of data rank 0, because the order of the epoch is drawn with it.
+            data_rank: data rank whose random numbers are used, if data ranks read different items.
+                The first item is read with the random numbers of data rank 0, because the order of the epoch is drawn with it.
         """
         iterator: Iterator[Pytree] | None = None
         for count in itertools.count():

@@ -50,7 +50,7 @@ class Delivery(NamedTuple):
 
     Attributes:
         batch: the micro-batch.
-        position: after it.
+        position: the position after it.
         size: number of its samples; 0: it only completes the last step of an epoch, and repeats
             the first sample of the step.
     """
@@ -78,8 +78,8 @@ class LoaderOptions:
         num_workers: number of threads (deterministic datasets) or processes (all others) that read
             map-style samples in parallel; 0: one thread reads.
         timeout_seconds: maximum wait for one micro-batch.
-        memory: of the device that the micro-batches are copied to; pins them in the thread that
-            reads. None: they are not copied.
+        memory: host memory for the device that the micro-batches are copied to; pins them in the
+            thread that reads. None: they are not copied.
     """
 
     seed: int = 1234

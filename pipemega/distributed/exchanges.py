@@ -15,7 +15,7 @@ Every rank passes the same list of pieces, so all ranks make the same batches of
 one all-to-all: unlike single sends it needs no new communicator for two ranks, and every rank waits
 for it with the deadline of the axis.
 
-Every call of torch.distributed that moves tensors of a step goes through `recorded`, also those of
+Every call of torch.distributed that moves tensors of a step goes through `recorded`, also calls in
 other modules. Without a recorder it only makes the call.
 """
 

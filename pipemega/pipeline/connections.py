@@ -81,9 +81,9 @@ def connect(
 
     Args:
         rank_of_stage: the pipeline rank of each stage.
-        device: of the messages.
-        timeout: of each wait.
-        transfers: of the plan (`Plan.transfers`).
+        device: the device of the messages.
+        timeout: the limit of each wait.
+        transfers: the transfers of the plan (`Plan.transfers`).
         groups: made for an earlier placement of the stages; used again, and extended.
 
     Raises:

@@ -86,7 +86,7 @@ class MicroBatches:
 
     @property
     def has_other_shapes(self) -> bool:
-        """Whether the messages of a micro-batch may differ from those of a full one."""
+        """Whether a micro-batch may have messages of other shapes than a full micro-batch."""
         return any(share not in (0, 1) for share in self.shares or ())
 
 

@@ -80,8 +80,9 @@ def run_backward(outputs: Sequence[Any], gradients: Sequence[Tensor]) -> None:
 class PipelineEnds:
     """The first stage gets the inputs of the micro-batches; backward starts from their losses.
 
-    Gradients are passed as between stages: the first stage leaves those of its input, and the last
-    stage takes those of its output, as if a stage followed (`ExecutionState.gradients`).
+    Gradients are passed as between stages: the first stage leaves the gradients of its input, and
+    the last stage takes the gradients of its output, as if a stage followed
+    (`ExecutionState.gradients`).
 
     Args:
         model: the local stages, with the loss.

@@ -211,7 +211,7 @@ _LEAVES = {Tensor, TensorMeta, torch.nn.Parameter, int, float, bool, str, type(N
 
 
 def _has_tensors(value: Any, seen: set[int]) -> bool:
-    """Return whether `value` has a tensor among its attributes, or in those of one of them."""
+    """Return whether `value` has a tensor in its attributes, or in their attributes."""
     if isinstance(value, type | ModuleType | Tensor | TensorMeta) or id(value) in seen:
         return False
     seen.add(id(value))
@@ -253,7 +253,7 @@ class Packed:
     give the same results.
 
     Args:
-        metas: of the tensors.
+        metas: dtype and shape of each tensor.
     """
 
     def __init__(self, metas: Sequence[TensorMeta]) -> None:
@@ -281,7 +281,7 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
     return strides[-2::-1]
 
 
-# Bytes; at least that of the allocators of torch, and of the loads of the GPU's kernels.
+# Bytes; at least the alignment of torch's allocators, and of the loads of the GPU's kernels.
 _ALIGNMENT = 256
 
 

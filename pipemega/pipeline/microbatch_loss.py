@@ -27,7 +27,7 @@ class WeightedLoss(NamedTuple):
     sum of all weights, over the micro-batches of all data ranks.
 
     Args:
-        sum: scalar tensor with a gradient: the sum of the losses, such as those of tokens.
+        sum: scalar tensor with a gradient: the sum of the losses, such as the losses of tokens.
         weight: their number or total weight: a scalar tensor or a number.
     """
 

@@ -25,7 +25,7 @@ class PipelineGraph:
         c_cost: time of a message between ranks.
         f_mem, b_mem, w_mem: change of the rank's memory by F, I and W of one chunk; F allocates
             it and the others free it, so their sum is 0.
-        max_mem: memory limit of a rank; None: that of `n_stage` micro-batches, as in 1F1B.
+        max_mem: memory limit of a rank; None: the memory of `n_stage` micro-batches, as in 1F1B.
 
     Raises:
         ScheduleError: a cost is negative or not a number, or the sum of the memory is not 0.

@@ -162,7 +162,7 @@ def plan_of_size(section: PipelineSection, current: Plan, num_microbatches: int)
     """Return the plan of a step of `training.rampup_batch_size`, compute steps only.
 
     Args:
-        current: of a step of another size; the plan has its stages.
+        current: the plan of a step of another size; the new plan has the same stages.
 
     Raises:
         ConfigError: the plan is read from a file, for one number of micro-batches.
@@ -197,7 +197,7 @@ def best_plan(placements: Sequence[Any], num_microbatches: int, memory_limit: fl
     """Return the plan with the shortest makespan on one of `placements` within the memory limit.
 
     Args:
-        memory_limit: of the activations, in the unit of the costs; "auto": `limit_of_1f1b`.
+        memory_limit: limit of the activations in the unit of the costs; "auto": `limit_of_1f1b`.
 
     Raises:
         ScheduleError: no plan fits the limit; names the smallest limit that fits.

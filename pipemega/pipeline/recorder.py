@@ -4,7 +4,7 @@
                              waits          executes
 
 On a CPU the host clock is read. On CUDA events are recorded in the stream and read once, after the
-step: the host never waits for the device during the step, and the times are those of the device.
+step: the host never waits for the device during the step, and the times are times of the device.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ class ClockRecorder(Recorder):
     """Records the times of the instructions of a step.
 
     Args:
-        clock: of the device.
+        clock: the clock of the device.
         meter: returns the memory in use; None records no memory.
     """
 
@@ -136,7 +136,7 @@ def step_clock(device: torch.device, clock: Clock = perf_counter_ns) -> StepCloc
     """Return the clock of the work on `device`.
 
     Args:
-        clock: of the host.
+        clock: the clock of the host.
     """
     return StreamClock(clock) if device.type == "cuda" else HostClock(clock)
 
@@ -148,7 +148,7 @@ def make_recorder(
 
     Args:
         record_memory: also record the memory in use, if the platform supports it.
-        clock: of the host.
+        clock: the clock of the host.
     """
     meter = None
     if record_memory:

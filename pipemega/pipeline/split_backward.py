@@ -190,7 +190,7 @@ def _defer(
     """Return product(x); its backward adds the gradient of `weight` to the queue.
 
     Args:
-        gradient: of x and dy.
+        gradient: function of x and dy that returns the gradient of `weight`.
         gathers: `gradient` gets x gathered over this axis, as rows.
     """
     deferred = _Deferred(queue, weight, gradient, gathers)
@@ -292,7 +292,7 @@ def grouped_linear(
     *,
     queue: GradientQueue | None = None,
 ) -> Tensor:
-    """Return the product of each group of rows with its own weight, such as that of an expert.
+    """Return the product of each group of rows with its own weight, such as an expert's weight.
 
     Args:
         counts: rows of each group [groups]; the rows are sorted by group.
@@ -325,7 +325,7 @@ def _can_defer(weight: Tensor, queue: GradientQueue) -> TypeGuard[nn.Parameter]:
     # Not the result of another function, as with weight_norm, and not from functional_call.
     if type(weight) is not nn.Parameter or not queue.holds(weight):
         return False
-    # The products above are those of real numbers: without the conjugate of x. vmap and
+    # The products above are for real numbers: without the conjugate of x. vmap and
     # torch.func.grad have rules for autograd's products only.
     transformed: bool = torch._C._are_functorch_transforms_active()
     # Only autograd calls a user's hook on the weight.
@@ -468,7 +468,7 @@ class WeightGradQueue:
         *,
         is_summed: bool = True,
     ) -> None:
-        """Add `gradient()` to that of `weight`: in `run` if called within `defer`, else now.
+        """Add `gradient()` to the gradient of `weight`: in `run` if called within `defer`, else now.
 
         Args:
             start: starts the communication that `gradient` waits for.
@@ -492,7 +492,7 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
 
     The forward of the layers that `_forward_of` names is replaced. In layers of pipemega the
     product is; a head also gets the queue, because with its loss it computes weight gradients in F.
-    All other layers run their whole backward in I, and so do those of a class with the attribute
+    All other layers run their whole backward in I, and so do layers of a class with the attribute
     `split_backward = False`. A layer with a frozen weight is not changed: it has no weight
     gradient, and its `product` may be another one.
     """

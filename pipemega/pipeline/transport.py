@@ -1,7 +1,7 @@
 """Point-to-point messages between pipeline ranks: trees of tensors over FIFO channels.
 
-With several stages per rank, the messages between two ranks are not in FIFO order, but those of
-each channel are (`plan.channels`). A message consists of a header (structure, dtypes, shapes,
+With several stages per rank, the messages between two ranks are not in FIFO order, but the
+messages of each channel are (`plan.channels`). A message consists of a header (structure, dtypes, shapes,
 constants) and its tensors. `shapes` decides when headers are sent:
 
     declared    never: both peers have the header from the model; the sender checks each message
@@ -98,7 +98,8 @@ class Transport:
         shapes: when headers are sent, see above.
         declared: boundary -> header, for `shapes="declared"`.
         timeout: limit of each wait.
-        routes: of the channels; None: open those of a plan without vocabulary parallelism.
+        routes: the route of each channel; None: open the connections of a plan without vocabulary
+            parallelism.
     """
 
     def __init__(

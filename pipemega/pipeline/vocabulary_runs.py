@@ -70,7 +70,7 @@ class VocabularyRuns(PipelineEnds):
         model: the local stages; its loss is (losses of the tokens, labels) -> loss of the
             micro-batch.
         shard: the local rows.
-        transport: to the other pipeline ranks.
+        transport: sends messages to the other pipeline ranks.
         listener: is notified when the gradients of a weight are complete; may be None.
     """
 

@@ -273,7 +273,7 @@ class TextGenerator:
 
     Attributes:
         context_length: largest number of tokens that the model sees.
-        end_tokens: the ids that end a text, besides those of the tokenizer.
+        end_tokens: the ids that end a text, besides the end tokens of the tokenizer.
 
     Raises:
         ConfigError: the model does not generate text.

@@ -140,8 +140,8 @@ class ChatFormat(ExampleFormat):
 
     Args:
         tokenizer: path of a Hugging Face tokenizer.
-        template: file with a chat template; None: that of the tokenizer.
-        key: of the messages; None: `messages`, or ShareGPT's `conversations`.
+        template: file with a chat template; None: the tokenizer's template.
+        key: key of the messages; None: `messages`, or ShareGPT's `conversations`.
     """
 
     def __init__(self, tokenizer: str, template: str | None, key: str | None) -> None:

@@ -60,7 +60,7 @@ class InstructionFormat(ExampleFormat):
     Args:
         prompt_template: text with names of keys in braces; None: the key `prompt`, or Alpaca's
             `instruction` and `input`.
-        key: of the response; None: `response`, `completion`, `output` or `answer`.
+        key: key of the response; None: `response`, `completion`, `output` or `answer`.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_template: str | None, key: str | None) -> None:
@@ -121,7 +121,7 @@ class TextFormat(ExampleFormat):
     """A text; the loss counts all tokens and the end of the document.
 
     Args:
-        key: of the text; None: `text`.
+        key: key of the text; None: `text`.
     """
 
     def __init__(self, tokenizer: Tokenizer, key: str | None) -> None:

@@ -75,7 +75,7 @@ def cut(
 
     Args:
         bounds: first token of each example and the one after its last. [examples, 2]
-        is_answer: of each token of all examples.
+        is_answer: for each token of all examples, whether the loss counts it.
         truncation: what to do with longer examples; see `data.truncation`.
     """
     starts, ends = bounds[:, 0], bounds[:, 1]
@@ -103,7 +103,7 @@ def pack(lengths: Indices, capacity: int) -> tuple[Indices, Indices]:
     """Put items into bins: the longest first, each into the fullest bin that has space.
 
     Args:
-        lengths: of the items, each at most `capacity`.
+        lengths: the lengths of the items, each at most `capacity`.
 
     Returns:
         The items bin by bin, and where each bin starts and the last one ends. [items], [bins + 1]
@@ -206,7 +206,7 @@ class ExampleSampling:
         pad_to_multiple_of: without packing: pad a micro-batch to its longest sample, rounded up to
             a multiple of this; None: to seq_length.
         pad_id: token of the padding.
-        seed: of the order in which examples are packed.
+        seed: seed of the order in which examples are packed.
     """
 
     seq_length: int
@@ -230,10 +230,10 @@ class FineTuningDataset(Dataset[tuple[Inputs, Tensor]]):
 
     Args:
         source: the examples.
-        name: of the split, in messages.
+        name: name of the split, in messages.
         chosen: examples of the split.
         sampling: how examples become samples.
-        folder: of the index.
+        folder: folder of the index.
         say: called with a progress line if building takes long.
 
     Shape:
@@ -401,7 +401,7 @@ def finetuning_dataset(
             `datasets`; or paths of files, as `data.path`.
         data: keys of the config section `data`: "format" and "tokenizer", and others for records.
         seq_length: number of tokens of a sample.
-        seed: of the order in which examples are packed.
+        seed: seed of the order in which examples are packed.
         say, progress: function that takes log lines, and whether to show a bar.
 
     Raises:

@@ -47,7 +47,7 @@ class ImageTransform:
     Args:
         section: `data.transforms`.
         shape: channels, height and width of the model's images.
-        statistics: of the data set, for `data.transforms.mean` and `std` that are not set.
+        statistics: used for `data.transforms.mean` and `std` if they are not set.
         training: make the random changes.
 
     Shape:
@@ -169,11 +169,11 @@ class ImageDataset(Dataset[ImageSample]):
 
     Args:
         source: the images.
-        name: of the split: "train" has the random changes.
+        name: name of the split; "train" has the random changes.
         chosen: numbers of the images of the split.
         transforms: `data.transforms`.
         shape: channels, height and width of the model's images.
-        num_classes: of the model.
+        num_classes: the number of classes of the model.
 
     Shape:
         [i] -> (float32 [channels, height, width], class), or with mixup
@@ -226,7 +226,7 @@ class ImageDataset(Dataset[ImageSample]):
         image, label = self._single(index)
         if not self._mixup:
             return image, label
-        # Both are drawn after the changes of the image, and before those of its partner.
+        # Both are drawn after the changes of the image, and before the changes of its partner.
         share = float(np.random.beta(self._mixup, self._mixup))
         partner = int(torch.randint(len(self), ()))
         other, other_label = self._single(partner)
@@ -268,7 +268,7 @@ def build_images(
 
     Args:
         shape: channels, height and width of the model's images.
-        num_classes: the number of classes of the model; None: use that of the data.
+        num_classes: the number of classes of the model; None: use the number in the data.
         requested: the sets that are read: "train", "valid", "test".
 
     Raises:
@@ -299,7 +299,7 @@ def _parts(section: DataSection, splits: Sequence[str], lines: list[str]) -> dic
     """Return the images of each split that is requested and exists.
 
     Args:
-        lines: for the log; more are added.
+        lines: lines for the log; more are added.
     """
     kind, folders = section.images, [*image_folders(section).items()]
     if not folders:

@@ -66,11 +66,11 @@ class LabelledImages:
     """Images with a class each.
 
     Args:
-        name: of the source, in messages.
+        name: name of the source, in messages.
         pixels: the images.
         labels: class of each image, [images].
         classes: names of the classes.
-        statistics: of the channels.
+        statistics: mean and standard deviation of the channels.
     """
 
     name: str
@@ -174,7 +174,7 @@ def read_folder(path: Path, key: str, train: LabelledImages | None = None) -> La
     Raises:
         ConfigError: Pillow is not installed.
         DataError: the folder is missing or has no classes, a class has no images, or the classes
-            are not those of `train`.
+            are not the classes of `train`.
     """
     require_pillow()
     if error := folder_error(path, key):
@@ -286,7 +286,7 @@ class _Files:
         folders: names of the folders in the published archives.
         train, test: names of the files without `.bin`.
         names: files with the names of the classes: pickled, and as text.
-        key, names_key: of the classes in pickled files.
+        key, names_key: keys of the labels and of the class names in pickled files.
         label_bytes: bytes before the pixels of a binary file; the last one is the class.
     """
 

@@ -18,7 +18,7 @@ _SHOWN = 5
 
 
 def image_folders(section: DataSection) -> dict[str, Path]:
-    """Return name of the key -> folder, first that of the training images; {}: it has no files.
+    """Return key -> folder, the training images first; {}: `data.images` needs no files.
 
     Raises:
         ConfigError: neither `data.path` nor the environment variable names a folder.

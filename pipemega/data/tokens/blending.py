@@ -165,7 +165,7 @@ class BlendedDataset(Dataset[Sample]):
     """Samples of several datasets, mixed.
 
     Args:
-        datasets: of one split, each large enough for its share; see `sizes_of_parts`.
+        datasets: datasets of one split, each large enough for its share; see `sizes_of_parts`.
         weights: their shares; None: every sample of each dataset once.
         num_samples: number of samples; without weights at most all, and None means all.
         cache: folder of the index.

@@ -88,7 +88,7 @@ class DataRequest:
         seed: seed of the order of documents and samples.
         train_samples, valid_samples, test_samples: required numbers; 0: no dataset; None: one
             epoch.
-        vocab_size: vocabulary size of the model; "auto": that of the tokenizer.
+        vocab_size: vocabulary size of the model; "auto": the size of the tokenizer.
         keep_partial: read all tokens: the last sample of a split may be padded.
     """
 
@@ -232,7 +232,7 @@ def _prepare_corpus(
 def vocabulary_size(
     requested: int | Literal["auto"], tokenizer: Tokenizer | None, prefix: Path | str
 ) -> int:
-    """Return the vocabulary size of the model: `requested`, or that of the tokenizer.
+    """Return the vocabulary size of the model: `requested`, or the tokenizer's.
 
     Raises:
         DataError: it is smaller than the tokenizer's, or unknown.

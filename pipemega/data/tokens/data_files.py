@@ -53,8 +53,8 @@ class DataInput(NamedTuple):
         key: the config key that names it.
         name: as in the config.
         size: bytes of its files.
-        tokens: of token files; 0 for other files.
-        classes: of a folder of images; 0 for other files.
+        tokens: number of tokens in token files; 0 for other files.
+        classes: number of classes in a folder of images; 0 for other files.
         error: why it cannot be read; empty if it can.
     """
 
@@ -147,7 +147,7 @@ def corpus_prefix(section: DataSection) -> tuple[Corpus, Path]:
     given = None if section.tokenizer is None else tokenizers.load_tokenizer(section.tokenizer)
     tokenizer = section.vocab_size if given is None else given.digest()
     made_of = {"corpus": corpus.identity, "tokenizer": tokenizer}
-    if section.eod_id is not None:  # files without the key are those of earlier versions
+    if section.eod_id is not None:  # files of earlier versions have no such key
         made_of["eod"] = section.eod_id
     key = digest_of(made_of)
     label = re.sub(r"[^A-Za-z0-9]+", "-", Path(corpus.name).name).strip("-")[:40] or "corpus"
@@ -185,7 +185,7 @@ def find_tokenizer(
 
 
 def run_tokenizer(config: Config) -> "tuple[str, tokenizers.Tokenizer] | None":
-    """Return path and tokenizer of a run: the named one, that of its token files, corpus or model.
+    """Return path and tokenizer of a run: named, or from its token files, corpus or model.
 
     None if there is none; a corpus that was never prepared has none yet.
 
@@ -259,7 +259,7 @@ def errors_of_eod(section: DataSection, vocab_size: int | None) -> Iterator[str]
     """Yield errors of the end-of-document id of token files.
 
     Args:
-        vocab_size: of the model, if it is known.
+        vocab_size: vocabulary size of the model, if it is known.
 
     Raises:
         DataError: as `find_tokenizer`.

@@ -50,8 +50,8 @@ class BigramLoss:
     """Mean loss per token on the validation tokens, in nats.
 
     Attributes:
-        loss: of the bigram model.
-        unigram_loss: of P(b) alone, for comparison.
+        loss: loss of the bigram model.
+        unigram_loss: loss of P(b) alone, for comparison.
         smoothing: the chosen s and w.
         tokens: number of predicted tokens.
     """

@@ -122,7 +122,7 @@ def prepare(
         "tokenizer": options.vocab_size if given is None else given.digest(),
         "append eod": options.append_eod,
     }
-    if options.eod is not None:  # files without the key are those of earlier versions
+    if options.eod is not None:  # files of earlier versions have no such key
         source["eod"] = options.eod
     job = _Job(corpus, prefix, options, given, digest_of(source), say, progress)
     job.refuse_overwriting()

@@ -370,7 +370,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     Args:
         model: content of the `.model` file.
-        path: of the file, for messages.
+        path: path of the file, for messages.
 
     Raises:
         ConfigError: the package is not installed.

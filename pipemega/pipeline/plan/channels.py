@@ -204,7 +204,7 @@ class MessageOperations:
 
     Args:
         plan: lowered.
-        shapes: of the transport; in evaluation every message has a header.
+        shapes: when the transport sends headers; in evaluation every message has a header.
     """
 
     def __init__(self, plan: Plan, shapes: ShapeMode) -> None:

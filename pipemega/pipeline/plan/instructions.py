@@ -92,7 +92,7 @@ class Kind(Enum):
 
     @property
     def has_shard(self) -> bool:
-        """Whether the number after @ is that of a shard, which is a pipeline rank."""
+        """Whether the number after @ is the number of a shard, which is a pipeline rank."""
         return self in _WITH_SHARD
 
 
@@ -100,7 +100,7 @@ class Transfer(NamedTuple):
     """A kind of message: between consecutive stages, or between the shards and one stage.
 
     Args:
-        name: of its channels.
+        name: the name of its channels.
         send, receive: kinds of its messages.
         after: kinds of the steps whose result is sent.
         users: kinds of the steps that use the result.
@@ -270,7 +270,7 @@ class Plan:
     """The instructions of every pipeline rank in one training step, in order.
 
     Args:
-        name: of the schedule.
+        name: the name of the schedule.
         num_microbatches: number of micro-batches of the step.
         rank_of_stage: stage s is on pipeline rank rank_of_stage[s].
         programs: programs[r] are the instructions of pipeline rank r.

@@ -36,7 +36,7 @@ def partition(costs: Sequence[float], num_parts: int) -> list[int]:
     are broken by the smallest sum of squares, then by the earliest bounds.
 
     Args:
-        costs: of each layer, in the order of the model; may be 0.
+        costs: the cost of each layer, in the order of the model; may be 0.
         num_parts: number of stages, at most the number of layers.
 
     Raises:
@@ -223,10 +223,10 @@ def partition_on_devices(
     """Return the bounds with the lowest maximum cost of a stage, the most even ones of several.
 
     Args:
-        costs: of each layer.
+        costs: the cost of each layer.
         layers: the device of each layer; None: any.
         stages: the device of each stage.
-        names: of the layers.
+        names: the names of the layers.
 
     Raises:
         ConfigError: no cut puts each layer on its device.
@@ -289,7 +289,7 @@ def check_stage_devices(
 
 
 def changes_of_device(layers: Devices) -> list[int]:
-    """Return the layers whose device differs from that of the layer before."""
+    """Return the layers whose device differs from the device of the previous layer."""
     return [layer for layer, (a, b) in enumerate(pairwise(layers), 1) if a != b]
 
 
@@ -317,7 +317,7 @@ class LayerMoves:
 
     Args:
         rank_of_stage: for each stage, its pipeline rank.
-        times: of each layer for one micro-batch.
+        times: the time of each layer for one micro-batch.
         splits: layers at which stages start, as for `partition_at`.
 
     Raises:
@@ -435,7 +435,7 @@ class LayerCosts:
         kept: bytes from I to W.
         message: seconds from the end of a step to the start of the step on another rank that uses
             its result.
-        instruction: seconds that each F, I, W and B takes beyond those of its layers.
+        instruction: seconds that each F, I, W and B takes in addition to the seconds of its layers.
     """
 
     forward: tuple[float, ...]
@@ -477,7 +477,7 @@ class Cut:
 
     Args:
         bounds: stage s is layers bounds[s] to bounds[s + 1] - 1.
-        costs: of the stages.
+        costs: the costs of the stages.
         timeline: simulated with these costs.
     """
 
@@ -524,7 +524,7 @@ def best_cut(
     limit: float | None = None,
     effort: float = 1.0,
 ) -> Cut:
-    """Return the fastest cut of `plan` that was found; never slower than those of `starts`.
+    """Return the fastest cut of `plan` that was found; never slower than a cut in `starts`.
 
     Args:
         plan: compute steps only.

@@ -80,7 +80,7 @@ class CostModel:
             with activation checkpointing, I recomputes what F released.
         message: time from the end of a step to the start of the step on another rank that uses its
             result; 0 between steps of the same rank.
-        vocabulary: of the passes of vocabulary parallelism, if the plan has them.
+        vocabulary: costs of the passes of vocabulary parallelism, if the plan has them.
 
     Raises:
         ScheduleError: a cost is negative or not finite, or the numbers of stages differ.
@@ -323,7 +323,7 @@ _KINDS = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
 class CostReplay:
     """A plan whose order of execution and states of memory are computed once.
 
-    The results are those of `simulate`.
+    The results are equal to the results of `simulate`.
 
     Args:
         plan: compute steps only.
@@ -378,8 +378,8 @@ class CostReplay:
 def _states(program: Program, forward_only: bool) -> tuple[list[int], list[tuple[int, ...]]]:
     """Return the stages of a rank, and the distinct states of its memory.
 
-    A state has two numbers for each stage: of micro-batches between F and B or I, and of those
-    between I and W. An evaluation holds only the current micro-batch.
+    A state has two numbers for each stage: how many micro-batches are between F and B or I, and
+    how many are between I and W. An evaluation holds only the current micro-batch.
     """
     stages = sorted({step.stage for step in program})
     place = {stage: 2 * index for index, stage in enumerate(stages)}

@@ -88,9 +88,9 @@ def validate_messages(
 
     Args:
         order: how the backend separates the messages of different channels.
-        shapes: of the transport.
+        shapes: when the transport sends headers.
         discards: the warm-up may be discarded and run again (post-validation).
-        queue_of: the queue of each channel; None: that of the transport for `order`.
+        queue_of: the queue of each channel; None: the queue that the transport uses for `order`.
 
     Raises:
         ScheduleError: says which ranks wait for each other, and shows their positions.
@@ -217,7 +217,7 @@ def _check_messages(plan: Plan) -> None:
 
 
 def _expected_messages(plan: Plan) -> dict[Instruction, None]:
-    """Return the sends and receives that the plan needs, with those of a transfer together."""
+    """Return the sends and receives that the plan needs, grouped by transfer."""
     expected: dict[Instruction, None] = {}
     for transfer in plan.transfers:
         for kind, sends in ((transfer.send, True), (transfer.receive, False)):
@@ -303,7 +303,7 @@ def describe_deadlock(place: PlanPosition, at: Mapping[int, int], silent: Collec
             ...
 
     Args:
-        place: of any rank of the pipeline; gives the plan.
+        place: the position of any rank of the pipeline; it has the plan.
         at: global rank -> position in its program, of the ranks that have reported one.
         silent: the global ranks that have not reported.
     """

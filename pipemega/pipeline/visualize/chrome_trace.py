@@ -30,10 +30,10 @@ def chrome_trace(
     """Return the trace as JSON, one event per line.
 
     Args:
-        shown: one timeline, or panels; the ranks of each panel follow those of the previous one.
+        shown: one timeline, or panels; the ranks of each panel follow the ranks of the previous panel.
         measured: the measured timeline of the same plan; `shown` is then called predicted.
-        unit: of time: s, ms or us. One of any other unit is written as a millisecond.
-        memory_unit: of memory, for the name of the counter.
+        unit: unit of time: s, ms or us. One unit of any other name is written as a millisecond.
+        memory_unit: unit of memory, for the name of the counter.
     """
     scale = _MICROSECONDS.get(unit, 1e3)
     # Encoded one by one: a million events as Python objects would take a gigabyte.

@@ -398,9 +398,9 @@ def png(
         shown: one timeline, or panels to draw below each other on one time axis.
         measured: the measured timeline of the same plan, drawn below; `shown` is then called
             predicted.
-        unit: of time, for the label of the axis.
+        unit: unit of time, for the label of the axis.
         memory: also draw the memory of each rank over time.
-        memory_unit: of memory.
+        memory_unit: unit of memory.
         dark: draw on a dark background, else on a white one.
 
     Raises:
@@ -421,7 +421,7 @@ def svg(
 ) -> str:
     """Return the content of an SVG file; equal input gives equal text.
 
-    Arguments and errors are those of `png`. The bars of one colour are a group whose id names
+    Arguments and errors are the same as in `png`. The bars of one colour are a group whose id names
     panel, kind and chunk, as in `bars-0-F-0`. More than 10,000 bars are embedded as an image.
     """
     panels, drawn = as_panels(shown, measured), memory_unit if memory else None

@@ -146,11 +146,11 @@ class Bars:
 
     Args:
         title: shown above the bars, with the unit.
-        unit: of the values.
+        unit: unit of the values.
         parts: names of the parts of a bar, at most as many as `Theme.parts`.
         rows: (label, value of each part).
         limit: drawn as a line across all bars; the part of a bar above it is hatched.
-        limit_name: of the line.
+        limit_name: name of the line.
     """
 
     title: str
@@ -166,7 +166,7 @@ class Intro:
     """What the page shows besides the timelines.
 
     Args:
-        title: of the page; None: the heading of the first panel.
+        title: title of the page; None: the heading of the first panel.
         verdict, bars, tables: shown above the timelines, in this order.
         details: tables below the timelines, folded.
     """
@@ -283,8 +283,8 @@ def html(
             each panel.
         measured: the measured timeline of the same plan, drawn below; `shown` is then called
             predicted. Selecting a step also marks it in the other panels.
-        unit: of time.
-        memory_unit: of memory.
+        unit: unit of time.
+        memory_unit: unit of memory.
         intro: title, verdict, bars and tables; the table of makespan, bubble and memory follows
             them, or is folded below the timelines if there is a verdict.
     """

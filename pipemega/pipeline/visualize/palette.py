@@ -49,13 +49,13 @@ class Theme:
     """The colours of a page or picture, as #rrggbb.
 
     Args:
-        shades: of the kinds of steps.
-        background, text, muted, line, surface: of the page; muted: less important text; surface:
-            buttons and boxes.
-        idle, memory: of a timeline.
-        mark: of the selected step and the chosen schedule.
-        good, bad: of the verdict.
-        parts: of the parts of a stacked bar.
+        shades: colours of the kinds of steps.
+        background, text, muted, line, surface: colours of the page; muted: less important text;
+            surface: buttons and boxes.
+        idle, memory: colours of a timeline.
+        mark: colour of the selected step and the chosen schedule.
+        good, bad: colours of the verdict.
+        parts: colours of the parts of a stacked bar.
     """
 
     shades: Shades
@@ -107,7 +107,7 @@ LIGHT: Final = Theme(
 DARK: Final = Theme(
     # Dark blue is hard to see on a dark page.
     shades={**_SHADES, Kind.FORWARD: ("#4787d2", "#8fbdf0")},
-    background="#0d1117",  # that of GitHub
+    background="#0d1117",  # the background of GitHub
     text="#e8eaed",
     muted="#9aa4b2",
     line="#333a44",
