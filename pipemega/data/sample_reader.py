@@ -334,7 +334,8 @@ class SampleReader:
         Args:
             unit: what an item is.
             data_rank: data rank whose random numbers are used, if data ranks read different items.
-                The first item is read with the random numbers of data rank 0, because the order of the epoch is drawn with it.
+                The first item is read with the random numbers of data rank 0, because the order of
+                the epoch is drawn with it.
         """
         iterator: Iterator[Pytree] | None = None
         for count in itertools.count():

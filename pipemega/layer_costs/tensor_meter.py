@@ -13,7 +13,7 @@ backward. For meta tensors torch chooses the unfused version, which saves more:
     dropout            saves a mask, dtype of x        CUDA: saves a mask of bytes
     RMSNorm            saves an fp32 copy of x         CUDA: saves x and one number per row
 
-`Tensor.is_cuda` has its value on the real device, so a model that chooses by it chooses as in a run.
+`Tensor.is_cuda` has its value on the real device, so a model that reads it decides as in a run.
 
 A fixed table of rates: FLOPs and bytes of a kernel -> seconds.
 

@@ -468,7 +468,7 @@ class WeightGradQueue:
         *,
         is_summed: bool = True,
     ) -> None:
-        """Add `gradient()` to the gradient of `weight`: in `run` if called within `defer`, else now.
+        """Add `gradient()` to the gradient of `weight`: in `run` if within `defer`, else now.
 
         Args:
             start: starts the communication that `gradient` waits for.

@@ -1,8 +1,8 @@
 """Point-to-point messages between pipeline ranks: trees of tensors over FIFO channels.
 
 With several stages per rank, the messages between two ranks are not in FIFO order, but the
-messages of each channel are (`plan.channels`). A message consists of a header (structure, dtypes, shapes,
-constants) and its tensors. `shapes` decides when headers are sent:
+messages of each channel are (`plan.channels`). A message consists of a header (structure, dtypes,
+shapes, constants) and its tensors. `shapes` decides when headers are sent:
 
     declared    never: both peers have the header from the model; the sender checks each message
     cached      with the first message of a channel; the sender checks that later messages match it

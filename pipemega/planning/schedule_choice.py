@@ -72,7 +72,7 @@ class Choice:
     """The plan of schedule `auto`.
 
     Args:
-        prediction: the prediction for the plan, which is named `auto`; its note describes the choice.
+        prediction: the prediction for the plan, named `auto`; its note describes the choice.
         origin: the named schedule that it is, or how the search found it.
         limit: the memory limit that the plan keeps.
     """

@@ -218,8 +218,8 @@ class CommsLogger(StepFeature):
         section: `comms_logger`, which selects the step and the operations.
 
     Attributes:
-        rows: the rows of the recorded step, sorted by the seconds of waits; on every rank, [] before
-            it.
+        rows: the rows of the recorded step on every rank, sorted by the seconds of waits; [] before
+            the step.
     """
 
     def __init__(self, section: CommsLoggerSection, mesh: Mesh) -> None:

@@ -30,7 +30,7 @@ def chrome_trace(
     """Return the trace as JSON, one event per line.
 
     Args:
-        shown: one timeline, or panels; the ranks of each panel follow the ranks of the previous panel.
+        shown: one timeline, or panels; the ranks of a panel follow the ranks of the one before.
         measured: the measured timeline of the same plan; `shown` is then called predicted.
         unit: unit of time: s, ms or us. One unit of any other name is written as a millisecond.
         memory_unit: unit of memory, for the name of the counter.
