@@ -240,7 +240,7 @@ class Planner(PlanChooser):
         It is `current` if that is faster than the plan found.
 
         Args:
-            best: the result of `best_stages`; not searched again if on the stages of `current`.
+            best: the result of `best_stages`; not searched again if it has the stages of `current`.
         """
         if self._model is None:
             limit = self._config.pipeline.memory_limit

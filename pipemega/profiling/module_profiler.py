@@ -50,7 +50,7 @@ class ModuleCost:
         flops: FLOPs of the forward, by torch's formulas for matrix products, convolutions and
             attention.
         seconds: seconds of the forward.
-        timed_flops: FLOPs computed within `seconds`. None for a head that returns `DeferredLogits`:
+        timed_flops: FLOPs computed within `seconds`. 0 for a head that returns `DeferredLogits`:
             the loss computes `flops`. More than `flops` for a shard of a head: S also computes a
             product of the backward.
     """
