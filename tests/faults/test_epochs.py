@@ -39,6 +39,7 @@ def assert_close(got: Any, want: Any, where: str = "") -> None:
         assert got == want, where
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(("first", "second"), [("pipeline x zero", "tensor")])
 def test_a_run_killed_within_an_epoch_continues_on_another_mesh(
     tmp_path: Path, first: str, second: str

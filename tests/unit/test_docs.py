@@ -243,6 +243,7 @@ def test_the_model_of_the_pipeline_page_has_tied_parameters() -> None:
     assert names["net"].count_parameters() == [64000, 64 * 65, 0, 128, 64000]
 
 
+@pytest.mark.sweep
 def test_the_example_of_the_plan_page_is_the_output_of_the_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

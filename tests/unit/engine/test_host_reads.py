@@ -71,7 +71,7 @@ def run(
     return engine.steps.executor.run(engine.plan, batch, recorder)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("dtype", some(["fp32", "bf16", "fp16"], 1, 2))
 @pytest.mark.parametrize("recompute", some(["none", "selective", "full"], 1))
 @pytest.mark.parametrize("model", [GPT2, LLAMA], ids=["GPT-2", "Llama"])
 @pytest.mark.parametrize("reduction", some(["token", "micro_batch"], 0))
@@ -92,7 +92,7 @@ def test_a_step_of_the_gpt_reads_no_value_before_the_optimizer_step(
 
 
 @pytest.mark.parametrize("counted", [(), (16, 5), (0, None)])
-@pytest.mark.parametrize("vocabulary", ["stage", "parallel"])
+@pytest.mark.parametrize("vocabulary", some(["stage", "parallel"], 1))
 def test_labels_that_do_not_count_are_left_out_without_a_read(
     vocabulary: str, counted: tuple[int | None, ...]
 ) -> None:
@@ -120,7 +120,7 @@ def test_the_labels_that_count_are_counted_before_they_are_copied_to_the_device(
 
 @pytest.mark.parametrize("traced", [False, True], ids=["not timed", "timed"])
 @pytest.mark.parametrize("recompute", some(["none", "full"], 1))
-@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+@pytest.mark.parametrize("schedule", some(["zb-h1", "zb-v"], 1))
 def test_split_backward_and_tracing_read_no_value(
     schedule: str, recompute: str, traced: bool
 ) -> None:
