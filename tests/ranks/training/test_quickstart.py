@@ -10,7 +10,7 @@ from tests.ranks.training import quickstart_run
 GOLDEN = Path(__file__).parents[2] / "golden/quickstart_loss.txt"
 # The learning rate follows the whole run, of which these are the first steps.
 STEPS = [
-    "training.train_steps=8",
+    "training.train_steps=12",
     "scheduler.params.decay_steps=300",
     "training.generate_tokens=4",
 ]
@@ -26,7 +26,7 @@ def test_the_quickstart_follows_its_loss_curve(pool: RankPool, tmp_path: Path) -
     print("\n".join(f"{loss:.4f}" for loss in curve))  # to update the golden file
     assert curve == pytest.approx([float(x) for x in GOLDEN.read_text().split()], abs=2e-3)
     assert all(other["last"] == result["last"] for other in others)
-    assert [line["consumed_samples"] for line in result["lines"]] == [32 * s for s in range(1, 9)]
+    assert [line["consumed_samples"] for line in result["lines"]] == [32 * s for s in range(1, 13)]
 
 
 def test_a_gpt_is_pretrained_for_epochs(pool: RankPool, tmp_path: Path) -> None:
