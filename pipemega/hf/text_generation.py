@@ -43,8 +43,8 @@ def generate_with_transformers(
     prompt: Sequence[int],
     num_tokens: int,
     sampling: Sampling,
-    stop: Collection[int] = (),
-    on_token: Callable[[int], object] = lambda token: None,
+    stop: Collection[int],
+    on_token: Callable[[int], object],
 ) -> list[int]:
     """Return the new tokens; the last one may be one of `stop`.
 

@@ -84,7 +84,7 @@ def connect(
         device: the device of the messages.
         timeout: the limit of each wait.
         transfers: the transfers of the plan (`Plan.transfers`).
-        groups: made for an earlier placement of the stages; used again, and extended.
+        groups: groups of an earlier placement of the stages; used again, and extended.
 
     Raises:
         MeshError: the caller has initialized torch.distributed with a device_id.

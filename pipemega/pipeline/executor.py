@@ -228,7 +228,7 @@ class Executor:
         """Let the next messages have other shapes than the ones before; on every rank.
 
         Args:
-            declared: also than those that the model declares.
+            declared: also other shapes than the model declares.
         """
         if self._transport is not None:
             self._transport.forget_headers(declared=declared)

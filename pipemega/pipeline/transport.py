@@ -137,7 +137,7 @@ class Transport:
         """Send and expect a header with the next message of each channel; on every rank.
 
         Args:
-            declared: also where the model declares it; else the declared one stays.
+            declared: also forget headers that the model declares; else they stay.
         """
         if declared:
             self._declared.clear()

@@ -88,7 +88,7 @@ class DataRequest:
         seed: seed of the order of documents and samples.
         train_samples, valid_samples, test_samples: required numbers; 0: no dataset; None: one
             epoch.
-        vocab_size: vocabulary size of the model; "auto": the size of the tokenizer.
+        vocab_size: vocabulary size of the model; "auto": the tokenizer's vocabulary size.
         keep_partial: read all tokens: the last sample of a split may be padded.
     """
 

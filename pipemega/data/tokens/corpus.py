@@ -45,7 +45,7 @@ class Corpus:
     """A list of files, each one document or one document per line.
 
     Attributes:
-        files: in the order of their documents.
+        files: the files, in the order of their documents.
         name: name in messages.
         identity: names, sizes and times that identify the content; JSON-serialisable.
         num_bytes: size on disk.

@@ -51,7 +51,7 @@ class DataInput(NamedTuple):
 
     Args:
         key: the config key that names it.
-        name: as in the config.
+        name: the name in the config.
         size: bytes of its files.
         tokens: number of tokens in token files; 0 for other files.
         classes: number of classes in a folder of images; 0 for other files.

@@ -137,7 +137,7 @@ def build_indices(
     Args:
         lengths: number of tokens of every sequence of the files [S].
         documents: the sequences to read, a part of range(S).
-        epochs: from `plan_epochs`.
+        epochs: the result of `plan_epochs`.
         add_extra_token: windows have one more token than seq_length, for the last label.
         keep_partial: keep the last window if it is not full.
 

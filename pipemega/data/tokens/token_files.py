@@ -43,7 +43,7 @@ class Mappings:
     Pickled to another process, the arrays are copies and need no check.
 
     Args:
-        arrays: from `np.memmap` or `np.load`; arrays in memory are ignored.
+        arrays: results of `np.memmap` or `np.load`; arrays in memory are ignored.
     """
 
     def __init__(self, *arrays: Any) -> None:

@@ -203,7 +203,7 @@ class MessageOperations:
     """Turns parts of the program of one rank into operations; keeps the known headers.
 
     Args:
-        plan: lowered.
+        plan: the lowered plan.
         shapes: when the transport sends headers; in evaluation every message has a header.
     """
 
@@ -343,7 +343,7 @@ class MessageQueues:
     """The queues of one pipeline.
 
     Args:
-        plan: lowered.
+        plan: the lowered plan.
         queue_of: the queue of each channel.
     """
 

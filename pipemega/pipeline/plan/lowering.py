@@ -152,7 +152,7 @@ def limit_weight_queue(plan: Plan, kept: Sequence[float], limit: float) -> Plan:
 
     Args:
         kept: memory from I to W, per stage.
-        limit: for each rank, in the unit of `kept`.
+        limit: the limit of each rank, in the unit of `kept`.
     """
     plan = plan.compute_only()
     programs = tuple(tuple(_limited(program, kept, limit)) for program in plan.programs)
