@@ -41,14 +41,13 @@ CHOICES: dict[str, tuple[dict[str, Any], str]] = {
 
 # (pipeline, data, tensor) -> the choices to test on it.
 MESHES = {
-    (1, 1, 1): ("fp64",),
     (2, 1, 1): ("SGD", "LoRA"),
     (1, 2, 1): ("ZeRO fp16", "fp64"),
     (1, 1, 2): ("LAMB",),
     (1, 2, 2): ("LoRA, ZeRO",),
 }
 SWEPT = {
-    (1, 1, 1): ("bf16",),
+    (1, 1, 1): ("bf16", "fp64"),
     (2, 1, 1): ("fp32", "bf16"),
     (1, 2, 1): ("fp16", "bf16"),
     (1, 1, 2): ("fp16", "LAMB"),
@@ -80,7 +79,7 @@ def size(mesh: tuple[int, int, int]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("mesh", "choices"), some_cases([*MESHES.items(), *SWEPT.items()], *range(5)), ids=str
+    ("mesh", "choices"), some_cases([*MESHES.items(), *SWEPT.items()], *range(4)), ids=str
 )
 def test_a_resumed_run_equals_the_uninterrupted_one_bit_for_bit(
     pool: RankPool, mesh, choices, tmp_path

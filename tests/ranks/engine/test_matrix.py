@@ -322,6 +322,7 @@ WITH_TENSOR_RANKS = (
 ONLY_SWEPT = (
     "LoRA", "LoRA, recompute full", "norms of embeddings", "squared ReLU", "more positions",
     "padded vocabulary", "ramp-up, declared shapes", "compiled", "compiled by inductor, bf16",
+    "LoRA, head trained", "number of checkpoints", "cut evenly",
 )  # fmt: skip
 
 

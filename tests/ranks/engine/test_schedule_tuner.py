@@ -107,6 +107,7 @@ def test_auto_changes_the_plan_and_trains_the_same_bits(pool, tmp_path, mesh, ch
     assert not any(rank["logged"] for rank in found[1:])
 
 
+@pytest.mark.sweep
 def test_a_change_of_the_plan_trains_the_same_bits_with_overlapping_zero(pool, tmp_path):
     steps = ROUND + 2
     changes = {"mesh": {"pipeline": 2, "data": 2}}

@@ -199,6 +199,7 @@ def scripts(tmp_path: Path) -> Iterator[Scripts]:
     assert not left, "processes that did not end"
 
 
+@pytest.mark.sweep
 def test_the_rank_with_an_error_in_a_layer_prints_it_and_the_other_logs_it(
     scripts: Scripts,
 ) -> None:

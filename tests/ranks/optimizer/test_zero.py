@@ -63,7 +63,11 @@ HALF = {"bf16": {"enabled": True}}
             HALF | {"communication_data_type": "bf16", "prescale_gradients": True},
             marks=pytest.mark.sweep,
         ),
-        ("zb-h1", {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}}),
+        pytest.param(
+            "zb-h1",
+            {"fp16": {"enabled": True, "initial_scale_power": 19, "hysteresis": 1}},
+            marks=pytest.mark.sweep,
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "-".join(value),
 )

@@ -94,6 +94,7 @@ CASES = {
 }
 # Not in the default run, which has at least one case for each of their properties.
 SLOW = (
+    "1f1b, full recompute",
     "1f1b, dropout",
     "1f1b, block recompute",
     "gpipe, Llama",

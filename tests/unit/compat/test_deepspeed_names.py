@@ -123,10 +123,11 @@ def test_a_star_import_of_schedules_that_are_not_used_is_no_error() -> None:
             "raise RuntimeError('Found no NVIDIA driver on your system.')",
             "replace torch.cuda.set_device(i) by get_accelerator().set_device(i)",
         ),
-        (
+        pytest.param(
             "import importlib.metadata as m\n"
             "raise m.PackageNotFoundError(\"The 'deepspeed>=0.9.3' distribution was not found\")",
             "use pipemega.Trainer and from_pretrained, or deepspeed.initialize in a loop",
+            marks=pytest.mark.sweep,
         ),
     ],
 )

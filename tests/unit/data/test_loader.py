@@ -15,6 +15,7 @@ from pipemega.data.loader import BatchLoader
 from pipemega.data.sample_reader import EpochOrder, Share, stack_samples
 from pipemega.data.sample_sources import LoaderOptions
 from pipemega.errors import ConfigError, DataError
+from tests.sampling import some
 
 
 class Numbers(Dataset):
@@ -456,7 +457,7 @@ loader.next_step()
 """
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", some([0, 2], 1))
 def test_a_process_that_ends_while_samples_are_read_ahead_exits_normally(num_workers):
     """The thread returned from torch during the teardown of Python: exit code -6, after a run that
     had succeeded.

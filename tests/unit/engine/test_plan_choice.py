@@ -230,7 +230,8 @@ def test_the_log_says_what_the_cut_gains_and_how_to_keep_the_old_default() -> No
     assert explain(only, only).endswith("; even numbers of parameters give the same stages")
 
 
-@pytest.mark.parametrize("slower", some([1.1, 1.5], 0))
+@pytest.mark.sweep
+@pytest.mark.parametrize("slower", [1.1, 1.5])
 def test_the_next_run_keeps_the_measured_stages_if_others_gain_little(
     slower: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
