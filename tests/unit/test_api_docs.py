@@ -29,6 +29,7 @@ def test_every_public_name_and_its_public_methods_have_a_docstring(name: str) ->
     assert missing == []
 
 
+@pytest.mark.sweep
 def test_the_generator_writes_a_page_for_each_module(tmp_path: Path) -> None:
     pytest.importorskip("pdoc", reason="pdoc, of the dev extra, is not installed")
     code = (

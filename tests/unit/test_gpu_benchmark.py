@@ -95,12 +95,11 @@ def test_the_estimated_parameters_are_those_of_the_model() -> None:
 @pytest.mark.parametrize(
     ("recompute", "vocab"),
     [
-        ("none", 512),
         ("full", 128),
         *(
             pytest.param(mode, vocab, marks=pytest.mark.sweep)
             for mode, vocab in (
-                ("none", 128), ("selective", 128), ("selective", 512), ("full", 512)
+                ("none", 512), ("none", 128), ("selective", 128), ("selective", 512), ("full", 512)
             )
         ),
     ],
