@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from pipemega.distributed.host_memory import HostCopy, HostMemory
@@ -109,7 +110,7 @@ def kernels() -> Iterator[list[str]]:
     activities = [ProfilerActivity.CUDA, ProfilerActivity.CPU]
     with profile(activities=activities, acc_events=True) as recorded:
         yield names
-    device = torch.autograd.DeviceType.CUDA
+    device = DeviceType.CUDA
     names += [event.name for event in recorded.events() if event.device_type == device]
 
 

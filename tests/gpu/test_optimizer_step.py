@@ -31,7 +31,7 @@ def build(weight, precision, name, host=None, clip=0.0, **settings):
     groups = parameter_groups(masters.named.items())
     kernels = Kernels.detect(weight.device if host is None else host.location)
     return OptimizerStep(
-        build_optimizer(name, PARAMS[name](lr=0.01), groups, kernels=kernels),
+        build_optimizer(name, PARAMS[name].validated({"lr": 0.01}), groups, kernels=kernels),
         masters,
         StepSettings(clip=clip, skip_nonfinite=precision.skip_nonfinite),
         **settings,
