@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import threading
+from contextlib import suppress
 
 import torch.distributed as dist
 
@@ -71,6 +72,8 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the checks, print the result on rank 0 and return the exit code."""
+    if arguments.json:
+        _keep_stdout_for_json()
     launch = launch_variables()
     os.environ |= launch.values
     found = judge_launch(launch)
@@ -96,6 +99,14 @@ def run(arguments: argparse.Namespace) -> int:
     elif dist.is_initialized() and not has_failed(examination.findings):
         dist.destroy_process_group()
     return code
+
+
+def _keep_stdout_for_json() -> None:
+    """Move the descriptor of stdout to stderr, on which NCCL_DEBUG prints; `print` keeps stdout."""
+    with suppress(OSError, ValueError):  # replaced by the caller
+        if sys.stdout.fileno() == 1:
+            sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
+            os.dup2(2, 1)
 
 
 def _options(arguments: argparse.Namespace) -> Options:

@@ -1,6 +1,8 @@
 """The checks of `pipemega doctor` on four gloo ranks."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +120,14 @@ def test_a_changed_element_has_failed_and_names_the_ranks(pool: RankPool, tmp_pa
     (failed,) = [text for _, status, text in found if status == "failed"]
     assert failed.startswith("rank 1: the element from rank 0 is 1 and not 0: wrong data arrived")
     assert found[-1] == ("connections", "skipped", "the checks after 'ring'")
+
+
+def test_json_is_not_mixed_with_what_libraries_print_on_stdout():
+    """NCCL_DEBUG=INFO makes NCCL print on the descriptor, not through Python."""
+    code = (
+        "import json, os; from pipemega.cli.doctor import _keep_stdout_for_json as keep; keep(); "
+        "os.write(1, b'NCCL INFO ring\\n'); print(json.dumps({'ok': True}), flush=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {"ok": True}
+    assert done.stderr == "NCCL INFO ring\n"
