@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from pipemega.cuda_settings import set_defaults
 from pipemega.lazy_imports import __version__ as __version__
 from pipemega.lazy_imports import import_first
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from pipemega.pipeline.tracing.from_module import SPLIT
     from pipemega.training import Trainer, pretrain
     from pipemega.training.trained_model import module_state_dict
+
+set_defaults()
 
 __all__ = [
     "SPLIT",

@@ -23,6 +23,7 @@ from pipemega.checkpoint.tensors import OutgoingShard
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.host_memory import CopyEvent, HostMemory
 from pipemega.distributed.mesh import Axis
+from pipemega.distributed.process_groups import device_thread
 from pipemega.distributed.topology import exit_hooks_enabled
 from pipemega.errors import CheckpointError
 
@@ -126,7 +127,7 @@ class BackgroundTask:
                     _log.error("%s", error)
 
         # A daemon: a disk that hangs must not keep the process from ending.
-        self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
+        self._thread = device_thread(run, "checkpoint")
         if not exit_hooks_enabled():
             # With exit hooks `pipemega.run` waits at the end of a script, and not after an error,
             # when other ranks may no longer write their part.

@@ -29,6 +29,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from pipemega.data.sample_reader import MicroBatch, SampleKey, SampleReader
+from pipemega.distributed.process_groups import device_thread
 from pipemega.errors import DataError
 
 T = TypeVar("T")
@@ -86,10 +87,7 @@ class Prefetcher(Generic[T]):
         self._closed = False
         self._stuck = False
         _running.add(self)
-        self._threads = [
-            threading.Thread(target=self._work, name="data-prefetch", daemon=True)
-            for _ in range(num_threads)
-        ]
+        self._threads = [device_thread(self._work, "data-prefetch") for _ in range(num_threads)]
         for thread in self._threads:
             thread.start()
 

@@ -13,7 +13,7 @@ of all ranks is the origin. The order:
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any
@@ -27,12 +27,12 @@ from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.step_outcome import StepReport
 from pipemega.pipeline.execution_state import MicroBatches
 from pipemega.pipeline.executor import Executor
+from pipemega.pipeline.kernel_warmup import run_discarded
 from pipemega.pipeline.messages import tensors_of
-from pipemega.pipeline.model.module import BufferCopies, RngKey, Stage
+from pipemega.pipeline.model.module import RngKey, Stage
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.plan.instructions import Kind, Plan
 from pipemega.pipeline.recorder import Recorder
-from pipemega.random import preserve_rng
 
 # After this many such steps in a row the next ones are not run twice: the run may never recover.
 _MOST_IN_A_ROW = 3
@@ -127,17 +127,13 @@ class NonFiniteLocator:
         assert plan is not None, "no step was run"
         assert gradients is not None
         probe = _Probe(self._mesh, executor, plan, gradients, self._num_layers)
-        buffers = BufferCopies(executor.stages.values())
         try:
             for stage in executor.stages.values():
                 stage.observer = probe
-            with preserve_rng(self._mesh.device):
-                executor.run(plan, replace(self._batch, discard_grads=True), probe)
+            run_discarded(executor, plan, self._batch, self._mesh.device, gradients.zero, probe)
         finally:
             for stage in executor.stages.values():
                 stage.observer = None
-            buffers.restore()
-            gradients.zero()
         gathered = gather_objects(probe.first, self._mesh.world)
         findings = [finding for finding in gathered if finding is not None]
         if not findings:

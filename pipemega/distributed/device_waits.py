@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 from pipemega.distributed.comm_errors import TIMED_OUT, comm_error, named_collective, with_ranks
-from pipemega.distributed.process_groups import abort_communicators
+from pipemega.distributed.process_groups import abort_communicators, device_thread
 from pipemega.errors import Stopped
 
 
@@ -230,7 +230,7 @@ def watch_device(timeout: timedelta) -> None:
     _waits = DeviceWaits(timeout)
     # It ends when it has aborted; the caller may start again with new process groups.
     if _thread is None or not _thread.is_alive():
-        _thread = threading.Thread(target=_abort_when_late, daemon=True, name="device-waits")
+        _thread = device_thread(_abort_when_late, "device-waits")
         _thread.start()
 
 

@@ -10,6 +10,7 @@ gloo on the host is the only backend that all ranks have. Messages between two p
 GPUs use NCCL all the same (`pipeline.connections`).
 """
 
+import logging
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipemega.config.launch_variables import launch_variables
+from pipemega.cuda_settings import why_unusable
 from pipemega.distributed import device_waits
 from pipemega.distributed.comm_errors import collective_error, named_collective
 from pipemega.distributed.process_groups import (
@@ -27,12 +29,15 @@ from pipemega.distributed.process_groups import (
     connect_ranks,
     message_device,
     nccl_backend,
+    nccl_options,
 )
 from pipemega.distributed.topology import AXES, AxisName, Topology, started
-from pipemega.distributed.torch_versions import set_timeout
+from pipemega.distributed.torch_versions import set_timeout, use_expandable_segments
 from pipemega.errors import ConfigError, MeshError, PipemegaError
 
 T = TypeVar("T")
+
+_log = logging.getLogger(__name__)
 
 # Timeout of every wait for another rank; config key mesh.timeout_seconds.
 DEFAULT_TIMEOUT = timedelta(minutes=10)
@@ -40,6 +45,9 @@ DEFAULT_TIMEOUT = timedelta(minutes=10)
 # Gloo for objects, barriers and numbers of the host: there a wait blocks only the host, ends at its
 # timeout, and fails if a peer has ended.
 _CUDA_BACKEND = "cpu:gloo,cuda:nccl"
+
+
+_FIRST_ELEMENTS = (64 << 20) // 4
 
 
 @dataclass(frozen=True, eq=False)
@@ -177,10 +185,18 @@ def pick_device(wish: Literal["auto", "cpu", "cuda"] = "auto") -> torch.device:
     Raises:
         MeshError: `wish` is "cuda", and the node has no GPU, or fewer than ranks.
     """
-    if wish == "cpu" or (wish == "auto" and not torch.cuda.is_available()):
+    if wish == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise MeshError("mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu'")
+        reason = why_unusable(torch.__version__, torch.version.cuda)
+        if wish == "auto":
+            if reason:
+                _log.warning("this run uses CPUs: %s", reason)
+            return torch.device("cpu")
+        raise MeshError(
+            "mesh.device is 'cuda', and torch sees no CUDA device: "
+            + (reason or "set it to 'cpu', or run pipemega doctor on this machine")
+        )
     local_rank = launch_variables().number("LOCAL_RANK", 0)
     if (found := torch.cuda.device_count()) == 1:
         # Several ranks may see the same one: `build_mesh` refuses this.
@@ -205,6 +221,8 @@ def build_mesh(
             caller has created process groups of some ranks only, or rank 0 cannot be found.
     """
     check_world_size(topology)
+    if device.type == "cuda":
+        use_expandable_segments()
     if topology.world_size == 1 and not dist.is_initialized():
         return Mesh.single(device)
     if device.type == "cuda":
@@ -298,13 +316,21 @@ def open_axes(axes: Sequence[Axis], device: torch.device) -> None:
     """
     for axis in axes:
         if axis.size > 1 and axis.group is not None:
-            # The default dtype may differ between ranks.
-            on = message_device(axis.group, device)
-            element = torch.zeros(1, dtype=torch.float32, device=on)
-            dist.all_reduce(element, group=axis.group)
-            device_waits.mark(collective_error("all_reduce", element, axis.group))
+            message = first_message(message_device(axis.group, device))
+            dist.all_reduce(message, group=axis.group)
+            device_waits.mark(collective_error("all_reduce", message, axis.group))
     device_waits.synchronize()
     dist.barrier(group=axes[-1].group)
+
+
+def first_message(device: torch.device) -> torch.Tensor:
+    """Return zeros to transfer first in a new group.
+
+    On a GPU 64 MiB: some transports of NCCL set up further channels at the first large message.
+    """
+    size = 1 if device.type == "cpu" else _FIRST_ELEMENTS
+    # The default dtype may differ between ranks.
+    return torch.zeros(size, dtype=torch.float32, device=device)
 
 
 def with_timeout(mesh: Mesh, timeout: timedelta) -> Mesh:
@@ -337,6 +363,8 @@ def new_group(
     *,
     host: bool = True,
     backend: str | None = None,
+    urgent: bool = False,
+    max_ctas: int = 0,
 ) -> dist.ProcessGroup:
     """Create a process group for tensors on `device`; collective over its ranks only.
 
@@ -348,18 +376,22 @@ def new_group(
             `device_waits` come before NCCL aborts the process.
         host: on CUDA, the group also has gloo for tensors and objects on the host.
         backend: name of the backend; None: the backend of the device.
+        urgent, max_ctas: see `nccl_options`.
 
     Raises:
         PipelineError: a rank did not create its group within `timeout`; names the waiting rank.
     """
+    options = None
     if backend is None and device.type == "cuda":
         backend = _CUDA_BACKEND if host else "nccl"
+        options = nccl_options(timeout, urgent=urgent, max_ctas=max_ctas)
     what = f"rank {launched_rank()} in the creation of process group {description!r}"
     with named_collective(what, ranks):
         group = dist.new_group(
             list(ranks),
             timeout=timeout,
             backend=backend,
+            pg_options=options,
             use_local_synchronization=True,
             group_desc=description,
         )
@@ -378,7 +410,10 @@ def new_axis(
 ) -> Axis:
     """Return the axis of `rank`, with a new process group if it has several ranks."""
     ranks = topology.along(name, rank)
-    group = new_group(ranks, device, timeout, name) if len(ranks) > 1 else None
+    group = None
+    if len(ranks) > 1:
+        # Layers wait for collectives of the tensor axis.
+        group = new_group(ranks, device, timeout, name, urgent=name == "tensor")
     return Axis(name, ranks, ranks.index(rank), group)
 
 
@@ -419,6 +454,7 @@ def build_mixed_mesh(
     place = topology.coordinate(rank)
     device = _pick_on_all_ranks(world, topology, devices)
     if device.type == "cuda":
+        use_expandable_segments()
         torch.cuda.set_device(device)
         device_waits.watch_device(timeout)
     refuse_shared_gpus(gather_objects(gpu_of(device) if device.type == "cuda" else None, world))

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -159,6 +160,21 @@ def nccl_backend(group: dist.ProcessGroup) -> Any:
     return _unwrapped(group._get_backend(torch.device("cuda")))
 
 
+def nccl_options(timeout: timedelta, *, urgent: bool = False, max_ctas: int = 0) -> Any:
+    """Return the options of a new ProcessGroupNCCL.
+
+    Args:
+        urgent: its kernels start before kernels of other streams that wait for multiprocessors.
+        max_ctas: most blocks (CTAs) of one kernel: a pending receive occupies one multiprocessor
+            for each. 0: NCCL decides.
+    """
+    options: Any = dist.ProcessGroupNCCL.Options(is_high_priority_stream=urgent)
+    options._timeout = timeout
+    if max_ctas:
+        options.config.min_ctas, options.config.max_ctas = 1, max_ctas
+    return options
+
+
 def _unwrapped(backend: Any) -> Any:
     """Return the backend within the wrapper that TORCH_DISTRIBUTED_DEBUG=DETAIL adds.
 
@@ -175,6 +191,8 @@ _ORDERED_CAPABILITY = 10
 
 def launch_order_advice(device: torch.device, tensor_ranks: int) -> str | None:
     """Return how to make tensor-parallel communication overlap with computation; None if it does.
+
+    For runs without a pipeline: with one queue, the messages of most plans hang (docs/gpu.md).
 
     In backward the all-reduce of an input gradient is launched just before the matrix product of
     the weight gradient, on another stream. If the product is started first, it takes all
@@ -196,6 +214,22 @@ def launch_order_advice(device: torch.device, tensor_ranks: int) -> str | None:
     )
 
 
+def device_thread(target: Callable[..., object], name: str, *args: Any) -> threading.Thread:
+    """Return a daemon thread, not started, that uses the CUDA device of the calling thread.
+
+    torch gives a new thread GPU 0, on which it would create a context of its own.
+    """
+    cuda = torch.cuda
+    device = cuda.current_device() if cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        if device is not None:
+            cuda.set_device(device)
+        target(*args)
+
+    return threading.Thread(target=run, name=name, daemon=True)
+
+
 # Longest time for an abort. One that is stuck may last for the timeout of its group; the process
 # then ends without it.
 ABORT_SECONDS = 3.0
@@ -215,7 +249,7 @@ def abort_communicators() -> bool:
     backends = _backends()
     if not backends:
         return True
-    thread = threading.Thread(target=_abort, args=(backends,), daemon=True, name="abort")
+    thread = device_thread(_abort, "abort", backends)
     thread.start()
     thread.join(ABORT_SECONDS)
     return not thread.is_alive()

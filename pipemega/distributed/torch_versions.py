@@ -1,6 +1,7 @@
 """What differs between the versions of torch that setup.py allows.
 
 torch   what it has, and what an older one uses instead
+2.9     the function of `use_expandable_segments`: its name before
 2.11    edges that keep the graph of a custom autograd function; 2.8 does not, 2.9 and 2.10 were not
         looked at: `gradient_edge` makes a view
 2.13    `all_gather_single`, `reduce_scatter_single`, and the methods `..._coalesced` of a group:
@@ -10,6 +11,7 @@ torch   what it has, and what an older one uses instead
 Features of the config without a substitute are refused: `too_old`.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -43,6 +45,21 @@ def too_old(feature: str) -> ConfigError:
         f"install a newer torch, or do not use it",
         on_every_rank=True,
     )
+
+
+def use_expandable_segments() -> None:
+    """Let the CUDA allocator grow its segments, unless the user has configured it.
+
+    Else, when memory is short, it frees segments, and waits for the device: also for a receive that
+    was posted early.
+    """
+    configured = {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys()
+    if configured or torch.version.hip is not None:
+        return
+    name = "_accelerator_setAllocatorSettings"
+    older = "_cuda_cudaCachingAllocator_set_allocator_settings"
+    set_allocator: Any = getattr(torch._C, name, None) or getattr(torch._C, older)
+    set_allocator("expandable_segments:True")
 
 
 def gradient_edge(tensor: Tensor) -> GradientEdge:

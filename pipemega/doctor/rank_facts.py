@@ -18,6 +18,7 @@ import torch
 
 from pipemega.config import Config
 from pipemega.config.launch_variables import launch_variables
+from pipemega.cuda_settings import driver_version
 from pipemega.distributed.mesh import (
     launched_rank,
     launched_world_size,
@@ -118,7 +119,7 @@ def _versions() -> dict[str, str]:
         "torch": str(torch.__version__),
         "CUDA": str(torch.version.cuda or "none"),
         "NCCL": _nccl(),
-        "driver": _driver(),
+        "driver": driver_version() or "none",
         "Python": platform.python_version(),
     }
 
@@ -128,14 +129,6 @@ def _nccl() -> str:
         return "none"
     version: Any = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
     return ".".join(map(str, version))
-
-
-def _driver() -> str:
-    """Return the version of NVIDIA's kernel driver, without starting a process."""
-    with suppress(OSError):
-        text = Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
-        return text or "none"
-    return "none"
 
 
 def _gpu(device: torch.device) -> dict[str, Any]:

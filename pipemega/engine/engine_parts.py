@@ -266,7 +266,7 @@ def build_components(
     may_change = first.tuner is not None or (tunes and late_choice is not None)
     executors = ExecutorBuilder(setup, timers, plan_may_change=may_change)
     # A split backward has no weight gradient beside an all-reduce.
-    splits = executors.splits_backward(first.plan)
+    splits = executors.splits_backward(first.plan) or mesh.pipeline.size > 1
     advice = None if splits else launch_order_advice(mesh.device, mesh.tensor.size)
     if step is not None and advice is not None and mesh.rank == 0:
         get_logger().warning(advice)

@@ -11,6 +11,7 @@ from pipemega.engine.run.batch_reader import BatchReader, StepData
 from pipemega.errors import ConfigError
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor
+from pipemega.pipeline.kernel_warmup import KernelWarmup
 from pipemega.pipeline.microbatch_loss import mean_over_ranks
 from pipemega.pipeline.plan.instructions import Plan
 from pipemega.pipeline.plan_selection import evaluation_plan
@@ -28,6 +29,7 @@ class Evaluator:
         executor: runs the forwards.
         reader: reads the data.
         plan: a plan of the training steps; gives the stages.
+        warmup: runs micro-batches with new shapes before messages are posted.
     """
 
     def __init__(
@@ -36,9 +38,10 @@ class Evaluator:
         executor: Executor,
         reader: BatchReader,
         plan: Plan,
+        warmup: KernelWarmup | None = None,
     ) -> None:
         self._mesh, self._executor, self._reader = mesh, executor, reader
-        self._plan = plan
+        self._plan, self._warmup = plan, warmup
         self._is_last = mesh.pipeline.rank == plan.rank_of_stage[-1]
 
     def batch(
@@ -113,5 +116,8 @@ class Evaluator:
             on_output=on_output,
             counted=data.counted,
         )
+        warmup, shape = self._warmup, (data.shares, data.num_samples)
+        if warmup is not None and warmup.is_due(self._plan, *shape, trains=False):
+            warmup.run(self._plan, batch, data.num_samples)
         with preserve_rng(self._mesh.device):
             return self._executor.run(plan, batch)

@@ -145,12 +145,19 @@ class ExecutorBuilder:
         )
 
     def _transport(self, plan: Plan, bounds: Sequence[int]) -> Transport | None:
-        mesh, shapes = self._mesh, self._config.pipeline.shapes
+        mesh, section = self._mesh, self._config.pipeline
+        shapes = section.shapes
         if mesh.pipeline.size == 1:
             return None
         place = plan.rank_of_stage
         routes = connect(
-            mesh.pipeline, place, mesh.device, mesh.timeout, plan.transfers, self._groups
+            mesh.pipeline,
+            place,
+            mesh.device,
+            mesh.timeout,
+            plan.transfers,
+            self._groups,
+            section.max_ctas,
         )
         return Transport(
             mesh.pipeline,

@@ -34,8 +34,10 @@ from pipemega.monitor import get_logger
 from pipemega.monitor.timers import PIPELINE, StepPhases
 from pipemega.optimizer import LRSchedule, StepReport
 from pipemega.optimizer.post_validation import PostValidatedStep, SpeculativeRunner
+from pipemega.pipeline.connections import message_order
 from pipemega.pipeline.execution_state import MicroBatches, Results
 from pipemega.pipeline.executor import Executor
+from pipemega.pipeline.kernel_warmup import KernelWarmup
 from pipemega.pipeline.model.module import RngKey
 from pipemega.pipeline.model.stages import LocalModel
 from pipemega.pipeline.plan.instructions import Plan
@@ -131,7 +133,11 @@ class StepRunner:
             lambda: step is not None and step.masters.frozen.have_changed,
             step is None or step.is_fenced,
         )
-        self.evaluator = Evaluator(mesh, executor, self.reader, self.plan)
+        self._warmup: KernelWarmup | None = None
+        has_queues = message_order(mesh.pipeline, mesh.device) == "queues"
+        if has_queues and config.pipeline.warm_up and not self._in_loop:
+            self._warmup = KernelWarmup(executor, mesh.device)
+        self.evaluator = Evaluator(mesh, executor, self.reader, self.plan, self._warmup)
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]
         self.locator = NonFiniteLocator(mesh, executor, gradients, num_layers, config.fp16.enabled)
         if self.profiler is not None:
@@ -181,6 +187,7 @@ class StepRunner:
         data = self._with_final_stages(data)
         self._freeze(is_frozen_anew)
         with self.locator.add_origin_to_errors(), self._batch_norms.dropped_on_error():
+            self._load_kernels(data)
             step, recorder = self.begin(data)
             micro_batches = partial(self._micro_batches, step, keep_outputs)
             with preserve_rng(self.mesh.device), self.phases(PIPELINE):
@@ -243,6 +250,18 @@ class StepRunner:
         frozen.update(self.mesh)
         # Messages may need a gradient no more, or again.
         self.executor.forget_shapes(declared=True)
+
+    def _load_kernels(self, data: StepData) -> None:
+        """Run micro-batches with new shapes before messages are posted; see `kernel_warmup`."""
+        warmup, plan = self._warmup, self._plans.of(self.plan, self.model.bounds, len(data.inputs))
+        if warmup is None or not warmup.is_due(plan, data.shares, data.num_samples):
+            return
+        # A step that is not final would be repeated with its gradients.
+        self.settle()
+        assert self.optimizer_step is not None
+        step = TrainStep(self.global_steps + 1, plan, data)
+        batch = self._micro_batches(step, keep_outputs=False)
+        warmup.run(plan, batch, data.num_samples, self.optimizer_step.gradients.zero)
 
     def begin(self, data: StepData) -> tuple[TrainStep, Recorder]:
         """Return the next step, whose data were read, and what times its instructions."""

@@ -38,7 +38,6 @@ import copy
 import logging
 import math
 import queue
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -56,6 +55,7 @@ from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.exchanges import recorded
 from pipemega.distributed.host_memory import HostCopy, HostMemory
 from pipemega.distributed.mesh import Mesh
+from pipemega.distributed.process_groups import device_thread
 from pipemega.errors import PipemegaError
 from pipemega.optimizer.param_groups import options_of
 from pipemega.optimizer.step import OptimizerStep
@@ -138,7 +138,7 @@ class HostSums:
         if self._jobs is None:
             self._jobs = queue.SimpleQueue()
             # A daemon: a rank that is gone must not keep this process from ending.
-            threading.Thread(target=_run, args=(self._jobs,), name="sums", daemon=True).start()
+            device_thread(_run, "sums", self._jobs).start()
             weakref.finalize(self, self._jobs.put, None)
         return self._jobs
 

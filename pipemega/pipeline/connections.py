@@ -10,7 +10,7 @@ import torch.distributed as dist
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.device_waits import synchronize, wait
 from pipemega.distributed.local_sockets import Receiver, Sender, open_streams
-from pipemega.distributed.mesh import Axis, new_group
+from pipemega.distributed.mesh import Axis, first_message, new_group
 from pipemega.distributed.process_groups import backend_names
 from pipemega.distributed.topology import AXES, Topology
 from pipemega.errors import MeshError
@@ -76,6 +76,7 @@ def connect(
     timeout: timedelta,
     transfers: Sequence[Transfer] = BETWEEN_STAGES,
     groups: list[dist.ProcessGroup] | None = None,
+    max_ctas: int = 0,
 ) -> dict[Channel, Route]:
     """Return the route of each channel; collective over the pipeline.
 
@@ -85,6 +86,7 @@ def connect(
         timeout: the limit of each wait.
         transfers: the transfers of the plan (`Plan.transfers`).
         groups: groups of an earlier placement of the stages; used again, and extended.
+        max_ctas: see `nccl_options`.
 
     Raises:
         MeshError: the caller has initialized torch.distributed with a device_id.
@@ -108,7 +110,7 @@ def connect(
         _refuse_bound_device(group)
         groups = [] if groups is None else groups
         missing = range(len(groups), 1 + max(link.group for link in links))
-        groups += _make_groups(pipeline, missing, device, timeout)
+        groups += _make_groups(pipeline, missing, device, timeout, max_ctas)
         _open(pipeline, links, groups, device)
         for link in links:
             routes[link.channel] = Route(peers[link.channel], groups[link.group], 0)
@@ -137,7 +139,7 @@ def _refuse_bound_device(group: dist.ProcessGroup) -> None:
 
 
 def _make_groups(
-    pipeline: Axis, numbers: range, device: torch.device, timeout: timedelta
+    pipeline: Axis, numbers: range, device: torch.device, timeout: timedelta, max_ctas: int
 ) -> list[dist.ProcessGroup]:
     """Make a group of the ranks of the pipeline for each of `numbers`.
 
@@ -153,7 +155,14 @@ def _make_groups(
         if pipeline.devices[pipeline.rank] != "cuda":
             ranks = (pipeline.ranks[pipeline.rank],)
     return [
-        new_group(ranks, device, timeout, f"pipeline messages {number}", host=False)
+        new_group(
+            ranks,
+            device,
+            timeout,
+            f"pipeline messages {number}",
+            host=False,
+            max_ctas=max_ctas,
+        )
         for number in numbers
     ]
 
@@ -164,13 +173,13 @@ def _open(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
 ) -> None:
-    """Send one element over each connection, in the same order on all ranks.
+    """Send a message over each connection, in the same order on all ranks.
 
     NCCL creates the communicator of a group and two ranks in its first operation, which blocks the
     host until both ranks are in it. In a step, the ranks come to these operations in different
     orders, and could wait for each other for ever.
     """
-    element = torch.zeros(1, dtype=torch.float32, device=device)
+    message = first_message(device)
     for link in links:
         if pipeline.rank not in (link.source, link.target):
             continue
@@ -178,15 +187,15 @@ def _open(
         name = "the first message of a pipeline connection"
         with named_collective(name, (source, target)):
             if pipeline.rank == link.source:
-                work = dist.isend(element, target, group=groups[link.group])
+                work = dist.isend(message, target, group=groups[link.group])
             else:
-                work = dist.irecv(element, source, group=groups[link.group])
+                work = dist.irecv(message, source, group=groups[link.group])
         assert work is not None
         wait(work, name, (source, target))
     name = "the end of opening the pipeline connections"
     with named_collective(name, pipeline.ranks):
         # A barrier that works on every device, once the host has waited for it.
-        token = element.cpu() if pipeline.devices else element
+        token = torch.zeros(1, device="cpu" if pipeline.devices else device)
         work = dist.all_reduce(token, group=pipeline.group, async_op=True)
     assert work is not None
     wait(work, name, pipeline.ranks)

@@ -13,16 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from pipemega.config.sections.pipeline_sections import CostsSection, PipelineSection, PlanFile
+from pipemega.cuda_settings import hardware_queues, loads_lazily
 from pipemega.errors import ConfigError, ScheduleError
 from pipemega.lazy_imports import deferred
-from pipemega.pipeline.plan.channels import MessageOrder
-from pipemega.pipeline.plan.instructions import Kind, Plan
+from pipemega.pipeline.plan.channels import (
+    Hardware,
+    MessageOrder,
+    connections_per_rank,
+)
+from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
 from pipemega.pipeline.plan.lowering import lower
 from pipemega.pipeline.plan.simulate import CostModel, VocabularyCosts
 from pipemega.pipeline.plan.validate import validate_messages
 from pipemega.pipeline.schedules import build_plan, forward_only
 from pipemega.pipeline.schedules.building_blocks import loop_and_v
 from pipemega.pipeline.schedules.vocabulary_passes import with_vocabulary
+
+# torch has 32 streams, which it hands out in turn; some are for collectives and copies.
+_OTHER_STREAMS = 4
+_STREAMS = 32 - _OTHER_STREAMS
 
 # Only schedule "auto" searches.
 autoschedule: Any = deferred("pipemega.pipeline.autoschedule")
@@ -110,6 +119,23 @@ def evaluation_plan(training: Plan, num_microbatches: int) -> Plan:
     return lower(plan)
 
 
+def warmup_plan(training: Plan) -> Plan:
+    """Return the lowered plan of one micro-batch that passes the stages one after another.
+
+    No message is on its way while an instruction runs: it was received by its last user.
+    """
+    backward = [Kind.BACKWARD]
+    if training.splits_backward:
+        backward = [Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT]
+    stages = range(training.num_stages)
+    order = [Instruction(Kind.FORWARD, stage, 0) for stage in stages]
+    order += [Instruction(kind, stage, 0) for stage in reversed(stages) for kind in backward]
+    place = training.rank_of_stage
+    programs = (tuple(s for s in order if place[s.stage] == r) for r in range(training.num_ranks))
+    plan = Plan("warm-up", 1, place, tuple(programs))
+    return lower(with_passes(plan) if training.has_vocabulary else plan, ahead=0)
+
+
 def validated(plan: Plan, section: PipelineSection, order: MessageOrder) -> Plan:
     """Return the lowered `plan` unchanged if the transport can carry it, and its evaluation too.
 
@@ -117,12 +143,29 @@ def validated(plan: Plan, section: PipelineSection, order: MessageOrder) -> Plan
         ScheduleError: the plan is invalid, or some of its messages would never arrive.
     """
     discards = section.optimizer_sync == "post_validate"
+    loads = section.shapes == "exchanged" or not section.warm_up
+    hardware = _hardware(plan, loads)
     # A partial step at the end of an epoch sends headers, as evaluation does.
     for shapes in sorted({section.shapes, "exchanged"}):
-        validate_messages(plan, order, shapes, discards=discards)
+        validate_messages(plan, order, shapes, discards=discards, hardware=hardware)
     evaluation = evaluation_plan(plan, plan.num_microbatches)
-    validate_messages(evaluation, order, section.shapes, discards=discards)
+    validate_messages(evaluation, order, section.shapes, discards=discards, hardware=hardware)
     return plan
+
+
+def _hardware(plan: Plan, loads: bool) -> Hardware:
+    """Return what the connections of a rank share on a GPU, with the variables of this job.
+
+    Args:
+        loads: a step has kernels that no warm-up has loaded (`pipeline.kernel_warmup`).
+    """
+    used = max(connections_per_rank(plan.rank_of_stage, plan.transfers))
+    queues = hardware_queues()
+    return Hardware(
+        queues=queues if min(used, _STREAMS) + _OTHER_STREAMS > queues else None,
+        streams=_STREAMS if used > _STREAMS else None,
+        loads=loads and loads_lazily(),
+    )
 
 
 def first_plan(

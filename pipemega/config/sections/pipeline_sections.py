@@ -286,6 +286,18 @@ class PipelineSection(Section):
         'How a receiver gets the shapes of messages: `"cached"`: sent with the first message; '
         '`"declared"`: declared by the model; `"exchanged"`: sent with every message.',
     )
+    max_ctas: Whole = own(
+        4,
+        "On a GPU: most blocks (CTAs) of a message between stages, NCCL's `max_ctas`. A receive "
+        "occupies one multiprocessor for each block until its message arrives. 0: NCCL decides.",
+    )
+    warm_up: bool = own(
+        True,
+        "On several GPUs: before the first step, and before steps and evaluations with other "
+        "shapes, run one micro-batch through all stages, so that CUDA loads the kernels while no "
+        "message waits (docs/gpu.md). It changes no parameter, gradient, buffer or generator. Set "
+        "it to false if layers count their calls in other attributes.",
+    )
     optimizer_sync: Literal["fenced", "post_validate"] = own(
         "fenced",
         'When a rank runs the optimizer step: `"fenced"`: when all ranks have the gradient norm; '

@@ -45,7 +45,7 @@ run, a GPU cannot run either, and the other way round.
 The channels of the instructions of vocabulary parallelism.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, NoReturn
@@ -167,6 +167,48 @@ def channels_of(plan: Plan, transfer: Transfer, step: Instruction) -> tuple[Chan
     return tuple(Channel(transfer.name, place if kind.has_shard else peer) for peer in peers)
 
 
+class Hardware(NamedTuple):
+    """How a GPU runs what its host has launched.
+
+    Args:
+        queues: the streams of a rank share this many hardware queues, each first in, first out:
+            computation is in queue 0, the messages of the i-th connection of the rank, from 1, in
+            queue i % queues. None: each stream has a queue of its own.
+        streams: the connections of a rank share this many streams in the same way, none of them
+            with computation. None: each has a stream of its own.
+        loads: each launch of computation may load a kernel, which waits for all messages that the
+            rank has posted.
+    """
+
+    queues: int | None = None
+    streams: int | None = None
+    loads: bool = False
+
+    def describe(self) -> tuple[str, str]:
+        """Return what a plan that hangs here cannot stand, and the way out; empty for no limit."""
+        if self.queues is not None:
+            name = "CUDA_DEVICE_MAX_CONNECTIONS"
+            return (
+                f"{self.queues} hardware queues run messages and computation of a rank "
+                f"({name}={self.queues})",
+                f"start the job without {name}, which pipemega sets to 32, or use another schedule",
+            )
+        if self.streams is not None:
+            return (
+                f"the connections of a rank share {self.streams} streams",
+                "use fewer stages per rank (pipeline.chunks)",
+            )
+        if self.loads:
+            return (
+                "CUDA loads kernels while messages are posted (CUDA_MODULE_LOADING=LAZY)",
+                "start the job without CUDA_MODULE_LOADING, which pipemega sets to EAGER",
+            )
+        return "", ""
+
+
+UNLIMITED = Hardware()
+
+
 class Message(NamedTuple):
     """One message: the tensors of a micro-batch, or their header."""
 
@@ -205,10 +247,11 @@ class MessageOperations:
     Args:
         plan: the lowered plan.
         shapes: when the transport sends headers; in evaluation every message has a header.
+        loads: see `Hardware`.
     """
 
-    def __init__(self, plan: Plan, shapes: ShapeMode) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, shapes: ShapeMode, loads: bool = False) -> None:
+        self._plan, self._loads = plan, loads
         self._shapes: ShapeMode = "exchanged" if plan.forward_only else shapes
         # Equal in every micro-batch.
         self._transfers: dict[tuple[Kind, int], list[tuple[Transfer, tuple[Channel, ...]]]] = {}
@@ -231,8 +274,18 @@ class MessageOperations:
                     for channel in used:
                         proven = Channel(transfer.proves, channel.boundary)
                         yield from self._finish_sends(at, proven, step.microbatch)
+            if self._loads and not step.kind.is_message:
+                yield from self._wait_for_posted(at)
             if step.kind is Kind.FORWARD:
                 self._step.forwards.add((step.stage, step.microbatch))
+
+    def _wait_for_posted(self, at: int) -> Iterator[Operation]:
+        """Yield the waits for all messages that this rank has posted."""
+        for message in self._step.sends:
+            yield Operation(at, False, message)
+        for channel, m in self._step.receives:
+            if m not in self._step.unposted[channel]:
+                yield Operation(at, False, Message(channel, m))
 
     def _transfers_of(self, step: Instruction) -> list[tuple[Transfer, tuple[Channel, ...]]]:
         """Return the transfers of which `step` sends, receives or uses messages, with channels."""
@@ -339,22 +392,51 @@ def queues_of(
     }
 
 
+def _places(plan: Plan, hardware: Hardware) -> dict[tuple[Channel, int], int]:
+    """Return the number of the stream or hardware queue of each end of the connections.
+
+    Empty if nothing is shared.
+    """
+    places: dict[tuple[Channel, int], int] = {}
+    if hardware.queues is None and hardware.streams is None:
+        return places
+    count: Counter[int] = Counter()
+    for made in connections(plan.rank_of_stage, plan.transfers):
+        for rank in (made.source, made.target):
+            number = count[rank] if hardware.streams is None else count[rank] % hardware.streams
+            count[rank] += 1
+            places[made.channel, rank] = (
+                number if hardware.queues is None else (number + 1) % hardware.queues
+            )
+    return places
+
+
 class MessageQueues:
     """The queues of one pipeline.
 
     Args:
         plan: the lowered plan.
         queue_of: the queue of each channel.
+        hardware: how the device runs operations of different queues.
     """
 
-    def __init__(self, plan: Plan, queue_of: Mapping[Channel, Hashable]) -> None:
-        self._plan, self._queue_of = plan, queue_of
+    def __init__(
+        self, plan: Plan, queue_of: Mapping[Channel, Hashable], hardware: Hardware = UNLIMITED
+    ) -> None:
+        self._plan, self._queue_of, self._hardware = plan, queue_of, hardware
         self._ranks = {channel: channel.ranks(plan.rank_of_stage) for channel in queue_of}
         # Posted and not started, on each of the two ranks.
-        self._ends: dict[tuple[Hashable, int], deque[Message]] = {}
+        self._ends: dict[tuple[Channel, int], deque[Message]] = {}
+        self._blocks = set[tuple[Channel, int]]()
+        """Ends in the hardware queue of the computation."""
+        shared: dict[Hashable, deque[Message]] = defaultdict(deque)
+        places = _places(plan, hardware)
         for channel, ranks in self._ranks.items():
             for rank in ranks:
-                self._ends[queue_of[channel], rank] = deque()
+                place = places.get((channel, rank), queue_of[channel])
+                self._ends[channel, rank] = shared[place, rank]
+                if hardware.queues is not None and place == 0:
+                    self._blocks.add((channel, rank))
         self._arrived: set[Message] = set()
 
     def run(self, operations: Sequence[Iterable[Operation]]) -> None:
@@ -372,9 +454,12 @@ class MessageQueues:
             for operation in rest[rank]:
                 message = operation.message
                 if operation.posts:
-                    for arrived in self._post(rank, operation):
+                    for arrived in self._post(rank, message):
                         runnable += waiting.pop(arrived, ())
-                elif message not in self._arrived:
+                    waits_now = (message.channel, rank) in self._blocks
+                else:
+                    waits_now = True
+                if waits_now and message not in self._arrived:
                     waits[rank] = operation
                     waiting.setdefault(message, []).append(rank)
                     break
@@ -384,23 +469,28 @@ class MessageQueues:
 
     def end_step(self) -> None:
         """Forget the messages that have arrived; all have, because each rank waited for its own."""
-        left = {end: list(queue) for end, queue in self._ends.items() if queue}
+        left = [end for end, queue in self._ends.items() if queue]
         assert not left, f"posted and never waited for: {left}"
         self._arrived.clear()
 
-    def _post(self, rank: int, operation: Operation) -> list[Message]:
+    def _post(self, rank: int, message: Message) -> list[Message]:
         """Enqueue a send or a receive; return the messages that arrive by it."""
-        message = operation.message
-        queue = self._queue_of[message.channel]
-        source, target = self._ranks[message.channel]
-        own, other = self._ends[queue, rank], self._ends[queue, source + target - rank]
+        own = self._ends[message.channel, rank]
         own.append(message)
         arrived = []
-        while own and other and own[0] == other[0]:
-            arrived.append(own.popleft())
-            other.popleft()
-        if own and other:
-            self._check_same_way(rank, own[0], other[0])
+        changed = [(own, rank)]
+        while changed:
+            own, rank = changed.pop()
+            if not own:
+                continue
+            peer = sum(self._ranks[own[0].channel]) - rank
+            other = self._ends[own[0].channel, peer]
+            if other and own[0] == other[0]:
+                arrived.append(own.popleft())
+                other.popleft()
+                changed += [(own, rank), (other, peer)]
+            elif other:
+                self._check_same_way(rank, own[0], other[0])
         self._arrived.update(arrived)
         return arrived
 
@@ -409,6 +499,8 @@ class MessageQueues:
         sender, receiver = self._ranks[own.channel]
         if (sender, receiver) != self._ranks[other.channel]:
             return  # two sends or two receives: both ranks wait
+        if self._queue_of[own.channel] != self._queue_of[other.channel]:
+            return
         sent, received = (own, other) if rank == sender else (other, own)
         problem = (
             f"rank {sender} sends {self._name(sent, sender)} when rank {receiver} receives "
@@ -434,17 +526,25 @@ class MessageQueues:
         self._fail("deadlocks", waits, {rank: stuck[rank].at for rank in (*cycle, *stuck)})
 
     def _fail(self, what: str, lines: Sequence[str], marks: Mapping[int, int]) -> NoReturn:
+        condition, way_out = self._hardware.describe()
+        if not condition:
+            condition = (
+                "the messages between two ranks run in the order in which they were posted, as "
+                "over NCCL"
+            )
+            way_out = (
+                "use another schedule, or gloo, which separates messages by tag (mesh.device 'cpu')"
+            )
         lines = [
-            f"schedule {self._plan.name!r} {what} if the messages between two ranks run in the "
-            f"order in which they were posted, as over NCCL:",
+            f"schedule {self._plan.name!r} {what} if {condition}:",
             *(f"  {line}" for line in lines),
-            "  use another schedule, or gloo, which separates messages by tag (mesh.device 'cpu')",
+            f"  {way_out}",
             excerpt(self._plan, marks),
         ]
         raise ScheduleError("\n".join(lines))
 
     def _next(self, message: Message, rank: int) -> str:
-        end = self._ends[self._queue_of[message.channel], rank]
+        end = self._ends[message.channel, rank]
         return self._name(end[0], rank) if end else "nothing"
 
     def _name(self, message: Message, rank: int) -> str:

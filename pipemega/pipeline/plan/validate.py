@@ -39,7 +39,9 @@ from typing import NoReturn
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.channels import (
+    UNLIMITED,
     Channel,
+    Hardware,
     MessageOperations,
     MessageOrder,
     MessageQueues,
@@ -83,6 +85,7 @@ def validate_messages(
     *,
     discards: bool = False,
     queue_of: Mapping[Channel, Hashable] | None = None,
+    hardware: Hardware = UNLIMITED,
 ) -> Plan:
     """Return the lowered `plan` unchanged if it keeps rules 1 to 5.
 
@@ -91,6 +94,7 @@ def validate_messages(
         shapes: when the transport sends headers.
         discards: the warm-up may be discarded and run again (post-validation).
         queue_of: the queue of each channel; None: the queue that the transport uses for `order`.
+        hardware: how a GPU runs the messages; without effect with tags.
 
     Raises:
         ScheduleError: says which ranks wait for each other, and shows their positions.
@@ -102,8 +106,10 @@ def validate_messages(
     cut = warmup_cut(plan) if discards and not plan.forward_only else None
     runs = plan if cut is None else cut.plan
     queue_of = queue_of or queues_of(plan.rank_of_stage, order, plan.transfers)
-    queues = MessageQueues(runs, queue_of)
-    ranks = [MessageOperations(runs, shapes) for _ in range(plan.num_ranks)]
+    if order == "tags":
+        hardware = UNLIMITED
+    queues = MessageQueues(runs, queue_of, hardware)
+    ranks = [MessageOperations(runs, shapes, hardware.loads) for _ in range(plan.num_ranks)]
 
     def run_step() -> None:
         queues.run([rank.step(program) for rank, program in zip(ranks, runs.programs, strict=True)])

@@ -209,7 +209,7 @@ def test_a_plan_whose_messages_would_never_arrive_is_refused_before_the_first_st
 def test_evaluation_and_the_discarded_warmup_are_proven_too(monkeypatch):
     checked = []
 
-    def record(plan, order, shapes, *, discards):
+    def record(plan, order, shapes, *, discards, hardware):
         checked.append((plan.name, order, shapes, discards))
         return plan
 
@@ -225,10 +225,58 @@ def test_evaluation_and_the_discarded_warmup_are_proven_too(monkeypatch):
 def test_the_partial_step_of_an_epoch_is_proven_too(monkeypatch):
     checked = []
 
-    def record(plan, order, shapes, *, discards):
+    def record(plan, order, shapes, *, discards, hardware):
         checked.append((plan.name, shapes))
         return plan
 
     monkeypatch.setattr("pipemega.pipeline.plan_selection.validate_messages", record)
     training_plan(section({"schedule": "1f1b"}), 2, 8, 4, "queues")
     assert checked == [("1f1b", "cached"), ("1f1b", "exchanged"), ("forward-only", "cached")]
+
+
+# A GPU of this job; see docs/gpu.md.
+
+
+def chosen(monkeypatch, environ, pipeline=None, ranks=2, layers=16):
+    """Return the plan with variables of CUDA as in `environ`, or the error."""
+    for name in ("CUDA_DEVICE_MAX_CONNECTIONS", "CUDA_MODULE_LOADING"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    try:
+        return training_plan(section(pipeline or {"schedule": "1f1b"}), ranks, 8, layers, "queues")
+    except ScheduleError as error:
+        return str(error)
+
+
+def test_a_plan_that_hangs_with_one_hardware_queue_is_refused_where_the_variable_sets_one(
+    monkeypatch,
+):
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert "(CUDA_DEVICE_MAX_CONNECTIONS=1):" in chosen(monkeypatch, one)
+    assert chosen(monkeypatch, {}).name == "1f1b"
+    assert chosen(monkeypatch, {"CUDA_DEVICE_MAX_CONNECTIONS": "32"}).name == "1f1b"
+    # CUDA's own number is enough for few connections only.
+    eight = {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}
+    assert chosen(monkeypatch, eight).name == "1f1b"
+    many = {"schedule": "looped-bfs", "chunks": 4}
+    assert "(CUDA_DEVICE_MAX_CONNECTIONS=8):" in chosen(monkeypatch, eight, many, 4)
+    assert chosen(monkeypatch, {}, many, 4).name == "looped-bfs"
+
+
+def test_more_connections_than_streams_are_refused_if_their_messages_would_block_each_other(
+    monkeypatch,
+):
+    many = {"schedule": "interleaved", "chunks": 8}
+    text = chosen(monkeypatch, {}, many, 4, 32)
+    assert "deadlocks if the connections of a rank share 28 streams:" in text
+    assert "use fewer stages per rank (pipeline.chunks)" in text
+
+
+def test_kernels_that_are_loaded_while_messages_wait_are_refused(monkeypatch):
+    lazy = {"CUDA_MODULE_LOADING": "LAZY"}
+    assert chosen(monkeypatch, lazy).name == "1f1b"  # after the warm-up
+    for changes in ({"shapes": "exchanged"}, {"warm_up": False}):
+        pipeline = {"schedule": "zb-v", **changes}
+        assert "(CUDA_MODULE_LOADING=LAZY):" in chosen(monkeypatch, lazy, pipeline)
+        assert chosen(monkeypatch, {}, pipeline).name == "zb-v"

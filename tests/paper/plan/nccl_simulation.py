@@ -11,9 +11,17 @@ It shares no code with `validate_messages`, which it checks. Per rank there are
                it have ended, and the peer has the matching operation at the same place
 
 A message of the wrong channel is delivered as on NCCL, which does not compare them.
+
+The hardware may add conditions:
+
+    lanes      an operation also waits for the operations ahead of it in its lane, which may belong
+               to other groups and peers; the stream waits for an operation in lane 0 at once
+    loading    the host waits, before a launch that loads a kernel, until all operations that it has
+               enqueued have ended
+    buffers    a send ends without its receive
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field
 
 from pipemega.pipeline.plan.instructions import Kind
@@ -28,8 +36,17 @@ class Transfer:
     """A send or a receive of one rank."""
 
     sends: bool
+    lane: deque
     can_start: bool = False
     has_ended: bool = False
+
+    @property
+    def may_run(self):
+        return self.can_start and self.lane[0] is self
+
+    def end(self):
+        assert self.lane.popleft() is self
+        self.has_ended = True
 
 
 @dataclass
@@ -53,6 +70,10 @@ class Rank:
     wants: tuple | None = None  # the (group, peer) whose communicator the host creates now
     knows: set = field(default_factory=set)  # boundaries whose header has arrived
     told: set = field(default_factory=set)  # boundaries whose header was sent
+    lanes: dict = field(default_factory=lambda: defaultdict(deque))  # transfers that have not ended
+    launched: set = field(default_factory=set)  # (kind, stage) whose kernels are loaded
+    # (group, peer) -> messages that were sent here and not received
+    buffered: Counter = field(default_factory=Counter)
 
 
 class Simulation:
@@ -63,10 +84,34 @@ class Simulation:
         group_of: (direction, boundary) -> process group; "A" is an activation, "G" a gradient.
         shapes: as in the transport.
         opened: whether all connections are opened before the step.
+        queues: number of hardware queues of a rank. None: enough.
+        streams: number of streams for the messages of a rank. None: enough.
+        loads: kernels are loaded "never", by the "first" launch of a kind of instruction of a
+            stage, or by "every" launch.
+        buffers: a send ends without its receive.
     """
 
-    def __init__(self, plan, group_of, shapes="declared", opened=True):
+    def __init__(
+        self,
+        plan,
+        group_of,
+        shapes="declared",
+        opened=True,
+        *,
+        queues=None,
+        streams=None,
+        loads="never",
+        buffers=False,
+    ):
         self.plan, self.group_of, self.opened = plan, group_of, opened
+        self.queues, self.streams, self.loads, self.buffers = queues, streams, loads, buffers
+        # rank -> its channels, in the order in which they are opened: by group, then by ranks.
+        by_rank = defaultdict(list)
+        pair_of = {channel: self._pair(channel) for channel in group_of}
+        for channel in sorted(group_of, key=lambda c: (group_of[c], pair_of[c])):
+            for rank in pair_of[channel]:
+                by_rank[rank].append(channel)
+        self.number = {(r, c): i for r, found in by_rank.items() for i, c in enumerate(found)}
         self.shapes = "exchanged" if plan.forward_only else shapes
         self.ranks = [Rank(number) for number in range(plan.num_ranks)]
         self.moves = 0  # of any host, stream or queue
@@ -85,6 +130,9 @@ class Simulation:
 
     def _whole(self, programs, steps):
         return [self._host(rank, programs[rank.number], steps) for rank in self.ranks]
+
+    def _pair(self, channel):
+        return tuple(sorted(self.plan.rank_of_stage[channel[1] : channel[1] + 2]))
 
     def _host(self, rank, program, steps):
         for _ in range(steps):
@@ -111,13 +159,24 @@ class Simulation:
                 yield from self._request(rank, state, (direction, stage + offset), m)
             elif kind is Kind.FORWARD:
                 yield from self._use(rank, state, ("A", stage - 1), m)
+                yield from self._load(rank, kind, stage)
                 state.forwards.add((stage, m))
             elif kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
                 yield from self._use(rank, state, ("G", stage), m)
                 for transfer in state.sends.pop((("A", stage), m), ()):
                     rank.stream.append(("wait", transfer))
+                yield from self._load(rank, kind, stage)
+            elif kind is Kind.BACKWARD_WEIGHT:
+                yield from self._load(rank, kind, stage)
             self.moves += 1
             yield
+
+    def _load(self, rank, kind, stage):
+        is_first = (kind, stage) not in rank.launched
+        rank.launched.add((kind, stage))
+        if self.loads == "every" or (self.loads == "first" and is_first):
+            while rank.stream or any(rank.lanes.values()):
+                yield
 
     def _send(self, rank, state, channel, m):
         transfers = state.sends.setdefault((channel, m), [])
@@ -186,9 +245,17 @@ class Simulation:
                     yield
             rank.wants = None
         self.moves += 1
-        transfer = Transfer(sends)
+        lane = self.number[rank.number, channel]
+        if self.streams is not None:
+            lane %= self.streams
+        if self.queues is not None:
+            lane = (lane + 1) % self.queues
+        transfer = Transfer(sends, rank.lanes[lane])
+        transfer.lane.append(transfer)
         rank.queues[key].append(transfer)
         rank.stream.append(("start", transfer))
+        if self.queues is not None and lane == 0 and not (sends and self.buffers):
+            rank.stream.append(("wait", transfer))
         return transfer
 
     # The GPUs
@@ -226,9 +293,19 @@ class Simulation:
 
     def _run_queues(self, rank):
         for (group, peer), own in rank.queues.items():
-            other = self.ranks[peer].queues[group, rank.number]
-            while own and other and own[0].sends != other[0].sends:
-                if not (own[0].can_start and other[0].can_start):
+            while self.buffers and own and own[0].may_run:
+                if own[0].sends:
+                    self.ranks[peer].buffered[group, rank.number] += 1
+                elif rank.buffered[group, peer]:
+                    rank.buffered[group, peer] -= 1
+                else:
                     break
-                own.popleft().has_ended = other.popleft().has_ended = True
+                own.popleft().end()
+                self.moves += 1
+            other = self.ranks[peer].queues[group, rank.number]
+            while not self.buffers and own and other and own[0].sends != other[0].sends:
+                if not (own[0].may_run and other[0].may_run):
+                    break
+                own.popleft().end()
+                other.popleft().end()
                 self.moves += 1

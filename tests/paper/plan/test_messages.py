@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.channels import (
+    UNLIMITED,
+    Hardware,
     MessageOperations,
     MessageQueues,
     channels,
@@ -19,6 +21,7 @@ from pipemega.pipeline.plan.channels import (
 )
 from pipemega.pipeline.plan.lowering import lower, warmup_cut
 from pipemega.pipeline.plan.validate import validate_messages
+from pipemega.pipeline.plan_selection import warmup_plan
 from pipemega.pipeline.schedules import SCHEDULES, build_plan, forward_only
 from tests.paper.hand_made_plans import hand_made, valid_plans
 from tests.paper.plan.nccl_simulation import Simulation
@@ -62,10 +65,11 @@ def _queues(plan, group_of):
     }
 
 
-def _verdict(plan, group_of, shapes="declared"):
+def _verdict(plan, group_of, shapes="declared", hardware=UNLIMITED):
     """Why rule 5 rejects the plan with these groups; None if it accepts it."""
+    queue_of = _queues(plan, group_of)
     try:
-        validate_messages(plan, "queues", shapes, queue_of=_queues(plan, group_of))
+        validate_messages(plan, "queues", shapes, queue_of=queue_of, hardware=hardware)
     except ScheduleError as error:
         return str(error)
     return None
@@ -226,3 +230,90 @@ def test_the_warmup_that_is_discarded_leaves_no_message_behind():
 def test_a_pipeline_of_one_rank_has_no_messages():
     plan = lower(build_plan("interleaved", 1, 3, 2))
     assert validate_messages(plan, "queues", discards=True) is plan
+
+
+# What a GPU adds: hardware queues, streams, loading of kernels; see docs/gpu.md.
+
+LIMITS = (
+    Hardware(queues=1),
+    Hardware(queues=2),
+    Hardware(queues=5),
+    Hardware(streams=1),
+    Hardware(streams=3),
+    Hardware(loads=True),
+    Hardware(queues=3, streams=2),
+)
+
+
+def _simulation(plan, shapes, hardware, **options):
+    loads = "every" if hardware.loads else "never"
+    return Simulation(
+        plan,
+        _transport_groups(plan),
+        shapes,
+        queues=hardware.queues,
+        streams=hardware.streams,
+        **{"loads": loads, **options},
+    )
+
+
+def _is_proven(plan, shapes, hardware):
+    groups = {made.channel: made.group for made in connections(plan.rank_of_stage)}
+    return _verdict(plan, groups, shapes, hardware) is None
+
+
+@FEW
+@given(valid_plans(), st.sampled_from(SHAPES), st.sampled_from(LIMITS))
+def test_the_rule_agrees_with_the_simulation_of_limited_hardware(plan, shapes, hardware):
+    lowered = lower(plan)
+    assume(lowered.is_lowered)
+    proven = _is_proven(lowered, shapes, hardware)
+    assert _simulation(lowered, shapes, hardware).run(steps=2) == proven
+    if proven:
+        assert _simulation(lowered, shapes, hardware, buffers=True).run(steps=2)
+
+
+def test_kernels_that_are_loaded_in_the_first_step_hang_and_the_warmup_prevents_it():
+    hung = {shapes: set() for shapes in SHAPES}
+    for plan in _plans([2, 3, 4], [2, 8], [None]):
+        for shapes in SHAPES:
+            if not _simulation(plan, shapes, UNLIMITED, loads="first").run():
+                hung[shapes].add(plan.name)
+        warmup = warmup_plan(plan)
+        for shapes in SHAPES:
+            assert _is_proven(warmup, shapes, Hardware(loads=True, queues=1)), warmup
+            assert _simulation(warmup, shapes, Hardware(loads=True)).run()
+    # With `declared` and `cached`, `sequential` posts the receive of a gradient before its forward.
+    some = {"interleaved-zb", "zb-v", "dualpipe-v", "v-half", "v-min", "1f1b-v"}
+    assert hung["exchanged"] == some
+    assert hung["declared"] == hung["cached"] == {"sequential", *some}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "condition", "way_out"),
+    [
+        (
+            Hardware(queues=1),
+            "if 1 hardware queues run messages and computation of a rank "
+            "(CUDA_DEVICE_MAX_CONNECTIONS=1):",
+            "start the job without CUDA_DEVICE_MAX_CONNECTIONS, which pipemega sets to 32",
+        ),
+        (
+            Hardware(streams=1),
+            "if the connections of a rank share 1 streams:",
+            "use fewer stages per rank (pipeline.chunks)",
+        ),
+        (
+            Hardware(loads=True),
+            "if CUDA loads kernels while messages are posted (CUDA_MODULE_LOADING=LAZY):",
+            "start the job without CUDA_MODULE_LOADING, which pipemega sets to EAGER",
+        ),
+    ],
+)
+def test_a_plan_that_hangs_on_limited_hardware_names_the_variable(hardware, condition, way_out):
+    plan = lower(build_plan("1f1b", 2, 4))
+    groups = {made.channel: made.group for made in connections(plan.rank_of_stage)}
+    text = _verdict(plan, groups, hardware=hardware)
+    assert text.startswith(f"schedule '1f1b' deadlocks {condition}\n")
+    assert f"\n  {way_out}" in text
+    assert "rank 0 waits at" in text

@@ -11,6 +11,8 @@ from pipemega.distributed.mesh import (
     Mesh,
     _world,
     build_mesh,
+    first_message,
+    new_axis,
     new_group,
     pick_device,
     refuse_shared_gpus,
@@ -127,8 +129,9 @@ def test_a_missing_gpu_is_refused_with_the_remedy():
     assert pick_device("auto") == CPU
     with pytest.raises(MeshError) as error:
         pick_device("cuda")
-    assert (
-        str(error.value) == "mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu'"
+    assert str(error.value) == (
+        "mesh.device is 'cuda', and torch sees no CUDA device: set it to 'cpu', or run pipemega "
+        "doctor on this machine"
     )
 
 
@@ -187,6 +190,34 @@ class Nccl:
         self.timeout = timeout
 
 
+class NcclModule:
+    """The options of torch's ProcessGroupNCCL, which a torch for CPUs does not have."""
+
+    class Options:
+        def __init__(self, is_high_priority_stream=False):
+            self.is_high_priority_stream = is_high_priority_stream
+            self.config = SimpleNamespace(min_ctas=None, max_ctas=None)
+
+
+def test_collectives_of_the_tensor_axis_start_before_waiting_kernels(monkeypatch):
+    calls = {}
+
+    def record(ranks, device, timeout, name, **options):
+        calls[name] = options
+
+    monkeypatch.setattr("pipemega.distributed.mesh.new_group", record)
+    topology = Topology(data=2, tensor=2)
+    for name in ("data", "tensor"):
+        new_axis(name, topology, 0, torch.device("cuda"), timedelta(seconds=60))
+    assert calls == {"data": {"urgent": False}, "tensor": {"urgent": True}}
+
+
+def test_the_first_message_of_a_group_of_gpus_is_large():
+    """Some transports of NCCL set up further channels at the first large message."""
+    assert first_message(CPU).nbytes == 4
+    assert first_message(torch.device("meta")).nbytes == 64 << 20
+
+
 @pytest.mark.parametrize(
     ("device", "host", "backend", "seconds"),
     [
@@ -202,8 +233,16 @@ def test_a_group_of_gpus_also_has_gloo_and_a_longer_timeout_of_nccl(
     group = dist.ProcessGroup(0, 2)
     monkeypatch.setattr(dist, "new_group", lambda ranks, **options: calls.append(options) or group)
     monkeypatch.setattr("pipemega.distributed.mesh.nccl_backend", lambda group: nccl)
-    made = new_group((0, 1), torch.device(device), timedelta(seconds=60), "data", host=host)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", NcclModule, raising=False)
+    made = new_group(
+        (0, 1), torch.device(device), timedelta(seconds=60), "data", host=host, max_ctas=4
+    )
     assert made is group
+    if device == "cuda":
+        options = calls[0]["pg_options"]
+        assert (options.config.min_ctas, options.config.max_ctas) == (1, 4)
+        assert options._timeout == timedelta(seconds=60)
+        assert not options.is_high_priority_stream
     assert (calls[0]["backend"], calls[0]["timeout"]) == (backend, timedelta(seconds=60))
     assert nccl is None or nccl.timeout.total_seconds() == seconds
 

@@ -181,7 +181,8 @@ def test_every_rank_reports_a_layer_that_raises(pool: RankPool, backend: str) ->
     config = settings(
         mesh={"pipeline": 4, "timeout_seconds": 3}, pipeline={"partition": [0, 2, 3, 4, 7]}
     )
-    fault = Fault("raise", 1, 2, call=3)
+    # The first call is the warm-up.
+    fault = Fault("raise", 1, 2, call=4)
     raised = messages(pool, 4, run_with, fault, config, backend=backend)
     cause = "forward of micro-batch 2 at stage 1 (F2@1): layers.2 (Block) failed: ValueError: "
     assert raised[1].startswith(f"PipelineError: {cause}")

@@ -27,6 +27,24 @@ def reloaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
     importlib.reload(torch_versions)
 
 
+@pytest.mark.parametrize("name", ["_accelerator_setAllocatorSettings", "older"])
+@pytest.mark.parametrize("configured", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_segments_are_expandable_unless_the_user_has_configured_the_allocator(
+    monkeypatch: pytest.MonkeyPatch, name: str, configured: str | None
+) -> None:
+    calls: list[str] = []
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(variable, raising=False)
+    if configured is not None:
+        monkeypatch.setenv(configured, "backend:native")
+    if name == "older":
+        name = "_cuda_cudaCachingAllocator_set_allocator_settings"
+        monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings", raising=False)
+    monkeypatch.setattr(torch._C, name, calls.append, raising=False)
+    torch_versions.use_expandable_segments()
+    assert calls == ([] if configured else ["expandable_segments:True"])
+
+
 def test_the_timeout_is_set_by_the_name_that_this_torch_does_not_deprecate(
     monkeypatch: pytest.MonkeyPatch, reloaded: Callable[[], Any]
 ) -> None:
