@@ -21,7 +21,9 @@ operation of the queue on each of its ranks. There are three backends:
                         backends they fail, as over a network
 
 The data are sent by gloo, so results are bitwise those of gloo. Unlike with NCCL, `wait` blocks the
-host.
+host. They arrive late: a tensor that is received has NaN from the call until `wait`, and a tensor
+that is sent is read when the peer takes it. So code that reads or changes one of them too early has
+other results.
 
 torch cannot call a Python subclass of its `Backend`, so this is a Python subclass of
 `ProcessGroup`. `batch_isend_irecv` does not group operations for those, so it is replaced.
@@ -179,8 +181,14 @@ class NcclLike(dist.ProcessGroup):
                 self._connect(name, queue, meet)
         way = "send" if sends else "receive"
         name = f"{way} {_describe(tensor)} {'to' if sends else 'from'} rank {other}"
-        call = self.world.send if sends else self.world.receive
-        return queue.add(name, lambda: _finish([call(tensor, other, queue.key)]))
+        if sends:
+            return queue.add(name, lambda: _finish([self.world.send(tensor, other, queue.key)]))
+        arrived, deliver = _late(tensor)
+        operation = queue.add(
+            name, lambda: _finish([self.world.receive(arrived, other, queue.key)])
+        )
+        operation.deliver = deliver
+        return operation
 
     def batch(self, operations: Sequence[dist.P2POp]) -> Operation:
         """Run sends and receives at once, as one entry of the queue of the collectives."""
@@ -190,12 +198,21 @@ class NcclLike(dist.ProcessGroup):
             for op in operations
         ]
 
+        late = [_late(op.tensor) if op.op is dist.irecv else (op.tensor, None) for op in operations]
+
         def run() -> None:
             calls = {dist.isend: self.world.send, dist.irecv: self.world.receive}
             key = self._collectives.key
-            _finish([calls[op.op](op.tensor, self._ranks[op.group_peer], key) for op in operations])
+            _finish(
+                [
+                    calls[op.op](tensor, self._ranks[op.group_peer], key)
+                    for op, (tensor, _) in zip(operations, late, strict=True)
+                ]
+            )
 
-        return self._grouped(f"batch of {', '.join(names)}", run)
+        operation = self._grouped(f"batch of {', '.join(names)}", run)
+        operation.deliver = lambda: [deliver() for _, deliver in late if deliver is not None]
+        return operation
 
     # Collectives
 
@@ -316,6 +333,16 @@ class _Backend(dist.ProcessGroupGloo):
 
 def _describe(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+def _late(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    """Return memory for the data of a receive, and what copies them to `tensor`, NaN until then."""
+    # The same version: the copy is no change in place for autograd.
+    target = tensor.data
+    arrived = torch.empty_like(target)
+    # Bytes of 255 are NaN in every floating-point dtype.
+    target.view(torch.uint8).fill_(255)
+    return arrived, lambda: target.copy_(arrived)
 
 
 def _finish(works: Sequence[dist.Work]) -> None:

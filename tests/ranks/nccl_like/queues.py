@@ -38,6 +38,8 @@ class Operation(dist.Work):
         super().__init__()
         self.name, self.run = name, run
         self._queue = queue
+        self.deliver: Callable[[], object] | None = None
+        """Called in the first `wait`, when the operation is complete."""
         self._done = threading.Event()
         self._error: BaseException | None = None
 
@@ -63,6 +65,9 @@ class Operation(dist.Work):
                 )
         if self._error is not None:
             raise RuntimeError(f"{self.name}: {self._error}") from self._error
+        deliver, self.deliver = self.deliver, None
+        if deliver is not None:
+            deliver()
         return True
 
     def is_completed(self) -> bool:

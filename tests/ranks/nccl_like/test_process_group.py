@@ -171,3 +171,32 @@ def test_operations_with_a_rank_that_has_aborted_fail_or_stay_pending(pool: Rank
         assert errors[0] == "ValueError: aborted"
         assert words in errors[1]
         assert words in errors[2]
+
+
+def use_too_early() -> list[float]:
+    """Rank 0 changes what it sends, and rank 1 reads what it receives, before the wait."""
+    rank, group = dist.get_rank(), group_of_all(AMPLE)
+    tensor, found = torch.full((3,), 5.0), list[float]()
+    if rank == 0:
+        work = dist.isend(tensor, 1, group=group)
+        tensor.add_(1)
+        dist.barrier()
+        work.wait()
+    elif rank == 1:
+        dist.barrier()
+        version = tensor._version
+        work = dist.irecv(tensor, 0, group=group)
+        time.sleep(0.1)
+        found.append(tensor[0].item())
+        work.wait()
+        found.append(tensor[0].item())
+        found.append(tensor._version - version)
+    else:
+        dist.barrier()
+    return found
+
+
+def test_data_that_are_used_before_the_wait_are_wrong(pool: RankPool) -> None:
+    early, late, changes = pool.run(3, use_too_early, backend=STRICT)[1]
+    assert early != early, "the message was there before the wait"
+    assert (late, changes) == (6.0, 0)
