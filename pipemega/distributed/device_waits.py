@@ -56,7 +56,7 @@ def record_event(*, timing: bool = False) -> Any:
     Args:
         timing: whether `elapsed_time` of two such events is wanted.
     """
-    event = torch.cuda.Event(enable_timing=timing)  # type: ignore[no-untyped-call]
+    event = torch.get_device_module().Event(enable_timing=timing)
     event.record()
     return event
 

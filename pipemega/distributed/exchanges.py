@@ -32,7 +32,7 @@ from torch import Tensor
 from pipemega.distributed.comm_errors import collective_error, named_collective
 from pipemega.distributed.device_waits import mark, synchronize, wait
 from pipemega.distributed.mesh import Axis
-from pipemega.distributed.process_groups import goes_through_host
+from pipemega.distributed.process_groups import goes_through_host, message_device
 
 _Result = TypeVar("_Result")
 
@@ -199,19 +199,25 @@ LARGEST_BATCH = 128 << 20
 
 
 class TensorInfo(NamedTuple):
-    """What a rank needs to allocate a tensor."""
+    """What a rank needs to allocate a tensor.
+
+    Args:
+        device: "device": the device of each rank, which may differ between them; or "host".
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
 
     @classmethod
-    def of(cls, tensor: Tensor) -> "TensorInfo":
-        return cls(tuple(tensor.shape), tensor.dtype, tensor.device.type)
+    def of(cls, tensor: Tensor, device: torch.device) -> "TensorInfo":
+        """Describe a tensor of a rank on `device`."""
+        place = "device" if tensor.device.type == device.type else "host"
+        return cls(tuple(tensor.shape), tensor.dtype, place)
 
     def empty(self, device: torch.device) -> Tensor:
         """Return a new tensor, on `device` or on the host."""
-        on = device if device.type == self.device else torch.device(self.device)
+        on = device if self.device == "device" else torch.device("cpu")
         return torch.empty(self.shape, dtype=self.dtype, device=on)
 
 
@@ -222,7 +228,7 @@ class Piece(NamedTuple):
         source, target: ranks on the axis.
         read, write: index of the first byte in the source's tensor, and in the target's tensor.
         size: number of bytes.
-        device: type of the device of both tensors.
+        device: place of both tensors, as in `TensorInfo`.
     """
 
     key: Key
@@ -315,9 +321,10 @@ def _received(
         return  # on every rank
     outgoing = sorted((p for p in sent if p.source == axis.rank), key=lambda p: p.target)
     incoming = sorted((p for p in sent if p.target == axis.rank), key=lambda p: p.source)
-    on = device if device.type == sent[0].device else torch.device(sent[0].device)
+    in_place = sent[0].device == "device"
+    on = message_device(axis.group, device) if in_place else torch.device("cpu")
     empty = torch.empty(0, dtype=torch.uint8, device=on)
-    output = torch.cat([empty, *map(of, outgoing)])
+    output = torch.cat([empty, *(of(piece).to(on) for piece in outgoing)])
     result = torch.empty(sum(p.size for p in incoming), dtype=torch.uint8, device=on)
     send_sizes, receive_sizes = (
         [sum(p.size for p in part if p[side] == rank) for rank in range(axis.size)]

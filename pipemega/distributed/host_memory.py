@@ -5,8 +5,8 @@
 
 On a CUDA device the memory is pinned and the copies are asynchronous: one from or to pageable
 memory makes the host wait for the device.  On other devices nothing is pinned, a copy is complete
-when `copy` returns, and every event has occurred.  All code for CUDA is in this module, so the code
-that uses it is the same on every device.
+when `copy` returns, and every event has occurred.  All code for streams is in this module, so the
+code that uses it is the same on every device.
 """
 
 import mmap
@@ -61,12 +61,13 @@ class HostMemory:
     """
 
     def __init__(self, device: torch.device, *, pin: bool = True) -> None:
-        self._cuda = device.type == "cuda"
-        self.pins = pin and self._cuda
+        is_host = device.type in ("cpu", "meta")
+        self._module: Any = None if is_host else torch.get_device_module(device)
+        self.pins = pin and device.type == "cuda"
         """Whether `empty` and `pinned` return pinned memory."""
         self.location = torch.device("meta" if device.type == "meta" else "cpu")
         """The device of the host memory."""
-        self._side: torch.cuda.Stream | None = None
+        self._side: Any = None
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return uninitialized host memory, pinned in exactly this size.
@@ -116,10 +117,10 @@ class HostMemory:
 
     def record(self) -> CopyEvent:
         """Return the event that occurs when the work so far of the current stream is complete."""
-        if not self._cuda:
+        if self._module is None:
             return _Occurred()
         # Blocking: the host sleeps instead of occupying a core.
-        event: Any = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event = self._module.Event(blocking=True)
         event.record()
         found: CopyEvent = event
         return found
@@ -130,13 +131,13 @@ class HostMemory:
 
         They begin when the work so far of the current stream is complete.
         """
-        if not self._cuda:
+        if self._module is None:
             yield
             return
         if self._side is None:
-            self._side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
+            self._side = self._module.Stream()
+        self._side.wait_stream(self._module.current_stream())
+        with self._module.stream(self._side):
             yield
 
 

@@ -87,7 +87,7 @@ def between_pipeline_ranks(
         axis: the pipeline axis.
         device: the device of the tensors that are not on the host.
     """
-    mine = _described(state)
+    mine = _described(state, device)
     ranks: list[tuple[_Described, list[str]]] = gather_objects((mine, sorted(names)), axis)
     described = [held for held, _ in ranks]
     pieces: list[Piece] = []
@@ -137,7 +137,7 @@ def between_data_ranks(
         axis: the data axis.
         device: the device of the tensors that are not on the host.
     """
-    mine = _described({name: state[name] for name in spans})
+    mine = _described({name: state[name] for name in spans}, device)
     ranks: list[tuple[_Described, Mapping[str, Span]]] = gather_objects((mine, spans), axis)
     pieces: list[Piece] = []
     wanted: dict[Key, TensorInfo] = {}
@@ -199,9 +199,12 @@ def _source(name: str, target: int, described: list[_Described]) -> int | None:
     return next((rank for rank, held in enumerate(described) if name in held), None)
 
 
-def _described(state: State) -> _Described:
+def _described(state: State, device: torch.device) -> _Described:
+    def described(value: Any) -> Any:
+        return TensorInfo.of(value, device) if isinstance(value, Tensor) else value
+
     return {
-        name: {k: TensorInfo.of(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
+        name: {kind: described(value) for kind, value in entry.items()}
         for name, entry in state.items()
     }
 

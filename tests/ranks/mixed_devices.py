@@ -15,11 +15,12 @@ import torch
 
 from pipemega import LayerSpec, PipelineModule, initialize
 from pipemega.distributed import mesh as mixed_mesh
+from pipemega.distributed.host_memory import HostCopy, HostMemory
 from pipemega.engine.engine import Engine
 from pipemega.engine.run import run_arguments
 from pipemega.pipeline import connections
 from tests.ranks import small_models
-from tests.ranks.fake_device import NAME, load_fake_device
+from tests.ranks.fake_device import NAME, FakeModule, load_fake_device
 
 
 @contextmanager
@@ -161,3 +162,21 @@ def without_gpus(device: list[str]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return ""
+
+
+def order_of_copies(folder: str) -> list[str]:
+    """Return what the fake device notes: a number to the host, and a save beside computation."""
+    load_fake_device(folder)
+    memory, tensor = HostMemory(torch.device(NAME)), torch.arange(4.0).to(NAME)
+    FakeModule.log.clear()
+    number = HostCopy(memory, tensor)
+    assert number.wait().tolist() == [0, 1, 2, 3]
+    saved = memory.empty(4, dtype=torch.float32)
+    with memory.side_stream():
+        memory.copy(saved, tensor)
+        complete = memory.record()
+    # The next optimizer step waits for it, before it changes the tensor.
+    complete.wait()
+    tensor.add_(1)
+    assert saved.tolist() == [0, 1, 2, 3]
+    return list(FakeModule.log)

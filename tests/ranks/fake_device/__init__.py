@@ -3,10 +3,10 @@
 import shutil
 import subprocess
 import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -24,14 +24,54 @@ needs_compiler = pytest.mark.skipif(
 )
 
 
+class FakeStream:
+    """A stream that has completed all work; notes what waits for what."""
+
+    def __init__(self, name: str = "side") -> None:
+        self.name = name
+
+    def synchronize(self) -> None:
+        pass
+
+    def wait_stream(self, stream: "FakeStream") -> None:
+        FakeModule.log.append(f"{self.name} waits for {stream.name}")
+
+
+class FakeEvent:
+    """An event that has occurred as soon as it is recorded; notes where it is recorded."""
+
+    def __init__(self, **options: bool) -> None:
+        self._name = ""
+
+    def record(self) -> None:
+        self._name = FakeModule.streams[-1].name
+        FakeModule.log.append(f"record on {self._name}")
+
+    def query(self) -> bool:
+        return bool(self._name)
+
+    def synchronize(self) -> None:
+        FakeModule.log.append(f"host waits for {self._name}")
+
+    def wait(self) -> None:
+        FakeModule.log.append(f"{FakeModule.streams[-1].name} waits for event of {self._name}")
+
+
 class FakeModule(_Base or object):
-    """`torch.fake_gpu`; its streams have completed all work."""
+    """`torch.fake_gpu`, with streams and events that note their order."""
 
-    def current_stream(self) -> Any:
-        return SimpleNamespace(synchronize=lambda: None, wait_stream=lambda stream: None)
+    log: ClassVar[list[str]] = []
+    streams: ClassVar[list[FakeStream]] = [FakeStream("main")]
+    Stream, Event = FakeStream, FakeEvent
 
-    def stream(self, stream: Any) -> Any:
-        return nullcontext()
+    def current_stream(self) -> FakeStream:
+        return self.streams[-1]
+
+    @contextmanager
+    def stream(self, stream: FakeStream) -> Iterator[None]:
+        self.streams.append(stream)
+        yield
+        self.streams.pop()
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
