@@ -39,8 +39,10 @@ versions:  ## Test with the oldest, an older and the newest torch (about 5 GB ea
 faults: $(READY)  ## Inject faults into runs (about 15 minutes); writes the table in docs/reliability.md
 	$(BIN)/python -m pytest -m faults tests/faults --faults-table docs/reliability.md
 
-gpu: $(READY)  ## On a machine with GPUs: check it, run the GPU tests and the benchmark; writes gpu_report.md
-	$(BIN)/python -m benchmarks.gpu_report.run
+# With PYTHON=... in that environment; QUICK=1 for at most 8 minutes; PART=tests for one part again.
+IS_GIVEN := $(filter-out file,$(origin PYTHON))
+gpu: $(if $(IS_GIVEN),,$(READY))  ## On a machine with GPUs: check it, run the benchmark and the GPU tests; writes gpu_report.md
+	$(if $(IS_GIVEN),$(PYTHON),$(BIN)/python) -m benchmarks.gpu_report.run $(if $(QUICK),--minutes 8) $(if $(PART),--part $(PART))
 
 # The oldest version that setup.py allows.
 OLDEST_HF := transformers==5.9.0

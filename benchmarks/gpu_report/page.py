@@ -9,12 +9,18 @@ from benchmarks.gpu_report.results import TestResults
 _GIB = 2**30
 
 
-def faults(tests: TestResults, benchmark: dict[str, Any], doctor: dict[str, Any]) -> list[str]:
+def faults(
+    tests: TestResults,
+    benchmark: dict[str, Any],
+    doctor: dict[str, Any],
+    smoke: dict[str, Any],
+) -> list[str]:
     """Return why the report is not good; empty if it is."""
     found = [f"tests: {tests.error}"] if tests.error else []
     found += [f"{len(tests.failed)} tests failed"] if tests.failed else []
     found += [f"doctor: {doctor['error']}"] if "error" in doctor else []
     found += ["doctor: a check failed"] if not doctor.get("ok", True) else []
+    found += [f"one step: {smoke['error']}"] if "error" in smoke else []
     found += [f"benchmark: {benchmark['error']}"] if "error" in benchmark else []
     return [*found, *(f"benchmark: {fault}" for fault in benchmark.get("faults", ()))]
 
@@ -24,6 +30,7 @@ def markdown(
     tests: TestResults,
     benchmark: dict[str, Any],
     doctor: dict[str, Any],
+    smoke: dict[str, Any],
     at: datetime | None = None,
 ) -> str:
     """Return the page.
@@ -32,10 +39,11 @@ def markdown(
         versions: the result of `results.describe`.
         benchmark: JSON values of benchmarks/gpu_single, or an error.
         doctor: JSON values of `pipemega doctor`, or an error.
+        smoke: the loss and the seconds of one step, or an error.
         at: the time of the report; None: now.
     """
     machine = benchmark.get("machine", {})
-    found = faults(tests, benchmark, doctor)
+    found = faults(tests, benchmark, doctor, smoke)
     values = {
         **versions,
         "driver": machine.get("driver") or "none",
@@ -54,17 +62,23 @@ def markdown(
         "| --- | --- |",
         *(f"| {name} | {value} |" for name, value in values.items()),
         "",
-        "## Tests",
+        "## pipemega doctor",
         "",
-        *_tests(tests),
+        *_doctor(doctor),
+        "",
+        "## One step",
+        "",
+        f"No result: {smoke['error']}."
+        if "error" in smoke
+        else f"A tiny GPT: loss {smoke['loss']:.4f}, {smoke['seconds']:.2f} s.",
         "",
         "## Benchmark",
         "",
         *_benchmark(benchmark),
         "",
-        "## pipemega doctor",
+        "## Tests",
         "",
-        *_doctor(doctor),
+        *_tests(tests),
     ]
     return "\n".join(lines) + "\n"
 

@@ -1,4 +1,4 @@
-"""Runs the checks of a machine with GPUs: `pipemega doctor`, the benchmark, and the tests.
+"""Runs the parts of the report: `pipemega doctor`, one step, the benchmark, and the tests.
 
 Each part has a limit in seconds. What it has measured until then is in the report.
 """
@@ -96,6 +96,28 @@ def run_benchmark(
     if ended.code not in (0, 1):
         values["faults"] = [*values["faults"], f"the benchmark {ended}"]
     return values
+
+
+def run_smoke(device: str, folder: Path, limit: float) -> dict[str, Any]:
+    """Run one step of a tiny GPT; return its loss and its seconds, or {"error": ...}."""
+    path = folder / "smoke.json"
+    words = ["--device", device, "--tiny", "--steps", "1", "--warmup", "0", "--no-compile"]
+    command = [
+        "-m",
+        "benchmarks.gpu_single.run",
+        *words,
+        "--recompute",
+        "none",
+        "--json",
+        str(path),
+    ]
+    ended = _run(command, limit)
+    if not path.exists():
+        return {"error": f"one step {ended}"}
+    (row,) = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    if row["error"]:
+        return {"error": row["error"]}
+    return {"loss": row["losses"][0], "seconds": row["step_seconds"]}
 
 
 def run_doctor(device: str, folder: Path, limit: float) -> dict[str, Any]:
