@@ -206,8 +206,8 @@ def _row(
     """Measure times, losses and memory of one recompute mode, with compiled layers or without."""
     is_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if is_cuda else None
-    section = {"compile": {"enabled": True}} if compiled else {}
-    engine = build(sizes, recompute, device, bf16={"enabled": True}, **section)
+    section = {"enabled": compiled}
+    engine = build(sizes, recompute, device, bf16={"enabled": True}, compile=section)
     losses = [engine.train_batch() for _ in range(options.warmup)]
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)

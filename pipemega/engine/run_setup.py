@@ -108,10 +108,16 @@ class ExecutorBuilder:
         self._timers, self._plan_may_change = timers, plan_may_change
         self._groups: list[dist.ProcessGroup] = []
 
+    @property
+    def _compiles(self) -> bool:
+        mesh = self._mesh
+        device = "cpu" if "cpu" in mesh.pipeline.devices else mesh.device.type
+        return self._config.compile.applies(device)
+
     def splits_backward(self, plan: Plan) -> bool:
         """Return whether an executor for `plan` runs I and W."""
         # With the queue in every plan, a compiled layer rounds equally under all schedules.
-        compiled = self._config.compile.enabled and self._mesh.pipeline.size > 1
+        compiled = self._compiles and self._mesh.pipeline.size > 1
         return self._plan_may_change or compiled or plan.splits_backward
 
     def build(self, model: LocalModel, plan: Plan, step: OptimizerStep | None) -> Executor:
@@ -123,7 +129,7 @@ class ExecutorBuilder:
         config, splits = self._config, self.splits_backward(plan)
         weight_queue, readiness = _backward_listeners(step, model, splits)
         before_training = None
-        if config.compile.enabled:
+        if self._compiles:
             # It imports the compiler.
             compiled = import_module("pipemega.pipeline.model.compiled_layers")
             log = get_logger(self._mesh.rank)

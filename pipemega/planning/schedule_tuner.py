@@ -316,7 +316,7 @@ def _cost_key(setup: RunSetup) -> dict[str, Any]:
     """Return everything that the cost of a micro-batch on a layer depends on."""
     config, net = setup.config, setup.net
     sections = ["model", "activation_checkpointing", "fp16", "bf16", "data_types"]
-    if config.compile.enabled:
+    if config.compile.applies(setup.mesh.device.type):
         sections.append("compile")
     whole = config.to_dict()
     return {

@@ -53,6 +53,8 @@ def settings(**changes: Any) -> dict[str, Any]:
             "params": {"warmup_min_lr": 0.004, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
         },
         "model": dict(MODEL),
+        # On a GPU each test would compile its layers.
+        "compile": {"enabled": False},
     }
     for key, value in changes.items():
         config[key] = {**config.get(key, {}), **value} if isinstance(value, dict) else value

@@ -450,6 +450,10 @@ def build_data_parallel(
                 on_every_rank=True,
             )
     _check_keys(config)
+    if config.compile.enabled == "auto":
+        # As with DeepSpeed, the module is compiled by `compile()`.
+        section = config.compile.model_copy(update={"enabled": False})
+        config = config.model_copy(update={"compile": section})
     setup = RunSetup(config, mesh, PipelineModule([module]), arguments)
     return build_engine(setup, in_loop=True)
 

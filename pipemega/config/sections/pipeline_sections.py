@@ -451,7 +451,10 @@ else:
 class CompileSection(_DeepCompileKeys):
     """torch.compile for each layer in training; see docs/gpu.md."""
 
-    enabled: bool = honoured(False, "Compile the forward and backward of each layer.")
+    enabled: bool | Auto = honoured(
+        "auto",
+        'Compile the forward and backward of each layer; `"auto"`: if all ranks use GPUs.',
+    )
     backend: Name = honoured("inductor", "Backend of torch.compile.")
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = own(
         "default", "Mode of torch.compile; CUDA graphs are not used."
@@ -491,6 +494,10 @@ class CompileSection(_DeepCompileKeys):
                 f"compile.kwargs has {unknown[0]!r}, which pipemega does not pass to "
                 f"torch.compile: remove it; {', '.join(_ARGUMENTS)} are allowed"
             )
+
+    def applies(self, device_type: str) -> bool:
+        """Return whether the layers of a mesh of such devices are compiled."""
+        return self.enabled is True or (self.enabled == "auto" and device_type == "cuda")
 
     @property
     def mode_without_graphs(self) -> str:

@@ -19,6 +19,7 @@ constant of it but an input: a tensor with the number of the linear.
 """
 
 import itertools
+import json
 import logging
 import time
 import warnings
@@ -191,7 +192,10 @@ def compile_layers(
     if reason is not None:
         # On all ranks: tensor ranks must round equally.
         if mesh.rank == 0:
-            log.warning(f"compile.enabled is true, but {reason}: all layers run uncompiled")
+            key = f"compile.enabled is {json.dumps(section.enabled)}"
+            # With "auto" nobody has asked for it.
+            level = logging.WARNING if section.enabled is True else logging.INFO
+            log.log(level, f"{key}, but {reason}: all layers run uncompiled")
         return None
     allow_tracing(mesh.tensor)
     _set_up_compiler()

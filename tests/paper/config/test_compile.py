@@ -12,11 +12,13 @@ def loaded(section: object) -> Config:
     return load({**BATCH, "compile": section})
 
 
-def test_layers_are_not_compiled_by_default() -> None:
-    assert not load(BATCH).compile.enabled
-    assert not loaded({}).compile.enabled
-    assert not loaded(None).compile.enabled
-    assert not loaded(False).compile.enabled
+def test_layers_are_compiled_by_default_on_gpus() -> None:
+    for config in (load(BATCH), loaded({})):
+        assert config.compile.applies("cuda")
+        assert not config.compile.applies("cpu")
+    for section in (None, False):
+        assert not loaded(section).compile.applies("cuda")
+    assert loaded(True).compile.applies("cpu")
 
 
 @pytest.mark.parametrize(

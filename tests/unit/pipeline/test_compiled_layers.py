@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from pipemega import LayerSpec, PipelineModule, initialize
+from pipemega.config.sections.pipeline_sections import CompileSection
 from pipemega.distributed.mesh import Axis
 from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError, PipelineError
@@ -301,6 +302,24 @@ def test_without_a_compiler_all_layers_run_uncompiled_and_one_line_says_so(
         "path of one: all layers run uncompiled"
     ]
     assert graphs() == 0
+
+
+def test_the_default_compiles_on_a_gpu_and_says_why_it_does_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With "auto" nobody has asked for it: the line is no warning."""
+    missing = "triton is not installed"
+    monkeypatch.setattr(compiled_layers, "_missing_compiler", lambda backend, device: missing)
+    monkeypatch.setattr(CompileSection, "applies", lambda section, device: True)
+    caplog.set_level(logging.INFO)
+    steps(engine_of(WAVES, {"enabled": "auto"}))
+    lines = [r for r in caplog.records if "run uncompiled" in r.message]
+    assert [(r.levelno, r.message) for r in lines] == [
+        (
+            logging.INFO,
+            'compile.enabled is "auto", but triton is not installed: all layers run uncompiled',
+        )
+    ]
 
 
 def test_a_backend_that_does_not_exist_is_refused_with_those_that_do() -> None:
