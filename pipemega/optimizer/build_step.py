@@ -283,7 +283,7 @@ def _master_params(
         mesh,
         # The all-gather uses the buckets of the reduction.
         reduce_bucket_size=int(min(zero.reduce_bucket_size, zero.allgather_bucket_size)),
-        overlap=zero.overlap_comm is True,
+        overlap=zero.overlap(mesh.device.type),
         precision=precision,
         reduction=reduction,
         host=host,

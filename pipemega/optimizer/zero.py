@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipemega.config.sections.precision_sections import Overlap
 from pipemega.distributed.comm_errors import named_collective
 from pipemega.distributed.device_waits import wait
 from pipemega.distributed.exchanges import all_reduce, recorded
@@ -299,8 +300,8 @@ class ZeroMasterParams(MasterParams):
         model: the parameters of this rank; they are cast in place and moved to flat buffers.
         mesh: the axes to reduce over.
         reduce_bucket_size: most elements of a bucket, unless one parameter is larger.
-        overlap: reduce a bucket as soon as its gradients are final, and gather parameters during
-            the next forwards; otherwise do both at the end of the step.
+        overlap: "reductions": reduce a bucket as soon as its gradients are final; "all": also
+            gather parameters during the next forwards; "nothing": do both at the end of the step.
         precision: decides on masters, and on the dtype of gradients.
         reduction: how gradients are reduced over the data axis.
         host: memory to keep the masters in; None: on the device of the parameters.
@@ -312,7 +313,7 @@ class ZeroMasterParams(MasterParams):
         mesh: Mesh,
         *,
         reduce_bucket_size: int,
-        overlap: bool = False,
+        overlap: Overlap = "nothing",
         precision: Precision | None = None,
         reduction: DataReduction | None = None,
         host: HostMemory | None = None,
@@ -323,7 +324,7 @@ class ZeroMasterParams(MasterParams):
         super().__init__(model, mesh, layout, precision, host, shard_axis=mesh.data)
         self._overlap = overlap
         self._reduce_scatter = ReduceScatter(
-            self.gradients, mesh.data, reduction, _WINDOW if overlap else 1
+            self.gradients, mesh.data, reduction, 1 if overlap == "nothing" else _WINDOW
         )
         # As forward passes need them: late ones (embeddings, norms) first.
         order = sorted(layout.buckets, key=lambda bucket: (not bucket.late, -bucket.number))
@@ -331,7 +332,7 @@ class ZeroMasterParams(MasterParams):
             [self._flat_params[bucket.number] for bucket in order],
             [f"the parameters of {bucket.name}" for bucket in order],
             mesh.data,
-            overlap=overlap,
+            overlap=overlap == "all",
         )
         self._gather_index = {bucket.number: index for index, bucket in enumerate(order)}
 
@@ -341,13 +342,13 @@ class ZeroMasterParams(MasterParams):
         Args:
             hooks: autograd brings all gradients, so its hooks may report them as final.
         """
-        if not self._overlap:
+        if self._overlap == "nothing":
             return None
         return BucketReadiness(self.gradients, self._reduce_scatter, hooks=hooks)
 
     def register_param_waits(self, stages: Iterable[Stage | VocabularyShard]) -> None:
         """Make each layer wait for the all-gathers of its own parameters before it runs."""
-        if not self._overlap:
+        if self._overlap != "all":
             return
         logical = {slot: name for slot, name, _ in self._model.trainable_copies}
         names = {id(slot.parameter): slot.name for slot in self.gradients.slots}

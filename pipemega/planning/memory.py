@@ -225,7 +225,7 @@ def _sent_bytes(config: Config, mesh: Mesh, gradients: GradientBuffer, device: D
         # A copy in the communication dtype; gloo also needs a separate receive buffer.
         copies = (sent != dtype) + (bool(buckets) and device == "cpu")
         sizes.append(copies * size * sent.itemsize)
-    concurrent = 2 if config.zero_optimization.overlap_comm else 1
+    concurrent = 1 if config.zero_optimization.overlap(device) == "nothing" else 2
     return sum(sorted(sizes)[-concurrent:]) if buckets else max(sizes, default=0)
 
 

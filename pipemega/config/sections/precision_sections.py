@@ -31,6 +31,8 @@ from pipemega.config.declarations import (
 from pipemega.config.sections.transformer_sections import TransformerSection
 
 Dtype = Literal["fp32", "fp16", "bf16"]
+# The communication of ZeRO that runs beside computation.
+Overlap = Literal["nothing", "reductions", "all"]
 _MASTERS = (
     "master weights are always fp32, so that small updates are not lost; "
     "data_types.grad_accum_dtype sets the dtype of the gradients"
@@ -202,7 +204,9 @@ class ZeroSection(UnsupportedZeroKeys):
         "(DeepSpeed: 5e8).",
     )
     overlap_comm: bool | None = honoured(
-        None, "Stage 1: overlap communication with backward and the next forward; null: false."
+        None,
+        "Stage 1: overlap reductions with backward, and all-gathers with the next forward; null: "
+        "on a GPU reductions only, on a CPU neither.",
     )
     legacy_stage1: bool = ignored(False, "Old implementation.", "there is only one implementation")
     round_robin_gradients: bool = ignored(
@@ -220,6 +224,16 @@ class ZeroSection(UnsupportedZeroKeys):
             for name in ("reduce_bucket_size", "allgather_bucket_size", "overlap_comm"):
                 if getattr(self, name) not in (type(self).model_fields[name].default, False):
                     yield f"zero_optimization.{name} is ignored: {_OFF}"
+
+    def overlap(self, device_type: str) -> Overlap:
+        """Return what runs beside computation on such a device.
+
+        All-gathers must be asked for: until the next forward needs it, a parameter is not complete
+        for a caller who reads it (`Engine.settle`).
+        """
+        if self.overlap_comm is None:
+            return "reductions" if device_type == "cuda" else "nothing"
+        return "all" if self.overlap_comm else "nothing"
 
     @property
     def offloads(self) -> bool:

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from pipemega.pipeline.plan.instructions import Kind
-from tests.ranks import training_runs
 from tests.ranks.optimizer import post_validate_runs, zero_runs
 from tests.ranks.pool import RankPool
 from tests.ranks.training_runs import settings
@@ -76,8 +75,9 @@ def test_zero_on_two_data_ranks_equals_the_run_without_it_bitwise_with_any_overl
 ) -> None:
     plain = config(schedule, {"pipeline": 2, "data": 2}, **changes)
     cases = [plain, plain | zero(), plain | zero(overlap_comm=True)]
-    by_rank = pool.run(4, training_runs.train_all, [(case, "float32") for case in cases])
-    for off, on, overlapped in by_rank:
+    by_rank = pool.run(4, zero_runs.train_all_and_as_on_a_gpu, cases)
+    for off, on, overlapped, as_on_a_gpu in by_rank:
+        assert_equal(as_on_a_gpu, on)
         # The norm is summed in another order, so its last bit may differ.
         assert on["norm"] == pytest.approx(off["norm"], rel=1e-12)
         assert_equal(on, off, but=("norm",))

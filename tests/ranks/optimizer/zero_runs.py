@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipemega import LayerSpec, PipelineModule
 from pipemega.config import Config
+from pipemega.config.sections.precision_sections import ZeroSection
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import PipelineError
@@ -247,3 +248,10 @@ def one_rank_does_not_join() -> str:
     finally:
         dist.barrier()
     return "no error"
+
+
+def train_all_and_as_on_a_gpu(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Train with each config, and with the second one as with its defaults on a GPU."""
+    results = train_all([(case, "float32") for case in cases])
+    with patch.object(ZeroSection, "overlap", lambda section, device: "reductions"):
+        return [*results, *train_all([(cases[1], "float32")])]
