@@ -10,6 +10,7 @@ from pipemega.data.loader import BatchLoader
 from pipemega.data.sample_reader import Share
 from pipemega.data.sample_sources import LoaderOptions
 from pipemega.errors import ConfigError, DataError
+from tests.sampling import some
 from tests.unit.data.augmented_data import Augmented
 
 
@@ -130,17 +131,17 @@ def test_each_epoch_has_another_order_and_all_samples():
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(13))
 
 
-def test_threads_and_worker_processes_read_partial_steps_too():
-    for data, workers in ((data_of("map-style", 5), 2), (Augmented(5), 1)):
-        loader = loader_of(data, shuffle=False, num_workers=workers)
-        for _ in range(2):
-            step = loader.read_step()
-            found = [
-                inputs.view(len(inputs), -1)[:, 0].tolist() for inputs, _ in step.micro_batches
-            ]
-            assert found == [[0, 1], [2, 3], [4], [0, 0]]
-            assert step.sizes == [2, 2, 1, 0]
-        loader.close()
+@pytest.mark.parametrize("reader", some(["threads", "processes"], 0))
+def test_threads_and_worker_processes_read_partial_steps_too(reader):
+    threads = reader == "threads"
+    data, workers = (data_of("map-style", 5), 2) if threads else (Augmented(5), 1)
+    loader = loader_of(data, shuffle=False, num_workers=workers)
+    for _ in range(2):
+        step = loader.read_step()
+        found = [inputs.view(len(inputs), -1)[:, 0].tolist() for inputs, _ in step.micro_batches]
+        assert found == [[0, 1], [2, 3], [4], [0, 0]]
+        assert step.sizes == [2, 2, 1, 0]
+    loader.close()
 
 
 def test_dropped_samples_are_not_counted_and_each_epoch_drops_others():

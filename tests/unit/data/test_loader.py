@@ -429,6 +429,7 @@ prefetcher.close(1)
 """
 
 
+@pytest.mark.sweep
 def test_a_blocked_worker_does_not_prevent_exit():
     done = subprocess.run([sys.executable, "-c", STUCK_WORKER], timeout=60)
     assert done.returncode == 0

@@ -182,6 +182,7 @@ def test_without_known_shapes_auto_starts_with_one_stage_per_rank() -> None:
     assert max(found.peak) <= max(plain.peak)
 
 
+@pytest.mark.sweep
 def test_measured_costs_choose_among_all_placements_in_the_next_run() -> None:
     settings = config({"schedule": "auto"})
     choice = chooser(settings)
