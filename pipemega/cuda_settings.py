@@ -12,7 +12,7 @@ from typing import Final
 
 CONNECTIONS: Final = "CUDA_DEVICE_MAX_CONNECTIONS"
 LOADING: Final = "CUDA_MODULE_LOADING"
-_DEFAULTS: Final = {
+DEFAULTS: Final = {
     # Hardware queues between host and GPU. With CUDA's own default of 8, streams share queues.
     CONNECTIONS: "32",
     # A kernel that is loaded at its first launch waits for receives that are posted.
@@ -29,7 +29,7 @@ _SIZES = ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "OMPI_COMM_WORLD
 def set_defaults() -> None:
     """Set the variables that are not set, unless CUDA has started or there is only one rank."""
     if not has_started() and any(os.environ.get(name, "1") != "1" for name in _SIZES):
-        for name, value in _DEFAULTS.items():
+        for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
 
 
@@ -73,11 +73,11 @@ def has_started() -> bool:
 
 def hardware_queues() -> int:
     """Return the number of hardware queues of a GPU of this job."""
-    default = str(_CUDAS_QUEUES) if has_started() else _DEFAULTS[CONNECTIONS]
+    default = str(_CUDAS_QUEUES) if has_started() else DEFAULTS[CONNECTIONS]
     value = os.environ.get(CONNECTIONS, default)
     return int(value) if value.isdecimal() and int(value) else _CUDAS_QUEUES
 
 
 def loads_lazily() -> bool:
     """Return whether a kernel is loaded at its first launch."""
-    return os.environ.get(LOADING, "LAZY" if has_started() else _DEFAULTS[LOADING]) != "EAGER"
+    return os.environ.get(LOADING, "LAZY" if has_started() else DEFAULTS[LOADING]) != "EAGER"

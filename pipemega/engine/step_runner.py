@@ -253,8 +253,10 @@ class StepRunner:
 
     def _load_kernels(self, data: StepData) -> None:
         """Run micro-batches with new shapes before messages are posted; see `kernel_warmup`."""
-        warmup, plan = self._warmup, self._plans.of(self.plan, self.model.bounds, len(data.inputs))
-        if warmup is None or not warmup.is_due(plan, data.shares, data.num_samples):
+        if (warmup := self._warmup) is None:
+            return
+        plan = self._plans.of(self.plan, self.model.bounds, len(data.inputs))
+        if not warmup.is_due(plan, data.shares, data.num_samples):
             return
         # A step that is not final would be repeated with its gradients.
         self.settle()

@@ -195,7 +195,7 @@ def _open(
     name = "the end of opening the pipeline connections"
     with named_collective(name, pipeline.ranks):
         # A barrier that works on every device, once the host has waited for it.
-        token = torch.zeros(1, device="cpu" if pipeline.devices else device)
+        token = torch.zeros_like(message[:1], device="cpu" if pipeline.devices else device)
         work = dist.all_reduce(token, group=pipeline.group, async_op=True)
     assert work is not None
     wait(work, name, pipeline.ranks)

@@ -193,7 +193,7 @@ def compile_layers(
         # On all ranks: tensor ranks must round equally.
         if mesh.rank == 0:
             key = f"compile.enabled is {json.dumps(section.enabled)}"
-            # With "auto" nobody has asked for it.
+            # The default is not a request: the line is information, not a warning.
             level = logging.WARNING if section.enabled is True else logging.INFO
             log.log(level, f"{key}, but {reason}: all layers run uncompiled")
         return None

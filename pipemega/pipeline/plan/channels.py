@@ -50,6 +50,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, NoReturn
 
+from pipemega.cuda_settings import CONNECTIONS, DEFAULTS, LOADING
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.instructions import (
     BETWEEN_STAGES,
@@ -187,11 +188,11 @@ class Hardware(NamedTuple):
     def describe(self) -> tuple[str, str]:
         """Return what a plan that hangs here cannot stand, and the way out; empty for no limit."""
         if self.queues is not None:
-            name = "CUDA_DEVICE_MAX_CONNECTIONS"
             return (
                 f"{self.queues} hardware queues run messages and computation of a rank "
-                f"({name}={self.queues})",
-                f"start the job without {name}, which pipemega sets to 32, or use another schedule",
+                f"({CONNECTIONS}={self.queues})",
+                f"start the job without {CONNECTIONS}, which pipemega sets to "
+                f"{DEFAULTS[CONNECTIONS]}, or use another schedule",
             )
         if self.streams is not None:
             return (
@@ -200,8 +201,8 @@ class Hardware(NamedTuple):
             )
         if self.loads:
             return (
-                "CUDA loads kernels while messages are posted (CUDA_MODULE_LOADING=LAZY)",
-                "start the job without CUDA_MODULE_LOADING, which pipemega sets to EAGER",
+                f"CUDA loads kernels while messages are posted ({LOADING}=LAZY)",
+                f"start the job without {LOADING}, which pipemega sets to {DEFAULTS[LOADING]}",
             )
         return "", ""
 

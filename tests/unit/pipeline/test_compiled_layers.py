@@ -307,7 +307,7 @@ def test_without_a_compiler_all_layers_run_uncompiled_and_one_line_says_so(
 def test_the_default_compiles_on_a_gpu_and_says_why_it_does_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With "auto" nobody has asked for it: the line is no warning."""
+    """The default is not a request: the line is information, not a warning."""
     missing = "triton is not installed"
     monkeypatch.setattr(compiled_layers, "_missing_compiler", lambda backend, device: missing)
     monkeypatch.setattr(CompileSection, "applies", lambda section, device: True)
