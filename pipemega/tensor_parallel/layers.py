@@ -37,6 +37,7 @@ from pipemega.tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
     sum_in_place,
+    unkept,
 )
 from pipemega.tensor_parallel.deferred_logits import (
     DeferredLogits,
@@ -195,7 +196,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
             return self.product(x, self.weight, self.bias)
-        y = self.product(x, self.weight)
+        # A recomputation keeps the sum over the ranks instead.
+        y = unkept(self.product, x, self.weight)
         if self.sequence_parallel:
             y = reduce_scatter_sequence(y, self.axis)
         else:
