@@ -466,8 +466,7 @@ _RULES = (
         errors_of_recompute,
     ),
     Rule(
-        ("activation_checkpointing", "mesh.tensor", "pipeline.activation_checkpoint_interval",
-         "model.recompute"),
+        ("activation_checkpointing", "mesh.tensor"),
         errors_of_stored_activations,
     ),
     Rule(("pipeline.vocabulary", "lora", "optimizer.type", "mesh.pipeline"), _vocabulary),

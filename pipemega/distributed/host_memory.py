@@ -200,7 +200,8 @@ def _exactly_pinned(nbytes: int) -> Tensor:
         raise PipemegaError(
             f"{nbytes / 2**20:.1f} MiB of host memory cannot be pinned (CUDA error {error}): give "
             "the process more memory or a higher limit of locked memory (ulimit -l), or set "
-            "zero_optimization.offload_optimizer.pin_memory or checkpoint.async to false"
+            "zero_optimization.offload_optimizer.pin_memory, checkpoint.async or "
+            "activation_checkpointing.cpu_checkpointing to false"
         )
     pages.pinned_at = memory.data_ptr()
     return memory[:nbytes]

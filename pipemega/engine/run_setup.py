@@ -16,6 +16,7 @@ from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep, ZeroMasterParams
 from pipemega.optimizer.build_step import OptimizerArguments, precision_of
 from pipemega.optimizer.zero import BucketReadiness
+from pipemega.pipeline.activation_offload import ActivationOffload, offloads_from
 from pipemega.pipeline.connections import connect
 from pipemega.pipeline.executor import Executor, RankStages
 from pipemega.pipeline.messages import Header
@@ -146,9 +147,21 @@ class ExecutorBuilder:
         if model.vocabulary is not None:
             assert transport is not None, "vocabulary parallelism needs several pipeline ranks"
             ends = VocabularyRuns(stages, model.vocabulary, transport, readiness)
+        timers, offload = self._timers, self._offload(model)
         return Executor(
-            stages, transport, self._timers, weight_queue, readiness, before_training, ends
+            stages, transport, timers, weight_queue, readiness, before_training, ends, offload
         )
+
+    def _offload(self, model: LocalModel) -> ActivationOffload | None:
+        if not self._config.activation_checkpointing.cpu_checkpointing:
+            return None
+        if not offloads_from(self._mesh.device.type):
+            get_logger(self._mesh.rank).info(
+                "activation_checkpointing.cpu_checkpointing has no effect on a CPU: the "
+                "activations are in host memory already"
+            )
+            return None
+        return ActivationOffload(self._mesh.device, model.modules)
 
     def _transport(self, plan: Plan, bounds: Sequence[int]) -> Transport | None:
         mesh, section = self._mesh, self._config.pipeline

@@ -71,7 +71,8 @@ class CountedModel:
                 "the model has no loss_fn, and training needs one: give it to PipelineModule"
             )
         self._precision, self._rates = precision, rates
-        probe = Probe(device, loss, sample.labels, precision.cast_inputs, rates)
+        offloads = config.activation_checkpointing.cpu_checkpointing
+        probe = Probe(device, loss, sample.labels, precision.cast_inputs, rates, offloads)
         options, entering = self._options(self._mesh(0)), Header.of(sample.inputs)
         self._counts = StageCounts(net, probe, options, precision, entering)
         self._cuts: dict[tuple[Any, ...], Cut] = {}

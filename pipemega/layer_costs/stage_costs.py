@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from pipemega.distributed.torch_versions import gradient_edge
@@ -28,6 +28,7 @@ from pipemega.layer_costs.tensor_meter import (
 )
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.optimizer.mixed_precision import Precision
+from pipemega.pipeline.activation_offload import is_movable, offloads_from, storages_of
 from pipemega.pipeline.executor import run_backward
 from pipemega.pipeline.messages import (
     Header,
@@ -70,6 +71,8 @@ class StageCosts:
         held_once: the bytes of `held` that only one micro-batch keeps at a time: the weight
             gradient of such a head.
         whole_working: if backward is split: temporary bytes during a B; None: not counted.
+        moved: the bytes of `held` that move to host memory if there is time; see
+            `pipeline.activation_offload`.
     """
 
     input: int
@@ -86,6 +89,7 @@ class StageCosts:
     kept_gradient: int = 0
     held_once: int = 0
     whole_working: int | None = None
+    moved: int = 0
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,7 @@ class Probe:
         labels: the labels of one micro-batch, for the loss.
         cast_inputs: applied to the input of the first stage.
         rates: the kernel rates of the device that the times are for.
+        offloads: saved activations move from devices to host memory.
     """
 
     device: DeviceType
@@ -105,6 +110,7 @@ class Probe:
     labels: Any
     cast_inputs: Callable[[Any], Any]
     rates: KernelRates
+    offloads: bool = False
 
     def measure(
         self,
@@ -128,7 +134,8 @@ class Probe:
         def measure(where: AbstractContextManager[Any]) -> tuple[StageCosts, Header]:
             meter = TensorMeter(existing, self.rates)
             with where, DeviceKernels(self.device), meter:
-                return _StageRun(self, stage, meter, weights).measure(entering, is_last)
+                run = _StageRun(self, stage, meter, weights, storages_of(existing))
+                return run.measure(entering, is_last)
 
         try:
             result = measure(nullcontext())
@@ -166,16 +173,27 @@ class _StageRun:
     """Runs F and B, or F, I and W, of one micro-batch."""
 
     def __init__(
-        self, probe: Probe, stage: Stage, meter: TensorMeter, weights: WeightGradQueue | None
+        self,
+        probe: Probe,
+        stage: Stage,
+        meter: TensorMeter,
+        weights: WeightGradQueue | None,
+        fixed: set[int],
     ) -> None:
         self._probe, self._stage, self._meter, self._weights = probe, stage, meter, weights
+        # Storages that do not move, and the sizes of those that do.
+        self._fixed, self._moved = fixed, dict[int, int]()
 
     def measure(self, entering: Header, is_last: bool) -> tuple[StageCosts, Header]:
         """Return the costs and the header of the output."""
         meter, first = self._meter, self._stage.number == 0
         live = _LiveTensors(_empty(entering))
         arrived = meter.now
-        header, forward = self._metered(lambda: self._forward(live, is_last))
+        moves = self._probe.offloads and offloads_from(self._probe.device)
+        if first:
+            self._fixed |= storages_of(tensors_of(live.x))
+        with saved_tensors_hooks(self._note, lambda t: t) if moves else nullcontext():
+            header, forward = self._metered(lambda: self._forward(live, is_last))
         with_output = meter.now
         live.output = None
         output = with_output - meter.now
@@ -206,8 +224,16 @@ class _StageRun:
             seconds=(forward.seconds, backward.seconds, weight.seconds),
             kept_gradient=0 if first else max(0, gradient_out - (with_gradient - kept)),
             held_once=held_once,
+            moved=sum(self._moved.values()),
         )
         return costs, header
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        """Note the size of a saved tensor that moves."""
+        if is_movable(tensor, self._fixed):
+            storage = tensor.untyped_storage()
+            self._moved[storage._cdata] = storage.nbytes()
+        return tensor
 
     def _metered(self, work: Callable[[], Any]) -> tuple[Any, "_Metered"]:
         """Return the result of `work` and its costs."""

@@ -53,6 +53,7 @@ from pipemega.pipeline.model.recompute import (
 )
 from pipemega.random import sharded_rng
 from pipemega.tensor_parallel import ColumnParallelLinear, Dropout, RowParallelLinear
+from pipemega.tensor_parallel.collectives import unkept
 
 # Limits of flash attention in torch 2.13: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
@@ -466,6 +467,8 @@ class MLP(nn.Module):
         super().__init__()
         c = config
         self._swiglu, self._squared_relu = c.swiglu, c.squared_relu
+        # A recomputation of the block needs it for a dropout after it only.
+        self.output_is_kept = c.hidden_dropout > 0
         size = c.ffn_hidden_size
         self.up = column_parallel(c, (size, size) if c.swiglu else size, axis, c.add_bias_linear)
         self.down = row_parallel(c, size, axis)
@@ -474,9 +477,11 @@ class MLP(nn.Module):
         up = self.up(x)  # [batch, sequence, (2) ffn / T]
         if self._swiglu:
             gate, up = up.chunk(2, dim=-1)
-            return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
-        activated = F.relu(up).square() if self._squared_relu else F.gelu(up)
-        return self.down(activated)  # type: ignore[no-any-return]
+            activated = F.silu(gate) * up
+        else:
+            activated = F.relu(up).square() if self._squared_relu else F.gelu(up)
+        down: Tensor = self.down(activated) if self.output_is_kept else unkept(self.down, activated)
+        return down
 
 
 class DropPath(nn.Module):

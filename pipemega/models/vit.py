@@ -441,6 +441,7 @@ class ViTBlock(Block):
             initialize_linear(linear, config.init)
         if drop_path:
             self.dropout = nn.Sequential(self.dropout, DropPath(drop_path))
+            self.mlp.output_is_kept = True
 
 
 class ClassifierHead(nn.Module):

@@ -24,6 +24,7 @@ from pipemega.distributed.comm_errors import is_connection_loss
 from pipemega.distributed.device_waits import located_by
 from pipemega.errors import PipelineError
 from pipemega.monitor import MultiTimer
+from pipemega.pipeline.activation_offload import ActivationOffload
 from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
 from pipemega.pipeline.execution_state import RankStages as RankStages
 from pipemega.pipeline.messages import (
@@ -183,6 +184,7 @@ class Executor:
         before_training: called before each run with backwards; may be None.
         ends: give the input of the first stage, and use the output of the last; None: data and
             loss of the micro-batches.
+        offload: moves saved activations to host memory; None: they stay on the device.
     """
 
     def __init__(
@@ -194,8 +196,9 @@ class Executor:
         grad_listener: GradReadyListener | None = None,
         before_training: Callable[[], None] | None = None,
         ends: PipelineEnds | None = None,
+        offload: ActivationOffload | None = None,
     ) -> None:
-        self._model, self._transport = model, transport
+        self._model, self._transport, self._offload = model, transport, offload
         self._before_training = before_training
         self.rank, self.stages = model.rank, model.stages
         self._timers = timers or MultiTimer(enabled=False)
@@ -212,6 +215,8 @@ class Executor:
             Kind.BACKWARD_WEIGHT: self._backward_weight,
             **self.ends.handlers,
         }
+        if offload is not None:
+            self._handlers = offload.around(self._handlers)
         self._run: ExecutionState  # set by `begin`
 
     @property
@@ -259,6 +264,8 @@ class Executor:
         if self._grad_listener is not None and run.train and not batch.discard_grads:
             run.final_backwards = last_gradients(plan.programs[self.rank])
             self._grad_listener.begin()
+        if self._offload is not None:
+            self._offload.begin(plan.programs[self.rank], batch, train=run.train)
         self.ends.begin(run)
         recorder.begin()
 

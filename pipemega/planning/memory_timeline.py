@@ -9,6 +9,9 @@
 
 The gradient of the input counts once if W needs it too.
 
+With `activation_checkpointing.cpu_checkpointing` a part of what F has saved is freed after the next
+compute step, and allocated again before the step that precedes B or I.
+
 On the CPU, gloo keeps a sent activation until its gradient arrives and a sent gradient until the
 end of the step. On CUDA a sent tensor is freed after the transfer; here the transfer takes no time.
 """
@@ -21,6 +24,7 @@ from typing import NamedTuple
 from pipemega.layer_costs.stage_costs import StageCosts
 from pipemega.layer_costs.tensor_meter import DeviceType
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
+from pipemega.pipeline.plan.lowering import OffloadPoints, offload_points
 from pipemega.planning.memory import ShardCosts, ShardMemory
 
 Key = tuple[int, int]  # (stage, micro-batch)
@@ -36,12 +40,16 @@ class PeakMemory:
         working: temporary memory of the instruction.
         in_flight: maximum number of micro-batches between F and the end of backward (of W if
             backward is split), over the whole step.
+        host: host memory for the activations that are not on the device, most at one time.
+        moved: bytes of activations that are copied to the host in a step, and back.
     """
 
     activations: int
     messages: int
     working: int
     in_flight: int
+    host: int = 0
+    moved: int = 0
 
     @property
     def total(self) -> int:
@@ -65,6 +73,8 @@ def peak_memory(
     if vocabulary:
         shard = ShardMemory(vocabulary[rank], plan.rank_of_stage, rank, plan.num_ranks, device)
     timeline = MemoryTimeline(plan.rank_of_stage, rank, costs, device, shard)
+    if any(stage.moved for stage in costs):
+        timeline.points = offload_points(plan.programs[rank])
     for step in plan.programs[rank]:
         timeline.run(step)
     return timeline.peak
@@ -91,6 +101,9 @@ class MemoryTimeline:
         rank_of_stage: the pipeline rank of each stage of the plan.
         costs: the costs of every stage of the model.
         shard: the changes by vocabulary parallelism, if the plan has it.
+
+    Attributes:
+        points: where activations move to the host and back.
     """
 
     def __init__(
@@ -111,6 +124,8 @@ class MemoryTimeline:
         self._gradient_received: set[Key] = set()
         # Between I and W: the gradient of the input, as long as it is not freed before W.
         self._kept_gradients: set[Key] = set()
+        self.points = OffloadPoints(frozenset(), {})
+        self._leaving = self._host = self._most_on_host = self._copied = 0
         # Instruction -> bytes at its peak, and after it.
         self._changes: dict[Kind, Callable[[Instruction], tuple[_Bytes, _Bytes]]] = {
             Kind.FORWARD: self._forward,
@@ -126,7 +141,7 @@ class MemoryTimeline:
     @property
     def peak(self) -> PeakMemory:
         """The peak of the instructions that have run."""
-        return PeakMemory(*self._most, self._most_in_flight)
+        return PeakMemory(*self._most, self._most_in_flight, self._most_on_host, self._copied)
 
     def peak_of(self, step: Instruction) -> int:
         """Return the bytes at the peak of `step` if it runs next."""
@@ -135,8 +150,12 @@ class MemoryTimeline:
 
     def run(self, step: Instruction) -> None:
         """Run `step`."""
+        if (back := self.points.fetched.get(step)) is not None:
+            self._now = self._changed(self._costs[back[0]].moved)
         at_peak, self._now = self._change(step)
         self._most = max(self._most, at_peak, self._now, key=lambda held: held.total)
+        if not step.kind.is_message:
+            self._move(step)
         key = (step.stage, step.microbatch)
         if step.kind is Kind.FORWARD:
             self._in_flight.add(key)
@@ -153,6 +172,18 @@ class MemoryTimeline:
         elif step.kind is Kind.BACKWARD_WEIGHT or self._frees_gradient(step):
             self._kept_gradients.discard(key)
         self._most_in_flight = max(self._most_in_flight, len(self._in_flight))
+
+    def _move(self, step: Instruction) -> None:
+        """Free what the compute step before `step` has saved, and copy what `step` has saved."""
+        self._now = self._changed(-self._leaving)
+        size = self._costs[step.stage].moved
+        self._leaving = size if step in self.points.moved else 0
+        self._copied += self._leaving
+        self._host += self._leaving
+        self._most_on_host = max(self._most_on_host, self._host)
+        is_backward = step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        if is_backward and (step.stage, step.microbatch) in self.points.fetched.values():
+            self._host -= size
 
     def _change(self, step: Instruction) -> tuple[_Bytes, _Bytes]:
         """Return the bytes at the peak of `step`, and after it."""

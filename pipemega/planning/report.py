@@ -211,6 +211,13 @@ def step_summary(report: Report) -> dict[str, str]:
             f"{show_bytes(staging)} of host memory per rank for the copy of a checkpoint "
             f"(checkpoint.async)"
         )
+    peaks = [rank.schedule_peak for rank in prediction.memory]
+    if any(peak.moved for peak in peaks):
+        uses.append(
+            f"{show_bytes(max(peak.host for peak in peaks))} of host memory per rank for "
+            f"activations, and {show_bytes(max(peak.moved for peak in peaks))} per step and rank "
+            "that are copied to it and back (activation_checkpointing.cpu_checkpointing)"
+        )
     if uses:
         lines["host"] = "; ".join(uses)
     return lines
@@ -389,6 +396,8 @@ def _prediction(prediction: Prediction, report: Report) -> dict[str, Any]:
                 "buffers": memory.buffers,
                 "total": memory.total,
                 "in_flight": memory.schedule_peak.in_flight,
+                "activations_on_host": memory.schedule_peak.host,
+                "activations_copied": memory.schedule_peak.moved,
             }
             for rank, memory in enumerate(prediction.memory)
         ],

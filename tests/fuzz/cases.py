@@ -87,6 +87,7 @@ class Case:
     recompute: int = 0
     clipping: float = 0.0
     late_sync: bool = False
+    offload: bool = False  # saved activations move to the host
     optimizer: str = "SGD"
     weight_decay: float = 0.0
     frozen: tuple[tuple[int, int, int], ...] = ()
@@ -194,7 +195,8 @@ def draw(seed: int) -> Case:
             case = some  # else a step would have no gradient at all
         if case.late_sync and case.data == "initialize":
             case = replace(case, data="iterator")
-    return case
+    # Last, so that a seed of an older version gives the same case in all else.
+    return replace(case, offload=chance(0.3))
 
 
 def _mesh(rng: random.Random, ranks: int) -> Mesh:
@@ -275,8 +277,8 @@ def smaller(case: Case) -> Iterator[Case]:
     for place in range(len(case.layers) - 1):
         yield _without(case, place)
     for key in (
-        "frozen", "evaluate_at", "recompute", "late_sync", "clipping", "weight_decay", "optimizer",
-        "ends", "style", "shapes", "example", "data", "samples",
+        "frozen", "evaluate_at", "recompute", "offload", "late_sync", "clipping", "weight_decay",
+        "optimizer", "ends", "style", "shapes", "example", "data", "samples",
     ):  # fmt: skip
         if not (key == "ends" and case.frozen):
             yield replace(case, **{key: getattr(plain, key)})

@@ -16,6 +16,7 @@ from pipemega.engine.engine import Engine
 from pipemega.errors import PipemegaError
 from tests.fuzz.cases import OPTIMIZERS, Case, Mesh
 from tests.fuzz.layers import LAYERS, WHOLE_BACKWARD, WIDTH, functional_loss
+from tests.ranks.training_runs import offload_on_cpus
 
 Sample = tuple[Tensor, Tensor]
 # A loss, a norm, or a parameter; by a name that says which.
@@ -91,6 +92,7 @@ def config_of(case: Case, mesh: Mesh) -> dict[str, Any]:
             **({"chunks": mesh.chunks} if mesh.schedule != "auto" else {}),
             **(late if case.late_sync else {}),
         },
+        "activation_checkpointing": {"cpu_checkpointing": case.offload},
         "steps_per_print": None,
     }
 
@@ -256,7 +258,8 @@ def compare(case: Case, folder: str) -> tuple[str, Any]:
     # Of torch, about a layer with a hook whose input needs no gradient.
     warnings.filterwarnings("ignore", "Full backward hook is firing")
     try:
-        found, first = train(case, folder)
+        with offload_on_cpus():
+            found, first = train(case, folder)
         losses = {name: value for name, value in found.items() if name.startswith("loss ")}
         if dist.get_rank() == 0:
             return "numbers", (losses, distances(found, expected(case, first)))

@@ -18,7 +18,7 @@ from pipemega.distributed import mesh as mixed_mesh
 from pipemega.distributed.host_memory import HostCopy, HostMemory
 from pipemega.engine.engine import Engine
 from pipemega.engine.run import run_arguments
-from pipemega.pipeline import connections
+from pipemega.pipeline import activation_offload, connections
 from tests.ranks import small_models
 from tests.ranks.fake_device import NAME, FakeModule, load_fake_device
 
@@ -35,7 +35,8 @@ def gpus(folder: str = "") -> Iterator[None]:
         def pick(rank: int, wishes: Any, hosts: Any) -> torch.device:
             return device if wishes[rank] == "cuda" else torch.device("cpu")
 
-        with mock.patch.object(mixed_mesh, "pick_mixed_device", pick):
+        moved = mock.patch.object(activation_offload, "SMALLEST_BYTES", 64)
+        with mock.patch.object(mixed_mesh, "pick_mixed_device", pick), moved:
             if not folder:
                 yield
                 return

@@ -1,14 +1,18 @@
 """Trains a small GPT for a few steps on any mesh, and returns everything to compare."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
+from pipemega.engine import run_setup
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
 from pipemega.models import GPTConfig, gpt, layer_inputs
+from pipemega.pipeline import activation_offload
 from pipemega.pipeline.model.stages import gather_full_tensors
 
 VOCAB, LENGTH, MICRO = 50, 8, 2
@@ -87,9 +91,20 @@ def train(config: Mapping[str, Any], dtype: str = "float64", steps: int = STEPS)
     """Return losses, norms, gradients of each step, and parameters after the last."""
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        return train_engine(build(config), data, steps)
+        with offload_on_cpus():
+            return train_engine(build(config), data, steps)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+@contextmanager
+def offload_on_cpus(smallest: int = 64) -> Iterator[None]:
+    """Let `cpu_checkpointing` move activations of CPU ranks, from this number of bytes on."""
+    with (
+        mock.patch.object(activation_offload, "SMALLEST_BYTES", smallest),
+        mock.patch.object(run_setup, "offloads_from", return_value=True),
+    ):
+        yield
 
 
 def build(config: Mapping[str, Any]) -> Engine:

@@ -432,11 +432,10 @@ class ActivationCheckpointingSection(Section):
         "mesh.tensor is above 1.",
         "mesh.tensor is 1, so there is nothing to split",
     )
-    cpu_checkpointing: bool = ignored(
+    cpu_checkpointing: bool = honoured(
         False,
-        "DeepSpeed: move the stored activations to host memory; refused if the "
-        "config recomputes activations.",
-        "this config stores no activations of segments: it recomputes nothing",
+        "Move what the stages on GPUs save for backward to pinned host memory, and back before "
+        "the backward. With recomputation that is what is stored, otherwise all activations.",
     )
     contiguous_memory_optimization: bool = ignored(
         False, "Store activations in one buffer.", "torch's allocator manages this memory"
@@ -476,13 +475,6 @@ def errors_of_stored_activations(config: Any) -> Iterator[str]:
             "activation_checkpointing.partition_activations is not supported with mesh.tensor "
             f"{config.mesh.tensor}: set mesh.sequence_parallel to true, which splits activations "
             "too"
-        )
-    recompute = isinstance(config.model, TransformerSection) and config.model.recompute != "none"
-    if stored.cpu_checkpointing and (recompute or any(_checkpoints_of_all_layers(config))):
-        yield (
-            "activation_checkpointing.cpu_checkpointing is not supported: activations stay on the "
-            "device; remove the key, and recompute more if they do not fit "
-            "(pipeline.activation_checkpoint_interval 1, or model.recompute 'full')"
         )
 
 

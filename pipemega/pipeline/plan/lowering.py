@@ -49,6 +49,7 @@ receive is only posted.
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from pipemega.errors import ScheduleError
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
@@ -324,6 +325,40 @@ def last_gradients(program: Program) -> frozenset[Instruction]:
     """
     last = {s.stage: s for s in program if s.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
     return frozenset(last.values())
+
+
+class OffloadPoints(NamedTuple):
+    """Where a rank moves saved activations to host memory, and back.
+
+    Args:
+        moved: the F whose saved activations are copied to the host beside the next compute step.
+        fetched: a compute step -> (stage, micro-batch) of the B or I after it; beside the step, the
+            activations are copied back.
+    """
+
+    moved: frozenset[Instruction]
+    fetched: Mapping[Instruction, tuple[int, int]]
+
+
+def offload_points(program: Program) -> OffloadPoints:
+    """Return where a rank with this program moves activations.
+
+    F0 F1 F2 B0 ..      F0: copied beside F1, copied back beside F2
+    F0 F1 B0 ..         F0 stays: there is no time for two copies
+    """
+    steps = [step for step in program if not step.kind.is_message]
+    backwards = {
+        (step.stage, step.microbatch): at
+        for at, step in enumerate(steps)
+        if step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+    }
+    moved, fetched = [], {}
+    for at, step in enumerate(steps):
+        key = (step.stage, step.microbatch)
+        if step.kind is Kind.FORWARD and backwards.get(key, 0) > at + 2:
+            moved.append(step)
+            fetched[steps[backwards[key] - 1]] = key
+    return OffloadPoints(frozenset(moved), fetched)
 
 
 def _describe_waits(plan: Plan, stuck: Mapping[int, int], needed: Mapping[int, Instruction]) -> str:

@@ -87,6 +87,28 @@ CHOICES: dict[str, Choice] = {
         },
         "float32",
     ),
+    # Ranks on CPUs move them, too; see `offload_on_cpus`.
+    "activations on the host": (
+        {"activation_checkpointing": {"cpu_checkpointing": True}},
+        "float64",
+    ),
+    "activations on the host, sequence parallel, recompute full": (
+        {
+            "activation_checkpointing": {"cpu_checkpointing": True},
+            "model": {"recompute": "full"},
+            "mesh": {"sequence_parallel": True},
+        },
+        "float64",
+    ),
+    "activations on the host, compiled, bf16": (
+        SGD
+        | {
+            "activation_checkpointing": {"cpu_checkpointing": True},
+            "bf16": {"enabled": True},
+            "compile": {"enabled": True, "backend": "aot_eager"},
+        },
+        "float32",
+    ),
     "checkpoint every 2 layers": ({"pipeline": {"activation_checkpoint_interval": 2}}, "float64"),
     "number of checkpoints": ({"activation_checkpointing": {"number_checkpoints": 3}}, "float64"),
     "mean of micro-batches": ({"training": {"loss_reduction": "micro_batch"}}, "float64"),
@@ -236,6 +258,7 @@ BY_NORMS = ("clipped, ZeRO", "LAMB, ZeRO")
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bf16": 6e-2, "fp16": 1e-2}
 TOLERANCE["compiled by inductor, bf16"] = TOLERANCE["bf16"]
 TOLERANCE["recompute, keep attention, bf16"] = TOLERANCE["bf16"]
+TOLERANCE["activations on the host, compiled, bf16"] = TOLERANCE["bf16"]
 
 
 # Some steps are larger than others, or the last one is smaller.
@@ -352,6 +375,7 @@ WITH_TENSOR_RANKS = (
     "label smoothing, z-loss", "LAMB", "bf16", "fp16", "LoRA, sequence parallel",
     "LoRA, head trained", "Megatron's GPT options, sequence parallel", "norms of queries and keys",
     "recompute, keep linears", "recompute, keep attention and linears, sequence parallel",
+    "activations on the host, sequence parallel, recompute full",
 )  # fmt: skip
 
 
@@ -361,6 +385,7 @@ ONLY_SWEPT = (
     "padded vocabulary", "ramp-up, declared shapes", "compiled", "compiled by inductor, bf16",
     "LoRA, head trained", "number of checkpoints", "cut evenly",
     "recompute, keep linears, LoRA, compiled", "recompute, keep attention, bf16",
+    "activations on the host, compiled, bf16",
 )  # fmt: skip
 
 
@@ -421,6 +446,27 @@ def test_zero_trains_like_one_process_on_every_kind_of_mesh(
     if "plain" in choices:
         pair = [results[schedules[0], choice] for choice in ("plain", "plain, ZeRO")]
         assert_bitwise(pair, norm=False)
+
+
+RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
+    {"recompute": "none"},
+    {"recompute": "full"},
+    {"recompute": "selective"},
+    {"recompute": "selective", "recompute_keep": ["attention", "linear"]},
+)
+
+
+@pytest.mark.parametrize("schedule", some(("zb-v", "1f1b", "interleaved", "zb-h1"), 0))
+def test_activations_on_the_host_change_no_bit(pool: RankPool, schedule: str) -> None:
+    configs = []
+    for keys in RECOMPUTATIONS:
+        for moves in (False, True):
+            config = config_of((1, 1, 2), schedule, "plain")
+            config["model"] |= keys
+            config["activation_checkpointing"] = {"cpu_checkpointing": moves}
+            configs.append((config, "float64"))
+    results, *_ = pool.run(2, training_runs.train_all, configs, timeout=300.0)
+    assert_bitwise(results)
 
 
 @pytest.mark.sweep

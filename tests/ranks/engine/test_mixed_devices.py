@@ -42,6 +42,18 @@ SWEPT: dict[str, dict[str, Any]] = {
         "pipeline": {"activation_checkpoint_interval": 1},
         "optimizer": ADAM,
     },
+    "activations on the host": {
+        "net": "tied_thrice",
+        "mesh": THREE,
+        "pipeline": {"schedule": "zb-h1"},
+        "activation_checkpointing": {"cpu_checkpointing": True},
+    },
+    "activations on the host, recomputation": {
+        "net": "tree_model",
+        "mesh": {"pipeline": 2, "device": ["cuda", "cpu"]},
+        "pipeline": {"schedule": "zb-v", "partition": "uniform"},
+        "activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 3},
+    },
     "offload": {
         "net": "tied_thrice",
         "mesh": {"pipeline": 3, "device": ["cuda", "cpu", "cuda"]},

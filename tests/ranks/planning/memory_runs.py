@@ -1,18 +1,23 @@
 """Trains a small GPT on real ranks and measures the memory of each."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from pipemega.config import load
+from pipemega.distributed.host_memory import HostMemory
 from pipemega.engine.initialize import initialize
-from pipemega.layer_costs.tensor_meter import TensorMeter
+from pipemega.layer_costs.tensor_meter import TensorMeter, unmetered
 from pipemega.models import GPTConfig, gpt
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.spec import LayerSpec
+from tests.ranks.training_runs import offload_on_cpus
 
 STEPS = 2
 
@@ -28,7 +33,7 @@ def held_bytes(config: Mapping[str, Any]) -> dict[str, int]:
     assert settings.model is not None
     vocab, length = settings.model.vocab_size, settings.model.seq_length
     assert isinstance(vocab, int)
-    with TensorMeter() as meter:
+    with offload_on_cpus(), TensorMeter() as meter, uncounted_host_memory(meter):
         engine, *_ = initialize(gpt(GPTConfig.of(settings, vocab)), settings)
         for step in range(STEPS):
             engine.train_batch(
@@ -47,6 +52,21 @@ def held_bytes(config: Mapping[str, Any]) -> dict[str, int]:
         "optimizer": storage_bytes(v for v in states if isinstance(v, Tensor)),
         "peak": meter.peak,
     }
+
+
+@contextmanager
+def uncounted_host_memory(meter: TensorMeter) -> Iterator[None]:
+    """Let `HostMemory` allocate memory that does not count, as that of a GPU's host."""
+
+    def empty(_: HostMemory, *shape: int, dtype: torch.dtype) -> Tensor:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        with unmetered():
+            memory = torch.from_numpy(numpy.empty(nbytes, numpy.uint8))
+        meter._track(memory.untyped_storage(), counted=False)
+        return memory.view(dtype).view(shape)
+
+    with mock.patch.object(HostMemory, "empty", empty):
+        yield
 
 
 def linears_peak(schedule: str, with_data: bool) -> int:

@@ -1,10 +1,13 @@
 """The memory that a plan predicts is the memory of real ranks."""
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from pipemega.config import load
+from pipemega.layer_costs import stage_costs
+from pipemega.pipeline import activation_offload
 from pipemega.planning.estimate import Report, Request, estimate
 from tests.ranks.planning.memory_runs import held_bytes, linears_peak
 from tests.ranks.pool import RankPool
@@ -52,6 +55,7 @@ def cut_vocabulary(schedule: str, mesh: dict[str, Any], model: dict[str, Any], *
     return settings
 
 
+HOST = {"activation_checkpointing": {"cpu_checkpointing": True}}
 CASES = {
     "1f1b, dropout": config("1f1b", {"pipeline": 2}, {"hidden_dropout": 0.1}),
     "1f1b, full recompute": config("1f1b", {"pipeline": 2}, {"recompute": "full"}),
@@ -63,6 +67,22 @@ CASES = {
         {"pipeline": 2},
         {"recompute": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     ),
+    "1f1b, keep linears, tensor and sequence 2": config(
+        "1f1b",
+        {"pipeline": 2, "tensor": 2, "sequence_parallel": True},
+        {"recompute": "selective", "recompute_keep": ["linear"]},
+    ),
+    "zb-h1, keep attention and linears": config(
+        "zb-h1",
+        {"pipeline": 2},
+        {"recompute": "selective", "recompute_keep": ["attention", "linear"]},
+    ),
+    "1f1b on 4 ranks, activations on the host": config("1f1b", {"pipeline": 4}, {}) | HOST,
+    "zb-h1, activations on the host, full recompute": config(
+        "zb-h1", {"pipeline": 4}, {"recompute": "full"}
+    )
+    | HOST,
+    "interleaved, activations on the host": config("interleaved", {"pipeline": 2}, {}) | HOST,
     "1f1b, selective, bf16": config("1f1b", {"pipeline": 2}, {"recompute": "selective"}, "bf16"),
     "gpipe, Llama": config("gpipe", {"pipeline": 2}, LLAMA),
     "one rank": config("1f1b", {}, {}),
@@ -94,6 +114,9 @@ CASES = {
 }
 # Not in the default run, which has at least one case for each of their properties.
 SLOW = (
+    "1f1b, keep linears, tensor and sequence 2",
+    "zb-h1, activations on the host, full recompute",
+    "interleaved, activations on the host",
     "1f1b, full recompute",
     "1f1b, dropout",
     "1f1b, block recompute",
@@ -114,7 +137,10 @@ SLOW = (
 
 
 def planned(settings: dict[str, Any]) -> Report:
-    return estimate(Request(load(settings)))
+    # As if a CPU were a device.
+    moves = mock.patch.object(stage_costs, "offloads_from", return_value=True)
+    with moves, mock.patch.object(activation_offload, "SMALLEST_BYTES", 64):
+        return estimate(Request(load(settings)))
 
 
 @pytest.mark.parametrize(

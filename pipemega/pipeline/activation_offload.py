@@ -1,0 +1,280 @@
+"""Moves what a stage saves for backward to host memory, and back before its backward.
+
+    instruction    F0          X                     ..    Y             B0
+    to the host                copy of what F0                           uses it
+                               has saved
+    to the device                                          copy back
+
+The two copies run on streams of their own, beside the next instruction after F and beside the last
+one before B (or I). X ends with a wait of the device for the first copy; then the memory of F0 is
+free. B0 begins with a wait for the second. Nothing is moved if B follows within two instructions.
+
+Parameters, buffers, the data of the step and tensors that several micro-batches share stay on the
+device: a copy of them would free no memory. With recomputation, what a segment stores is moved.
+
+Source: `activation_checkpointing.cpu_checkpointing` of DeepSpeed, with copies that overlap.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Final
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from pipemega.distributed.device_waits import synchronize
+from pipemega.distributed.host_memory import CopyEvent, HostMemory
+from pipemega.pipeline.execution_state import Key, MicroBatches
+from pipemega.pipeline.messages import tensors_of
+from pipemega.pipeline.plan.instructions import Instruction, Kind, Program
+from pipemega.pipeline.plan.lowering import OffloadPoints, offload_points
+
+# PCIe 4 x16 transfers this in 33 µs; the host needs about as long to start a copy.
+SMALLEST_BYTES: int = 1 << 20
+_ALIGNMENT = 64
+_SHARED: Final = -1
+
+
+def offloads_from(device_type: str) -> bool:
+    """Return whether activations on such a device can be moved to host memory."""
+    return device_type != "cpu"
+
+
+def is_movable(tensor: Tensor, fixed: Collection[int]) -> bool:
+    """Return whether a saved tensor is moved; `fixed`: the storages that stay on the device."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+        return False
+    if tensor.is_conj() or tensor.is_neg():
+        return False
+    storage = tensor.untyped_storage()
+    return storage.nbytes() >= SMALLEST_BYTES and storage._cdata not in fixed
+
+
+def storages_of(tensors: Iterable[Tensor]) -> set[int]:
+    """Return the storages of tensors, for `is_movable`."""
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
+@dataclass(eq=False)
+class _Memory:
+    """The memory of one storage: on the host, and before backward again on the device."""
+
+    nbytes: int
+    host: Tensor | None = None
+    device: Tensor | None = None
+
+
+@dataclass(eq=False)
+class _Saved:
+    """A saved tensor; `tensor` is the tensor itself as long as it is on the device.
+
+    torch does not compare the version of a tensor that hooks have saved.
+    """
+
+    tensor: Tensor | None
+    version: int
+    memory: _Memory | None = None
+    place: tuple[torch.dtype, int, torch.Size, tuple[int, ...]] | None = None
+    found: int = 0
+
+    def leave(self) -> None:
+        """Drop the tensor, after the copy; a change until now may be in the copy."""
+        assert self.tensor is not None
+        self.found, self.tensor = self.tensor._version, None
+
+    def restore(self) -> Tensor:
+        """Return the tensor.
+
+        Raises:
+            RuntimeError: it was changed in place, as torch's own check raises.
+        """
+        found = self.found if self.tensor is None else self.tensor._version
+        if found != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: it is at version {found}; expected version {self.version} "
+                "instead (activation_checkpointing.cpu_checkpointing moves it to host memory)"
+            )
+        if self.tensor is not None:
+            return self.tensor
+        assert self.place is not None
+        assert self.memory is not None
+        assert self.memory.device is not None, "moved, and not copied back"
+        dtype, *where = self.place
+        source = self.memory.device
+        tensor = torch.empty(0, dtype=dtype, device=source.device)
+        tensor.set_(source.untyped_storage(), *where)
+        # A recomputation compares the versions of its inputs.
+        torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
+        return tensor
+
+
+@dataclass(eq=False)
+class _Moved:
+    """What the forward of one micro-batch has saved.
+
+    Args:
+        saved: the tensors that leave the device.
+        memory: their storages.
+        buffer: the host memory of all of them.
+        copied: occurs when the latest copy is complete.
+    """
+
+    microbatch: int
+    saved: list[_Saved] = field(default_factory=list)
+    memory: dict[int, _Memory] = field(default_factory=dict)
+    buffer: Tensor | None = None
+    copied: CopyEvent | None = None
+
+
+class ActivationOffload:
+    """Moves the saved activations of one rank.
+
+    Args:
+        device: the device of the rank.
+        modules: their parameters and buffers stay on the device.
+    """
+
+    def __init__(self, device: torch.device, modules: Collection[nn.Module]) -> None:
+        self._device, self._modules = device, modules
+        # Two, because each has one stream: PCIe transfers both ways at the same time.
+        self._out, self._back = HostMemory(device), HostMemory(device)
+        self._points = OffloadPoints(frozenset(), {})
+        self._moved: dict[Key, _Moved] = {}
+        self._leaving: _Moved | None = None
+        self._free: list[tuple[Tensor, CopyEvent]] = []
+        self._fixed: set[int] = set()
+        # Storage -> the micro-batch that has saved it, or _SHARED.
+        self._savers: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
+
+    def begin(self, program: Program, batch: MicroBatches, *, train: bool) -> None:
+        """Prepare a run of `program`; an evaluation moves nothing."""
+        self._release()
+        for moved in self._moved.values():  # of a run that was given up
+            self._finish(moved)
+        self._moved.clear()
+        self._points = offload_points(program if train else ())
+        if train:
+            data = tensors_of((list(batch.inputs), list(batch.labels)))
+            tensors = [t for m in self._modules for t in (*m.parameters(), *m.buffers())]
+            self._fixed = storages_of([*tensors, *data])
+
+    def around(
+        self, handlers: Mapping[Kind, Callable[[Instruction], None]]
+    ) -> dict[Kind, Callable[[Instruction], None]]:
+        """Return handlers of instructions that also move activations."""
+        return {
+            kind: handler if kind.is_message else partial(self._run, handler)
+            for kind, handler in handlers.items()
+        }
+
+    def _run(self, handler: Callable[[Instruction], None], step: Instruction) -> None:
+        key = (step.stage, step.microbatch)
+        if (next_key := self._points.fetched.get(step)) is not None:
+            self._fetch(self._moved[next_key])
+        if step in self._points.moved:
+            moved = self._moved[key] = _Moved(step.microbatch)
+            with saved_tensors_hooks(partial(self._pack, moved), _Saved.restore):
+                handler(step)
+            self._release()
+            self._copy(moved)
+            return
+        is_backward = step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
+        used = self._moved.pop(key, None) if is_backward else None
+        if used is not None:
+            self._finish(used)
+        handler(step)
+        self._release()
+
+    def _pack(self, moved: _Moved, tensor: Tensor) -> _Saved:
+        saved = _Saved(tensor, tensor._version)
+        if tensor.device.type != self._device.type or not is_movable(tensor, self._fixed):
+            return saved
+        storage = tensor.untyped_storage()
+        if self._savers.setdefault(storage, moved.microbatch) != moved.microbatch:
+            self._savers[storage] = _SHARED
+            return saved
+        saved.memory = moved.memory.setdefault(storage._cdata, _Memory(storage.nbytes()))
+        saved.place = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        moved.saved.append(saved)
+        return saved
+
+    def _copy(self, moved: _Moved) -> None:
+        """Start the copies to the host."""
+        if not moved.saved:
+            return
+        sizes = [-(-m.nbytes // _ALIGNMENT) * _ALIGNMENT for m in moved.memory.values()]
+        moved.buffer, start = self._host_buffer(sum(sizes)), 0
+        for memory, size in zip(moved.memory.values(), sizes, strict=True):
+            memory.host = moved.buffer[start : start + memory.nbytes]
+            start += size
+        with self._out.side_stream():
+            copied: set[_Memory] = set()
+            for saved in moved.saved:
+                assert saved.tensor is not None
+                if saved.memory is None or saved.memory in copied:
+                    continue
+                copied.add(saved.memory)
+                assert saved.memory.host is not None
+                whole = torch.empty(0, dtype=torch.uint8, device=saved.tensor.device)
+                whole.set_(saved.tensor.untyped_storage(), 0, (saved.memory.nbytes,), (1,))
+                self._out.copy(saved.memory.host, whole)
+            moved.copied = self._out.record()
+        self._leaving = moved
+
+    def _release(self) -> None:
+        """Free the tensors that are being copied to the host.
+
+        The device waits for the copy, because other tensors may get this memory.
+        """
+        moved, self._leaving = self._leaving, None
+        if moved is not None:
+            assert moved.copied is not None
+            moved.copied.wait()
+            for saved in moved.saved:
+                saved.leave()
+            moved.saved.clear()
+
+    def _fetch(self, moved: _Moved) -> None:
+        """Start the copies back to the device."""
+        if moved.buffer is None:
+            return
+        memories = moved.memory.values()
+        # On the stream of the computation, which uses and frees this memory.
+        for memory in memories:
+            memory.device = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device)
+        with self._back.side_stream():
+            for memory in memories:
+                assert memory.host is not None
+                assert memory.device is not None
+                self._back.copy(memory.device, memory.host)
+            moved.copied = self._back.record()
+
+    def _finish(self, moved: _Moved) -> None:
+        """Let the computation, not the host, wait for the latest copy.
+
+        The host memory may be used again; the graph alone holds the device memory, and frees it
+        node by node.
+        """
+        if moved.buffer is not None:
+            assert moved.copied is not None
+            moved.copied.wait()
+            self._free.append((moved.buffer, moved.copied))
+        moved.memory.clear()
+
+    def _host_buffer(self, nbytes: int) -> Tensor:
+        """Return host memory that is not in use; memory that was pinned before, if possible."""
+        fitting = [pair for pair in self._free if pair[0].nbytes >= nbytes]
+        if fitting:
+            pair = min(fitting, key=lambda pair: pair[0].nbytes)
+            self._free = [other for other in self._free if other is not pair]
+            return pair[0]
+        if self._free:
+            # A larger one replaces it, so there are never more than micro-batches in flight.
+            small, copied = self._free.pop()
+            synchronize(copied)
+            del small
+        return self._out.empty(nbytes, dtype=torch.uint8)
