@@ -73,7 +73,7 @@ def configure(
     if checkpoint_in_cpu:
         raise ConfigError(
             "deepspeed.checkpointing.configure(checkpoint_in_cpu=True) is not supported: remove "
-            "it, and recompute smaller groups of layers",
+            "it, and set activation_checkpointing.cpu_checkpointing to true in the config",
             on_every_rank=True,
         )
     if partition_activations:

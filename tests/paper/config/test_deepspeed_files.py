@@ -86,17 +86,18 @@ def test_partitioned_activations_without_tensor_parallelism_have_nothing_to_spli
     assert warning.endswith("is ignored: mesh.tensor is 1, so there is nothing to split")
 
 
-def test_cpu_checkpointing_without_recomputation_is_ignored():
-    (warning,) = load(BASE | {"activation_checkpointing": {"cpu_checkpointing": True}}).warnings
-    assert "it recomputes nothing" in warning
-    for change in (
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
         {"pipeline": {"activation_checkpoint_interval": 1}},
         {"model": BASE["model"] | {"recompute": "full"}},
-    ):
-        (message,) = errors_of(
-            BASE | {"activation_checkpointing": {"cpu_checkpointing": True}} | change
-        )
-        assert "cpu_checkpointing is not supported" in message
+    ],
+)
+def test_cpu_checkpointing_is_accepted_with_and_without_recomputation(change):
+    config = load(BASE | {"activation_checkpointing": {"cpu_checkpointing": True}} | change)
+    assert config.activation_checkpointing.cpu_checkpointing
+    assert not config.warnings
 
 
 @pytest.mark.parametrize(

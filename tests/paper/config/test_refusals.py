@@ -435,10 +435,6 @@ def test_costs_select_the_schedule_auto():
             "is not supported with mesh.tensor 2: set mesh.sequence_parallel to true",
         ),
         (
-            {"activation_checkpointing": {"cpu_checkpointing": True, "number_checkpoints": 2}},
-            "activations stay on the device; remove the key",
-        ),
-        (
             {"zero_optimization": {"zenflow": {"topk_ratio": 0.1}}},
             "the update is always a part of the step",
         ),
