@@ -19,6 +19,8 @@ from pipemega.distributed.host_memory import HostCopy, HostMemory
 from pipemega.engine.engine import Engine
 from pipemega.engine.run import run_arguments
 from pipemega.pipeline import activation_offload, connections
+from pipemega.pipeline.execution_state import MicroBatches
+from pipemega.pipeline.plan.instructions import Instruction, Kind
 from tests.ranks import small_models
 from tests.ranks.fake_device import NAME, FakeModule, load_fake_device
 
@@ -180,4 +182,33 @@ def order_of_copies(folder: str) -> list[str]:
     complete.wait()
     tensor.add_(1)
     assert saved.tolist() == [0, 1, 2, 3]
+    return list(FakeModule.log)
+
+
+def order_of_offload(folder: str, text: str) -> list[str]:
+    """Return what the fake device notes while the saved activations of a program move."""
+    load_fake_device(folder)
+    program = tuple(map(Instruction.parse, text.split()))
+    inputs: dict[int, torch.Tensor] = {}
+    outputs: dict[int, torch.Tensor] = {}
+
+    def forward(step: Instruction) -> None:
+        FakeModule.log.append(str(step))
+        x = torch.full((64,), 2.0 + step.microbatch).to(NAME).requires_grad_()
+        inputs[step.microbatch], outputs[step.microbatch] = x, x.mul(3).square().sum()
+
+    def backward(step: Instruction) -> None:
+        FakeModule.log.append(str(step))
+        outputs.pop(step.microbatch).backward()  # type: ignore[no-untyped-call]
+
+    with mock.patch.object(activation_offload, "SMALLEST_BYTES", 64):
+        offload = activation_offload.ActivationOffload(torch.device(NAME), [])
+        handlers = offload.around({Kind.FORWARD: forward, Kind.BACKWARD: backward})
+        FakeModule.log.clear()
+        offload.begin(program, MicroBatches((), ()), train=True)
+        for step in program:
+            handlers[step.kind](step)
+    for m, x in inputs.items():
+        assert x.grad is not None
+        assert x.grad.cpu().tolist() == [18.0 * (2 + m)] * 64
     return list(FakeModule.log)

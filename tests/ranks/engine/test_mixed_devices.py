@@ -183,3 +183,33 @@ def test_copies_are_ordered_by_streams_and_events(new_ranks, fake_device):
         "record on side",
         "main waits for event of side",
     ]
+
+
+@needs_compiler
+@pytest.mark.sweep
+def test_streams_and_events_order_the_copies_of_activations(new_ranks, fake_device):
+    program = "F0@0 F1@0 F2@0 B0@0 B1@0 B2@0"
+    (order,) = new_ranks.run(1, mixed_devices.order_of_offload, fake_device, program)
+    copied, waited = ["side waits for main", "record on side"], ["main waits for event of side"]
+    assert order == [
+        "F0@0",
+        *copied,
+        "F1@0",
+        # The memory of F0 is free.
+        *waited,
+        *copied,
+        # Back, beside F2.
+        *copied,
+        "F2@0",
+        *waited,
+        *copied,
+        *copied,
+        *waited,
+        "B0@0",
+        *waited,
+        *copied,
+        *waited,
+        "B1@0",
+        *waited,
+        "B2@0",
+    ]
