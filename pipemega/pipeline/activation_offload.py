@@ -18,7 +18,7 @@ Source: `activation_checkpointing.cpu_checkpointing` of DeepSpeed, with copies t
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Any, Final
 from weakref import WeakKeyDictionary
 
 import torch
@@ -32,7 +32,8 @@ from pipemega.pipeline.messages import tensors_of
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Program
 from pipemega.pipeline.plan.lowering import OffloadPoints, offload_points
 
-# PCIe 4 x16 transfers this in 33 µs; the host needs about as long to start a copy.
+# 33 µs at the 32 GB/s of PCIe 4 x16; of smaller copies the start is a large part, and they free
+# little memory.
 SMALLEST_BYTES: int = 1 << 20
 _ALIGNMENT = 64
 _SHARED: Final = -1
@@ -60,11 +61,10 @@ def storages_of(tensors: Iterable[Tensor]) -> set[int]:
 
 @dataclass(eq=False)
 class _Memory:
-    """The memory of one storage: on the host, and before backward again on the device."""
+    """The bytes of one storage, on the device (None: only on the host) and on the host."""
 
-    nbytes: int
+    device: Tensor | None
     host: Tensor | None = None
-    device: Tensor | None = None
 
 
 @dataclass(eq=False)
@@ -76,14 +76,9 @@ class _Saved:
 
     tensor: Tensor | None
     version: int
-    memory: _Memory | None = None
-    place: tuple[torch.dtype, int, torch.Size, tuple[int, ...]] | None = None
     found: int = 0
-
-    def leave(self) -> None:
-        """Drop the tensor, after the copy; a change until now may be in the copy."""
-        assert self.tensor is not None
-        self.found, self.tensor = self.tensor._version, None
+    memory: _Memory | None = None
+    place: tuple[Any, ...] = ()
 
     def restore(self) -> Tensor:
         """Return the tensor.
@@ -100,34 +95,35 @@ class _Saved:
             )
         if self.tensor is not None:
             return self.tensor
-        assert self.place is not None
         assert self.memory is not None
         assert self.memory.device is not None, "moved, and not copied back"
         dtype, *where = self.place
-        source = self.memory.device
-        tensor = torch.empty(0, dtype=dtype, device=source.device)
-        tensor.set_(source.untyped_storage(), *where)
+        tensor = _view(self.memory.device, dtype, *where)
         # A recomputation compares the versions of its inputs.
         torch._C._autograd._unsafe_set_version_counter((tensor,), (self.version,))
         return tensor
 
 
+def _view(memory: Tensor, dtype: torch.dtype, *where: Any) -> Tensor:
+    """Return a tensor in the storage of `memory`, at an offset, with a shape and strides."""
+    view = torch.empty(0, dtype=dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), *where)
+
+
 @dataclass(eq=False)
 class _Moved:
-    """What the forward of one micro-batch has saved.
+    """What the forward of one micro-batch has saved: the tensors that move, and their storages.
 
     Args:
-        saved: the tensors that leave the device.
-        memory: their storages.
-        buffer: the host memory of all of them.
+        buffer: the host memory of all of them; None: nothing moves.
         copied: occurs when the latest copy is complete.
     """
 
     microbatch: int
+    copied: CopyEvent | None = None
+    buffer: Tensor | None = None
     saved: list[_Saved] = field(default_factory=list)
     memory: dict[int, _Memory] = field(default_factory=dict)
-    buffer: Tensor | None = None
-    copied: CopyEvent | None = None
 
 
 class ActivationOffload:
@@ -182,10 +178,8 @@ class ActivationOffload:
             self._release()
             self._copy(moved)
             return
-        is_backward = step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT)
-        used = self._moved.pop(key, None) if is_backward else None
-        if used is not None:
-            self._finish(used)
+        if step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and key in self._moved:
+            self._finish(self._moved.pop(key))
         handler(step)
         self._release()
 
@@ -197,8 +191,11 @@ class ActivationOffload:
         if self._savers.setdefault(storage, moved.microbatch) != moved.microbatch:
             self._savers[storage] = _SHARED
             return saved
-        saved.memory = moved.memory.setdefault(storage._cdata, _Memory(storage.nbytes()))
-        saved.place = tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
+        if storage._cdata not in moved.memory:
+            whole = _view(tensor, torch.uint8, 0, (storage.nbytes(),), (1,))
+            moved.memory[storage._cdata] = _Memory(whole)
+        saved.memory = moved.memory[storage._cdata]
+        saved.place = tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
         moved.saved.append(saved)
         return saved
 
@@ -206,51 +203,46 @@ class ActivationOffload:
         """Start the copies to the host."""
         if not moved.saved:
             return
-        sizes = [-(-m.nbytes // _ALIGNMENT) * _ALIGNMENT for m in moved.memory.values()]
-        moved.buffer, start = self._host_buffer(sum(sizes)), 0
-        for memory, size in zip(moved.memory.values(), sizes, strict=True):
-            memory.host = moved.buffer[start : start + memory.nbytes]
-            start += size
+        pairs = [(m, m.device) for m in moved.memory.values() if m.device is not None]
+        sizes = [-(-whole.nbytes // _ALIGNMENT) * _ALIGNMENT for _, whole in pairs]
+        moved.buffer = self._host_buffer(sum(sizes))
+        parts = moved.buffer[: sum(sizes)].split_with_sizes(sizes)
         with self._out.side_stream():
-            copied: set[_Memory] = set()
-            for saved in moved.saved:
-                assert saved.tensor is not None
-                if saved.memory is None or saved.memory in copied:
-                    continue
-                copied.add(saved.memory)
-                assert saved.memory.host is not None
-                whole = torch.empty(0, dtype=torch.uint8, device=saved.tensor.device)
-                whole.set_(saved.tensor.untyped_storage(), 0, (saved.memory.nbytes,), (1,))
-                self._out.copy(saved.memory.host, whole)
+            for (memory, whole), part in zip(pairs, parts, strict=True):
+                memory.host = part[: whole.nbytes]
+                self._out.copy(memory.host, whole)
             moved.copied = self._out.record()
         self._leaving = moved
 
     def _release(self) -> None:
         """Free the tensors that are being copied to the host.
 
-        The device waits for the copy, because other tensors may get this memory.
+        The device waits for the copy, because other tensors may get this memory. A change in place
+        until now may be in the copy.
         """
         moved, self._leaving = self._leaving, None
-        if moved is not None:
-            assert moved.copied is not None
-            moved.copied.wait()
-            for saved in moved.saved:
-                saved.leave()
-            moved.saved.clear()
+        if moved is None or moved.copied is None:
+            return
+        moved.copied.wait()
+        for saved in moved.saved:
+            assert saved.tensor is not None
+            saved.found, saved.tensor = saved.tensor._version, None
+        moved.saved.clear()
+        for memory in moved.memory.values():
+            memory.device = None
 
     def _fetch(self, moved: _Moved) -> None:
         """Start the copies back to the device."""
         if moved.buffer is None:
             return
-        memories = moved.memory.values()
+        pairs = [(m, m.host) for m in moved.memory.values() if m.host is not None]
         # On the stream of the computation, which uses and frees this memory.
-        for memory in memories:
-            memory.device = torch.empty(memory.nbytes, dtype=torch.uint8, device=self._device)
+        for memory, host in pairs:
+            memory.device = torch.empty(host.nbytes, dtype=torch.uint8, device=self._device)
         with self._back.side_stream():
-            for memory in memories:
-                assert memory.host is not None
+            for memory, host in pairs:
                 assert memory.device is not None
-                self._back.copy(memory.device, memory.host)
+                self._back.copy(memory.device, host)
             moved.copied = self._back.record()
 
     def _finish(self, moved: _Moved) -> None:
@@ -259,22 +251,20 @@ class ActivationOffload:
         The host memory may be used again; the graph alone holds the device memory, and frees it
         node by node.
         """
-        if moved.buffer is not None:
-            assert moved.copied is not None
+        if moved.buffer is not None and moved.copied is not None:
             moved.copied.wait()
             self._free.append((moved.buffer, moved.copied))
         moved.memory.clear()
 
     def _host_buffer(self, nbytes: int) -> Tensor:
         """Return host memory that is not in use; memory that was pinned before, if possible."""
-        fitting = [pair for pair in self._free if pair[0].nbytes >= nbytes]
-        if fitting:
-            pair = min(fitting, key=lambda pair: pair[0].nbytes)
-            self._free = [other for other in self._free if other is not pair]
-            return pair[0]
+        # The largest last: one that is too small is replaced, so there are never more than
+        # micro-batches in flight.
+        self._free.sort(key=lambda pair: pair[0].nbytes)
+        for at, (buffer, _) in enumerate(self._free):
+            if buffer.nbytes >= nbytes:
+                del self._free[at]
+                return buffer
         if self._free:
-            # A larger one replaces it, so there are never more than micro-batches in flight.
-            small, copied = self._free.pop()
-            synchronize(copied)
-            del small
+            synchronize(self._free.pop()[1])
         return self._out.empty(nbytes, dtype=torch.uint8)
