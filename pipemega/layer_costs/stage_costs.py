@@ -41,7 +41,8 @@ from pipemega.pipeline.model.module import BuildOptions, PipelineModule, RngKey,
 from pipemega.pipeline.model.spec import LayerSpec
 from pipemega.pipeline.plan.partition import Bounds, LayerCosts
 from pipemega.pipeline.plan.simulate import CostModel
-from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.split_backward import enable_split_backward
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.random import preserve_rng
 from pipemega.tensor_parallel.deferred_logits import defer_logits
 from pipemega.tensor_parallel.linear_cross_entropy import pending_bytes

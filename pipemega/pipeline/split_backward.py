@@ -29,12 +29,10 @@ would silently lose dW if y is a view that is changed in place.
 Source: Qi et al. 2023, arXiv:2401.10241, section 2; the two identity nodes are ours.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +41,7 @@ from torch.nn import functional as F
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.parameters import has_user_hook
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.tensor_parallel.collectives import (
     SEQUENCE_DIM,
     Pending,
@@ -50,23 +49,6 @@ from pipemega.tensor_parallel.collectives import (
     start_all_gather,
 )
 from pipemega.tensor_parallel.layers import ColumnParallelLinear, column_product
-
-
-class GradientQueue(Protocol):
-    """Computes weight gradients later; implemented by `WeightGradQueue`."""
-
-    @property
-    def defers(self) -> bool: ...
-
-    def holds(self, weight: Tensor) -> bool: ...
-
-    def add(
-        self,
-        weight: nn.Parameter,
-        gradient: Callable[[], Tensor],
-        start: Callable[[], object] | None = None,
-    ) -> None: ...
-
 
 # (x, dy) -> dW
 Gradient = Callable[[Tensor, Tensor], Tensor]
@@ -76,7 +58,7 @@ Gradient = Callable[[Tensor, Tensor], Tensor]
 class _Deferred:
     """State of one layer call between forward and backward."""
 
-    queue: GradientQueue
+    queue: WeightGradQueue
     weight: nn.Parameter
     gradient: Gradient
     gathers: Axis | None = None  # x is this rank's slice of the sequence
@@ -125,7 +107,8 @@ class _QueueGradient(torch.autograd.Function):
             raise ConfigError(
                 "torch.autograd.grad(create_graph=True) needs the weights in the graph, from which "
                 "split backward removes them: set split_backward = False on the class of the "
-                "layer, or use a schedule without split backward, such as '1f1b'"
+                "layer, or use a schedule without split backward, such as '1f1b', and "
+                "gradient_accumulation_fusion false"
             )
         accumulates, returns = _reaches(ctx.next_functions[1][0])
         if not (accumulates or returns):
@@ -138,12 +121,19 @@ class _QueueGradient(torch.autograd.Function):
         whole = None if deferred.gathers is None else _GatheredInput(x, deferred.gathers)
         start = None if whole is None else whole.start
 
-        def gradient() -> Tensor:
-            dw: Tensor = deferred.gradient(x if whole is None else whole.take(), dy)
+        weight, queue = deferred.weight, deferred.queue
+        fuses = accumulates and deferred.gradient is linear_gradient and queue.fuses(weight, dy)
+
+        def gradient() -> Tensor | None:
+            rows = x if whole is None else whole.take()
+            if fuses:
+                queue.add_product(weight, dy, rows)
+                return None
+            dw: Tensor = deferred.gradient(rows, dy)
             return dw
 
-        if accumulates and deferred.queue.defers:
-            deferred.queue.add(deferred.weight, gradient, start)
+        if accumulates and queue.takes_gradients:
+            queue.add(weight, gradient, start)
             return dy, None, None, None
         if start is not None:
             start()
@@ -184,7 +174,7 @@ def _defer(
     weight: nn.Parameter,
     product: Callable[[Tensor], Tensor],
     gradient: Gradient,
-    queue: GradientQueue,
+    queue: WeightGradQueue,
     gathers: Axis | None = None,
 ) -> Tensor:
     """Return product(x); its backward adds the gradient of `weight` to the queue.
@@ -219,7 +209,7 @@ def _as_autocast(x: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: GradientQueue
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: WeightGradQueue
 ) -> Tensor:
     """F.linear with a deferred weight gradient.
 
@@ -235,7 +225,7 @@ def linear(
 
 
 def gathered_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: GradientQueue, axis: Axis
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: WeightGradQueue, axis: Axis
 ) -> Tensor:
     """F.linear of x gathered over `axis`, with a deferred weight gradient.
 
@@ -264,7 +254,7 @@ def linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
 
 
 def embedding(
-    ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, queue: GradientQueue
+    ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, queue: WeightGradQueue
 ) -> Tensor:
     """F.embedding with a deferred weight gradient.
 
@@ -290,7 +280,7 @@ def grouped_linear(
     counts: Tensor,
     transposed: bool = False,
     *,
-    queue: GradientQueue | None = None,
+    queue: WeightGradQueue | None = None,
 ) -> Tensor:
     """Return the product of each group of rows with its own weight, such as an expert's weight.
 
@@ -318,7 +308,7 @@ def grouped_linear(
     return _defer(x, weight, lambda x: product(x, detached), gradient, queue)
 
 
-def _can_defer(weight: Tensor, queue: GradientQueue) -> TypeGuard[nn.Parameter]:
+def _can_defer(weight: Tensor, queue: WeightGradQueue) -> TypeGuard[nn.Parameter]:
     """Return whether the gradient of `weight` may be computed later, at the time of the forward."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return False
@@ -332,7 +322,7 @@ def _can_defer(weight: Tensor, queue: GradientQueue) -> TypeGuard[nn.Parameter]:
     return not (weight.is_complex() or transformed or has_user_hook(weight))
 
 
-def convolution(module: Any, x: Tensor, *, queue: GradientQueue) -> Tensor:
+def convolution(module: Any, x: Tensor, *, queue: WeightGradQueue) -> Tensor:
     """The forward of nn.Conv1d, nn.Conv2d or nn.Conv3d `module` with a deferred weight gradient."""
     weight: nn.Parameter = module.weight
     if not _can_defer(weight, queue) or isinstance(module.padding, str):
@@ -353,138 +343,6 @@ def convolution(module: Any, x: Tensor, *, queue: GradientQueue) -> Tensor:
     return _defer(
         x, weight, lambda x: module._conv_forward(x, detached, module.bias), gradient, queue
     )
-
-
-class Job(NamedTuple):
-    """A queued weight gradient.
-
-    Args:
-        start: called before `gradient`, at the earliest one job before.
-        is_summed: gradients of one weight are summed before they are added, as autograd does it.
-    """
-
-    weight: nn.Parameter
-    start: Callable[[], object] | None
-    gradient: Callable[[], Tensor]
-    is_summed: bool
-
-
-class GradAccumulator(Protocol):
-    """Accumulates gradients; implemented by `optimizer.gradients.GradientBuffer`."""
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None: ...
-
-
-class GradReadyListener(Protocol):
-    """Is notified of complete gradients; implemented by `optimizer.zero.BucketReadiness`."""
-
-    def begin(self) -> None: ...
-
-    def final_backward(
-        self, parameters: Iterable[nn.Parameter], pending: Collection[int] | None
-    ) -> AbstractContextManager[None]: ...
-
-    def mark_ready(self, parameter: nn.Parameter) -> None: ...
-
-
-class WeightGradQueue:
-    """Queue of deferred weight gradients.
-
-    Args:
-        into: accumulates the gradients.
-    """
-
-    def __init__(self, into: GradAccumulator) -> None:
-        self._into = into
-        self._held: set[int] = set()
-        self._queued: dict[Hashable, list[Job]] = defaultdict(list)
-        self._key: Hashable | None = None
-
-    @contextmanager
-    def defer(self, key: Hashable) -> Iterator[None]:
-        """Queue weight gradients under `key` within this context, instead of computing them."""
-        assert self._key is None, f"the input-gradient backward of {self._key} is not finished"
-        self._key = key
-        try:
-            yield
-        finally:
-            self._key = None
-
-    @property
-    def defers(self) -> bool:
-        """Whether `add` queues; otherwise it computes at once."""
-        return self._key is not None
-
-    def hold(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take gradients of these parameters."""
-        self._held.update(map(id, parameters))
-
-    def holds(self, weight: Tensor) -> bool:
-        """Return whether `hold` got this weight."""
-        return id(weight) in self._held
-
-    @torch.no_grad()
-    def run(self, key: Hashable, done: Callable[[nn.Parameter], None] | None = None) -> None:
-        """Compute the weight gradients of `key`; each pair (x, dy) is freed after its use.
-
-        Args:
-            done: called with each weight after its last gradient was added.
-        """
-        jobs = self._queued.pop(key, [])
-        remaining = Counter(id(job.weight) for job in jobs)
-        sums: dict[int, Tensor] = {}
-        jobs.reverse()
-        _start_last(jobs)
-        while jobs:
-            job = jobs.pop()
-            _start_last(jobs)  # overlaps with the product of `job`
-            weight, gradient, number = job.weight, job.gradient(), id(job.weight)
-            remaining[number] -= 1
-            if job.is_summed:
-                if number in sums:
-                    gradient = sums.pop(number) + gradient
-                if remaining[number]:
-                    sums[number] = gradient
-                    continue
-            del job
-            self._into.add(weight, gradient)
-            if done is not None and not remaining[number]:
-                done(weight)
-
-    def pending_weights(self, key: Hashable) -> set[int]:
-        """Return the ids of the parameters with queued gradients under `key`."""
-        return {id(job.weight) for job in self._queued.get(key, ())}
-
-    def add_at_once(self, weight: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that exists already, in I too; see `linear_cross_entropy`."""
-        with torch.no_grad():
-            self._into.add(weight, gradient)
-
-    def add(
-        self,
-        weight: nn.Parameter,
-        gradient: Callable[[], Tensor],
-        start: Callable[[], object] | None = None,
-        *,
-        is_summed: bool = True,
-    ) -> None:
-        """Add `gradient()` to the gradient of `weight`: in `run` if within `defer`, else now.
-
-        Args:
-            start: starts the communication that `gradient` waits for.
-            is_summed: see `Job`; only within `defer`.
-        """
-        if self._key is not None:
-            self._queued[self._key].append(Job(weight, start, gradient, is_summed))
-            return
-        if start is not None:
-            start()
-        self.add_at_once(weight, gradient())
-
-
-def _start_last(jobs: list[Job]) -> None:
-    if jobs and jobs[-1].start is not None:
-        jobs[-1].start()
 
 
 def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) -> None:

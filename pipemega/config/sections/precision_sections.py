@@ -23,6 +23,7 @@ from pipemega.config.declarations import (
     Whole,
     honoured,
     ignored,
+    own,
     refused,
     replaced,
     rule,
@@ -386,6 +387,12 @@ class GradientKeys(Section):
         "Divide gradients by this before the reduction; a second factor after it gives the mean or "
         "the sum.",
     )
+    gradient_accumulation_fusion: bool | Auto = own(
+        "auto",
+        "The product of a linear's weight gradient adds to the accumulated gradient, without a "
+        'tensor of its own (Megatron\'s name); `"auto"`: on GPUs. On CPUs only where both have '
+        "one dtype.",
+    )
     communication_data_type: Dtype | None = honoured(
         None, "Dtype of gradients in the reduction; null: the dtype in which they are accumulated."
     )
@@ -407,6 +414,11 @@ class GradientKeys(Section):
     disable_allgather: bool = ignored(
         False, "Broadcast parameters, do not all-gather them.", "parameters are always all-gathered"
     )
+
+    def fuses_gradients(self, device_type: str) -> bool:
+        """Return whether products add to the gradients, on a mesh of such devices."""
+        fuses = self.gradient_accumulation_fusion
+        return fuses is True or (fuses == "auto" and device_type == "cuda")
 
 
 def with_communication_dtype(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -46,7 +46,7 @@ from pipemega.errors import ConfigError
 from pipemega.parameters import shard_of
 from pipemega.pipeline import split_backward
 from pipemega.pipeline.model.module import Stage
-from pipemega.pipeline.split_backward import WeightGradQueue
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.tensor_parallel.collectives import allow_tracing
 
 
@@ -62,7 +62,10 @@ class _Target:
         weight = None if module is None else module._parameters["weight"]
         assert weight is not None
         # Not summed: in a whole backward each gradient is added as it comes.
-        gradient = partial(split_backward.linear_gradient, x, dy)
+        if self.queue.fuses(weight, dy):
+            gradient: Callable[[], Tensor | None] = partial(self.queue.add_product, weight, dy, x)
+        else:
+            gradient = partial(split_backward.linear_gradient, x, dy)
         self.queue.add(weight, gradient, is_summed=False)
 
 

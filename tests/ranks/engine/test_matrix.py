@@ -174,6 +174,11 @@ CHOICES: dict[str, Choice] = {
         {"prescale_gradients": True, "gradient_allreduce_op": "mean"},
         "float64",
     ),
+    "fused gradients": ({"gradient_accumulation_fusion": True}, "float64"),
+    "fused gradients, sequence parallel": (
+        {"gradient_accumulation_fusion": True, "mesh": {"sequence_parallel": True}},
+        "float64",
+    ),
     "fp32": (training_runs.ADAMW_FP32, "float32"),
     "bf16": (SGD | {"bf16": {"enabled": True}}, "float32"),
     "fp16": (SGD | {"fp16": {"enabled": True, "initial_scale_power": 8}}, "float32"),
@@ -187,12 +192,13 @@ def with_zero(choice: str, **keys: Any) -> Choice:
     return changes | {"zero_optimization": zero}, dtype
 
 
+OVERLAPPING = ("plain", "bf16", "LAMB", "ramp-up", "fused gradients")
 CHOICES |= {
-    f"{name}, ZeRO": with_zero(name, overlap_comm=name in ("plain", "bf16", "LAMB", "ramp-up"))
+    f"{name}, ZeRO": with_zero(name, overlap_comm=name in OVERLAPPING)
     for name in (
         "plain", "clipped", "untied", "sequence parallel", "llama style", "LAMB", "SGD",
-        "prescaled", "ramp-up", "bf16", "fp16", "LoRA", "LoRA, sequence parallel",
-        "LoRA, head trained", "norms of queries and keys",
+        "prescaled", "ramp-up", "bf16", "fp16", "fused gradients", "LoRA",
+        "LoRA, sequence parallel", "LoRA, head trained", "norms of queries and keys",
     )
 }  # fmt: skip
 CHOICES["offloaded, ZeRO"] = with_zero("plain", offload_optimizer={"device": "cpu"})
@@ -314,7 +320,8 @@ def test_every_mesh_trains_like_one_process_and_all_schedules_give_the_same_bits
 WITH_TENSOR_RANKS = (
     "clipped", "untied", "sequence parallel", "recompute full", "llama style",
     "label smoothing, z-loss", "LAMB", "bf16", "fp16", "LoRA, sequence parallel",
-    "LoRA, head trained", "Megatron's GPT options, sequence parallel", "norms of queries and keys",
+    "LoRA, head trained", "Megatron's GPT options, sequence parallel",
+    "fused gradients, sequence parallel", "norms of queries and keys",
 )  # fmt: skip
 
 
@@ -360,6 +367,7 @@ def test_every_setting_trains_like_one_process(
     [
         ((2, 1, 2), ("zb-h1",), ("plain", "plain, ZeRO", "bf16, ZeRO", "clipped, ZeRO")),
         ((2, 1, 2), ("zb-v", "interleaved"), ("plain, ZeRO", "ramp-up, ZeRO")),
+        ((2, 1, 2), ("1f1b", "zb-h1"), ("fused gradients, ZeRO",)),
         ((2, 1, 2), ("1f1b",), ("untied, ZeRO", "LAMB, ZeRO", "offloaded, ZeRO")),
         ((2, 2, 1), ("1f1b",), ("plain, ZeRO", "sequence parallel, ZeRO", "LAMB, ZeRO")),
         ((3, 1, 1), ("1f1b",), ("plain, ZeRO", "prescaled, ZeRO")),

@@ -22,7 +22,8 @@ def block(**changes: Any) -> Block:
     config = GPTConfig(
         vocab_size=64, seq_length=LENGTH, num_layers=1, hidden_size=HIDDEN, ffn_hidden_size=64,
         num_attention_heads=HEADS, num_query_groups=2, kv_channels=HIDDEN // HEADS,
-        position_embedding_type="rope", **{"attention_dropout": 0.0, "hidden_dropout": 0.0} | changes,
+        position_embedding_type="rope",
+        **{"attention_dropout": 0.0, "hidden_dropout": 0.0} | changes,
     )  # fmt: skip
     made = Block(config, Kernels.detect("cpu"), Axis("tensor", (0,), 0)).double()
     initialize_parameters(made, "", seed=1)

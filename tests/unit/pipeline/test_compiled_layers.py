@@ -19,7 +19,8 @@ from pipemega.engine.engine import Engine
 from pipemega.errors import ConfigError, PipelineError
 from pipemega.pipeline.model import compiled_layers
 from pipemega.pipeline.model.compiled_layers import trace_deferred_gradients
-from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.split_backward import enable_split_backward
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.ranks.training_runs import settings, train
 
