@@ -6,7 +6,7 @@ needs.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -22,6 +22,7 @@ from pipemega.errors import PipelineError, code_of_user
 from pipemega.layer_costs.tensor_meter import (
     DeviceKernels,
     DeviceType,
+    KernelKind,
     KernelRates,
     TensorMeter,
     unmetered,
@@ -71,6 +72,7 @@ class StageCosts:
         held_once: the bytes of `held` that only one micro-batch keeps at a time: the weight
             gradient of such a head.
         whole_working: if backward is split: temporary bytes during a B; None: not counted.
+        kinds: the sum of `seconds` by kind of kernel.
     """
 
     input: int
@@ -87,6 +89,7 @@ class StageCosts:
     kept_gradient: int = 0
     held_once: int = 0
     whole_working: int | None = None
+    kinds: Mapping[KernelKind, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -207,6 +210,7 @@ class _StageRun:
             seconds=(forward.seconds, backward.seconds, weight.seconds),
             kept_gradient=0 if first else max(0, gradient_out - (with_gradient - kept)),
             held_once=held_once,
+            kinds=dict(meter.kinds),
         )
         return costs, header
 

@@ -33,6 +33,7 @@ that it imports torch._dynamo at the first call, which takes 0.6 s of a process 
 """
 
 import weakref
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -153,6 +154,9 @@ class _FusedRMSNorm(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, _ = ctx.saved_tensors
         return torch.empty_like(x), None if weight is None else torch.empty_like(weight), None
+
+
+KernelKind = Literal["products", "attention", "others"]
 
 
 @dataclass(frozen=True)
@@ -413,6 +417,8 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Number of operations that run a kernel: all but views."""
         self.seconds = 0.0
         """Time of all kernels by `rates`."""
+        self.kinds: dict[KernelKind, float] = defaultdict(float)
+        """The same time by kind of kernel."""
         self._rates = rates
         self._seen: dict[int, Any] = {}
         for tensor in ignoring:
@@ -447,9 +453,11 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         flops = operation_flops(func, args, kwargs, result)
         self.flops += flops
         if self._rates is not None and runs_kernel(func):
-            self.seconds += self._rates.seconds(
-                func, flops, bytes_moved(func, args, kwargs, result)
-            )
+            moved = bytes_moved(func, args, kwargs, result)
+            seconds = self._rates.seconds(func, flops, moved)
+            self.seconds += seconds
+            kind: KernelKind = "products" if flops else "others"
+            self.kinds["attention" if "attention" in func._schema.name else kind] += seconds
 
     def _track(self, storage: torch.UntypedStorage, counted: bool) -> None:
         key, size = storage._cdata, storage.nbytes() if counted else 0

@@ -40,6 +40,7 @@ class Request:
         rates: speed of devices and links, if known.
         compare: names of schedules to compare with the configured one; "all": every schedule.
         quick: schedule `auto` chooses among named schedules only, without a search.
+        device_name: contains the name of the GPU for which the MFU is estimated.
     """
 
     config: Config
@@ -49,6 +50,7 @@ class Request:
     rates: Rates = field(default_factory=Rates)
     compare: tuple[str, ...] = ()
     quick: bool = False
+    device_name: str = "H100"
 
     @property
     def device(self) -> DeviceType:
