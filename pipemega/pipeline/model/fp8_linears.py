@@ -201,11 +201,11 @@ def enable_fp8(
 def log_fp8(counts: Counter[str], recipe: str, mesh: Mesh, log: logging.Logger) -> None:
     """Log how many linears of the model run in fp8, and why others do not; collective."""
     total = sum(gather_objects(counts, mesh.pipeline), Counter[str]())
-    others = ", ".join(f"{n} ({reason})" for reason, n in sorted(total.items()) if reason)
+    others = "".join(f", {n} ({reason})" for reason, n in sorted(total.items()) if reason)
     log.log(
         logging.INFO if total[""] else logging.WARNING,
-        f"fp8.recipe {recipe!r}: {total['']} of {total.total()} linears run in fp8"
-        + (f"; in bf16: {others}" if others else ""),
+        f"fp8.recipe {recipe!r}: {total['']} of {total.total()} linears run in fp8; not in fp8: "
+        f"embeddings, vocabulary-parallel heads, attention{others}",
     )
 
 
