@@ -78,7 +78,7 @@ class LinearProducts:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         device = x.device.type
-        if torch.is_autocast_enabled(device):
+        if not x.is_meta and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
         y = self.differentiable_output(x.reshape(-1, x.shape[-1]), weight)
         y = y if bias is None else y + bias
