@@ -19,6 +19,7 @@ from pipemega.pipeline.connections import connect
 from pipemega.pipeline.executor import Executor, RankStages
 from pipemega.pipeline.messages import Header
 from pipemega.pipeline.microbatch_loss import reduced_loss
+from pipemega.pipeline.model.fp8_linears import Fp8Products, enable_fp8, log_fp8
 from pipemega.pipeline.model.module import BuildOptions, PipelineModule
 from pipemega.pipeline.model.recompute import checkpoint_interval
 from pipemega.pipeline.model.stages import LocalModel, build_local_model
@@ -41,6 +42,7 @@ class RunSetup:
         loader: the loader of the training data; None if the caller passes iterators.
         example: a micro-batch, from which the model is counted; None: see `PlanChooser`.
         has_read: the first step was read, so no shapes follow.
+        fp8: the products of linears in fp8; None: in the dtype of the run.
     """
 
     config: Config
@@ -50,6 +52,7 @@ class RunSetup:
     loader: BatchLoader | None = None
     example: Sample | None = None
     has_read: bool = False
+    fp8: Fp8Products | None = None
 
     @property
     def batch(self) -> Batch:
@@ -105,6 +108,7 @@ class ExecutorBuilder:
 
     def __init__(self, setup: RunSetup, timers: MultiTimer, plan_may_change: bool) -> None:
         self._config, self._mesh, self._net = setup.config, setup.mesh, setup.net
+        self._setup = setup
         self._timers, self._plan_may_change = timers, plan_may_change
         self._groups: list[dist.ProcessGroup] = []
 
@@ -131,7 +135,11 @@ class ExecutorBuilder:
         Raises:
             ConfigError: a message has no declared shape.
         """
-        config = self._config
+        config, setup = self._config, self._setup
+        log = get_logger(self._mesh.rank)
+        counts = enable_fp8(setup.staged_net, model.stages, setup.fp8)
+        if setup.fp8 is not None:
+            log_fp8(counts, config.fp8.recipe, self._mesh, log)
         weight_queue = readiness = None
         if step is not None and self._takes_weight_gradients(plan):
             weight_queue = WeightGradQueue(step.gradients, fuses=self._fuses)
@@ -144,7 +152,6 @@ class ExecutorBuilder:
         if self._compiles:
             # It imports the compiler.
             compiled = import_module("pipemega.pipeline.model.compiled_layers")
-            log = get_logger(self._mesh.rank)
             before_training = compiled.compile_layers(model.stages, config.compile, self._mesh, log)
         transport = self._transport(plan, model.bounds)
         stages = RankStages(

@@ -30,6 +30,7 @@ from pipemega.config.sections.run_sections import LoraSection
 from pipemega.distributed.mesh import Axis
 from pipemega.parameters import InitMethod, Shard, attach_shard, shard_of
 from pipemega.tensor_parallel.collectives import SEQUENCE_DIM, copy_to_tensor, gather_sequence
+from pipemega.tensor_parallel.layers import Product
 
 A, B, SCALE = "lora_A", "lora_B", "lora_scale"
 
@@ -145,11 +146,13 @@ class _Product:
 
     def __init__(self, linear: nn.Module, scale: float) -> None:
         self._linear, self._scale = linear, scale
+        # W x; in fp8 if `fp8_linears` replaces it.
+        self.base: Product = F.linear
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         added = self._linear.get_submodule(B)(_hidden(self._linear, x))
         # In place: nothing else uses W x.
-        return F.linear(x, weight, bias).add_(added, alpha=self._scale)
+        return self.base(x, weight, bias).add_(added, alpha=self._scale)
 
 
 class _AddToOutput:

@@ -48,7 +48,12 @@ from pipemega.tensor_parallel.collectives import (
     gather_sequence,
     start_all_gather,
 )
-from pipemega.tensor_parallel.layers import ColumnParallelLinear, column_product
+from pipemega.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LinearProducts,
+    column_product,
+    gradient_of,
+)
 
 # (x, dy) -> dW
 Gradient = Callable[[Tensor, Tensor], Tensor]
@@ -122,7 +127,7 @@ class _QueueGradient(torch.autograd.Function):
         start = None if whole is None else whole.start
 
         weight, queue = deferred.weight, deferred.queue
-        fuses = accumulates and deferred.gradient is linear_gradient and queue.fuses(weight, dy)
+        fuses = accumulates and deferred.gradient is gradient_of(None) and queue.fuses(weight, dy)
 
         def gradient() -> Tensor | None:
             rows = x if whole is None else whole.take()
@@ -209,25 +214,38 @@ def _as_autocast(x: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: WeightGradQueue
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    queue: WeightGradQueue,
+    products: LinearProducts | None = None,
 ) -> Tensor:
-    """F.linear with a deferred weight gradient.
+    """F.linear, or `products` in its place, with a deferred weight gradient.
 
     Shape:
         x [..., in]  ->  [..., out]
     """
+    product = products or F.linear
     if not _can_defer(weight, queue):
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
     # Two dims: with more, F.linear returns a view, which cannot be marked as changed in place.
     rows, detached = x.reshape(-1, x.shape[-1]), weight.detach()
-    y = _defer(rows, weight, lambda r: F.linear(r, detached, bias), linear_gradient, queue)
+    gradient = gradient_of(products)
+    y = _defer(rows, weight, lambda r: product(r, detached, bias), gradient, queue)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def gathered_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: WeightGradQueue, axis: Axis
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    queue: WeightGradQueue,
+    axis: Axis,
+    products: LinearProducts | None = None,
 ) -> Tensor:
-    """F.linear of x gathered over `axis`, with a deferred weight gradient.
+    """`linear` of x gathered over `axis`, with a deferred weight gradient.
 
     Only this rank's slice of x is kept for W, which gathers it again.
 
@@ -235,22 +253,17 @@ def gathered_linear(
         x [batch, seq / T, in]  ->  [batch, seq, out / T]
     """
     if not _can_defer(weight, queue):
-        return column_product(x, weight, bias, axis, sequence_parallel=True)
+        return column_product(x, weight, bias, axis, True, products)
     detached = weight.detach()
 
     def product(x: Tensor) -> Tensor:
         whole = gather_sequence(x, axis)
-        return F.linear(whole.reshape(-1, x.shape[-1]), detached, bias)
+        return (products or F.linear)(whole.reshape(-1, x.shape[-1]), detached, bias)
 
-    y = _defer(x, weight, product, linear_gradient, queue, axis)
+    y = _defer(x, weight, product, gradient_of(products), queue, axis)
     shape = list(x.shape)
     shape[SEQUENCE_DIM] *= axis.size
     return y.view(*shape[:-1], y.shape[-1])
-
-
-def linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    """Return dW [out, in] for x [n, in] and dy [n, out], by the same kernel as autograd."""
-    return dy.t().mm(x.to(dy.dtype))
 
 
 def embedding(
@@ -358,7 +371,7 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
     for root in roots:
         queue.hold(root.parameters())
     for module in {id(m): m for root in roots for m in _splitting(root)}.values():
-        _restore(module)
+        undo_split_backward(module)
         weight = module._parameters.get("weight")
         if weight is not None and not weight.requires_grad:
             continue
@@ -368,13 +381,16 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
             _replace(module, lookup=partial(embedding, queue=queue))
         if getattr(module, "grouped_product", None) is grouped_linear:
             _replace(module, grouped_product=partial(grouped_linear, queue=queue))
-        if product is F.linear:
-            _replace(module, product=partial(linear, queue=queue))
+        if product is F.linear or isinstance(product, LinearProducts):
+            options: dict[str, Any] = {}
+            if isinstance(product, LinearProducts):
+                options["products"] = product
+            _replace(module, product=partial(linear, queue=queue, **options))
             if hasattr(module, "weight_sink"):
                 _replace(module, weight_sink=queue)
-            if isinstance(module, ColumnParallelLinear) and module.sequence_parallel:
-                gathered = partial(gathered_linear, queue=queue, axis=module.axis)
-                _replace(module, gathered_product=gathered)
+            if isinstance(module, ColumnParallelLinear):
+                gathered = partial(gathered_linear, queue=queue, axis=module.axis, **options)
+                _replace(module, gathered_product=gathered if module.sequence_parallel else None)
         elif (forward := _forward_of(module)) is not None:
             _replace(module, forward=partial(forward, module, queue=queue))
 
@@ -385,7 +401,7 @@ def _replace(module: nn.Module, **attributes: Any) -> None:
     vars(module).update(attributes)
 
 
-def _restore(module: nn.Module) -> None:
+def undo_split_backward(module: nn.Module) -> None:
     """Undo `_replace` of another queue: of an earlier engine, or of the original of a copy."""
     for name, value in vars(module).pop("_before_split_backward", {}).items():
         vars(module)[name] = value

