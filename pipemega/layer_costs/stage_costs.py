@@ -74,7 +74,7 @@ class StageCosts:
         held_once: the bytes of `held` that only one micro-batch keeps at a time: the weight
             gradient of such a head.
         whole_working: if backward is split: temporary bytes during a B; None: not counted.
-        kinds: the sum of `seconds` by kind of kernel.
+        kinds: the time without fp8 by kind of kernel.
         seconds_without_fp8: seconds of F, I and W if products in fp8 were in bf16.
     """
 

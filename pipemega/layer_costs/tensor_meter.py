@@ -461,7 +461,7 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seconds = 0.0
         """Time of all kernels by `rates`."""
         self.kinds: dict[KernelKind, float] = defaultdict(float)
-        """The same time by kind of kernel."""
+        """The time without fp8 by kind of kernel."""
         self.seconds_without_fp8 = 0.0
         """The same if products in fp8 were in bf16."""
         self._rates = rates
@@ -507,7 +507,7 @@ class TensorMeter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.seconds += seconds
             self.seconds_without_fp8 += without_fp8
             kind: KernelKind = "products" if flops else "others"
-            self.kinds["attention" if "attention" in func._schema.name else kind] += seconds
+            self.kinds["attention" if "attention" in func._schema.name else kind] += without_fp8
 
     def _track(self, storage: torch.UntypedStorage, counted: bool) -> None:
         key, size = storage._cdata, storage.nbytes() if counted else 0
