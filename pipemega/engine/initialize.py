@@ -53,6 +53,7 @@ from pipemega.optimizer.user_optimizer import GivenGroups, GivenOptimizer, Optim
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel, log_stages, make_replicas_equal
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.tensor_parallel.overlapped_products import with_overlap
 
 
 def resume(engine: Engine, log: logging.Logger) -> None:
@@ -233,7 +234,9 @@ def build_engine(
         loader = None
         if data is not None:
             loader = training_loader(config, mesh, data, collate_fn, config.training.epochs)
-        setup = replace(setup, config=config, net=net, loader=loader)
+        if config.mesh.overlaps_products(mesh.device.type):
+            mesh = replace(mesh, tensor=with_overlap(mesh.tensor, mesh.device, log))
+        setup = replace(setup, config=config, mesh=mesh, net=net, loader=loader)
         engine = Engine(_build_steps(setup, plan, options))
         if mesh.world.size > 1:
             # If a rank could not build its part, all ranks stop here and not in the first step.
