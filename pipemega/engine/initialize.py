@@ -55,6 +55,7 @@ from pipemega.pipeline.model.fp8_linears import load_fp8
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel, log_stages, make_replicas_equal
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.tensor_parallel.overlapped_products import with_overlap
 
 
 def resume(engine: Engine, log: logging.Logger) -> None:
@@ -238,7 +239,9 @@ def build_engine(
         fp8 = None
         if config.fp8.enabled and setup.arguments.trains(config):
             fp8 = on_all_ranks(mesh.world, partial(load_fp8, config.fp8, mesh.device))
-        setup = replace(setup, config=config, net=net, loader=loader, fp8=fp8)
+        if config.mesh.overlaps_products(mesh.device.type):
+            mesh = replace(mesh, tensor=with_overlap(mesh.tensor, mesh.device, log))
+        setup = replace(setup, config=config, mesh=mesh, net=net, loader=loader, fp8=fp8)
         engine = Engine(_build_steps(setup, plan, options))
         if mesh.world.size > 1:
             # If a rank could not build its part, all ranks stop here and not in the first step.

@@ -30,7 +30,7 @@ Source: Qi et al. 2023, arXiv:2401.10241, section 2; the two identity nodes are 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -51,9 +51,11 @@ from pipemega.tensor_parallel.collectives import (
 from pipemega.tensor_parallel.layers import (
     ColumnParallelLinear,
     LinearProducts,
+    RowParallelLinear,
     column_product,
     gradient_of,
 )
+from pipemega.tensor_parallel.overlapped_products import overlaps, row_product
 
 # (x, dy) -> dW
 Gradient = Callable[[Tensor, Tensor], Tensor]
@@ -71,6 +73,8 @@ class _Deferred:
     # The output of that node, only if no other node needs it: before torch 2.13 a node without
     # references drops its tensors. Otherwise activation checkpointing must be able to free it.
     output: Tensor | None = None
+    # dy from the product's own backward, which gathers it; see `scattered_linear`.
+    whole_dy: list[Tensor] = field(default_factory=list)
 
 
 class _SaveInput(torch.autograd.Function):
@@ -107,7 +111,7 @@ class _QueueGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        deferred, dy = ctx.deferred, gradients[0]
+        deferred, passed = ctx.deferred, gradients[0]
         if torch.is_grad_enabled():
             raise ConfigError(
                 "torch.autograd.grad(create_graph=True) needs the weights in the graph, from which "
@@ -116,8 +120,9 @@ class _QueueGradient(torch.autograd.Function):
                 "gradient_accumulation_fusion false"
             )
         accumulates, returns = _reaches(ctx.next_functions[1][0])
+        dy = deferred.whole_dy.pop() if deferred.whole_dy else passed
         if not (accumulates or returns):
-            return dy, None, None, None
+            return passed, None, None, None
         # Under activation checkpointing this recomputes x, so that W does not.
         (x,) = (deferred.saved or ctx).saved_tensors
         if accumulates:
@@ -132,17 +137,29 @@ class _QueueGradient(torch.autograd.Function):
         def gradient() -> Tensor | None:
             rows = x if whole is None else whole.take()
             if fuses:
-                queue.add_product(weight, dy, rows)
+                queue.add_product(weight, dy.flatten(0, -2), rows.flatten(0, -2))
                 return None
             dw: Tensor = deferred.gradient(rows, dy)
             return dw
 
         if accumulates and queue.takes_gradients:
             queue.add(weight, gradient, start)
-            return dy, None, None, None
+            return passed, None, None, None
         if start is not None:
             start()
-        return dy, gradient(), None, None
+        return passed, gradient(), None, None
+
+
+class _QueueWholeGradient(_QueueGradient):
+    """Identity on x; its backward, which runs after the product's, queues (x, whole dy)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, deferred: _Deferred, ids: Tensor | None
+    ) -> Tensor:
+        ctx.deferred = deferred
+        ctx.save_for_backward(x)
+        return x.view_as(x)
 
 
 def _reaches(node: Any) -> tuple[bool, bool]:
@@ -255,8 +272,11 @@ def gathered_linear(
     if not _can_defer(weight, queue):
         return column_product(x, weight, bias, axis, True, products)
     detached = weight.detach()
+    overlapped = products is None and overlaps(x, axis)
 
     def product(x: Tensor) -> Tensor:
+        if overlapped:
+            return column_product(x, detached, bias, axis, sequence_parallel=True)
         whole = gather_sequence(x, axis)
         return (products or F.linear)(whole.reshape(-1, x.shape[-1]), detached, bias)
 
@@ -264,6 +284,21 @@ def gathered_linear(
     shape = list(x.shape)
     shape[SEQUENCE_DIM] *= axis.size
     return y.view(*shape[:-1], y.shape[-1])
+
+
+def scattered_linear(x: Tensor, weight: Tensor, axis: Axis, *, queue: WeightGradQueue) -> Tensor:
+    """`row_product` with a deferred weight gradient.
+
+    Its backward gathers dy, in pieces, so the queue gets the whole dy from there.
+
+    Shape:
+        x [batch, seq, in / T]  ->  [batch, seq / T, out]
+    """
+    if not _can_defer(weight, queue):
+        return row_product(x, weight, axis)
+    deferred = _Deferred(queue, weight, gradient_of(None))
+    x = _QueueWholeGradient.apply(x, weight, deferred, None)  # type: ignore[no-untyped-call]
+    return row_product(x, weight.detach(), axis, deferred.whole_dy)
 
 
 def embedding(
@@ -391,6 +426,8 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
             if isinstance(module, ColumnParallelLinear):
                 gathered = partial(gathered_linear, queue=queue, axis=module.axis, **options)
                 _replace(module, gathered_product=gathered if module.sequence_parallel else None)
+            if isinstance(module, RowParallelLinear) and module.sequence_parallel and not options:
+                _replace(module, overlapped_product=partial(scattered_linear, queue=queue))
         elif (forward := _forward_of(module)) is not None:
             _replace(module, forward=partial(forward, module, queue=queue))
 

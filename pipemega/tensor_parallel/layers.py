@@ -44,6 +44,13 @@ from pipemega.tensor_parallel.deferred_logits import (
     OutputShard,
     defers_logits,
 )
+from pipemega.tensor_parallel.overlapped_products import (
+    gathered_product,
+    overlaps,
+    row_product,
+    scattered_product,
+    weight_gradient,
+)
 
 
 class Product(Protocol):
@@ -249,15 +256,19 @@ class RowParallelLinear(nn.Module):
             self.bias = attach_shard(nn.Parameter(new((out_features,), 0.0)), shard)
 
     product: Product = staticmethod(F.linear)
+    # `row_product` with a deferred weight gradient.
+    overlapped_product: Callable[[Tensor, Tensor, Axis], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
             return self.product(x, self.weight, self.bias)
-        y = self.product(x, self.weight)
-        if self.sequence_parallel:
-            y = reduce_scatter_sequence(y, self.axis)
+        overlapped = row_product if self.product is F.linear else self.overlapped_product
+        if not self.sequence_parallel:
+            y = sum_in_place(self.product(x, self.weight), self.axis)
+        elif overlapped is not None and overlaps(x, self.axis, scatters=True):
+            y = overlapped(x, self.weight, self.axis)
         else:
-            y = sum_in_place(y, self.axis)
+            y = reduce_scatter_sequence(self.product(x, self.weight), self.axis)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -277,7 +288,8 @@ def column_product(
         communication      all-gather x ..     all-reduce or reduce-scatter dx ..
         computation        dx = dy W           dW = dyᵀ x
 
-    x is gathered under sequence parallelism only, which saves only the slice of x for backward.
+    x is gathered under sequence parallelism only, which saves only the slice of x for backward. The
+    axis says whether the product overlaps with the all-gather, and dx with the reduce-scatter.
     """
     if axis.size == 1:
         return (products or F.linear)(x, weight, bias)
@@ -300,6 +312,9 @@ class _ColumnProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.axis, ctx.gather, ctx.products = axis, gather, products
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.overlaps = gather and products is None and overlaps(x, axis)
+        if ctx.overlaps:
+            return gathered_product(x, weight.t(), bias, axis)[0]
         full = start_all_gather(x, axis, SEQUENCE_DIM)() if gather else x
         return (products or F.linear)(full, weight, bias)
 
@@ -313,7 +328,9 @@ class _ColumnProduct(torch.autograd.Function):
         gathering = summing = None
         if need_dw and ctx.gather:
             gathering = start_all_gather(x, axis, SEQUENCE_DIM)
-        if need_dx:
+        if need_dx and ctx.overlaps:
+            summing = scattered_product(dy, weight, axis)
+        elif need_dx:
             if products is None:
                 dx = dy.matmul(weight)
             else:
@@ -335,18 +352,13 @@ class _ColumnProduct(torch.autograd.Function):
         return summing() if summing is not None else None, dw, db, None, None, None
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """Return dW = dyᵀ x [out, in] of y = x Wᵀ, summed over all leading dims."""
-    return _rows(dy).t().mm(_rows(x))
-
-
 def gradient_of(products: LinearProducts | None) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the function of x [n, in] and dy [n, out] that computes dW, as autograd does."""
+    """Return the function of x [.., in] and dy [.., out] that computes dW, as autograd does."""
     return _linear_gradient if products is None else products.weight_gradient
 
 
 def _linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    return dy.t().mm(x.to(dy.dtype))
+    return weight_gradient(dy, x.to(dy.dtype))
 
 
 def _rows(tensor: Tensor) -> Tensor:

@@ -53,6 +53,19 @@ CHOICES: dict[str, Choice] = {
     "clipped": ({"gradient_clipping": 0.05}, "float64"),
     "untied": ({"model": {"untie_embeddings_and_output_weights": True}}, "float64"),
     "sequence parallel": ({"mesh": {"sequence_parallel": True}}, "float64"),
+    "overlapped sequence parallel": (
+        {"mesh": {"sequence_parallel": True, "overlap_sequence_parallel": True}},
+        "float64",
+    ),
+    "overlapped sequence parallel, bf16": (
+        SGD
+        | {
+            "mesh": {"sequence_parallel": True, "overlap_sequence_parallel": True},
+            "bf16": {"enabled": True},
+            "model": {"recompute": "full"},
+        },
+        "float32",
+    ),
     "recompute full": ({"model": {"recompute": "full"}}, "float64"),
     "recompute selective": ({"model": {"recompute": "selective"}}, "float64"),
     "checkpoint every 2 layers": ({"pipeline": {"activation_checkpoint_interval": 2}}, "float64"),
@@ -196,7 +209,8 @@ OVERLAPPING = ("plain", "bf16", "LAMB", "ramp-up", "fused gradients")
 CHOICES |= {
     f"{name}, ZeRO": with_zero(name, overlap_comm=name in OVERLAPPING)
     for name in (
-        "plain", "clipped", "untied", "sequence parallel", "llama style", "LAMB", "SGD",
+        "plain", "clipped", "untied", "sequence parallel", "overlapped sequence parallel",
+        "llama style", "LAMB", "SGD",
         "prescaled", "ramp-up", "bf16", "fp16", "fused gradients", "LoRA",
         "LoRA, sequence parallel", "LoRA, head trained", "norms of queries and keys",
     )
@@ -208,7 +222,8 @@ BY_NORMS = ("clipped, ZeRO", "LAMB, ZeRO")
 
 # Relative to the largest value: the order of sums differs between meshes. Masters are fp32.
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bf16": 6e-2, "fp16": 1e-2}
-TOLERANCE["compiled by inductor, bf16"] = TOLERANCE["bf16"]
+LIKE_BF16 = ("compiled by inductor, bf16", "overlapped sequence parallel, bf16")
+TOLERANCE |= dict.fromkeys(LIKE_BF16, TOLERANCE["bf16"])
 
 
 # Some steps are larger than others, or the last one is smaller.
@@ -318,7 +333,8 @@ def test_every_mesh_trains_like_one_process_and_all_schedules_give_the_same_bits
 
 # These settings depend on the tensor axis.
 WITH_TENSOR_RANKS = (
-    "clipped", "untied", "sequence parallel", "recompute full", "llama style",
+    "clipped", "untied", "sequence parallel", "overlapped sequence parallel",
+    "overlapped sequence parallel, bf16", "recompute full", "llama style",
     "label smoothing, z-loss", "LAMB", "bf16", "fp16", "LoRA, sequence parallel",
     "LoRA, head trained", "Megatron's GPT options, sequence parallel",
     "fused gradients, sequence parallel", "norms of queries and keys",
@@ -370,6 +386,7 @@ def test_every_setting_trains_like_one_process(
         ((2, 1, 2), ("1f1b", "zb-h1"), ("fused gradients, ZeRO",)),
         ((2, 1, 2), ("1f1b",), ("untied, ZeRO", "LAMB, ZeRO", "offloaded, ZeRO")),
         ((2, 2, 1), ("1f1b",), ("plain, ZeRO", "sequence parallel, ZeRO", "LAMB, ZeRO")),
+        ((2, 2, 1), ("1f1b",), ("overlapped sequence parallel, ZeRO",)),
         ((3, 1, 1), ("1f1b",), ("plain, ZeRO", "prescaled, ZeRO")),
     ],
     ids=str,
@@ -391,6 +408,18 @@ def test_zero_trains_like_one_process_on_every_kind_of_mesh(
     if "plain" in choices:
         pair = [results[schedules[0], choice] for choice in ("plain", "plain, ZeRO")]
         assert_bitwise(pair, norm=False)
+
+
+@pytest.mark.parametrize(
+    "choice", ["overlapped sequence parallel", "overlapped sequence parallel, bf16"]
+)
+def test_overlapped_products_train_like_one_process_with_the_same_bits_under_all_schedules(
+    pool: RankPool, oracle: Oracle, choice: str
+) -> None:
+    schedules = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v")
+    results = run_all(pool, (1, 2, 2), [(schedule, choice) for schedule in schedules])
+    assert_bitwise(results)
+    assert_like_the_oracle(results[0], oracle(choice), choice)
 
 
 @pytest.mark.sweep
