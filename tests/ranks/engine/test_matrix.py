@@ -57,6 +57,13 @@ CHOICES: dict[str, Choice] = {
         {"mesh": {"sequence_parallel": True, "overlap_sequence_parallel": True}},
         "float64",
     ),
+    "overlapped sequence parallel, fused gradients": (
+        {
+            "mesh": {"sequence_parallel": True, "overlap_sequence_parallel": True},
+            "gradient_accumulation_fusion": True,
+        },
+        "float64",
+    ),
     "overlapped sequence parallel, bf16": (
         SGD
         | {
@@ -334,12 +341,15 @@ def test_every_mesh_trains_like_one_process_and_all_schedules_give_the_same_bits
 # These settings depend on the tensor axis.
 WITH_TENSOR_RANKS = (
     "clipped", "untied", "sequence parallel", "overlapped sequence parallel",
-    "overlapped sequence parallel, bf16", "recompute full", "llama style",
+    "recompute full", "llama style",
     "label smoothing, z-loss", "LAMB", "bf16", "fp16", "LoRA, sequence parallel",
     "LoRA, head trained", "Megatron's GPT options, sequence parallel",
     "fused gradients, sequence parallel", "norms of queries and keys",
 )  # fmt: skip
 
+
+# These run with several schedules.
+OVERLAPPED = ("overlapped sequence parallel, fused gradients", "overlapped sequence parallel, bf16")
 
 # Other settings combine these.
 ONLY_SWEPT = (
@@ -354,7 +364,7 @@ def _some() -> Iterator[tuple[str, tuple[int, int, int]]]:
     for choice in CHOICES:
         if choice == "plain" or choice.endswith("ZeRO") or choice.startswith("partial step, "):
             continue
-        if choice in ONLY_SWEPT:
+        if choice in ONLY_SWEPT + OVERLAPPED:
             continue
         if choice in ("mean of micro-batches", "prescaled", "fp32", "partial step", "ramp-up"):
             yield choice, (2, 1, 2)
@@ -410,9 +420,7 @@ def test_zero_trains_like_one_process_on_every_kind_of_mesh(
         assert_bitwise(pair, norm=False)
 
 
-@pytest.mark.parametrize(
-    "choice", ["overlapped sequence parallel", "overlapped sequence parallel, bf16"]
-)
+@pytest.mark.parametrize("choice", OVERLAPPED)
 def test_overlapped_products_train_like_one_process_with_the_same_bits_under_all_schedules(
     pool: RankPool, oracle: Oracle, choice: str
 ) -> None:

@@ -118,6 +118,9 @@ KEYS = {
     "--tensor-model-parallel-size 2 --sequence-parallel": {
         "mesh.tensor": 2, "mesh.sequence_parallel": True,
     },
+    "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap": {
+        "mesh.tensor": 2, "mesh.sequence_parallel": True, "mesh.overlap_sequence_parallel": True,
+    },
     "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1": {
         "mesh.pipeline": 2, "pipeline.schedule": "interleaved", "pipeline.chunks": 2,
     },
