@@ -22,6 +22,7 @@ _HARMLESS_KEYS = (
     "model.recompute",
     "model.recompute_method",
     "model.recompute_num_layers",
+    "model.recompute_keep",
     "model.make_vocab_size_divisible_by",
     "model.pad_vocab_size_to",
     "lora.path",

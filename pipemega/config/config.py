@@ -474,7 +474,7 @@ _RULES = (
     ),
     Rule(
         ("pipeline.activation_checkpoint_interval", "activation_checkpointing.number_checkpoints",
-         "model.recompute_method"),
+         "model.recompute_method", "model.recompute_keep"),
         errors_of_recompute,
     ),
     Rule(

@@ -29,7 +29,12 @@ from torch.nn.utils import skip_init
 from pipemega.config.sections.run_sections import LoraSection
 from pipemega.distributed.mesh import Axis
 from pipemega.parameters import InitMethod, Shard, attach_shard, shard_of
-from pipemega.tensor_parallel.collectives import SEQUENCE_DIM, copy_to_tensor, gather_sequence
+from pipemega.tensor_parallel.collectives import (
+    SEQUENCE_DIM,
+    copy_to_tensor,
+    gather_sequence,
+    keeping,
+)
 from pipemega.tensor_parallel.layers import Product
 
 A, B, SCALE = "lora_A", "lora_B", "lora_scale"
@@ -151,8 +156,11 @@ class _Product:
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         added = self._linear.get_submodule(B)(_hidden(self._linear, x))
-        # In place: nothing else uses W x.
-        return self.base(x, weight, bias).add_(added, alpha=self._scale)
+        product = self.base(x, weight, bias)
+        # In place: nothing else uses W x, unless a recomputation keeps it.
+        if torch.compiler.is_compiling() or keeping.get() == "off":
+            return product.add_(added, alpha=self._scale)
+        return product.add(added, alpha=self._scale)
 
 
 class _AddToOutput:

@@ -33,6 +33,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from pipemega.pipeline.model.recompute import outside_recomputation
+
 # Limits of flash attention in torch 2.13: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
 _FLASH_DTYPES = (torch.float16, torch.bfloat16)
 _FLASH_CHANNELS = 256
@@ -204,7 +206,7 @@ def _kept_for(documents: Tensor, make: Callable[[Tensor], Mask]) -> Mask:
         return make(documents)
     if _kept is None or not _kept.fits(documents, make):
         # Validation creates masks within `torch.inference_mode`; training may use them later.
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), outside_recomputation():
             mask = make(documents)
         _kept = _Kept(weakref.ref(documents, _forget), documents._version, make, mask)
     return _kept.mask  # type: ignore[no-any-return]

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from pipemega.config.sections.transformer_sections import RopeScalingSection
+from pipemega.pipeline.model.recompute import outside_recomputation
 
 
 class Frequencies(NamedTuple):
@@ -270,5 +271,5 @@ def _forget(positions: "weakref.ref[Tensor]") -> None:
 @contextmanager
 def _normal_tensors() -> Iterator[None]:
     """Create tensors that training can use too, also within `torch.inference_mode`."""
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(False), torch.no_grad(), outside_recomputation():
         yield

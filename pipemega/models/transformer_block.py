@@ -32,7 +32,10 @@ from pipemega.models.attention import (
 )
 from pipemega.models.rotary import RopeScaling, Rotary
 from pipemega.parameters import mark_partial_gradient, normal
-from pipemega.pipeline.model.recompute import ActivationCheckpoints, recompute
+from pipemega.pipeline.model.recompute import (
+    ActivationCheckpoints,
+    recompute,
+)
 from pipemega.random import sharded_rng
 from pipemega.tensor_parallel import ColumnParallelLinear, Dropout, RowParallelLinear
 
@@ -81,6 +84,9 @@ class BlockConfig:
     recompute: Literal["none", "selective", "full"] = gpt_default("recompute")
     recompute_method: Literal["uniform", "block"] | None = gpt_default("recompute_method")
     recompute_num_layers: int = gpt_default("recompute_num_layers")
+    recompute_keep: tuple[Literal["attention", "linear"], ...] | None = gpt_default(
+        "recompute_keep"
+    )
     sequence_parallel: bool = False
     causal: bool = True
     padded_from: int | None = None
@@ -173,7 +179,8 @@ class Attention(nn.Module):
         self._groups = c.num_query_groups // axis.size
         self._causal, self._padded_from = c.causal, c.padded_from
         self._by_blocks = c.document_attention == "auto" and kernels.flex_attention
-        self._dropout, self._selective = c.attention_dropout, c.recompute == "selective"
+        self._dropout = c.attention_dropout
+        self._selective = c.recompute == "selective" and c.recompute_keep is None
         queries = c.num_attention_heads * c.kv_channels
         keys = c.num_query_groups * c.kv_channels
         qkv_bias = c.add_bias_linear or c.add_qkv_bias
@@ -267,13 +274,27 @@ class Block(nn.Module):
             sequence_parallel=c.sequence_parallel,
             padded_from=c.padded_from,
         )
+        self._keep = c.recompute_keep
+        if self._keep is not None:
+            self.compiled_method = None
+            self.uncompiled_reason = (
+                "model.recompute_keep chooses operators, which a compiled layer fuses"
+            )
 
     def forward(self, inputs: Hidden) -> Hidden:
         hidden, *per_token = inputs if isinstance(inputs, tuple) else (inputs,)
+        if self._keep is None:
+            hidden = self._run(hidden, *per_token)
+        else:
+            # Dropout may also be a part of an adapter.
+            args, keep = (hidden, *per_token), self._keep
+            hidden = recompute(self._run, *args, restore_rng=self.training, keep=keep)
+        return (hidden, *per_token) if per_token else hidden
+
+    def _run(self, hidden: Tensor, *per_token: Tensor) -> Tensor:
         # No name holds the output of the attention while the MLP runs.
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), *per_token))
-        hidden = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
-        return (hidden, *per_token) if per_token else hidden
+        return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

@@ -36,6 +36,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from torch.nn import functional as F
 
 from pipemega.distributed.mesh import Axis
@@ -46,6 +47,7 @@ from pipemega.tensor_parallel.collectives import (
     SEQUENCE_DIM,
     Pending,
     gather_sequence,
+    keeping,
     start_all_gather,
 )
 from pipemega.tensor_parallel.layers import (
@@ -217,8 +219,14 @@ def _defer(
             # dx is not needed: the product uses x directly and has no gradient for it.
             deferred.output, entering = entering, x
     y = product(entering)
-    result: Tensor = _QueueGradient.apply(y, weight, deferred, ids)  # type: ignore[no-untyped-call]
-    return result
+    if keeping.get() == "off":
+        return _queued(y, weight, deferred, ids)
+    # Marked as changed in place, which y is not: a recomputation that keeps y must not refuse it.
+    with _unsafe_preserve_version_counter(y):
+        return _queued(y, weight, deferred, ids)
+
+
+_queued: Callable[..., Tensor] = _QueueGradient.apply
 
 
 def _as_autocast(x: Tensor) -> Tensor:

@@ -181,6 +181,8 @@ def _other_recomputation(report: Report) -> Iterator[list[str]]:
         all_blocks = []
         if model.recompute_method is not None:
             all_blocks = ["model.recompute_method=null", "model.recompute_num_layers=1"]
+        if model.recompute_keep is not None:
+            all_blocks.append("model.recompute_keep=null")
         now = _RECOMPUTE.index(model.recompute)
         # The next step after full recomputation of some blocks is full recomputation of all.
         for name in _RECOMPUTE[:now] if fits else _RECOMPUTE[now + (not all_blocks) :]:

@@ -182,6 +182,8 @@ def summary_rows(report: Report) -> dict[str, str]:
         recompute = model.recompute
         if model.recompute_method is not None:
             recompute += f", {model.recompute_method} {model.recompute_num_layers}"
+        if model.recompute_keep is not None:
+            recompute += f", keeps {' and '.join(model.recompute_keep)}"
     interval = request.config.pipeline.activation_checkpoint_interval
     if interval:
         recompute = f"every {interval} layers"

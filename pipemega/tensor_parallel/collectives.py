@@ -30,8 +30,9 @@ Vocabulary of 1000, divisible_by 128, 2 ranks: padded to 1024, 512 rows each
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -54,6 +55,9 @@ Pending = Callable[[], Tensor]
 """A started collective: call it once to wait for the result."""
 
 SEQUENCE_DIM = 1  # in [batch, sequence, ...]
+
+keeping: ContextVar[Literal["off", "forward", "backward"]] = ContextVar("keeping", default="off")
+"""Whether a region is run whose recomputation keeps results of operators, and for which pass."""
 
 # A collective is split if its parts have at least this size, and are at most this many: copying
 # smaller parts, or very many, takes less time than starting that many collectives.
@@ -185,7 +189,7 @@ def sum_in_place(x: Tensor, axis: Axis) -> Tensor:
     `x` must be a new tensor that is not used elsewhere. No node is needed, because the gradient of
     a sum is the gradient of each summand.
     """
-    if axis.size > 1 and torch.compiler.is_compiling():
+    if axis.size > 1 and (torch.compiler.is_compiling() or keeping.get() != "off"):
         return reduce_from_tensor(x, axis)
     if axis.size > 1:
         start_all_reduce(x.detach(), axis)()
@@ -268,7 +272,21 @@ def _apply(name: str, x: Tensor, axis: Axis, dim: int) -> Tensor:
         return slice_of(x, axis, dim).clone(memory_format=torch.contiguous_format)
     if torch.compiler.is_compiling():
         return traced_collective[0](x, name, dim, axis.ranks)
+    if keeping.get() != "off":
+        allow_tracing(axis)
+        return traced_collective[0](x, name, dim, axis.ranks)
     return COLLECTIVES[name](x, axis, dim)
+
+
+def unkept(function: Callable[..., Tensor], *args: Tensor) -> Tensor:
+    """Return `function(*args)`; a recomputation keeps no results of it."""
+    if torch.compiler.is_compiling() or keeping.get() == "off":
+        return function(*args)
+    token = keeping.set("off")
+    try:
+        return function(*args)
+    finally:
+        keeping.reset(token)
 
 
 # The operator of `traced_collectives`, which is registered in runs with compiled layers only.

@@ -37,6 +37,7 @@ from pipemega.tensor_parallel.collectives import (
     start_all_reduce,
     start_reduce_scatter,
     sum_in_place,
+    unkept,
 )
 from pipemega.tensor_parallel.deferred_logits import (
     DeferredLogits,
@@ -262,13 +263,14 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
             return self.product(x, self.weight, self.bias)
+        # A recomputation keeps the sum over the ranks instead of the product.
         overlapped = row_product if self.product is F.linear else self.overlapped_product
         if not self.sequence_parallel:
-            y = sum_in_place(self.product(x, self.weight), self.axis)
+            y = sum_in_place(unkept(self.product, x, self.weight), self.axis)
         elif overlapped is not None and overlaps(x, self.axis, scatters=True):
             y = overlapped(x, self.weight, self.axis)
         else:
-            y = reduce_scatter_sequence(self.product(x, self.weight), self.axis)
+            y = reduce_scatter_sequence(unkept(self.product, x, self.weight), self.axis)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:

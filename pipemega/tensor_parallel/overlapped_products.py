@@ -36,6 +36,7 @@ from pipemega.distributed.torch_versions import HAS_SYMMETRIC_PRODUCTS
 from pipemega.tensor_parallel.collectives import (
     SEQUENCE_DIM,
     Pending,
+    keeping,
     start_all_gather,
     start_reduce_scatter,
 )
@@ -90,6 +91,9 @@ def overlaps(x: Tensor, axis: Axis, *, scatters: bool = False) -> bool:
     """
     # A compiler gets plain collectives. Autocast casts in functions of torch, not in ours.
     if torch.compiler.is_compiling() or not axis.overlap or x.dim() != 3 or x.is_meta:
+        return False
+    # A recomputation keeps the result of the collective, of which the pieces have none.
+    if keeping.get() != "off":
         return False
     length, rest = divmod(x.shape[SEQUENCE_DIM], axis.size if scatters else 1)
     if rest or torch.is_autocast_enabled(x.device.type):

@@ -484,13 +484,16 @@ def errors_of_recompute(config: Any) -> Iterator[str]:
             f"activation_checkpointing.number_checkpoints ({segments}) are two ways to set the "
             "same thing: keep one"
         )
-    method = config.model.recompute_method if isinstance(config.model, TransformerSection) else None
-    if method is not None and (interval or segments):
-        yield (
-            f"model.recompute_method {method!r} chooses the blocks to recompute, and activation "
-            "checkpointing (pipeline.activation_checkpoint_interval or "
-            "activation_checkpointing.number_checkpoints) recomputes all layers: keep one"
-        )
+    for key in ("recompute_method", "recompute_keep"):
+        value = getattr(config.model, key, None)
+        if value is not None and (interval or segments):
+            what = "blocks" if key == "recompute_method" else "operators"
+            shown = [*value] if isinstance(value, tuple) else repr(value)
+            yield (
+                f"model.{key} {shown} chooses the {what} to recompute, and activation "
+                "checkpointing (pipeline.activation_checkpoint_interval or "
+                "activation_checkpointing.number_checkpoints) recomputes all layers: keep one"
+            )
 
 
 def errors_of_stored_activations(config: Any) -> Iterator[str]:

@@ -45,6 +45,12 @@ class TransformerSection(ModelSection):
         "one by one.",
     )
     recompute_num_layers: Count = own(1, "Number of blocks for recompute_method.")
+    recompute_keep: tuple[Literal["attention", "linear"], ...] | None = own(
+        None,
+        'With `model.recompute` `"selective"`: recompute each block, but keep the results of these '
+        'operators: fused attention (`"attention"`), matrix products of linears (`"linear"`); '
+        "null: keep all but the attention.",
+    )
 
     @property
     def feed_forward_size(self) -> int:
@@ -69,6 +75,21 @@ class TransformerSection(ModelSection):
                     f"model.{name} ({size}) must be a multiple of mesh.tensor ({mesh.tensor}), "
                     f"over which it is sharded; the nearest {near_multiples(size, mesh.tensor)}"
                 )
+
+    @rule("recompute", "recompute_keep")
+    def _keep_fits_recompute(self) -> Iterator[str]:
+        keep = self.recompute_keep
+        if keep is not None and self.recompute != "selective":
+            yield (
+                f"model.recompute_keep {[*keep]} says what selective recomputation keeps, and "
+                f"model.recompute is {self.recompute!r}: set it to 'selective', or remove "
+                "recompute_keep"
+            )
+        elif keep is not None and not keep:
+            yield (
+                "model.recompute_keep is empty, which recomputes whole blocks: set "
+                "model.recompute to 'full' for that"
+            )
 
     @rule("recompute", "recompute_method", "recompute_num_layers")
     def _method_fits_recompute(self) -> Iterator[str]:

@@ -3,16 +3,33 @@
 Source: Chen et al. 2016, arXiv:1604.06174.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from pipemega.config import Config
 from pipemega.errors import PipelineError
 from pipemega.pipeline.messages import tensors_of, versions_of
+from pipemega.tensor_parallel.collectives import keeping
+
+# First part of the names of the operators whose results `recompute` can keep. Not bmm: in attention
+# without a fused kernel its result has the size of the scores. Of the collectives, sums.
+_OPERATORS: Final = {
+    "linear": (
+        "aten.mm.", "aten.addmm.", "aten._grouped_mm.", "aten._scaled_mm.", "pipemega.collective.",
+    ),
+    "attention": ("aten._scaled_dot_product_", "flex_attention"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -49,7 +66,12 @@ class ActivationCheckpoints:
         return [run for run in runs if run[0] < run[1]]
 
 
-def recompute(function: Callable[..., Any], *args: Any, restore_rng: bool = True) -> Any:
+def recompute(
+    function: Callable[..., Any],
+    *args: Any,
+    restore_rng: bool = True,
+    keep: Collection[str] = (),
+) -> Any:
     """Return `function(*args)`; keep only `args` and recompute the rest in backward.
 
     The recomputation stops once it has the tensors that backward needs. If gradients are
@@ -58,15 +80,23 @@ def recompute(function: Callable[..., Any], *args: Any, restore_rng: bool = True
     Args:
         restore_rng: recompute with the RNG state of the first run; False if the function sets
             the seed or uses no random numbers.
+        keep: kinds of operators whose results are also kept: "attention", "linear". The product of
+            a linear whose input features are sharded is repeated; its sum over the ranks is kept.
 
     Raises:
         PipelineError: in backward, if `args` were changed in place since the call.
+        RuntimeError: in backward, if a result that is kept was changed in place.
     """
     if not torch.is_grad_enabled():
         return function(*args)
     if torch.compiler.is_compiling():
         return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=restore_rng)
     versions: list[int] = []
+    options: dict[str, Any] = {}
+    if keep:
+        prefixes = tuple(prefix for kind in keep for prefix in _OPERATORS[kind])
+        policy = partial(_policy, prefixes)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
 
     def checked(*args: Any) -> Any:
         now = versions_of(tensors_of(args))
@@ -75,10 +105,38 @@ def recompute(function: Callable[..., Any], *args: Any, restore_rng: bool = True
                 "the input of a checkpointed region was changed in place, so backward cannot "
                 "recompute the region: change a clone() of it, or use inplace=False"
             )
+        token = keeping.set("off" if not keep else "backward" if versions else "forward")
         versions[:] = now
-        return function(*args)
+        try:
+            return function(*args)
+        finally:
+            keeping.reset(token)
 
-    return checkpoint(checked, *args, use_reentrant=False, preserve_rng_state=restore_rng)
+    return checkpoint(
+        checked, *args, use_reentrant=False, preserve_rng_state=restore_rng, **options
+    )
+
+
+def _policy(prefixes: tuple[str, ...], _: Any, operator: Any, *args: Any, **__: Any) -> Any:
+    """Return whether the result of an operator is kept, for torch."""
+    name = str(operator)
+    is_kept = name.startswith(prefixes) and keeping.get() != "off"
+    if is_kept and name.startswith("pipemega."):
+        is_kept = args[1] != "all-gather"
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@contextmanager
+def outside_recomputation() -> Iterator[None]:
+    """Run operations that a recomputation may repeat although the forward had their result.
+
+    Otherwise torch would look for their first run in the forward, and raise an error.
+    """
+    if keeping.get() != "backward":
+        yield
+        return
+    with _disable_current_modes():
+        yield
 
 
 def checkpoint_interval(config: Config, num_layers: int) -> int:
