@@ -30,6 +30,8 @@ _MULTIPROCESSORS = 132
 _MOST_BLOCKS, _WAITING = 32, 0.5
 # What the compiler saves of the time of other kernels: measured, 0.5 to 0.9 % of a step.
 _SAVED_BY_COMPILER = 0.03
+# Share of the collectives that products of four pieces hide.
+_OVERLAPPED = 3 / 4
 # What fp8 saves of the time of matrix products, with its casts, if it is not counted: assumed.
 _SAVED_BY_FP8 = 0.4
 # One product of halves adds to fp32: the 16-bit gradient is not written and read.
@@ -181,6 +183,13 @@ class _Work:
             yield Item(
                 "bounded messages", "pipeline.max_ctas", bound > 0,
                 "multiprocessors of messages", saved,
+            )  # fmt: skip
+        if self._topology.tensor > 1 and config.mesh.sequence_parallel:
+            # Compiled layers have plain collectives.
+            is_on = config.mesh.overlaps_products("cuda") and not compiles
+            yield Item(
+                "overlapped products", "mesh.overlap_sequence_parallel", is_on,
+                "tensor-parallel communication", _OVERLAPPED * self._tensor_parallel(),
             )  # fmt: skip
         if self._topology.data > 1 and config.zero_optimization.stage:
             # Half of it is the gathering. Reductions run beside the last backward.

@@ -201,12 +201,10 @@ def precision_keys(given: Given) -> dict[str, Any]:
     if "fp8-format" in given:
         found["fp8"] = {"enabled": True, "recipe": "tensorwise"}
         if given.text("fp8-format") != "hybrid":
-            given.say(
-                "refused", "fp8-format", "only hybrid has a counterpart, torchao's tensorwise"
-            )
+            given.say("refused", "fp8-format", "only hybrid has a counterpart, as tensorwise")
         if given.text("fp8-recipe") != "tensorwise":
-            text = "Megatron's default is delayed scaling, which torchao does not have: tensorwise"
-            given.say("refused", "fp8-recipe", f"{text} has a counterpart")
+            text = "only tensorwise has a counterpart; Megatron's default is delayed scaling"
+            given.say("refused", "fp8-recipe", text)
     return found
 
 
