@@ -56,6 +56,7 @@ from pipemega.tensor_parallel.layers import (
     RowParallelLinear,
     column_product,
     gradient_of,
+    linear_gradient,
 )
 from pipemega.tensor_parallel.overlapped_products import overlaps, row_product
 
@@ -134,7 +135,8 @@ class _QueueGradient(torch.autograd.Function):
         start = None if whole is None else whole.start
 
         weight, queue = deferred.weight, deferred.queue
-        fuses = accumulates and deferred.gradient is gradient_of(None) and queue.fuses(weight, dy)
+        is_linear = deferred.gradient is linear_gradient
+        fuses = accumulates and queue.fuses_products and is_linear and queue.fuses(weight, dy)
 
         def gradient() -> Tensor | None:
             rows = x if whole is None else whole.take()
@@ -304,7 +306,7 @@ def scattered_linear(x: Tensor, weight: Tensor, axis: Axis, *, queue: WeightGrad
     """
     if not _can_defer(weight, queue):
         return row_product(x, weight, axis)
-    deferred = _Deferred(queue, weight, gradient_of(None))
+    deferred = _Deferred(queue, weight, linear_gradient)
     x = _QueueWholeGradient.apply(x, weight, deferred, None)  # type: ignore[no-untyped-call]
     return row_product(x, weight.detach(), axis, deferred.whole_dy)
 

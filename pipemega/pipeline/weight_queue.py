@@ -60,7 +60,7 @@ class WeightGradQueue:
     """
 
     def __init__(self, into: GradAccumulator, *, fuses: bool = False) -> None:
-        self._into, self._fuses = into, fuses
+        self._into, self.fuses_products = into, fuses
         self._held: set[int] = set()
         self._queued: dict[Hashable, list[Job]] = defaultdict(list)
         self._key: Hashable | None = None
@@ -82,11 +82,11 @@ class WeightGradQueue:
         If products are fused, also in a whole backward: all gradients of a weight are then added
         in the order in which B or W comes to them.
         """
-        return self._key is not None or self._fuses
+        return self._key is not None or self.fuses_products
 
     def fuses(self, weight: nn.Parameter, dy: Tensor) -> bool:
         """Return whether `add_product` computes and adds the gradient of a linear with this dy."""
-        return self._fuses and self._into.fuses(weight, dy)
+        return self.fuses_products and self._into.fuses(weight, dy)
 
     @torch.no_grad()
     def add_product(self, weight: nn.Parameter, dy: Tensor, x: Tensor) -> None:
@@ -154,7 +154,7 @@ class WeightGradQueue:
             is_summed: see `Job`; only within `defer`.
         """
         if self._key is not None:
-            is_summed = is_summed and not self._fuses
+            is_summed = is_summed and not self.fuses_products
             self._queued[self._key].append(Job(weight, start, gradient, is_summed))
             return
         if start is not None:

@@ -356,10 +356,11 @@ class _ColumnProduct(torch.autograd.Function):
 
 def gradient_of(products: LinearProducts | None) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the function of x [.., in] and dy [.., out] that computes dW, as autograd does."""
-    return _linear_gradient if products is None else products.weight_gradient
+    return linear_gradient if products is None else products.weight_gradient
 
 
-def _linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
+def linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    """Return dW [out, in] for x [.., in] and dy [.., out]."""
     return weight_gradient(dy, x.to(dy.dtype))
 
 

@@ -95,7 +95,7 @@ class Fp8Section(Section):
     enabled: bool = own(
         False,
         "Compute the linears of the blocks in fp8, in training; needs `bf16.enabled` and torchao "
-        "(`pip install pipemega[fp8]`). Weights, gradients and messages stay in bf16.",
+        "(`pip install -e '.[fp8]'`). Weights, gradients and messages stay in bf16.",
     )
     recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = own(
         "tensorwise",

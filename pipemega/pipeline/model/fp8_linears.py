@@ -163,7 +163,7 @@ def load_fp8(section: Fp8Section, device: torch.device) -> Fp8Products:
     except (ImportError, AttributeError, OSError, RuntimeError) as error:
         raise ConfigError(
             f"fp8.enabled is true, and torchao's float8 cannot be used here ({error}): "
-            f"pip install 'pipemega[fp8]', or {way}"
+            f"pip install -e '.[fp8]', or {way}"
         ) from error
 
 

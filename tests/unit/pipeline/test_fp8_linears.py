@@ -110,7 +110,7 @@ def test_a_missing_or_another_torchao_is_refused_with_the_command(
     message = str(caught.value)
     assert message.startswith("fp8.enabled is true, and torchao's float8 cannot be used here (")
     assert message.endswith(
-        "): pip install 'pipemega[fp8]', or set fp8.enabled to false, which trains in bf16"
+        "): pip install -e '.[fp8]', or set fp8.enabled to false, which trains in bf16"
     )
 
 
