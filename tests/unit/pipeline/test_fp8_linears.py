@@ -22,9 +22,11 @@ from pipemega.distributed.mesh import Axis, Mesh
 from pipemega.errors import ConfigError
 from pipemega.lora.low_rank import add_adapter
 from pipemega.optimizer.gradients import GradientBuffer
+from pipemega.pipeline.model.compiled_layers import _Target
 from pipemega.pipeline.model.fp8_linears import enable_fp8, load_fp8, log_fp8
 from pipemega.pipeline.model.module import BuildOptions, Stage, build_stages
-from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.split_backward import enable_split_backward
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from pipemega.tensor_parallel.layers import LinearProducts
 
@@ -354,6 +356,16 @@ def test_i_and_w_compute_their_products_and_an_engine_without_fp8_has_the_first_
         torch.testing.assert_close(one, two, rtol=0.0, atol=0.03 * float(one.abs().max()))
     # A copy of the layer has the same products: they have no state, and may hold a module.
     assert copy.deepcopy(products) is products
+    # Gradients in bf16, to which torch's product of bf16 tensors could add.
+    buffer = GradientBuffer([*stage.named_parameters()], dtype=torch.bfloat16)
+    queue = WeightGradQueue(buffer, fuses=True)
+    enable_split_backward([stage], queue)
+    products.calls.clear()
+    gradients(queue)
+    assert products.calls[7:] == ["dw"] * 3
+    linear = next(m for m in stage.modules() if type(m) is nn.Linear)
+    _Target(queue, linear, products).add(entering[0], entering[0])
+    assert products.calls[7:] == ["dw"] * 4
     # The user's modules in a second engine.
     enable_fp8(net, stages, None)
     assert [dict(vars(module)) for module in stage.modules()] == before
