@@ -13,6 +13,7 @@ Source: Huang et al. 2016, arXiv:1603.09382.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -274,27 +275,31 @@ class Block(nn.Module):
             sequence_parallel=c.sequence_parallel,
             padded_from=c.padded_from,
         )
-        self._keep = c.recompute_keep
-        if self._keep is not None:
-            self.compiled_method = None
+        if c.recompute_keep is not None:
+            # Not a branch in `forward`, which is compiled.
+            vars(self)["forward"] = partial(_keeping_forward, self, c.recompute_keep)
             self.uncompiled_reason = (
                 "model.recompute_keep chooses operators, which a compiled layer fuses"
             )
 
     def forward(self, inputs: Hidden) -> Hidden:
         hidden, *per_token = inputs if isinstance(inputs, tuple) else (inputs,)
-        if self._keep is None:
-            hidden = self._run(hidden, *per_token)
-        else:
-            # Dropout may also be a part of an adapter.
-            args, keep = (hidden, *per_token), self._keep
-            hidden = recompute(self._run, *args, restore_rng=self.training, keep=keep)
-        return (hidden, *per_token) if per_token else hidden
-
-    def _run(self, hidden: Tensor, *per_token: Tensor) -> Tensor:
         # No name holds the output of the attention while the MLP runs.
         hidden = hidden + self.dropout(self.attention(self.attention_norm(hidden), *per_token))
-        return hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))  # type: ignore[no-any-return]
+        hidden = hidden + self.dropout(self.mlp(self.mlp_norm(hidden)))
+        return (hidden, *per_token) if per_token else hidden
+
+
+def _keeping_forward(block: Block, keep: tuple[str, ...], inputs: Hidden) -> Hidden:
+    """Run `Block.forward`; recompute it in backward, but keep results of some operators."""
+
+    def run(*inputs: Tensor) -> Hidden:
+        return Block.forward(block, inputs if len(inputs) > 1 else inputs[0])
+
+    args = inputs if isinstance(inputs, tuple) else (inputs,)
+    # Dropout may also be a part of an adapter.
+    result: Hidden = recompute(run, *args, restore_rng=block.training, keep=keep)
+    return result
 
 
 class MLP(nn.Module):

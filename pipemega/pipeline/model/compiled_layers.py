@@ -72,7 +72,7 @@ class _Target:
         self.queue.add(weight, gradient, is_summed=False)
 
 
-_numbers = itertools.count()
+_numbers, _engines = itertools.count(), itertools.count(1)
 _targets: "weakref.WeakValueDictionary[int, _Target]" = weakref.WeakValueDictionary()
 
 
@@ -323,7 +323,11 @@ class _Kinds:
         # Layers that differ in an integer, such as their number, share a graph, as they do for
         # floats. Otherwise each has its own, and after eight of them layers run uncompiled. Not for
         # the whole process: the user may compile other modules.
-        self._share_graphs = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+        # A method that a layer calls between two graphs has one limit in all engines.
+        self._share_graphs = torch._dynamo.config.patch(
+            allow_unspec_int_on_nn_module=True,
+            recompile_limit=torch._dynamo.config.recompile_limit * next(_engines),
+        )
         self._left_out: set[type[nn.Module]] = set()
 
     def compile(self, layer: nn.Module, name: str) -> None:

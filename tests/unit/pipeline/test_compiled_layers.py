@@ -65,6 +65,24 @@ def test_equal_layers_are_compiled_once_and_train_like_uncompiled_ones(
 
 
 @pytest.mark.sweep
+def test_blocks_of_many_engines_in_one_process_are_all_compiled(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A method that `forward` calls is a frame of its own if a graph breaks in it, as at dropout.
+
+    Its graphs count for all engines: after eight of them the blocks ran uncompiled.
+    """
+    found = []
+    for _ in range(10):
+        counters.clear()
+        model = {"num_layers": 1, "attention_dropout": 0.1}
+        train(settings(model=model, compile=COMPILED, train_batch_size=2), steps=1)
+        found.append(graphs())
+    assert len({*found}) == 1
+    assert not [line for line in caplog.messages if "recompile_limit" in line]
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("method", ["full", "selective"])
 def test_compiled_layers_that_recompute_train_like_uncompiled_ones(method: str) -> None:
     model = {"recompute": method, "attention_dropout": 0.1 if method == "full" else 0.0}
