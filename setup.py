@@ -55,6 +55,8 @@ setup(
             "pillow>=9",
             "peft>=0.18",
         ],
+        # The functions of its float8 that pipemega calls are not a public interface.
+        "fp8": ["torchao>=0.14,<0.19"],
         "hf": ["transformers>=5.9,<6", "safetensors>=0.4"],
         "metrics": ["torchmetrics>=1.4"],
         "remote": ["fsspec>=2023.5"],

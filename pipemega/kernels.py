@@ -10,7 +10,7 @@ fp64.
 import importlib.util
 import inspect
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ class Kernels:
         adam: FusedAdam of apex; None if torch's optimizers are used.
         layer_norm, rms_norm: module classes, called as (shape, eps=...), with `weight` (and
             `bias`) as in torch.
+        flex_attention: it can be compiled for CUDA devices: triton is installed.
         description: the line that the log shows about the kernels.
     """
 
@@ -42,6 +43,7 @@ class Kernels:
     adam: type[torch.optim.Optimizer] | None = None
     layer_norm: type[nn.Module] = nn.LayerNorm
     rms_norm: type[nn.Module] = nn.RMSNorm
+    flex_attention: bool = True
     description: str = field(default="", compare=False)
 
     @classmethod
@@ -51,11 +53,16 @@ class Kernels:
         if device.type != "cuda":
             return cls(device, description="kernels: torch's fused optimizers and norms (CPU)")
         if importlib.util.find_spec("amp_C") is None or importlib.util.find_spec("apex") is None:
-            return cls(
+            kernels = cls(
                 device,
                 description="kernels: torch's fused optimizers and norms (NVIDIA apex not found)",
             )
-        return _from_apex(device)
+        else:
+            kernels = _from_apex(device)
+        if not torch.utils._triton.has_triton():
+            text = f"{kernels.description}; no triton: attention of packed documents uses a mask"
+            kernels = replace(kernels, flex_attention=False, description=text)
+        return kernels
 
     def takes_apex_adam(self, tensors: Iterable[torch.Tensor]) -> bool:
         """Return whether FusedAdam of apex supports these tensors."""

@@ -17,7 +17,7 @@ from pipemega import finetuning_dataset
 from pipemega.data.finetuning.finetuning_dataset import pack
 from pipemega.data.tokens.corpus import Skipped, python_stdlib
 from pipemega.data.tokens.tokenizers import FastTokenizer
-from pipemega.models.transformer_block import causal_attention, document_mask, documents_of
+from pipemega.models.attention import causal_attention, document_mask, documents_of
 
 CONVERSATIONS, LENGTH = 5_000, 2048
 CHATML = (

@@ -101,7 +101,7 @@ def run_benchmark(
 def run_smoke(device: str, folder: Path, limit: float) -> dict[str, Any]:
     """Run one step of a tiny GPT; return its loss and its seconds, or {"error": ...}."""
     path = folder / "smoke.json"
-    words = ["--device", device, "--tiny", "--steps", "1", "--warmup", "0", "--no-compile"]
+    words = ["--device", device, "--tiny", "--steps", "1", "--warmup", "0", "--no-items"]
     command = [
         "-m",
         "benchmarks.gpu_single.run",

@@ -40,9 +40,9 @@ def markdown(report: dict[str, Any]) -> str:
 
 def _speed(rows: list[dict[str, Any]]) -> list[str]:
     lines = [
-        "| recompute | step, ms | tokens/s | TFLOP/s | MFU, of measured | of data sheet "
-        "| forward, ms | backward, ms | optimizer, ms | last loss |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| recompute, or item | step, ms | tokens/s | TFLOP/s | MFU, of measured | of data sheet "
+        "| pipemega plan | forward, ms | backward, ms | optimizer, ms | last loss |",
+        "| --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in rows:
         if row["error"]:
@@ -59,6 +59,7 @@ def _speed(rows: list[dict[str, Any]]) -> list[str]:
             f"{row['tflops']:.4g}",
             f"{row['mfu']['measured']:.1%}",
             f"{sheet:.1%}" if sheet else "unknown",
+            f"{row['planned_mfu']:.1%}" if row["planned_mfu"] else "unknown",
             *parts,
             f"{row['losses'][-1]:.4f}",
         ]

@@ -3,18 +3,20 @@
     python -m benchmarks.gpu_single.run --json result.json         from the root of the repository
     python -m benchmarks.gpu_single.run --device cpu --tiny        a test of the script
 
-Trains with `pipemega.initialize` on mock data in bf16 with each recompute mode, then in fp16 from a
-loss scale that is too high. The exit status is 1 if the losses of two recompute modes differ, if
-fp16 does not recover, or if a skipped step changes a weight.
+Trains with `pipemega.initialize` on mock data in bf16 with each recompute mode, then with each
+throughput item alone and with all of them (docs/gpu.md), then in fp16 from a loss scale that is too
+high. The exit status is 1 if the losses of two rows differ, if fp16 does not recover, or if a
+skipped step changes a weight.
 """
 
 import argparse
 import gc
+import importlib.util
 import json
 import shlex
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 import pipemega
 from benchmarks.gpu_single.estimate import MODES, Recompute, Sizes, estimate
@@ -42,12 +45,33 @@ from pipemega.layer_costs.tensor_meter import TensorMeter
 from pipemega.models import GPTConfig, gpt
 from pipemega.monitor import gpt_flops_per_token
 from pipemega.planning import estimate as planning
+from pipemega.planning.throughput import efficiency
 
 TINY = Sizes(hidden=32, layers=2, heads=2, seq=32, vocab=256, micro_batch=2, num_microbatches=2)
 
 # Relative, of the losses: the backward of fused attention has no fixed order of additions, and the
 # rounding differences add up over steps.
 LOSS_TOLERANCE = 5e-3
+
+# Without the throughput items that are on by default on GPUs.
+PLAIN: dict[str, Any] = {"compile": {"enabled": False}, "gradient_accumulation_fusion": False}
+_STORED = {"model": {"recompute": "full"}, "pipeline": {"schedule": "gpipe"}}
+# Name of a row -> its changes of `PLAIN`.
+ITEMS: dict[str, dict[str, Any]] = {
+    "compiled layers": {"compile": {"enabled": True}},
+    "fused weight gradients": {"gradient_accumulation_fusion": True},
+    "both": {"compile": {"enabled": True}, "gradient_accumulation_fusion": True},
+    "selective, linears kept": {"model": {"recompute": "selective", "recompute_keep": ["linear"]}},
+    "full, gpipe": _STORED,
+    "full, gpipe, activations on the host": {
+        **_STORED,
+        "activation_checkpointing": {"cpu_checkpointing": True},
+    },
+    "fp8 linears": {"fp8": {"enabled": True}, "compile": {"enabled": True}},
+    "packed documents, mask": {"model": {"document_attention": "mask"}},
+    "packed documents, blocks": {"model": {"document_attention": "auto"}},
+}
+DOCUMENTS = 8  # in each sample of the rows with packed documents
 
 # A loss scale of 2 to this power overflows fp16 in the gradient of the logits.
 SCALE_POWER = 32
@@ -86,10 +110,15 @@ def main(argv: list[str] | None = None) -> int:
         if options.json is not None:
             options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
-    runs = [(mode, mode, False) for mode in options.recompute]
-    runs += [("none, compiled", "none", True)] if options.compile else []
-    for name, mode, compiled in runs:
-        work = partial(_row, sizes, mode, compiled, options, device, report["peak_tflops"])
+    runs: list[tuple[str, Recompute, dict[str, Any]]] = [(m, m, {}) for m in options.recompute]
+    runs += [(name, "none", changes) for name, changes in ITEMS.items() if options.items]
+    for name, mode, changes in runs:
+        if "fp8" in changes and importlib.util.find_spec("torchao") is None:
+            continue
+        packed = name.startswith("packed")
+        work = partial(
+            _row, sizes, mode, PLAIN | changes, packed, options, device, report["peak_tflops"]
+        )
         report["rows"].append(_attempt(name, work))
         write()
     report["overflow"] = _attempt("fp16", partial(overflow, sizes, device))
@@ -111,15 +140,15 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--accumulate", type=int, help="micro-batches per step (default: 4)")
     parser.add_argument("--recompute", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument(
-        "--compile",
+        "--items",
         action=argparse.BooleanOptionalAction,
         default=None,
-        help="also run with compiled layers (default: on a GPU)",
+        help="also run each throughput item alone (default: on a GPU)",
     )
     parser.add_argument("--json", type=Path, help="write the full result to this file")
     options = parser.parse_args(argv)
-    if options.compile is None:
-        options.compile = options.device == "cuda"
+    if options.items is None:
+        options.items = options.device == "cuda"
     return options
 
 
@@ -144,9 +173,14 @@ def _attempt(name: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def config_of(
-    sizes: Sizes, recompute: Recompute, device: torch.device, **sections: Any
+    sizes: Sizes,
+    recompute: Recompute,
+    device: torch.device,
+    *,
+    model: Mapping[str, Any] | None = None,
+    **sections: Any,
 ) -> pipemega.Config:
-    """Return the config of a run without dropout; `sections`: precision, compile."""
+    """Return the config of a run without dropout; `sections`: precision, throughput items."""
     return pipemega.load_config(
         {
             "train_micro_batch_size_per_gpu": sizes.micro_batch,
@@ -162,6 +196,7 @@ def config_of(
                 "hidden_dropout": 0.0,
                 "attention_dropout": 0.0,
                 "recompute": recompute,
+                **(model or {}),
             },
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
             **sections,
@@ -169,26 +204,58 @@ def config_of(
     )
 
 
-def build(sizes: Sizes, recompute: Recompute, device: torch.device, **sections: Any) -> Engine:
+class PackedSamples(Dataset[Any]):
+    """Mock samples of several documents."""
+
+    already_shuffled = deterministic = True
+
+    def __init__(self, samples: MockDataset) -> None:
+        self._samples, length = samples, samples.format.seq_length
+        self._positions = torch.arange(length) % (length // DOCUMENTS)
+        self.fingerprint = f"{samples.fingerprint}, {DOCUMENTS} documents"
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Any:
+        tokens, labels = self._samples[index]
+        return {"input_ids": tokens, "position_ids": self._positions}, labels
+
+
+def build(
+    sizes: Sizes,
+    recompute: Recompute,
+    device: torch.device,
+    packed: bool = False,
+    **sections: Any,
+) -> Engine:
     """Build an engine with mock data and without dropout."""
     config = config_of(sizes, recompute, device, **sections)
     mesh = pipemega.build_mesh(config)
     model = gpt(GPTConfig.of(config, sizes.vocab), Kernels.detect(mesh.device))
     samples = MockDataset("train", SampleFormat(sizes.seq, sizes.vocab), None, config.seed)
-    engine, *_ = pipemega.initialize(model, config, samples, mesh=mesh)
+    data = PackedSamples(samples) if packed else samples
+    engine, *_ = pipemega.initialize(model, config, data, mesh=mesh)
     return engine
 
 
-def _planned_bytes(sizes: Sizes, recompute: Recompute, device: torch.device) -> int:
-    """Return the peak memory that `pipemega plan` predicts."""
-    config = config_of(sizes, recompute, device, bf16={"enabled": True})
-    return planning.estimate(planning.Request(config)).prediction.peak
+def _planned(
+    sizes: Sizes, recompute: Recompute, sections: Mapping[str, Any], device: torch.device
+) -> tuple[int, float | None]:
+    """Return the peak memory and the MFU that `pipemega plan` predicts."""
+    config = config_of(sizes, recompute, device, bf16={"enabled": True}, **sections)
+    name = torch.cuda.get_device_name() if device.type == "cuda" else ""
+    report = planning.estimate(planning.Request(config, device_name=name))
+    found = efficiency(report)
+    return report.prediction.peak, None if found is None else found.mfu
 
 
-def _counted_bytes(sizes: Sizes, recompute: Recompute, device: torch.device) -> int:
+def _counted_bytes(
+    sizes: Sizes, recompute: Recompute, sections: Mapping[str, Any], device: torch.device
+) -> int:
     """Return the peak of all tensors of two steps, where no allocator of a GPU measures it."""
     with TensorMeter() as meter:
-        engine = build(sizes, recompute, device, bf16={"enabled": True})
+        engine = build(sizes, recompute, device, bf16={"enabled": True}, **sections)
         for _ in range(2):
             engine.train_batch()
     _close(engine)
@@ -198,16 +265,16 @@ def _counted_bytes(sizes: Sizes, recompute: Recompute, device: torch.device) -> 
 def _row(
     sizes: Sizes,
     recompute: Recompute,
-    compiled: bool,
+    sections: Mapping[str, Any],
+    packed: bool,
     options: argparse.Namespace,
     device: torch.device,
     peaks: dict[str, float | None],
 ) -> dict[str, Any]:
-    """Measure times, losses and memory of one recompute mode, with compiled layers or without."""
+    """Measure times, losses and memory of one recompute mode and set of throughput items."""
     is_cuda = device.type == "cuda"
     before = torch.cuda.memory_allocated(device) if is_cuda else None
-    section = {"enabled": compiled}
-    engine = build(sizes, recompute, device, bf16={"enabled": True}, compile=section)
+    engine = build(sizes, recompute, device, packed, bf16={"enabled": True}, **sections)
     losses = [engine.train_batch() for _ in range(options.warmup)]
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -216,14 +283,14 @@ def _row(
         for _ in range(options.steps)
     ]
     peak = torch.cuda.max_memory_allocated(device) if is_cuda else None
-    planned = _planned_bytes(sizes, recompute, device)
+    planned, planned_mfu = _planned(sizes, recompute, sections, device)
     # Parts are timed in a separate step: the host then waits for the device at its end.
     engine.timers.enabled = True
     losses.append(engine.train_batch())
     parts = engine.timers.lap()
     _close(engine)
     if peak is None:
-        peak = _counted_bytes(sizes, recompute, device)
+        peak = _counted_bytes(sizes, recompute, sections, device)
     flops = sizes.tokens * gpt_flops_per_token(
         num_layers=sizes.layers,
         hidden_size=sizes.hidden,
@@ -243,6 +310,8 @@ def _row(
         "bytes_before": before,
         "estimate_bytes": estimate(sizes, recompute),
         "planned_bytes": planned,
+        "planned_mfu": planned_mfu,
+        "packed": packed,
         "part_seconds": parts,
         "losses": losses,
     }
@@ -293,11 +362,14 @@ def _faults(report: dict[str, Any]) -> list[str]:
     """Return the reasons why the run failed; empty if it succeeded."""
     faults = [f"{r['name']}: {r['error']}" for r in report["rows"] if r["error"]]
     rows = [row for row in report["rows"] if not row["error"]]
-    for row in rows[1:]:
-        pairs = zip(rows[0]["losses"], row["losses"], strict=True)
-        worst = max(abs(a - b) / abs(a) for a, b in pairs)
-        if not worst <= LOSS_TOLERANCE:
-            faults.append(f"losses of {row['name']} and {rows[0]['name']} differ by {worst:.1e}")
+    for packed in (False, True):
+        alike = [r for r in rows if r["packed"] is packed and not r["name"].startswith("fp8")]
+        first, *others = alike or [None]
+        for row in others:
+            pairs = zip(first["losses"], row["losses"], strict=True)
+            worst = max(abs(a - b) / abs(a) for a, b in pairs)
+            if not worst <= LOSS_TOLERANCE:
+                faults.append(f"losses of {row['name']} and {first['name']} differ by {worst:.1e}")
     fp16 = report["overflow"]
     if fp16["error"]:
         return [*faults, f"fp16: {fp16['error']}"]

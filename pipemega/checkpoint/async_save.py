@@ -29,6 +29,9 @@ from pipemega.errors import CheckpointError
 
 _log = logging.getLogger(__name__)
 
+# Space for the gaps between the views: a factor, and bytes.
+_ROOM, _LEAST_ROOM = 1.01, 1 << 20
+
 # Name and offsets of a chunk.
 _ChunkKey = tuple[str, torch.Size]
 
@@ -47,7 +50,8 @@ class StagedShards:
 class Staging:
     """Copies the shards to write to one buffer in host memory, beside the work of a CUDA device.
 
-    The buffer is allocated at the first save, and again only if the shards have other shapes.
+    The buffer is allocated at the first save, or before by `reserve`, and again only if shards of
+    other shapes do not fit.
 
     Args:
         memory: host memory for copies from the device of the tensors.
@@ -56,6 +60,19 @@ class Staging:
     def __init__(self, memory: HostMemory) -> None:
         self._memory = memory
         self._views: dict[_ChunkKey, Tensor] = {}
+        self._reserved: Tensor | None = None
+
+    def reserve(self, nbytes: int) -> None:
+        """Allocate the buffer for shards of about this size, if the memory is pinned.
+
+        Pinning takes long and makes the device wait; and if it fails, the run ends at its start.
+
+        Raises:
+            PipemegaError: the memory cannot be pinned.
+        """
+        if self._memory.pins:
+            size = int(nbytes * _ROOM) + _LEAST_ROOM
+            self._reserved = self._memory.empty(size, dtype=torch.uint8)
 
     @torch.no_grad()
     def copy(self, shards: Mapping[str, OutgoingShard]) -> StagedShards:
@@ -90,7 +107,7 @@ class Staging:
         if specs != {key: (view.shape, view.dtype) for key, view in self._views.items()}:
             # Freed before the new buffer is allocated.
             self._views = {}
-            views = self._memory.empty_views(list(specs.values()))
+            views = self._memory.empty_views(list(specs.values()), within=self._reserved)
             self._views = dict(zip(specs, views, strict=True))
         return self._views
 

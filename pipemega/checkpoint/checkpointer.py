@@ -162,10 +162,14 @@ class Checkpointer:
         settings = config.checkpoint
         self._retention = Retention(settings.keep_last, settings.keep_every)
         self._background = BackgroundTask(mesh.world, mesh.timeout)
+        self._staging = Staging(HostMemory(mesh.device))
         if settings.in_background:
             self._background.connect()
-        self._staging = Staging(HostMemory(mesh.device))
-        self._warn_if_space_is_short(total_steps)
+        if settings.save is not None:
+            size = estimated_bytes(config.optimizer_state_bytes, mesh, model, step)
+            if settings.in_background:
+                self._staging.reserve(size)
+            self._warn_if_space_is_short(size, total_steps)
 
     def set_loader(self, loader: BatchLoader) -> None:
         """Save and load the position of `loader` from now on.
@@ -241,14 +245,15 @@ class Checkpointer:
         if failed is not None:
             raise failed
 
-    def _warn_if_space_is_short(self, steps: int | None) -> None:
-        """Log a warning if the checkpoints of this run will not fit into `checkpoint.save`."""
+    def _warn_if_space_is_short(self, size: int, steps: int | None) -> None:
+        """Log a warning if the checkpoints of this run will not fit into `checkpoint.save`.
+
+        Args:
+            size: bytes of a checkpoint that this rank writes.
+        """
         settings = self._config.checkpoint
         if settings.save is None or is_remote(settings.save):
             return
-        size = estimated_bytes(
-            self._config.optimizer_state_bytes, self._mesh, self.model, self._step
-        )
         sizes = gather_objects(size, self._mesh.world)
         if self._mesh.rank == 0:
             length = self._config.training.epochs if settings.by == "epoch" else steps

@@ -100,6 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
         limit=None if memory is None else parse_bytes(memory),
         rates=Rates.of(arguments.costs, arguments.tflops, arguments.link, memory),
         compare=compare,
+        # A size in bytes names no device.
+        device_name=memory if memory and "-" in memory else "H100",
     )
     report = estimate(request)
     changes = advise(report)

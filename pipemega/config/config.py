@@ -63,6 +63,7 @@ from pipemega.config.sections.precision_sections import (
     ActivationCheckpointingSection,
     Bf16Section,
     DataTypesSection,
+    Fp8Section,
     Fp16Section,
     GradientKeys,
     ParameterBytes,
@@ -228,6 +229,7 @@ class Config(BatchKeys, RunKeys, GradientKeys, MonitorKeys, UnsupportedKeys):
     scheduler: SchedulerSection | None = honoured(None, "Learning-rate schedule; null: constant.")
     fp16: Fp16Section = section(Fp16Section, "fp16 training.")
     bf16: Bf16Section = section(Bf16Section, "bf16 training; old name: `bfloat16`.")
+    fp8: Fp8Section = section(Fp8Section, "fp8 linears, by torchao.", own=True)
     data_types: DataTypesSection = section(DataTypesSection, "Other dtypes.")
     zero_optimization: ZeroSection = section(ZeroSection, "ZeRO stage 1 and optimizer offload.")
     zero_allow_untested_optimizer: bool = honoured(
@@ -391,6 +393,15 @@ def _one_precision(config: Config) -> Iterator[str]:
         yield "fp16.enabled and bf16.enabled are both true: keep one, bf16 if in doubt"
 
 
+def _fp8_with_bf16(config: Config) -> Iterator[str]:
+    if config.fp8.enabled and not config.bf16.enabled:
+        dtype = "fp16" if config.fp16.enabled else "fp32"
+        yield (
+            f"fp8.enabled is true, and the run computes in {dtype}: the fp8 products take bf16 "
+            "tensors; set bf16.enabled to true, or fp8.enabled to false"
+        )
+
+
 def _model_on_mesh(config: Config) -> Iterator[str]:
     if isinstance(config.model, TransformerSection):
         yield from config.model.mesh_errors(config.mesh)
@@ -449,6 +460,7 @@ _SHARDED_KEYS = (
 )  # fmt: skip
 _RULES = (
     Rule(("fp16.enabled", "bf16.enabled"), _one_precision),
+    Rule(("fp8.enabled", "bf16.enabled", "fp16.enabled"), _fp8_with_bf16),
     Rule(("mesh.tensor", "mesh.sequence_parallel", *_SHARDED_KEYS), _model_on_mesh),
     Rule(
         ("mesh.pipeline", "pipeline.stages", "pipeline.chunks", "pipeline.schedule",

@@ -80,14 +80,21 @@ class HostMemory:
             return torch.empty(shape, dtype=dtype, device=self.location, pin_memory=self.pins)
         return _exactly_pinned(nbytes).view(dtype).view(shape)
 
-    def empty_views(self, shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
+    def empty_views(
+        self, shapes: Sequence[tuple[Sequence[int], torch.dtype]], within: Tensor | None = None
+    ) -> list[Tensor]:
         """Return one uninitialized tensor per (shape, dtype): views of one buffer from `empty`.
 
         Each view starts at a multiple of 64 bytes.
+
+        Args:
+            within: [bytes] uint8 from `empty`, which is the buffer if it is large enough.
         """
         sizes = [torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes]
         starts = list(accumulate((-(-size // 64) * 64 for size in sizes), initial=0))
-        buffer = self.empty(starts[-1], dtype=torch.uint8)
+        buffer = within
+        if buffer is None or len(buffer) < starts[-1]:
+            buffer = self.empty(starts[-1], dtype=torch.uint8)
         return [
             buffer[start : start + size].view(dtype).view(torch.Size(shape))
             for start, size, (shape, dtype) in zip(starts, sizes, shapes, strict=False)

@@ -61,6 +61,8 @@ class Axis:
         group: the process group; None for an axis of one rank, which does not communicate. On a GPU
             it has two backends: NCCL for its tensors, and gloo for values of the host.
         devices: types of the devices of the ranks if they differ, else empty.
+        overlap: how products of layers overlap with the collectives of sequence parallelism over
+            this axis: "split" or "symmetric" (`overlapped_products`); empty: they do not.
     """
 
     name: str
@@ -68,6 +70,7 @@ class Axis:
     rank: int = 0
     group: dist.ProcessGroup | None = field(default=None, repr=False)
     devices: tuple[str, ...] = ()
+    overlap: Literal["", "split", "symmetric"] = ""
 
     @property
     def size(self) -> int:

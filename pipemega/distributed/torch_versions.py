@@ -5,7 +5,8 @@ torch   what it has, and what an older one uses instead
 2.11    edges that keep the graph of a custom autograd function; 2.8 does not, 2.9 and 2.10 were not
         looked at: `gradient_edge` makes a view
 2.13    `all_gather_single`, `reduce_scatter_single`, and the methods `..._coalesced` of a group:
-        the names before, about which torch 2.13 warns
+        the names before, about which torch 2.13 warns; products of symmetric memory without a
+        registration of the group: products in pieces
 2.14    `set_timeout`: the name before, about which torch 2.14 warns
 
 Features of the config without a substitute are refused: `too_old`.
@@ -32,6 +33,9 @@ ALL_GATHERS = "all_gather_single_coalesced" if _is_single else "allgather_into_t
 REDUCE_SCATTERS = (
     "reduce_scatter_single_coalesced" if _is_single else "reduce_scatter_tensor_coalesced"
 )
+
+# `fused_all_gather_matmul` and `fused_matmul_reduce_scatter` are called as in torch 2.13.
+HAS_SYMMETRIC_PRODUCTS = _is_single
 
 set_timeout = getattr(dist, "set_timeout", dist.distributed_c10d._set_pg_timeout)
 

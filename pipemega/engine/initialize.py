@@ -13,6 +13,7 @@ import ctypes
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from pipemega.checkpoint.layout import find_foreign
 from pipemega.checkpoint.save_load import open_path
 from pipemega.config import Batch, Config, load
 from pipemega.data.loader import BatchLoader
-from pipemega.distributed.mesh import Mesh, from_first, set_world_timeout
+from pipemega.distributed.mesh import Mesh, from_first, on_all_ranks, set_world_timeout
 from pipemega.distributed.topology import Topology, register_exit_hook
 from pipemega.engine.engine import Engine
 from pipemega.engine.engine_parts import FirstPlan, LateChoice, build_components, first_plan
@@ -50,9 +51,11 @@ from pipemega.monitor import get_logger
 from pipemega.optimizer import LRSchedule
 from pipemega.optimizer.lr_schedules import SchedulerMaker
 from pipemega.optimizer.user_optimizer import GivenGroups, GivenOptimizer, OptimizerMaker
+from pipemega.pipeline.model.fp8_linears import load_fp8
 from pipemega.pipeline.model.module import PipelineModule
 from pipemega.pipeline.model.stages import LocalModel, log_stages, make_replicas_equal
 from pipemega.pipeline.plan.instructions import Plan
+from pipemega.tensor_parallel.overlapped_products import with_overlap
 
 
 def resume(engine: Engine, log: logging.Logger) -> None:
@@ -233,7 +236,12 @@ def build_engine(
         loader = None
         if data is not None:
             loader = training_loader(config, mesh, data, collate_fn, config.training.epochs)
-        setup = replace(setup, config=config, net=net, loader=loader)
+        fp8 = None
+        if config.fp8.enabled and setup.arguments.trains(config):
+            fp8 = on_all_ranks(mesh.world, partial(load_fp8, config.fp8, mesh.device))
+        if config.mesh.overlaps_products(mesh.device.type):
+            mesh = replace(mesh, tensor=with_overlap(mesh.tensor, mesh.device, log))
+        setup = replace(setup, config=config, mesh=mesh, net=net, loader=loader, fp8=fp8)
         engine = Engine(_build_steps(setup, plan, options))
         if mesh.world.size > 1:
             # If a rank could not build its part, all ranks stop here and not in the first step.

@@ -15,20 +15,21 @@ from pipemega.layer_costs.stage_costs import Sample
 from pipemega.monitor import MultiTimer, get_logger
 from pipemega.optimizer import OptimizerStep, ZeroMasterParams
 from pipemega.optimizer.build_step import OptimizerArguments, precision_of
-from pipemega.optimizer.zero import BucketReadiness
 from pipemega.pipeline.activation_offload import ActivationOffload, offloads_from
 from pipemega.pipeline.connections import connect
 from pipemega.pipeline.executor import Executor, RankStages
 from pipemega.pipeline.messages import Header
 from pipemega.pipeline.microbatch_loss import reduced_loss
+from pipemega.pipeline.model.fp8_linears import Fp8Products, enable_fp8, log_fp8
 from pipemega.pipeline.model.module import BuildOptions, PipelineModule
 from pipemega.pipeline.model.recompute import checkpoint_interval
 from pipemega.pipeline.model.stages import LocalModel, build_local_model
 from pipemega.pipeline.model.vocabulary_shard import vocabulary_split
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.split_backward import enable_split_backward
 from pipemega.pipeline.transport import Transport
 from pipemega.pipeline.vocabulary_runs import VocabularyRuns
+from pipemega.pipeline.weight_queue import WeightGradQueue
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,7 @@ class RunSetup:
         loader: the loader of the training data; None if the caller passes iterators.
         example: a micro-batch, from which the model is counted; None: see `PlanChooser`.
         has_read: the first step was read, so no shapes follow.
+        fp8: the products of linears in fp8; None: in the dtype of the run.
     """
 
     config: Config
@@ -51,6 +53,7 @@ class RunSetup:
     loader: BatchLoader | None = None
     example: Sample | None = None
     has_read: bool = False
+    fp8: Fp8Products | None = None
 
     @property
     def batch(self) -> Batch:
@@ -106,20 +109,26 @@ class ExecutorBuilder:
 
     def __init__(self, setup: RunSetup, timers: MultiTimer, plan_may_change: bool) -> None:
         self._config, self._mesh, self._net = setup.config, setup.mesh, setup.net
+        self._setup = setup
         self._timers, self._plan_may_change = timers, plan_may_change
         self._groups: list[dist.ProcessGroup] = []
 
-    @property
-    def _compiles(self) -> bool:
-        mesh = self._mesh
-        device = "cpu" if "cpu" in mesh.pipeline.devices else mesh.device.type
-        return self._config.compile.applies(device)
+        device = "cpu" if "cpu" in self._mesh.pipeline.devices else self._mesh.device.type
+        self._compiles = self._config.compile.applies(device)
+        self._fuses = self._config.fuses_gradients(device)
 
     def splits_backward(self, plan: Plan) -> bool:
         """Return whether an executor for `plan` runs I and W."""
+        return self._plan_may_change or plan.splits_backward
+
+    def _takes_weight_gradients(self, plan: Plan) -> bool:
+        """Return whether a queue takes the weight gradients: in I, or in B to fuse them."""
         # With the queue in every plan, a compiled layer rounds equally under all schedules.
         compiled = self._compiles and self._mesh.pipeline.size > 1
-        return self._plan_may_change or compiled or plan.splits_backward
+        # In a whole backward without a compiler, column-parallel linears overlap dW with the
+        # communication of dx, which saves more.
+        fuses = self._fuses and self._mesh.tensor.size == 1
+        return self.splits_backward(plan) or compiled or fuses
 
     def build(self, model: LocalModel, plan: Plan, step: OptimizerStep | None) -> Executor:
         """Return the executor for the local stages `model`; collective over the pipeline.
@@ -127,13 +136,23 @@ class ExecutorBuilder:
         Raises:
             ConfigError: a message has no declared shape.
         """
-        config, splits = self._config, self.splits_backward(plan)
-        weight_queue, readiness = _backward_listeners(step, model, splits)
+        config, setup = self._config, self._setup
+        log = get_logger(self._mesh.rank)
+        counts = enable_fp8(setup.staged_net, model.stages, setup.fp8)
+        if setup.fp8 is not None:
+            log_fp8(counts, config.fp8.recipe, self._mesh, log)
+        weight_queue = readiness = None
+        if step is not None and self._takes_weight_gradients(plan):
+            weight_queue = WeightGradQueue(step.gradients, fuses=self._fuses)
+            enable_split_backward(model.stages.values(), weight_queue)
+        if step is not None and isinstance(step.masters, ZeroMasterParams):
+            step.masters.register_param_waits(model.modules)
+            # In a plan without I and W, the queue adds before autograd reports a gradient.
+            readiness = step.masters.bucket_readiness(hooks=not self.splits_backward(plan))
         before_training = None
         if self._compiles:
             # It imports the compiler.
             compiled = import_module("pipemega.pipeline.model.compiled_layers")
-            log = get_logger(self._mesh.rank)
             before_training = compiled.compile_layers(model.stages, config.compile, self._mesh, log)
         transport = self._transport(plan, model.bounds)
         stages = RankStages(
@@ -187,26 +206,6 @@ class ExecutorBuilder:
             mesh.timeout,
             routes,
         )
-
-
-def _backward_listeners(
-    step: OptimizerStep | None, model: LocalModel, splits: bool
-) -> tuple[WeightGradQueue | None, BucketReadiness | None]:
-    """Return what takes deferred weight gradients, and what starts reductions of final gradients.
-
-    Args:
-        splits: a plan may split backward.
-    """
-    if step is None:
-        return None, None
-    weight_queue = None
-    if splits:
-        weight_queue = WeightGradQueue(step.gradients)
-        enable_split_backward(model.stages.values(), weight_queue)
-    if not isinstance(step.masters, ZeroMasterParams):
-        return weight_queue, None
-    step.masters.register_param_waits(model.modules)
-    return weight_queue, step.masters.bucket_readiness(hooks=weight_queue is None)
 
 
 def declared_headers(net: PipelineModule, bounds: Sequence[int]) -> dict[int, Header]:

@@ -17,6 +17,7 @@ from pipemega.layer_costs.stage_costs import Probe, Sample, StageCounts, stage_t
 from pipemega.layer_costs.tensor_meter import (
     DeviceKernels,
     DeviceType,
+    Fp8Counter,
     TensorMeter,
     rates_for,
     unmetered,
@@ -74,7 +75,8 @@ class CountedModel:
         offloads = config.activation_checkpointing.cpu_checkpointing
         probe = Probe(device, loss, sample.labels, precision.cast_inputs, rates, offloads)
         options, entering = self._options(self._mesh(0)), Header.of(sample.inputs)
-        self._counts = StageCounts(net, probe, options, precision, entering)
+        fp8 = Fp8Counter(config.fp8.recipe) if config.fp8.enabled else None
+        self._counts = StageCounts(net, probe, options, precision, entering, fp8)
         self._cuts: dict[tuple[Any, ...], Cut] = {}
 
     def _mesh(self, pipeline_rank: int) -> Mesh:

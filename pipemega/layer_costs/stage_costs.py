@@ -6,7 +6,7 @@ needs.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -22,6 +22,8 @@ from pipemega.errors import PipelineError, code_of_user
 from pipemega.layer_costs.tensor_meter import (
     DeviceKernels,
     DeviceType,
+    Fp8Counter,
+    KernelKind,
     KernelRates,
     TensorMeter,
     unmetered,
@@ -38,11 +40,13 @@ from pipemega.pipeline.messages import (
     tensors_of,
 )
 from pipemega.pipeline.microbatch_loss import Loss, weighted_loss
+from pipemega.pipeline.model.fp8_linears import enable_fp8
 from pipemega.pipeline.model.module import BuildOptions, PipelineModule, RngKey, Stage, build_stages
 from pipemega.pipeline.model.spec import LayerSpec
 from pipemega.pipeline.plan.partition import Bounds, LayerCosts
 from pipemega.pipeline.plan.simulate import CostModel
-from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.split_backward import enable_split_backward
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.random import preserve_rng
 from pipemega.tensor_parallel.deferred_logits import defer_logits
 from pipemega.tensor_parallel.linear_cross_entropy import pending_bytes
@@ -73,6 +77,8 @@ class StageCosts:
         whole_working: if backward is split: temporary bytes during a B; None: not counted.
         moved: the bytes of `held` that move to host memory if there is time; see
             `pipeline.activation_offload`.
+        kinds: the time without fp8 by kind of kernel.
+        seconds_without_fp8: seconds of F, I and W if products in fp8 were in bf16.
     """
 
     input: int
@@ -90,6 +96,8 @@ class StageCosts:
     held_once: int = 0
     whole_working: int | None = None
     moved: int = 0
+    kinds: Mapping[KernelKind, float] = field(default_factory=dict, compare=False)
+    seconds_without_fp8: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -225,6 +233,8 @@ class _StageRun:
             kept_gradient=0 if first else max(0, gradient_out - (with_gradient - kept)),
             held_once=held_once,
             moved=sum(self._moved.values()),
+            kinds=dict(meter.kinds),
+            seconds_without_fp8=meter.seconds_without_fp8,
         )
         return costs, header
 
@@ -308,7 +318,7 @@ class ModelTotals(NamedTuple):
 
     Args:
         forward: seconds of F, by the fixed table of rates.
-        seconds: seconds of F, I and W, by the same table.
+        seconds: seconds of F, I and W without fp8, by the same table.
         flops, kernels: FLOPs and number of kernels of F, I and W.
     """
 
@@ -346,6 +356,7 @@ class StageCounts:
         options: how layers are built; on the meta device.
         precision: the precision of the parameters.
         entering: header of the inputs of a micro-batch.
+        fp8: the products of linears in fp8; None: in the dtype of the run.
     """
 
     def __init__(
@@ -355,8 +366,9 @@ class StageCounts:
         options: BuildOptions,
         precision: Precision,
         entering: Header,
+        fp8: Fp8Counter | None = None,
     ) -> None:
-        self._net, self._probe, self._options = net, probe, options
+        self._net, self._probe, self._options, self._fp8 = net, probe, options, fp8
         self._precision, self._entering = precision, entering
         self._costs: list[tuple[_CostKey, tuple[StageCosts, Header]]] = []
 
@@ -380,7 +392,7 @@ class StageCounts:
         """The sums over all layers."""
         return ModelTotals(
             math.fsum(layer.seconds[0] for layer in self._layers),
-            math.fsum(sum(layer.seconds) for layer in self._layers),
+            math.fsum(layer.seconds_without_fp8 for layer in self._layers),
             math.fsum(sum(layer.flops) for layer in self._layers),
             sum(sum(layer.kernels) for layer in self._layers),
         )
@@ -425,9 +437,11 @@ class StageCounts:
 
     def _build(self, bounds: Bounds, number: int) -> tuple[Stage, GradientBuffer]:
         """Build one stage as in a run, with the buffer of its gradients."""
-        (stage,) = build_stages(self._net, bounds, [number], self._options).values()
+        stages = build_stages(self._net, bounds, [number], self._options)
+        (stage,) = stages.values()
         named = [*stage.logical_names().items()]
         self._precision.cast_parameters(named)
+        enable_fp8(self._net, stages, self._fp8)
         return stage, GradientBuffer(named, dtype=self._precision.accumulation_dtype)
 
     def _costs_of(

@@ -35,6 +35,7 @@ from pipemega.tensor_parallel.collectives import (
     gather_sequence,
     keeping,
 )
+from pipemega.tensor_parallel.layers import Product
 
 A, B, SCALE = "lora_A", "lora_B", "lora_scale"
 
@@ -150,10 +151,12 @@ class _Product:
 
     def __init__(self, linear: nn.Module, scale: float) -> None:
         self._linear, self._scale = linear, scale
+        # W x; in fp8 if `fp8_linears` replaces it.
+        self.base: Product = F.linear
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
         added = self._linear.get_submodule(B)(_hidden(self._linear, x))
-        product = F.linear(x, weight, bias)
+        product = self.base(x, weight, bias)
         # In place: nothing else uses W x, unless a recomputation keeps it.
         if torch.compiler.is_compiling() or keeping.get() == "off":
             return product.add_(added, alpha=self._scale)

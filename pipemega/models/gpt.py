@@ -39,6 +39,7 @@ from pipemega.config.sections.transformer_sections import GPTSection
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError, DataError
 from pipemega.kernels import Kernels
+from pipemega.models.attention import KeyValueCache, documents_of
 from pipemega.models.build_model import ModelContext
 from pipemega.models.rotary import RopeScaling
 from pipemega.models.transformer_block import (
@@ -46,8 +47,6 @@ from pipemega.models.transformer_block import (
     Block,
     BlockConfig,
     Hidden,
-    KeyValueCache,
-    documents_of,
     gpt_default,
     hidden_norm,
 )

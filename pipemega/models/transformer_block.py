@@ -1,24 +1,4 @@
-"""Self-attention of the transformer blocks.
-
-Causal attention with grouped queries, on the fused kernel of the device.
-
-On a CUDA device torch chooses among three kernels:
-
-    kernel              dtypes        heads of k and v
-    flash, cuDNN        bf16, fp16    may be fewer than the heads of q (`enable_gqa`)
-    memory-efficient    and fp32      as many as the heads of q
-    math                all           may be fewer; holds the scores [heads, sequence, sequence]
-
-So k and v are expanded where flash attention does not run; it takes no mask. The fused kernel of a
-CPU takes fewer heads in all dtypes, and masks.
-
-Attention of samples that contain several documents: no token sees another document.
-
-Keys and values of the positions that attention has seen, for generation.
-
-With a cache, a new token costs the forward of one position instead of the whole sequence.
-
-The block of a transformer: norms, attention and MLP.
+"""The block of a transformer: norms, attention and MLP.
 
 Sizes and options of the transformer blocks that the GPT and the ViT share.
 
@@ -32,7 +12,6 @@ Source: Huang et al. 2016, arXiv:1603.09382.
 """
 
 import math
-import weakref
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -45,163 +24,22 @@ from torch.nn import functional as F
 from pipemega.config.sections.transformer_sections import GPTSection
 from pipemega.distributed.mesh import Axis
 from pipemega.kernels import Kernels
+from pipemega.models.attention import (
+    KeyValueCache,
+    causal_attention,
+    document_attention,
+    document_mask,
+    takes_block_mask,
+)
 from pipemega.models.rotary import RopeScaling, Rotary
 from pipemega.parameters import mark_partial_gradient, normal
 from pipemega.pipeline.model.recompute import (
     ActivationCheckpoints,
-    outside_recomputation,
     recompute,
 )
 from pipemega.random import sharded_rng
 from pipemega.tensor_parallel import ColumnParallelLinear, Dropout, RowParallelLinear
 from pipemega.tensor_parallel.collectives import unkept
-
-# Limits of flash attention in torch 2.13: aten/src/ATen/native/transformers/cuda/sdp_utils.cpp.
-_FLASH_DTYPES = (torch.float16, torch.bfloat16)
-_FLASH_CHANNELS = 256
-_FLASH_ARCHITECTURE = 8  # Ampere
-
-
-def causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
-) -> Tensor:
-    """Return softmax(q kᵀ / sqrt(head)) v, in which a position sees itself and earlier ones.
-
-    Args:
-        mask: which positions each position sees; it is causal itself. None: all earlier ones.
-        dropout: probability that a weight of the softmax becomes 0.
-
-    Shape:
-        q [batch, heads, queries, head], k and v [batch, groups, sequence, head]  ->  as q;
-        the queries belong to the last positions of the sequence; heads / groups consecutive
-        heads of q use one head of k and v; mask bool [batch, 1, queries, sequence]
-    """
-    queries, length = q.shape[2], k.shape[2]
-    is_causal = mask is None and queries == length
-    if mask is None and 1 < queries < length:
-        # torch's own causal mask starts at the first position.
-        seen = torch.ones(queries, length, dtype=torch.bool, device=q.device)
-        mask = seen.tril(length - queries)
-    heads, groups = q.shape[1], k.shape[1]
-    takes_groups = takes_grouped_queries(q) and (mask is None or not q.is_cuda)
-    if heads != groups and not takes_groups:
-        k, v = (x.repeat_interleave(heads // groups, dim=1) for x in (k, v))
-    enable_gqa = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(
-        q, k, v, mask, dropout, is_causal=is_causal, enable_gqa=enable_gqa
-    )
-
-
-def takes_grouped_queries(q: Tensor) -> bool:
-    """Return whether a fused kernel of q's device takes fewer heads in k and v than in q."""
-    if not q.is_cuda:
-        return True
-    if q.dtype not in _FLASH_DTYPES or q.shape[-1] > _FLASH_CHANNELS:
-        return False
-    # The planner counts tensors without values as if they were on a GPU of today.
-    return q.is_meta or _has_flash(q.device)
-
-
-def _has_flash(device: torch.device) -> bool:
-    architecture: int = torch.cuda.get_device_properties(device).major
-    # ROCm's flash attention takes no grouped queries.
-    return architecture >= _FLASH_ARCHITECTURE and torch.version.hip is None
-
-
-def documents_of(positions: Tensor | None, attention_mask: Tensor | None) -> Tensor | None:
-    """Return the number of each token's document in its sample; None: one document.
-
-    A document starts where the positions do not continue. Tokens that `attention_mask` excludes
-    are documents of their own, so that no other token sees them.
-
-    Shape:
-        positions, attention_mask [batch, sequence]  ->  [batch, sequence]
-    """
-    documents = None
-    if positions is not None:
-        continues = positions[:, 1:] == positions[:, :-1] + 1
-        documents = torch.nn.functional.pad((~continues).cumsum(-1), (1, 0))
-    if attention_mask is None:
-        return documents
-    # Negative numbers: padding. It attends to itself, because a softmax needs one position.
-    kept = 0 if documents is None else documents
-    return torch.where(attention_mask.bool(), kept, -1)
-
-
-def document_mask(documents: Tensor) -> Tensor:
-    """Return which positions each position sees: itself and the earlier ones of its document.
-
-    The mask is kept for the other layers of the micro-batch.
-
-    Shape:
-        documents [batch, sequence]  ->  bool [batch, 1, sequence (query), sequence (key)]
-    """
-    global _kept
-    # An inference tensor has no version, which would show a change in place.
-    if torch.compiler.is_compiling() or documents.is_inference():
-        return _document_mask(documents)
-    if _kept is not None and _kept.documents() is documents and _kept.version == documents._version:
-        return _kept.mask
-    # Validation creates masks within `torch.inference_mode`; training may use them later.
-    with torch.inference_mode(False), torch.no_grad(), outside_recomputation():
-        mask = _document_mask(documents)
-    _kept = _Kept(weakref.ref(documents, _forget), documents._version, mask)
-    return mask
-
-
-def _document_mask(documents: Tensor) -> Tensor:
-    same = documents.unsqueeze(-1) == documents.unsqueeze(-2)
-    return same.tril_().unsqueeze(1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """The mask of the documents that a micro-batch has brought."""
-
-    documents: "weakref.ref[Tensor]"
-    version: int
-    mask: Tensor
-
-
-_kept: _Kept | None = None
-
-
-def _forget(documents: "weakref.ref[Tensor]") -> None:
-    global _kept
-    if _kept is not None and _kept.documents is documents:
-        _kept = None
-
-
-class KeyValueCache:
-    """Keys and values of one attention layer, on the ranks that hold its heads.
-
-    Args:
-        capacity: largest number of positions.
-
-    Attributes:
-        length: number of positions in the cache.
-    """
-
-    def __init__(self, capacity: int) -> None:
-        self._capacity = capacity
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
-        self.length = 0
-
-    def append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add new positions; return keys and values of all positions, as views.
-
-        Shape:
-            [batch, groups / T, new, head]  ->  [batch, groups / T, length, head]
-        """
-        if self._keys is None or self._values is None:
-            batch, groups, _, head = keys.shape
-            self._keys = keys.new_empty(batch, groups, self._capacity, head)
-            self._values = torch.empty_like(self._keys)
-        start, self.length = self.length, self.length + keys.shape[2]
-        self._keys[:, :, start : self.length] = keys
-        self._values[:, :, start : self.length] = values
-        return self._keys[:, :, : self.length], self._values[:, :, : self.length]
 
 
 def gpt_default(name: str) -> Any:
@@ -235,6 +73,7 @@ class BlockConfig:
     rotary_percent: float = gpt_default("rotary_percent")
     rope_scaling: RopeScaling | None = None
     qk_layernorm: bool = gpt_default("qk_layernorm")
+    document_attention: Literal["auto", "mask"] = gpt_default("document_attention")
     squared_relu: bool = gpt_default("squared_relu")
     normalization: Literal["LayerNorm", "RMSNorm"] = gpt_default("normalization")
     norm_epsilon: float = gpt_default("norm_epsilon")
@@ -341,6 +180,7 @@ class Attention(nn.Module):
         self._heads = c.num_attention_heads // axis.size
         self._groups = c.num_query_groups // axis.size
         self._causal, self._padded_from = c.causal, c.padded_from
+        self._by_blocks = c.document_attention == "auto" and kernels.flex_attention
         self._dropout = c.attention_dropout
         self._selective = c.recompute == "selective" and c.recompute_keep is None
         queries = c.num_attention_heads * c.kv_channels
@@ -386,11 +226,13 @@ class Attention(nn.Module):
             q, k = self._rotary(q, k, positions)
         if self.cache is not None:
             k, v = self.cache.append(k, v)
-        mask = None if documents is None else document_mask(documents)
-        if self._dropout > 0 and self.training:
-            mixed = self._attend_with_dropout(q, k, v, mask)
+        drops = self._dropout > 0 and self.training
+        if documents is not None and self._by_blocks and not drops and takes_block_mask(q):
+            mixed = document_attention(q, k, v, documents)
         else:
-            mixed = self._mix(q, k, v, mask)
+            mask = None if documents is None else document_mask(documents)
+            mix = self._attend_with_dropout if drops else self._mix
+            mixed = mix(q, k, v, mask)
         mixed = rearrange(mixed, "b h s d -> b s (h d)")
         return F.pad(mixed, (0, 0, 0, padding)) if padding else mixed
 

@@ -366,6 +366,26 @@ class GradientBuffer:
         if parameter.numel():
             self.view(parameter).add_(gradient)
 
+    def fuses(self, parameter: nn.Parameter, dy: Tensor) -> bool:
+        """Return whether `add_product` takes products of the dtype of `dy`."""
+        dtype = self.view(parameter).dtype
+        # torch multiplies halves into fp32 on CUDA devices only.
+        return dy.dtype == dtype or (
+            dy.is_cuda and dtype == torch.float32 and dy.dtype in (torch.float16, torch.bfloat16)
+        )
+
+    def add_product(self, parameter: nn.Parameter, dy: Tensor, x: Tensor) -> None:
+        """Add the weight gradient of a linear, dyᵀ x, by one kernel that stores nothing else.
+
+        Shape:
+            dy [n, out], x [n, in] of the same dtype; the parameter [out, in]
+        """
+        view = self.view(parameter)
+        if dy.dtype == view.dtype:
+            view.addmm_(dy.t(), x)
+        else:
+            torch.addmm(view, dy.t(), x, out_dtype=view.dtype, out=view)
+
     def zero(self) -> None:
         """Set all gradients to zero, for the next step."""
         for flat in self.flats.values():

@@ -8,6 +8,8 @@
 The two copies run on streams of their own, beside the next instruction after F and beside the last
 one before B (or I). X ends with a wait of the device for the first copy; then the memory of F0 is
 free. B0 begins with a wait for the second. Nothing is moved if B follows within two instructions.
+Host memory is pinned before the first message of a step: this may wait for the device, and so for
+receives that are posted.
 
 Parameters, buffers, the data of the step and tensors that several micro-batches share stay on the
 device: a copy of them would free no memory. With recomputation, what a segment stores is moved.
@@ -125,6 +127,16 @@ class _Moved:
     saved: list[_Saved] = field(default_factory=list)
     memory: dict[int, _Memory] = field(default_factory=dict)
 
+    @property
+    def on_device(self) -> list[tuple[_Memory, Tensor]]:
+        """The storages on the device."""
+        return [(m, m.device) for m in self.memory.values() if m.device is not None]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each of them in the host memory."""
+        return [-(-whole.nbytes // _ALIGNMENT) * _ALIGNMENT for _, whole in self.on_device]
+
 
 class ActivationOffload:
     """Moves the saved activations of one rank.
@@ -141,7 +153,11 @@ class ActivationOffload:
         self._points = OffloadPoints(frozenset(), {})
         self._moved: dict[Key, _Moved] = {}
         self._leaving: _Moved | None = None
-        self._free: list[tuple[Tensor, CopyEvent]] = []
+        self._free: list[tuple[Tensor, CopyEvent | None]] = []
+        # Stage -> the bytes that it moves, as the run before a step has found (`kernel_warmup`).
+        self._sizes: dict[int, int] = {}
+        self._measures = False
+        self._reserved: Program = ()
         self._fixed: set[int] = set()
         # Storage -> the micro-batch that has saved it, or _SHARED.
         self._savers: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
@@ -153,10 +169,24 @@ class ActivationOffload:
             self._finish(moved)
         self._moved.clear()
         self._points = offload_points(program if train else ())
+        self._measures = train and batch.discard_grads
         if train:
             data = tensors_of((list(batch.inputs), list(batch.labels)))
             tensors = [t for m in self._modules for t in (*m.parameters(), *m.buffers())]
             self._fixed = storages_of([*tensors, *data])
+            if self._sizes and program is not self._reserved:
+                self._reserve(program)
+
+    def _reserve(self, program: Program) -> None:
+        """Allocate the host memory that `program` will ask for."""
+        held: dict[Key, Tensor] = {}
+        for step in program:
+            key = (step.stage, step.microbatch)
+            if step in self._points.moved and (nbytes := self._sizes.get(step.stage, 0)):
+                held[key] = self._host_buffer(nbytes)
+            elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and key in held:
+                self._free.append((held.pop(key), None))
+        self._reserved = program
 
     def around(
         self, handlers: Mapping[Kind, Callable[[Instruction], None]]
@@ -177,6 +207,13 @@ class ActivationOffload:
                 handler(step)
             self._release()
             self._copy(moved)
+            return
+        if self._measures and step.kind is Kind.FORWARD:
+            stays = _Moved(step.microbatch)
+            with saved_tensors_hooks(partial(self._pack, stays), _Saved.restore):
+                handler(step)
+            if (nbytes := sum(stays.sizes)) > self._sizes.get(step.stage, 0):
+                self._sizes[step.stage], self._reserved = nbytes, ()
             return
         if step.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT) and key in self._moved:
             self._finish(self._moved.pop(key))
@@ -203,8 +240,7 @@ class ActivationOffload:
         """Start the copies to the host."""
         if not moved.saved:
             return
-        pairs = [(m, m.device) for m in moved.memory.values() if m.device is not None]
-        sizes = [-(-whole.nbytes // _ALIGNMENT) * _ALIGNMENT for _, whole in pairs]
+        pairs, sizes = moved.on_device, moved.sizes
         moved.buffer = self._host_buffer(sum(sizes))
         parts = moved.buffer[: sum(sizes)].split_with_sizes(sizes)
         with self._out.side_stream():
@@ -265,6 +301,6 @@ class ActivationOffload:
             if buffer.nbytes >= nbytes:
                 del self._free[at]
                 return buffer
-        if self._free:
-            synchronize(self._free.pop()[1])
+        if self._free and (copied := self._free.pop()[1]) is not None:
+            synchronize(copied)
         return self._out.empty(nbytes, dtype=torch.uint8)

@@ -48,8 +48,8 @@ from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan, Program
 from pipemega.pipeline.plan.lowering import last_gradients
 from pipemega.pipeline.plan.validate import PlanPosition
 from pipemega.pipeline.recorder import NULL_RECORDER, Recorder
-from pipemega.pipeline.split_backward import GradReadyListener, WeightGradQueue
 from pipemega.pipeline.transport import Receive, Transport
+from pipemega.pipeline.weight_queue import GradReadyListener, WeightGradQueue
 from pipemega.tensor_parallel.deferred_logits import defer_logits, takes_deferred_logits
 
 

@@ -29,12 +29,10 @@ would silently lose dW if y is a view that is changed in place.
 Source: Qi et al. 2023, arXiv:2401.10241, section 2; the two identity nodes are ours.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +42,7 @@ from torch.nn import functional as F
 from pipemega.distributed.mesh import Axis
 from pipemega.errors import ConfigError
 from pipemega.parameters import has_user_hook
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.tensor_parallel.collectives import (
     SEQUENCE_DIM,
     Pending,
@@ -51,24 +50,15 @@ from pipemega.tensor_parallel.collectives import (
     keeping,
     start_all_gather,
 )
-from pipemega.tensor_parallel.layers import ColumnParallelLinear, column_product
-
-
-class GradientQueue(Protocol):
-    """Computes weight gradients later; implemented by `WeightGradQueue`."""
-
-    @property
-    def defers(self) -> bool: ...
-
-    def holds(self, weight: Tensor) -> bool: ...
-
-    def add(
-        self,
-        weight: nn.Parameter,
-        gradient: Callable[[], Tensor],
-        start: Callable[[], object] | None = None,
-    ) -> None: ...
-
+from pipemega.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    LinearProducts,
+    RowParallelLinear,
+    column_product,
+    gradient_of,
+    linear_gradient,
+)
+from pipemega.tensor_parallel.overlapped_products import overlaps, row_product
 
 # (x, dy) -> dW
 Gradient = Callable[[Tensor, Tensor], Tensor]
@@ -78,7 +68,7 @@ Gradient = Callable[[Tensor, Tensor], Tensor]
 class _Deferred:
     """State of one layer call between forward and backward."""
 
-    queue: GradientQueue
+    queue: WeightGradQueue
     weight: nn.Parameter
     gradient: Gradient
     gathers: Axis | None = None  # x is this rank's slice of the sequence
@@ -86,6 +76,8 @@ class _Deferred:
     # The output of that node, only if no other node needs it: before torch 2.13 a node without
     # references drops its tensors. Otherwise activation checkpointing must be able to free it.
     output: Tensor | None = None
+    # dy from the product's own backward, which gathers it; see `scattered_linear`.
+    whole_dy: list[Tensor] = field(default_factory=list)
 
 
 class _SaveInput(torch.autograd.Function):
@@ -122,16 +114,18 @@ class _QueueGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        deferred, dy = ctx.deferred, gradients[0]
+        deferred, passed = ctx.deferred, gradients[0]
         if torch.is_grad_enabled():
             raise ConfigError(
                 "torch.autograd.grad(create_graph=True) needs the weights in the graph, from which "
                 "split backward removes them: set split_backward = False on the class of the "
-                "layer, or use a schedule without split backward, such as '1f1b'"
+                "layer, or use a schedule without split backward, such as '1f1b', and "
+                "gradient_accumulation_fusion false"
             )
         accumulates, returns = _reaches(ctx.next_functions[1][0])
+        dy = deferred.whole_dy.pop() if deferred.whole_dy else passed
         if not (accumulates or returns):
-            return dy, None, None, None
+            return passed, None, None, None
         # Under activation checkpointing this recomputes x, so that W does not.
         (x,) = (deferred.saved or ctx).saved_tensors
         if accumulates:
@@ -140,16 +134,36 @@ class _QueueGradient(torch.autograd.Function):
         whole = None if deferred.gathers is None else _GatheredInput(x, deferred.gathers)
         start = None if whole is None else whole.start
 
-        def gradient() -> Tensor:
-            dw: Tensor = deferred.gradient(x if whole is None else whole.take(), dy)
+        weight, queue = deferred.weight, deferred.queue
+        is_linear = deferred.gradient is linear_gradient
+        fuses = accumulates and queue.fuses_products and is_linear and queue.fuses(weight, dy)
+
+        def gradient() -> Tensor | None:
+            rows = x if whole is None else whole.take()
+            if fuses:
+                queue.add_product(weight, dy.flatten(0, -2), rows.flatten(0, -2))
+                return None
+            dw: Tensor = deferred.gradient(rows, dy)
             return dw
 
-        if accumulates and deferred.queue.defers:
-            deferred.queue.add(deferred.weight, gradient, start)
-            return dy, None, None, None
+        if accumulates and queue.takes_gradients:
+            queue.add(weight, gradient, start)
+            return passed, None, None, None
         if start is not None:
             start()
-        return dy, gradient(), None, None
+        return passed, gradient(), None, None
+
+
+class _QueueWholeGradient(_QueueGradient):
+    """Identity on x; its backward, which runs after the product's, queues (x, whole dy)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, deferred: _Deferred, ids: Tensor | None
+    ) -> Tensor:
+        ctx.deferred = deferred
+        ctx.save_for_backward(x)
+        return x.view_as(x)
 
 
 def _reaches(node: Any) -> tuple[bool, bool]:
@@ -186,7 +200,7 @@ def _defer(
     weight: nn.Parameter,
     product: Callable[[Tensor], Tensor],
     gradient: Gradient,
-    queue: GradientQueue,
+    queue: WeightGradQueue,
     gathers: Axis | None = None,
 ) -> Tensor:
     """Return product(x); its backward adds the gradient of `weight` to the queue.
@@ -227,25 +241,38 @@ def _as_autocast(x: Tensor) -> Tensor:
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: GradientQueue
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    queue: WeightGradQueue,
+    products: LinearProducts | None = None,
 ) -> Tensor:
-    """F.linear with a deferred weight gradient.
+    """F.linear, or `products` in its place, with a deferred weight gradient.
 
     Shape:
         x [..., in]  ->  [..., out]
     """
+    product = products or F.linear
     if not _can_defer(weight, queue):
-        return F.linear(x, weight, bias)
+        return product(x, weight, bias)
     # Two dims: with more, F.linear returns a view, which cannot be marked as changed in place.
     rows, detached = x.reshape(-1, x.shape[-1]), weight.detach()
-    y = _defer(rows, weight, lambda r: F.linear(r, detached, bias), linear_gradient, queue)
+    gradient = gradient_of(products)
+    y = _defer(rows, weight, lambda r: product(r, detached, bias), gradient, queue)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
 def gathered_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, queue: GradientQueue, axis: Axis
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    queue: WeightGradQueue,
+    axis: Axis,
+    products: LinearProducts | None = None,
 ) -> Tensor:
-    """F.linear of x gathered over `axis`, with a deferred weight gradient.
+    """`linear` of x gathered over `axis`, with a deferred weight gradient.
 
     Only this rank's slice of x is kept for W, which gathers it again.
 
@@ -253,26 +280,39 @@ def gathered_linear(
         x [batch, seq / T, in]  ->  [batch, seq, out / T]
     """
     if not _can_defer(weight, queue):
-        return column_product(x, weight, bias, axis, sequence_parallel=True)
+        return column_product(x, weight, bias, axis, True, products)
     detached = weight.detach()
+    overlapped = products is None and overlaps(x, axis)
 
     def product(x: Tensor) -> Tensor:
+        if overlapped:
+            return column_product(x, detached, bias, axis, sequence_parallel=True)
         whole = gather_sequence(x, axis)
-        return F.linear(whole.reshape(-1, x.shape[-1]), detached, bias)
+        return (products or F.linear)(whole.reshape(-1, x.shape[-1]), detached, bias)
 
-    y = _defer(x, weight, product, linear_gradient, queue, axis)
+    y = _defer(x, weight, product, gradient_of(products), queue, axis)
     shape = list(x.shape)
     shape[SEQUENCE_DIM] *= axis.size
     return y.view(*shape[:-1], y.shape[-1])
 
 
-def linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
-    """Return dW [out, in] for x [n, in] and dy [n, out], by the same kernel as autograd."""
-    return dy.t().mm(x.to(dy.dtype))
+def scattered_linear(x: Tensor, weight: Tensor, axis: Axis, *, queue: WeightGradQueue) -> Tensor:
+    """`row_product` with a deferred weight gradient.
+
+    Its backward gathers dy, in pieces, so the queue gets the whole dy from there.
+
+    Shape:
+        x [batch, seq, in / T]  ->  [batch, seq / T, out]
+    """
+    if not _can_defer(weight, queue):
+        return row_product(x, weight, axis)
+    deferred = _Deferred(queue, weight, linear_gradient)
+    x = _QueueWholeGradient.apply(x, weight, deferred, None)  # type: ignore[no-untyped-call]
+    return row_product(x, weight.detach(), axis, deferred.whole_dy)
 
 
 def embedding(
-    ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, queue: GradientQueue
+    ids: Tensor, weight: Tensor, padding_idx: int | None = None, *, queue: WeightGradQueue
 ) -> Tensor:
     """F.embedding with a deferred weight gradient.
 
@@ -298,7 +338,7 @@ def grouped_linear(
     counts: Tensor,
     transposed: bool = False,
     *,
-    queue: GradientQueue | None = None,
+    queue: WeightGradQueue | None = None,
 ) -> Tensor:
     """Return the product of each group of rows with its own weight, such as an expert's weight.
 
@@ -326,7 +366,7 @@ def grouped_linear(
     return _defer(x, weight, lambda x: product(x, detached), gradient, queue)
 
 
-def _can_defer(weight: Tensor, queue: GradientQueue) -> TypeGuard[nn.Parameter]:
+def _can_defer(weight: Tensor, queue: WeightGradQueue) -> TypeGuard[nn.Parameter]:
     """Return whether the gradient of `weight` may be computed later, at the time of the forward."""
     if not (torch.is_grad_enabled() and weight.requires_grad):
         return False
@@ -340,7 +380,7 @@ def _can_defer(weight: Tensor, queue: GradientQueue) -> TypeGuard[nn.Parameter]:
     return not (weight.is_complex() or transformed or has_user_hook(weight))
 
 
-def convolution(module: Any, x: Tensor, *, queue: GradientQueue) -> Tensor:
+def convolution(module: Any, x: Tensor, *, queue: WeightGradQueue) -> Tensor:
     """The forward of nn.Conv1d, nn.Conv2d or nn.Conv3d `module` with a deferred weight gradient."""
     weight: nn.Parameter = module.weight
     if not _can_defer(weight, queue) or isinstance(module.padding, str):
@@ -363,138 +403,6 @@ def convolution(module: Any, x: Tensor, *, queue: GradientQueue) -> Tensor:
     )
 
 
-class Job(NamedTuple):
-    """A queued weight gradient.
-
-    Args:
-        start: called before `gradient`, at the earliest one job before.
-        is_summed: gradients of one weight are summed before they are added, as autograd does it.
-    """
-
-    weight: nn.Parameter
-    start: Callable[[], object] | None
-    gradient: Callable[[], Tensor]
-    is_summed: bool
-
-
-class GradAccumulator(Protocol):
-    """Accumulates gradients; implemented by `optimizer.gradients.GradientBuffer`."""
-
-    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None: ...
-
-
-class GradReadyListener(Protocol):
-    """Is notified of complete gradients; implemented by `optimizer.zero.BucketReadiness`."""
-
-    def begin(self) -> None: ...
-
-    def final_backward(
-        self, parameters: Iterable[nn.Parameter], pending: Collection[int] | None
-    ) -> AbstractContextManager[None]: ...
-
-    def mark_ready(self, parameter: nn.Parameter) -> None: ...
-
-
-class WeightGradQueue:
-    """Queue of deferred weight gradients.
-
-    Args:
-        into: accumulates the gradients.
-    """
-
-    def __init__(self, into: GradAccumulator) -> None:
-        self._into = into
-        self._held: set[int] = set()
-        self._queued: dict[Hashable, list[Job]] = defaultdict(list)
-        self._key: Hashable | None = None
-
-    @contextmanager
-    def defer(self, key: Hashable) -> Iterator[None]:
-        """Queue weight gradients under `key` within this context, instead of computing them."""
-        assert self._key is None, f"the input-gradient backward of {self._key} is not finished"
-        self._key = key
-        try:
-            yield
-        finally:
-            self._key = None
-
-    @property
-    def defers(self) -> bool:
-        """Whether `add` queues; otherwise it computes at once."""
-        return self._key is not None
-
-    def hold(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Take gradients of these parameters."""
-        self._held.update(map(id, parameters))
-
-    def holds(self, weight: Tensor) -> bool:
-        """Return whether `hold` got this weight."""
-        return id(weight) in self._held
-
-    @torch.no_grad()
-    def run(self, key: Hashable, done: Callable[[nn.Parameter], None] | None = None) -> None:
-        """Compute the weight gradients of `key`; each pair (x, dy) is freed after its use.
-
-        Args:
-            done: called with each weight after its last gradient was added.
-        """
-        jobs = self._queued.pop(key, [])
-        remaining = Counter(id(job.weight) for job in jobs)
-        sums: dict[int, Tensor] = {}
-        jobs.reverse()
-        _start_last(jobs)
-        while jobs:
-            job = jobs.pop()
-            _start_last(jobs)  # overlaps with the product of `job`
-            weight, gradient, number = job.weight, job.gradient(), id(job.weight)
-            remaining[number] -= 1
-            if job.is_summed:
-                if number in sums:
-                    gradient = sums.pop(number) + gradient
-                if remaining[number]:
-                    sums[number] = gradient
-                    continue
-            del job
-            self._into.add(weight, gradient)
-            if done is not None and not remaining[number]:
-                done(weight)
-
-    def pending_weights(self, key: Hashable) -> set[int]:
-        """Return the ids of the parameters with queued gradients under `key`."""
-        return {id(job.weight) for job in self._queued.get(key, ())}
-
-    def add_at_once(self, weight: nn.Parameter, gradient: Tensor) -> None:
-        """Add a gradient that exists already, in I too; see `linear_cross_entropy`."""
-        with torch.no_grad():
-            self._into.add(weight, gradient)
-
-    def add(
-        self,
-        weight: nn.Parameter,
-        gradient: Callable[[], Tensor],
-        start: Callable[[], object] | None = None,
-        *,
-        is_summed: bool = True,
-    ) -> None:
-        """Add `gradient()` to the gradient of `weight`: in `run` if within `defer`, else now.
-
-        Args:
-            start: starts the communication that `gradient` waits for.
-            is_summed: see `Job`; only within `defer`.
-        """
-        if self._key is not None:
-            self._queued[self._key].append(Job(weight, start, gradient, is_summed))
-            return
-        if start is not None:
-            start()
-        self.add_at_once(weight, gradient())
-
-
-def _start_last(jobs: list[Job]) -> None:
-    if jobs and jobs[-1].start is not None:
-        jobs[-1].start()
-
-
 def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) -> None:
     """Make the layers in `modules` defer their weight gradients; parameter names do not change.
 
@@ -508,7 +416,7 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
     for root in roots:
         queue.hold(root.parameters())
     for module in {id(m): m for root in roots for m in _splitting(root)}.values():
-        _restore(module)
+        undo_split_backward(module)
         weight = module._parameters.get("weight")
         if weight is not None and not weight.requires_grad:
             continue
@@ -518,13 +426,18 @@ def enable_split_backward(modules: Iterable[nn.Module], queue: WeightGradQueue) 
             _replace(module, lookup=partial(embedding, queue=queue))
         if getattr(module, "grouped_product", None) is grouped_linear:
             _replace(module, grouped_product=partial(grouped_linear, queue=queue))
-        if product is F.linear:
-            _replace(module, product=partial(linear, queue=queue))
+        if product is F.linear or isinstance(product, LinearProducts):
+            options: dict[str, Any] = {}
+            if isinstance(product, LinearProducts):
+                options["products"] = product
+            _replace(module, product=partial(linear, queue=queue, **options))
             if hasattr(module, "weight_sink"):
                 _replace(module, weight_sink=queue)
-            if isinstance(module, ColumnParallelLinear) and module.sequence_parallel:
-                gathered = partial(gathered_linear, queue=queue, axis=module.axis)
-                _replace(module, gathered_product=gathered)
+            if isinstance(module, ColumnParallelLinear):
+                gathered = partial(gathered_linear, queue=queue, axis=module.axis, **options)
+                _replace(module, gathered_product=gathered if module.sequence_parallel else None)
+            if isinstance(module, RowParallelLinear) and module.sequence_parallel and not options:
+                _replace(module, overlapped_product=partial(scattered_linear, queue=queue))
         elif (forward := _forward_of(module)) is not None:
             _replace(module, forward=partial(forward, module, queue=queue))
 
@@ -535,7 +448,7 @@ def _replace(module: nn.Module, **attributes: Any) -> None:
     vars(module).update(attributes)
 
 
-def _restore(module: nn.Module) -> None:
+def undo_split_backward(module: nn.Module) -> None:
     """Undo `_replace` of another queue: of an earlier engine, or of the original of a copy."""
     for name, value in vars(module).pop("_before_split_backward", {}).items():
         vars(module)[name] = value

@@ -29,8 +29,8 @@ from pipemega.pipeline.plan.instructions import (
     Instruction,
     Kind,
 )
-from pipemega.pipeline.split_backward import GradReadyListener
 from pipemega.pipeline.transport import Receive, Transport
+from pipemega.pipeline.weight_queue import GradReadyListener
 from pipemega.tensor_parallel.collectives import require_in_vocabulary, require_one_target_per_token
 from pipemega.tensor_parallel.cross_entropy import (
     Exponentials,

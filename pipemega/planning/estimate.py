@@ -40,6 +40,7 @@ class Request:
         rates: speed of devices and links, if known.
         compare: names of schedules to compare with the configured one; "all": every schedule.
         quick: schedule `auto` chooses among named schedules only, without a search.
+        device_name: contains the name of the GPU for which the MFU is estimated.
     """
 
     config: Config
@@ -49,6 +50,7 @@ class Request:
     rates: Rates = field(default_factory=Rates)
     compare: tuple[str, ...] = ()
     quick: bool = False
+    device_name: str = "H100"
 
     @property
     def device(self) -> DeviceType:
@@ -320,6 +322,8 @@ def _precision(config: Config) -> str:
     if not precision_of(config).master:
         return "fp32"
     name = "bf16" if config.bf16.enabled else "fp16"
+    if config.fp8.enabled:
+        name += f" with fp8 linears ({config.fp8.recipe})"
     return f"{name}, fp32 masters"
 
 
@@ -359,6 +363,11 @@ def _notes(request: Request, prediction: Prediction, compared: Sequence[Predicti
                 f"a vocabulary of {vocabulary.size:,} tokens is assumed: {vocabulary.origin}; "
                 "--set model.vocab_size sets another"
             )
+    if request.config.fp8.enabled:
+        notes.append(
+            "a product in fp8 is taken for twice as fast as one in bf16, and --tflops for the "
+            "speed in bf16; fp8 was not measured on a GPU"
+        )
     if request.rates.assumed:
         notes.append(f"times assume {request.rates.tflops:.4g} TFLOP/s, {request.rates.assumed}")
     if request.rates.link and not request.rates.known:

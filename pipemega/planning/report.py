@@ -17,6 +17,7 @@ from pipemega.pipeline.visualize import Bars, Intro, Panel, Table, Verdict
 from pipemega.planning.advice import TriedChange
 from pipemega.planning.estimate import Report
 from pipemega.planning.prediction import CutReport, Prediction
+from pipemega.planning.throughput import Efficiency, efficiency
 from pipemega.printing import (
     percent,
     show_bytes,
@@ -47,6 +48,10 @@ def as_text(report: Report, changes: Sequence[TriedChange], width: int = 80) -> 
         _section(memory_table(report), width),
         _entries(step_summary(report), width),
     ]
+    found = efficiency(report)
+    if found is not None:
+        parts.append(_entries(efficiency_lines(found), width))
+        parts.append(_section(item_table(found), width))
     if report.compared:
         parts.append(_section(comparison_table(report), width))
         parts += [_entry("not possible", f"{n}: {why}", width) for n, why in report.refused.items()]
@@ -116,6 +121,30 @@ def comparison_table(report: Report) -> Table:
             row["fits"] = "yes" if prediction.fits(limit) else "no"
         rows.append(row)
     return _table("schedule comparison", rows)
+
+
+def efficiency_lines(found: Efficiency) -> dict[str, str]:
+    """Return the estimated MFU, and the shares of a step."""
+    shares = ", ".join(f"{name} {show_percent(share)}" for name, share in found.shares.items())
+    return {
+        "MFU": f"{show_percent(found.mfu)} of the bf16 peak of {found.device}, an estimate; a step "
+        f"of {show_time(found.seconds)}: {shares}"
+    }
+
+
+def item_table(found: Efficiency) -> Table:
+    """Return the MFU with each throughput item on and off."""
+    rows = [
+        {
+            "item": item.name,
+            "key": item.key,
+            "now": "on" if item.is_on else "off",
+            "off": show_percent(found.mfu_with(item, is_on=False)),
+            "on": show_percent(found.mfu_with(item, is_on=True)),
+        }
+        for item in found.items
+    ]
+    return _table("MFU with each item off and on", rows)
 
 
 def change_table(report: Report, changes: Sequence[TriedChange]) -> Table:
@@ -350,6 +379,7 @@ def as_json(report: Report, changes: Sequence[TriedChange]) -> dict[str, Any]:
         "device": {"type": request.device, "memory": request.limit},
         "time_unit": "seconds" if request.rates.known else "mean forward of a rank",
         "outcome": _prediction(report.prediction, report),
+        "efficiency": _efficiency(efficiency(report)),
         "compare": [_prediction(other, report) for other in report.compared],
         "refused": report.refused,
         "fits": report.fits,
@@ -359,6 +389,16 @@ def as_json(report: Report, changes: Sequence[TriedChange]) -> dict[str, Any]:
         "tflops": request.rates.tflops,
         "notes": list(report.notes),
     }
+
+
+def _efficiency(found: Efficiency | None) -> dict[str, Any] | None:
+    if found is None:
+        return None
+    items = [
+        {**asdict(item), "mfu": [found.mfu_with(item, is_on) for is_on in (False, True)]}
+        for item in found.items
+    ]
+    return {"device": found.device, "mfu": found.mfu, "shares": found.shares, "items": items}
 
 
 def _cut(cut: CutReport) -> dict[str, Any]:

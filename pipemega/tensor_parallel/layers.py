@@ -45,12 +45,76 @@ from pipemega.tensor_parallel.deferred_logits import (
     OutputShard,
     defers_logits,
 )
+from pipemega.tensor_parallel.overlapped_products import (
+    gathered_product,
+    overlaps,
+    row_product,
+    scattered_product,
+    weight_gradient,
+)
 
 
 class Product(Protocol):
     """F.linear, or its replacement with a deferred weight gradient (split_backward.py)."""
 
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor: ...
+
+
+class LinearProducts:
+    """The three matrix products of a linear layer; a subclass computes them in another way.
+
+        y = x Wᵀ        dx = dy W        dW = dyᵀ x
+
+    As the `product` of a layer it is called like F.linear. Split backward calls the methods for dx
+    and dW at different times.
+
+    Shape:
+        x [n, in], W [out, in], dy [n, out]
+    """
+
+    def output(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return y [n, out]."""
+        return x.mm(weight.t())
+
+    def input_gradient(self, dy: Tensor, weight: Tensor) -> Tensor:
+        """Return dx [n, in]."""
+        return dy.mm(weight)
+
+    def weight_gradient(self, x: Tensor, dy: Tensor) -> Tensor:
+        """Return dW [out, in]."""
+        return dy.t().mm(x)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, /) -> Tensor:
+        device = x.device.type
+        if not x.is_meta and torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        y = self.differentiable_output(x.reshape(-1, x.shape[-1]), weight)
+        y = y if bias is None else y + bias
+        return y.view(*x.shape[:-1], y.shape[-1])
+
+    def differentiable_output(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return y [n, out], whose backward calls the two other products."""
+        y: Tensor = _Linear.apply(x, weight, self)  # type: ignore[no-untyped-call]
+        return y
+
+    def __deepcopy__(self, memo: Any) -> "LinearProducts":
+        # It has no state: the copy of a layer uses the same products.
+        return self
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, products: LinearProducts) -> Tensor:
+        ctx.products = products
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        return products.output(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        need_dx, need_dw, _ = ctx.needs_input_grad
+        dx = ctx.products.input_gradient(dy, weight) if need_dx else None
+        return dx, ctx.products.weight_gradient(x, dy) if need_dw else None, None
 
 
 class ColumnParallelLinear(nn.Module):
@@ -120,7 +184,8 @@ class ColumnParallelLinear(nn.Module):
             self.bias = attach_shard(nn.Parameter(new((local,), 0.0)), shard)
 
     product: Product = staticmethod(F.linear)
-    # The product of the gathered x with a deferred weight gradient, for sequence parallelism.
+    # The product that includes the communication of x: with a deferred weight gradient, for
+    # sequence parallelism, or with other products, such as in fp8.
     gathered_product: Product | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -192,16 +257,20 @@ class RowParallelLinear(nn.Module):
             self.bias = attach_shard(nn.Parameter(new((out_features,), 0.0)), shard)
 
     product: Product = staticmethod(F.linear)
+    # `row_product` with a deferred weight gradient.
+    overlapped_product: Callable[[Tensor, Tensor, Axis], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         if self.axis.size == 1:
             return self.product(x, self.weight, self.bias)
-        # A recomputation keeps the sum over the ranks instead.
-        y = unkept(self.product, x, self.weight)
-        if self.sequence_parallel:
-            y = reduce_scatter_sequence(y, self.axis)
+        # A recomputation keeps the sum over the ranks instead of the product.
+        overlapped = row_product if self.product is F.linear else self.overlapped_product
+        if not self.sequence_parallel:
+            y = sum_in_place(unkept(self.product, x, self.weight), self.axis)
+        elif overlapped is not None and overlaps(x, self.axis, scatters=True):
+            y = overlapped(x, self.weight, self.axis)
         else:
-            y = sum_in_place(y, self.axis)
+            y = reduce_scatter_sequence(unkept(self.product, x, self.weight), self.axis)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -209,19 +278,25 @@ class RowParallelLinear(nn.Module):
 
 
 def column_product(
-    x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, sequence_parallel: bool = False
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    axis: Axis,
+    sequence_parallel: bool = False,
+    products: LinearProducts | None = None,
 ) -> Tensor:
     """Return x Wᵀ + b for this rank's rows of W; backward overlaps communication and computation.
 
         communication      all-gather x ..     all-reduce or reduce-scatter dx ..
         computation        dx = dy W           dW = dyᵀ x
 
-    x is gathered under sequence parallelism only, which saves only the slice of x for backward.
+    x is gathered under sequence parallelism only, which saves only the slice of x for backward. The
+    axis says whether the product overlaps with the all-gather, and dx with the reduce-scatter.
     """
     if axis.size == 1:
-        return F.linear(x, weight, bias)
+        return (products or F.linear)(x, weight, bias)
     y: Tensor = _ColumnProduct.apply(  # type: ignore[no-untyped-call]
-        x, weight, bias, axis, sequence_parallel
+        x, weight, bias, axis, sequence_parallel, products
     )
     return y
 
@@ -229,25 +304,39 @@ def column_product(
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, gather: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        axis: Axis,
+        gather: bool,
+        products: LinearProducts | None,
     ) -> Tensor:
-        ctx.axis, ctx.gather = axis, gather
+        ctx.axis, ctx.gather, ctx.products = axis, gather, products
         ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.overlaps = gather and products is None and overlaps(x, axis)
+        if ctx.overlaps:
+            return gathered_product(x, weight.t(), bias, axis)[0]
         full = start_all_gather(x, axis, SEQUENCE_DIM)() if gather else x
-        return F.linear(full, weight, bias)
+        return (products or F.linear)(full, weight, bias)
 
     @staticmethod
     def backward(
         ctx: Any, dy: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None]:
         x, weight = ctx.saved_tensors
         need_dx, need_dw, need_db = ctx.needs_input_grad[:3]
-        axis = ctx.axis
+        axis, products = ctx.axis, ctx.products
         gathering = summing = None
         if need_dw and ctx.gather:
             gathering = start_all_gather(x, axis, SEQUENCE_DIM)
-        if need_dx:
-            dx = dy.matmul(weight)
+        if need_dx and ctx.overlaps:
+            summing = scattered_product(dy, weight, axis)
+        elif need_dx:
+            if products is None:
+                dx = dy.matmul(weight)
+            else:
+                dx = products.input_gradient(_rows(dy), weight).view(*dy.shape[:-1], -1)
             if gathering is not None:
                 x, gathering = gathering(), None
             if ctx.gather:
@@ -256,14 +345,27 @@ class _ColumnProduct(torch.autograd.Function):
                 summing = start_all_reduce(dx, axis)
         if gathering is not None:
             x = gathering()
-        dw = weight_gradient(dy, x) if need_dw else None
-        db = dy.reshape(-1, dy.shape[-1]).sum(0) if need_db else None
-        return summing() if summing is not None else None, dw, db, None, None
+        dw = None
+        if need_dw and products is None:
+            dw = weight_gradient(dy, x)
+        elif need_dw:
+            dw = products.weight_gradient(_rows(x), _rows(dy))
+        db = _rows(dy).sum(0) if need_db else None
+        return summing() if summing is not None else None, dw, db, None, None, None
 
 
-def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
-    """Return dW = dyᵀ x [out, in] of y = x Wᵀ, summed over all leading dims."""
-    return dy.reshape(-1, dy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
+def gradient_of(products: LinearProducts | None) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return the function of x [.., in] and dy [.., out] that computes dW, as autograd does."""
+    return linear_gradient if products is None else products.weight_gradient
+
+
+def linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
+    """Return dW [out, in] for x [.., in] and dy [.., out]."""
+    return weight_gradient(dy, x.to(dy.dtype))
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _block_ranges(blocks: Sequence[int], axis: Axis) -> tuple[tuple[int, int], ...]:

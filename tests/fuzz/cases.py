@@ -90,6 +90,7 @@ class Case:
     offload: bool = False  # saved activations move to the host
     optimizer: str = "SGD"
     weight_decay: float = 0.0
+    fused: bool = False
     frozen: tuple[tuple[int, int, int], ...] = ()
 
     def __str__(self) -> str:
@@ -169,6 +170,7 @@ def draw(seed: int) -> Case:
         optimizer=rng.choice([*OPTIMIZERS, "AdamW", "AdamW", "SGD"]),
         weight_decay=rng.choice([0.0, 0.1]),
         evaluate_at=rng.choice([None, None, 0, 1, 2]),
+        fused=chance(0.3),
     )
     bounds = [_bounds(rng, case, mesh)]
     if chance(0.45):
@@ -277,7 +279,8 @@ def smaller(case: Case) -> Iterator[Case]:
     for place in range(len(case.layers) - 1):
         yield _without(case, place)
     for key in (
-        "frozen", "evaluate_at", "recompute", "offload", "late_sync", "clipping", "weight_decay",
+        "frozen", "evaluate_at", "recompute", "offload", "late_sync", "fused", "clipping",
+        "weight_decay",
         "optimizer", "ends", "style", "shapes", "example", "data", "samples",
     ):  # fmt: skip
         if not (key == "ends" and case.frozen):

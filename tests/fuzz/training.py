@@ -77,6 +77,7 @@ def config_of(case: Case, mesh: Mesh) -> dict[str, Any]:
         "train_batch_size": case.micro_batches * case.samples,
         "train_micro_batch_size_per_gpu": case.samples,
         "gradient_clipping": case.clipping,
+        "gradient_accumulation_fusion": case.fused,
         "training": {"weight_decay_norms_and_biases": True},
         "optimizer": {"type": case.optimizer, "params": params},
         "mesh": {"pipeline": mesh.pipeline, "tensor": mesh.tensor, "timeout_seconds": 30},

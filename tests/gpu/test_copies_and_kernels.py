@@ -17,8 +17,14 @@ from pipemega import LayerSpec, PipelineModule
 from pipemega.distributed.host_memory import HostMemory
 from pipemega.engine.engine import Engine
 from pipemega.engine.initialize import initialize
+from pipemega.models.attention import (
+    causal_attention,
+    document_attention,
+    document_mask,
+    takes_block_mask,
+    takes_grouped_queries,
+)
 from pipemega.models.rotary import Rotary
-from pipemega.models.transformer_block import causal_attention, takes_grouped_queries
 from tests.gpu.devices import ONE_DEVICE, needs_gpus, one_gpu, only_on_a_gpu
 
 pytestmark = one_gpu
@@ -63,6 +69,25 @@ def test_grouped_attention_in_fp32_holds_no_scores() -> None:
     before = torch.cuda.memory_allocated()
     causal_attention(q, k, v).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < heads * length * length * 4 / 4
+
+
+@only_on_a_gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_packed_documents_by_blocks_equal_the_mask(dtype: torch.dtype) -> None:
+    q = torch.randn(2, 4, 500, 64, device="cuda", dtype=dtype, requires_grad=True)
+    k, v = torch.randn(2, 2, 2, 500, 64, device="cuda", dtype=dtype).unbind()
+    documents = (torch.rand(2, 500, device="cuda") < 0.02).cumsum(-1)
+    assert takes_block_mask(q)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = document_attention(q, k, v, documents)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    expected = causal_attention(q, k, v, document_mask(documents))
+    error = 1e-4 if dtype == torch.float32 else 3e-2
+    torch.testing.assert_close(found, expected, rtol=error, atol=error)
+    gradients = [torch.autograd.grad(y.float().square().sum(), q)[0] for y in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=10 * error, atol=10 * error)
 
 
 class Pairs(Dataset[Any]):

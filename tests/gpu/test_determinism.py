@@ -65,7 +65,27 @@ def test_two_runs_give_the_same_bits(precision: str, position: str, recompute: s
     }
     if precision != "fp32":
         changes[precision] = {"enabled": True}
-    first, *others = (train(settings(**changes), "float32", steps=5) for _ in range(3))
+    _assert_same_bits([train(settings(**changes), "float32", steps=5) for _ in range(3)])
+
+
+@_on_one_gpu
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_activations_on_the_host_change_no_bit(recompute: str) -> None:
+    changes: dict[str, Any] = {
+        "mesh": {"device": ONE_DEVICE},
+        "training": {"deterministic_mode": True},
+        "model": {"recompute": recompute},
+        "pipeline": {"schedule": "gpipe"},
+    }
+    configs = [
+        settings(activation_checkpointing={"cpu_checkpointing": moves}, **changes)
+        for moves in (False, True)
+    ]
+    _assert_same_bits([train(config, "float32", steps=5) for config in configs])
+
+
+def _assert_same_bits(results: list[dict[str, Any]]) -> None:
+    first, *others = results
     for other in others:
         assert (other["loss"], other["norm"]) == (first["loss"], first["norm"])
         for name, value in first["parameters"].items():

@@ -12,6 +12,8 @@ import torch
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from benchmarks.gpu_single import run as gpu_single
+from benchmarks.gpu_single.estimate import Sizes
 from pipemega.distributed.host_memory import HostCopy, HostMemory
 from pipemega.distributed.mesh import Axis
 from pipemega.optimizer.step_outcome import GradientNorms
@@ -184,6 +186,31 @@ def test_a_step_copies_nothing_to_or_from_pageable_memory(
         engine.train_batch(data(engine, 2))
     assert engine.last_step is not None
     assert engine.last_step.grad_norm > 0
+
+
+@only_on_a_gpu
+def test_activations_on_the_host_free_device_memory() -> None:
+    sizes = Sizes(
+        hidden=512, layers=8, heads=8, seq=512, vocab=256, micro_batch=2, num_microbatches=12
+    )
+    peaks = []
+    for moves in (False, True):
+        engine = gpu_single.build(
+            sizes,
+            "none",
+            torch.device(ONE_DEVICE),
+            pipeline={"schedule": "gpipe"},
+            bf16={"enabled": True},
+            activation_checkpointing={"cpu_checkpointing": moves},
+        )
+        engine.train_batch()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        engine.train_batch()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        engine.close()
+    # Of the micro-batches in flight, at most three are on the device.
+    assert peaks[1] < 0.5 * peaks[0], peaks
 
 
 def test_a_background_save_neither_waits_nor_sees_the_next_step(tmp_path: Path) -> None:

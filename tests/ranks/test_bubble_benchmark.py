@@ -12,7 +12,8 @@ from benchmarks.bubble.timing import lags, timeline
 from benchmarks.bubble.worker import measure
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.pipeline.plan.instructions import Plan
-from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.split_backward import enable_split_backward
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from tests.ranks.pool import RankPool
 
 SECONDS = Seconds(0.001, 0.001, 0.001)

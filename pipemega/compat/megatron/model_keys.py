@@ -160,6 +160,8 @@ def mesh_section(given: Given) -> dict[str, Any]:
     mesh: dict[str, Any] = {"tensor": tensor, "pipeline": pipeline}
     if given.flag("sequence-parallel") and tensor > 1:
         mesh["sequence_parallel"] = True
+        if given.flag("tp-comm-overlap"):
+            mesh["overlap_sequence_parallel"] = True
     minutes = given.number("distributed-timeout-minutes")
     if minutes is not None:
         mesh["timeout_seconds"] = 60 * minutes

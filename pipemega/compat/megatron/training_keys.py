@@ -198,6 +198,13 @@ def precision_keys(given: Given) -> dict[str, Any]:
         found["fp16"] = _fp16(given)
     if given.flag("grad-reduce-in-bf16"):
         found["data_types"] = {"grad_accum_dtype": "bf16"}
+    if "fp8-format" in given:
+        found["fp8"] = {"enabled": True, "recipe": "tensorwise"}
+        if given.text("fp8-format") != "hybrid":
+            given.say("refused", "fp8-format", "only hybrid has a counterpart, as tensorwise")
+        if given.text("fp8-recipe") != "tensorwise":
+            text = "only tensorwise has a counterpart; Megatron's default is delayed scaling"
+            given.say("refused", "fp8-recipe", text)
     return found
 
 

@@ -51,6 +51,12 @@ class MeshSection(Section):
     sequence_parallel: bool = own(
         False, "Megatron's sequence parallelism: norms and dropout on slices of the sequence."
     )
+    overlap_sequence_parallel: bool | Auto = own(
+        "auto",
+        "With sequence parallelism: overlap the product of a linear with its all-gather or "
+        "reduce-scatter (Megatron's `--tp-comm-overlap`), except in compiled layers; "
+        '`"auto"`: on GPUs.',
+    )
     device: Auto | DeviceName | tuple[DeviceName, ...] = own(
         "auto",
         'Device of the model; `"auto"`: CUDA if it is available, else the CPU. A list gives the '
@@ -122,9 +128,21 @@ class MeshSection(Section):
         wish = self.device[pipeline_rank] if isinstance(self.device, tuple) else self.device
         return "cpu" if wish == "cpu" else "cuda"
 
+    def overlaps_products(self, device_type: str) -> bool:
+        """Return whether linears overlap with collectives, on a mesh of such devices."""
+        wish = self.overlap_sequence_parallel
+        return self.sequence_parallel and (
+            wish is True or (wish == "auto" and device_type == "cuda")
+        )
+
     def remarks(self) -> Iterable[str]:
         if self.sequence_parallel and self.tensor == 1:
             yield "mesh.sequence_parallel does nothing while mesh.tensor is 1"
+        if self.overlap_sequence_parallel is True:
+            if self.tensor == 1:
+                yield "mesh.overlap_sequence_parallel does nothing while mesh.tensor is 1"
+            elif not self.sequence_parallel:
+                yield "mesh.overlap_sequence_parallel does nothing without mesh.sequence_parallel"
 
 
 if TYPE_CHECKING:

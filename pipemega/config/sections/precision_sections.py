@@ -1,4 +1,4 @@
-"""`fp16`, `bf16`, `data_types`: dtypes of parameters, activations and gradients.
+"""`fp16`, `bf16`, `fp8`, `data_types`: dtypes of parameters, activations and gradients.
 
 `zero_optimization`: ZeRO stage 1, offload of the optimizer, and what the mesh saves.
 
@@ -23,6 +23,7 @@ from pipemega.config.declarations import (
     Whole,
     honoured,
     ignored,
+    own,
     refused,
     replaced,
     rule,
@@ -85,6 +86,22 @@ class Bf16Section(Section):
     )
     bf16_optimizer_states: bool = refused(
         False, "bf16 optimizer state.", "optimizer state is always fp32"
+    )
+
+
+class Fp8Section(Section):
+    """fp8 products of linear layers, by torchao.float8; see docs/optimizer.md."""
+
+    enabled: bool = own(
+        False,
+        "Compute the linears of the blocks in fp8, in training; needs `bf16.enabled` and torchao "
+        "(`pip install -e '.[fp8]'`). Weights, gradients and messages stay in bf16.",
+    )
+    recipe: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = own(
+        "tensorwise",
+        'torchao\'s recipe: `"tensorwise"`: one scale for each tensor, for GPUs of compute '
+        'capability 8.9 or newer; `"rowwise"`: one for each row, from 9.0; '
+        '`"rowwise_with_gw_hp"`: as rowwise, with weight gradients in bf16.',
     )
 
 
@@ -386,6 +403,12 @@ class GradientKeys(Section):
         "Divide gradients by this before the reduction; a second factor after it gives the mean or "
         "the sum.",
     )
+    gradient_accumulation_fusion: bool | Auto = own(
+        "auto",
+        "The product of a linear's weight gradient adds to the accumulated gradient, without a "
+        'tensor of its own (Megatron\'s name); `"auto"`: on GPUs. On CPUs only where both have '
+        "one dtype.",
+    )
     communication_data_type: Dtype | None = honoured(
         None, "Dtype of gradients in the reduction; null: the dtype in which they are accumulated."
     )
@@ -407,6 +430,11 @@ class GradientKeys(Section):
     disable_allgather: bool = ignored(
         False, "Broadcast parameters, do not all-gather them.", "parameters are always all-gathered"
     )
+
+    def fuses_gradients(self, device_type: str) -> bool:
+        """Return whether products add to the gradients, on a mesh of such devices."""
+        fuses = self.gradient_accumulation_fusion
+        return fuses is True or (fuses == "auto" and device_type == "cuda")
 
 
 def with_communication_dtype(raw: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -269,6 +269,12 @@ class GPTSection(TransformerSection):
     qk_layernorm: bool = own(
         False, "Normalize queries and keys over the channels of each head, before RoPE."
     )
+    document_attention: Literal["auto", "mask"] = own(
+        "auto",
+        "Attention of samples with several documents (`data.reset_attention_mask`, packing): "
+        '`"mask"` computes all pairs of positions; `"auto"` skips other documents by '
+        "flex_attention on GPUs with triton, without attention dropout.",
+    )
     swiglu: bool = own(False, "Use SwiGLU instead of GELU.")
     squared_relu: bool = own(False, "Use the square of ReLU instead of GELU.")
     add_bias_linear: bool = own(True, "Add biases to the linear layers.")

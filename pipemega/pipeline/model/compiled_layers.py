@@ -46,27 +46,33 @@ from pipemega.errors import ConfigError
 from pipemega.parameters import shard_of
 from pipemega.pipeline import split_backward
 from pipemega.pipeline.model.module import Stage
-from pipemega.pipeline.split_backward import WeightGradQueue
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.tensor_parallel.collectives import allow_tracing
+from pipemega.tensor_parallel.layers import LinearProducts, gradient_of
 
 
 class _Target:
     """The weight of one linear, and the queue that takes its gradients."""
 
-    def __init__(self, queue: WeightGradQueue, module: nn.Module) -> None:
+    def __init__(
+        self, queue: WeightGradQueue, module: nn.Module, products: LinearProducts | None
+    ) -> None:
         # The module and not its weight, which may be replaced by a tied one.
-        self.queue, self._module = queue, weakref.ref(module)
+        self.queue, self._module, self.products = queue, weakref.ref(module), products
 
     def add(self, x: Tensor, dy: Tensor) -> None:
         module = self._module()
         weight = None if module is None else module._parameters["weight"]
         assert weight is not None
         # Not summed: in a whole backward each gradient is added as it comes.
-        gradient = partial(split_backward.linear_gradient, x, dy)
+        if self.products is None and self.queue.fuses(weight, dy):
+            gradient: Callable[[], Tensor | None] = partial(self.queue.add_product, weight, dy, x)
+        else:
+            gradient = partial(gradient_of(self.products), x, dy)
         self.queue.add(weight, gradient, is_summed=False)
 
 
-_numbers = itertools.count()
+_numbers, _engines = itertools.count(), itertools.count(1)
 _targets: "weakref.WeakValueDictionary[int, _Target]" = weakref.WeakValueDictionary()
 
 
@@ -94,13 +100,14 @@ def _trace(module: nn.Module, name: str, replaced: Any) -> None:
             else torch.compiler.disable(replaced)  # type: ignore[no-untyped-call]
         )
         return
-    number, target = next(_numbers), _Target(queue, module)
+    products = replaced.keywords.get("products")
+    number, target = next(_numbers), _Target(queue, module, products)
     _targets[number] = target
     vars(module).update(_deferred_target=target, _deferred_number=torch.tensor(number))
     vars(module)[name] = (
         MethodType(_linear_forward, module)
         if name == "forward"
-        else partial(_linear, queue=queue, number=vars(module)["_deferred_number"])
+        else partial(_linear, **replaced.keywords, number=vars(module)["_deferred_number"])
     )
 
 
@@ -116,19 +123,22 @@ def _linear(
     *,
     queue: WeightGradQueue | None,
     number: Tensor,
+    products: LinearProducts | None = None,
 ) -> Tensor:
     """`split_backward.linear`, also within a graph, which finds the queue by the number."""
     if not torch.compiler.is_compiling():
         assert queue is not None
-        return split_backward.linear(x, weight, bias, queue=queue)
+        return split_backward.linear(x, weight, bias, queue=queue, products=products)
     if not weight.requires_grad:
-        return F.linear(x, weight, bias)
+        return (products or F.linear)(x, weight, bias)
     if not x.requires_grad:
         # The compiler would remove the operator, because nothing needs dx.
         untraced: Tensor = _untraced_linear(x, weight, bias, number)
         return untraced
     rows = x.reshape(-1, x.shape[-1])
-    y: Tensor = _DeferredLinear.apply(rows, weight, bias, number)  # type: ignore[no-untyped-call]
+    y: Tensor = _DeferredLinear.apply(  # type: ignore[no-untyped-call]
+        rows, weight, bias, number, products
+    )
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -139,30 +149,39 @@ def _linear_forward(module: Any, x: Tensor) -> Tensor:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _untraced_linear(x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
-    return split_backward.linear(x, weight, bias, queue=_targets[int(number)].queue)
+    target = _targets[int(number)]
+    return split_backward.linear(x, weight, bias, queue=target.queue, products=target.products)
 
 
 class _DeferredLinear(torch.autograd.Function):
     """x [n, in] -> [n, out]"""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, number: Tensor) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        number: Tensor,
+        products: LinearProducts | None,
+    ) -> Tensor:
         ctx.save_for_backward(x, weight, number)
         ctx.has_bias = bias is not None
-        return F.linear(x, weight, bias)
+        return (products or F.linear)(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, Tensor | None, None, None]:
         x, weight, number = ctx.saved_tensors
         db = dy.sum(0) if ctx.has_bias and ctx.needs_input_grad[2] else None
-        return _input_gradient(dy, x, weight, number), None, db, None
+        return _input_gradient(dy, x, weight, number), None, db, None, None
 
 
 @library.custom_op("pipemega::input_gradient", mutates_args=())
 def _input_gradient(dy: Tensor, x: Tensor, weight: Tensor, number: Tensor) -> Tensor:
     """Return dx = dy W [n, in], and add (x, dy) to the queue of linear `number`."""
-    _targets[int(number)].add(x, dy)
-    return dy.mm(weight)
+    target = _targets[int(number)]
+    target.add(x, dy)
+    return dy.mm(weight) if target.products is None else target.products.input_gradient(dy, weight)
 
 
 @_input_gradient.register_fake
@@ -304,7 +323,11 @@ class _Kinds:
         # Layers that differ in an integer, such as their number, share a graph, as they do for
         # floats. Otherwise each has its own, and after eight of them layers run uncompiled. Not for
         # the whole process: the user may compile other modules.
-        self._share_graphs = torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True)
+        # A method that a layer calls between two graphs has one limit in all engines.
+        self._share_graphs = torch._dynamo.config.patch(
+            allow_unspec_int_on_nn_module=True,
+            recompile_limit=torch._dynamo.config.recompile_limit * next(_engines),
+        )
         self._left_out: set[type[nn.Module]] = set()
 
     def compile(self, layer: nn.Module, name: str) -> None:

@@ -519,6 +519,14 @@ def test_a_disabled_feature_or_a_default_behaviour_gives_no_warning(change):
         ),
         ({"mesh": {"sequence_parallel": True}}, "does nothing while mesh.tensor is 1"),
         (
+            {"mesh": {"overlap_sequence_parallel": True}},
+            "mesh.overlap_sequence_parallel does nothing while mesh.tensor is 1",
+        ),
+        (
+            {"mesh": {"tensor": 2, "overlap_sequence_parallel": True}},
+            "mesh.overlap_sequence_parallel does nothing without mesh.sequence_parallel",
+        ),
+        (
             {"optimizer": {"type": "Adam", "params": {"weight_decay": 0.1}}},
             "optimizer Adam decays the weights as AdamW does",
         ),

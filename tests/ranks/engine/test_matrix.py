@@ -53,6 +53,26 @@ CHOICES: dict[str, Choice] = {
     "clipped": ({"gradient_clipping": 0.05}, "float64"),
     "untied": ({"model": {"untie_embeddings_and_output_weights": True}}, "float64"),
     "sequence parallel": ({"mesh": {"sequence_parallel": True}}, "float64"),
+    "overlapped sequence parallel": (
+        {"mesh": {"sequence_parallel": True, "overlap_sequence_parallel": True}},
+        "float64",
+    ),
+    "overlapped sequence parallel, fused gradients": (
+        {
+            "mesh": {"sequence_parallel": True, "overlap_sequence_parallel": True},
+            "gradient_accumulation_fusion": True,
+        },
+        "float64",
+    ),
+    "overlapped sequence parallel, bf16": (
+        SGD
+        | {
+            "mesh": {"sequence_parallel": True, "overlap_sequence_parallel": True},
+            "bf16": {"enabled": True},
+            "model": {"recompute": "full"},
+        },
+        "float32",
+    ),
     "recompute full": ({"model": {"recompute": "full"}}, "float64"),
     "recompute selective": ({"model": {"recompute": "selective"}}, "float64"),
     "recompute, keep linears": (
@@ -228,6 +248,11 @@ CHOICES: dict[str, Choice] = {
         {"prescale_gradients": True, "gradient_allreduce_op": "mean"},
         "float64",
     ),
+    "fused gradients": ({"gradient_accumulation_fusion": True}, "float64"),
+    "fused gradients, sequence parallel": (
+        {"gradient_accumulation_fusion": True, "mesh": {"sequence_parallel": True}},
+        "float64",
+    ),
     "fp32": (training_runs.ADAMW_FP32, "float32"),
     "bf16": (SGD | {"bf16": {"enabled": True}}, "float32"),
     "fp16": (SGD | {"fp16": {"enabled": True, "initial_scale_power": 8}}, "float32"),
@@ -241,12 +266,14 @@ def with_zero(choice: str, **keys: Any) -> Choice:
     return changes | {"zero_optimization": zero}, dtype
 
 
+OVERLAPPING = ("plain", "bf16", "LAMB", "ramp-up", "fused gradients")
 CHOICES |= {
-    f"{name}, ZeRO": with_zero(name, overlap_comm=name in ("plain", "bf16", "LAMB", "ramp-up"))
+    f"{name}, ZeRO": with_zero(name, overlap_comm=name in OVERLAPPING)
     for name in (
-        "plain", "clipped", "untied", "sequence parallel", "llama style", "LAMB", "SGD",
-        "prescaled", "ramp-up", "bf16", "fp16", "LoRA", "LoRA, sequence parallel",
-        "LoRA, head trained", "norms of queries and keys",
+        "plain", "clipped", "untied", "sequence parallel", "overlapped sequence parallel",
+        "llama style", "LAMB", "SGD",
+        "prescaled", "ramp-up", "bf16", "fp16", "fused gradients", "LoRA",
+        "LoRA, sequence parallel", "LoRA, head trained", "norms of queries and keys",
     )
 }  # fmt: skip
 CHOICES["offloaded, ZeRO"] = with_zero("plain", offload_optimizer={"device": "cpu"})
@@ -256,9 +283,11 @@ BY_NORMS = ("clipped, ZeRO", "LAMB, ZeRO")
 
 # Relative to the largest value: the order of sums differs between meshes. Masters are fp32.
 TOLERANCE = {"float64": 1e-10, "float32": 2e-5, "bf16": 6e-2, "fp16": 1e-2}
-TOLERANCE["compiled by inductor, bf16"] = TOLERANCE["bf16"]
-TOLERANCE["recompute, keep attention, bf16"] = TOLERANCE["bf16"]
-TOLERANCE["activations on the host, compiled, bf16"] = TOLERANCE["bf16"]
+LIKE_BF16 = (
+    "compiled by inductor, bf16", "overlapped sequence parallel, bf16",
+    "recompute, keep attention, bf16", "activations on the host, compiled, bf16",
+)  # fmt: skip
+TOLERANCE |= dict.fromkeys(LIKE_BF16, TOLERANCE["bf16"])
 
 
 # Some steps are larger than others, or the last one is smaller.
@@ -371,13 +400,18 @@ def test_every_mesh_trains_like_one_process_and_all_schedules_give_the_same_bits
 
 # These settings depend on the tensor axis.
 WITH_TENSOR_RANKS = (
-    "clipped", "untied", "sequence parallel", "recompute full", "llama style",
+    "clipped", "untied", "sequence parallel", "overlapped sequence parallel",
+    "recompute full", "llama style",
     "label smoothing, z-loss", "LAMB", "bf16", "fp16", "LoRA, sequence parallel",
-    "LoRA, head trained", "Megatron's GPT options, sequence parallel", "norms of queries and keys",
+    "LoRA, head trained", "Megatron's GPT options, sequence parallel",
+    "fused gradients, sequence parallel", "norms of queries and keys",
     "recompute, keep linears", "recompute, keep attention and linears, sequence parallel",
     "activations on the host, sequence parallel, recompute full",
 )  # fmt: skip
 
+
+# These run with several schedules.
+OVERLAPPED = ("overlapped sequence parallel, fused gradients", "overlapped sequence parallel, bf16")
 
 # Other settings combine these.
 ONLY_SWEPT = (
@@ -394,7 +428,7 @@ def _some() -> Iterator[tuple[str, tuple[int, int, int]]]:
     for choice in CHOICES:
         if choice == "plain" or choice.endswith("ZeRO") or choice.startswith("partial step, "):
             continue
-        if choice in ONLY_SWEPT:
+        if choice in ONLY_SWEPT + OVERLAPPED:
             continue
         if choice in ("mean of micro-batches", "prescaled", "fp32", "partial step", "ramp-up"):
             yield choice, (2, 1, 2)
@@ -423,8 +457,10 @@ def test_every_setting_trains_like_one_process(
     [
         ((2, 1, 2), ("zb-h1",), ("plain", "plain, ZeRO", "bf16, ZeRO", "clipped, ZeRO")),
         ((2, 1, 2), ("zb-v", "interleaved"), ("plain, ZeRO", "ramp-up, ZeRO")),
+        ((2, 1, 2), ("1f1b", "zb-h1"), ("fused gradients, ZeRO",)),
         ((2, 1, 2), ("1f1b",), ("untied, ZeRO", "LAMB, ZeRO", "offloaded, ZeRO")),
         ((2, 2, 1), ("1f1b",), ("plain, ZeRO", "sequence parallel, ZeRO", "LAMB, ZeRO")),
+        ((2, 2, 1), ("1f1b",), ("overlapped sequence parallel, ZeRO",)),
         ((3, 1, 1), ("1f1b",), ("plain, ZeRO", "prescaled, ZeRO")),
     ],
     ids=str,
@@ -467,6 +503,16 @@ def test_activations_on_the_host_change_no_bit(pool: RankPool, schedule: str) ->
             configs.append((config, "float64"))
     results, *_ = pool.run(2, training_runs.train_all, configs, timeout=300.0)
     assert_bitwise(results)
+
+
+@pytest.mark.parametrize("choice", OVERLAPPED)
+def test_overlapped_products_train_like_one_process_with_the_same_bits_under_all_schedules(
+    pool: RankPool, oracle: Oracle, choice: str
+) -> None:
+    schedules = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v")
+    results = run_all(pool, (1, 2, 2), [(schedule, choice) for schedule in schedules])
+    assert_bitwise(results)
+    assert_like_the_oracle(results[0], oracle(choice), choice)
 
 
 @pytest.mark.sweep

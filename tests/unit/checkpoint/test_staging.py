@@ -127,6 +127,37 @@ def test_all_saves_use_one_buffer_until_the_shapes_change(tmp_path: Path) -> Non
     assert seen[0] == seen[1] == seen[2]
 
 
+def test_pinned_memory_for_all_saves_is_allocated_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    allocated: list[int] = []
+
+    class Pinning(LateHostMemory):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self.pins = True
+
+        def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+            allocated.append(torch.Size(shape).numel() * dtype.itemsize)
+            self.pins = False  # torch pins nothing here
+            try:
+                return super().empty(*shape, dtype=dtype)
+            finally:
+                self.pins = True
+
+    monkeypatch.setattr(checkpointer, "HostMemory", Pinning)
+    engine = engine_of(checkpoint={"async": True, "save": str(tmp_path)})
+    assert len(allocated) == 1
+    # Before the first step there is no optimizer state; later it fits too.
+    engine.save_checkpoint(tmp_path, tag="initial")
+    train(engine, 0)
+    engine.save_checkpoint(tmp_path)
+    engine.finish_saving()
+    assert len(allocated) == 1
+    views = engine.run.checkpointer._staging._views.values()
+    assert 0.5 * allocated[0] - 2**20 < sum(view.nbytes for view in views) < allocated[0]
+
+
 def test_loading_waits_for_a_save_in_the_background(tmp_path: Path) -> None:
     engine = engine_of()
     train(engine, 0)

@@ -15,7 +15,8 @@ from pipemega.errors import ConfigError
 from pipemega.lora.adapters import add_lora, merged
 from pipemega.lora.low_rank import add_adapter
 from pipemega.models import GPTConfig, gpt
-from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.split_backward import enable_split_backward
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from tests.ranks.training_runs import VOCAB, data, settings
 

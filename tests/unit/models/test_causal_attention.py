@@ -11,8 +11,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from pipemega.config import load
-from pipemega.models import transformer_block as module
-from pipemega.models.transformer_block import causal_attention, takes_grouped_queries
+from pipemega.models import attention as module
+from pipemega.models.attention import causal_attention, takes_grouped_queries
 from pipemega.planning.estimate import Request, estimate
 
 HEADS, GROUPS, LENGTH, CHANNELS = 6, 2, 9, 8

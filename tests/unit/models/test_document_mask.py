@@ -4,8 +4,8 @@ import gc
 
 import torch
 
-from pipemega.models import transformer_block as module
-from pipemega.models.transformer_block import document_mask, documents_of
+from pipemega.models import attention as module
+from pipemega.models.attention import document_mask, documents_of
 
 
 def test_a_document_starts_where_the_positions_do_not_continue() -> None:

@@ -109,9 +109,16 @@ class Stage:
         self._outputs: dict[int, Tensor] = {}
         self.before: Callable[[Instruction], object] = lambda step: None
 
-    def run(self, steps: Program, offload: ActivationOffload, *, train: bool = True) -> None:
+    def run(
+        self,
+        steps: Program,
+        offload: ActivationOffload,
+        *,
+        train: bool = True,
+        discard: bool = False,
+    ) -> None:
         handlers = {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward}
-        offload.begin(steps, MicroBatches((), ()), train=train)
+        offload.begin(steps, MicroBatches((), (), discard_grads=discard), train=train)
         wrapped = offload.around(handlers)
         for step in steps:
             wrapped[step.kind](step)
@@ -176,6 +183,30 @@ def test_host_memory_is_pinned_in_the_first_step_only() -> None:
         Stage(lambda x: torch.square(torch.cat([x, x])), log).run(GPIPE, offload)
     assert log.count("allocate") == 6
     assert log.count("the host waits for back") == 3
+
+
+def test_after_a_run_of_one_micro_batch_memory_is_pinned_before_the_first_instruction() -> None:
+    """Pinning waits for the device; a posted receive may wait for a message of this rank."""
+    with noted() as log:
+        offload = ActivationOffload(CPU, [])
+        Stage(torch.square, log).run(program("F0@0 B0@0"), offload, discard=True)
+        assert log == ["F0@0", "B0@0"]
+        Stage(torch.square, log).run(GPIPE, offload)
+        assert log[2:6] == ["allocate", "allocate", "allocate", "F0@0"]
+        # Fewer are in flight at one time.
+        Stage(torch.square, log).run(program("F0@0 F1@0 B0@0 F2@0 B1@0 B2@0"), offload)
+    assert log.count("allocate") == 3
+
+
+def test_memory_is_pinned_for_micro_batches_that_are_in_flight_at_one_time() -> None:
+    with noted() as log:
+        offload = ActivationOffload(CPU, [])
+        Stage(torch.square).run(program("F0@0 B0@0"), offload, discard=True)
+        steps = "F0@0 F1@0 F2@0 B0@0 F3@0 B1@0 F4@0 B2@0 B3@0 B4@0"
+        Stage(torch.square, log).run(program(steps), offload)
+    assert log[:4] == ["allocate", "allocate", "allocate", "F0@0"]
+    assert log.count("copy back") == 5
+    assert log.count("allocate") == 3
 
 
 def test_the_device_holds_the_activations_until_the_copy_is_complete() -> None:

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from pipemega.distributed.mesh import Axis
+from pipemega.layer_costs.tensor_meter import DeviceKernels
 from pipemega.optimizer.gradients import GradientBuffer
 from pipemega.parameters import initialize_parameters
-from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.split_backward import enable_split_backward
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -155,20 +158,22 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor]]] = {
 
 
 def full_backward(
-    model: nn.Module, inputs: list[Tensor], run: Callable[..., Tensor]
+    model: nn.Module, inputs: list[Tensor], run: Callable[..., Tensor], fuses: bool = False
 ) -> GradientBuffer:
     buffer = GradientBuffer(list(model.named_parameters()))
+    if fuses:
+        enable_split_backward([model], WeightGradQueue(buffer, fuses=True))
     for x in inputs:
         run(model, x).square().sum().backward()
     return buffer
 
 
 def split_backward(
-    model: nn.Module, inputs: list[Tensor], run: Callable[..., Tensor]
+    model: nn.Module, inputs: list[Tensor], run: Callable[..., Tensor], fuses: bool = False
 ) -> GradientBuffer:
     """Run all forwards, then all I, then all W."""
     buffer = GradientBuffer(list(model.named_parameters()))
-    queue = WeightGradQueue(buffer)
+    queue = WeightGradQueue(buffer, fuses=fuses)
     enable_split_backward([model], queue)
     outputs = [run(model, x) for x in inputs]
     for number, output in enumerate(outputs):
@@ -209,6 +214,79 @@ def test_i_and_w_give_bitwise_the_gradients_of_a_full_backward(
             torch.testing.assert_close(found.view(q), expected.view(p))
     for x, y in zip(inputs, again, strict=True):
         assert (x.grad is None and y.grad is None) or torch.equal(x.grad, y.grad)
+
+
+class TiedLookup(nn.Module):
+    """One weight of a lookup and a linear: only the gradient of the linear is a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 8), nn.Linear(8, 8)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.head(x)
+        return self.embedding(y.detach().argmax(-1)) * y
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("name", [*MODELS, "a tied lookup"])
+def test_fused_products_add_equally_in_b_and_in_w(name: str, checkpointed: bool) -> None:
+    build, make_input = MODELS.get(name, (TiedLookup, floats(2, 5, 8)))
+    torch.manual_seed(0)
+    model = build().double()
+    inputs = [make_input() for _ in range(COUNT)]
+    inputs = [x.double().requires_grad_() if x.is_floating_point() else x for x in inputs]
+
+    def run(module: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(module, x, use_reentrant=False) if checkpointed else module(x)
+
+    plain = full_backward(copy.deepcopy(model), inputs, run)
+    whole = full_backward(copy.deepcopy(model), inputs, run, fuses=True)
+    halves = split_backward(copy.deepcopy(model), inputs, run, fuses=True)
+    for slots in zip(plain.slots, whole.slots, halves.slots, strict=True):
+        expected, found, other = (
+            buffer.view(slot.parameter)
+            for buffer, slot in zip((plain, whole, halves), slots, strict=True)
+        )
+        assert torch.equal(found, other), slots[0].name
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_halves_are_multiplied_into_the_fp32_gradient_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch has this product for CUDA devices; the meta device checks its arguments."""
+    products: list[tuple[Any, ...]] = []
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            if func in (torch.ops.aten.addmm.dtype_out, torch.ops.aten.mm.default):
+                products.append((func, args, kwargs))
+            return func(*args, **(kwargs or {}))
+
+    with torch.device("meta"):
+        linear = nn.Linear(8, 6, bias=False, dtype=torch.bfloat16)
+        buffer = GradientBuffer([*linear.named_parameters()], dtype=torch.float32)
+        enable_split_backward([linear], WeightGradQueue(buffer, fuses=True))
+        x, dy = (torch.empty(4, size, dtype=torch.bfloat16) for size in (8, 6))
+    assert not buffer.fuses(linear.weight, dy)
+    with DeviceKernels("cuda"):
+        assert buffer.fuses(linear.weight, dy)
+        assert not buffer.fuses(linear.weight, dy.double())
+    with Recorded():
+        linear(x).backward(dy)
+    assert products[-1][0] is torch.ops.aten.mm.default  # on a CPU
+    # Modes for functions do not reach backward.
+    monkeypatch.setattr(buffer, "fuses", lambda *_: True)
+    with Recorded():
+        linear(x).backward(dy)
+    func, args, kwargs = products[-1]
+    assert func is torch.ops.aten.addmm.dtype_out
+    assert args[0] is kwargs["out"] is buffer.view(linear.weight)
+    assert [tuple(t.shape) for t in args[:3]] == [(6, 8), (6, 4), (4, 8)]
+    assert args[3] is torch.float32
+    assert linear.weight.grad is None
 
 
 def test_a_checkpointed_region_is_recomputed_only_once() -> None:
@@ -261,7 +339,7 @@ def test_under_autocast_the_queue_keeps_the_cast_input() -> None:
         y.sum().backward()
     (job,) = queue._queued[0]
     cells = _cells(job.gradient)
-    kept = [cell.dtype for cell in cells if isinstance(cell, Tensor) and cell.dim() == 2]
+    kept = [cell.dtype for cell in cells if type(cell) is Tensor and cell.dim() == 2]
     assert kept == [torch.bfloat16] * 2
 
 

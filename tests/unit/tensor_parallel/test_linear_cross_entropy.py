@@ -14,7 +14,8 @@ from pipemega.errors import DataError
 from pipemega.layer_costs.tensor_meter import TensorMeter
 from pipemega.lora.low_rank import add_adapter
 from pipemega.optimizer.gradients import GradientBuffer
-from pipemega.pipeline.split_backward import WeightGradQueue, enable_split_backward
+from pipemega.pipeline.split_backward import enable_split_backward
+from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.tensor_parallel import (
     DeferredLogits,
     VocabParallelHead,

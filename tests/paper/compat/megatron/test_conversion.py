@@ -118,6 +118,9 @@ KEYS = {
     "--tensor-model-parallel-size 2 --sequence-parallel": {
         "mesh.tensor": 2, "mesh.sequence_parallel": True,
     },
+    "--tensor-model-parallel-size 2 --sequence-parallel --tp-comm-overlap": {
+        "mesh.tensor": 2, "mesh.sequence_parallel": True, "mesh.overlap_sequence_parallel": True,
+    },
     "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1": {
         "mesh.pipeline": 2, "pipeline.schedule": "interleaved", "pipeline.chunks": 2,
     },
@@ -348,7 +351,13 @@ def test_files_with_data_paths_are_read(tmp_path: Path) -> None:
 REFUSED = {
     "--num-experts 8": "refused: --num-experts 8: there are no mixture-of-experts layers",
     "--context-parallel-size 2": "refused: --context-parallel-size 2: there is no context",
-    "--fp8-format hybrid": "refused: --fp8-format hybrid: there is no fp8 or fp4: use --bf16",
+    "--bf16 --fp8-format hybrid": (
+        "refused: --fp8-recipe: only tensorwise has a counterpart; Megatron's default is delayed"
+    ),
+    "--bf16 --fp8-format e4m3 --fp8-recipe tensorwise": (
+        "refused: --fp8-format e4m3: only hybrid has a counterpart, as tensorwise"
+    ),
+    "--fp8-e4m3": "refused: --fp8-e4m3: use --fp8-format hybrid --fp8-recipe tensorwise, or --bf16",
     "--position-embedding-type alibi": (
         "refused: --position-embedding-type alibi: positions must be learned_absolute or rope; a "
         "BLOOM config with model.type 'hf' has ALiBi"
@@ -380,6 +389,12 @@ def test_what_would_train_something_else_is_refused_by_name(arguments: str) -> N
         conversion
     )
     assert not conversion.is_complete
+
+
+def test_fp8_with_current_scaling_has_keys() -> None:
+    found = conversion_of(STEPS + "--bf16 --fp8-format hybrid --fp8-recipe tensorwise")
+    assert found.is_complete
+    assert found.config["fp8"] == {"enabled": True, "recipe": "tensorwise"}
 
 
 LINES = {
