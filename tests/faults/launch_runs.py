@@ -143,6 +143,7 @@ def free_port() -> int:
 
 def _start(job: Job, rank: int, port: int, incarnation: int, launcher: Mapping[str, str]) -> _Rank:
     output = Path(job.folder) / f"output{incarnation}.{rank}"
+    output.touch()  # a rank may be killed before it opens the file
     variables = {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
