@@ -18,6 +18,7 @@ from pipemega.optimizer.build_step import OptimizerArguments, precision_of
 from pipemega.pipeline.activation_offload import ActivationOffload, offloads_from
 from pipemega.pipeline.connections import connect
 from pipemega.pipeline.executor import Executor, RankStages
+from pipemega.pipeline.layer_graphs import LayerGraphs, graphs_on
 from pipemega.pipeline.messages import Header
 from pipemega.pipeline.microbatch_loss import reduced_loss
 from pipemega.pipeline.model.fp8_linears import Fp8Products, enable_fp8, log_fp8
@@ -167,9 +168,20 @@ class ExecutorBuilder:
             assert transport is not None, "vocabulary parallelism needs several pipeline ranks"
             ends = VocabularyRuns(stages, model.vocabulary, transport, readiness)
         timers, offload = self._timers, self._offload(model)
+        graphs = self._graphs(model, weight_queue)
         return Executor(
-            stages, transport, timers, weight_queue, readiness, before_training, ends, offload
-        )
+            stages, transport, timers, weight_queue, readiness, before_training, ends, offload,
+            graphs,
+        )  # fmt: skip
+
+    def _graphs(self, model: LocalModel, queue: WeightGradQueue | None) -> LayerGraphs | None:
+        if not self._config.compile.cuda_graphs:
+            return None
+        log = get_logger(self._mesh.rank)
+        if not graphs_on(self._mesh.device.type):
+            log.info("compile.cuda_graphs has no effect on a CPU")
+            return None
+        return LayerGraphs(model.stages, model.bounds[-1], queue, self._mesh, log)
 
     def _offload(self, model: LocalModel) -> ActivationOffload | None:
         if not self._config.activation_checkpointing.cpu_checkpointing:

@@ -27,6 +27,7 @@ from pipemega.monitor import MultiTimer
 from pipemega.pipeline.activation_offload import ActivationOffload
 from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
 from pipemega.pipeline.execution_state import RankStages as RankStages
+from pipemega.pipeline.layer_graphs import LayerGraphs
 from pipemega.pipeline.messages import (
     InputGradient,
     InputGuard,
@@ -185,6 +186,7 @@ class Executor:
         ends: give the input of the first stage, and use the output of the last; None: data and
             loss of the micro-batches.
         offload: moves saved activations to host memory; None: they stay on the device.
+        graphs: replays the layers; None: each kernel is launched.
     """
 
     def __init__(
@@ -197,8 +199,10 @@ class Executor:
         before_training: Callable[[], None] | None = None,
         ends: PipelineEnds | None = None,
         offload: ActivationOffload | None = None,
+        graphs: LayerGraphs | None = None,
     ) -> None:
-        self._model, self._transport, self._offload = model, transport, offload
+        self._model, self._transport = model, transport
+        self._offload, self._graphs = offload, graphs
         self._before_training = before_training
         self.rank, self.stages = model.rank, model.stages
         self._timers = timers or MultiTimer(enabled=False)
@@ -217,7 +221,14 @@ class Executor:
         }
         if offload is not None:
             self._handlers = offload.around(self._handlers)
+        if graphs is not None:
+            self._handlers = graphs.around(self._handlers)
         self._run: ExecutionState  # set by `begin`
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether a run of one micro-batch must come first, and note the inputs of the layers."""
+        return self._graphs is not None
 
     @property
     def plan(self) -> Plan:
@@ -266,6 +277,8 @@ class Executor:
             self._grad_listener.begin()
         if self._offload is not None:
             self._offload.begin(plan.programs[self.rank], batch, train=run.train)
+        if self._graphs is not None:
+            self._graphs.begin(run, plan.programs[self.rank])
         self.ends.begin(run)
         recorder.begin()
 

@@ -75,6 +75,18 @@ class WeightGradQueue:
         finally:
             self._key = None
 
+    @contextmanager
+    def record(self) -> Iterator[list[Job]]:
+        """Yield the list of the jobs of this context, for `add_again`; none of them runs."""
+        with self.defer(key := object()):
+            yield self._queued[key]
+        del self._queued[key]
+
+    def add_again(self, jobs: Iterable[Job], *_: object) -> None:
+        """Add recorded jobs, whose tensors have new values; also a hook of an autograd node."""
+        for job in jobs:
+            self.add(job.weight, job.gradient, job.start, is_summed=job.is_summed)
+
     @property
     def takes_gradients(self) -> bool:
         """Whether layers give their weight gradients to `add`; otherwise autograd adds them.

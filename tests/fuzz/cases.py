@@ -88,6 +88,7 @@ class Case:
     clipping: float = 0.0
     late_sync: bool = False
     offload: bool = False  # saved activations move to the host
+    graphs: bool = False  # layers run as graphs
     optimizer: str = "SGD"
     weight_decay: float = 0.0
     fused: bool = False
@@ -198,7 +199,8 @@ def draw(seed: int) -> Case:
         if case.late_sync and case.data == "initialize":
             case = replace(case, data="iterator")
     # Last, so that a seed of an older version gives the same case in all else.
-    return replace(case, offload=chance(0.3))
+    case = replace(case, offload=chance(0.3))
+    return replace(case, graphs=not case.offload and chance(0.4))
 
 
 def _mesh(rng: random.Random, ranks: int) -> Mesh:
@@ -279,7 +281,7 @@ def smaller(case: Case) -> Iterator[Case]:
     for place in range(len(case.layers) - 1):
         yield _without(case, place)
     for key in (
-        "frozen", "evaluate_at", "recompute", "offload", "late_sync", "fused", "clipping",
+        "frozen", "evaluate_at", "recompute", "offload", "graphs", "late_sync", "fused", "clipping",
         "weight_decay",
         "optimizer", "ends", "style", "shapes", "example", "data", "samples",
     ):  # fmt: skip

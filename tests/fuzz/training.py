@@ -16,6 +16,7 @@ from pipemega.engine.engine import Engine
 from pipemega.errors import PipemegaError
 from tests.fuzz.cases import OPTIMIZERS, Case, Mesh
 from tests.fuzz.layers import LAYERS, WHOLE_BACKWARD, WIDTH, functional_loss
+from tests.ranks.recorded_graphs import graphs_on_cpus
 from tests.ranks.training_runs import offload_on_cpus
 
 Sample = tuple[Tensor, Tensor]
@@ -94,6 +95,7 @@ def config_of(case: Case, mesh: Mesh) -> dict[str, Any]:
             **(late if case.late_sync else {}),
         },
         "activation_checkpointing": {"cpu_checkpointing": case.offload},
+        "compile": {"enabled": False, "cuda_graphs": case.graphs},
         "steps_per_print": None,
     }
 
@@ -259,7 +261,7 @@ def compare(case: Case, folder: str) -> tuple[str, Any]:
     # Of torch, about a layer with a hook whose input needs no gradient.
     warnings.filterwarnings("ignore", "Full backward hook is firing")
     try:
-        with offload_on_cpus():
+        with offload_on_cpus(), graphs_on_cpus():
             found, first = train(case, folder)
         losses = {name: value for name, value in found.items() if name.startswith("loss ")}
         if dist.get_rank() == 0:

@@ -14,6 +14,7 @@ from pipemega.engine.initialize import initialize
 from pipemega.models import GPTConfig, gpt, layer_inputs
 from pipemega.pipeline import activation_offload
 from pipemega.pipeline.model.stages import gather_full_tensors
+from tests.ranks.recorded_graphs import graphs_on_cpus
 
 VOCAB, LENGTH, MICRO = 50, 8, 2
 # A multiple of every data size from 1 to 4.
@@ -91,7 +92,7 @@ def train(config: Mapping[str, Any], dtype: str = "float64", steps: int = STEPS)
     """Return losses, norms, gradients of each step, and parameters after the last."""
     torch.set_default_dtype(getattr(torch, dtype))
     try:
-        with offload_on_cpus():
+        with offload_on_cpus(), graphs_on_cpus():
             return train_engine(build(config), data, steps)
     finally:
         torch.set_default_dtype(torch.float32)

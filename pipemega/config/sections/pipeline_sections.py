@@ -475,7 +475,12 @@ class CompileSection(_DeepCompileKeys):
     )
     backend: Name = honoured("inductor", "Backend of torch.compile.")
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = own(
-        "default", "Mode of torch.compile; CUDA graphs are not used."
+        "default", "Mode of torch.compile, without its CUDA graphs; see `cuda_graphs`."
+    )
+    cuda_graphs: bool = own(
+        False,
+        "On GPUs replay the forward and the backward of each layer as CUDA graphs, with memory for "
+        "each micro-batch in flight; also of layers that are not compiled.",
     )
     dynamic: bool | None = own(
         None,
@@ -527,7 +532,7 @@ class CompileSection(_DeepCompileKeys):
             yield (
                 f"compile.mode {self.mode!r} runs as {self.mode_without_graphs!r}: a CUDA graph "
                 "has one memory for its activations, and a pipeline holds those of several "
-                "micro-batches"
+                "micro-batches: set compile.cuda_graphs"
             )
 
 

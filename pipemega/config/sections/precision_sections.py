@@ -506,6 +506,23 @@ def errors_of_stored_activations(config: Any) -> Iterator[str]:
         )
 
 
+def errors_of_graphs(config: Any) -> Iterator[str]:
+    """Yield the keys of a `Config` that would free memory which CUDA graphs keep."""
+    if not config.compile.cuda_graphs:
+        return
+    kept = "compile.cuda_graphs keeps the memory of all activations of a layer"
+    if isinstance(config.model, TransformerSection) and config.model.recompute != "none":
+        yield (
+            f"{kept}, so model.recompute {config.model.recompute!r} frees none of it: set one of "
+            'them to its default (false, "none")'
+        )
+    if config.activation_checkpointing.cpu_checkpointing:
+        yield (
+            f"{kept}, so activation_checkpointing.cpu_checkpointing frees none of it: set one of "
+            "them to false"
+        )
+
+
 def warnings_of_recompute(config: Any) -> Iterator[str]:
     """Yield a warning if a `Config` chooses the blocks of a built-in model, and all layers."""
     full = isinstance(config.model, TransformerSection) and config.model.recompute == "full"

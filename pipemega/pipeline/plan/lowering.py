@@ -46,7 +46,7 @@ Each rank runs its program in order, and an instruction waits for those that it 
 receive is only posted.
 """
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -325,6 +325,18 @@ def last_gradients(program: Program) -> frozenset[Instruction]:
     """
     last = {s.stage: s for s in program if s.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)}
     return frozenset(last.values())
+
+
+def most_in_flight(program: Program) -> dict[int, int]:
+    """Return stage -> most micro-batches between F and the end of backward (B or W) at one time."""
+    held, most = Counter[int](), dict[int, int]()
+    for step in program:
+        if step.kind is Kind.FORWARD:
+            held[step.stage] += 1
+            most[step.stage] = max(most.get(step.stage, 0), held[step.stage])
+        elif step.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+            held[step.stage] -= 1
+    return most
 
 
 class OffloadPoints(NamedTuple):

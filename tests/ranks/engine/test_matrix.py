@@ -248,6 +248,27 @@ CHOICES: dict[str, Choice] = {
         {"prescale_gradients": True, "gradient_allreduce_op": "mean"},
         "float64",
     ),
+    # Ranks on CPUs replay recorded operations; see `graphs_on_cpus`.
+    "CUDA graphs": (
+        {"compile": {"enabled": False, "cuda_graphs": True}, "model": {"hidden_dropout": 0.0}},
+        "float64",
+    ),
+    "CUDA graphs, fused gradients, sequence parallel": (
+        {
+            "compile": {"enabled": False, "cuda_graphs": True},
+            "model": {"hidden_dropout": 0.0},
+            "gradient_accumulation_fusion": True,
+            "mesh": {"sequence_parallel": True},
+        },
+        "float64",
+    ),
+    "CUDA graphs, compiled": (
+        {
+            "compile": {"enabled": True, "backend": "aot_eager", "cuda_graphs": True},
+            "model": {"hidden_dropout": 0.0},
+        },
+        "float64",
+    ),
     "fused gradients": ({"gradient_accumulation_fusion": True}, "float64"),
     "fused gradients, sequence parallel": (
         {"gradient_accumulation_fusion": True, "mesh": {"sequence_parallel": True}},
@@ -272,7 +293,7 @@ CHOICES |= {
     for name in (
         "plain", "clipped", "untied", "sequence parallel", "overlapped sequence parallel",
         "llama style", "LAMB", "SGD",
-        "prescaled", "ramp-up", "bf16", "fp16", "fused gradients", "LoRA",
+        "prescaled", "ramp-up", "bf16", "fp16", "fused gradients", "CUDA graphs", "LoRA",
         "LoRA, sequence parallel", "LoRA, head trained", "norms of queries and keys",
     )
 }  # fmt: skip
@@ -407,6 +428,7 @@ WITH_TENSOR_RANKS = (
     "fused gradients, sequence parallel", "norms of queries and keys",
     "recompute, keep linears", "recompute, keep attention and linears, sequence parallel",
     "activations on the host, sequence parallel, recompute full",
+    "CUDA graphs, fused gradients, sequence parallel",
 )  # fmt: skip
 
 
@@ -419,7 +441,7 @@ ONLY_SWEPT = (
     "padded vocabulary", "ramp-up, declared shapes", "compiled", "compiled by inductor, bf16",
     "LoRA, head trained", "number of checkpoints", "cut evenly",
     "recompute, keep linears, LoRA, compiled", "recompute, keep attention, bf16",
-    "activations on the host, compiled, bf16",
+    "activations on the host, compiled, bf16", "CUDA graphs, compiled",
 )  # fmt: skip
 
 
@@ -503,6 +525,20 @@ def test_activations_on_the_host_change_no_bit(pool: RankPool, schedule: str) ->
             configs.append((config, "float64"))
     results, *_ = pool.run(2, training_runs.train_all, configs, timeout=300.0)
     assert_bitwise(results)
+
+
+@pytest.mark.parametrize("schedule", some(("zb-v", "1f1b", "interleaved", "gpipe", "zb-h1"), 0))
+def test_graphs_of_layers_change_no_bit(pool: RankPool, schedule: str) -> None:
+    configs = []
+    for keys in ({}, {"gradient_accumulation_fusion": True}, {"compile": {"enabled": True}}):
+        for graphs in (False, True):
+            config = config_of((1, 1, 2), schedule, "plain") | keys
+            config["model"]["hidden_dropout"] = 0.0
+            config["compile"] = config["compile"] | {"backend": "aot_eager", "cuda_graphs": graphs}
+            configs.append((config, "float64"))
+    results, *_ = pool.run(2, training_runs.train_all, configs, timeout=300.0)
+    for pair in zip(results[::2], results[1::2], strict=True):
+        assert_bitwise(list(pair))
 
 
 @pytest.mark.parametrize("choice", OVERLAPPED)
