@@ -61,6 +61,7 @@ ITEMS: dict[str, dict[str, Any]] = {
     "compiled layers": {"compile": {"enabled": True}},
     "fused weight gradients": {"gradient_accumulation_fusion": True},
     "both": {"compile": {"enabled": True}, "gradient_accumulation_fusion": True},
+    "CUDA graphs": {"compile": {"enabled": False, "cuda_graphs": True}},
     "selective, linears kept": {"model": {"recompute": "selective", "recompute_keep": ["linear"]}},
     "full, gpipe": _STORED,
     "full, gpipe, activations on the host": {

@@ -18,10 +18,10 @@ from pipemega.optimizer.build_step import OptimizerArguments, precision_of
 from pipemega.pipeline.activation_offload import ActivationOffload, offloads_from
 from pipemega.pipeline.connections import connect
 from pipemega.pipeline.executor import Executor, RankStages
-from pipemega.pipeline.layer_graphs import LayerGraphs, graphs_on
 from pipemega.pipeline.messages import Header
 from pipemega.pipeline.microbatch_loss import reduced_loss
 from pipemega.pipeline.model.fp8_linears import Fp8Products, enable_fp8, log_fp8
+from pipemega.pipeline.model.graphed_layers import LayerGraphs, graphs_on
 from pipemega.pipeline.model.module import BuildOptions, PipelineModule
 from pipemega.pipeline.model.recompute import checkpoint_interval
 from pipemega.pipeline.model.stages import LocalModel, build_local_model

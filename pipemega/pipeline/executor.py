@@ -27,7 +27,6 @@ from pipemega.monitor import MultiTimer
 from pipemega.pipeline.activation_offload import ActivationOffload
 from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
 from pipemega.pipeline.execution_state import RankStages as RankStages
-from pipemega.pipeline.layer_graphs import LayerGraphs
 from pipemega.pipeline.messages import (
     InputGradient,
     InputGuard,
@@ -42,6 +41,7 @@ from pipemega.pipeline.messages import (
 )
 from pipemega.pipeline.microbatch_loss import microbatch_loss
 from pipemega.pipeline.model.batch_norm import uncounted
+from pipemega.pipeline.model.graphed_layers import LayerGraphs
 from pipemega.pipeline.model.module import keep_buffers
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.plan.channels import Channel

@@ -18,13 +18,13 @@ end of the step. On CUDA a sent tensor is freed after the transfer; here the tra
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from pipemega.layer_costs.stage_costs import StageCosts
 from pipemega.layer_costs.tensor_meter import DeviceType
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Plan
-from pipemega.pipeline.plan.lowering import OffloadPoints, offload_points
+from pipemega.pipeline.plan.lowering import OffloadPoints, most_in_flight, offload_points
 from pipemega.planning.memory import ShardCosts, ShardMemory
 
 Key = tuple[int, int]  # (stage, micro-batch)
@@ -62,12 +62,15 @@ def peak_memory(
     costs: Sequence[StageCosts],
     device: DeviceType,
     vocabulary: Sequence[ShardCosts] = (),
+    *,
+    has_graphs: bool = False,
 ) -> PeakMemory:
     """Return the peak memory of `rank` under the lowered `plan`.
 
     Args:
         costs: the costs of every stage of the model.
         vocabulary: for each rank, the costs of the vocabulary passes; empty: there are none.
+        has_graphs: layers run as CUDA graphs.
     """
     shard = None
     if vocabulary:
@@ -77,7 +80,14 @@ def peak_memory(
         timeline.points = offload_points(plan.programs[rank])
     for step in plan.programs[rank]:
         timeline.run(step)
-    return timeline.peak
+    if not has_graphs or device != "cuda":
+        return timeline.peak
+    # For each micro-batch in flight, graphs keep activations and temporary tensors in all steps.
+    kept = sum(
+        count * (costs[stage].held + sum(costs[stage].working))
+        for stage, count in most_in_flight(plan.programs[rank]).items()
+    )
+    return replace(timeline.peak, activations=max(timeline.peak.activations, kept))
 
 
 class _Bytes(NamedTuple):

@@ -196,6 +196,7 @@ class MetaModel(CountedModel):
         net: the layers of the stages; with vocabulary parallelism without embedding and head.
         cuts_vocabulary: it has vocabulary parallelism.
         devices: the device of each pipeline rank.
+        has_graphs: layers run as CUDA graphs.
 
     Raises:
         ConfigError: the model has no loss, or its vocabulary cannot be cut.
@@ -216,6 +217,7 @@ class MetaModel(CountedModel):
             net = vocabulary_split(net).without_vocabulary(net, dtype)
         super().__init__(config, net, sample, topology, device)
         self.devices = config.mesh.mixed_devices or (device,) * topology.pipeline
+        self.has_graphs = config.compile.cuda_graphs
         self._layouts: dict[tuple[Any, ...], StageLayout] = {}
 
     def with_config(self, config: Config) -> "MetaModel":

@@ -241,7 +241,14 @@ def predict(
         memory=tuple(
             RankMemory(
                 layout.footprints[rank],
-                peak_memory(lowered, rank, layout.costs, model.devices[rank], layout.vocabulary),
+                peak_memory(
+                    lowered,
+                    rank,
+                    layout.costs,
+                    model.devices[rank],
+                    layout.vocabulary,
+                    has_graphs=model.has_graphs,
+                ),
                 layout.batch_bytes(rank, lowered.num_microbatches),
                 model.devices[rank],
             )

@@ -34,6 +34,8 @@ _SAVED_BY_COMPILER = 0.03
 _OVERLAPPED = 3 / 4
 # What fp8 saves of the time of matrix products, with its casts, if it is not counted: assumed.
 _SAVED_BY_FP8 = 0.4
+# Seconds of the host for the launch of a kernel: assumed.
+_LAUNCH = 7e-6
 # One product of halves adds to fp32: the 16-bit gradient is not written and read.
 _BYTES_OF_A_GRADIENT = 4
 
@@ -143,6 +145,7 @@ class _Work:
             counted = sum(stage.seconds_without_fp8 - sum(stage.seconds) for stage in own)
             self._saved_by_fp8 = _MEASURED["products"] * slower["products"] * self._count * counted
         self._computing = sum(self._kernels.values())
+        self._launched = sum(sum(stage.kernels) for stage in own)
 
     def parts(self) -> dict[str, float]:
         """Return the seconds of each part, with all items off."""
@@ -152,6 +155,7 @@ class _Work:
             "matrix products": self._kernels["products"],
             "attention": self._kernels["attention"],
             "other kernels": self._kernels["others"],
+            "launches of kernels": self._launches(),
             "multiprocessors of messages": self._messages(_MOST_BLOCKS),
             "tensor-parallel communication": self._tensor_parallel(),
             "reduction of gradients": self._reduction(),
@@ -173,6 +177,11 @@ class _Work:
             config.fuses_gradients("cuda"), "other kernels",
             min(gradients / self._bandwidth, 0.5 * others),
         )  # fmt: skip
+        if waits := self._launches():
+            yield Item(
+                "CUDA graphs", "compile.cuda_graphs", config.compile.cuda_graphs,
+                "launches of kernels", waits,
+            )  # fmt: skip
         yield Item(
             "fp8 linears", "fp8.enabled", config.fp8.enabled, "matrix products",
             self._saved_by_fp8,
@@ -199,6 +208,10 @@ class _Work:
                 "overlapped reductions", "zero_optimization.overlap_comm", is_on,
                 "reduction of gradients", hidden,
             )  # fmt: skip
+
+    def _launches(self) -> float:
+        """Return how long the device waits for the host, which launches each kernel."""
+        return max(0.0, _LAUNCH * self._count * self._launched - self._computing)
 
     def _messages(self, blocks: int) -> float:
         """Return what the kernels lose to blocks of waiting messages."""

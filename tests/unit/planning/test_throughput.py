@@ -82,6 +82,27 @@ def test_fp8_linears_take_less_time_than_the_same_in_bf16() -> None:
     assert 1.1 < fp8.mfu / bf16.mfu < 1.6
 
 
+def test_small_kernels_wait_for_their_launches_unless_layers_run_as_graphs() -> None:
+    """Graphs keep the memory of each micro-batch in flight, with temporary tensors."""
+    sizes = Sizes(hidden=256, layers=4, heads=4, seq=128, vocab=1024, micro_batch=1)
+    found, peaks = [], []
+    for graphs in (False, True):
+        config = config_of(
+            sizes, "none", torch.device("cuda"), bf16={"enabled": True},
+            compile={"enabled": False, "cuda_graphs": graphs}, pipeline={"schedule": "gpipe"},
+        )  # fmt: skip
+        report = estimate(Request(config, 1, quick=True, device_name="H200"))
+        found.append(efficiency(report))
+        peaks.append(report.prediction.memory[0].activations)
+    for each, is_on in zip(found, (False, True), strict=True):
+        assert each is not None
+        (item,) = (item for item in each.items if item.key == "compile.cuda_graphs")
+        assert item.is_on == is_on
+        assert each.mfu_with(item, is_on=True) == pytest.approx(found[1].mfu)
+    assert found[1].mfu > 2 * found[0].mfu
+    assert peaks[1] > peaks[0]
+
+
 def test_a_slower_device_has_the_same_ratio_of_products() -> None:
     path, changes = SEVEN_B
     parts = [estimated(load(path, changes), 16, name).parts for name in ("H100", "A100-40GB")]

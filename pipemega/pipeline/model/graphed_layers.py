@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -310,9 +309,12 @@ class _Captured(nn.Module):
 @contextmanager
 def _capture_of_this_thread() -> Iterator[None]:
     """Let other threads, such as loaders that pin memory, use the device during a capture."""
-    capture = partial(torch.cuda.graph, capture_error_mode="thread_local")
-    with mock.patch.object(torch.cuda, "graph", capture):
+    whole = torch.cuda.graph
+    torch.cuda.graph = partial(whole, capture_error_mode="thread_local")  # type: ignore
+    try:
         yield
+    finally:
+        torch.cuda.graph = whole  # type: ignore[misc]
 
 
 def _static(tensor: Tensor) -> Tensor:
