@@ -368,6 +368,8 @@ class GradientBuffer:
 
     def fuses(self, parameter: nn.Parameter, dy: Tensor) -> bool:
         """Return whether `add_product` takes products of the dtype of `dy`."""
+        if not parameter.numel():
+            return False  # it has no view
         dtype = self.view(parameter).dtype
         # torch multiplies halves into fp32 on CUDA devices only.
         return dy.dtype == dtype or (

@@ -58,7 +58,7 @@ from pipemega.tensor_parallel.layers import (
     gradient_of,
     linear_gradient,
 )
-from pipemega.tensor_parallel.overlapped_products import overlaps, row_product
+from pipemega.tensor_parallel.overlapped_products import overlaps, row_product, rows_of
 
 # (x, dy) -> dW
 Gradient = Callable[[Tensor, Tensor], Tensor]
@@ -257,7 +257,7 @@ def linear(
     if not _can_defer(weight, queue):
         return product(x, weight, bias)
     # Two dims: with more, F.linear returns a view, which cannot be marked as changed in place.
-    rows, detached = x.reshape(-1, x.shape[-1]), weight.detach()
+    rows, detached = rows_of(x), weight.detach()
     gradient = gradient_of(products)
     y = _defer(rows, weight, lambda r: product(r, detached, bias), gradient, queue)
     return y.view(*x.shape[:-1], y.shape[-1])

@@ -49,6 +49,7 @@ from pipemega.tensor_parallel.overlapped_products import (
     gathered_product,
     overlaps,
     row_product,
+    rows_of,
     scattered_product,
     weight_gradient,
 )
@@ -88,7 +89,7 @@ class LinearProducts:
         device = x.device.type
         if not x.is_meta and torch.is_autocast_enabled(device):
             x = x.to(torch.get_autocast_dtype(device))
-        y = self.differentiable_output(x.reshape(-1, x.shape[-1]), weight)
+        y = self.differentiable_output(rows_of(x), weight)
         y = y if bias is None else y + bias
         return y.view(*x.shape[:-1], y.shape[-1])
 
@@ -336,7 +337,7 @@ class _ColumnProduct(torch.autograd.Function):
             if products is None:
                 dx = dy.matmul(weight)
             else:
-                dx = products.input_gradient(_rows(dy), weight).view(*dy.shape[:-1], -1)
+                dx = products.input_gradient(rows_of(dy), weight).view(*dy.shape[:-1], -1)
             if gathering is not None:
                 x, gathering = gathering(), None
             if ctx.gather:
@@ -349,8 +350,8 @@ class _ColumnProduct(torch.autograd.Function):
         if need_dw and products is None:
             dw = weight_gradient(dy, x)
         elif need_dw:
-            dw = products.weight_gradient(_rows(x), _rows(dy))
-        db = _rows(dy).sum(0) if need_db else None
+            dw = products.weight_gradient(rows_of(x), rows_of(dy))
+        db = rows_of(dy).sum(0) if need_db else None
         return summing() if summing is not None else None, dw, db, None, None, None
 
 
@@ -362,10 +363,6 @@ def gradient_of(products: LinearProducts | None) -> Callable[[Tensor, Tensor], T
 def linear_gradient(x: Tensor, dy: Tensor) -> Tensor:
     """Return dW [out, in] for x [.., in] and dy [.., out]."""
     return weight_gradient(dy, x.to(dy.dtype))
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _block_ranges(blocks: Sequence[int], axis: Axis) -> tuple[tuple[int, int], ...]:

@@ -261,4 +261,9 @@ class _RowProduct(torch.autograd.Function):
 
 def weight_gradient(dy: Tensor, x: Tensor) -> Tensor:
     """Return dW = dyᵀ x [out, in] of y = x Wᵀ, summed over all leading dims."""
-    return dy.reshape(-1, dy.shape[-1]).t().mm(x.reshape(-1, x.shape[-1]))
+    return rows_of(dy).t().mm(rows_of(x))
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """Return [.., n] as [rows, n]; also without elements, where torch's -1 has no value."""
+    return tensor.reshape(tensor.shape[:-1].numel(), tensor.shape[-1])

@@ -256,7 +256,8 @@ def predicted_refusal(case: Case) -> str | None:
     for mesh, steps in zip(case.meshes, (range(change), range(change, case.steps)), strict=False):
         if mesh.stages > case.num_layers:
             return "layers"
-        if mesh.schedule != "auto" and splits_backward(mesh.schedule):
+        fuses = case.fused and mesh.tensor == 1
+        if fuses or (mesh.schedule != "auto" and splits_backward(mesh.schedule)):
             for position, kind in enumerate(case.kinds):
                 trains = not all(case.is_frozen(position, step) for step in steps)
                 if kind in WHOLE_BACKWARD and trains:

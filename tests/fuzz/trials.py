@@ -41,6 +41,13 @@ TRIALS: dict[str, Case] = {
     "autograd.grad in a layer": _row("saliency", "own weight", mesh=_zb()),
     "a backward in a forward": _row("inner backward", "implicit", mesh=_zb("zb-h2")),
     "a gradient of a gradient, split backward": _row("penalty", mesh=_zb()),
+    "a backward in a forward, graphs": _row("inner backward", "implicit", graphs=True),
+    "layers are frozen between steps, graphs": _row(
+        "linear", "linear", graphs=True, steps=4, frozen=((0, 0, 1), (1, 2, 2))
+    ),
+    # The gradient of a weight without elements was refused.
+    "a linear without elements": _row("empty", fused=True),
+    "a linear without elements, split backward": _row("empty", mesh=_zb()),
     "a gradient of a gradient, full backward": _row("penalty", "whole penalty", mesh=TWO),
     # They had no effect under a split backward.
     "a replaced forward": _row("replaced forward", mesh=_zb()),

@@ -28,11 +28,14 @@ class _Recorded(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("operation not permitted when stream is capturing")
         result = func(*args, **(kwargs or {}))
         _wait(func, result)
         self._inputs |= _storages(args, kwargs) - self._made
         self._made |= _storages(result) - self._inputs
-        self._calls.append((func, args, kwargs or {}, result))
+        # Other tensors of the same memory: an operation may change the shape of its own in place.
+        self._calls.append(pytree.tree_map(_alias, (func, args, kwargs or {}, result)))
         return result
 
     def spoil(self) -> None:
@@ -46,11 +49,15 @@ class _Recorded(TorchDispatchMode):
     def replay(self) -> None:
         with torch.no_grad():
             for func, args, kwargs, result in self._calls:
-                again = func(*args, **kwargs)
+                again = func(*pytree.tree_map(_alias, args), **pytree.tree_map(_alias, kwargs))
                 _wait(func, again)
                 for old, new in zip(_tensors(result), _tensors(again), strict=True):
                     if old.data_ptr() != new.data_ptr():
                         old.data.copy_(new)
+
+
+def _alias(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _wait(func: Any, result: Any) -> None:
@@ -82,6 +89,8 @@ def make_graphed_callables(
 
     def gradients(leaves: list[Tensor], surface: list[Tensor], grads: list[Tensor]) -> Any:
         outputs = [leaf for leaf in leaves if leaf.requires_grad]
+        if not outputs:
+            return [None] * len(surface)
         wanted = [t for t in surface if t.requires_grad]
         found = torch.autograd.grad(outputs, wanted, grads, allow_unused=allow_unused_input)
         by_id = dict(zip(map(id, wanted), found, strict=True))

@@ -49,6 +49,7 @@ from pipemega.pipeline.model.module import Stage
 from pipemega.pipeline.weight_queue import WeightGradQueue
 from pipemega.tensor_parallel.collectives import allow_tracing
 from pipemega.tensor_parallel.layers import LinearProducts, gradient_of
+from pipemega.tensor_parallel.overlapped_products import rows_of
 
 
 class _Target:
@@ -135,7 +136,7 @@ def _linear(
         # The compiler would remove the operator, because nothing needs dx.
         untraced: Tensor = _untraced_linear(x, weight, bias, number)
         return untraced
-    rows = x.reshape(-1, x.shape[-1])
+    rows = rows_of(x)
     y: Tensor = _DeferredLinear.apply(  # type: ignore[no-untyped-call]
         rows, weight, bias, number, products
     )

@@ -8,10 +8,11 @@ stage has one slot for each of them, with two graphs of each layer. They are cap
 first message of a step, with the inputs that the run of one micro-batch has noted
 (`kernel_warmup`). The weight gradients that I queues are queued again after each replay.
 
-A layer runs as without graphs if its inputs or outputs are not tensors, if it changes its input,
-draws random numbers on the host, has hooks, shares a parameter with another layer, runs twice in a
-forward or is recomputed; also the last layer of the model, whose output the loss may change, and
-micro-batches of another shape. A layer must do the same in every step.
+A layer runs as without graphs if its inputs or outputs are not tensors or share memory, if it
+changes its input, reads values or draws random numbers on the host, has hooks, runs a backward in
+its forward, shares a parameter with another layer, runs twice in a forward or is recomputed; also
+the last layer of the model, whose output the loss may change, and micro-batches of another shape. A
+layer must do the same in every step.
 
 Source: partial-network capture, `torch.cuda.make_graphed_callables`.
 """
@@ -27,10 +28,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.errors import PipelineError
+from pipemega.parameters import has_user_hook
 from pipemega.pipeline.execution_state import ExecutionState, Key
+from pipemega.pipeline.messages import sharing_memory
 from pipemega.pipeline.model.module import BufferCopies, Stage
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Program
 from pipemega.pipeline.plan.lowering import most_in_flight
@@ -38,6 +42,8 @@ from pipemega.pipeline.weight_queue import Job, WeightGradQueue
 from pipemega.random import preserve_rng
 
 _WARMUPS = 1  # the kernels are loaded already
+_aten = torch.ops.aten
+_READS = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.nonzero.default)
 
 
 def graphs_on(device_type: str) -> bool:
@@ -51,10 +57,12 @@ class _Graph(NamedTuple):
     Args:
         function: replays the forward, and in backward the backward.
         jobs: the weight gradients that the backward has queued.
+        needs_grad: which outputs require a gradient; torch's function has one for all.
     """
 
     function: Callable[..., Any]
     jobs: list[Job]
+    needs_grad: list[bool]
 
 
 _Slot = dict["_Layer", _Graph]
@@ -106,8 +114,8 @@ class LayerGraphs:
         self.notes = run.train and run.batch.discard_grads and not self._slots
         layers = [layer for layers in self._layers.values() for layer in layers]
         if run.train and not run.batch.discard_grads:
-            moved = self._slots and any(layer.has_moved() for layer in layers)
-            if moved or (not self._slots and any(layer.calls for layer in layers)):
+            has_changed = self._slots and any(layer.has_changed() for layer in layers)
+            if has_changed or (not self._slots and any(layer.calls for layer in layers)):
                 self._capture(program)
         for layer in layers:
             layer.has_hooks = layer.find_hooks()
@@ -191,17 +199,22 @@ class LayerGraphs:
                 ) from error
             jobs = list(jobs)
         return {
-            layer: _Graph(module.forward, [job for job in jobs if id(job.weight) in layer.weights])
+            layer: _Graph(
+                module.forward,
+                [job for job in jobs if id(job.weight) in layer.weights],
+                module.needs_grad,
+            )
             for layer, module in zip(layers, modules, strict=True)
         }
 
     def replay(self, graph: _Graph, args: tuple[Any, ...]) -> Any:
         """Return the output of a layer; its backward queues the weight gradients."""
-        result = graph.function(*args)
+        leaves, spec = pytree.tree_flatten(graph.function(*args))
         if graph.jobs and self._queue is not None:
-            node = next(t.grad_fn for t in pytree.tree_leaves(result) if t.requires_grad)
+            node = next(leaf.grad_fn for leaf in leaves if leaf.requires_grad)
             node.register_hook(partial(self._queue.add_again, graph.jobs))
-        return result
+        pairs = zip(leaves, graph.needs_grad, strict=True)
+        return pytree.tree_unflatten([t if need else t.detach() for t, need in pairs], spec)
 
 
 class _Layer:
@@ -225,7 +238,7 @@ class _Layer:
         self.reason: str | None = None
         self.sample: tuple[Any, ...] = ()
         self.weights = {id(parameter) for parameter in module.parameters()}
-        self._addresses: list[int] = []
+        self._captured: list[tuple[int, bool]] = []
         vars(module)["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,8 +257,22 @@ class _Layer:
         state, given = torch.default_generator.get_state(), pytree.tree_leaves((args, kwargs))
         self.sample = pytree.tree_map_only(Tensor, _static, args)
         versions = [t._version for t in given if isinstance(t, Tensor)]
-        result = self.plain(*args, **kwargs)
+        backwards: list[Tensor] = []
+        handles: list[Any] = [
+            parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                backwards.append
+            )
+            for parameter in self.module.parameters()
+            if parameter.requires_grad
+        ]
+        with _HostReads() as reads:  # type: ignore[no-untyped-call]
+            result = self.plain(*args, **kwargs)
+        for handle in handles:
+            handle.remove()
         leaves = pytree.tree_leaves(result)
+        # Without masks and positions that pass through.
+        passed = {id(tensor) for tensor in given}
+        new = [t for t in leaves if id(t) not in passed or getattr(t, "requires_grad", False)]
         self.calls += 1
         if kwargs or not all(isinstance(leaf, Tensor) for leaf in (*given, *leaves)):
             self.reason = "its inputs and outputs are not only tensors"
@@ -253,8 +280,14 @@ class _Layer:
             self.reason = "its output needs no gradient, or it is recomputed"
         elif versions != [t._version for t in given]:
             self.reason = "it changes its input"
+        elif sharing_memory([*given, *new]):
+            self.reason = "its inputs and outputs share memory"
         elif not torch.equal(state, torch.default_generator.get_state()):
             self.reason = "it draws random numbers on the host"
+        elif reads.found:
+            self.reason = "it reads a value on the host"
+        elif backwards:
+            self.reason = "it runs a backward in its forward"
         return result
 
     def check(self, uses: Mapping[int, int]) -> None:
@@ -265,25 +298,39 @@ class _Layer:
             self.reason = "it has hooks"
         elif any(uses[number] > 1 for number in self.weights):
             self.reason = "it shares a parameter with another layer"
-        self._addresses = self._current_addresses()
+        self._captured = self._state()
 
     def find_hooks(self) -> bool:
-        """Return whether a module within the layer has hooks; those of the layer itself run."""
-        return any(
+        """Return whether a module or a parameter of the layer has hooks."""
+        return any(map(has_user_hook, self.module.parameters())) or any(
             module._forward_hooks
             or module._forward_pre_hooks
             or module._backward_hooks
             or module._backward_pre_hooks
             for module in self.module.modules()
-            if module is not self.module
         )
 
-    def has_moved(self) -> bool:
-        """Return whether a parameter has other memory than in the graphs."""
-        return self.reason is None and self._addresses != self._current_addresses()
+    def has_changed(self) -> bool:
+        """Return whether a parameter has other memory than in the graphs, or was (un)frozen."""
+        return self.reason is None and self._captured != self._state()
 
-    def _current_addresses(self) -> list[int]:
-        return [parameter.data_ptr() for parameter in self.module.parameters()]
+    def _state(self) -> list[tuple[int, bool]]:
+        return [(p.data_ptr(), p.requires_grad) for p in self.module.parameters()]
+
+
+class _HostReads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Context that finds out whether an operation gives a value to the host."""
+
+    found = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # Otherwise torch imports the compiler.
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func in _READS
+        return func(*args, **(kwargs or {}))
 
 
 class _Captured(nn.Module):
@@ -297,13 +344,15 @@ class _Captured(nn.Module):
         super().__init__()
         # A child, so that torch finds the parameters.
         self.layer, self._plain, self._jobs = layer.module, layer.plain, jobs
-        self._calls = 0
+        self._calls, self.needs_grad = 0, list[bool]()
 
     def forward(self, *args: Any) -> Any:
         self._calls += 1
         if self._calls > _WARMUPS:
             self._jobs.clear()
-        return self._plain(*args)
+        result = self._plain(*args)
+        self.needs_grad = [leaf.requires_grad for leaf in pytree.tree_leaves(result)]
+        return result
 
 
 @contextmanager
