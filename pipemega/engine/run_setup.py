@@ -109,11 +109,9 @@ class ExecutorBuilder:
     """
 
     def __init__(self, setup: RunSetup, timers: MultiTimer, plan_may_change: bool) -> None:
-        self._config, self._mesh, self._net = setup.config, setup.mesh, setup.net
-        self._setup = setup
+        self._setup, self._config, self._mesh = setup, setup.config, setup.mesh
         self._timers, self._plan_may_change = timers, plan_may_change
         self._groups: list[dist.ProcessGroup] = []
-
         device = "cpu" if "cpu" in self._mesh.pipeline.devices else self._mesh.device.type
         self._compiles = self._config.compile.applies(device)
         self._fuses = self._config.fuses_gradients(device)
@@ -214,7 +212,7 @@ class ExecutorBuilder:
             place,
             mesh.device,
             shapes,
-            declared_headers(self._net, bounds) if shapes == "declared" else {},
+            declared_headers(self._setup.net, bounds) if shapes == "declared" else {},
             mesh.timeout,
             routes,
         )

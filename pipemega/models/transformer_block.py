@@ -33,10 +33,7 @@ from pipemega.models.attention import (
 )
 from pipemega.models.rotary import RopeScaling, Rotary
 from pipemega.parameters import mark_partial_gradient, normal
-from pipemega.pipeline.model.recompute import (
-    ActivationCheckpoints,
-    recompute,
-)
+from pipemega.pipeline.model.recompute import ActivationCheckpoints, recompute
 from pipemega.random import sharded_rng
 from pipemega.tensor_parallel import ColumnParallelLinear, Dropout, RowParallelLinear
 from pipemega.tensor_parallel.collectives import unkept

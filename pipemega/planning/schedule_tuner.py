@@ -319,7 +319,11 @@ def _cost_key(setup: RunSetup) -> dict[str, Any]:
     if config.compile.applies(setup.mesh.device.type):
         sections.append("compile")
     whole = config.to_dict()
-    return {
+    # Keys that came later are in it only if they are set: the caches of before are still found.
+    later = {"cuda_graphs": True} if config.compile.cuda_graphs else {}
+    if not config.activation_checkpointing.cpu_checkpointing:
+        whole["activation_checkpointing"].pop("cpu_checkpointing", None)
+    return later | {
         "layers": net.layer_names,
         "parameters": net.count_parameters(),
         "partition": config.pipeline.partition,

@@ -506,6 +506,20 @@ def test_zero_trains_like_one_process_on_every_kind_of_mesh(
         assert_bitwise(pair, norm=False)
 
 
+@pytest.mark.sweep
+@pytest.mark.parametrize("fused", [False, True])
+def test_reductions_beside_compiled_layers_change_no_bit(pool: RankPool, fused: bool) -> None:
+    """In a plan without I and W, hooks report the gradients that the queue has added."""
+    configs = []
+    for overlap in (False, True):
+        zero = {"stage": 1, "reduce_bucket_size": 1500, "overlap_comm": overlap}
+        config = config_of((2, 1, 2), "1f1b", "compiled")
+        config |= {"zero_optimization": zero, "gradient_accumulation_fusion": fused}
+        configs.append((config, "float64"))
+    results, *_ = pool.run(4, training_runs.train_all, configs, timeout=300.0)
+    assert_bitwise(results)
+
+
 RECOMPUTATIONS: tuple[dict[str, Any], ...] = (
     {"recompute": "none"},
     {"recompute": "full"},
