@@ -188,7 +188,8 @@ class LayerGraphs:
         queue, jobs = self._queue, list[Job]()
         with nullcontext(jobs) if queue is None else queue.record() as jobs:
             modules = tuple(_Captured(layer, jobs) for layer in layers)
-            inputs = tuple(pytree.tree_map(_static, layer.sample) for layer in layers)
+            copied = partial(_copied, self._mesh.device)
+            inputs = tuple(pytree.tree_map(copied, layer.sample) for layer in layers)
             try:
                 with torch.enable_grad(), _capture_of_this_thread():
                     torch.cuda.make_graphed_callables(modules, inputs, _WARMUPS, True)
@@ -255,7 +256,8 @@ class _Layer:
     def _note(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the layer; note its arguments, and why it cannot have graphs."""
         state, given = torch.default_generator.get_state(), pytree.tree_leaves((args, kwargs))
-        self.sample = pytree.tree_map_only(Tensor, _static, args)
+        # In host memory: on the device the samples of all layers would stay.
+        self.sample = pytree.tree_map_only(Tensor, partial(_copied, torch.device("cpu")), args)
         versions = [t._version for t in given if isinstance(t, Tensor)]
         backwards: list[Tensor] = []
         handles: list[Any] = [
@@ -366,8 +368,8 @@ def _capture_of_this_thread() -> Iterator[None]:
         torch.cuda.graph = whole  # type: ignore[misc]
 
 
-def _static(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def _copied(device: torch.device, tensor: Tensor) -> Tensor:
+    return tensor.detach().to(device, copy=True).requires_grad_(tensor.requires_grad)
 
 
 def _metas(args: tuple[Any, ...]) -> list[Any]:

@@ -544,7 +544,8 @@ def test_activations_on_the_host_change_no_bit(pool: RankPool, schedule: str) ->
 @pytest.mark.parametrize("schedule", some(("zb-v", "1f1b", "interleaved", "gpipe", "zb-h1"), 0))
 def test_graphs_of_layers_change_no_bit(pool: RankPool, schedule: str) -> None:
     configs = []
-    for keys in ({}, {"gradient_accumulation_fusion": True}, {"compile": {"enabled": True}}):
+    changes = [{}, {"gradient_accumulation_fusion": True}, {"compile": {"enabled": True}}]
+    for keys in changes[: 2 if schedule == "zb-v" else 3]:
         for graphs in (False, True):
             config = config_of((1, 1, 2), schedule, "plain") | keys
             config["model"]["hidden_dropout"] = 0.0
@@ -555,7 +556,7 @@ def test_graphs_of_layers_change_no_bit(pool: RankPool, schedule: str) -> None:
         assert_bitwise(list(pair))
 
 
-@pytest.mark.parametrize("choice", OVERLAPPED)
+@pytest.mark.parametrize("choice", some(OVERLAPPED, 0))
 def test_overlapped_products_train_like_one_process_with_the_same_bits_under_all_schedules(
     pool: RankPool, oracle: Oracle, choice: str
 ) -> None:
