@@ -28,6 +28,8 @@ ALL_CASES = {
         for net in ("specs", "built", "from_built")
         for schedule in ("1f1b", "zb-v", "auto")
         for changes in ({}, {"mesh": {"pipeline": 4}})
+        # zb-v has eight stages on four ranks, and a model has seven layers.
+        if not (changes and schedule == "zb-v")
     ],
 }
 
