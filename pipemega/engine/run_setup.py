@@ -17,6 +17,7 @@ from pipemega.optimizer import OptimizerStep, ZeroMasterParams
 from pipemega.optimizer.build_step import OptimizerArguments, precision_of
 from pipemega.pipeline.activation_offload import ActivationOffload, offloads_from
 from pipemega.pipeline.connections import connect
+from pipemega.pipeline.execution_state import ComputeWrapper
 from pipemega.pipeline.executor import Executor, RankStages
 from pipemega.pipeline.messages import Header
 from pipemega.pipeline.microbatch_loss import reduced_loss
@@ -165,32 +166,26 @@ class ExecutorBuilder:
         if model.vocabulary is not None:
             assert transport is not None, "vocabulary parallelism needs several pipeline ranks"
             ends = VocabularyRuns(stages, model.vocabulary, transport, readiness)
-        timers, offload = self._timers, self._offload(model)
-        graphs = self._graphs(model, weight_queue)
+        timers, wrapper = self._timers, self._wrapper(model, weight_queue)
         return Executor(
-            stages, transport, timers, weight_queue, readiness, before_training, ends, offload,
-            graphs,
-        )  # fmt: skip
+            stages, transport, timers, weight_queue, readiness, before_training, ends, wrapper
+        )
 
-    def _graphs(self, model: LocalModel, queue: WeightGradQueue | None) -> LayerGraphs | None:
-        if not self._config.compile.cuda_graphs:
-            return None
-        log = get_logger(self._mesh.rank)
-        if not graphs_on(self._mesh.device.type):
-            log.info("compile.cuda_graphs has no effect on a CPU")
-            return None
-        return LayerGraphs(model.stages, model.bounds[-1], queue, self._mesh, log)
-
-    def _offload(self, model: LocalModel) -> ActivationOffload | None:
-        if not self._config.activation_checkpointing.cpu_checkpointing:
-            return None
-        if not offloads_from(self._mesh.device.type):
-            get_logger(self._mesh.rank).info(
+    def _wrapper(self, model: LocalModel, queue: WeightGradQueue | None) -> ComputeWrapper | None:
+        device, log = self._mesh.device, get_logger(self._mesh.rank)
+        if self._config.activation_checkpointing.cpu_checkpointing:
+            if offloads_from(device.type):
+                return ActivationOffload(device, model.modules)
+            log.info(
                 "activation_checkpointing.cpu_checkpointing has no effect on a CPU: the "
                 "activations are in host memory already"
             )
-            return None
-        return ActivationOffload(self._mesh.device, model.modules)
+        # Not with activations in host memory: the config refuses both.
+        if self._config.compile.cuda_graphs:
+            if graphs_on(device.type):
+                return LayerGraphs(model.stages, model.bounds[-1], queue, self._mesh, log)
+            log.info("compile.cuda_graphs has no effect on a CPU")
+        return None
 
     def _transport(self, plan: Plan, bounds: Sequence[int]) -> Transport | None:
         mesh, section = self._mesh, self._config.pipeline

@@ -136,7 +136,7 @@ class StepRunner:
         self._warmup: KernelWarmup | None = None
         has_queues = message_order(mesh.pipeline, mesh.device) == "queues"
         warms_up = has_queues and config.pipeline.warm_up
-        if (warms_up or executor.has_graphs) and not self._in_loop:
+        if (warms_up or executor.needs_first_run) and not self._in_loop:
             self._warmup = KernelWarmup(executor, mesh.device)
         self.evaluator = Evaluator(mesh, executor, self.reader, self.plan, self._warmup)
         gradients, num_layers = step.gradients if step else None, model.bounds[-1]

@@ -17,7 +17,7 @@ device: a copy of them would free no memory. With recomputation, what a segment 
 Source: `activation_checkpointing.cpu_checkpointing` of DeepSpeed, with copies that overlap.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Final
@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from pipemega.distributed.device_waits import synchronize
 from pipemega.distributed.host_memory import CopyEvent, HostMemory
-from pipemega.pipeline.execution_state import Key, MicroBatches
+from pipemega.pipeline.execution_state import ComputeWrapper, ExecutionState, Handler, Key
 from pipemega.pipeline.messages import tensors_of
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Program
 from pipemega.pipeline.plan.lowering import OffloadPoints, offload_points
@@ -138,7 +138,7 @@ class _Moved:
         return [-(-whole.nbytes // _ALIGNMENT) * _ALIGNMENT for _, whole in self.on_device]
 
 
-class ActivationOffload:
+class ActivationOffload(ComputeWrapper):
     """Moves the saved activations of one rank.
 
     Args:
@@ -162,8 +162,9 @@ class ActivationOffload:
         # Storage -> the micro-batch that has saved it, or _SHARED.
         self._savers: WeakKeyDictionary[torch.UntypedStorage, int] = WeakKeyDictionary()
 
-    def begin(self, program: Program, batch: MicroBatches, *, train: bool) -> None:
+    def begin(self, run: ExecutionState, program: Program) -> None:
         """Prepare a run of `program`; an evaluation moves nothing."""
+        batch, train = run.batch, run.train
         self._release()
         for moved in self._moved.values():  # of a run that was given up
             self._finish(moved)
@@ -188,16 +189,8 @@ class ActivationOffload:
                 self._free.append((held.pop(key), None))
         self._reserved = program
 
-    def around(
-        self, handlers: Mapping[Kind, Callable[[Instruction], None]]
-    ) -> dict[Kind, Callable[[Instruction], None]]:
-        """Return handlers of instructions that also move activations."""
-        return {
-            kind: handler if kind.is_message else partial(self._run, handler)
-            for kind, handler in handlers.items()
-        }
-
-    def _run(self, handler: Callable[[Instruction], None], step: Instruction) -> None:
+    def run(self, handler: Handler, step: Instruction) -> None:
+        """Run a compute instruction, and move activations."""
         key = (step.stage, step.microbatch)
         if (next_key := self._points.fetched.get(step)) is not None:
             self._fetch(self._moved[next_key])

@@ -1,5 +1,6 @@
 """The data, the results and the state of one run of a plan on one pipeline rank."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -12,7 +13,7 @@ from pipemega.distributed.torch_versions import gradient_edge
 from pipemega.pipeline.messages import InputGradient, TensorMeta
 from pipemega.pipeline.microbatch_loss import Loss, LossSums
 from pipemega.pipeline.model.module import RngKey, Stage
-from pipemega.pipeline.plan.instructions import Instruction, Plan
+from pipemega.pipeline.plan.instructions import Instruction, Plan, Program
 from pipemega.pipeline.recorder import Recorder
 from pipemega.pipeline.transport import Receive
 
@@ -88,6 +89,24 @@ class MicroBatches:
     def has_other_shapes(self) -> bool:
         """Whether a micro-batch may have messages of other shapes than a full micro-batch."""
         return any(share not in (0, 1) for share in self.shares or ())
+
+
+Handler = Callable[[Instruction], None]
+
+
+class ComputeWrapper(ABC):
+    """Runs the compute instructions of an executor, with something of its own around them."""
+
+    needs_first_run = False
+    """Whether a run of one micro-batch must come before the first step (`kernel_warmup`)."""
+
+    @abstractmethod
+    def begin(self, run: "ExecutionState", program: Program) -> None:
+        """Prepare a run of `program`, the one of this rank, before its first message."""
+
+    @abstractmethod
+    def run(self, handler: Handler, step: Instruction) -> None:
+        """Run `step` by `handler`."""
 
 
 @dataclass

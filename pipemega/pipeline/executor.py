@@ -13,7 +13,7 @@ imports sympy: 0.3 s in the first backward of every process. The engine checks t
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
@@ -24,8 +24,14 @@ from pipemega.distributed.comm_errors import is_connection_loss
 from pipemega.distributed.device_waits import located_by
 from pipemega.errors import PipelineError
 from pipemega.monitor import MultiTimer
-from pipemega.pipeline.activation_offload import ActivationOffload
-from pipemega.pipeline.execution_state import ExecutionState, InFlight, MicroBatches, Results
+from pipemega.pipeline.execution_state import (
+    ComputeWrapper,
+    ExecutionState,
+    Handler,
+    InFlight,
+    MicroBatches,
+    Results,
+)
 from pipemega.pipeline.execution_state import RankStages as RankStages
 from pipemega.pipeline.messages import (
     InputGradient,
@@ -41,7 +47,6 @@ from pipemega.pipeline.messages import (
 )
 from pipemega.pipeline.microbatch_loss import microbatch_loss
 from pipemega.pipeline.model.batch_norm import uncounted
-from pipemega.pipeline.model.graphed_layers import LayerGraphs
 from pipemega.pipeline.model.module import keep_buffers
 from pipemega.pipeline.model.vocabulary_shard import VocabularyShard
 from pipemega.pipeline.plan.channels import Channel
@@ -185,8 +190,7 @@ class Executor:
         before_training: called before each run with backwards; may be None.
         ends: give the input of the first stage, and use the output of the last; None: data and
             loss of the micro-batches.
-        offload: moves saved activations to host memory; None: they stay on the device.
-        graphs: replays the layers; None: each kernel is launched.
+        wrapper: runs the compute instructions: moves activations, or replays layers; may be None.
     """
 
     def __init__(
@@ -198,17 +202,15 @@ class Executor:
         grad_listener: GradReadyListener | None = None,
         before_training: Callable[[], None] | None = None,
         ends: PipelineEnds | None = None,
-        offload: ActivationOffload | None = None,
-        graphs: LayerGraphs | None = None,
+        wrapper: ComputeWrapper | None = None,
     ) -> None:
-        self._model, self._transport = model, transport
-        self._offload, self._graphs = offload, graphs
+        self._model, self._transport, self._wrapper = model, transport, wrapper
         self._before_training = before_training
         self.rank, self.stages = model.rank, model.stages
         self._timers = timers or MultiTimer(enabled=False)
         self._weight_queue, self._grad_listener = weight_queue, grad_listener
         self.ends = ends or PipelineEnds(model)
-        self._handlers: Mapping[Kind, Callable[[Instruction], None]] = {
+        self._handlers: Mapping[Kind, Handler] = {
             Kind.RECV_ACTIVATION: self._receive_activation,
             Kind.FORWARD: self._forward,
             Kind.SEND_ACTIVATION: self._send_activation,
@@ -219,16 +221,17 @@ class Executor:
             Kind.BACKWARD_WEIGHT: self._backward_weight,
             **self.ends.handlers,
         }
-        if offload is not None:
-            self._handlers = offload.around(self._handlers)
-        if graphs is not None:
-            self._handlers = graphs.around(self._handlers)
+        if wrapper is not None:
+            self._handlers = {
+                kind: handler if kind.is_message else partial(wrapper.run, handler)
+                for kind, handler in self._handlers.items()
+            }
         self._run: ExecutionState  # set by `begin`
 
     @property
-    def has_graphs(self) -> bool:
-        """Whether a run of one micro-batch must come first, and note the inputs of the layers."""
-        return self._graphs is not None
+    def needs_first_run(self) -> bool:
+        """Whether a run of one micro-batch must come before the first step."""
+        return self._wrapper is not None and self._wrapper.needs_first_run
 
     @property
     def plan(self) -> Plan:
@@ -275,10 +278,8 @@ class Executor:
         if self._grad_listener is not None and run.train and not batch.discard_grads:
             run.final_backwards = last_gradients(plan.programs[self.rank])
             self._grad_listener.begin()
-        if self._offload is not None:
-            self._offload.begin(plan.programs[self.rank], batch, train=run.train)
-        if self._graphs is not None:
-            self._graphs.begin(run, plan.programs[self.rank])
+        if self._wrapper is not None:
+            self._wrapper.begin(run, plan.programs[self.rank])
         self.ends.begin(run)
         recorder.begin()
 

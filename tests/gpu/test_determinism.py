@@ -84,6 +84,19 @@ def test_activations_on_the_host_change_no_bit(recompute: str) -> None:
     _assert_same_bits([train(config, "float32", steps=5) for config in configs])
 
 
+@_on_one_gpu
+@pytest.mark.parametrize("fused", [False, True])
+def test_graphs_of_layers_change_no_bit(fused: bool) -> None:
+    changes: dict[str, Any] = {
+        "mesh": {"device": ONE_DEVICE},
+        "training": {"deterministic_mode": True},
+        "pipeline": {"schedule": "gpipe"},
+        "gradient_accumulation_fusion": fused,
+    }
+    configs = [settings(compile={"cuda_graphs": graphs}, **changes) for graphs in (False, True)]
+    _assert_same_bits([train(config, "float32", steps=5) for config in configs])
+
+
 def _assert_same_bits(results: list[dict[str, Any]]) -> None:
     first, *others = results
     for other in others:

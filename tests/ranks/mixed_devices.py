@@ -8,6 +8,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -203,11 +204,12 @@ def order_of_offload(folder: str, text: str) -> list[str]:
 
     with mock.patch.object(activation_offload, "SMALLEST_BYTES", 64):
         offload = activation_offload.ActivationOffload(torch.device(NAME), [])
-        handlers = offload.around({Kind.FORWARD: forward, Kind.BACKWARD: backward})
+        handlers = {Kind.FORWARD: forward, Kind.BACKWARD: backward}
         FakeModule.log.clear()
-        offload.begin(program, MicroBatches((), ()), train=True)
+        run: Any = SimpleNamespace(train=True, batch=MicroBatches((), ()))
+        offload.begin(run, program)
         for step in program:
-            handlers[step.kind](step)
+            offload.run(handlers[step.kind], step)
     for m, x in inputs.items():
         assert x.grad is not None
         assert x.grad.cpu().tolist() == [18.0 * (2 + m)] * 64

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pipemega.distributed.mesh import Mesh, gather_objects
 from pipemega.errors import PipelineError
 from pipemega.parameters import has_user_hook
-from pipemega.pipeline.execution_state import ExecutionState, Key
+from pipemega.pipeline.execution_state import ComputeWrapper, ExecutionState, Handler, Key
 from pipemega.pipeline.messages import sharing_memory
 from pipemega.pipeline.model.module import BufferCopies, Stage
 from pipemega.pipeline.plan.instructions import Instruction, Kind, Program
@@ -68,7 +68,7 @@ class _Graph(NamedTuple):
 _Slot = dict["_Layer", _Graph]
 
 
-class LayerGraphs:
+class LayerGraphs(ComputeWrapper):
     """The graphs of the layers of one rank.
 
     Args:
@@ -76,6 +76,8 @@ class LayerGraphs:
         num_layers: of the whole model.
         queue: takes the weight gradients of the layers; may be None.
     """
+
+    needs_first_run = True
 
     def __init__(
         self,
@@ -121,16 +123,8 @@ class LayerGraphs:
             layer.has_hooks = layer.find_hooks()
         self._free = {number: [*slots] for number, slots in self._slots.items()}
 
-    def around(
-        self, handlers: Mapping[Kind, Callable[[Instruction], None]]
-    ) -> dict[Kind, Callable[[Instruction], None]]:
-        """Return handlers of instructions that take and free slots."""
-        return {
-            kind: handler if kind.is_message else partial(self._handle, handler)
-            for kind, handler in handlers.items()
-        }
-
-    def _handle(self, handler: Callable[[Instruction], None], step: Instruction) -> None:
+    def run(self, handler: Handler, step: Instruction) -> None:
+        """Run a compute instruction; F takes a slot, and the end of backward frees it."""
         run, key = self._run, (step.stage, step.microbatch)
         if step.kind is Kind.FORWARD:
             free = self._free.get(step.stage)
@@ -238,6 +232,7 @@ class _Layer:
         self.calls, self.has_hooks = 0, False
         self.reason: str | None = None
         self.sample: tuple[Any, ...] = ()
+        self._metas: list[Any] = []
         self.weights = {id(parameter) for parameter in module.parameters()}
         self._captured: list[tuple[int, bool]] = []
         vars(module)["forward"] = self
@@ -249,7 +244,7 @@ class _Layer:
         if graphs.slot is None or self.has_hooks or kwargs or not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         graph = graphs.slot.get(self)
-        if graph is None or _metas(args) != _metas(self.sample):
+        if graph is None or _metas(args) != self._metas:
             return self.plain(*args)
         return graphs.replay(graph, args)
 
@@ -258,6 +253,7 @@ class _Layer:
         state, given = torch.default_generator.get_state(), pytree.tree_leaves((args, kwargs))
         # In host memory: on the device the samples of all layers would stay.
         self.sample = pytree.tree_map_only(Tensor, partial(_copied, torch.device("cpu")), args)
+        self._metas = _metas(self.sample)
         versions = [t._version for t in given if isinstance(t, Tensor)]
         backwards: list[Tensor] = []
         handles: list[Any] = [

@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -118,10 +119,10 @@ class Stage:
         discard: bool = False,
     ) -> None:
         handlers = {Kind.FORWARD: self.forward, Kind.BACKWARD: self.backward}
-        offload.begin(steps, MicroBatches((), (), discard_grads=discard), train=train)
-        wrapped = offload.around(handlers)
+        run: Any = SimpleNamespace(train=train, batch=MicroBatches((), (), discard_grads=discard))
+        offload.begin(run, steps)
         for step in steps:
-            wrapped[step.kind](step)
+            offload.run(handlers[step.kind], step)
 
     def forward(self, step: Instruction) -> None:
         self._log.append(str(step))
