@@ -19,8 +19,13 @@ def some(values: Iterable[Any], *by_default: int) -> list[Any]:
 
 
 def some_cases(cases: Iterable[Any], *by_default: int) -> list[Any]:
-    """As `some`, for cases of several arguments."""
+    """As `some`, for cases of several arguments; those with marks keep them."""
     return [
-        case if index in by_default else pytest.param(*case, marks=pytest.mark.sweep)
+        case
+        if index in by_default or isinstance(case, _Marked)
+        else pytest.param(*case, marks=pytest.mark.sweep)
         for index, case in enumerate(cases)
     ]
+
+
+_Marked = type(pytest.param())
