@@ -162,13 +162,15 @@ class ExecutorBuilder:
             reduced_loss(config, model.loss_fn),
             precision_of(config).cast_inputs,
         )
-        ends = None
+        wrapper, ends = self._wrapper(model, weight_queue), None
         if model.vocabulary is not None:
             assert transport is not None, "vocabulary parallelism needs several pipeline ranks"
-            ends = VocabularyRuns(stages, model.vocabulary, transport, readiness)
-        timers, wrapper = self._timers, self._wrapper(model, weight_queue)
+            copies = isinstance(wrapper, LayerGraphs)
+            ends = VocabularyRuns(
+                stages, model.vocabulary, transport, readiness, copies_output=copies
+            )
         return Executor(
-            stages, transport, timers, weight_queue, readiness, before_training, ends, wrapper
+            stages, transport, self._timers, weight_queue, readiness, before_training, ends, wrapper
         )
 
     def _wrapper(self, model: LocalModel, queue: WeightGradQueue | None) -> ComputeWrapper | None:

@@ -72,6 +72,8 @@ class VocabularyRuns(PipelineEnds):
         shard: the local rows.
         transport: sends messages to the other pipeline ranks.
         listener: is notified when the gradients of a weight are complete; may be None.
+        copies_output: the output of the last stage is in memory that the forward of another
+            micro-batch overwrites after the backward of this one (CUDA graphs).
     """
 
     def __init__(
@@ -80,9 +82,11 @@ class VocabularyRuns(PipelineEnds):
         shard: VocabularyShard,
         transport: Transport,
         listener: GradReadyListener | None,
+        *,
+        copies_output: bool = False,
     ) -> None:
         super().__init__(model)
-        self._shard = shard
+        self._shard, self._copies_output = shard, copies_output
         self.modules, self.reads = [shard], (True, True)
         self._transport, self._listener = transport, listener
         self._rank = shard.pipeline.rank
@@ -126,8 +130,10 @@ class VocabularyRuns(PipelineEnds):
         return collect_gradients(inputs)
 
     def last_output(self, m: int, hidden: Tensor) -> Tensor:
-        """Keep the output of the last stage for S."""
+        """Keep the output of the last stage for S and W."""
         flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        if self._copies_output:
+            flat = flat.clone()
         counted = self._counted(m)
         self._of(m).hidden = flat if counted is None else flat.index_select(0, counted)
         return hidden

@@ -82,6 +82,14 @@ def test_every_setting_with_a_cut_vocabulary_trains_like_one_process(
         assert_like_the_oracle(result, oracle(choice), choice)
 
 
+def test_graphs_keep_the_output_of_the_last_stage_until_the_head_has_its_gradient(
+    pool: RankPool, oracle: Oracle
+) -> None:
+    """The next micro-batch overwrote it: the gradient of the head was wrong (in the sweep)."""
+    (result,) = run_all(pool, (1, 1, 2), ["1f1b"], "CUDA graphs")
+    assert_like_the_oracle(result, oracle("CUDA graphs"), "CUDA graphs")
+
+
 @pytest.mark.sweep
 def test_all_schedules_with_a_cut_vocabulary_give_the_same_bits(
     pool: RankPool, oracle: Oracle
